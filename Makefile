@@ -1,0 +1,59 @@
+# Two commands are enough: `make demo` trains, `make test` proves. Both make .venv first.
+# Only python3 (3.11 or newer), pip and make are needed; another interpreter: make PYTHON=python3.12 demo
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+DEMO_RUN   ?= runs/demo
+DEMO_STEPS ?= 150
+DEMO_FLAGS ?=
+
+.PHONY: help demo test check bench format docs clean
+
+help:
+	@echo 'make demo    train a 10M-parameter model on 4 processes with 4-bit communication, then write a report'
+	@echo 'make test    run every test'
+	@echo 'make check   ruff, mypy and the tests of the documentation'
+	@echo 'make bench   run the benchmarks and write their figures into README.md'
+	@echo 'make format  let ruff format and fix what it can'
+	@echo 'make docs    build the documentation into site/'
+	@echo 'make clean   remove .venv and everything built (runs/ stays)'
+
+demo: $(STAMP)
+	$(BIN)/thinwire train --model demo --data stdlib --strategy sdp4bit --workers 4 --local-size 1 \
+	  --steps $(DEMO_STEPS) --run-dir $(DEMO_RUN) --overwrite $(DEMO_FLAGS)
+	@echo 'report: $(DEMO_RUN)/report.html'
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/docs
+
+bench: $(STAMP)
+	@mkdir -p benchmarks/results
+	$(BIN)/python benchmarks/codecs.py --json benchmarks/results/codecs.json
+	$(BIN)/python benchmarks/readme_table.py
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(STAMP)
+	$(BIN)/mkdocs build --strict --site-dir site
+
+clean:
+	rm -rf $(VENV) site build dist .mypy_cache .ruff_cache .pytest_cache
+
+# Made once, and again when the dependencies change. An existing .venv is kept and brought up to date.
+$(STAMP): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo 'thinwire needs Python 3.11 or newer: $(PYTHON) was not found; install it or say make PYTHON=/path/to/python3' >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "thinwire needs Python 3.11 or newer: $(PYTHON) is $$($(PYTHON) -V); say make PYTHON=python3.12 with one that is installed" >&2; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo 'Python cannot make a virtual environment here: install its venv package (Debian, Ubuntu: apt-get install python3-venv)' >&2; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@

@@ -1,0 +1,152 @@
+"""Collectives on real processes, held to sums and copies computed from all ranks' inputs in one place."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from tests.workers import run_workers
+from thinwire.codecs import Hadamard, Identity, Integer
+from thinwire.collectives import Communicator
+from thinwire.errors import ConfigError
+
+GRIDS = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]
+
+
+def rank_input(rank: int, num_elements: int) -> torch.Tensor:
+    return torch.randn(num_elements, generator=torch.Generator().manual_seed(100 + rank))
+
+
+def all_operations(rank: int, world_size: int, local_size: int, checked: bool) -> dict:
+    comm = Communicator(local_size=local_size, checked=checked, timeout_s=20)
+    num_elements = 32 * world_size
+    x = rank_input(rank, num_elements)
+    kept = x.clone()
+    scattered = comm.wait(comm.reduce_scatter(x, Identity()))
+    gathered = comm.wait(comm.all_gather(scattered, Identity()))
+    reduced = comm.wait(comm.all_reduce(x[:37], Identity()))
+    sent_to_all = torch.full((5,), float(rank), dtype=torch.float64)
+    source = world_size - 1
+    comm.wait(comm.broadcast_(sent_to_all, source))
+    exact = comm.wait(comm.all_gather_exact(torch.tensor([[rank, 7]])))
+    comm.barrier()
+    comm.close()
+    assert torch.equal(x, kept), "an input was written"
+    return {
+        "scattered": scattered,
+        "gathered": gathered,
+        "reduced": reduced,
+        "broadcast": sent_to_all,
+        "exact": exact,
+    }
+
+
+@pytest.mark.parametrize("checked", [False, True])
+@pytest.mark.parametrize(("world_size", "local_size"), GRIDS)
+def test_exact_codec_equals_plain_sums(world_size: int, local_size: int, checked: bool) -> None:
+    results = run_workers(all_operations, world_size, local_size, checked)
+    inputs = torch.stack([rank_input(rank, 32 * world_size) for rank in range(world_size)])
+    total = inputs.sum(0)
+    for rank, result in enumerate(results):
+        torch.testing.assert_close(result["scattered"], total.view(world_size, 32)[rank], rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(result["gathered"].view(-1), total, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(result["reduced"], inputs[:, :37].sum(0), rtol=1e-6, atol=1e-6)
+        assert torch.equal(result["gathered"], results[0]["gathered"])
+        assert torch.equal(result["reduced"], results[0]["reduced"])
+        assert torch.equal(result["broadcast"], torch.full((5,), world_size - 1.0, dtype=torch.float64))
+        assert result["exact"].tolist() == [[[r, 7]] for r in range(world_size)]
+
+
+def rank_coded(rank: int, world_size: int, local_size: int) -> torch.Tensor:
+    """Slice j holds 1000 * j + rank + 1: the sum tells which slice arrived and that every rank was in it once."""
+    comm = Communicator(local_size=local_size, timeout_s=20)
+    x = torch.arange(world_size).repeat_interleave(32) * 1000.0 + rank + 1
+    return comm.wait(comm.reduce_scatter(x, Identity()))
+
+
+@pytest.mark.parametrize(("world_size", "local_size"), [(4, 2), (6, 2), (6, 3), (8, 4)])
+def test_slice_j_goes_to_rank_j(world_size: int, local_size: int) -> None:
+    results = run_workers(rank_coded, world_size, local_size)
+    for rank, result in enumerate(results):
+        assert torch.equal(result, torch.full((32,), world_size * 1000.0 * rank + sum(range(1, world_size + 1))))
+
+
+def compressed(rank: int, world_size: int, local_size: int) -> tuple:
+    comm = Communicator(local_size=local_size, timeout_s=20)
+    num_elements = 1 << 16
+    intra, inter = Hadamard(Integer(bits=8, group=128)), Hadamard(Integer(bits=4, group=128))
+    before = comm.meter.snapshot()
+    shard = comm.wait(comm.reduce_scatter(rank_input(rank, num_elements), intra, inter, seed=5))
+    middle = comm.meter.snapshot()
+    full = comm.wait(comm.all_gather(shard, Integer(bits=4, group=2048), seed=6))
+    after = comm.meter.snapshot()
+    return shard, full, middle - before, after - middle
+
+
+@pytest.mark.parametrize(
+    ("world_size", "local_size", "largest_error"), [(4, 1, 0.2), (4, 2, 0.2), (4, 4, 0.02), (2, 1, 0.2)]
+)
+def test_bytes_and_error_of_the_compressed_sum(world_size: int, local_size: int, largest_error: float) -> None:
+    n = 1 << 16
+    results = run_workers(compressed, world_size, local_size)
+    total = torch.stack([rank_input(rank, n) for rank in range(world_size)]).sum(0)
+    shards = torch.cat([result[0] for result in results])
+    assert (shards - total).norm() / total.norm() < largest_error
+    nodes = world_size // local_size
+    hop_intra = n * (local_size - 1) / local_size * 8.25 / 8
+    hop_inter = n / local_size * (nodes - 1) / nodes * 4.25 / 8
+    gather = n * (world_size - 1) / world_size * (4 + 32 / 2048) / 8
+    for _, full, reduce_reading, gather_reading in results:
+        assert torch.equal(full, results[0][1]), "replicas differ"
+        assert reduce_reading.sent_bytes == hop_intra + hop_inter
+        assert reduce_reading.received_bytes == hop_intra + hop_inter
+        assert gather_reading.sent_bytes == gather
+        by_level = {level: op.sent_bytes for (_, level), op in reduce_reading.operations.items()}
+        assert by_level.get("intra", 0) == hop_intra
+        assert by_level.get("inter", 0) == hop_inter
+
+
+def repeated(rank: int, world_size: int) -> list[torch.Tensor]:
+    comm = Communicator(local_size=2, timeout_s=20)
+    x = rank_input(rank, 1 << 12)
+    inputs = [(Integer(bits=8, group=32), Integer(bits=4, group=32)), (Identity(), Hadamard(Integer(bits=4)))]
+    return [
+        comm.wait(comm.reduce_scatter(x, intra, inter, seed=seed))
+        for seed, (intra, inter) in itertools.product([1, 1, 2], inputs)
+    ]
+
+
+def test_same_seed_same_bits() -> None:
+    for first, mixed_first, again, mixed_again, other, mixed_other in run_workers(repeated, 4):
+        assert torch.equal(first, again)
+        assert torch.equal(mixed_first, mixed_again)
+        assert not torch.equal(first, other)
+        assert not torch.equal(mixed_first, mixed_other)
+
+
+def test_group_of_one_needs_no_process_group() -> None:
+    comm = Communicator()
+    x = torch.randn(100)
+    assert torch.equal(comm.wait(comm.reduce_scatter(x, Integer(bits=4))), x)
+    assert torch.equal(comm.wait(comm.all_reduce(x, Integer(bits=4))), x)
+    assert comm.meter.snapshot().sent_bytes == 0
+
+
+def refuse_uneven(rank: int, world_size: int) -> list[str]:
+    messages = []
+    with pytest.raises(ConfigError) as caught:
+        Communicator(local_size=3)
+    messages.append(str(caught.value))
+    comm = Communicator(local_size=1)
+    with pytest.raises(ConfigError) as caught:
+        comm.reduce_scatter(torch.zeros(130), Integer(bits=4, group=128))
+    return [*messages, str(caught.value)]
+
+
+def test_misfits_are_refused_with_the_nearest_fit() -> None:
+    for grid, slices in run_workers(refuse_uneven, 2):
+        assert "local size 3" in grid
+        assert "nearest that does: 2" in grid
+        assert "pad to 256" in slices

@@ -1,0 +1,73 @@
+"""A dead, frozen or confused peer is named by every survivor, within the timeout."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from tests.workers import run_workers
+from thinwire.codecs import Identity
+from thinwire.collectives import Communicator
+from thinwire.errors import MismatchError, PeerLostError
+
+
+def one_rank_goes(rank: int, world_size: int, local_size: int, how: int, timeout_s: float) -> tuple[str, float]:
+    comm = Communicator(local_size=local_size, timeout_s=timeout_s)
+    x = torch.ones(1 << 12)
+    comm.wait(comm.reduce_scatter(x, Identity()))
+    if rank == 2:
+        os.kill(os.getpid(), how)
+    start = time.monotonic()
+    with pytest.raises(PeerLostError) as caught:
+        while True:
+            comm.wait(comm.reduce_scatter(x, Identity()))
+    message, took_s = str(caught.value), time.monotonic() - start
+    with pytest.raises(PeerLostError):
+        comm.wait(comm.all_gather(x, Identity()))
+    time.sleep(1.0)
+    return message, took_s
+
+
+@pytest.mark.parametrize("local_size", [1, 2, 4])
+@pytest.mark.parametrize(("how", "timeout_s"), [(signal.SIGKILL, 30.0), (signal.SIGSTOP, 3.0)])
+def test_survivors_name_the_missing_rank(local_size: int, how: int, timeout_s: float) -> None:
+    results = run_workers(one_rank_goes, 4, local_size, how, timeout_s, may_die=(2,), timeout_s=25)
+    for rank in (0, 1, 3):
+        message, took_s = results[rank]
+        assert "rank 2 is missing" in message, message
+        assert "reduce_scatter" in message
+        assert took_s < min(timeout_s + 6, 12)
+
+
+def disagree(rank: int, world_size: int) -> str:
+    comm = Communicator(local_size=1, timeout_s=10, checked=True)
+    comm.wait(comm.all_gather(torch.ones(8), Identity()))
+    with pytest.raises((MismatchError, PeerLostError)) as caught:
+        comm.wait(comm.all_gather(torch.ones(8 if rank == 0 else 16), Identity()))
+    return str(caught.value)
+
+
+def test_checked_mode_shows_both_sides() -> None:
+    messages = run_workers(disagree, 2)
+    assert "rank 0 expects message 2 of all_gather/inter with 32 bytes" in messages[0]
+    assert "rank 1 sends message 2 of all_gather/inter with 64 bytes" in messages[0]
+    assert "rank 1 expects message 2 of all_gather/inter with 64 bytes" in messages[1]
+
+
+def other_operation(rank: int, world_size: int) -> str:
+    comm = Communicator(local_size=1, timeout_s=10, checked=True)
+    with pytest.raises((MismatchError, PeerLostError)) as caught:
+        if rank == 0:
+            comm.wait(comm.all_gather(torch.ones(8), Identity()))
+        else:
+            comm.wait(comm.reduce_scatter(torch.ones(16), Identity()))
+    return str(caught.value)
+
+
+def test_checked_mode_names_both_operations() -> None:
+    messages = run_workers(other_operation, 2)
+    assert any("all_gather/inter" in message and "reduce_scatter/inter" in message for message in messages)

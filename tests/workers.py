@@ -1,0 +1,110 @@
+"""Real processes with real gloo sockets for tests: forked from one server that has torch loaded already."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import socket
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed", "numba", "thinwire", "thinwire.codecs"])
+
+
+class WorkerFailed(AssertionError):
+    """A worker raised; carries its traceback."""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _main(
+    rank: int, world_size: int, local_size: int, store: str, function: Callable, args: tuple, pipe: Connection
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(local_size))
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+        )
+        # Plain pickle: the Pipe's own would hand tensors over in memory that ends with this process.
+        pipe.send_bytes(pickle.dumps((True, function(rank, world_size, *args))))
+    except BaseException:
+        pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
+    finally:
+        pipe.close()
+    # gloo's threads may still wait for a peer that a test killed.
+    os._exit(0)
+
+
+def run_workers(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    local_size: int | None = None,
+    timeout_s: float = 90.0,
+    may_die: tuple[int, ...] = (),
+) -> list[Any]:
+    """Call function(rank, world_size, *args) in `world_size` processes; their results in rank order.
+
+    Raises WorkerFailed with the first traceback; a rank in `may_die` may end without a result (None).
+    """
+    results: list[Any] = [None] * world_size
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder) / "store")
+        pipes: dict[Connection, int] = {}
+        workers = []
+        for rank in range(world_size):
+            ours, theirs = _context.Pipe(duplex=False)
+            worker = _context.Process(
+                target=_main,
+                args=(rank, world_size, local_size or world_size, store, function, args, theirs),
+                daemon=True,
+            )
+            worker.start()
+            theirs.close()
+            workers.append(worker)
+            pipes[ours] = rank
+        failures: list[str] = []
+        deadline = time.monotonic() + timeout_s
+        try:
+            while set(pipes.values()) - set(may_die) and (ready := wait(list(pipes), max(0.0, deadline - time.monotonic()))):
+                for pipe in ready:
+                    rank = pipes.pop(pipe)
+                    try:
+                        succeeded, value = pickle.loads(pipe.recv_bytes())
+                    except EOFError:
+                        if rank not in may_die:
+                            failures.append(f"rank {rank} died without a word")
+                        continue
+                    if succeeded:
+                        results[rank] = value
+                    else:
+                        failures.append(f"rank {rank}:\n{value}")
+            stuck = [rank for rank in pipes.values() if rank not in may_die]
+            if stuck:
+                failures.append(f"ranks {stuck} still running after {timeout_s} s")
+        finally:
+            for worker in workers:
+                worker.join(1.0 if not pipes and not failures else 0.0)
+                if worker.is_alive():
+                    worker.kill()
+                    worker.join()
+    if failures:
+        raise WorkerFailed("\n".join(failures))
+    return results

@@ -1,0 +1,84 @@
+"""The first noun: a codec turns a tensor into the packet that travels, and back."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What a codec C promises about its result.
+
+    lossless: C(x) = x, bit for bit, for fp32 input.
+    unbiased: E[C(x)] = x over the random seed.
+    contraction: |C(x) - x|^2 <= (1 - delta) |x|^2 for some delta > 0, whatever the seed.
+    """
+
+    lossless: bool = False
+    unbiased: bool = False
+    contraction: bool = False
+
+
+class Codec(ABC):
+    """Tensor -> packet -> tensor, for flat fp32 tensors; a packet is a flat uint8 tensor.
+
+    Every codec is a frozen dataclass and a pure function of (x, seed, counter): element i of `x` draws its
+    randomness from (seed, counter + i), so a tensor cut in two and encoded piece by piece at a multiple of
+    `block` gives the same values as the whole.
+    """
+
+    @property
+    @abstractmethod
+    def traits(self) -> Traits:
+        """The promises this codec keeps."""
+
+    @property
+    def block(self) -> int:
+        """Elements that share side information; cut a tensor only at multiples of it."""
+        return 1
+
+    @property
+    @abstractmethod
+    def bits_per_element(self) -> float:
+        """Bits on the wire per element of a long tensor, side information included."""
+
+    @abstractmethod
+    def packet_bytes(self, num_elements: int) -> int:
+        """Exact packet size in bytes for `num_elements` elements, known before encoding."""
+
+    @abstractmethod
+    def encode(self, x: Tensor, *, seed: int = 0, counter: int = 0, out: Tensor | None = None) -> Tensor:
+        """Pack `x` (any shape and strides, floating) into a uint8 packet, into `out` if given. `x` is only read."""
+
+    @abstractmethod
+    def decode(self, packet: Tensor, num_elements: int, *, out: Tensor | None = None) -> Tensor:
+        """Unpack to a flat fp32 tensor of `num_elements`, into `out` if given."""
+
+    def decode_add(self, packet: Tensor, out: Tensor) -> Tensor:
+        """out += decode(packet), for a flat fp32 `out`; fused where a kernel exists."""
+        return out.add_(self.decode(packet, out.numel()))
+
+    @property
+    def inner(self) -> Codec:
+        """The codec that works in the rotated domain; itself where there is no rotation."""
+        return self
+
+    @property
+    def rotation(self) -> int:
+        """Length of the orthogonal transform around `inner`, 0 for none.
+
+        Sums commute with it: sum_i decode(p_i) = unrotate(sum_i inner.decode(p_i)), so a collective inverts once.
+        """
+        return 0
+
+    def unrotate_(self, x: Tensor) -> Tensor:
+        """Leave the rotated domain, in place; the identity where there is no rotation."""
+        return x
+
+    def backend(self, device: torch.device) -> str:
+        """Which implementation runs on `device`: 'torch', 'numba' or 'torch.compile'."""
+        return "torch"

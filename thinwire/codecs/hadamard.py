@@ -1,0 +1,87 @@
+"""A Hadamard rotation around another codec: spreads an outlier over its row, so that the group's scale fits the rest."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs import backends
+from thinwire.codecs.base import Codec, Traits
+from thinwire.codecs.integer import Integer
+from thinwire.errors import ConfigError
+
+INT4 = Integer()
+
+
+@dataclass(frozen=True)
+class Hadamard(Codec):
+    """C(x) = H^T inner(H x), H block-diagonal with Sylvester Hadamard matrices of `block_size` over sqrt(block_size).
+
+    block_size: a power of two >= 2; a tail that is no whole row is zero-padded to one, and the packet holds the padding.
+    inner: any codec without a rotation; an Integer's group must be a multiple of block_size. Raises ConfigError otherwise.
+    Source: SDP4Bit (NeurIPS 2024), section 3.2.
+    """
+
+    inner: Codec = INT4  # type: ignore[assignment]  # a default, so that it hides the property of Codec
+    block_size: int = 32
+
+    def __post_init__(self) -> None:
+        size = self.block_size
+        if size < 2 or size & (size - 1):
+            close = 2 if size < 2 else 1 << round(math.log2(size))
+            raise ConfigError(f"hadamard block_size {size} is not a power of two from 2 up; nearest is {close}")
+        if self.inner.rotation:
+            raise ConfigError("hadamard inner is rotated already; give it the codec inside, such as Integer")
+        group = self.inner.block
+        if isinstance(self.inner, Integer) and group % size:
+            close = max(1, round(group / size)) * size
+            raise ConfigError(
+                f"integer group {group} is no multiple of the hadamard block_size {size}; nearest is {close}"
+            )
+
+    @property
+    def traits(self) -> Traits:
+        """The inner codec's, for an orthogonal H; lossless only up to rounding, so not claimed."""
+        return Traits(unbiased=self.inner.traits.unbiased, contraction=self.inner.traits.contraction)
+
+    @property
+    def block(self) -> int:
+        return math.lcm(self.inner.block, self.block_size)
+
+    @property
+    def rotation(self) -> int:
+        return self.block_size
+
+    @property
+    def bits_per_element(self) -> float:
+        return self.inner.bits_per_element
+
+    def packet_bytes(self, num_elements: int) -> int:
+        return self.inner.packet_bytes(self._padded(num_elements))
+
+    def encode(self, x: Tensor, *, seed: int = 0, counter: int = 0, out: Tensor | None = None) -> Tensor:
+        if isinstance(self.inner, Integer):
+            return self.inner.encode_rotated(x, rotation=self.block_size, seed=seed, counter=counter, out=out)
+        rotated = torch.zeros(self._padded(x.numel()), dtype=torch.float32, device=x.device)
+        rotated[: x.numel()] = x.detach().reshape(-1)
+        return self.inner.encode(self.unrotate_(rotated), seed=seed, counter=counter, out=out)
+
+    def decode(self, packet: Tensor, num_elements: int, *, out: Tensor | None = None) -> Tensor:
+        padded = self._padded(num_elements)
+        if out is not None and padded == num_elements:
+            return self.unrotate_(self.inner.decode(packet, padded, out=out))
+        values = self.unrotate_(self.inner.decode(packet, padded))[:num_elements]
+        return values if out is None else out.copy_(values)
+
+    def unrotate_(self, x: Tensor) -> Tensor:
+        """x <- H x in place (H is its own inverse), for a flat contiguous fp32 x of whole rows. Raises ValueError."""
+        return backends.rotate_(x, self.block_size)
+
+    def backend(self, device: torch.device) -> str:
+        return backends.name(device)
+
+    def _padded(self, num_elements: int) -> int:
+        return -(-num_elements // self.block_size) * self.block_size

@@ -1,0 +1,111 @@
+"""Block-wise symmetric integers of 2, 3, 4, 6 or 8 bits, one scale for each group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs import backends
+from thinwire.codecs.base import Codec, Traits
+from thinwire.codecs.layout import LANES, group_bytes, packet_sections
+from thinwire.errors import ConfigError, nearest
+
+
+@dataclass(frozen=True)
+class Integer(Codec):
+    """code = clamp(round(x * M/s), -M, M) with s = max|x| of the group and M = 2^(bits-1) - 1; decoded as code * s/M.
+
+    bits: 2, 3, 4, 6 or 8. group: elements that share a scale, any number >= 1. rounding: "nearest" (ties to even) or
+    "stochastic" (up with the probability of the remainder, from a hash of seed and counter). scale: "fp32", or "bf16"
+    rounded up. A group with max|x| < 2^-100 decodes to zeros; a group with a NaN or inf decodes to NaN, no other is touched.
+    Raises ConfigError for other values. Source: SDP4Bit (NeurIPS 2024), section 3; packet layout: `thinwire.codecs.layout`.
+    """
+
+    bits: int = 4
+    group: int = 128
+    rounding: str = "stochastic"
+    scale: str = "fp32"
+
+    def __post_init__(self) -> None:
+        if self.bits not in LANES:
+            close = min(LANES, key=lambda bits: abs(bits - self.bits))
+            raise ConfigError(f"integer bits {self.bits} is not one of {', '.join(map(str, LANES))}; nearest is {close}")
+        if self.group < 1:
+            raise ConfigError(f"integer group {self.group} must be at least 1; nearest is 1")
+        for name, value, choices in (
+            ("rounding", self.rounding, ("nearest", "stochastic")),
+            ("scale", self.scale, ("bf16", "fp32")),
+        ):
+            if value not in choices:
+                raise ConfigError(f"integer {name} {value!r} is unknown{nearest(str(value), choices)}")
+
+    @property
+    def levels(self) -> int:
+        """M: codes run from -M to M."""
+        return (1 << self.bits - 1) - 1
+
+    @property
+    def traits(self) -> Traits:
+        """Nearest is a contraction for every x: no element's error exceeds the element, and the largest one's is near 0.
+
+        Stochastic rounding is unbiased; E|C(x) - x|^2 <= (group/4) (s/M)^2 is below |x|^2 for the worst x exactly where
+        group <= 4 M^2, so there it is a contraction in expectation over the seed (a bf16 scale is up to 2^-7 larger).
+        """
+        if self.rounding == "nearest":
+            return Traits(contraction=True)
+        worst = self.group if self.scale == "fp32" else self.group * (1 + 2**-7) ** 2
+        return Traits(unbiased=True, contraction=worst <= 4 * self.levels**2)
+
+    @property
+    def block(self) -> int:
+        return self.group
+
+    @property
+    def bits_per_element(self) -> float:
+        return 8 * (self.scale_bytes + group_bytes(self.group, self.bits)) / self.group
+
+    @property
+    def scale_bytes(self) -> int:
+        return 4 if self.scale == "fp32" else 2
+
+    def packet_bytes(self, num_elements: int) -> int:
+        return packet_sections(num_elements, self.bits, self.group, self.scale_bytes)[2]
+
+    def encode(self, x: Tensor, *, seed: int = 0, counter: int = 0, out: Tensor | None = None) -> Tensor:
+        return self.encode_rotated(x, rotation=0, seed=seed, counter=counter, out=out)
+
+    def encode_rotated(self, x: Tensor, *, rotation: int, seed: int, counter: int, out: Tensor | None) -> Tensor:
+        """Encode H x, for `rotation` the length of the Hadamard rows (0 for none); x is zero-padded to whole rows."""
+        flat = backends.flat_fp32(x)
+        num = flat.numel() + (-flat.numel() % rotation if rotation else 0)
+        out = backends.packet_buffer(out, self.packet_bytes(num), flat.device)
+        return backends.encode(
+            flat,
+            out,
+            rotation=rotation,
+            bits=self.bits,
+            group=self.group,
+            stochastic=self.rounding == "stochastic",
+            bf16=self.scale == "bf16",
+            seed=seed,
+            counter=counter,
+        )
+
+    def decode(self, packet: Tensor, num_elements: int, *, out: Tensor | None = None) -> Tensor:
+        if out is None:
+            out = torch.empty(num_elements, dtype=torch.float32, device=packet.device)
+        return self._decode(packet, num_elements, out, add=False)
+
+    def decode_add(self, packet: Tensor, out: Tensor) -> Tensor:
+        return self._decode(packet, out.numel(), out, add=True)
+
+    def _decode(self, packet: Tensor, num_elements: int, out: Tensor, *, add: bool) -> Tensor:
+        backends.check_buffers(packet, self.packet_bytes(num_elements), out, num_elements)
+        return backends.decode(
+            packet, out, add=add, bits=self.bits, group=self.group, bf16=self.scale == "bf16"
+        )
+
+    def backend(self, device: torch.device) -> str:
+        return backends.name(device)

@@ -1,0 +1,31 @@
+"""Where each bit of an integer packet lies, and so how large it is.
+
+[scale of group 0, 1, ...] [codes of group 0] [codes of group 1] ... [zeros up to a multiple of 4 bytes]
+
+A lane is the fewest codes that fill whole bytes. A group of n codes is padded with zero codes to L lanes-worth planes of
+width w = ceil(n / L): plane p holds codes p*w .. p*w + w - 1, so that byte j of the packed group needs only the j-th
+code of each plane and both directions run as straight vector loops.
+"""
+
+from __future__ import annotations
+
+# bits -> (codes per lane, bytes per lane)
+LANES = {2: (4, 1), 3: (8, 3), 4: (2, 1), 6: (4, 3), 8: (1, 1)}
+
+
+def plane_width(num_elements: int, bits: int) -> int:
+    """Codes per plane of a group with `num_elements` elements."""
+    return -(-num_elements // LANES[bits][0])
+
+
+def group_bytes(num_elements: int, bits: int) -> int:
+    """Bytes of one group's packed codes."""
+    return plane_width(num_elements, bits) * LANES[bits][1]
+
+
+def packet_sections(num_elements: int, bits: int, group: int, scale_bytes: int) -> tuple[int, int, int]:
+    """(bytes of scales, bytes of scales and codes, packet bytes); the last is rounded up to 4."""
+    full, tail = divmod(num_elements, group)
+    scales = (full + (tail > 0)) * scale_bytes
+    used = scales + full * group_bytes(group, bits) + group_bytes(tail, bits)
+    return scales, used, -(-used // 4) * 4

@@ -1,0 +1,68 @@
+"""Randomness as a pure function of (seed, counter): the same number on every device, in any order, at any cut."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MASK64 = (1 << 64) - 1
+MASK32 = (1 << 32) - 1
+GAMMA = 0x9E3779B97F4A7C15
+MIX64_A, MIX64_B = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+MIX32_A, MIX32_B = 0x85EBCA6B, 0xC2B2AE35
+
+
+def mix64(z: int) -> int:
+    """A bijection of 64-bit integers that flips each output bit with probability 1/2 when an input bit flips.
+
+    Source: the finaliser of SplitMix64, Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (2014).
+    """
+    z = ((z ^ (z >> 30)) * MIX64_A) & MASK64
+    z = ((z ^ (z >> 27)) * MIX64_B) & MASK64
+    return z ^ (z >> 31)
+
+
+def derive_seed(*parts: int) -> int:
+    """Mix integers, such as (seed, step, rank), into one 64-bit seed; the order of the parts matters.
+
+    h_0 = 0, h_k = mix64((h_{k-1} + gamma) xor part_k); parts are taken modulo 2^64. Result in [0, 2^64).
+    """
+    state = 0
+    for part in parts:
+        state = mix64(((state + GAMMA) ^ part) & MASK64)
+    return state
+
+
+def noise_keys(seed: int, counter: int, num_elements: int) -> tuple[Tensor, int]:
+    """The keys and the offset that `noise` needs for elements counter .. counter + num_elements - 1.
+
+    Row r of the int64 keys [rows, 2] is the two 32-bit halves of derive_seed(seed, (counter >> 32) + r): one row for each
+    value of the upper 32 bits that occurs. The offset is the lower 32 bits of `counter`.
+    """
+    high, low = (counter & MASK64) >> 32, counter & MASK32
+    rows = ((low + max(num_elements, 1) - 1) >> 32) + 1
+    keys = [derive_seed(seed, (high + row) & MASK32) for row in range(rows)]
+    return torch.tensor([[key & MASK32, key >> 32] for key in keys], dtype=torch.int64), low
+
+
+def noise(keys: Tensor, low: Tensor | int, num_elements: int) -> Tensor:
+    """Uniform fp32 in (-1/2, 1/2), odd multiples of 2^-24: element i is a hash of the counter's 64 bits and the seed.
+
+    With c = low + i: x = (c mod 2^32) xor k0, then xor-shift and multiply twice (the multipliers of MurmurHash3's 32-bit
+    finaliser), k1 entering between the multiplications; k0, k1 = keys[c >> 32]. Only the upper 23 bits are used.
+    """
+    position = torch.arange(num_elements, dtype=torch.int64, device=keys.device) + low
+    row = position >> 32
+    x = (position & MASK32) ^ keys[row, 0]
+    x = ((x ^ (x >> 16)) * MIX32_A) & MASK32
+    x = ((x ^ (x >> 13) ^ keys[row, 1]) * MIX32_B) & MASK32
+    signed = (x ^ 0x80000000) - 0x80000000
+    return ((signed >> 8) | 1).to(torch.float32) * 2.0**-24
+
+
+def uniform(seed: int, counter: int, num_elements: int) -> Tensor:
+    """Uniform fp32 in (0, 1), shape [num_elements]; element i depends on (seed, counter + i) alone.
+
+    Seeds and counters are 64-bit (taken modulo 2^64). The mean is exactly 1/2; the step is 2^-23.
+    """
+    return noise(*noise_keys(seed, counter, num_elements), num_elements) + 0.5

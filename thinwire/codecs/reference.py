@@ -1,0 +1,134 @@
+"""The truth: every codec's arithmetic in plain PyTorch. The fast kernels are held to it bit for bit on CPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs.layout import LANES, group_bytes, packet_sections
+from thinwire.codecs.random import noise, noise_keys
+
+# Below this M/s would overflow (bits = 8) and s/M come near the denormals: such a group is zero on the wire.
+TINY = 2.0**-100
+BF16_MAX_BITS = 0x7F7F
+
+
+def hadamard(x: Tensor, block_size: int) -> Tensor:
+    """Each row of `block_size` elements times H/sqrt(block_size), H the Sylvester Hadamard matrix; its own inverse.
+
+    x: flat fp32, a multiple of `block_size` (a power of two). Stages of one constant pattern, (x_2j + x_2j+1) to the first
+    half and (x_2j - x_2j+1) to the second, log2(block_size) times, then one multiplication by the scale.
+    Source: Pease, "An adaptation of the fast Fourier transform for parallel processing" (1968).
+    """
+    rows = x.reshape(-1, block_size)
+    for _ in range(block_size.bit_length() - 1):
+        even, odd = rows[:, 0::2], rows[:, 1::2]
+        rows = torch.cat([even + odd, even - odd], dim=1)
+    return (rows * hadamard_scale(block_size)).reshape(-1)
+
+
+def hadamard_scale(block_size: int) -> float:
+    """1/sqrt(block_size), rounded to fp32."""
+    return torch.tensor(block_size, dtype=torch.float64).rsqrt().float().item()
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """int32 codes [rows, n] in two's complement -> uint8 [rows, group_bytes(n)], in the planes of `layout`."""
+    per_lane, _ = LANES[bits]
+    padded = torch.nn.functional.pad(codes & ((1 << bits) - 1), (0, -codes.shape[1] % per_lane))
+    planes = padded.unflatten(1, (per_lane, -1))
+    if bits == 3:  # pairs of 3 bits are packed as the 6-bit codes below
+        planes = planes[:, 0::2] | planes[:, 1::2] << 3
+    if bits in (3, 6):
+        spread = torch.stack([planes[:, 3] >> shift & 3 for shift in (0, 2, 4)], dim=1)
+        packed = (planes[:, :3] | spread << 6).flatten(1)
+    else:
+        packed = sum((planes[:, p] << p * bits for p in range(1, per_lane)), planes[:, 0])
+    return packed.to(torch.uint8)
+
+
+def unpack(packed: Tensor, num_elements: int, bits: int) -> Tensor:
+    """The inverse of `pack`: uint8 [rows, bytes] -> int32 codes [rows, num_elements]."""
+    per_lane, lane_bytes = LANES[bits]
+    planes = packed.to(torch.int32).unflatten(1, (lane_bytes, -1))
+    if bits in (3, 6):
+        fourth = sum((planes[:, k] >> 6 << 2 * k for k in range(1, 3)), planes[:, 0] >> 6)
+        planes = torch.cat([planes & 63, fourth.unsqueeze(1)], dim=1)
+        if bits == 3:
+            planes = torch.stack([planes & 7, planes >> 3], dim=2).flatten(1, 2)
+    else:
+        planes = torch.cat([planes >> p * bits for p in range(per_lane)], dim=1)
+    codes, half = planes.flatten(1)[:, :num_elements] & ((1 << bits) - 1), 1 << bits - 1
+    return (codes ^ half) - half
+
+
+def scales_of(x: Tensor, bf16: bool) -> Tensor:
+    """max|x| of each row as fp32 [rows, 1]: NaN where a row holds NaN or inf, 0 where it is below TINY.
+
+    With `bf16` the value is rounded up to 8 significant bits (at most the largest finite bf16), so no code needs clamping.
+    """
+    peak = x.abs().amax(dim=1, keepdim=True)
+    rounded = peak
+    if bf16:
+        upper = ((peak.view(torch.int32) + 0xFFFF) >> 16).clamp(max=BF16_MAX_BITS)
+        rounded = (upper << 16).view(torch.float32)
+    return torch.where(peak.isfinite(), torch.where(peak >= TINY, rounded, 0.0), torch.nan)
+
+
+def quantise(x: Tensor, dither: Tensor | None, bits: int, bf16: bool) -> tuple[Tensor, Tensor]:
+    """Rows [rows, n] -> (scales fp32 [rows, 1], packed uint8 [rows, bytes]).
+
+    s = max|x|, M = 2^(bits-1) - 1, code = clamp(round(x*(M/s) + dither), -M, M), ties to even; dither is uniform in
+    (-1/2, 1/2) for stochastic rounding and absent for nearest. Rows with scale 0 or NaN have zero codes.
+    """
+    levels = (1 << bits - 1) - 1
+    scales = scales_of(x, bf16)
+    valid = scales > 0
+    scaled = torch.where(valid, x, 0.0) * (levels / torch.where(valid, scales, 1.0))
+    if dither is not None:
+        scaled = torch.where(valid, scaled + dither, 0.0)
+    return scales, pack(scaled.round().clamp(-levels, levels).to(torch.int32), bits)
+
+
+def dequantise(scales: Tensor, packed: Tensor, num_elements: int, bits: int) -> Tensor:
+    """(scales fp32 [rows, 1], packed uint8 [rows, bytes]) -> fp32 [rows, num_elements]: code * (s/M)."""
+    return unpack(packed, num_elements, bits).to(torch.float32) * (scales / ((1 << bits - 1) - 1))
+
+
+def encode(
+    x: Tensor, out: Tensor, *, bits: int, group: int, stochastic: bool, bf16: bool, seed: int, counter: int
+) -> None:
+    """Flat fp32 x -> the packet `out` (uint8), groups of `group` elements, the last perhaps shorter."""
+    num, dither = x.numel(), None
+    if stochastic:
+        keys, low = noise_keys(seed, counter, num)
+        dither = noise(keys.to(x.device), low, num)
+    end_of_scales, used, _ = packet_sections(num, bits, group, 2 if bf16 else 4)
+    whole = num - num % group
+    scale_parts, code_parts = [], []
+    for start, stop, width in ((0, whole, group), (whole, num, num - whole)):
+        if stop > start:
+            rows = None if dither is None else dither[start:stop].view(-1, width)
+            scales, packed = quantise(x[start:stop].view(-1, width), rows, bits, bf16)
+            scale_parts.append(scales.flatten())
+            code_parts.append(packed.flatten())
+    if scale_parts:
+        stored = torch.cat(scale_parts).to(torch.bfloat16 if bf16 else torch.float32)
+        out[:end_of_scales] = stored.view(torch.uint8)
+        out[end_of_scales:used] = torch.cat(code_parts)
+    out[used:] = 0
+
+
+def decode(packet: Tensor, out: Tensor, *, bits: int, group: int, bf16: bool) -> None:
+    """The packet -> flat fp32 `out`."""
+    num = out.numel()
+    end_of_scales, used, _ = packet_sections(num, bits, group, 2 if bf16 else 4)
+    scales = packet[:end_of_scales].view(torch.bfloat16 if bf16 else torch.float32).to(torch.float32).view(-1, 1)
+    full = num // group
+    whole, middle = full * group, end_of_scales + full * group_bytes(group, bits)
+    if full:
+        packed = packet[end_of_scales:middle].view(full, -1)
+        out[:whole] = dequantise(scales[:full], packed, group, bits).flatten()
+    if whole < num:
+        packed = packet[middle:used].view(1, -1)
+        out[whole:] = dequantise(scales[full:], packed, num - whole, bits).flatten()

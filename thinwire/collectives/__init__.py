@@ -1,0 +1,8 @@
+"""First floor: moves packets between ranks, in order, on one communication thread, and counts them."""
+
+from thinwire.collectives.communicator import Communicator, communication_thread
+from thinwire.collectives.exchange import Wire
+from thinwire.collectives.meter import Meter, MeterReading, OpReading
+from thinwire.collectives.topology import Topology
+
+__all__ = ["Communicator", "Meter", "MeterReading", "OpReading", "Topology", "Wire", "communication_thread"]

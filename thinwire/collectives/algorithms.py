@@ -1,0 +1,263 @@
+"""The third noun: who sends which packet to whom, in what order, and in which precision the sum is taken.
+
+Plain functions over a Wire and a Topology, called on the communication thread. Every sum is taken in fp32 in rank
+order, so results do not depend on which message arrives first. A caller's tensor is written only after all messages
+of the operation have arrived.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs import Codec, derive_seed
+from thinwire.collectives.exchange import Wire
+from thinwire.collectives.topology import Topology
+
+HOP_INTRA, HOP_INTER = 1, 2
+
+
+@dataclass
+class Link:
+    """What an algorithm needs: the wire, the grid, and scratch memory that is reused from call to call."""
+
+    wire: Wire
+    topology: Topology
+    _scratch: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def rank(self) -> int:
+        return self.wire.rank
+
+    @property
+    def node(self) -> int:
+        return self.topology.node(self.wire.rank)
+
+    @property
+    def local_rank(self) -> int:
+        return self.topology.local_rank(self.wire.rank)
+
+    def node_peers(self) -> list[int]:
+        """The other nodes' ranks with this rank's local rank, nearest next node first."""
+        grid = self.topology
+        return [
+            grid.rank((self.node + step) % grid.num_nodes, self.local_rank) for step in range(1, grid.num_nodes)
+        ]
+
+    def local_peers(self) -> list[int]:
+        """The other ranks of this node, next one first."""
+        grid = self.topology
+        return [
+            grid.rank(self.node, (self.local_rank + step) % grid.local_size) for step in range(1, grid.local_size)
+        ]
+
+    def scratch(self, name: str, *shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+        """A tensor with undefined content that lives until the same name is asked for again."""
+        num_bytes = dtype.itemsize
+        for length in shape:
+            num_bytes *= length
+        held = self._scratch.get(name)
+        if held is None or held.numel() < num_bytes:
+            held = self._scratch[name] = torch.empty(num_bytes, dtype=torch.uint8)
+        return held[:num_bytes].view(dtype).view(shape)
+
+
+def all_gather_packets(link: Link, packet: Tensor, operation: str = "all_gather") -> Tensor:
+    """Every rank's packet on every rank: uint8 [local_size, num_nodes, bytes], scratch of the link.
+
+    Entry [i, y] comes from rank y * local_size + i. Packets cross between nodes once, then spread inside each node,
+    so a node receives (num_nodes - 1) * local_size packets from outside and each rank sends world_size - 1 in all.
+    """
+    grid = link.topology
+    gathered = link.scratch("gathered", grid.local_size, grid.num_nodes, packet.numel())
+    gathered[link.local_rank, link.node].copy_(packet)
+    if packet.numel() == 0:
+        return gathered
+    own_row = gathered[link.local_rank]
+    if grid.num_nodes > 1:
+        receives = {peer: own_row[grid.node(peer)] for peer in link.node_peers()}
+        with link.wire.exchange(operation, "inter", receives) as round_:
+            for peer in receives:
+                round_.send(peer, own_row[link.node])
+            round_.receive_all()
+    if grid.local_size > 1:
+        receives = {peer: gathered[grid.local_rank(peer)].view(-1) for peer in link.local_peers()}
+        with link.wire.exchange(operation, "intra", receives) as round_:
+            for peer in receives:
+                round_.send(peer, own_row.view(-1))
+            round_.receive_all()
+    return gathered
+
+
+def all_gather(link: Link, shard: Tensor, codec: Codec, *, seed: int = 0, operation: str = "all_gather") -> Tensor:
+    """The shards of all ranks after the codec, fp32 [world_size, n] in rank order, equal on every rank, owner included."""
+    grid, num_elements = link.topology, shard.numel()
+    with link.wire.meter.timed("encode_s"):
+        packet = codec.encode(shard, seed=derive_seed(seed, link.rank))
+    gathered = all_gather_packets(link, packet, operation)
+    out = torch.empty(grid.world_size, num_elements)
+    with link.wire.meter.timed("decode_s"):
+        for rank in range(grid.world_size):
+            codec.decode(gathered[grid.local_rank(rank), grid.node(rank)], num_elements, out=out[rank])
+    return out
+
+
+def reduce_scatter(
+    link: Link,
+    x: Tensor,
+    intra: Codec,
+    inter: Codec,
+    *,
+    seed: int = 0,
+    counter: int = 0,
+    operation: str = "reduce_scatter",
+) -> Tensor:
+    """This rank's slice of the sum over ranks of flat fp32 `x`; the result is scratch of the link, fp32 [n / world_size].
+
+    Slice j of `x` belongs to rank j = y * local_size + i. Hop 1, inside the node: the num_nodes slices of local rank i
+    travel with `intra` to local rank i, which adds local_size pieces in fp32. Hop 2, between nodes: each partial sum
+    travels with `inter` to its owner, which adds num_nodes pieces. With one rank to a node, or one node, the hop that
+    has no partner is left out. Where both codecs rotate alike, the sums stay rotated and are rotated back once.
+    `counter` numbers the first element of `x` for the codecs' randomness. Draws differ by rank in hop 1 and by node in
+    hop 2, so the sum does not depend on which rank owns an element.
+
+    Source: SDP4Bit, NeurIPS 2024, two-level gradient reduction with Hadamard smoother.
+    """
+    grid = link.topology
+    num_elements = x.numel() // grid.world_size
+    slices = x.view(grid.num_nodes, grid.local_size, num_elements)
+    if grid.world_size == 1 or num_elements == 0:
+        return x.view(-1)
+    rotated_by: Codec | None = None
+    partial = slices[:, 0]
+    counters = [[counter + (y * grid.local_size + i) * num_elements for i in range(grid.local_size)]
+                for y in range(grid.num_nodes)]
+    if grid.local_size > 1:
+        partial = _hop_intra(link, slices, intra, derive_seed(seed, HOP_INTRA, link.rank), counters, operation)
+        rotated_by = intra
+    if grid.num_nodes > 1:
+        if rotated_by is not None and rotated_by.rotation != inter.rotation:
+            rotated_by.unrotate_(partial.view(-1))
+            rotated_by = None
+        codec = inter if rotated_by is None else inter.inner
+        node_counters = [row[link.local_rank] for row in counters]
+        partial = _hop_inter(link, partial, codec, derive_seed(seed, HOP_INTER, link.node), node_counters, operation)
+        rotated_by = inter
+    assert rotated_by is not None
+    with link.wire.meter.timed("decode_s"):
+        return rotated_by.unrotate_(partial.view(-1))
+
+
+def _hop_intra(
+    link: Link, slices: Tensor, codec: Codec, seed: int, counters: list[list[int]], operation: str
+) -> Tensor:
+    """Sum over the node, rotated: fp32 [num_nodes, n], the partial sums of this local rank's slices."""
+    num_nodes, local_size, num_elements = slices.shape
+    packet_bytes = codec.packet_bytes(num_elements)
+    sends = link.scratch("intra_send", local_size, num_nodes, packet_bytes)
+    receives = link.scratch("intra_receive", local_size, num_nodes, packet_bytes)
+    total = link.scratch("intra_sum", num_nodes, num_elements, dtype=torch.float32)
+    grid, meter = link.topology, link.wire.meter
+    buffers = {peer: receives[grid.local_rank(peer)].view(-1) for peer in link.local_peers()}
+    with link.wire.exchange(operation, "intra", buffers) as round_:
+        for peer in [*link.local_peers(), link.rank]:
+            i = grid.local_rank(peer)
+            with meter.timed("encode_s"):
+                for y in range(num_nodes):
+                    codec.encode(slices[y, i], seed=seed, counter=counters[y][i], out=sends[i, y])
+            if peer != link.rank:
+                round_.send(peer, sends[i].view(-1))
+        for i in range(local_size):
+            if i != link.local_rank:
+                round_.receive(grid.rank(link.node, i))
+            packets = sends[i] if i == link.local_rank else receives[i]
+            with meter.timed("decode_s"):
+                for y in range(num_nodes):
+                    _accumulate(codec.inner, packets[y], total[y], first=i == 0)
+    return total
+
+
+def _hop_inter(
+    link: Link, partial: Tensor, codec: Codec, seed: int, counters: list[int], operation: str
+) -> Tensor:
+    """Sum over the nodes, rotated: fp32 [n], this rank's slice."""
+    num_nodes, num_elements = partial.shape
+    packet_bytes = codec.packet_bytes(num_elements)
+    sends = link.scratch("inter_send", num_nodes, packet_bytes)
+    receives = link.scratch("inter_receive", num_nodes, packet_bytes)
+    total = link.scratch("inter_sum", num_elements, dtype=torch.float32)
+    grid, meter = link.topology, link.wire.meter
+    buffers = {peer: receives[grid.node(peer)] for peer in link.node_peers()}
+    with link.wire.exchange(operation, "inter", buffers) as round_:
+        for peer in [*link.node_peers(), link.rank]:
+            y = grid.node(peer)
+            with meter.timed("encode_s"):
+                codec.encode(partial[y], seed=seed, counter=counters[y], out=sends[y])
+            if peer != link.rank:
+                round_.send(peer, sends[y])
+        for y in range(num_nodes):
+            if y != link.node:
+                round_.receive(grid.rank(y, link.local_rank))
+            with meter.timed("decode_s"):
+                _accumulate(codec.inner, sends[y] if y == link.node else receives[y], total, first=y == 0)
+    return total
+
+
+def _accumulate(codec: Codec, packet: Tensor, total: Tensor, *, first: bool) -> None:
+    if first:
+        codec.decode(packet, total.numel(), out=total)
+    else:
+        codec.decode_add(packet, total)
+
+
+def all_reduce(link: Link, x: Tensor, intra: Codec, inter: Codec, gather: Codec, *, seed: int = 0) -> Tensor:
+    """The sum over ranks of `x`, fp32 in its shape, equal on every rank: reduce_scatter, then all_gather with `gather`."""
+    world_size = link.topology.world_size
+    if world_size == 1:
+        return x.float().clone()
+    slice_length = -(-x.numel() // world_size)
+    for codec in (intra, inter, gather):
+        slice_length = -(-slice_length // codec.block) * codec.block
+    padded = torch.zeros(slice_length * world_size)
+    padded[: x.numel()].copy_(x.reshape(-1))
+    shard = reduce_scatter(link, padded, intra, inter, seed=seed, operation="all_reduce")
+    total = all_gather(link, shard, gather, seed=seed, operation="all_reduce")
+    return total.view(-1)[: x.numel()].view(x.shape)
+
+
+def broadcast_(link: Link, x: Tensor, source: int) -> Tensor:
+    """Overwrite contiguous `x` on every rank with rank `source`'s bits: across nodes first, then inside each node."""
+    if link.topology.world_size == 1 or x.numel() == 0:
+        return x
+    grid = link.topology
+    message = x.view(-1).view(torch.uint8)
+    received = link.scratch("broadcast", message.numel())
+    held = message if link.rank == source else received
+    for level in ("inter", "intra"):
+        if level == "inter":
+            column = link.local_rank == grid.local_rank(source)
+            senders_peers = link.node_peers() if link.rank == source else []
+            receives = {source: received} if column and link.rank != source else {}
+        else:
+            leader = grid.rank(link.node, grid.local_rank(source))
+            senders_peers = link.local_peers() if link.rank == leader else []
+            receives = {leader: received} if link.rank != leader else {}
+        with link.wire.exchange("broadcast", level, receives) as round_:
+            for peer in senders_peers:
+                round_.send(peer, held)
+            round_.receive_all()
+    if held is received:
+        message.copy_(received)
+    return x
+
+
+def all_gather_exact(link: Link, x: Tensor) -> Tensor:
+    """The raw bits of every rank's `x`, stacked in rank order: [world_size, *x.shape] in x's dtype."""
+    grid = link.topology
+    packet = x.contiguous().view(-1).view(torch.uint8)
+    gathered = all_gather_packets(link, packet, "all_gather_exact")
+    return gathered.transpose(0, 1).reshape(-1).view(x.dtype).view(grid.world_size, *x.shape).clone()
+
+

@@ -1,0 +1,219 @@
+"""The one ordered communication thread of a process, and the collectives it runs for a group of ranks."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from thinwire.codecs import Codec
+from thinwire.collectives import algorithms
+from thinwire.collectives.algorithms import Link
+from thinwire.collectives.exchange import Wire
+from thinwire.collectives.meter import Meter
+from thinwire.collectives.topology import Topology, node_label
+from thinwire.errors import ConfigError
+
+T = TypeVar("T")
+LABEL_BYTES = 64
+DEFAULT_TIMEOUT_S = 600.0
+
+
+class CommunicationThread:
+    """Runs jobs strictly in the order they were submitted, one at a time, for all communicators of this process.
+
+    gloo groups that are used from several threads hang, abort or diverge silently; one thread can not.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Future, Callable[[], object]]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="thinwire-communication", daemon=True).start()
+
+    def submit(self, job: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+        self._jobs.put((future, job))
+        return future
+
+    def _run(self) -> None:
+        while True:
+            future, job = self._jobs.get()
+            try:
+                result = job()
+            except BaseException as error:  # noqa: BLE001  (it is the waiting thread's to raise)
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+            # A finished job's tensors must not live until the next job arrives.
+            del future, job
+
+
+_thread: CommunicationThread | None = None
+
+
+def communication_thread() -> CommunicationThread:
+    """The process's communication thread, started at the first call."""
+    global _thread
+    if _thread is None:
+        _thread = CommunicationThread()
+    return _thread
+
+
+class Communicator:
+    """Collectives over a group of ranks, on the communication thread and on a process group of their own.
+
+    group: a ProcessGroup, one dimension of a DeviceMesh, or None for the world; without torch.distributed it is a
+    group of one. local_size: ranks per node; None: found from LOCAL_WORLD_SIZE or host names. timeout_s: how long one
+    message may take. checked: put sequence number, operation and length in front of each message. A group of one
+    sends nothing and leaves values exact.
+
+    Every rank must make the same calls in the same order. Raises ConfigError for a group that does not fit;
+    PeerLostError and MismatchError come out of the returned futures, and again out of every later call.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
+        *,
+        local_size: int | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        checked: bool = False,
+    ) -> None:
+        self._broken: Exception | None = None
+        self._group, ranks = _own_group(group, timeout_s)
+        self._wire = Wire(self._group, ranks, timeout_s, checked)
+        self.global_ranks = ranks
+        self.world_size = len(ranks)
+        self.rank = self._wire.rank
+        # Until the nodes are known the grid is flat; the exchange of labels needs no more.
+        self._link = Link(self._wire, Topology(self.world_size, 1))
+        self.topology, self.topology_reason = self._find_topology(local_size)
+        self._link.topology = self.topology
+
+    @property
+    def meter(self) -> Meter:
+        return self._wire.meter
+
+    def submit(self, job: Callable[[Link], T]) -> Future[T]:
+        """Run `job(link)` on the communication thread, after everything submitted before."""
+        return communication_thread().submit(lambda: self._guarded(job))
+
+    def wait(self, future: Future[T]) -> T:
+        """The future's result; the time this thread stands still is counted as exposed_s."""
+        if future.done():
+            return future.result()
+        with self.meter.timed("exposed_s"):
+            return future.result()
+
+    def all_gather(self, shard: Tensor, codec: Codec, *, seed: int = 0) -> Future[Tensor]:
+        """fp32 [world_size, n]: every rank's shard after the codec, equal on all ranks."""
+        return self.submit(lambda link: algorithms.all_gather(link, shard, codec, seed=seed))
+
+    def reduce_scatter(
+        self, x: Tensor, intra: Codec, inter: Codec | None = None, *, seed: int = 0, counter: int = 0
+    ) -> Future[Tensor]:
+        """fp32 [n / world_size]: this rank's slice of the sum; `inter` defaults to `intra`.
+
+        Raises ConfigError where x does not cut into world_size slices of whole codec blocks.
+        """
+        inter = inter or intra
+        _check_slices(x.numel(), self.topology, intra, inter)
+        flat = x.reshape(-1).float()
+        return self.submit(
+            lambda link: algorithms.reduce_scatter(link, flat, intra, inter, seed=seed, counter=counter).clone()
+        )
+
+    def all_reduce(
+        self, x: Tensor, intra: Codec, inter: Codec | None = None, gather: Codec | None = None, *, seed: int = 0
+    ) -> Future[Tensor]:
+        """fp32 in x's shape: the sum over ranks, equal on all ranks; `gather` (default `inter`) carries it back."""
+        inter = inter or intra
+        return self.submit(lambda link: algorithms.all_reduce(link, x, intra, inter, gather or inter, seed=seed))
+
+    def broadcast_(self, x: Tensor, source: int = 0) -> Future[Tensor]:
+        """Overwrite contiguous `x` with the bits of group rank `source`."""
+        return self.submit(lambda link: algorithms.broadcast_(link, x, source))
+
+    def all_gather_exact(self, x: Tensor) -> Future[Tensor]:
+        """[world_size, *shape] of x's dtype: every rank's bits; for small things that must agree."""
+        return self.submit(lambda link: algorithms.all_gather_exact(link, x))
+
+    def barrier(self) -> None:
+        """Return when every rank has arrived and everything submitted before is done."""
+        self.wait(self.all_gather_exact(torch.zeros(1, dtype=torch.uint8)))
+
+    def close(self) -> None:
+        """Wait for what was submitted, then give the process group back."""
+        communication_thread().submit(lambda: None).result()
+        if self._group is not None and self._broken is None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._broken = self._broken or RuntimeError("this communicator is closed")
+
+    def _guarded(self, job: Callable[[Link], T]) -> T:
+        if self._broken is not None:
+            raise self._broken
+        try:
+            return job(self._link)
+        except Exception as error:
+            # After a failed message the ranks no longer agree on what comes next.
+            self._broken = error
+            raise
+
+    def _find_topology(self, local_size: int | None) -> tuple[Topology, str]:
+        if local_size is not None:
+            return Topology.stated(self.world_size, local_size), "stated"
+        if self.world_size == 1:
+            return Topology(1, 1), "a group of one"
+        label = node_label(self.global_ranks[self.rank]).encode()[:LABEL_BYTES].ljust(LABEL_BYTES, b"\0")
+        labels = self.wait(self.all_gather_exact(torch.frombuffer(bytearray(label), dtype=torch.uint8)))
+        return Topology.from_labels([bytes(row.numpy()).rstrip(b"\0").decode() for row in labels])
+
+
+def _own_group(
+    group: dist.ProcessGroup | DeviceMesh | None, timeout_s: float
+) -> tuple[dist.ProcessGroup | None, list[int]]:
+    """A new process group over the same ranks, so that nothing else ever uses it; None for a group of one."""
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            names = ", ".join(repr(name) for name in group.mesh_dim_names or ())
+            raise ConfigError(f"a DeviceMesh of {group.ndim} dimensions is no group: give one of them, mesh[{names}]")
+        group = group.get_group()
+    if not dist.is_initialized():
+        asked = int(os.environ.get("WORLD_SIZE", "1"))
+        if group is not None or asked > 1:
+            raise ConfigError(
+                f"torch.distributed is not initialised but WORLD_SIZE is {asked}: "
+                "call torch.distributed.init_process_group('gloo') first"
+            )
+        return None, [0]
+    ranks = dist.get_process_group_ranks(group) if group is not None else list(range(dist.get_world_size()))
+    if dist.get_rank() not in ranks:
+        raise ConfigError(f"rank {dist.get_rank()} is not in the group of ranks {ranks} it was asked to join")
+    if len(ranks) == 1:
+        return None, ranks
+    own = dist.new_group(
+        ranks, timeout=timedelta(seconds=timeout_s), backend="gloo", use_local_synchronization=True
+    )
+    return own, list(ranks)
+
+
+def _check_slices(num_elements: int, topology: Topology, intra: Codec, inter: Codec) -> None:
+    unit = topology.world_size
+    for codec, hops in ((intra, topology.local_size), (inter, topology.num_nodes)):
+        if hops > 1 and num_elements % (topology.world_size * codec.block):
+            unit = max(unit, topology.world_size * codec.block)
+    if num_elements % unit:
+        raise ConfigError(
+            f"{num_elements} elements do not cut into {topology.world_size} slices of whole codec blocks: "
+            f"pad to {-(-num_elements // unit) * unit}"
+        )
+
+

@@ -1,0 +1,96 @@
+"""Counts what travels: payload bytes and seconds, per operation and per level."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+
+SECONDS = ("encode_s", "exchange_s", "decode_s", "exposed_s")
+
+
+@dataclass(frozen=True)
+class OpReading:
+    """One operation on one level: how often, and the payload bytes of this rank."""
+
+    calls: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+
+    def __add__(self, other: OpReading) -> OpReading:
+        return OpReading(
+            self.calls + other.calls,
+            self.sent_bytes + other.sent_bytes,
+            self.received_bytes + other.received_bytes,
+        )
+
+    def __neg__(self) -> OpReading:
+        return OpReading(-self.calls, -self.sent_bytes, -self.received_bytes)
+
+
+@dataclass(frozen=True)
+class MeterReading:
+    """Totals since the start; subtract two readings to get what lies between.
+
+    encode_s, exchange_s, decode_s: seconds of the communication thread spent packing, on the wire (sending and
+    waiting for peers), and unpacking. exposed_s: seconds the training thread stood still waiting for the
+    communication thread. operations: {(operation, level): OpReading}, level "intra" or "inter".
+    """
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    encode_s: float = 0.0
+    exchange_s: float = 0.0
+    decode_s: float = 0.0
+    exposed_s: float = 0.0
+    operations: dict[tuple[str, str], OpReading] = field(default_factory=dict)
+
+    def __sub__(self, other: MeterReading) -> MeterReading:
+        operations = {
+            key: self.operations.get(key, OpReading()) + -other.operations.get(key, OpReading())
+            for key in self.operations | other.operations
+        }
+        numbers = {
+            f.name: getattr(self, f.name) - getattr(other, f.name) for f in fields(self) if f.name != "operations"
+        }
+        return MeterReading(**numbers, operations=operations)
+
+
+class Meter:
+    """Adds up bytes and seconds; written by the communication thread, read by anyone."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._seconds = dict.fromkeys(SECONDS, 0.0)
+        self._operations: dict[tuple[str, str], OpReading] = {}
+
+    @contextmanager
+    def timed(self, kind: str) -> Iterator[None]:
+        """Add the block's wall-clock seconds to `kind`, one of SECONDS."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            elapsed = time.perf_counter() - start
+            with self._lock:
+                self._seconds[kind] += elapsed
+
+    def count(self, operation: str, level: str, sent_bytes: int, received_bytes: int) -> None:
+        """Add one call's payload."""
+        reading = OpReading(1, sent_bytes, received_bytes)
+        with self._lock:
+            key = (operation, level)
+            self._operations[key] = self._operations.get(key, OpReading()) + reading
+
+    def snapshot(self) -> MeterReading:
+        """The totals so far, as a value that later counting does not change."""
+        with self._lock:
+            operations, seconds = dict(self._operations), dict(self._seconds)
+        return MeterReading(
+            sent_bytes=sum(reading.sent_bytes for reading in operations.values()),
+            received_bytes=sum(reading.received_bytes for reading in operations.values()),
+            operations=operations,
+            **seconds,
+        )

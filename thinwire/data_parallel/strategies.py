@@ -1,0 +1,157 @@
+"""What each strategy sends: one frozen dataclass a strategy, one row in STRATEGIES."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from math import lcm
+from typing import ClassVar, Protocol
+
+from thinwire.codecs import Cast, Codec, Hadamard, Identity, Integer
+from thinwire.errors import ConfigError, nearest
+
+
+@dataclass(frozen=True)
+class WireFormat:
+    """How one kind of parameter travels.
+
+    weights: codec of the all_gather; differences: send master - replica instead of the master itself.
+    intra, inter: codecs of the gradient's hop inside a node and between nodes.
+    Raises ConfigError for a combination that can't work.
+    """
+
+    weights: Codec
+    differences: bool
+    intra: Codec
+    inter: Codec
+
+    def __post_init__(self) -> None:
+        traits = self.weights.traits
+        if self.differences and not (traits.contraction or traits.unbiased):
+            raise ConfigError(
+                f"{self.weights} can't carry weight differences: what it loses must come back in the next "
+                "difference, which needs a contraction or an unbiased codec; nearest that works: Integer(bits=4)"
+            )
+
+    @property
+    def block(self) -> int:
+        """Parameters and slices start at multiples of this many elements."""
+        return lcm(self.weights.block, self.intra.block, self.inter.block)
+
+    @property
+    def codecs(self) -> tuple[Codec, Codec, Codec]:
+        return self.weights, self.intra, self.inter
+
+
+class Strategy(Protocol):
+    """A choice of codecs for the two kinds of parameters."""
+
+    name: ClassVar[str]
+
+    def matrix(self) -> WireFormat:
+        """For parameters of two and more dimensions."""
+        ...
+
+    def vector(self) -> WireFormat:
+        """For parameters of at most one dimension: norms and biases."""
+        ...
+
+
+@dataclass(frozen=True)
+class Zero:
+    """Sharded optimizer with fp32 both ways: the exact reference; 8 (P-1)/P bytes per parameter and step."""
+
+    name: ClassVar[str] = "zero"
+
+    def matrix(self) -> WireFormat:
+        return WireFormat(Identity(), differences=False, intra=Identity(), inter=Identity())
+
+    vector = matrix
+
+
+@dataclass(frozen=True)
+class ZeroBF16:
+    """Weights and gradients travel as bf16, masters and sums stay fp32; 4 (P-1)/P bytes per parameter and step."""
+
+    name: ClassVar[str] = "zero-bf16"
+
+    def matrix(self) -> WireFormat:
+        return WireFormat(Cast("bf16"), differences=False, intra=Cast("bf16"), inter=Cast("bf16"))
+
+    vector = matrix
+
+
+@dataclass(frozen=True)
+class SDP4Bit:
+    """Weight differences at 4 bits, gradients at 8 bits inside a node and 4 bits between nodes, Hadamard-rotated.
+
+    weights, gradients: compress this half; off, it travels exactly, in fp32. weight_bits, weight_group: the weight
+    differences. intra_*: the gradients' hop inside a node; inter_*: between nodes. hadamard: block of the rotation
+    around both gradient codecs, 0 for none. rounding: "stochastic" or "nearest". scale: "fp32" or "bf16" scales.
+    vector_bits, vector_group: norms and biases, in both directions and on both hops.
+
+    Raises ConfigError for values the codecs refuse. Source: SDP4Bit, NeurIPS 2024.
+    """
+
+    name: ClassVar[str] = "sdp4bit"
+
+    weights: bool = True
+    gradients: bool = True
+    weight_bits: int = 4
+    weight_group: int = 2048
+    intra_bits: int = 8
+    intra_group: int = 128
+    inter_bits: int = 4
+    inter_group: int = 128
+    hadamard: int = 32
+    rounding: str = "stochastic"
+    scale: str = "fp32"
+    vector_bits: int = 8
+    vector_group: int = 128
+
+    def __post_init__(self) -> None:
+        if not (self.weights or self.gradients):
+            raise ConfigError("sdp4bit with weights and gradients both off compresses nothing; use strategy 'zero'")
+        self.matrix()
+        self.vector()
+
+    def matrix(self) -> WireFormat:
+        weights = Integer(self.weight_bits, self.weight_group, self.rounding, self.scale)
+        intra = self._gradient_codec(self.intra_bits, self.intra_group)
+        inter = self._gradient_codec(self.inter_bits, self.inter_group)
+        return self._format(weights, intra, inter)
+
+    def vector(self) -> WireFormat:
+        weights = Integer(self.vector_bits, self.vector_group, self.rounding, self.scale)
+        gradients = self._gradient_codec(self.vector_bits, self.vector_group)
+        return self._format(weights, gradients, gradients)
+
+    def _gradient_codec(self, bits: int, group: int) -> Codec:
+        quantizer = Integer(bits, group, self.rounding, self.scale)
+        return Hadamard(quantizer, self.hadamard) if self.hadamard else quantizer
+
+    def _format(self, weights: Codec, intra: Codec, inter: Codec) -> WireFormat:
+        exact = Identity()
+        return WireFormat(
+            weights if self.weights else exact,
+            differences=self.weights,
+            intra=intra if self.gradients else exact,
+            inter=inter if self.gradients else exact,
+        )
+
+
+STRATEGIES: dict[str, Callable[..., Strategy]] = {
+    "zero": Zero,
+    "zero-bf16": ZeroBF16,
+    "sdp4bit": SDP4Bit,
+    "sdp4bit-weights": partial(SDP4Bit, gradients=False),
+    "sdp4bit-gradients": partial(SDP4Bit, weights=False),
+}
+
+
+def strategy_named(name: str, **options: object) -> Strategy:
+    """The strategy registered under `name`; raises ConfigError that names the nearest one."""
+    if name not in STRATEGIES:
+        raise ConfigError(f"unknown strategy {name!r}{nearest(name, STRATEGIES)}")
+    return STRATEGIES[name](**options)

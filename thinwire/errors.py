@@ -1,0 +1,33 @@
+"""The errors a user can meet; each carries a message that is complete without a traceback."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class ThinwireError(Exception):
+    """A failure whose message says what happened, to whom and what to do; the command line prints it alone."""
+
+    exit_code = 1
+
+
+class ConfigError(ThinwireError, ValueError):
+    """Input that breaks a rule: names the value, the rule and the nearest valid choice (exit code 2)."""
+
+    exit_code = 2
+
+
+class PeerLostError(ThinwireError, RuntimeError):
+    """A rank died, froze or left; names the rank and the operation that missed it."""
+
+
+class MismatchError(ThinwireError, RuntimeError):
+    """Two ranks disagree about what to send: names both sides' operation, sequence number and size."""
+
+
+def nearest(name: str, choices: Iterable[str]) -> str:
+    """The tail of an error message: `; did you mean 'x'?` or the list of valid names."""
+    known = sorted(choices)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else f"; choose one of {', '.join(known)}"

@@ -1,0 +1,6 @@
+from thinwire.models.build import build_model
+from thinwire.models.generation import generate
+from thinwire.models.hf import HFCausalLM
+from thinwire.models.llama import PRESETS, Llama, LlamaConfig
+
+__all__ = ["PRESETS", "HFCausalLM", "Llama", "LlamaConfig", "build_model", "generate"]

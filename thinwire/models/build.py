@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+
+import torch
+from torch import nn
+
+from thinwire.errors import ConfigError, nearest
+from thinwire.models.hf import build_hf
+from thinwire.models.llama import PRESETS, Llama, LlamaConfig
+
+Overrides = Mapping[str, int | float | bool]
+
+
+def build_model(
+    name: str, vocab_size: int, seq_len: int, seed: int = 0, overrides: Overrides | None = None
+) -> nn.Module:
+    """The model called `name`: one of PRESETS, or `hf:DIR` for a causal LM that transformers builds from a folder.
+
+    `forward(tokens, targets=None)` gives logits [batch, seq, vocab], or the mean loss when targets are given, and
+    `max_seq_len` is the longest sequence. A preset takes the tokenizer's `vocab_size` and `seq_len` as its sizes;
+    `overrides` replaces fields of its LlamaConfig (or of the folder's config). The same seed gives the same weights.
+    Raises ConfigError for an unknown name or field, a vocabulary smaller than the tokenizer's, a too short context.
+    """
+    overrides = dict(overrides or {})
+    if name.startswith("hf:"):
+        return build_hf(name.removeprefix("hf:"), vocab_size, seq_len, seed, overrides)
+    if name not in PRESETS:
+        raise ConfigError(f"model {name!r}: no such preset, nor hf:DIR{nearest(name, PRESETS)}")
+    sizes = {"vocab_size": vocab_size, "max_position_embeddings": seq_len} | checked(overrides)
+    config = replace(PRESETS[name], **sizes)
+    if config.vocab_size < vocab_size:
+        raise ConfigError(f"vocab_size={config.vocab_size}: the tokenizer needs at least {vocab_size}")
+    if config.max_position_embeddings < seq_len:
+        raise ConfigError(f"max_position_embeddings={config.max_position_embeddings}: must be at least {seq_len}")
+    model = Llama(config)
+    model.init_weights(torch.Generator().manual_seed(seed))
+    return model
+
+
+def checked(overrides: Overrides) -> dict[str, int | float | bool]:
+    """The overrides, if each is a field of LlamaConfig and has its type; else ConfigError."""
+    kinds = {field.name: str(field.type) for field in fields(LlamaConfig)}
+    for key, value in overrides.items():
+        if key not in kinds:
+            raise ConfigError(f"model option {key!r}: no such field{nearest(key, kinds)}")
+        given = type(value).__name__
+        if given != kinds[key] and (given, kinds[key]) != ("int", "float"):
+            raise ConfigError(f"model option {key}={value!r}: must be {kinds[key]}, not {given}")
+    return dict(overrides)

@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module,
+    tokens: Tensor,
+    num_new: int,
+    temperature: float = 1.0,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Extends tokens [batch, seq] by `num_new` tokens drawn from softmax(logits / temperature).
+
+    `model(tokens)` returns logits [batch, seq, vocab]; the context is cropped to its last `model.max_seq_len` tokens.
+    Temperature 0 takes the most likely token. Returns int64 [batch, seq + num_new]; train or eval mode is restored.
+    """
+    was_training = model.training
+    model.eval()
+    for _ in range(num_new):
+        logits = model(tokens[:, -model.max_seq_len :])[:, -1].float()
+        if temperature > 0:
+            chosen = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+        else:
+            chosen = logits.argmax(-1, keepdim=True)
+        tokens = torch.cat((tokens, chosen), dim=1)
+    model.train(was_training)
+    return tokens

@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.errors import ConfigError, nearest
+from thinwire.models.llama import next_token_loss
+
+log = logging.getLogger(__name__)
+
+
+class HFCausalLM(nn.Module):
+    """A transformers causal LM behind the contract of `Llama`: forward(tokens, targets) and `max_seq_len`."""
+
+    def __init__(self, model: nn.Module, max_seq_len: int) -> None:
+        super().__init__()
+        self.model = model
+        self.max_seq_len = max_seq_len
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters, a tied weight counted once."""
+        return sum(p.numel() for p in self.parameters())
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Logits [batch, seq, vocab] of tokens [batch, seq], or the mean fp32 loss if targets are given."""
+        logits = self.model(input_ids=tokens, use_cache=False).logits
+        return logits if targets is None else next_token_loss(logits, targets)
+
+
+def build_hf(
+    folder: str, vocab_size: int, seq_len: int, seed: int, overrides: Mapping[str, int | float | bool]
+) -> HFCausalLM:
+    """The causal LM of a local folder: safetensors weights if present, else fresh weights of this seed.
+
+    Reads nothing from the network, runs no code from the folder, opens no pickle. Raises ConfigError otherwise.
+    """
+    try:
+        import transformers
+    except ImportError:
+        raise ConfigError(f"model hf:{folder}: needs transformers; pip install thinwire[hf]") from None
+    path = Path(folder).expanduser()
+    has_weights = look_into(path)
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        apply_overrides(config, overrides)
+        check_sizes(folder, config, vocab_size, seq_len)
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            model = load(transformers, path, config) if has_weights else fresh(transformers, config)
+    except ConfigError:
+        raise
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        raise ConfigError(f"model hf:{folder}: transformers cannot build it: {first_line(error)}") from error
+    return HFCausalLM(model.float(), longest(config) or seq_len)
+
+
+def look_into(path: Path) -> bool:
+    """Whether the folder holds weights; ConfigError if it is no model folder, or its weights are pickles only."""
+    if not path.is_dir():
+        siblings = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
+        raise ConfigError(f"model hf:{path}: no such folder{nearest(path.name, siblings) if siblings else ''}")
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"model hf:{path}: the folder has no config.json")
+    has_weights = any(path.glob("*.safetensors"))
+    pickles = [*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth")]
+    if pickles and not has_weights:
+        raise ConfigError(
+            f"model hf:{path}: {pickles[0].name} is a pickle, which can run code; convert it to .safetensors first"
+        )
+    return has_weights
+
+
+def apply_overrides(config: Any, overrides: Mapping[str, int | float | bool]) -> None:  # noqa: ANN401
+    """Sets fields of a transformers config; ConfigError if it has no such field."""
+    known = config.to_dict()
+    for key, value in overrides.items():
+        if key not in known:
+            raise ConfigError(f"model option {key!r}: {config.model_type} has no such field{nearest(key, known)}")
+        setattr(config, key, value)
+
+
+def longest(config: Any) -> int | None:  # noqa: ANN401
+    """The context length of a transformers config, None if the architecture has no limit."""
+    return getattr(config, "max_position_embeddings", None)
+
+
+def check_sizes(folder: str, config: Any, vocab_size: int, seq_len: int) -> None:  # noqa: ANN401
+    """ConfigError if the tokenizer has more tokens than the model, or a sequence more positions."""
+    if config.vocab_size < vocab_size:
+        raise ConfigError(
+            f"model hf:{folder}: its vocabulary of {config.vocab_size} is smaller than the tokenizer's {vocab_size}; "
+            f"use the model's own tokenizer.json, or set vocab_size to {vocab_size}"
+        )
+    limit = longest(config)
+    if limit is not None and limit < seq_len:
+        raise ConfigError(f"seq_len={seq_len}: model hf:{folder} holds at most {limit} tokens")
+
+
+def fresh(transformers: Any, config: Any) -> nn.Module:  # noqa: ANN401
+    """A model with random weights from the global seed."""
+    return transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+
+
+def load(transformers: Any, path: Path, config: Any) -> nn.Module:  # noqa: ANN401
+    """A model with the folder's weights in fp32; weights the folder lacks are announced."""
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        path,
+        config=config,
+        dtype=torch.float32,
+        use_safetensors=True,
+        local_files_only=True,
+        trust_remote_code=False,
+        output_loading_info=True,
+    )
+    if missing := sorted(info["missing_keys"]):
+        log.warning(
+            "model hf:%s: %d weights are not in the folder and start at random: %s",
+            path,
+            len(missing),
+            ", ".join(missing[:5]),
+        )
+    return model.train()
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, or its type where it has none."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

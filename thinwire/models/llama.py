@@ -1,0 +1,273 @@
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from thinwire.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """Sizes of a Llama-shaped decoder; the fields carry the names of a Hugging Face `config.json`.
+
+    Raises ConfigError for a size below one, heads that do not divide, or an odd head width (rotary pairs).
+    """
+
+    vocab_size: int = 256
+    hidden_size: int = 384
+    intermediate_size: int = 1024
+    num_hidden_layers: int = 6
+    num_attention_heads: int = 6
+    num_key_value_heads: int = 2
+    max_position_embeddings: int = 1024
+    rope_theta: float = 10_000.0
+    rms_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, bool) and value <= 0:
+                raise ConfigError(f"{field.name}={value}: must be above zero")
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        if self.hidden_size % (2 * heads):
+            valid = max(1, round(self.hidden_size / (2 * heads))) * 2 * heads
+            raise ConfigError(
+                f"hidden_size={self.hidden_size}: must be a multiple of 2 * num_attention_heads={2 * heads}; "
+                f"nearest is {valid}"
+            )
+        if heads % kv_heads:
+            divisors = [n for n in range(1, heads + 1) if heads % n == 0]
+            valid = min(divisors, key=lambda n: abs(n - kv_heads))
+            raise ConfigError(
+                f"num_key_value_heads={kv_heads}: must divide num_attention_heads={heads}; nearest is {valid}"
+            )
+
+    @property
+    def head_size(self) -> int:
+        """Width of one attention head: hidden_size / num_attention_heads."""
+        return self.hidden_size // self.num_attention_heads
+
+
+def rotary_table(config: LlamaConfig, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosine and sine, fp32 [length, head_size / 2], of position * theta^(-2i / head_size).
+
+    Computed anew in every forward: microseconds, and a buffer would lose precision in `model.bfloat16()`.
+    Source: Su et al., RoFormer, section 3.2.2.
+    """
+    exponents = torch.arange(0, config.head_size, 2, device=device, dtype=torch.float32) / config.head_size
+    positions = torch.arange(length, device=device, dtype=torch.float32)
+    angles = positions[:, None] * config.rope_theta**-exponents
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates the pairs (x_i, x_{i + d/2}) of `x` [..., seq, d] by the table's angles; same dtype back."""
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).type_as(x)
+
+
+class Linear(nn.Linear):
+    """nn.Linear without bias whose weights are left to `Llama.init_weights` (the global seed stays untouched)."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features, bias=False)
+
+    def reset_parameters(self) -> None:
+        """Does nothing."""
+
+
+class Embedding(nn.Embedding):
+    """nn.Embedding whose weights are left to `Llama.init_weights`."""
+
+    def reset_parameters(self) -> None:
+        """Does nothing."""
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in fp32. Source: Zhang & Sennrich 2019."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalises `x` [..., size]; same shape and dtype back."""
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).type_as(x) * self.weight
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention with rotary positions. Source: Ainslie et al. 2023 (GQA)."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.head_size = config.head_size
+        self.grouped = config.num_key_value_heads != config.num_attention_heads
+        kv_size = config.num_key_value_heads * config.head_size
+        self.q_proj = Linear(config.hidden_size, config.hidden_size)
+        self.k_proj = Linear(config.hidden_size, kv_size)
+        self.v_proj = Linear(config.hidden_size, kv_size)
+        self.o_proj = Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Maps `x` [batch, seq, hidden] to the same shape."""
+        q, k, v = (
+            projection(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
+        return self.o_proj(y.transpose(1, 2).flatten(-2))
+
+
+class MLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x)). Source: Shazeer 2020."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps `x` [batch, seq, hidden] to the same shape."""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DecoderLayer(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Maps `x` [batch, seq, hidden] to the same shape."""
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Decoder(nn.Module):
+    """Embedding, the decoder layers and the last norm; exists so that names match Hugging Face's `model.*`."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Maps tokens [batch, seq] to hidden states [batch, seq, hidden]."""
+        cos, sin = rotary_table(self.config, tokens.shape[1], tokens.device)
+        x = self.embed_tokens(tokens)
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        return self.norm(x)
+
+
+def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy in fp32 (nats) of logits [batch, seq, vocab] against targets [batch, seq]; -100 is ignored."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+class Llama(nn.Module):
+    """A Llama-shaped causal language model; its state dict loads into Hugging Face's LlamaForCausalLM unchanged.
+
+    Weights start as `init_weights` of seed 0. Source: Touvron et al. 2023.
+    """
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Decoder(config)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+        self.init_weights(torch.Generator().manual_seed(0))
+
+    @property
+    def max_seq_len(self) -> int:
+        """The longest sequence `forward` accepts."""
+        return self.config.max_position_embeddings
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters, a tied weight counted once."""
+        return sum(p.numel() for p in self.parameters())
+
+    @torch.no_grad()
+    def init_weights(self, generator: torch.Generator) -> None:
+        """Matrices from N(0, 0.02^2), those that write to the residual stream divided by sqrt(2 * layers); norms 1.
+
+        Drawn on the generator's device, so a CPU generator gives the same weights wherever the model lives.
+        """
+        residual_std = 0.02 / math.sqrt(2 * self.config.num_hidden_layers)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 1:
+                parameter.fill_(1.0)
+                continue
+            std = residual_std if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
+            draw = torch.randn(parameter.shape, generator=generator, device=generator.device)
+            parameter.copy_(draw.mul_(std))
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Logits [batch, seq, vocab] of int64 tokens [batch, seq]; the mean loss (fp32 scalar) if targets are given.
+
+        Raises ConfigError when seq exceeds `max_seq_len`.
+        """
+        if tokens.shape[1] > self.max_seq_len:
+            raise ConfigError(
+                f"sequence of {tokens.shape[1]} tokens: the model holds at most {self.max_seq_len} "
+                "(max_position_embeddings)"
+            )
+        logits = self.lm_head(self.model(tokens))
+        return logits if targets is None else next_token_loss(logits, targets)
+
+
+PRESETS: dict[str, LlamaConfig] = {
+    "tiny": LlamaConfig(
+        hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2
+    ),
+    "demo": LlamaConfig(),
+    "125m": LlamaConfig(
+        vocab_size=50_304,
+        hidden_size=768,
+        intermediate_size=2048,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        num_key_value_heads=12,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+    ),
+    "350m": LlamaConfig(
+        vocab_size=50_304,
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=24,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+    ),
+    "1b": LlamaConfig(
+        vocab_size=50_304,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=2048,
+        rope_theta=500_000.0,
+        tie_word_embeddings=True,
+    ),
+}

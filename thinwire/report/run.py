@@ -1,0 +1,85 @@
+"""What a run directory says about its run, whatever state the run was left in."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from thinwire.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Run:
+    """The files of one run directory, read leniently: a run may be young, killed or full of NaN.
+
+    steps: rows of metrics.jsonl by step, the last one where a step occurs twice.
+    summary: summary.json, empty where the run did not get that far. config: config.toml as text.
+    """
+
+    name: str
+    steps: list[dict[str, Any]]
+    summary: dict[str, Any]
+    config: str
+
+    def series(self, key: str) -> list[tuple[float, float]]:
+        """(step, value) of every step that has the key; values that are no number become NaN."""
+        return [(number(row["step"]), number(row[key])) for row in self.steps if key in row]
+
+    def median(self, key: str) -> float:
+        """The median of a key's finite values over the steps; NaN without any."""
+        values = [value for _, value in self.series(key) if math.isfinite(value)]
+        return median(values) if values else math.nan
+
+    def last(self, key: str) -> float:
+        """The last finite value of a key; NaN without any."""
+        values = [value for _, value in self.series(key) if math.isfinite(value)]
+        return values[-1] if values else math.nan
+
+
+def number(value: Any) -> float:
+    """A float; NaN for anything that isn't a number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return math.nan
+    try:
+        return float(value)
+    except (ValueError, OverflowError):
+        return math.nan
+
+
+def read_run(run_dir: Path) -> Run:
+    """Read RUN_DIR's metrics, summary and config; raises ConfigError where there is no run at all."""
+    metrics, summary, config = (run_dir / name for name in ("metrics.jsonl", "summary.json", "config.toml"))
+    if not any(path.is_file() for path in (metrics, summary, config)):
+        raise ConfigError(f"{str(run_dir)!r} holds no run: none of {metrics.name}, {summary.name}, {config.name}")
+    return Run(
+        name=run_dir.resolve().name,
+        steps=_rows(_text(metrics)),
+        summary=_object(_text(summary)),
+        config=_text(config),
+    )
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+
+def _object(text: str) -> dict[str, Any]:
+    """A JSON object; empty where the text is cut off or is something else."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _rows(text: str) -> list[dict[str, Any]]:
+    by_step: dict[float, dict[str, Any]] = {}
+    for line in text.splitlines():
+        row = _object(line)
+        if math.isfinite(step := number(row.get("step"))):
+            by_step[step] = row
+    return [by_step[step] for step in sorted(by_step)]

@@ -1,0 +1,155 @@
+"""Line and bar charts as inline SVG, drawn by hand: the page's style sheet gives the colours, light or dark."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+Point = tuple[float, float]
+
+WIDTH, HEIGHT = 760, 300
+LEFT, RIGHT, TOP, BOTTOM = 62, 16, 14, 46
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A linear scale from data (low to high) to pixels (start to end)."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def place(self, value: float) -> float:
+        """Pixels of a value; values outside the scale land on its border."""
+        share = (min(max(value, self.low), self.high) - self.low) / (self.high - self.low)
+        return self.start + share * (self.end - self.start)
+
+    def ticks(self, count: int = 5) -> list[float]:
+        """About `count` round values inside the scale."""
+        step = nice_step((self.high - self.low) / count)
+        first = math.ceil(self.low / step - 1e-9)
+        return [n * step for n in range(first, math.floor(self.high / step + 1e-9) + 1)]
+
+
+def nice_step(rough: float) -> float:
+    """The smallest of 1, 2, 2.5, 5 times a power of ten that isn't below `rough`."""
+    power = 10.0 ** math.floor(math.log10(rough))
+    return next(power * nice for nice in (1, 2, 2.5, 5, 10) if power * nice >= rough * (1 - 1e-9))
+
+
+def tick_label(value: float, step: float) -> str:
+    """A tick's value, with as many decimals as its step needs and k, M, G for large ones."""
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if step >= size or abs(value) >= 10 * size:
+            return f"{value / size:.{_decimals(step / size)}f}{letter if value else ''}"
+    return f"{value:.{_decimals(step)}f}"
+
+
+def _decimals(step: float) -> int:
+    exact = (digits for digits in range(7) if abs(step - round(step, digits)) < 1e-6 * step)
+    return next(exact, 6)
+
+
+def around(values: Iterable[float], zero: bool = False) -> tuple[float, float]:
+    """Bounds for an axis: the finite values and a little room; from zero where asked."""
+    finite = [value for value in values if math.isfinite(value)]
+    low, high = (min(finite), max(finite)) if finite else (0.0, 1.0)
+    room = 0.06 * (high - low) or 0.1 * abs(high) or 1.0
+    return (0.0, max(high, 0.0) + room) if zero else (low - room, high + room)
+
+
+class Chart:
+    """One plot that collects SVG marks; coordinates are data values, looks are class names of the style sheet."""
+
+    def __init__(
+        self, label: str, x: tuple[float, float], y: tuple[float, float], x_label: str, y_label: str
+    ) -> None:
+        self.x = Axis(*x, LEFT, WIDTH - RIGHT)
+        self.y = Axis(*y, HEIGHT - BOTTOM, TOP)
+        self._label = label
+        self._marks = [*self._grid(), *self._titles(x_label, y_label)]
+
+    def line(self, points: Sequence[Point], style: str) -> None:
+        """A line with a gap at every value that isn't finite; a lone point becomes a dot."""
+        for piece in _finite_pieces(points):
+            if len(piece) == 1:
+                self.dot(piece[0], style, radius=2.5)
+                continue
+            path = "L".join(f"{self.x.place(x):.1f} {self.y.place(y):.1f}" for x, y in piece)
+            self._marks.append(f'<path class="line {style}" d="M{path}"/>')
+
+    def dot(self, point: Point, style: str, radius: float = 5) -> None:
+        x, y = self.x.place(point[0]), self.y.place(point[1])
+        self._marks.append(f'<circle class="dot {style}" cx="{x:.1f}" cy="{y:.1f}" r="{radius:g}"/>')
+
+    def bar(self, left: float, right: float, bottom: float, top: float, style: str) -> None:
+        """A rectangle; nothing where its height is no number or not above zero."""
+        if not top > bottom:
+            return
+        x, y = self.x.place(left), self.y.place(top)
+        width, height = self.x.place(right) - x, self.y.place(bottom) - y
+        self._marks.append(
+            f'<rect class="bar {style}" x="{x:.2f}" y="{y:.1f}" width="{width:.2f}" height="{height:.1f}"/>'
+        )
+
+    def rule(self, y: float, style: str) -> None:
+        """A horizontal line across the plot."""
+        at = f"{self.y.place(y):.1f}"
+        self._marks.append(f'<path class="line {style}" d="M{LEFT} {at}H{WIDTH - RIGHT}"/>')
+
+    def cross(self, x: float, style: str) -> None:
+        """A mark at the foot of the plot, for a value that can't be drawn."""
+        at, foot = self.x.place(x), HEIGHT - BOTTOM
+        self._marks.append(f'<path class="line {style}" d="M{at:.1f} {foot}v-9"/>')
+
+    def hover(self, left: float, right: float, text: str) -> None:
+        """An invisible column that shows `text` under the pointer."""
+        x = self.x.place(left)
+        size = f'width="{self.x.place(right) - x:.2f}" height="{HEIGHT - BOTTOM - TOP}"'
+        self._marks.append(
+            f'<rect class="hover" x="{x:.2f}" y="{TOP}" {size}><title>{escape(text)}</title></rect>'
+        )
+
+    def svg(self) -> str:
+        """The finished picture."""
+        head = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(self._label)}">'
+        return "\n".join([head, *self._marks, "</svg>"])
+
+    def _grid(self) -> Iterable[str]:
+        foot = HEIGHT - BOTTOM
+        for value, text in _labels(self.y, 5):
+            y = self.y.place(value)
+            yield f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>'
+            yield f'<text class="tick" x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{text}</text>'
+        yield f'<path class="axis" d="M{LEFT} {foot}H{WIDTH - RIGHT}"/>'
+        for value, text in _labels(self.x, 8):
+            x = self.x.place(value)
+            yield f'<path class="axis" d="M{x:.1f} {foot}v4"/>'
+            yield f'<text class="tick" x="{x:.1f}" y="{foot + 18}" text-anchor="middle">{text}</text>'
+
+    def _titles(self, x_label: str, y_label: str) -> Iterable[str]:
+        middle, centre = (TOP + HEIGHT - BOTTOM) / 2, (LEFT + WIDTH - RIGHT) / 2
+        yield f'<text class="name" x="{centre}" y="{HEIGHT - 8}" text-anchor="middle">{escape(x_label)}</text>'
+        yield (
+            f'<text class="name" transform="translate(14 {middle}) rotate(-90)" text-anchor="middle">'
+            f"{escape(y_label)}</text>"
+        )
+
+
+def _labels(axis: Axis, count: int) -> list[tuple[float, str]]:
+    ticks = axis.ticks(count)
+    step = ticks[1] - ticks[0] if len(ticks) > 1 else axis.high - axis.low
+    return [(value, tick_label(value, step)) for value in ticks]
+
+
+def _finite_pieces(points: Sequence[Point]) -> list[list[Point]]:
+    pieces: list[list[Point]] = [[]]
+    for point in points:
+        if all(math.isfinite(value) for value in point):
+            pieces[-1].append(point)
+        elif pieces[-1]:
+            pieces.append([])
+    return [piece for piece in pieces if piece]

@@ -1,0 +1,157 @@
+"""What a training run is asked to do: one frozen dataclass, and the batch that follows from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from thinwire.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Train a language model over slow links.
+
+    Values come from the defaults, then CONFIG.toml (same names, `-` or `_`), then the flags.
+    """
+
+    model: str = "demo"
+    """Preset (tiny, demo, 125m, 350m, 1b), or hf:DIR for a causal LM that transformers builds from a folder."""
+    data: str = "stdlib"
+    """Text to train on: a file or folder, .jsonl, .parquet, hf:NAME, or stdlib: the sources of this Python."""
+    text_field: str = "text"
+    """Field that holds the text, for .jsonl, .parquet and hf: data."""
+    tokenizer: str = "bytes"
+    """bytes, or the path of a tokenizer.json."""
+    cache_dir: str | None = None
+    """Where tokenised data is kept; by default thinwire's folder in the user's cache."""
+    strategy: str = "sdp4bit"
+    """How weights and gradients travel: zero, zero-bf16, sdp4bit, sdp4bit-weights, sdp4bit-gradients."""
+    workers: int = 1
+    """Worker processes to start on this machine."""
+    local_size: int | None = None
+    """Ranks that share a fast link ("node"); by default the workers of one machine. 1: every rank is a node."""
+    join: str | None = None
+    """HOST:PORT of node 0, for a run over several machines; the same on all of them."""
+    nodes: int = 1
+    """Number of machines, with --join."""
+    node: int = 0
+    """This machine's number, from 0, with --join."""
+    steps: int = 1000
+    """Optimizer steps of the whole run."""
+    tokens_per_step: int | None = None
+    """Tokens of one optimizer step over all ranks; by default one micro-batch per rank."""
+    seq_len: int = 256
+    """Tokens of one sequence."""
+    micro_batch: int = 8
+    """Most sequences that fit into one forward pass of one worker; the accumulation follows from it."""
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """adamw (betas 0.9 and 0.95) or sgd (momentum 0.9)."""
+    lr: float = 3e-4
+    """Peak learning rate; it warms up linearly, then falls as a cosine to a tenth."""
+    weight_decay: float = 0.1
+    """Decay of parameters with two or more dimensions; the others have none."""
+    warmup_steps: int | None = None
+    """Steps until the peak learning rate; by default a tenth of the steps, at most 1000."""
+    grad_clip: float = 1.0
+    """Largest global norm of the gradient; 0: no clipping."""
+    dtype: Literal["auto", "bf16", "fp32"] = "auto"
+    """Compute type; auto measures whether bf16 autocast is faster here. Weights and sums stay fp32."""
+    seed: int = 0
+    """Seeds the weights, the order of the data and the rounding."""
+    run_dir: str = "runs/run"
+    """Folder for config.toml, metrics.jsonl, summary.json, checkpoints/, logs/ and report.html."""
+    resume: bool = False
+    """Go on from the last checkpoint in the run directory, with its config.toml unless another is given."""
+    overwrite: bool = False
+    """Delete the run that the run directory holds."""
+    checkpoint_every: int = 500
+    """Steps between checkpoints, the last two of which are kept; 0: only at the end or when stopped."""
+    eval_sequences: int = 64
+    """Most held-out sequences for the loss at the end, over all ranks; 0: none."""
+    prompt: str = "def "
+    """Start of the text that the trained model continues."""
+    sample_tokens: int = 200
+    """Tokens to generate at the end; 0: none."""
+    track: tuple[str, ...] = ()
+    """Also log to tensorboard, wandb or trackio."""
+    timeout: float = 300.0
+    """Seconds after which a silent peer is given up; start-up and shutdown follow it."""
+    checked: bool = False
+    """Put operation, number and length in front of every message, and compare them."""
+    tables: Annotated[Mapping[str, Mapping[str, Any]], tyro.conf.Suppress] = field(default_factory=dict)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the whole run, as this configuration starts them."""
+        return self.workers * self.nodes
+
+    @property
+    def num_warmup_steps(self) -> int:
+        return min(1000, self.steps // 10) if self.warmup_steps is None else self.warmup_steps
+
+
+DEFAULTS = TrainConfig()
+# Smallest value each number may have; None stands for "above zero".
+LOWEST: dict[str, int | None] = {
+    "workers": 1, "local_size": 1, "nodes": 1, "node": 0, "steps": 1, "tokens_per_step": 1, "seq_len": 1,
+    "micro_batch": 1, "lr": None, "weight_decay": 0, "warmup_steps": 0, "grad_clip": 0, "seed": 0,
+    "checkpoint_every": 0, "eval_sequences": 0, "sample_tokens": 0, "timeout": None,
+}  # fmt: skip
+
+
+def flag(name: str) -> str:
+    """The command-line flag of a field."""
+    return f"--{name.replace('_', '-')}"
+
+
+def range_errors(config: TrainConfig) -> Iterator[str]:
+    """One message for each number out of its range and each pair of fields that contradict each other."""
+    for item in fields(config):
+        value, lowest = getattr(config, item.name), LOWEST.get(item.name, -math.inf)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            continue
+        if not math.isfinite(value):
+            yield f"{flag(item.name)} {value}: must be finite"
+        elif lowest is None and value <= 0:
+            yield f"{flag(item.name)} {value}: must be above 0"
+        elif lowest is not None and value < lowest:
+            yield f"{flag(item.name)} {value}: must be at least {lowest}; nearest: {lowest}"
+    if config.resume and config.overwrite:
+        yield "--resume and --overwrite contradict each other: give one of them"
+    if config.node >= config.nodes >= 1:
+        yield f"--node {config.node}: nodes are numbered 0 to {config.nodes - 1}; nearest: {config.nodes - 1}"
+    if config.nodes > 1 and not config.join:
+        yield f"--nodes {config.nodes} needs --join HOST:PORT, where HOST is node 0"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One optimizer step: every rank runs `accumulation` forward passes of `micro_batch` sequences."""
+
+    tokens_per_step: int
+    micro_batch: int
+    accumulation: int
+
+
+def derive(config: TrainConfig, world_size: int) -> Batch:
+    """The largest micro-batch that fits and divides, and the accumulation that makes up the step.
+
+    tokens_per_step = micro_batch * accumulation * seq_len * world_size. Raises ConfigError where tokens_per_step
+    is no multiple of seq_len * world_size.
+    """
+    unit = config.seq_len * world_size
+    tokens = config.tokens_per_step or config.micro_batch * unit
+    if tokens % unit:
+        valid = max(1, round(tokens / unit)) * unit
+        raise ConfigError(
+            f"--tokens-per-step {tokens}: must be a multiple of seq_len * ranks = {config.seq_len} * {world_size} "
+            f"= {unit}; nearest: {valid}"
+        )
+    per_rank = tokens // unit
+    micro_batch = max(n for n in range(1, min(config.micro_batch, per_rank) + 1) if per_rank % n == 0)
+    return Batch(tokens, micro_batch, per_rank // micro_batch)

@@ -23,7 +23,6 @@ help:
 demo: $(STAMP)
 	$(BIN)/thinwire train --model demo --data stdlib --strategy sdp4bit --workers 4 --local-size 1 \
 	  --steps $(DEMO_STEPS) --run-dir $(DEMO_RUN) --overwrite $(DEMO_FLAGS)
-	@echo 'report: $(DEMO_RUN)/report.html'
 
 test: $(STAMP)
 	$(BIN)/python -m pytest

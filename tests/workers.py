@@ -40,7 +40,11 @@ def _main(
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(local_size))
     try:
         dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+            "gloo",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=60),
         )
         # Plain pickle: the Pipe's own would hand tensors over in memory that ends with this process.
         pipe.send_bytes(pickle.dumps((True, function(rank, world_size, *args))))
@@ -83,7 +87,9 @@ def run_workers(
         failures: list[str] = []
         deadline = time.monotonic() + timeout_s
         try:
-            while set(pipes.values()) - set(may_die) and (ready := wait(list(pipes), max(0.0, deadline - time.monotonic()))):
+            while set(pipes.values()) - set(may_die) and (
+                ready := wait(list(pipes), max(0.0, deadline - time.monotonic()))
+            ):
                 for pipe in ready:
                     rank = pipes.pop(pipe)
                     try:

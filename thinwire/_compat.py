@@ -1,10 +1,8 @@
 """What differs between torch versions, and every private name of torch that thinwire uses, in one place.
 
-| name here             | torch name                                       | versions                              |
-|-----------------------|--------------------------------------------------|---------------------------------------|
-| all_gather_single     | dist.all_gather_single (public)                  | 2.13+; before: all_gather_into_tensor |
-| reduce_scatter_single | dist.reduce_scatter_single (public)              | 2.13+; before: reduce_scatter_tensor  |
-| default_store         | dist.distributed_c10d._get_default_store         | 2.11 to 2.13                          |
+- all_gather_single: public from 2.13; before, all_gather_into_tensor (deprecated in 2.13).
+- reduce_scatter_single: public from 2.13; before, reduce_scatter_tensor (deprecated in 2.13).
+- default_store: torch.distributed.distributed_c10d._get_default_store, private; 2.11 to 2.13 have it.
 """
 
 from __future__ import annotations
@@ -31,5 +29,5 @@ def reduce_scatter_single(
 
 
 def default_store() -> dist.Store:
-    """The key-value store in which the ranks of the default process group met; raises ValueError before that."""
+    """The key-value store in which the ranks of the default group met; raises ValueError before that."""
     return distributed_c10d._get_default_store()

@@ -51,7 +51,8 @@ def test_missing_package_says_what_to_install(tmp_path: Path, monkeypatch: pytes
 
 
 def test_one_that_fails_is_announced_once_and_dropped() -> None:
-    good, bad, said = Recorder(), Recorder(fail_at=2), []
+    said: list[str] = []
+    good, bad = Recorder(), Recorder(fail_at=2)
     both = Trackers({"bad": bad, "good": good}, said.append)
     for step in (1, 2, 3):
         both.log(step, {"loss": 1.0 / step})
@@ -79,7 +80,7 @@ def test_one_that_does_not_start_closes_the_others(tmp_path: Path, monkeypatch: 
         raise RuntimeError("no api key")
 
     monkeypatch.setattr(trackers, "TRACKERS", {"json": lambda run_dir, config: first, "csv": refuse})
-    with pytest.raises(ConfigError, match="'csv' did not start.*no api key"):
+    with pytest.raises(ConfigError, match=r"'csv' did not start.*no api key"):
         open_trackers(["json", "csv"], tmp_path, {})
     assert first.closed == 1
 

@@ -2,45 +2,149 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from thinwire.codecs import reference
+from thinwire.codecs.layout import packet_sections
+from thinwire.codecs.random import MASK64, noise_keys
+
+
+@functools.cache
+def cpu_kernels() -> ModuleType | None:
+    """The numba kernels, or None (announced once) where numba cannot be imported."""
+    try:
+        from thinwire.codecs import kernels
+    except ImportError as error:
+        warnings.warn(f"codecs run in plain torch on CPU, many times slower: {error}", stacklevel=2)
+        return None
+    return kernels
 
 
 def name(device: torch.device) -> str:
-    return "torch"
+    """'numba', 'torch.compile' or 'torch': what encodes integers and rotates on `device`."""
+    if device.type == "cuda":
+        return "torch.compile"
+    return "numba" if device.type == "cpu" and cpu_kernels() else "torch"
 
 
 def flat_fp32(x: Tensor) -> Tensor:
+    """`x` as a flat contiguous fp32 tensor, itself where it is one already."""
     return x.detach().reshape(-1).to(torch.float32).contiguous()
 
 
-def packet_buffer(out, num_bytes, device):
+def packet_buffer(out: Tensor | None, num_bytes: int, device: torch.device) -> Tensor:
+    """`out` once it is known to hold exactly this packet, or a fresh buffer. Raises ValueError."""
     if out is None:
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    if out.numel() != num_bytes or out.dtype != torch.uint8 or not out.is_contiguous():
-        raise ValueError("bad out")
+    _check("out", out, num_bytes, torch.uint8)
     return out
 
 
-def check_buffers(packet, num_bytes, out, num_elements):
-    if packet.numel() != num_bytes or out.numel() != num_elements:
-        raise ValueError("bad size")
+def check_buffers(packet: Tensor, num_bytes: int, out: Tensor, num_elements: int) -> None:
+    """Raises ValueError unless the packet and the output have the sizes that the codec promised."""
+    _check("packet", packet, num_bytes, torch.uint8)
+    _check("out", out, num_elements, torch.float32)
 
 
-def encode(x, out, *, rotation, **kw):
-    if rotation:
-        x = reference.hadamard(torch.nn.functional.pad(x, (0, -x.numel() % rotation)), rotation)
-    reference.encode(x, out, **kw)
+def _check(what: str, tensor: Tensor, size: int, dtype: torch.dtype) -> None:
+    if tensor.dtype != dtype or tensor.shape != (size,) or not tensor.is_contiguous():
+        raise ValueError(
+            f"{what} must be a flat contiguous {dtype} tensor of {size} elements, "
+            f"not {tensor.dtype} of shape {tuple(tensor.shape)} and strides {tensor.stride()}"
+        )
+
+
+def encode(
+    x: Tensor,
+    out: Tensor,
+    *,
+    rotation: int,
+    bits: int,
+    group: int,
+    stochastic: bool,
+    bf16: bool,
+    seed: int,
+    counter: int,
+) -> Tensor:
+    """H x (`rotation` 0: x itself) as integers into the packet `out`; x is zero-padded to whole rows."""
+    kernels = cpu_kernels() if x.device.type == "cpu" else None
+    if kernels is None:
+        if rotation:
+            padded = torch.nn.functional.pad(x, (0, -x.numel() % rotation))
+            x = _plain("hadamard", x.device.type)(padded, rotation)
+        noise = (None, None)
+        if stochastic:
+            noise = tuple(part.to(x.device) for part in noise_keys(seed, counter, x.numel()))
+        _plain("encode", x.device.type)(x, out, *noise, bits, group, bf16)
+        return out
+    num = x.numel() + (-x.numel() % rotation if rotation else 0)
+    packet = out.numpy()
+    scales, codes, rest = _sections(packet, num, bits, group, bf16)
+    rest[:] = 0
+    kernels.encode(
+        x.numpy(),
+        num,
+        scales,
+        codes,
+        bits,
+        group,
+        16 if bf16 else 0,
+        rotation,
+        np.float32(reference.hadamard_scale(rotation) if rotation else 1.0),
+        stochastic,
+        np.uint64(seed & MASK64),
+        np.uint64(counter & MASK64),
+        np.empty(min(group, num) + 128 if rotation else 0, np.float32),
+        np.empty(4 * max(rotation, 128) if rotation else 0, np.float32),
+        np.empty(min(group, num) + 8, np.uint8),
+    )
     return out
 
 
-def decode(packet, out, *, add, **kw):
-    values = torch.empty_like(out)
-    reference.decode(packet, values, **kw)
-    return out.add_(values) if add else out.copy_(values)
+def decode(packet: Tensor, out: Tensor, *, add: bool, bits: int, group: int, bf16: bool) -> Tensor:
+    """out = values of the packet, or out += them."""
+    kernels = cpu_kernels() if packet.device.type == "cpu" else None
+    if kernels is None:
+        values = torch.empty_like(out) if add else out
+        _plain("decode", packet.device.type)(packet, values, bits, group, bf16)
+        return out.add_(values) if add else out
+    num = out.numel()
+    scales, codes, _ = _sections(packet.numpy(), num, bits, group, bf16)
+    scratch = np.empty(min(group, num) + 8, np.uint8)
+    kernels.decode(scales, codes, out.detach().numpy(), bits, group, 16 if bf16 else 0, add, scratch)
+    return out
 
 
-def rotate_(x, block_size):
-    return x.copy_(reference.hadamard(x, block_size))
+def rotate_(x: Tensor, block_size: int) -> Tensor:
+    """x <- H x in place. Raises ValueError unless x is flat, contiguous, fp32 and of whole rows."""
+    _check("x", x, -(-x.numel() // block_size) * block_size, torch.float32)
+    kernels = cpu_kernels() if x.device.type == "cpu" else None
+    if kernels is None:
+        return x.copy_(_plain("hadamard", x.device.type)(x, block_size))
+    work = np.empty(4 * max(block_size, 128), np.float32)
+    kernels.rotate_inplace(x.detach().numpy(), block_size, np.float32(reference.hadamard_scale(block_size)), work)
+    return x
+
+
+@functools.cache
+def _plain(function: str, device_type: str) -> Callable[..., Any]:
+    """A function of `reference`, compiled for CUDA, where run eagerly it would make a dozen passes over memory."""
+    plain = getattr(reference, function)
+    return torch.compile(plain, dynamic=True) if device_type == "cuda" else plain
+
+
+def _sections(
+    packet: np.ndarray, num: int, bits: int, group: int, bf16: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The packet's scales (as int16 or int32), its codes and its last zeros, as views."""
+    end_of_scales, used, _ = packet_sections(num, bits, group, 2 if bf16 else 4)
+    scales = packet[:end_of_scales].view(np.int16 if bf16 else np.int32)
+    return scales, packet[end_of_scales:used], packet[used:]

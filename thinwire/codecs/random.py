@@ -33,19 +33,19 @@ def derive_seed(*parts: int) -> int:
     return state
 
 
-def noise_keys(seed: int, counter: int, num_elements: int) -> tuple[Tensor, int]:
+def noise_keys(seed: int, counter: int, num_elements: int) -> tuple[Tensor, Tensor]:
     """The keys and the offset that `noise` needs for elements counter .. counter + num_elements - 1.
 
     Row r of the int64 keys [rows, 2] is the two 32-bit halves of derive_seed(seed, (counter >> 32) + r): one row for each
-    value of the upper 32 bits that occurs. The offset is the lower 32 bits of `counter`.
+    value of the upper 32 bits that occurs. The offset, an int64 scalar, is the lower 32 bits of `counter`.
     """
     high, low = (counter & MASK64) >> 32, counter & MASK32
     rows = ((low + max(num_elements, 1) - 1) >> 32) + 1
     keys = [derive_seed(seed, (high + row) & MASK32) for row in range(rows)]
-    return torch.tensor([[key & MASK32, key >> 32] for key in keys], dtype=torch.int64), low
+    return torch.tensor([[key & MASK32, key >> 32] for key in keys], dtype=torch.int64), torch.tensor(low)
 
 
-def noise(keys: Tensor, low: Tensor | int, num_elements: int) -> Tensor:
+def noise(keys: Tensor, low: Tensor, num_elements: int) -> Tensor:
     """Uniform fp32 in (-1/2, 1/2), odd multiples of 2^-24: element i is a hash of the counter's 64 bits and the seed.
 
     With c = low + i: x = (c mod 2^32) xor k0, then xor-shift and multiply twice (the multipliers of MurmurHash3's 32-bit

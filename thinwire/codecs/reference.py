@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs.layout import LANES, group_bytes, packet_sections
-from thinwire.codecs.random import noise, noise_keys
+from thinwire.codecs.random import noise
 
 # Below this M/s would overflow (bits = 8) and s/M come near the denormals: such a group is zero on the wire.
 TINY = 2.0**-100
-BF16_MAX_BITS = 0x7F7F
+# The largest finite bf16: above it M * (s/M) could overflow, so such elements are clamped, by less than 0.4%.
+MAX_SCALE = torch.finfo(torch.bfloat16).max
 
 
 def hadamard(x: Tensor, block_size: int) -> Tensor:
@@ -63,16 +64,15 @@ def unpack(packed: Tensor, num_elements: int, bits: int) -> Tensor:
 
 
 def scales_of(x: Tensor, bf16: bool) -> Tensor:
-    """max|x| of each row as fp32 [rows, 1]: NaN where a row holds NaN or inf, 0 where it is below TINY.
+    """max|x| of each row as fp32 [rows, 1]: NaN where a row holds NaN or inf, 0 where it is below TINY, at most MAX_SCALE.
 
-    With `bf16` the value is rounded up to 8 significant bits (at most the largest finite bf16), so no code needs clamping.
+    With `bf16` the value is rounded up to 8 significant bits, so that no code needs clamping.
     """
     peak = x.abs().amax(dim=1, keepdim=True)
-    rounded = peak
+    scales = peak.clamp(max=MAX_SCALE)
     if bf16:
-        upper = ((peak.view(torch.int32) + 0xFFFF) >> 16).clamp(max=BF16_MAX_BITS)
-        rounded = (upper << 16).view(torch.float32)
-    return torch.where(peak.isfinite(), torch.where(peak >= TINY, rounded, 0.0), torch.nan)
+        scales = ((scales.view(torch.int32) + 0xFFFF) >> 16 << 16).view(torch.float32)
+    return torch.where(peak.isfinite(), torch.where(peak >= TINY, scales, 0.0), torch.nan)
 
 
 def quantise(x: Tensor, dither: Tensor | None, bits: int, bf16: bool) -> tuple[Tensor, Tensor]:
@@ -96,13 +96,14 @@ def dequantise(scales: Tensor, packed: Tensor, num_elements: int, bits: int) -> 
 
 
 def encode(
-    x: Tensor, out: Tensor, *, bits: int, group: int, stochastic: bool, bf16: bool, seed: int, counter: int
+    x: Tensor, out: Tensor, keys: Tensor | None, low: Tensor | None, bits: int, group: int, bf16: bool
 ) -> None:
-    """Flat fp32 x -> the packet `out` (uint8), groups of `group` elements, the last perhaps shorter."""
-    num, dither = x.numel(), None
-    if stochastic:
-        keys, low = noise_keys(seed, counter, num)
-        dither = noise(keys.to(x.device), low, num)
+    """Flat fp32 x -> the packet `out` (uint8), groups of `group` elements, the last perhaps shorter.
+
+    keys, low: what `random.noise_keys` gives, for stochastic rounding; None for nearest.
+    """
+    num = x.numel()
+    dither = None if keys is None else noise(keys, low, num)
     end_of_scales, used, _ = packet_sections(num, bits, group, 2 if bf16 else 4)
     whole = num - num % group
     scale_parts, code_parts = [], []
@@ -113,13 +114,14 @@ def encode(
             scale_parts.append(scales.flatten())
             code_parts.append(packed.flatten())
     if scale_parts:
-        stored = torch.cat(scale_parts).to(torch.bfloat16 if bf16 else torch.float32)
+        stored = torch.cat(scale_parts).view(torch.int32)
+        stored = (stored >> 16).to(torch.int16) if bf16 else stored
         out[:end_of_scales] = stored.view(torch.uint8)
         out[end_of_scales:used] = torch.cat(code_parts)
     out[used:] = 0
 
 
-def decode(packet: Tensor, out: Tensor, *, bits: int, group: int, bf16: bool) -> None:
+def decode(packet: Tensor, out: Tensor, bits: int, group: int, bf16: bool) -> None:
     """The packet -> flat fp32 `out`."""
     num = out.numel()
     end_of_scales, used, _ = packet_sections(num, bits, group, 2 if bf16 else 4)

@@ -42,16 +42,12 @@ class Link:
     def node_peers(self) -> list[int]:
         """The other nodes' ranks with this rank's local rank, nearest next node first."""
         grid = self.topology
-        return [
-            grid.rank((self.node + step) % grid.num_nodes, self.local_rank) for step in range(1, grid.num_nodes)
-        ]
+        return [grid.rank((self.node + step) % grid.num_nodes, self.local_rank) for step in range(1, grid.num_nodes)]
 
     def local_peers(self) -> list[int]:
         """The other ranks of this node, next one first."""
         grid = self.topology
-        return [
-            grid.rank(self.node, (self.local_rank + step) % grid.local_size) for step in range(1, grid.local_size)
-        ]
+        return [grid.rank(self.node, (self.local_rank + step) % grid.local_size) for step in range(1, grid.local_size)]
 
     def scratch(self, name: str, *shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
         """A tensor with undefined content that lives until the same name is asked for again."""
@@ -92,7 +88,7 @@ def all_gather_packets(link: Link, packet: Tensor, operation: str = "all_gather"
 
 
 def all_gather(link: Link, shard: Tensor, codec: Codec, *, seed: int = 0, operation: str = "all_gather") -> Tensor:
-    """The shards of all ranks after the codec, fp32 [world_size, n] in rank order, equal on every rank, owner included."""
+    """All ranks' shards after the codec: fp32 [world_size, n] in rank order, equal on every rank, owner included."""
     grid, num_elements = link.topology, shard.numel()
     with link.wire.meter.timed("encode_s"):
         packet = codec.encode(shard, seed=derive_seed(seed, link.rank))
@@ -114,7 +110,7 @@ def reduce_scatter(
     counter: int = 0,
     operation: str = "reduce_scatter",
 ) -> Tensor:
-    """This rank's slice of the sum over ranks of flat fp32 `x`; the result is scratch of the link, fp32 [n / world_size].
+    """This rank's slice of the sum over ranks of flat fp32 `x`: fp32 [n / world_size], scratch of the link.
 
     Slice j of `x` belongs to rank j = y * local_size + i. Hop 1, inside the node: the num_nodes slices of local rank i
     travel with `intra` to local rank i, which adds local_size pieces in fp32. Hop 2, between nodes: each partial sum
@@ -132,8 +128,10 @@ def reduce_scatter(
         return x.view(-1)
     rotated_by: Codec | None = None
     partial = slices[:, 0]
-    counters = [[counter + (y * grid.local_size + i) * num_elements for i in range(grid.local_size)]
-                for y in range(grid.num_nodes)]
+    counters = [
+        [counter + (y * grid.local_size + i) * num_elements for i in range(grid.local_size)]
+        for y in range(grid.num_nodes)
+    ]
     if grid.local_size > 1:
         partial = _hop_intra(link, slices, intra, derive_seed(seed, HOP_INTRA, link.rank), counters, operation)
         rotated_by = intra
@@ -179,9 +177,7 @@ def _hop_intra(
     return total
 
 
-def _hop_inter(
-    link: Link, partial: Tensor, codec: Codec, seed: int, counters: list[int], operation: str
-) -> Tensor:
+def _hop_inter(link: Link, partial: Tensor, codec: Codec, seed: int, counters: list[int], operation: str) -> Tensor:
     """Sum over the nodes, rotated: fp32 [n], this rank's slice."""
     num_nodes, num_elements = partial.shape
     packet_bytes = codec.packet_bytes(num_elements)
@@ -213,7 +209,7 @@ def _accumulate(codec: Codec, packet: Tensor, total: Tensor, *, first: bool) -> 
 
 
 def all_reduce(link: Link, x: Tensor, intra: Codec, inter: Codec, gather: Codec, *, seed: int = 0) -> Tensor:
-    """The sum over ranks of `x`, fp32 in its shape, equal on every rank: reduce_scatter, then all_gather with `gather`."""
+    """The sum over ranks of `x`, fp32 in its shape, equal on every rank: reduce_scatter, then all_gather."""
     world_size = link.topology.world_size
     if world_size == 1:
         return x.float().clone()
@@ -259,5 +255,3 @@ def all_gather_exact(link: Link, x: Tensor) -> Tensor:
     packet = x.contiguous().view(-1).view(torch.uint8)
     gathered = all_gather_packets(link, packet, "all_gather_exact")
     return gathered.transpose(0, 1).reshape(-1).view(x.dtype).view(grid.world_size, *x.shape).clone()
-
-

@@ -48,7 +48,7 @@ class CommunicationThread:
             future, job = self._jobs.get()
             try:
                 result = job()
-            except BaseException as error:  # noqa: BLE001  (it is the waiting thread's to raise)
+            except BaseException as error:
                 future.set_exception(error)
             else:
                 future.set_result(result)
@@ -132,7 +132,13 @@ class Communicator:
         )
 
     def all_reduce(
-        self, x: Tensor, intra: Codec, inter: Codec | None = None, gather: Codec | None = None, *, seed: int = 0
+        self,
+        x: Tensor,
+        intra: Codec,
+        inter: Codec | None = None,
+        gather: Codec | None = None,
+        *,
+        seed: int = 0,
     ) -> Future[Tensor]:
         """fp32 in x's shape: the sum over ranks, equal on all ranks; `gather` (default `inter`) carries it back."""
         inter = inter or intra
@@ -199,9 +205,7 @@ def _own_group(
         raise ConfigError(f"rank {dist.get_rank()} is not in the group of ranks {ranks} it was asked to join")
     if len(ranks) == 1:
         return None, ranks
-    own = dist.new_group(
-        ranks, timeout=timedelta(seconds=timeout_s), backend="gloo", use_local_synchronization=True
-    )
+    own = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), backend="gloo", use_local_synchronization=True)
     return own, list(ranks)
 
 
@@ -215,5 +219,3 @@ def _check_slices(num_elements: int, topology: Topology, intra: Codec, inter: Co
             f"{num_elements} elements do not cut into {topology.world_size} slices of whole codec blocks: "
             f"pad to {-(-num_elements // unit) * unit}"
         )
-
-

@@ -1,0 +1,16 @@
+from thinwire.data.cache import TokenFile, prepare
+from thinwire.data.loader import BatchLoader, heldout_batches
+from thinwire.data.sources import documents
+from thinwire.data.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer
+
+__all__ = [
+    "BatchLoader",
+    "ByteTokenizer",
+    "FileTokenizer",
+    "TokenFile",
+    "Tokenizer",
+    "documents",
+    "heldout_batches",
+    "load_tokenizer",
+    "prepare",
+]

@@ -36,8 +36,8 @@ class WireFormat:
 
     @property
     def block(self) -> int:
-        """Parameters and slices start at multiples of this many elements."""
-        return lcm(self.weights.block, self.intra.block, self.inter.block)
+        """Parameters and slices start at multiples of this many elements; 4 at least, to be whole 8-byte words."""
+        return lcm(4, self.weights.block, self.intra.block, self.inter.block)
 
     @property
     def codecs(self) -> tuple[Codec, Codec, Codec]:

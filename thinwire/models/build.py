@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,7 +29,7 @@ def build_model(
         return build_hf(name.removeprefix("hf:"), vocab_size, seq_len, seed, overrides)
     if name not in PRESETS:
         raise ConfigError(f"model {name!r}: no such preset, nor hf:DIR{nearest(name, PRESETS)}")
-    sizes = {"vocab_size": vocab_size, "max_position_embeddings": seq_len} | checked(overrides)
+    sizes: dict[str, Any] = {"vocab_size": vocab_size, "max_position_embeddings": seq_len} | checked(overrides)
     config = replace(PRESETS[name], **sizes)
     if config.vocab_size < vocab_size:
         raise ConfigError(f"vocab_size={config.vocab_size}: the tokenizer needs at least {vocab_size}")

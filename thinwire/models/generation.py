@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -18,9 +20,10 @@ def generate(
     Temperature 0 takes the most likely token. Returns int64 [batch, seq + num_new]; train or eval mode is restored.
     """
     was_training = model.training
+    context: Any = model.max_seq_len
     model.eval()
     for _ in range(num_new):
-        logits = model(tokens[:, -model.max_seq_len :])[:, -1].float()
+        logits = model(tokens[:, -context:])[:, -1].float()
         if temperature > 0:
             chosen = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
         else:

@@ -17,6 +17,8 @@ log = logging.getLogger(__name__)
 class HFCausalLM(nn.Module):
     """A transformers causal LM behind the contract of `Llama`: forward(tokens, targets) and `max_seq_len`."""
 
+    model: Any  # a transformers.PreTrainedModel, which is optional here
+
     def __init__(self, model: nn.Module, max_seq_len: int) -> None:
         super().__init__()
         self.model = model
@@ -76,7 +78,7 @@ def look_into(path: Path) -> bool:
     return has_weights
 
 
-def apply_overrides(config: Any, overrides: Mapping[str, int | float | bool]) -> None:  # noqa: ANN401
+def apply_overrides(config: Any, overrides: Mapping[str, int | float | bool]) -> None:
     """Sets fields of a transformers config; ConfigError if it has no such field."""
     known = config.to_dict()
     for key, value in overrides.items():
@@ -85,12 +87,12 @@ def apply_overrides(config: Any, overrides: Mapping[str, int | float | bool]) ->
         setattr(config, key, value)
 
 
-def longest(config: Any) -> int | None:  # noqa: ANN401
+def longest(config: Any) -> int | None:
     """The context length of a transformers config, None if the architecture has no limit."""
     return getattr(config, "max_position_embeddings", None)
 
 
-def check_sizes(folder: str, config: Any, vocab_size: int, seq_len: int) -> None:  # noqa: ANN401
+def check_sizes(folder: str, config: Any, vocab_size: int, seq_len: int) -> None:
     """ConfigError if the tokenizer has more tokens than the model, or a sequence more positions."""
     if config.vocab_size < vocab_size:
         raise ConfigError(
@@ -102,17 +104,16 @@ def check_sizes(folder: str, config: Any, vocab_size: int, seq_len: int) -> None
         raise ConfigError(f"seq_len={seq_len}: model hf:{folder} holds at most {limit} tokens")
 
 
-def fresh(transformers: Any, config: Any) -> nn.Module:  # noqa: ANN401
+def fresh(transformers: Any, config: Any) -> nn.Module:
     """A model with random weights from the global seed."""
     return transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
 
-def load(transformers: Any, path: Path, config: Any) -> nn.Module:  # noqa: ANN401
-    """A model with the folder's weights in fp32; weights the folder lacks are announced."""
+def load(transformers: Any, path: Path, config: Any) -> nn.Module:
+    """A model with the folder's weights; those it lacks are announced."""
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
         path,
         config=config,
-        dtype=torch.float32,
         use_safetensors=True,
         local_files_only=True,
         trust_remote_code=False,

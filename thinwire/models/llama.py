@@ -18,10 +18,10 @@ class LlamaConfig:
     """
 
     vocab_size: int = 256
-    hidden_size: int = 384
+    hidden_size: int = 512
     intermediate_size: int = 1024
-    num_hidden_layers: int = 6
-    num_attention_heads: int = 6
+    num_hidden_layers: int = 4
+    num_attention_heads: int = 4
     num_key_value_heads: int = 2
     max_position_embeddings: int = 1024
     rope_theta: float = 10_000.0
@@ -88,20 +88,6 @@ class Embedding(nn.Embedding):
         """Does nothing."""
 
 
-class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in fp32. Source: Zhang & Sennrich 2019."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalises `x` [..., size]; same shape and dtype back."""
-        wide = x.float()
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).type_as(x) * self.weight
-
-
 class Attention(nn.Module):
     """Causal grouped-query attention with rotary positions. Source: Ainslie et al. 2023 (GQA)."""
 
@@ -145,9 +131,9 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -164,7 +150,7 @@ class Decoder(nn.Module):
         self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Maps tokens [batch, seq] to hidden states [batch, seq, hidden]."""

@@ -29,10 +29,10 @@ class Run:
         """(step, value) of every step that has the key; values that are no number become NaN."""
         return [(number(row["step"]), number(row[key])) for row in self.steps if key in row]
 
-    def median(self, key: str) -> float:
-        """The median of a key's finite values over the steps; NaN without any."""
+    def typical(self, key: str) -> float:
+        """The median of a key's finite values, less the first step, which warms up, if there are more; or NaN."""
         values = [value for _, value in self.series(key) if math.isfinite(value)]
-        return median(values) if values else math.nan
+        return median(values[1:] or values) if values else math.nan
 
     def last(self, key: str) -> float:
         """The last finite value of a key; NaN without any."""

@@ -1,4 +1,4 @@
-"""Line and bar charts as inline SVG, drawn by hand: the page's style sheet gives the colours, light or dark."""
+"""Line and bar charts as inline SVG, drawn by hand; the page's style sheet gives the colours."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ LEFT, RIGHT, TOP, BOTTOM = 62, 16, 14, 46
 
 @dataclass(frozen=True)
 class Axis:
-    """A linear scale from data (low to high) to pixels (start to end)."""
+    """A linear scale from data (low to high) to pixels (start to end); `whole`: ticks at integers only."""
 
     low: float
     high: float
     start: float
     end: float
+    whole: bool = False
 
     def place(self, value: float) -> float:
         """Pixels of a value; values outside the scale land on its border."""
@@ -30,6 +31,8 @@ class Axis:
     def ticks(self, count: int = 5) -> list[float]:
         """About `count` round values inside the scale."""
         step = nice_step((self.high - self.low) / count)
+        if self.whole:
+            step = max(1.0, math.ceil(step))
         first = math.ceil(self.low / step - 1e-9)
         return [n * step for n in range(first, math.floor(self.high / step + 1e-9) + 1)]
 
@@ -40,11 +43,11 @@ def nice_step(rough: float) -> float:
     return next(power * nice for nice in (1, 2, 2.5, 5, 10) if power * nice >= rough * (1 - 1e-9))
 
 
-def tick_label(value: float, step: float) -> str:
-    """A tick's value, with as many decimals as its step needs and k, M, G for large ones."""
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if step >= size or abs(value) >= 10 * size:
-            return f"{value / size:.{_decimals(step / size)}f}{letter if value else ''}"
+def tick_label(value: float, step: float, largest: float) -> str:
+    """A tick's value with the decimals its step needs, and the k, M or G that the axis's largest tick wants."""
+    for size, letter, least in ((1e9, "G", 1e9), (1e6, "M", 1e6), (1e3, "k", 1e4)):
+        if largest >= least:
+            return f"{value / size:.{_decimals(step / size)}f}{letter}" if value else "0"
     return f"{value:.{_decimals(step)}f}"
 
 
@@ -62,12 +65,10 @@ def around(values: Iterable[float], zero: bool = False) -> tuple[float, float]:
 
 
 class Chart:
-    """One plot that collects SVG marks; coordinates are data values, looks are class names of the style sheet."""
+    """One plot that collects SVG marks; coordinates are data values, looks are classes of the style sheet."""
 
-    def __init__(
-        self, label: str, x: tuple[float, float], y: tuple[float, float], x_label: str, y_label: str
-    ) -> None:
-        self.x = Axis(*x, LEFT, WIDTH - RIGHT)
+    def __init__(self, label: str, x: tuple[float, float], y: tuple[float, float], x_label: str, y_label: str) -> None:
+        self.x = Axis(*x, LEFT, WIDTH - RIGHT, whole=True)
         self.y = Axis(*y, HEIGHT - BOTTOM, TOP)
         self._label = label
         self._marks = [*self._grid(), *self._titles(x_label, y_label)]
@@ -109,9 +110,7 @@ class Chart:
         """An invisible column that shows `text` under the pointer."""
         x = self.x.place(left)
         size = f'width="{self.x.place(right) - x:.2f}" height="{HEIGHT - BOTTOM - TOP}"'
-        self._marks.append(
-            f'<rect class="hover" x="{x:.2f}" y="{TOP}" {size}><title>{escape(text)}</title></rect>'
-        )
+        self._marks.append(f'<rect class="hover" x="{x:.2f}" y="{TOP}" {size}><title>{escape(text)}</title></rect>')
 
     def svg(self) -> str:
         """The finished picture."""
@@ -123,26 +122,24 @@ class Chart:
         for value, text in _labels(self.y, 5):
             y = self.y.place(value)
             yield f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>'
-            yield f'<text class="tick" x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{text}</text>'
+            yield f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{text}</text>'
         yield f'<path class="axis" d="M{LEFT} {foot}H{WIDTH - RIGHT}"/>'
         for value, text in _labels(self.x, 8):
             x = self.x.place(value)
             yield f'<path class="axis" d="M{x:.1f} {foot}v4"/>'
-            yield f'<text class="tick" x="{x:.1f}" y="{foot + 18}" text-anchor="middle">{text}</text>'
+            yield f'<text x="{x:.1f}" y="{foot + 18}" text-anchor="middle">{text}</text>'
 
     def _titles(self, x_label: str, y_label: str) -> Iterable[str]:
         middle, centre = (TOP + HEIGHT - BOTTOM) / 2, (LEFT + WIDTH - RIGHT) / 2
-        yield f'<text class="name" x="{centre}" y="{HEIGHT - 8}" text-anchor="middle">{escape(x_label)}</text>'
-        yield (
-            f'<text class="name" transform="translate(14 {middle}) rotate(-90)" text-anchor="middle">'
-            f"{escape(y_label)}</text>"
-        )
+        yield f'<text x="{centre}" y="{HEIGHT - 8}" text-anchor="middle">{escape(x_label)}</text>'
+        turned = f'transform="translate(14 {middle}) rotate(-90)" text-anchor="middle"'
+        yield f"<text {turned}>{escape(y_label)}</text>"
 
 
 def _labels(axis: Axis, count: int) -> list[tuple[float, str]]:
     ticks = axis.ticks(count)
     step = ticks[1] - ticks[0] if len(ticks) > 1 else axis.high - axis.low
-    return [(value, tick_label(value, step)) for value in ticks]
+    return [(value, tick_label(value, step, max(map(abs, ticks)))) for value in ticks]
 
 
 def _finite_pieces(points: Sequence[Point]) -> list[list[Point]]:

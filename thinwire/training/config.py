@@ -103,6 +103,17 @@ LOWEST: dict[str, int | None] = {
     "checkpoint_every": 0, "eval_sequences": 0, "sample_tokens": 0, "timeout": None,
 }  # fmt: skip
 
+# Machines may differ in these; the rest must be equal on all ranks.
+PER_MACHINE = {
+    "model", "data", "tokenizer", "text_field", "cache_dir", "run_dir", "node", "join", "workers", "resume",
+    "overwrite", "track", "prompt", "sample_tokens", "dtype",
+}  # fmt: skip
+# A resumed run must be the same in these; a change of any other is announced.
+FIXED_ON_RESUME = (
+    "model", "tokenizer", "strategy", "optimizer", "weight_decay", "data", "seq_len", "seed", "tokens_per_step",
+    "world_size", "local_size",
+)  # fmt: skip
+
 
 def flag(name: str) -> str:
     """The command-line flag of a field."""

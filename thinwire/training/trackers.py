@@ -1,4 +1,4 @@
-"""Experiment trackers through one adapter. `metrics.jsonl` is always written; these come on top when asked for."""
+"""Experiment trackers through one adapter; `metrics.jsonl` is written in any case."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def open_trackers(
 ) -> Trackers:
     """Open the named trackers for a run; call it on one rank only.
 
-    Raises ConfigError, with nothing left open, where a name is unknown, a package is missing or a tracker refuses.
+    Raises ConfigError, with nothing left open, for an unknown name, a missing package, a refusing tracker.
     """
     check_trackers(names)
     opened = Trackers({}, announce)
@@ -147,6 +147,6 @@ def open_trackers(
             opened.close()
             reason = " ".join(str(error).split())[:300]
             raise ConfigError(
-                f"tracker {name!r} did not start ({type(error).__name__}: {reason}); fix it or train without it"
+                f"tracker {name!r} did not start ({type(error).__name__}: {reason}); train without it"
             ) from error
     return opened

@@ -1,0 +1,210 @@
+"""What every codec must prove. A new codec is one row in CASES."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from thinwire.codecs import Cast, Codec, Hadamard, Identity, Integer, backends
+
+
+@dataclass(frozen=True)
+class Case:
+    """A codec and the largest relative L2 error it may make on Gaussian elements."""
+
+    codec: Codec
+    error: float
+
+    def __str__(self) -> str:
+        return repr(self.codec)
+
+
+CASES = [
+    Case(Identity(), 0.0),
+    Case(Cast("bf16"), 0.003),
+    Case(Cast("fp16"), 0.0004),
+    Case(Integer(2, 128, "stochastic"), 1.2),
+    Case(Integer(2, 4, "nearest", "bf16"), 0.5),
+    Case(Integer(2, 3), 0.5),
+    Case(Integer(3, 36, "stochastic", "bf16"), 0.37),
+    Case(Integer(3, 50, "nearest"), 0.27),
+    Case(Integer(4, 128, "stochastic"), 0.172),
+    Case(Integer(4, 128, "nearest"), 0.122),
+    Case(Integer(4, 2048, "stochastic", "bf16"), 0.24),
+    Case(Integer(4, 7, "nearest"), 0.09),
+    Case(Integer(6, 96, "stochastic"), 0.04),
+    Case(Integer(6, 33, "nearest", "bf16"), 0.03),
+    Case(Integer(8, 128, "stochastic"), 0.0096),
+    Case(Integer(8, 512, "nearest", "bf16"), 0.009),
+    Case(Integer(8, 1), 1e-6),
+    Case(Hadamard(Identity(), 64), 1e-6),
+    Case(Hadamard(Cast(), 8), 0.003),
+    Case(Hadamard(Integer(4, 128, "stochastic")), 0.172),
+    Case(Hadamard(Integer(4, 96, "nearest", "bf16")), 0.122),
+    Case(Hadamard(Integer(8, 128, "stochastic")), 0.0096),
+    Case(Hadamard(Integer(3, 64, "stochastic"), 2), 0.4),
+    Case(Hadamard(Integer(6, 256, "nearest"), 128), 0.05),
+]
+
+
+def gaussian(num_elements: int, seed: int = 0) -> Tensor:
+    return torch.randn(num_elements, generator=torch.Generator().manual_seed(seed))
+
+
+def round_trip(codec: Codec, x: Tensor, seed: int = 0) -> Tensor:
+    return codec.decode(codec.encode(x, seed=seed), x.numel())
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equal bit for bit, NaN and the sign of zero included."""
+    return torch.equal(a.contiguous().view(torch.int32), b.contiguous().view(torch.int32))
+
+
+def hard_inputs(codec: Codec) -> list[Tensor]:
+    """Blocks that a contraction finds hardest, in the domain where the codec rounds: one peak, the rest between levels."""
+    levels = codec.inner.levels if isinstance(codec.inner, Integer) else 127
+    inputs = [gaussian(4 * codec.block), torch.full((codec.block,), 0.3), torch.eye(1, codec.block)[0]]
+    for fraction in (0.05, 0.25, 0.5, 0.75):
+        x = torch.full((codec.block,), fraction / levels)
+        x[0] = 1.001
+        inputs.append(codec.unrotate_(x))
+    return inputs
+
+
+class CodecSuite:
+    """Inherit, parametrise with `case`, and the codec is tested."""
+
+    def test_round_trip_stays_within_its_bound(self, case: Case) -> None:
+        x = gaussian(40 * case.codec.block + 1000)
+        error = (round_trip(case.codec, x) - x).norm() / x.norm()
+        assert error <= case.error
+        assert error >= case.error / 4 or case.error < 1e-5, "the bound is loose: it would not notice a defect"
+
+    @pytest.mark.parametrize("num_elements", [0, 1, 2, 5, 31, 128, 1000, 4099])
+    def test_packet_size_is_the_promise(self, case: Case, num_elements: int) -> None:
+        packet = case.codec.encode(gaussian(num_elements))
+        assert packet.dtype == torch.uint8
+        assert packet.shape == (case.codec.packet_bytes(num_elements),)
+        assert packet.numel() % 4 == 0
+        assert case.codec.decode(packet, num_elements).shape == (num_elements,)
+
+    def test_bits_per_element_is_the_size_of_a_long_packet(self, case: Case) -> None:
+        num_elements = 1024 * case.codec.block
+        assert case.codec.packet_bytes(num_elements) * 8 == case.codec.bits_per_element * num_elements
+
+    def test_lossless_keeps_every_bit(self, case: Case) -> None:
+        x = torch.randint(-(2**31), 2**31, (1000,), generator=torch.Generator().manual_seed(1))
+        x = x.to(torch.int32).view(torch.float32)
+        assert same_bits(round_trip(case.codec, x), x) == case.codec.traits.lossless
+
+    def test_unbiased_means_over_seeds_are_x(self, case: Case) -> None:
+        x = gaussian(max(case.codec.block, 64))
+        draws = torch.stack([round_trip(case.codec, x, seed) for seed in range(400)])
+        noise = (draws - x).square().mean().sqrt() / 400**0.5
+        bias = (draws.mean(0) - x).square().mean().sqrt()
+        rounding = 1e-6 * x.abs().max()
+        assert (bool(bias <= 1.5 * noise + rounding)) or not case.codec.traits.unbiased
+        if case.codec.traits.unbiased and case.error > 1e-3:
+            assert not torch.equal(draws[0], draws[1])
+
+    def test_contraction_on_the_hardest_blocks(self, case: Case) -> None:
+        if not case.codec.traits.contraction:
+            return
+        for x in hard_inputs(case.codec):
+            errors = torch.stack([(round_trip(case.codec, x, seed) - x).square().sum() for seed in range(50)])
+            assert errors.mean() < x.square().sum()
+
+    def test_zeros_stay_zeros(self, case: Case) -> None:
+        assert torch.equal(round_trip(case.codec, torch.zeros(1000)), torch.zeros(1000))
+
+    @pytest.mark.parametrize("scale", [1e-44, 1e-38, 1e-31, 1e-20, 1e20, 1e36])
+    def test_tiny_and_huge_values_stay_in_proportion(self, case: Case, scale: float) -> None:
+        x = gaussian(40 * case.codec.block + 1000).clamp(-5, 5) * scale
+        y = round_trip(case.codec, x)
+        if case.codec.inner == Cast("fp16") and not 1e-6 < scale < 1e4:
+            assert bool(y.isinf().any() if scale > 1 else (y == 0).all())
+        else:
+            assert bool(y.isfinite().all())
+            error = ((y.double() - x.double()).norm() / x.double().norm()).item()
+            assert error <= (max(1.0, case.error) * 1.0001 if scale < 1e-30 else 1.05 * case.error + 1e-6)
+
+    @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
+    def test_damage_is_visible_and_stays_in_its_block(self, case: Case, poison: float) -> None:
+        block = case.codec.block
+        x = gaussian(4 * block)
+        clean = round_trip(case.codec, x)
+        x[block] = poison
+        y = round_trip(case.codec, x)
+        assert not y[block].isfinite()
+        assert same_bits(y[:block], clean[:block])
+        assert same_bits(y[2 * block :], clean[2 * block :])
+
+    def test_any_strides_shape_and_dtype_encode_as_flat_fp32(self, case: Case) -> None:
+        x = gaussian(60 * 50).view(60, 50)
+        before = x.clone()
+        flat = case.codec.encode(x.t().contiguous().view(-1), seed=3)
+        assert torch.equal(case.codec.encode(x.t(), seed=3), flat)
+        assert torch.equal(x, before)
+        half = x.to(torch.bfloat16)
+        assert torch.equal(case.codec.encode(half), case.codec.encode(half.to(torch.float32)))
+        assert torch.equal(case.codec.encode(x.clone().requires_grad_()), case.codec.encode(x))
+
+    def test_same_seed_and_counter_same_packet_into_any_buffer(self, case: Case) -> None:
+        x = gaussian(1000)
+        packet = case.codec.encode(x, seed=7, counter=11)
+        dirty = torch.full((packet.numel() + 8,), 255, dtype=torch.uint8)[4:-4]
+        assert case.codec.encode(x, seed=7, counter=11, out=dirty) is dirty
+        assert torch.equal(dirty, packet)
+        out = torch.full((1000,), float("nan"))
+        assert case.codec.decode(packet, 1000, out=out) is out
+        assert same_bits(out, case.codec.decode(packet, 1000))
+
+    @pytest.mark.parametrize("counter", [0, 2**32 - 5, 2**64 - 5])
+    def test_cut_at_a_block_gives_the_same_values(self, case: Case, counter: int) -> None:
+        block = case.codec.block
+        x = gaussian(3 * block + 5)
+        whole = case.codec.decode(case.codec.encode(x, seed=5, counter=counter), x.numel())
+        packets = [case.codec.encode(x[:block], seed=5, counter=counter)]
+        packets.append(case.codec.encode(x[block:], seed=5, counter=counter + block))
+        parts = [case.codec.decode(packets[0], block), case.codec.decode(packets[1], x.numel() - block)]
+        assert same_bits(torch.cat(parts), whole)
+
+    def test_decode_add_is_the_sum(self, case: Case) -> None:
+        for num_elements in (1000, 4 * case.codec.block):
+            packet, total = case.codec.encode(gaussian(num_elements)), gaussian(num_elements, seed=9)
+            expected = total + case.codec.decode(packet, num_elements)
+            assert case.codec.decode_add(packet, total) is total
+            assert same_bits(total, expected)
+
+    def test_sums_commute_with_the_rotation(self, case: Case) -> None:
+        codec, size = case.codec, 4 * case.codec.block
+        packets = [codec.encode(gaussian(size, seed)) for seed in range(3)]
+        rotated, expected = torch.zeros(size), torch.zeros(size)
+        for packet in packets:
+            codec.inner.decode_add(packet, rotated)
+            codec.decode_add(packet, expected)
+        assert torch.allclose(codec.unrotate_(rotated), expected, atol=1e-5)
+        assert codec.inner.rotation == 0
+
+    @pytest.mark.parametrize("num_elements", [0, 1, 33, 1000, 5003])
+    def test_backend_equals_the_reference_bit_for_bit(
+        self, case: Case, num_elements: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        x = gaussian(num_elements) * 10 ** gaussian(num_elements, seed=1)
+        if num_elements > 900:
+            x[300], x[500:700], x[700:800] = float("nan"), 0.0, 1e-36
+        seed, counter = 2**63 + 5, 2**32 - 500
+
+        def both_ways() -> tuple[Tensor, Tensor, Tensor]:
+            packet = case.codec.encode(x, seed=seed, counter=counter)
+            return packet, case.codec.decode(packet, num_elements), case.codec.decode_add(packet, x.clone())
+
+        fast = both_ways()
+        monkeypatch.setattr(backends, "cpu_kernels", lambda: None)
+        plain = both_ways()
+        assert torch.equal(fast[0], plain[0])
+        assert same_bits(fast[1], plain[1])
+        assert same_bits(fast[2], plain[2])

@@ -1,0 +1,391 @@
+"""The sharded optimizer on real processes, against single-process training and against the cost formula."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import thinwire
+from tests.conformance.strategy_suite import (
+    GRIDS,
+    ROWS,
+    STEPS,
+    Net,
+    batch,
+    hash_of,
+    make_optimizer,
+    single_process,
+)
+from tests.workers import run_workers
+from thinwire.data_parallel import SDP4Bit, Zero
+from thinwire.data_parallel.strategies import WireFormat
+
+
+def train(
+    rank: int,
+    world_size: int,
+    name: str,
+    local_size: int,
+    bucket_numel: int | None = None,
+    overlap: bool = False,
+    kind: str = "adamw",
+    micro_batches: int = 1,
+) -> dict:
+    """Twenty steps; ranks start from different weights, so that the start is tested too."""
+    model = Net(seed=rank)
+    model, optimizer = thinwire.zero(
+        model,
+        make_optimizer(model, kind),
+        ROWS[name].strategy,
+        local_size=local_size,
+        bucket_numel=bucket_numel,
+        overlap=overlap,
+        timeout_s=30,
+        checked=True,
+    )
+    hashes, sent = [], []
+    for step in range(STEPS):
+        before = optimizer.meter.snapshot()
+        own = batch(step).chunk(world_size)[rank].chunk(micro_batches)
+        with optimizer.no_sync():
+            for tokens in own[:-1]:
+                (model(tokens, step % 2 == 1) / micro_batches).backward()
+        if micro_batches > 1:
+            assert (optimizer.meter.snapshot() - before).sent_bytes == 0
+        (model(own[-1], step % 2 == 1) / micro_batches).backward()
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.synchronize()
+        hashes.append(hash_of(model))
+        sent.append((optimizer.meter.snapshot() - before).sent_bytes)
+    return {
+        "weights": {key: p.detach().clone() for key, p in model.named_parameters()},
+        "hashes": hashes,
+        "sent": sent,
+        "formula": optimizer.bytes_per_step,
+    }
+
+
+def distance(weights: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:
+    """|w - reference| over the way the reference went."""
+    start = {name: p.detach() for name, p in Net(seed=0).named_parameters()}
+    off = sum(float((weights[name] - reference[name]).square().sum()) for name in reference)
+    way = sum(float((start[name] - reference[name]).square().sum()) for name in reference)
+    return math.sqrt(off / way)
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("name", ROWS)
+def test_strategy_follows_single_process_with_equal_replicas(name: str, grid: str) -> None:
+    world_size, local_size = GRIDS[grid]
+    results = run_workers(train, world_size, name, local_size)
+    reference = single_process()
+    for result in results:
+        assert result["hashes"] == results[0]["hashes"], "replicas differ"
+        assert set(result["sent"]) == {result["formula"]}, "bytes sent are not what the formula says"
+        if ROWS[name].drift == 0.0 or world_size == 1:
+            for key, weight in result["weights"].items():
+                torch.testing.assert_close(weight, reference[key], rtol=0, atol=1e-6)
+        else:
+            assert 1e-6 < distance(result["weights"], reference) < ROWS[name].drift
+
+
+@pytest.mark.parametrize("name", ["zero", "sdp4bit"])
+def test_overlap_and_accumulation_change_nothing(name: str) -> None:
+    plain = run_workers(train, 2, name, 1)
+    overlapped = run_workers(train, 2, name, 1, None, True)
+    accumulated = run_workers(train, 2, name, 1, None, True, "adamw", 2)
+    assert plain[0]["hashes"] == overlapped[0]["hashes"]
+    tolerance = 1e-5 if name == "zero" else 0.45
+    assert distance(accumulated[0]["weights"], plain[0]["weights"]) < tolerance
+
+
+@pytest.mark.parametrize("name", ["zero", "sdp4bit-small-groups"])
+@pytest.mark.parametrize("local_size", [1, 2])
+def test_bucket_size_does_not_matter(name: str, local_size: int) -> None:
+    one = run_workers(train, 4, name, local_size, 1 << 20)
+    many = run_workers(train, 4, name, local_size, 1)
+    assert many[0]["formula"] != one[0]["formula"], "the bucket size was not used"
+    assert distance(many[0]["weights"], one[0]["weights"]) < 1e-5
+
+
+def test_sgd_with_momentum_follows_too() -> None:
+    reference = single_process("sgd")
+    for result in run_workers(train, 2, "zero", 1, None, False, "sgd"):
+        for key, weight in result["weights"].items():
+            torch.testing.assert_close(weight, reference[key], rtol=0, atol=1e-6)
+
+
+def send_large(rank: int, world_size: int, local_size: int, bf16: bool) -> tuple[int, int, float]:
+    model = nn.Sequential(nn.Linear(512, 1024, bias=False), nn.Linear(1024, 512, bias=False))
+    model, optimizer = thinwire.zero(
+        model,
+        torch.optim.AdamW(model.parameters()),
+        thinwire.SDP4Bit(scale="bf16" if bf16 else "fp32"),
+        local_size=local_size,
+    )
+    before = optimizer.meter.snapshot()
+    model(torch.randn(4, 512)).square().mean().backward()
+    optimizer.step()
+    reading = optimizer.meter.snapshot() - before
+    return reading.sent_bytes, reading.received_bytes, optimizer.uncompressed_bytes_per_step
+
+
+@pytest.mark.parametrize(("world_size", "local_size"), [(2, 1), (4, 1), (4, 2), (4, 4)])
+def test_bytes_are_those_of_the_paper(world_size: int, local_size: int) -> None:
+    """Weights 4 + 32/2048 bits, hop one 8.25 bits on (D-1)/D, hop two 4.25 bits on (1/D)(Y-1)/Y, all of N = 2^20."""
+    n, nodes = 1 << 20, world_size // local_size
+    gradients = n * (local_size - 1) / local_size * 8.25 + n / local_size * (nodes - 1) / nodes * 4.25
+    weights = n * (world_size - 1) / world_size * (4 + 32 / 2048)
+    for sent, received, uncompressed in run_workers(send_large, world_size, local_size, False):
+        assert sent == pytest.approx((gradients + weights) / 8, rel=0.01)
+        assert received == sent
+        assert uncompressed == 8 * n * (world_size - 1) / world_size
+
+
+def stop_and_go_on(rank: int, world_size: int, name: str) -> tuple[list[str], list[str]]:
+    def make(seed: int) -> tuple[Net, thinwire.ZeroOptimizer]:
+        model = Net(seed)
+        return thinwire.zero(model, make_optimizer(model), ROWS[name].strategy, local_size=2, timeout_s=30)
+
+    def run(model: Net, optimizer: thinwire.ZeroOptimizer, steps: range) -> list[str]:
+        hashes = []
+        for step in steps:
+            model(batch(step).chunk(world_size)[rank], step % 2 == 1).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            hashes.append(hash_of(model))
+        return hashes
+
+    model, optimizer = make(seed=0)
+    run(model, optimizer, range(5))
+    saved, frozen = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.fixed.state_dict())
+    uninterrupted = run(model, optimizer, range(5, 10))
+    other_model, other = make(seed=9)
+    other.load_state_dict(saved)
+    other_model.fixed.load_state_dict(frozen)
+    return uninterrupted, run(other_model, other, range(5, 10))
+
+
+@pytest.mark.parametrize("name", ["zero", "zero-bf16", "sdp4bit"])
+def test_a_loaded_state_goes_on_bit_for_bit(name: str) -> None:
+    for uninterrupted, resumed in run_workers(stop_and_go_on, 4, name):
+        assert uninterrupted == resumed
+
+
+class TwoNumbers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor([[1.0, -1.0]]))
+
+
+class Ternary:
+    """Ternary nearest weights, exact gradients."""
+
+    name = "ternary"
+
+    def matrix(self) -> WireFormat:
+        exact = thinwire.Identity()
+        return WireFormat(thinwire.Integer(bits=2, group=2, rounding="nearest"), True, exact, exact)
+
+    vector = matrix
+
+
+def toy(rank: int, world_size: int, direct: bool) -> list[float]:
+    """f(w) = |w|^2 with gradient (4 w1, 0) or (0, 4 w2), step 0.1; direct: the weights themselves are quantised."""
+    model = TwoNumbers()
+    model, optimizer = thinwire.zero(model, torch.optim.SGD(model.parameters(), lr=0.1), Ternary(), local_size=1)
+    ternary = thinwire.Integer(bits=2, group=2, rounding="nearest")
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(100):
+        side = int(torch.randint(0, 2, (1,), generator=generator))
+        (2 * model.w[0, side].square()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if direct:
+            with torch.no_grad():
+                model.w.copy_(ternary.decode(ternary.encode(model.w), 2).view(1, 2))
+    return model.w.detach().flatten().tolist()
+
+
+def test_direct_weight_quantisation_sticks_and_differences_converge() -> None:
+    for stuck in run_workers(toy, 2, True):
+        assert stuck == [1.0, -1.0]
+    for converged in run_workers(toy, 2, False):
+        assert max(map(abs, converged)) < 1e-3
+
+
+def nan_on_one_rank(rank: int, world_size: int) -> tuple:
+    model = Net(seed=0)
+    model, optimizer = thinwire.zero(model, make_optimizer(model), SDP4Bit(), local_size=1, timeout_s=30)
+    start = hash_of(model)
+    loss = model(batch(0).chunk(world_size)[rank], False)
+    (loss * (float("nan") if rank == 1 else 1.0)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    skipped = hash_of(model) == start, optimizer.skipped_steps
+    model(batch(1).chunk(world_size)[rank], False).backward()
+    optimizer.step()
+    return skipped, hash_of(model) != start, optimizer.skipped_steps, hash_of(model)
+
+
+def test_a_nan_on_one_rank_skips_the_step_on_all() -> None:
+    results = run_workers(nan_on_one_rank, 2)
+    for skipped, trained_on, count, final in results:
+        assert skipped == (True, 1)
+        assert trained_on
+        assert count == 1
+        assert final == results[0][3]
+
+
+def low_precision(rank: int, world_size: int) -> tuple[str, float, torch.dtype]:
+    model = Net(seed=0).to(torch.bfloat16)
+    model, optimizer = thinwire.zero(model, make_optimizer(model), SDP4Bit(), local_size=1, timeout_s=30)
+    loss = torch.tensor(0.0)
+    for step in range(30):
+        loss = model(batch(0).chunk(world_size)[rank], True)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    far = max(float((b.master - b.live_shard.float()).abs().max()) for b in optimizer.buckets)
+    import hashlib
+
+    raw = b"".join(p.detach().view(torch.int16).numpy().tobytes() for p in model.parameters())
+    assert far < 0.05, "the replica drifted from the masters"
+    return hashlib.sha256(raw).hexdigest(), float(loss), optimizer.buckets[0].master.dtype
+
+
+def test_bf16_replicas_with_fp32_masters() -> None:
+    results = run_workers(low_precision, 2)
+    assert results[0][0] == results[1][0]
+    assert results[0][1] < 3.2
+    assert results[0][2] == torch.float32
+
+
+def mistakes(rank: int, world_size: int) -> dict[str, str]:
+    found = {}
+
+    def fresh(**options: object) -> tuple[Net, thinwire.ZeroOptimizer]:
+        model = Net(seed=0)
+        return thinwire.zero(model, make_optimizer(model), Zero(), local_size=1, timeout_s=30, **options)
+
+    model, optimizer = fresh()
+    model(batch(0), True).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    with pytest.raises(RuntimeError) as caught:
+        optimizer.step()
+    found["clip"] = str(caught.value)
+
+    model, optimizer = fresh(bucket_numel=1)
+    model(batch(0), True).backward()
+    with pytest.raises(RuntimeError) as caught:
+        model(batch(0), True).backward()
+    found["no_sync"] = str(caught.value)
+
+    model, optimizer = fresh()
+    model.fixed.requires_grad_(True)
+    held = Net(seed=0)
+    for name, candidate in {
+        "lbfgs": torch.optim.LBFGS(held.parameters()),
+        "adafactor": torch.optim.Adafactor(held.parameters()),
+        "muon": torch.optim.Muon([p for p in held.parameters() if p.dim() == 2]),
+    }.items():
+        with pytest.raises(thinwire.ConfigError) as refused:
+            thinwire.zero(held, candidate, Zero())
+        found[name] = str(refused.value)
+    return found
+
+
+def test_mistakes_are_refused_with_the_way_out() -> None:
+    for found in run_workers(mistakes, 2):
+        assert "optimizer.clip_grad_norm_" in found["clip"]
+        assert "no_sync" in found["no_sync"]
+        for name in ("lbfgs", "adafactor", "muon"):
+            assert "can't be sharded" in found[name], found[name]
+
+
+def loaded_from_outside(rank: int, world_size: int) -> tuple[float, str]:
+    model = Net(seed=0)
+    model, optimizer = thinwire.zero(model, make_optimizer(model, "sgd"), SDP4Bit(), local_size=1, timeout_s=30)
+    model.load_state_dict(Net(seed=5).state_dict())
+    model(batch(0).chunk(world_size)[rank], False).backward()
+    optimizer.step()
+    expected = dict(Net(seed=5).named_parameters())
+    off = max(float((p - expected[name]).abs().max()) for name, p in model.named_parameters())
+    return off, hash_of(model)
+
+
+def test_weights_loaded_from_outside_are_kept() -> None:
+    results = run_workers(loaded_from_outside, 2)
+    assert results[0][1] == results[1][1]
+    assert results[0][0] < 0.1
+
+
+class WithExperts(nn.Module):
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.shared = nn.Linear(8, 8)
+        torch.manual_seed(rank % 2)
+        self.expert = nn.Linear(8, 8)
+
+
+def own_group_for_experts(rank: int, world_size: int, use_mesh: bool) -> tuple:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if use_mesh:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+        group = mesh["dp"]
+    else:
+        groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+        group = groups[rank % 2]
+    model = WithExperts(rank)
+    model, optimizer = thinwire.zero(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        Zero(),
+        group_for=lambda name, _: group if name.startswith("expert") else None,
+        local_size=1,
+        timeout_s=30,
+    )
+    x = torch.full((2, 8), float(rank + 1))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    (model.shared(x) + model.expert(x)).sum().backward()
+    own = {name: p.grad.clone() for name, p in model.named_parameters()}
+    norm = optimizer.clip_grad_norm_(1e9)
+    optimizer.step()
+    return before, own, {name: p.detach().clone() for name, p in model.named_parameters()}, float(norm)
+
+
+@pytest.mark.parametrize("use_mesh", [False, True])
+def test_some_parameters_in_a_group_of_their_own(use_mesh: bool) -> None:
+    results = run_workers(own_group_for_experts, 4, use_mesh)
+    squares = 0.0
+    for rank, (before, _, after, norm) in enumerate(results):
+        for name in before:
+            members = [r for r in range(4) if r % 2 == rank % 2] if name.startswith("expert") else range(4)
+            mean = torch.stack([results[r][1][name] for r in members]).mean(0)
+            torch.testing.assert_close(after[name], before[name] - 0.1 * mean, rtol=1e-5, atol=1e-6)
+            squares += float(mean.square().sum()) / len(list(members))
+        assert norm == results[0][3]
+    assert results[0][3] == pytest.approx(math.sqrt(squares), rel=1e-5)
+
+
+def test_world_of_one_without_torch_distributed() -> None:
+    model = Net(seed=0)
+    model, optimizer = thinwire.zero(model, make_optimizer(model), SDP4Bit())
+    for step in range(STEPS):
+        model(batch(step), step % 2 == 1).backward()
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, weight in single_process().items():
+        torch.testing.assert_close(dict(model.named_parameters())[name], weight, rtol=0, atol=1e-6)
+    assert optimizer.meter.snapshot().sent_bytes == 0
+    assert any("group of one" in why for _, _, why in optimizer.describe())

@@ -1,0 +1,168 @@
+"""What the documentation says is true: commands parse or run, code runs, links lead somewhere, tables are complete."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import PAGES, ROOT, Block, anchors, blocks, links, table_rows
+from thinwire.data_parallel.strategies import STRATEGIES, SDP4Bit
+from thinwire.training.config import TrainConfig, flag
+from thinwire.training.metrics import StepMetrics
+from thinwire.training.problems import Problems
+from thinwire.training.settings import read_config
+
+TIMEOUT_S = 120
+CLI_PAGE = ROOT / "docs/reference/cli.md"
+RUN_DIR_PAGE = ROOT / "docs/reference/run-directory.md"
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def run(words: list[str], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        words, cwd=folder, env=ENVIRONMENT | variables, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    assert done.returncode == 0, f"{words} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+# ---------------------------------------------------------------- commands
+
+
+@pytest.mark.parametrize("block", blocks("sh"), ids=str)
+def test_commands_are_understood(block: Block) -> None:
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    for words in block.commands():
+        if words[0] == "make":
+            assert words[1] in targets
+        elif "train" in words:
+            understand_train(words[words.index("train") + 1 :])
+        else:
+            assert words[0] == "torchrun" or words[:2] == ["thinwire", "--version"], f"unknown command {words}"
+
+
+def understand_train(args: list[str]) -> None:
+    if args in (["--help"], ["CONFIG.toml", "--steps", "500"]):
+        return
+    problems = Problems()
+    config = read_config(args, problems)
+    assert not problems.messages
+    assert config.strategy in STRATEGIES
+
+
+def test_a_wrong_flag_would_be_noticed() -> None:
+    with pytest.raises((AssertionError, SystemExit)):
+        understand_train(["--wrokers", "2"])
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the commands that ask for it have been run."""
+    folder = tmp_path_factory.mktemp("docs")
+    for block in blocks("sh"):
+        for words in block.commands() if block.is_run else []:
+            assert words[0] == "thinwire"
+            run([sys.executable, "-m", *words], folder)
+    return folder
+
+
+def test_files_of_a_run_are_documented(run_folder: Path) -> None:
+    documented = {row[0].rstrip("/") for row in table_rows(RUN_DIR_PAGE, "Files")}
+    written = {path.name for path in (run_folder / "runs/first").iterdir()}
+    assert written == documented
+
+
+def test_keys_of_a_run_are_documented(run_folder: Path) -> None:
+    run_dir = run_folder / "runs/first"
+    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert len(steps) == 4
+    assert list(steps[0]) == [row[0] for row in table_rows(RUN_DIR_PAGE, "metrics.jsonl")]
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert sorted(summary) == sorted(row[0] for row in table_rows(RUN_DIR_PAGE, "summary.json"))
+
+
+# ---------------------------------------------------------------- code
+
+
+@pytest.mark.parametrize("block", blocks("python"), ids=str)
+def test_code_runs_and_prints_what_it_says(block: Block, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(block.text)
+    if "init_process_group" in block.text:
+        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
+    else:
+        launcher = []
+    printed = run([sys.executable, *launcher, str(script)], tmp_path).stdout
+    promised = re.findall(r"^# -> (.*)$", block.text, flags=re.MULTILINE)
+    assert promised == printed.splitlines() or not promised
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def test_readme_loop_has_twelve_lines() -> None:
+    (loop,) = [block for block in blocks("python") if block.page.name == "README.md"]
+    assert len([line for line in loop.text.splitlines() if line.strip()]) == 12
+
+
+# ---------------------------------------------------------------- links and tables
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in links(page):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{link} leads nowhere"
+        assert not anchor or anchor in anchors(target), f"{link}: no such heading"
+
+
+def test_every_flag_is_documented_with_its_default() -> None:
+    documented = {row[0]: row[1].strip("`") for row in table_rows(CLI_PAGE, "Flags of `thinwire train`")}
+    assert documented == {flag(item.name): shown(item.default) for item in fields(TrainConfig) if item.name != "tables"}
+
+
+def shown(default: object) -> str:
+    if default is None or default == ():
+        return ""
+    return "off" if default is False else str(default).strip()
+
+
+def test_every_metric_is_documented() -> None:
+    documented = [row[0] for row in table_rows(RUN_DIR_PAGE, "metrics.jsonl")]
+    assert documented == [item.name for item in fields(StepMetrics)]
+
+
+def test_every_option_of_sdp4bit_is_documented() -> None:
+    rows = table_rows(ROOT / "docs/methods/sdp4bit.md", "Options")
+    documented = [name for row in rows for name in re.findall(r"\w+", row[0])]
+    assert sorted(documented) == sorted(item.name for item in fields(SDP4Bit))
+
+
+def test_every_strategy_is_documented() -> None:
+    documented = {row[0] for row in table_rows(ROOT / "docs/index.md", "Which strategy")}
+    assert documented == set(STRATEGIES)
+
+
+def test_readme_has_room_for_the_results() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert 0 < text.index("<!-- results:begin -->") < text.index("<!-- results:end -->")
+
+
+def test_the_site_builds(tmp_path: Path) -> None:
+    if importlib.util.find_spec("mkdocs") is None:
+        pytest.skip("mkdocs is not installed")
+    run([sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)], ROOT)
+    assert (tmp_path / "index.html").is_file()

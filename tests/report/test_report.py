@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import json
+import math
+import re
+import xml.etree.ElementTree as ElementTree
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from thinwire.errors import ConfigError
+from thinwire.report import write_report
+from thinwire.report.charts import bins_of, loss_figure, running_mean, thin_out, time_figure
+from thinwire.report.run import read_run
+
+SUMMARY = {
+    "heldout_loss": 1.7342,
+    "tokens": 40960,
+    "step_s": 0.65,
+    "tokens_per_s": 6290.2,
+    "sent_bytes_per_step": 9_000_000,
+    "uncompressed_bytes_per_step": 63_000_000,
+    "strategy": "sdp4bit",
+    "world_size": 4,
+    "versions": {"torch": "2.13.0"},
+    "effects": [["dtype auto", "bf16", "measured <faster>"]],
+    "sample": "def f(x):\n    return x < 1 & \x00",
+}
+
+
+def row(step: int, **changes: Any) -> dict[str, Any]:
+    values: dict[str, Any] = {"step": step, "loss": 5.0 / step, "tokens": 4096 * step}
+    values |= {"step_s": 0.65, "compute_s": 0.5, "exposed_comm_s": 0.1}
+    values |= {"sent_bytes": 9_000_000, "received_bytes": 9_000_000, "lr": 3e-4, "grad_norm": 1.0}
+    return values | changes
+
+
+def write_run(run_dir: Path, rows: list[dict[str, Any]], summary: dict[str, Any] | None = None) -> Path:
+    lines = "".join(json.dumps(values) + "\n" for values in rows)
+    (run_dir / "metrics.jsonl").write_text(lines)
+    (run_dir / "config.toml").write_text('model = "demo" # <b>\n')
+    if summary is not None:
+        (run_dir / "summary.json").write_text(json.dumps(summary))
+    return run_dir
+
+
+def pictures(page: str) -> list[ElementTree.Element]:
+    """Every picture of the page, parsed as XML: a number such as nan or a stray character would stop it."""
+    found = re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)
+    assert "nan" not in "".join(re.findall(r'(?:d|x|y|cx|cy|width|height)="[^"]*"', "".join(found)))
+    return [ElementTree.fromstring(picture) for picture in found]
+
+
+def test_a_finished_run(tmp_path: Path) -> None:
+    rows = [row(step) for step in range(1, 11)]
+    path = write_report(write_run(tmp_path, rows, SUMMARY))
+    page = path.read_text()
+    assert path == tmp_path / "report.html"
+    assert len(pictures(page)) == 3
+    assert "1.7342" in page and "7.00 times less than fp32" in page and "9 MB" in page
+    assert "measured &lt;faster&gt;" in page and "&lt;b&gt;" in page
+    assert "return x &lt; 1 &amp; \ufffd" in page and "\x00" not in page
+    assert "versions.torch" in page
+    assert not re.search(r"(?:src|href)=|url\(|@import|<script", page), "the page must be self-contained"
+
+
+def test_marks_stand_at_their_values(tmp_path: Path) -> None:
+    write_run(tmp_path, [row(1, loss=4.0), row(2, loss=2.0), row(3, loss=1.0)])
+    (picture,) = pictures(loss_figure(read_run(tmp_path)).svg)
+    (line,) = (mark for mark in picture.iter("path") if mark.get("class") == "line train")
+    points = [tuple(map(float, pair.split())) for pair in (line.get("d") or "")[1:].split("L")]
+    xs, ys = zip(*points, strict=True)
+    assert xs[1] - xs[0] == pytest.approx(xs[2] - xs[1], abs=0.2)
+    assert ys[1] - ys[0] == pytest.approx(2 * (ys[2] - ys[1]), abs=0.3)
+    assert ys[0] < ys[2], "a larger loss stands higher"
+
+
+def test_time_is_stacked_without_a_hole(tmp_path: Path) -> None:
+    write_run(tmp_path, [row(1)])
+    (picture,) = pictures(time_figure(read_run(tmp_path)).svg)
+    bars = [bar for bar in picture.iter("rect") if "bar" in (bar.get("class") or "").split()]
+    assert [bar.get("class") for bar in bars] == ["bar compute", "bar waiting", "bar other"]
+    feet = [float(bar.get("y", "")) + float(bar.get("height", "")) for bar in bars]
+    heads = [float(bar.get("y", "")) for bar in bars]
+    assert feet[1:] == pytest.approx(heads[:-1], abs=0.2)
+    heights = [foot - head for foot, head in zip(feet, heads, strict=True)]
+    assert heights[0] / heights[1] == pytest.approx(5.0, rel=0.02)
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2])
+def test_a_young_run(tmp_path: Path, num_steps: int) -> None:
+    page = write_report(write_run(tmp_path, [row(step + 1) for step in range(num_steps)])).read_text()
+    assert "There is no summary" in page
+    assert ("No step has finished" in page) == (num_steps == 0)
+    assert len(pictures(page)) == (3 if num_steps else 0)
+
+
+def test_a_killed_run_with_a_torn_last_line_and_cut_summary(tmp_path: Path) -> None:
+    write_run(tmp_path, [row(1), row(2)])
+    with (tmp_path / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 3, "lo')
+    (tmp_path / "summary.json").write_text('{"heldout_loss": 1.')
+    run = read_run(tmp_path)
+    assert [values["step"] for values in run.steps] == [1, 2] and run.summary == {}
+    write_report(tmp_path)
+
+
+def test_losses_that_are_not_finite_are_said(tmp_path: Path) -> None:
+    losses = [math.nan, 5.0, math.inf, None, 4.0, "NaN"]
+    write_run(tmp_path, [row(step, loss=loss) for step, loss in enumerate(losses, start=1)])
+    page = write_report(tmp_path).read_text()
+    assert "The loss is no finite number in 4 of 6 steps" in page
+    assert sum(mark.get("class") == "line bad" for mark in pictures(page)[0].iter("path")) == 4
+
+
+@pytest.mark.parametrize("loss", [math.nan, 0.0, 1e-30, 1e30, -2.0])
+def test_extreme_values_are_drawn(tmp_path: Path, loss: float) -> None:
+    rows = [row(1, loss=loss, sent_bytes=0, step_s=0.0, compute_s=0.0, exposed_comm_s=0.0), {"step": 2}]
+    assert len(pictures(write_report(write_run(tmp_path, rows, {"heldout_loss": math.nan})).read_text())) == 3
+
+
+def test_a_step_done_twice_counts_once(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path, [row(1), row(2, loss=9.0), row(2, loss=1.0)]))
+    assert [values["loss"] for values in run.steps] == [5.0, 1.0]
+
+
+def test_a_slow_first_step_does_not_flatten_the_rest(tmp_path: Path) -> None:
+    write_run(tmp_path, [row(step, step_s=60.0 if step == 1 else 0.65) for step in range(1, 21)])
+    figure = time_figure(read_run(tmp_path))
+    assert figure.notes == ["1 bar is cut off at 910 ms; the longest step took 60 s."]
+
+
+def test_a_long_run_stays_small(tmp_path: Path) -> None:
+    write_run(tmp_path, [row(step) for step in range(1, 20_001)], SUMMARY)
+    assert write_report(tmp_path).stat().st_size < 300_000
+    bins = bins_of(read_run(tmp_path).steps)
+    assert len(bins) <= 150
+    assert all(left.right == right.left for left, right in pairwise(bins))
+
+
+def test_thinning_keeps_spikes_and_gaps() -> None:
+    points = [(float(x), 1.0) for x in range(10_000)]
+    points[1234] = (1234.0, 50.0)
+    points[7000] = (7000.0, math.nan)
+    kept = thin_out(points)
+    assert len(kept) <= 1300
+    assert (1234.0, 50.0) in kept and any(math.isnan(y) for _, y in kept)
+    assert [x for x, _ in kept] == sorted(x for x, _ in kept)
+
+
+def test_running_mean_skips_what_is_not_finite() -> None:
+    means = running_mean([(1.0, 1.0), (2.0, math.nan), (3.0, 3.0), (4.0, 5.0)], 3)
+    assert [y for _, y in means] == [1.0, 2.0, 4.0, 4.0]
+
+
+def test_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no run"):
+        write_report(tmp_path)
+
+
+def test_a_target_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    write_run(tmp_path, [row(1)])
+    (tmp_path / "report.html").mkdir()
+    with pytest.raises(ConfigError, match="can't be written"):
+        write_report(tmp_path)

@@ -1,0 +1,84 @@
+"""The front door: `thinwire COMMAND ...`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from thinwire.errors import ConfigError, ThinwireError, nearest
+
+
+def train(args: Sequence[str]) -> int:
+    """Train a language model: here, on several workers, or as one of torchrun's."""
+    from dataclasses import replace
+
+    from thinwire.training.problems import Problems
+    from thinwire.training.settings import read_config
+    from thinwire.training.worker import exit_after, place_from_environment
+
+    problems = Problems()
+    config = read_config(args, problems)
+    place = place_from_environment()
+    if place is None:
+        from thinwire.training.launch import launch
+
+        return launch(config, problems)
+    from thinwire.training.prepare import prepare
+    from thinwire.training.signals import StopFlag
+
+    stop = StopFlag()
+    asked, config = config.workers, replace(config, workers=place.world_size, nodes=1, node=0, join=None)
+    start = None
+    if place.rank == 0:
+        config, start = prepare(config, problems)
+        if asked not in (1, place.world_size):
+            start.effects.append((f"--workers {asked}", f"{place.world_size}", "torchrun started them"))
+    problems.raise_any()
+    exit_after(config, place, start, stop, trace=False)
+
+
+# A command is one row.
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"train": train}
+
+
+def usage() -> str:
+    lines = [f"  {name:<10} {(command.__doc__ or '').splitlines()[0]}" for name, command in COMMANDS.items()]
+    commands = "\n".join(lines)
+    return f"""usage: thinwire COMMAND [OPTIONS]
+
+Train large language models on machines joined by slow links.
+
+commands:
+{commands}
+
+`thinwire COMMAND --help` lists its options; `thinwire --version` prints the version."""
+
+
+def run(args: Sequence[str]) -> int:
+    """Run one command line; returns the exit code, raises ThinwireError."""
+    command, rest = (args[0], args[1:]) if args else ("--help", [])
+    if command in ("--help", "-h", "help"):
+        print(usage())
+        return 0
+    if command == "--version":
+        from thinwire import __version__
+
+        print(f"thinwire {__version__}")
+        return 0
+    if command not in COMMANDS:
+        raise ConfigError(f"unknown command {command!r}{nearest(command, [*COMMANDS, '--help', '--version'])}")
+    return COMMANDS[command](rest)
+
+
+def main() -> None:
+    """The console script; errors of the user are one message and an exit code, without a traceback."""
+    try:
+        code = run(sys.argv[1:])
+    except ThinwireError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"thinwire: {error}", file=sys.stderr)
+        code = error.exit_code
+    except KeyboardInterrupt:
+        code = 130
+    sys.exit(code)

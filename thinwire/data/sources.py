@@ -1,0 +1,225 @@
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import logging
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from thinwire.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+STDLIB_EXCLUDED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+SNIFF_BYTES = 8192
+DOCUMENT_CHARS = 16 * 2**20  # a larger text file is cut at line ends, so that memory stays bounded
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where documents come from: files below `root`, or a Hugging Face dataset (`hf:NAME`, no files)."""
+
+    spec: str
+    root: Path
+    files: tuple[Path, ...]
+    text_field: str = "text"
+
+    @property
+    def streams(self) -> bool:
+        """Whether the documents come from the network, without a known end."""
+        return self.spec.startswith("hf:")
+
+    def describe(self) -> list[Any]:
+        """What identifies the content: the spec, and path, bytes and modification time of each file."""
+        if self.streams:
+            return [self.spec, self.text_field]
+        stats = [(p.relative_to(self.root).as_posix(), p.stat()) for p in self.files]
+        return [str(self.root), self.text_field, [(name, s.st_size, s.st_mtime_ns) for name, s in stats]]
+
+    def documents(self) -> Iterator[str]:
+        """The texts, in the order of `files`; what a folder holds that is not text is skipped and announced."""
+        if self.streams:
+            yield from read_hf(self.spec.removeprefix("hf:"), self.text_field)
+            return
+        skipped: list[str] = []
+        num_documents = 0
+        for path in self.files:
+            try:
+                for text in read_file(path, self.text_field):
+                    num_documents += 1
+                    yield text
+            except NotTextError as error:
+                if len(self.files) == 1:
+                    raise
+                skipped.append(str(error))
+        if skipped:
+            log.warning("data %r: skipped %d files that are not text: %s", self.spec, len(skipped), brief(skipped))
+        if not num_documents:
+            raise ConfigError(f"data {self.spec!r}: holds no text")
+
+
+class NotTextError(ConfigError):
+    """A file that is no UTF-8 text."""
+
+
+def open_source(spec: str, text_field: str = "text") -> Source:
+    """Finds what `spec` names: "stdlib", a file, a folder, or `hf:NAME`; ConfigError if it is missing or empty.
+
+    Files of a folder come in an order drawn from a hash of their relative paths: the same on every machine, and
+    mixed, so that the end of the stream (the held-out split) represents the whole.
+    """
+    if spec.startswith("hf:"):
+        return Source(spec, Path(), (), text_field)
+    if not spec:
+        raise ConfigError("data '': give 'stdlib', a file, a folder, or hf:NAME")
+    path = Path(sysconfig.get_path("stdlib")) if spec == "stdlib" else Path(spec).expanduser().absolute()
+    if not path.exists():
+        raise ConfigError(f"data {spec!r}: no such file or folder{nearest_sibling(path)}")
+    if path.is_file():
+        files = [path] if path.stat().st_size else []
+        root = path.parent
+    else:
+        root = path
+        files = stdlib_files(root) if spec == "stdlib" else folder_files(root)
+        files.sort(key=lambda p: hashlib.sha256(p.relative_to(root).as_posix().encode()).digest())
+    if not files:
+        raise ConfigError(f"data {spec!r}: is empty")
+    return Source(spec, root, tuple(files), text_field)
+
+
+def documents(spec: str, text_field: str = "text") -> Iterator[str]:
+    """The documents that `spec` names, one string each; see `open_source` for what it may name.
+
+    A file ending in .jsonl or .parquet holds one document per row in `text_field`, any other file is UTF-8 text.
+    Raises ConfigError for a path that is missing, empty, binary or unreadable, or a row without the field.
+    """
+    yield from open_source(spec, text_field).documents()
+
+
+def stdlib_files(root: Path) -> list[Path]:
+    """The running Python's standard library, without its tests."""
+    return [p for p in root.rglob("*.py") if not STDLIB_EXCLUDED & set(p.relative_to(root).parts)]
+
+
+def folder_files(root: Path) -> list[Path]:
+    """Every file below `root` that is not empty; hidden ones are left out, and announced."""
+    files, num_hidden = [], 0
+    for path in root.rglob("*"):
+        if not path.is_file() or not path.stat().st_size:
+            continue
+        if any(part.startswith(".") for part in path.relative_to(root).parts):
+            num_hidden += 1
+        else:
+            files.append(path)
+    if num_hidden:
+        log.warning("data %r: left out %d hidden files", str(root), num_hidden)
+    return files
+
+
+def nearest_sibling(path: Path) -> str:
+    """The tail of an error message about a missing path: the closest name beside it, or the folder that is missing."""
+    if not path.parent.is_dir():
+        return f"; folder {str(path.parent)!r} does not exist either"
+    names = ["stdlib", *(p.name for p in path.parent.iterdir())]
+    close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.4)
+    if not close:
+        return f"; {str(path.parent)!r} holds {brief(sorted(names[1:])) or 'nothing'}"
+    return f"; did you mean {'stdlib' if close[0] == 'stdlib' else str(path.parent / close[0])!r}?"
+
+
+def read_file(path: Path, text_field: str) -> Iterator[str]:
+    """The documents of one file, by the end of its name."""
+    try:
+        if path.suffix == ".parquet":
+            yield from read_parquet(path, text_field)
+        elif path.suffix == ".jsonl":
+            yield from read_jsonl(path, text_field)
+        else:
+            yield from read_text(path)
+    except UnicodeDecodeError:
+        raise NotTextError(f"data {str(path)!r}: is not UTF-8 text; convert it, or leave it out") from None
+    except OSError as error:
+        raise ConfigError(f"data {str(path)!r}: cannot be read: {error.strerror}") from error
+
+
+def read_text(path: Path) -> Iterator[str]:
+    """The file as one document; one above DOCUMENT_CHARS is cut at line ends."""
+    with path.open("rb") as file:
+        if b"\0" in file.read(SNIFF_BYTES):
+            raise NotTextError(f"data {str(path)!r}: is a binary file, not text")
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        while lines := file.readlines(DOCUMENT_CHARS):
+            yield "".join(lines)
+
+
+def read_jsonl(path: Path, text_field: str) -> Iterator[str]:
+    """One document per line, a JSON object with the text in `text_field`; blank lines are passed over."""
+    with path.open(encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"data {str(path)!r}, line {number}: is not JSON: {error.msg}") from None
+            yield text_of(row, text_field, f"data {str(path)!r}, line {number}")
+
+
+def read_parquet(path: Path, text_field: str) -> Iterator[str]:
+    """One document per row of the column `text_field`; rows are read in batches."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise ConfigError(f"data {str(path)!r}: needs pyarrow; pip install thinwire[hf]") from None
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            check_field(file.schema_arrow.names, text_field, f"data {str(path)!r}")
+            for batch in file.iter_batches(columns=[text_field]):
+                for row in batch.to_pylist():
+                    yield text_of(row, text_field, f"data {str(path)!r}")
+    except pyarrow.ArrowInvalid as error:
+        raise ConfigError(f"data {str(path)!r}: is not a parquet file: {error}") from None
+
+
+def read_hf(name: str, text_field: str) -> Iterator[str]:
+    """Streams the train split of a dataset: NAME, or NAME:CONFIG where the dataset has several."""
+    try:
+        import datasets
+    except ImportError:
+        raise ConfigError(f"data hf:{name}: needs datasets; pip install thinwire[hf]") from None
+    path, _, config = name.partition(":")
+    try:
+        rows = datasets.load_dataset(path, config or None, split="train", streaming=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"data hf:{name}: datasets cannot open it: {error}") from error
+    for row in rows:
+        yield text_of(row, text_field, f"data hf:{name}")
+
+
+def text_of(row: Any, text_field: str, where: str) -> str:
+    """The text of a row; ConfigError names the fields seen if there is none."""
+    if not isinstance(row, dict):
+        raise ConfigError(f"{where}: a row must be an object with a field {text_field!r}, not {type(row).__name__}")
+    check_field(list(row), text_field, where)
+    text = row[text_field]
+    if not isinstance(text, str):
+        raise ConfigError(f"{where}: field {text_field!r} must hold a string, not {type(text).__name__}")
+    return text
+
+
+def check_field(names: list[str], text_field: str, where: str) -> None:
+    """ConfigError if a row with these field names has no `text_field`."""
+    if text_field not in names:
+        raise ConfigError(f"{where}: no field {text_field!r}; the fields are {', '.join(names) or 'none'}")
+
+
+def brief(names: list[str], limit: int = 5) -> str:
+    """The first few names, and how many more there are."""
+    more = len(names) - limit
+    return ", ".join(islice(names, limit)) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,50 @@
+"""Is an optimizer elementwise? Sharding cuts tensors anywhere, so its update must not look across elements."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+from torch import Tensor
+
+from thinwire.errors import ConfigError
+
+
+def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ConfigError unless two steps on halves of a tensor equal two steps on the whole, for every param group.
+
+    The halves have gradients of very different size, so any norm, factorisation or matrix step shows.
+    """
+    name = type(optimizer).__name__
+    for group in optimizer.param_groups:
+        try:
+            whole = _stepped(optimizer, group, [slice(0, 8)])
+            halves = _stepped(optimizer, group, [slice(0, 4), slice(4, 8)])
+        except Exception as error:  # an optimizer may fail in its own way on flat tensors
+            raise ConfigError(
+                f"{name} can't be sharded: it fails on flat pieces of a parameter ({type(error).__name__}: {error}); "
+                "use an elementwise optimizer such as AdamW or SGD"
+            ) from None
+        if not torch.allclose(whole, halves, rtol=1e-6, atol=1e-12):
+            raise ConfigError(
+                f"{name} can't be sharded: its update of one element depends on others of the same tensor; "
+                "use an elementwise optimizer such as AdamW or SGD"
+            )
+
+
+def _stepped(optimizer: torch.optim.Optimizer, group: dict, pieces: list[slice]) -> Tensor:
+    """The values after two steps of a twin of `optimizer` that shares nothing with it."""
+    values = torch.linspace(-1.0, 1.0, 8)
+    gradients = torch.tensor([1e-3, -2e-3, 3e-3, 1e-3, 2.0, -1.0, 4.0, 3.0])
+    params = [values[piece].clone() for piece in pieces]
+    twin = object.__new__(type(optimizer))
+    # An instance attribute `step` is a scheduler's wrapper around the original, not part of the optimizer.
+    twin.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
+    twin.state = defaultdict(dict)
+    # A schedule may start at a rate of zero, at which every update looks elementwise.
+    twin.param_groups = [{**group, "params": params, "lr": 0.1}]
+    for scale in (1.0, 0.5):
+        for param, piece in zip(params, pieces, strict=True):
+            param.grad = gradients[piece] * scale
+        twin.step()
+    return torch.cat([param.detach() for param in params])

@@ -1,0 +1,547 @@
+"""ZeRO-1/2: every rank holds the whole model, its own slice of the fp32 masters and of the optimizer's state."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from thinwire.codecs import derive_seed
+from thinwire.collectives import Communicator, Meter
+from thinwire.collectives.algorithms import Link, all_gather_packets, reduce_scatter
+from thinwire.data_parallel.strategies import Strategy
+from thinwire.data_parallel.zero.layout import Bucket, Slot
+from thinwire.errors import ConfigError, ThinwireError
+
+log = logging.getLogger("thinwire")
+GRADIENTS, WEIGHTS = 0, 1
+STOP = 1
+
+
+class ReplicaError(ThinwireError, RuntimeError):
+    """The replicas of the model are no longer the same bits on all ranks."""
+
+
+class ZeroOptimizer(torch.optim.Optimizer):
+    """The user's optimizer on this rank's shards, and the communication around it; made by `thinwire.zero`.
+
+    One step, for the shard p that rank r owns, with gradient g of this rank, C_g and C_w the strategy's codecs:
+        backward        g_p = (1/P) sum_ranks C_g(g)_p       bucket by bucket, while backward goes on
+        step            master_p = optimizer(master_p, g_p)
+        gather          replica += C_w(master - replica)     (differences)  or  replica = C_w(master)
+    All ranks add the same decoded packets, so replicas stay equal bit for bit. What C_w loses stays in
+    master - replica and comes back in the next difference.
+
+    A step whose gradients hold an infinity or NaN on any rank is skipped on all ranks, with a warning. `param_groups`
+    and `state` are those of the user's optimizer, over flat fp32 pieces of the parameters that this rank owns.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inner: torch.optim.Optimizer,
+        strategy: Strategy,
+        buckets: list[Bucket],
+        comm: Communicator,
+        *,
+        overlap: bool,
+        seed: int,
+        notes: list[tuple[str, str, str]],
+    ) -> None:
+        self.model = model
+        self.inner = inner
+        self.strategy = strategy
+        self.buckets = buckets
+        self.comm = comm
+        self.overlap = overlap
+        self.seed = seed
+        self.steps = 0
+        self.skipped_steps = 0
+        self.stop_requested = False
+        self._notes = notes
+        self._comms = list(dict.fromkeys([comm, *(bucket.comm for bucket in buckets)]))
+        self._slots = [slot for bucket in buckets for slot in bucket.slots]
+        self._frozen = [p for group in inner.param_groups for p in group["params"] if not p.requires_grad]
+        self._accumulating = False
+        self._launched = 0
+        self._grad_norm: Tensor | None = None
+        self._used: set[int] = set()
+        self._stop = False
+        self._pieces = _shard_param_groups(inner, buckets)
+        # The base class gives step hooks and profiling; params and state stay the inner optimizer's.
+        super().__init__([torch.zeros(1)], inner.defaults)
+        self._adopt_inner()
+        self._grad_views = {slot.index: slot.view(slot.bucket.grad) for slot in self._slots}
+        for slot in self._slots:
+            if slot.param.dtype != torch.float32:
+                slot.param.grad_dtype = torch.float32
+            slot.param.register_post_accumulate_grad_hook(self._grad_hook(slot))
+        for bucket in buckets:
+            bucket.live_fingerprint = _fingerprint(bucket.live_shard)
+        self._forwarded: set[nn.Module] = set()
+        self._owners = self._find_owners()
+        if overlap:
+            for module, owned in self._owned_buckets().items():
+                module.register_forward_pre_hook(self._forward_hook(module, owned))
+            model.register_state_dict_pre_hook(lambda module, prefix, keep_vars: self.synchronize())
+
+    # ---------------------------------------------------------------- the user's side
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Reduce what is left, update this rank's shards, send the weights; a collective over all ranks.
+
+        Raises RuntimeError if gradients were changed after they were sent, PeerLostError if a rank is missing.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._finish_reduction()
+        assert self._grad_norm is not None
+        if bool(torch.isfinite(self._grad_norm)):
+            self._update_shards()
+            self._send_weights()
+        else:
+            self._skip()
+        self._reset()
+        self.steps += 1
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of the model's parameters."""
+        for slot in self._slots:
+            if set_to_none:
+                slot.param.grad = None
+            elif slot.param.grad is not None:
+                slot.param.grad.zero_()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside only accumulate, in fp32; the first one outside sends the sum."""
+        self._accumulating, before = True, self._accumulating
+        try:
+            yield
+        finally:
+            self._accumulating = before
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale the mean gradient to a global 2-norm of at most `max_norm`; returns the norm before (fp64 scalar).
+
+        Call it between backward and step, on all ranks. torch.nn.utils.clip_grad_norm_ sees only this rank's
+        gradients, which have been sent already: step refuses to go on after it.
+        """
+        self._finish_reduction()
+        assert self._grad_norm is not None
+        scale = max_norm / (float(self._grad_norm) + 1e-6)
+        if scale < 1.0:
+            for bucket in self.buckets:
+                bucket.shard_grad.mul_(scale)
+        return self._grad_norm
+
+    def synchronize(self) -> None:
+        """Return when all weights have arrived; needed with overlap=True before weights are read outside forward."""
+        for bucket in self.buckets:
+            self._await_weights(bucket)
+
+    def request_stop(self) -> None:
+        """Ask all ranks to stop; after the next step, `stop_requested` is true on every one of them."""
+        self._stop = True
+
+    def all_mean(self, value: float) -> float:
+        """The mean of a number over the ranks, the same bits on all; a collective."""
+        values = self.comm.wait(self.comm.all_gather_exact(torch.tensor([value], dtype=torch.float64)))
+        return float(values.mean())
+
+    @torch.no_grad()
+    def check_replicas(self) -> None:
+        """Compare the weights of all ranks bit for bit; raises ReplicaError that names the ranks; a collective."""
+        self.synchronize()
+        for comm in self._comms:
+            digest = _digest(bucket.live for bucket in self.buckets if bucket.comm is comm)
+            digests = comm.wait(comm.all_gather_exact(digest))
+            odd = [comm.global_ranks[r] for r in range(comm.world_size) if not torch.equal(digests[r], digests[0])]
+            if odd:
+                raise ReplicaError(f"after step {self.steps} the weights of rank(s) {odd} differ from rank 0's")
+
+    @property
+    def meter(self) -> Meter:
+        """Bytes and seconds of the main group."""
+        return self.comm.meter
+
+    @property
+    def bytes_per_step(self) -> int:
+        """Payload this rank sends in one step: gradients, weights, and the step's agreement."""
+        messages = sum((comm.world_size - 1) * self._agreement(comm).numel() for comm in self._comms)
+        return messages + sum(bucket.reduce_bytes() + bucket.gather_bytes() for bucket in self.buckets)
+
+    @property
+    def uncompressed_bytes_per_step(self) -> float:
+        """What fp32 gradients and fp32 weights would need: 8 (P-1)/P bytes per parameter, without padding."""
+        return sum(8 * s.param.numel() * (1 - 1 / s.bucket.comm.world_size) for s in self._slots)
+
+    def describe(self) -> list[tuple[str, str, str]]:
+        """Rows of (asked for, in effect, why they differ or how it was found)."""
+        return [*_describe_strategy(self.strategy, self.buckets, self.comm), *self._notes]
+
+    def close(self) -> None:
+        """Wait for all communication and give the process groups back."""
+        self.synchronize()
+        for comm in self._comms:
+            comm.close()
+
+    # ---------------------------------------------------------------- state
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """This rank's part of all that is needed to go on bit for bit on the same world: tensors, numbers, strings.
+
+        As with every torch optimizer the tensors are the live ones: save or copy them before the next step.
+        """
+        self.synchronize()
+        return {
+            "inner": self.inner.state_dict(),
+            "masters": [bucket.master for bucket in self.buckets],
+            "replica_shards": [bucket.live_shard for bucket in self.buckets],
+            "steps": self.steps,
+            "skipped_steps": self.skipped_steps,
+            "seed": self.seed,
+            "layout": self._layout(),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+        """Restore what state_dict gave, the model's weights included; a collective over all ranks.
+
+        Raises ConfigError where the state belongs to another rank, world, model or strategy.
+        """
+        mine, theirs = self._layout(), state_dict["layout"]
+        differing = [
+            f"{key}: saved {theirs.get(key)!r}, here {mine[key]!r}" for key in mine if mine[key] != theirs.get(key)
+        ]
+        if differing:
+            raise ConfigError("this optimizer state does not fit: " + "; ".join(differing))
+        self.synchronize()
+        self.inner.load_state_dict(state_dict["inner"])
+        self._adopt_inner()
+        self.steps, self.skipped_steps = state_dict["steps"], state_dict["skipped_steps"]
+        self.seed = state_dict["seed"]
+        for bucket, master, shard in zip(
+            self.buckets, state_dict["masters"], state_dict["replica_shards"], strict=True
+        ):
+            bucket.master.copy_(master)
+            shards = bucket.comm.wait(bucket.comm.all_gather_exact(shard.to(bucket.dtype)))
+            bucket.live.copy_(shards.view(-1))
+            bucket.live_fingerprint = _fingerprint(bucket.live_shard)
+        self._reset()
+
+    def _layout(self) -> dict[str, Any]:
+        shapes = hashlib.sha256(
+            repr([(s.name, tuple(s.param.shape), str(s.param.dtype)) for s in self._slots]).encode()
+        )
+        return {
+            "rank": self.comm.rank,
+            "world_size": self.comm.world_size,
+            "local_size": self.comm.topology.local_size,
+            "strategy": repr((self.strategy.matrix(), self.strategy.vector())),
+            "parameters": shapes.hexdigest()[:16],
+            "bucket_numels": [bucket.numel for bucket in self.buckets],
+        }
+
+    def _adopt_inner(self) -> None:
+        self.param_groups = self.inner.param_groups
+        self.state = self.inner.state
+        self.defaults = self.inner.defaults
+
+    # ---------------------------------------------------------------- gradients
+
+    def _grad_hook(self, slot: Slot) -> Callable[[Tensor], None]:
+        def hook(param: Tensor) -> None:
+            view = self._grad_views[slot.index]
+            if param.grad is not view:
+                assert param.grad is not None
+                if slot.bucket.reducing is None:
+                    view.copy_(param.grad)
+                    param.grad = view
+            if not self._accumulating:
+                self._mark_ready(slot)
+
+        return hook
+
+    def _mark_ready(self, slot: Slot) -> None:
+        bucket = slot.bucket
+        if bucket.reducing is not None:
+            raise RuntimeError(
+                f"a second backward reached {slot.name!r} after its gradient was sent: wrap every backward but the "
+                "last of a step in `with optimizer.no_sync():`, and call optimizer.step() after the last"
+            )
+        bucket.ready.add(slot.index)
+        # All ranks launch in the same order, the reverse of forward, whatever order gradients come in.
+        while self._launched < len(self.buckets):
+            following = self.buckets[-1 - self._launched]
+            if len(following.ready) < len(following.slots):
+                break
+            self._launch_reduction(following)
+
+    def _launch_reduction(self, bucket: Bucket) -> None:
+        for slot in bucket.slots:
+            if slot.param.grad is None:
+                self._grad_views[slot.index].zero_()
+        self._launched += 1
+        bucket.grad_version = bucket.grad._version
+        seed = derive_seed(self.seed, self.steps, bucket.stream, GRADIENTS)
+
+        def job(link: Link) -> None:
+            wire = bucket.wire
+            total = reduce_scatter(
+                link,
+                bucket.grad,
+                wire.intra,
+                wire.inter,
+                seed=seed,
+                counter=bucket.first_counter,
+                operation="gradients",
+            )
+            torch.mul(total, 1.0 / bucket.comm.world_size, out=bucket.shard_grad)
+
+        bucket.reducing = bucket.comm.submit(job)
+
+    def _finish_reduction(self) -> None:
+        """Wait for all gradients and agree on the norm, on who has gradients, and on stopping."""
+        if self._grad_norm is not None:
+            return
+        self._refuse_thawed()
+        while self._launched < len(self.buckets):
+            self._launch_reduction(self.buckets[-1 - self._launched])
+        for bucket in reversed(self.buckets):
+            assert bucket.reducing is not None
+            bucket.comm.wait(bucket.reducing)
+        self._agree()
+        self._refuse_touched()
+
+    def _agreement(self, comm: Communicator) -> Tensor:
+        """This rank's word on the step: sum of squares of its shards (fp64), flags, a bit per parameter with gradient."""
+        total = torch.zeros(1, dtype=torch.float64)
+        if comm is self.comm and self._launched:
+            for bucket in self.buckets:
+                total += torch.linalg.vector_norm(bucket.shard_grad, dtype=torch.float64) ** 2
+        used = [slot.param.grad is not None for slot in self._slots if slot.bucket.comm is comm]
+        bits = torch.from_numpy(np.packbits(np.array(used, dtype=np.uint8)))
+        return torch.cat([total.view(torch.uint8), torch.tensor([STOP * self._stop], dtype=torch.uint8), bits])
+
+    def _agree(self) -> None:
+        for comm in self._comms:
+            words = comm.wait(comm.all_gather_exact(self._agreement(comm)))
+            slots = [slot for slot in self._slots if slot.bucket.comm is comm]
+            bits: list[bool] = np.unpackbits(words[:, 9:].numpy(), axis=1).any(axis=0).tolist()
+            self._used.update(slot.index for slot, used in zip(slots, bits, strict=False) if used)
+            if comm is self.comm:
+                squares = np.frombuffer(words[:, :8].numpy().tobytes(), dtype=np.float64)
+                self._grad_norm = torch.tensor(squares.sum()).sqrt()
+                self.stop_requested = self.stop_requested or bool((words[:, 8] & STOP).any())
+
+    def _refuse_thawed(self) -> None:
+        if any(param.requires_grad for param in self._frozen):
+            raise RuntimeError("a parameter was frozen when zero() was called and is not now: call zero() again")
+
+    def _refuse_touched(self) -> None:
+        if any(bucket.grad._version != bucket.grad_version for bucket in self.buckets):
+            raise RuntimeError(
+                "gradients were changed after they were sent, which has no effect on the step: clip with "
+                "optimizer.clip_grad_norm_(max_norm), not torch.nn.utils; scale the loss instead of gradients"
+            )
+
+    # ---------------------------------------------------------------- weights
+
+    def _update_shards(self) -> None:
+        self._take_edited_weights()
+        for slot, piece, start, end in self._pieces:
+            piece.grad = slot.bucket.shard_grad[start:end] if slot.index in self._used else None
+        self.inner.step()
+        for _, piece, _, _ in self._pieces:
+            piece.grad = None
+
+    def _take_edited_weights(self) -> None:
+        """Weights that were changed from outside since the last step, say by loading them, become the masters."""
+        for bucket in self.buckets:
+            self._await_weights(bucket)
+            if _fingerprint(bucket.live_shard) != bucket.live_fingerprint:
+                log.warning(
+                    "thinwire: rank %d: weights between %r and %r were changed outside the optimizer; "
+                    "their new values are taken as the fp32 masters",
+                    self.comm.global_ranks[self.comm.rank],
+                    bucket.slots[0].name,
+                    bucket.slots[-1].name,
+                )
+                bucket.master.copy_(bucket.live_shard)
+
+    def _send_weights(self) -> None:
+        for bucket in self.buckets:
+            seed = derive_seed(self.seed, self.steps, bucket.stream, WEIGHTS)
+            bucket.gathering = bucket.comm.submit(self._gather_job(bucket, seed))
+        for bucket in self.buckets:
+            if not (self.overlap and self._is_lazy(bucket)):
+                self._await_weights(bucket)
+
+    @staticmethod
+    def _gather_job(bucket: Bucket, seed: int) -> Callable[[Link], None]:
+        def job(link: Link) -> None:
+            grid, codec, n = link.topology, bucket.wire.weights, bucket.shard_numel
+            if grid.world_size == 1:
+                bucket.live.copy_(bucket.master)
+                bucket.live_fingerprint = _fingerprint(bucket.live_shard)
+                return
+            message = bucket.master
+            with link.wire.meter.timed("encode_s"):
+                if bucket.wire.differences:
+                    message = link.scratch("difference", n, dtype=torch.float32)
+                    torch.sub(bucket.master, bucket.live_shard, out=message)
+                counter = bucket.first_counter + bucket.shard_start
+                packet = link.scratch("weights", codec.packet_bytes(n))
+                codec.encode(message, seed=seed, counter=counter, out=packet)
+            gathered = all_gather_packets(link, packet, "weights")
+            with link.wire.meter.timed("decode_s"):
+                for rank in range(grid.world_size):
+                    shard = bucket.live[rank * n : (rank + 1) * n]
+                    _apply(bucket, gathered[grid.local_rank(rank), grid.node(rank)], shard, link)
+            bucket.live_fingerprint = _fingerprint(bucket.live_shard)
+
+        return job
+
+    def _await_weights(self, bucket: Bucket) -> None:
+        future: Future | None = bucket.gathering
+        if future is not None:
+            bucket.comm.wait(future)
+            bucket.gathering = None
+
+    def _find_owners(self) -> dict[int, list[nn.Module]]:
+        """The modules that hold each parameter directly; a tied one has several."""
+        owners: dict[int, list[nn.Module]] = {}
+        for module in self.model.modules():
+            for param in module.parameters(recurse=False):
+                owners.setdefault(id(param), []).append(module)
+        return owners
+
+    def _owned_buckets(self) -> dict[nn.Module, list[Bucket]]:
+        owned: dict[nn.Module, list[Bucket]] = {}
+        for slot in self._slots:
+            for module in self._owners[id(slot.param)]:
+                held = owned.setdefault(module, [])
+                if slot.bucket not in held:
+                    held.append(slot.bucket)
+        return owned
+
+    def _forward_hook(self, module: nn.Module, owned: list[Bucket]) -> Callable[[nn.Module, Any], None]:
+        def hook(_: nn.Module, __: Any) -> None:
+            self._forwarded.add(module)
+            for bucket in owned:
+                self._await_weights(bucket)
+
+        return hook
+
+    def _is_lazy(self, bucket: Bucket) -> bool:
+        """Weights may arrive late only if all their owners were seen to run a forward; others are read from outside."""
+        return all(owner in self._forwarded for slot in bucket.slots for owner in self._owners[id(slot.param)])
+
+    # ---------------------------------------------------------------- ends of a step
+
+    def _skip(self) -> None:
+        self.skipped_steps += 1
+        bad = [
+            slot.name
+            for slot in self._slots
+            if slot.param.grad is not None and not bool(torch.isfinite(slot.param.grad).all())
+        ]
+        if bad:
+            log.warning(
+                "thinwire: rank %d: non-finite gradient in %s",
+                self.comm.global_ranks[self.comm.rank],
+                _few(bad),
+            )
+        if self.comm.rank == 0:
+            log.warning("thinwire: step %d skipped on all ranks: a gradient is not finite", self.steps)
+
+    def _reset(self) -> None:
+        self._grad_norm = None
+        self._used.clear()
+        self._launched = 0
+        for bucket in self.buckets:
+            bucket.ready.clear()
+            bucket.reducing = None
+
+
+def _apply(bucket: Bucket, packet: Tensor, shard: Tensor, link: Link) -> None:
+    """Add the decoded difference to a slice of the replica, in fp32; or put the decoded weights in its place."""
+    codec, exact = bucket.wire.weights, shard.dtype == torch.float32
+    if exact and bucket.wire.differences:
+        codec.decode_add(packet, shard)
+    elif exact:
+        codec.decode(packet, shard.numel(), out=shard)
+    else:
+        values = link.scratch("decoded", shard.numel(), dtype=torch.float32)
+        codec.decode(packet, shard.numel(), out=values)
+        shard.copy_(values.add_(shard) if bucket.wire.differences else values)
+
+
+def _shard_param_groups(inner: torch.optim.Optimizer, buckets: list[Bucket]) -> list[tuple[Slot, Tensor, int, int]]:
+    """Put this rank's pieces of the masters in the place of the parameters, group by group."""
+    slots = {id(slot.param): slot for bucket in buckets for slot in bucket.slots}
+    pieces: list[tuple[Slot, Tensor, int, int]] = []
+    for group in inner.param_groups:
+        own = [slots[id(param)] for param in group["params"] if id(param) in slots]
+        group["params"] = []
+        for slot in own:
+            start, end = slot.bucket.shard_range(slot)
+            if end > start:
+                piece = slot.bucket.master[start:end]
+                pieces.append((slot, piece, start, end))
+                group["params"].append(piece)
+    return pieces
+
+
+def _describe_strategy(strategy: Strategy, buckets: list[Bucket], comm: Communicator) -> list[tuple[str, str, str]]:
+    grid, rows = comm.topology, []
+    rows.append((f"strategy {strategy.name}", f"{strategy}", ""))
+    rows.append(("topology", str(grid), comm.topology_reason))
+    if grid.world_size == 1:
+        return [*rows, ("compression", "none", "a group of one sends nothing and stays exact")]
+    formats = {"matrices": strategy.matrix(), "norms and biases": strategy.vector()}
+    for kind, wire in formats.items():
+        what = "differences" if wire.differences else "weights"
+        rows.append((f"{kind}: {what}", f"{wire.weights}", f"{wire.weights.bits_per_element:.4g} bits an element"))
+        for hop, codec, partners in (
+            ("inside a node", wire.intra, grid.local_size),
+            ("between nodes", wire.inter, grid.num_nodes),
+        ):
+            effect = f"{codec}" if partners > 1 else "no such hop"
+            why = f"{codec.bits_per_element:.4g} bits an element" if partners > 1 else f"the grid is {grid}"
+            rows.append((f"{kind}: gradients {hop}", effect, why))
+    kernels = {codec.backend(torch.device("cpu")) for bucket in buckets for codec in bucket.wire.codecs}
+    rows.append(("codec kernels", ", ".join(sorted(kernels)), ""))
+    padded, true = sum(b.numel for b in buckets), sum(s.param.numel() for b in buckets for s in b.slots)
+    rows.append(("buckets", f"{len(buckets)}, {true:,} parameters", f"{padded / max(true, 1) - 1:.2%} padding"))
+    return rows
+
+
+def _fingerprint(values: Tensor) -> int:
+    """A sum over the bits, as 8-byte words: any edit of a single element changes it."""
+    return int(values.view(torch.int64).sum()) if values.numel() else 0
+
+
+def _digest(tensors: Iterator[Tensor]) -> Tensor:
+    """16 bytes that stand for the bits of all tensors."""
+    digest = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,207 @@
+"""The three plots of a run: what was learnt, what was sent, where the time went."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from thinwire.report.run import Run, number
+from thinwire.report.svg import Chart, Point, around
+from thinwire.report.units import bytes_text, seconds_text
+
+MAX_BARS = 150
+MIN_STEPS_ACROSS = 12
+MAX_POINTS = 1200
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A plot with its words; legend: (style of the swatch, text)."""
+
+    title: str
+    legend: list[tuple[str, str]]
+    svg: str
+    notes: list[str]
+
+
+@dataclass(frozen=True)
+class Bin:
+    """Consecutive steps drawn as one bar from left to right; values are means over the bin's finite ones."""
+
+    rows: Sequence[dict[str, Any]]
+
+    @property
+    def left(self) -> float:
+        return number(self.rows[0]["step"]) - 0.5
+
+    @property
+    def right(self) -> float:
+        return number(self.rows[-1]["step"]) + 0.5
+
+    @property
+    def name(self) -> str:
+        first, last = self.rows[0]["step"], self.rows[-1]["step"]
+        return f"step {first}" if first == last else f"steps {first} to {last}, means"
+
+    def mean(self, key: str) -> float:
+        return _mean([number(row.get(key)) for row in self.rows])
+
+
+def figures(run: Run) -> list[Figure]:
+    """Every plot the run has data for."""
+    if not run.steps:
+        return []
+    return [loss_figure(run), bytes_figure(run), time_figure(run)]
+
+
+def loss_figure(run: Run) -> Figure:
+    """Training loss over tokens, its running mean, and the held-out loss at the end."""
+    key, x_label = ("tokens", "tokens") if any("tokens" in row for row in run.steps) else ("step", "step")
+    raw = [(number(row.get(key)), number(row.get("loss"))) for row in run.steps]
+    window = len(raw) // 40
+    smooth = running_mean(raw, window) if window > 1 else []
+    heldout = (number(run.summary.get("tokens", raw[-1][0])), number(run.summary.get("heldout_loss")))
+    if key == "step":
+        heldout = (raw[-1][0], heldout[1])
+    has_heldout = all(map(math.isfinite, heldout))
+
+    known = [*raw, heldout] if has_heldout else raw
+    x_high = max((x for x, _ in known if math.isfinite(x)), default=1.0)
+    chart = Chart(
+        "loss over tokens",
+        (0.0, 1.02 * x_high or 1.0),
+        around(y for _, y in known),
+        x_label,
+        "loss (nats per token)",
+    )
+    chart.line(thin_out(raw), "train faint" if smooth else "train")
+    legend = [("train faint", "training, each step")] if smooth else [("train", "training")]
+    if smooth:
+        chart.line(thin_out(smooth), "train")
+        legend.append(("train", f"training, mean of {window // 2 * 2 + 1} steps"))
+    if has_heldout:
+        chart.dot(heldout, "heldout")
+        legend.append(("heldout", f"held-out at the end: {heldout[1]:.4f}"))
+
+    broken = [x for x, y in raw if not math.isfinite(y) and math.isfinite(x)]
+    for x in broken:
+        chart.cross(x, "bad")
+    notes = [f"The loss is no finite number in {len(broken)} of {len(raw)} steps (red marks)."] if broken else []
+    return Figure("Loss", legend, chart.svg(), notes)
+
+
+def bytes_figure(run: Run) -> Figure:
+    """Payload bytes that rank 0 sent in each step, against what fp32 without compression would send."""
+    bins = bins_of(run.steps)
+    plain = number(run.summary.get("uncompressed_bytes_per_step"))
+    tops = [plain, *(bin.mean("sent_bytes") for bin in bins)]
+    unit, size = next(
+        ((unit, size) for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if any(top >= size for top in tops)),
+        ("bytes", 1.0),
+    )
+    chart = Chart(
+        "bytes sent per step",
+        across(bins),
+        around((top / size for top in tops), zero=True),
+        "step",
+        f"{unit} sent per step",
+    )
+    for bin in bins:
+        sent = bin.mean("sent_bytes")
+        chart.bar(bin.left, bin.right, 0, sent / size, "sent")
+        chart.hover(bin.left, bin.right, f"{bin.name}: {bytes_text(sent)} sent")
+    legend = [("sent", f"sent: median {bytes_text(run.typical('sent_bytes'))}")]
+    notes = ["Payload of rank 0."]
+    if math.isfinite(plain):
+        chart.rule(plain / size, "plain")
+        legend.append(("plain", f"uncompressed (fp32): {bytes_text(plain)}"))
+        if run.typical("sent_bytes") > 0:
+            notes.append(f"Uncompressed is {plain / run.typical('sent_bytes'):.2f} times as much.")
+    return Figure("Bytes on the wire", legend, chart.svg(), notes)
+
+
+def time_figure(run: Run) -> Figure:
+    """Seconds per step, stacked: computing, waiting for communication, and everything else."""
+    bins = bins_of(run.steps)
+    totals = [number(row.get("step_s")) for row in run.steps]
+    top, note = time_scale([bin.mean("step_s") for bin in bins], totals)
+    chart = Chart("time per step", across(bins), around([top], zero=True), "step", "seconds per step")
+    drawn: set[str] = set()
+    for bin in bins:
+        compute, waiting, total = (_or_zero(bin.mean(key)) for key in ("compute_s", "exposed_comm_s", "step_s"))
+        parts = (("compute", compute), ("waiting", waiting), ("other", max(0.0, total - compute - waiting)))
+        foot = 0.0
+        for style, seconds in parts:
+            chart.bar(bin.left, bin.right, foot, foot + seconds, style)
+            drawn |= {style} if seconds > 0.01 * total else set()
+            foot += seconds
+        words = ", ".join(f"{style} {seconds_text(seconds)}" for style, seconds in parts)
+        chart.hover(bin.left, bin.right, f"{bin.name}: {seconds_text(total)} ({words})")
+    legend = [
+        ("compute", f"computing: median {seconds_text(run.typical('compute_s'))}"),
+        ("waiting", f"waiting for communication: median {seconds_text(run.typical('exposed_comm_s'))}"),
+    ]
+    if "other" in drawn:
+        legend.append(("other", "other"))
+    return Figure("Time per step", legend, chart.svg(), [note] if note else [])
+
+
+def time_scale(bars: Sequence[float], totals: Sequence[float]) -> tuple[float, str]:
+    """The height of the time axis, which a few slow steps must not decide, and a note about those."""
+    finite = sorted(value for value in bars if math.isfinite(value))
+    if not finite:
+        return 1.0, ""
+    usual = finite[int(0.9 * (len(finite) - 1))]
+    if len(finite) < 8 or finite[-1] <= 2 * usual:
+        return finite[-1], ""
+    top = 1.4 * usual
+    num_cut = sum(value > top for value in bars)
+    longest = max(value for value in totals if math.isfinite(value))
+    bars_text = "1 bar is" if num_cut == 1 else f"{num_cut} bars are"
+    return top, f"{bars_text} cut off at {seconds_text(top)}; the longest step took {seconds_text(longest)}."
+
+
+def bins_of(rows: Sequence[dict[str, Any]]) -> list[Bin]:
+    """At most MAX_BARS runs of consecutive rows, equally long but for the last."""
+    size = math.ceil(len(rows) / MAX_BARS)
+    return [Bin(rows[start : start + size]) for start in range(0, len(rows), size)]
+
+
+def across(bins: Sequence[Bin]) -> tuple[float, float]:
+    """Bounds of the step axis; a handful of steps does not fill it."""
+    return bins[0].left, max(bins[-1].right, bins[0].left + MIN_STEPS_ACROSS)
+
+
+def running_mean(points: Sequence[Point], window: int) -> list[Point]:
+    """(x, mean of the finite y among about `window` points around it); NaN where none of them is finite."""
+    half = window // 2
+    values = [y for _, y in points]
+    return [(x, _mean(values[max(0, i - half) : i + half + 1])) for i, (x, _) in enumerate(points)]
+
+
+def thin_out(points: Sequence[Point]) -> list[Point]:
+    """At most about MAX_POINTS points: the lowest and the highest of each stretch, so no spike is lost."""
+    size = math.ceil(2 * len(points) / MAX_POINTS)
+    if size <= 2:
+        return list(points)
+    return [point for start in range(0, len(points), size) for point in _extremes(points[start : start + size])]
+
+
+def _extremes(points: Sequence[Point]) -> Iterator[Point]:
+    finite = [point for point in points if math.isfinite(point[1])]
+    if len(finite) < len(points):
+        yield (points[0][0], math.nan)
+    if finite:
+        yield from sorted({min(finite, key=lambda point: point[1]), max(finite, key=lambda point: point[1])})
+
+
+def _mean(values: Sequence[float]) -> float:
+    finite = [value for value in values if math.isfinite(value)]
+    return fmean(finite) if finite else math.nan
+
+
+def _or_zero(value: float) -> float:
+    return value if math.isfinite(value) else 0.0

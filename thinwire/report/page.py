@@ -1,0 +1,187 @@
+"""A run as one self-contained HTML page: no script, no font and no picture from elsewhere."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from thinwire.errors import ConfigError
+from thinwire.report.charts import Figure, figures
+from thinwire.report.run import Run, number, read_run
+from thinwire.report.units import MISSING, bytes_text, percent_text, seconds_text, short
+
+UNITS = {"_s": seconds_text, "_bytes": bytes_text, "_bytes_per_step": bytes_text}
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write RUN_DIR/report.html from metrics.jsonl, summary.json and config.toml, and return its path.
+
+    Works on a run in any state. Raises ConfigError where the directory holds no run or can't be written.
+    """
+    target = run_dir / "report.html"
+    draft = run_dir / ".report.html.tmp"
+    page = render(read_run(run_dir))
+    try:
+        draft.write_text(page, encoding="utf-8")
+        draft.replace(target)
+    except OSError as error:
+        raise ConfigError(f"the report can't be written to {str(target)!r}: {error.strerror}") from error
+    return target
+
+
+def render(run: Run) -> str:
+    """The whole page as text."""
+    style = files("thinwire.report").joinpath("style.css").read_text(encoding="utf-8")
+    body = "\n".join(part for part in sections(run) if part)
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{text(run.name)} · thinwire</title>\n<style>\n{style}</style>\n</head>\n"
+        f"<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
+    )
+
+
+def sections(run: Run) -> Iterator[str]:
+    """The page from top to bottom; an empty string for what the run has no data for."""
+    name = f"<p class=brand>thinwire run</p><h1>{text(run.name)}</h1>"
+    yield f"<header>{name}<p>{text(subtitle(run))}</p></header>"
+    yield warning(run)
+    yield headline(run)
+    yield from (figure(item) for item in figures(run))
+    yield sample(run.summary.get("sample"))
+    yield summary_table(run.summary)
+    yield effects_table(run.summary.get("effects"))
+    yield config(run.config)
+
+
+def subtitle(run: Run) -> str:
+    """One line: strategy, ranks, steps."""
+    summary = run.summary
+    words = [str(summary["strategy"])] if "strategy" in summary else []
+    if "world_size" in summary:
+        words.append(f"{summary['world_size']} ranks")
+    words.append(f"{len(run.steps)} step{'s' * (len(run.steps) != 1)}")
+    if math.isfinite(tokens := run.last("tokens")):
+        words.append(f"{short(tokens)} tokens")
+    return " · ".join(words)
+
+
+def warning(run: Run) -> str:
+    """Why a run is incomplete, in one box."""
+    reasons = []
+    if not run.steps:
+        reasons.append("No step has finished.")
+    if not run.summary:
+        reasons.append("There is no summary: the run is still going, or it was killed. Figures are those so far.")
+    if (stopped := str(run.summary.get("stopped", "finished"))) != "finished":
+        reasons.append(f"The run was stopped before its end: {stopped}.")
+    return f"<p class=warning>{text(' '.join(reasons))}</p>" if reasons else ""
+
+
+def headline(run: Run) -> str:
+    """The four figures a reader looks for first."""
+    sent, plain = run.typical("sent_bytes"), number(run.summary.get("uncompressed_bytes_per_step"))
+    step_s, exposed = run.typical("step_s"), run.typical("exposed_comm_s")
+    heldout = number(run.summary.get("heldout_loss"))
+    loss = heldout if math.isfinite(heldout) else run.last("loss")
+    spent_s = sum(value for _, value in run.series("step_s") if math.isfinite(value))
+    so_far = run.last("tokens") / spent_s if spent_s else math.nan
+    tokens_per_s = number(run.summary.get("tokens_per_s", so_far))
+    less = f"{plain / sent:.2f} times less than fp32" if plain > 0 and sent > 0 else "payload of rank 0"
+    cards = [
+        ("held-out loss" if math.isfinite(heldout) else "last training loss", _loss(loss), "nats per token"),
+        ("sent per step", bytes_text(sent), less),
+        ("step", seconds_text(step_s), f"median; {short(tokens_per_s)} tokens/s"),
+        (
+            "waiting",
+            percent_text(exposed / step_s if step_s > 0 else math.nan),
+            "of a step, for communication",
+        ),
+    ]
+    items = (
+        f"<div><dt>{text(name)}</dt><dd>{text(value)}</dd><dd class=note>{text(note)}</dd></div>"
+        for name, value, note in cards
+    )
+    return f"<dl class=cards>{''.join(items)}</dl>" if run.steps else ""
+
+
+def figure(item: Figure) -> str:
+    """A plot with its title, legend and notes."""
+    legend = "".join(f'<li><span class="swatch {style}"></span>{text(words)}</li>' for style, words in item.legend)
+    notes = f"<figcaption>{text(' '.join(item.notes))}</figcaption>" if item.notes else ""
+    return (
+        f"<section><h2>{text(item.title)}</h2><ul class=legend>{legend}</ul>"
+        f"<figure>{item.svg}{notes}</figure></section>"
+    )
+
+
+def effects_table(rows: Any) -> str:
+    """What was asked for, what is in effect, and why they differ."""
+    if not isinstance(rows, Sequence) or isinstance(rows, str) or not rows:
+        return ""
+    cells = ([str(cell) for cell in row] if isinstance(row, (list, tuple)) else [str(row)] for row in rows)
+    return table("What was asked for", ("asked for", "in effect", "why they differ"), cells)
+
+
+def sample(value: Any) -> str:
+    """Text that the trained model wrote."""
+    return f"<section><h2>Written by the model</h2><pre>{text(str(value))}</pre></section>" if value else ""
+
+
+def summary_table(summary: Mapping[str, Any]) -> str:
+    """Every entry of summary.json under the name that scripts use."""
+    rows = [
+        (name, value_text(name, value))
+        for name, value in flat(summary)
+        if name.split(".")[0] not in ("effects", "sample")
+    ]
+    return table("Summary", ("key in summary.json", "value"), rows) if rows else ""
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of nested mappings."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def value_text(name: str, value: Any) -> str:
+    """A value as JSON has it, with its unit spelt out where the name tells one."""
+    if value is None:
+        return MISSING
+    exact = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    for ending, unit in UNITS.items():
+        if name.endswith(ending) and not name.endswith("_per_s") and math.isfinite(number(value)):
+            return f"{exact}  ({unit(number(value))})"
+    return exact
+
+
+def config(toml: str) -> str:
+    """config.toml, folded."""
+    return f"<details><summary>config.toml</summary><pre>{text(toml)}</pre></details>" if toml else ""
+
+
+def table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of plain text under a heading."""
+    head = "".join(f"<th scope=col>{text(cell)}</th>" for cell in header)
+    body = "".join("<tr>" + "".join(f"<td>{text(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return (
+        f"<section><h2>{text(title)}</h2><div class=scroll><table><thead><tr>{head}</tr></thead>"
+        f"<tbody>{body}</tbody></table></div></section>"
+    )
+
+
+def text(words: str) -> str:
+    """Escaped for HTML; control characters, which no page may hold, become a replacement mark."""
+    return escape("".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in words))
+
+
+def _loss(value: float) -> str:
+    return f"{value:.4f}" if math.isfinite(value) else "not finite"

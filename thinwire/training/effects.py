@@ -1,0 +1,56 @@
+"""What was asked for and what is in effect, wherever the two may differ: the rows of the start-up table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+
+from thinwire.training.config import DEFAULTS, FIXED_ON_RESUME, Batch, TrainConfig, flag
+from thinwire.training.settings import NOT_WRITTEN, used_tables
+
+# (asked for, in effect, why they differ or how it was found)
+Row = tuple[str, str, str]
+NONE = "no effect"
+
+
+def batch_row(config: TrainConfig, batch: Batch, world_size: int) -> Row:
+    asked = f"{config.tokens_per_step or 'any'} tokens per step, micro-batch up to {config.micro_batch}"
+    effect = (
+        f"{batch.tokens_per_step} = {world_size} ranks x {batch.accumulation} passes x {batch.micro_batch} sequences "
+        f"x {config.seq_len} tokens"
+    )
+    return asked, effect, "derived"
+
+
+def unused_rows(config: TrainConfig) -> Iterator[Row]:
+    """One row for every option that was stated and changes nothing."""
+    for table in sorted(config.tables.keys() - used_tables(config)):
+        owner = f"model {config.model}" if table == "llama" else f"strategy {config.strategy}"
+        for option in config.tables[table]:
+            yield flag(f"{table}.{option}"), NONE, f"{owner} does not use it"
+    reads_fields = config.data.startswith("hf:") or config.data.endswith((".jsonl", ".parquet"))
+    pointless = {
+        "text_field": (not reads_fields and not folder_like(config.data), f"data {config.data} has no fields"),
+        "join": (config.nodes == 1, "there is one machine"),
+        "prompt": (config.sample_tokens == 0, "no tokens are generated"),
+        "weight_decay": (config.lr == 0, "the learning rate is 0"),
+    }
+    for name, (is_pointless, reason) in pointless.items():
+        if is_pointless and getattr(config, name) != getattr(DEFAULTS, name):
+            yield flag(name), NONE, reason
+    if config.num_warmup_steps > config.steps:
+        warning = f"the run ends after {config.steps}, before the learning rate reaches its peak"
+        yield f"{flag('warmup_steps')} {config.num_warmup_steps}", "never finishes", warning
+
+
+def folder_like(data: str) -> bool:
+    """Whether the data may hold .jsonl or .parquet files among others."""
+    return data != "stdlib" and "." not in data.rpartition("/")[2]
+
+
+def resume_rows(old: TrainConfig, new: TrainConfig) -> Iterator[Row]:
+    """One row for every value that a resumed run changes and may change."""
+    for item in fields(TrainConfig):
+        before, after = getattr(old, item.name), getattr(new, item.name)
+        if before != after and item.name not in (*NOT_WRITTEN, *FIXED_ON_RESUME, "workers", "nodes"):
+            yield f"resume: {flag(item.name)} {after}", str(after), f"was {before} until the checkpoint"

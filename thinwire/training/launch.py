@@ -1,0 +1,169 @@
+"""Starts the workers of this machine through torchrun's elastic agent, and ends when they have ended."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from thinwire.errors import ConfigError, ThinwireError
+from thinwire.training.checkpoint import latest, step_of
+from thinwire.training.config import TrainConfig
+from thinwire.training.hardware import free_port, interface_towards
+from thinwire.training.metrics import read_metrics
+from thinwire.training.prepare import Start, prepare
+from thinwire.training.problems import Problems
+from thinwire.training.run_dir import RunDir
+from thinwire.training.signals import STOPPING, StoppedError
+
+
+class RankLogs(LogsSpecs):
+    """RUN_DIR/logs: rank 0 keeps the terminal as its output, everything else goes to rankN.log."""
+
+    @property
+    def root_log_dir(self) -> str:
+        return str(self._root_log_dir)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        dest = LogsDest()
+        for local_rank, env in envs.items():
+            path = Path(self.root_log_dir) / f"rank{env['RANK']}"
+            error_file = path.with_suffix(".error.json")
+            error_file.unlink(missing_ok=True)
+            env["TORCHELASTIC_ERROR_FILE"] = dest.error_files[local_rank] = str(error_file)
+            dest.stderrs[local_rank] = str(path.with_suffix(".log"))
+            dest.stdouts[local_rank] = "" if env["RANK"] == "0" else str(path.with_suffix(".out"))
+        return dest
+
+
+class Relay:
+    """Passes SIGINT and SIGTERM on to the workers, who stop after the current step; the second one kills them."""
+
+    def __init__(self) -> None:
+        self.agent: LocalElasticAgent | None = None
+        self.received: int | None = None
+        for signum in STOPPING:
+            signal.signal(signum, self._handle)
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        again, self.received = self.received is not None, signum
+        pids = [worker.id for worker in self.agent.get_worker_group().workers] if self.agent else []
+        if not any(pids):
+            raise StoppedError(signum)
+        for pid in filter(None, pids):
+            try:
+                os.kill(pid, signal.SIGKILL if again else signum)
+            except ProcessLookupError:
+                continue
+
+
+def launch(config: TrainConfig, problems: Problems) -> int:
+    """Run the configuration with its workers on this machine; returns the exit code.
+
+    Raises ConfigError before any process is started, ThinwireError when a worker failed, StoppedError after a signal.
+    """
+    relay = Relay()
+    config, start = prepare(config, problems)
+    host, port = (config.join or f"127.0.0.1:{free_port()}").rsplit(":", 1)
+    os.environ["OMP_NUM_THREADS"] = str(start.threads)
+    start.effects.append(choose_interface(host, config.nodes))
+    run_dir = RunDir(config.run_dir)
+    # SIGINT and SIGTERM stay ours, and nohup's SIGHUP ignored: the agent would take them over and kill after 30 s.
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
+    keep_log(run_dir.logs / f"launcher{config.node}.log")
+    relay.agent = make_agent(config, f"{host}:{port}", start)
+    try:
+        result = relay.agent.run()
+    except (ConnectionError, TimeoutError, RuntimeError) as error:
+        raise ThinwireError(
+            f"node {config.node} did not meet the others at {host}:{port} within {config.timeout:g} s: {error}"
+        ) from error
+    if relay.received is not None:
+        raise StoppedError(relay.received)
+    if result.is_failed():
+        raise failure(result.failures, run_dir)
+    return 0
+
+
+def make_agent(config: TrainConfig, endpoint: str, start: Start) -> LocalElasticAgent:
+    """torchrun's agent for this machine's workers; a failed worker ends the run."""
+    run_dir = RunDir(config.run_dir)
+    timeout_s = max(1, round(config.timeout))
+    rendezvous = RendezvousParameters(
+        backend="static", endpoint=endpoint, run_id="thinwire" if config.join else uuid.uuid4().hex,
+        min_nodes=config.nodes, max_nodes=config.nodes, rank=config.node, timeout=timeout_s,
+    )  # fmt: skip
+    address, port = endpoint.rsplit(":", 1)
+    spec = WorkerSpec(
+        role="worker", local_world_size=config.workers, entrypoint=sys.executable,
+        args=("-u", "-m", "thinwire.training.worker", str(run_dir.config(config.node)), start.to_json()),
+        rdzv_handler=get_rendezvous_handler(rendezvous), max_restarts=0, monitor_interval=0.1,
+        master_addr=address, master_port=int(port),
+    )  # fmt: skip
+    return LocalElasticAgent(spec, RankLogs(str(run_dir.logs)), exit_barrier_timeout=timeout_s)
+
+
+def choose_interface(host: str, num_nodes: int) -> tuple[str, str, str]:
+    """Tell gloo which network interface leads to `host`; the row that says so."""
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return "network interface", os.environ["GLOO_SOCKET_IFNAME"], "GLOO_SOCKET_IFNAME is set"
+    found = interface_towards(host)
+    if found is None:
+        return "network interface", "gloo's choice", f"none found that leads to {host}"
+    name, address = found
+    os.environ["GLOO_SOCKET_IFNAME"] = name
+    reason = f"leads to {host}"
+    if num_nodes > 1 and address.startswith("127."):
+        reason += ", which is this machine itself: others can't reach it; give node 0's address on the network"
+    return "network interface", f"{name} ({address})", reason
+
+
+def keep_log(path: Path) -> None:
+    """Send the agent's own messages to a file: what matters of them is said in our words."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    logger.handlers[:] = [logging.FileHandler(path, mode="w", delay=True)]
+    logger.propagate = False
+
+
+def failure(failures: Mapping[int, ProcessFailure], run_dir: RunDir) -> ThinwireError:
+    """One short message on why the run failed: the first cause, and what is left."""
+    rank, cause = min(failures.items(), key=lambda item: closeness_to_cause(item[1]))
+    records = read_metrics(run_dir.metrics)
+    what = explain(rank, cause)
+    if cause.exitcode == ConfigError.exit_code:
+        return ConfigError(what)
+    steps = f"{len(records)} steps are in {run_dir.metrics}" if records else "no step was finished"
+    saved = step_of(latest(run_dir.checkpoints))
+    resume = f"--resume goes on after step {saved}" if saved else "there is no checkpoint yet to --resume from"
+    return ThinwireError(f"{what}\n{steps}; {resume}; details are in {run_dir.logs}")
+
+
+def explain(rank: int, cause: ProcessFailure) -> str:
+    if is_killed(cause):
+        hint = " (by hand, or by the system for want of memory)" if cause.exitcode == -signal.SIGKILL else ""
+        return f"rank {rank} (pid {cause.pid}) was killed by {cause.signal_name()}{hint}; the others stopped"
+    message = cause.message["message"] if isinstance(cause.message, dict) else cause.message
+    kind, _, text = str(message).partition(": ")
+    return f"rank {rank}: {text if kind in ('ConfigError', 'PeerLostError', 'ThinwireError') else message}"
+
+
+def is_killed(cause: ProcessFailure) -> bool:
+    """Whether a signal ended it that the agent did not send itself while closing."""
+    return cause.exitcode < 0 and cause.exitcode != -signal.SIGTERM
+
+
+def closeness_to_cause(failure: ProcessFailure) -> tuple[bool, bool, int]:
+    """Sorts first the failure that others follow from: a killed process, then any error but a lost peer."""
+    return not is_killed(failure), "PeerLostError" in str(failure.message), failure.timestamp

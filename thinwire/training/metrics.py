@@ -1,0 +1,77 @@
+"""The numbers of every step, one JSON line each, in RUN_DIR/metrics.jsonl."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One optimizer step.
+
+    loss: mean over all ranks and micro-batches. tokens: since the run's first step, over all ranks. exposed_comm_s:
+    seconds rank 0 stood still waiting for communication; compute_s: the rest of step_s. sent_bytes, received_bytes:
+    payload of rank 0 in this step.
+    """
+
+    step: int
+    loss: float
+    tokens: int
+    step_s: float
+    compute_s: float
+    exposed_comm_s: float
+    sent_bytes: int
+    received_bytes: int
+    lr: float
+    grad_norm: float
+
+
+class MetricsWriter:
+    """Appends lines that survive the process; `records` holds those of earlier sessions too."""
+
+    def __init__(self, path: Path, last_step: int) -> None:
+        """Open `path`, keeping what lies up to `last_step`: a resumed run writes the later steps anew."""
+        self.records = [record for record in read_metrics(path) if record.step <= last_step]
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text("".join(map(to_line, self.records)))
+        temporary.replace(path)
+        self._file = path.open("a", buffering=1)
+
+    def write(self, record: StepMetrics) -> None:
+        self.records.append(record)
+        self._file.write(to_line(record))
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def to_line(record: StepMetrics) -> str:
+    """One line of strict JSON, in which a number that is not finite is null."""
+    values = asdict(record)
+    finite = {k: v if math.isfinite(v) else None for k, v in values.items()}
+    return json.dumps(finite) + "\n"
+
+
+def read_metrics(path: Path) -> list[StepMetrics]:
+    """The steps of a metrics file; a last line cut short by a dying machine is left out."""
+    if not path.exists():
+        return []
+    records = []
+    for line in path.read_text().splitlines():
+        try:
+            values: dict[str, Any] = json.loads(line)
+        except json.JSONDecodeError:
+            break
+        records.append(StepMetrics(**{k: math.nan if v is None else v for k, v in values.items()}))
+    return records
+
+
+def medians(records: list[StepMetrics], *names: str) -> dict[str, float]:
+    """The median over the steps of each named number; the first step, which warms up, is left out if there are more."""
+    steady = records[1:] or records
+    return {name: median(getattr(record, name) for record in steady) if steady else 0.0 for name in names}

@@ -1,0 +1,161 @@
+"""Everything that can go wrong before a process starts, and everything worth doing only once."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from thinwire.codecs import warm
+from thinwire.collectives.topology import Topology
+from thinwire.data import documents, load_tokenizer
+from thinwire.data import prepare as prepare_tokens
+from thinwire.errors import ConfigError
+from thinwire.models import build_model
+from thinwire.training import checkpoint
+from thinwire.training.config import FIXED_ON_RESUME, TrainConfig, derive, range_errors
+from thinwire.training.effects import Row, batch_row, resume_rows, unused_rows
+from thinwire.training.hardware import choose_dtype, free_port, port_is_free, threads_per_worker
+from thinwire.training.problems import Problems
+from thinwire.training.run_dir import RunDir
+from thinwire.training.settings import build_strategy, read_toml, to_toml, used_tables
+from thinwire.training.trackers import check_trackers
+
+
+@dataclass(frozen=True)
+class Start:
+    """What the launcher found out for its workers."""
+
+    dtype: str
+    threads: int
+    effects: list[Row] = field(default_factory=list)
+
+    def to_json(self) -> str:
+        return json.dumps([self.dtype, self.threads, self.effects])
+
+    @classmethod
+    def from_json(cls, text: str) -> Start:
+        dtype, threads, effects = json.loads(text)
+        return cls(dtype, threads, [(asked, effect, reason) for asked, effect, reason in effects])
+
+
+def check(config: TrainConfig, problems: Problems) -> None:
+    """Note every reason why this run can't start, without writing anything."""
+    wrong_numbers = list(range_errors(config))
+    problems.messages += wrong_numbers
+    with problems.collect():
+        build_strategy(config)
+    if not wrong_numbers:
+        with problems.collect():
+            derive(config, config.world_size)
+        with problems.collect():
+            Topology.stated(config.world_size, config.local_size or 1)
+    with problems.collect():
+        check_trackers(config.track)
+    with problems.collect():
+        RunDir(config.run_dir).check(config.node, resume=config.resume, overwrite=config.overwrite)
+    with problems.collect():
+        check_join(config)
+    with problems.collect():
+        check_data(config)
+    with problems.collect():
+        check_model(config)
+
+
+def check_data(config: TrainConfig) -> None:
+    """Read the first document; a dataset of the network is left to the tokenising that follows."""
+    if not config.data.startswith("hf:"):
+        next(documents(config.data, config.text_field), None)
+
+
+def check_model(config: TrainConfig) -> None:
+    """Build the model without memory; one of transformers is left to the workers, as its weights may be large."""
+    tokenizer = load_tokenizer(config.tokenizer)
+    if not config.model.startswith("hf:") and config.seq_len > 0:
+        with torch.device("meta"):
+            build_model(config.model, tokenizer.vocab_size, config.seq_len, config.seed, config.tables.get("llama"))
+
+
+def check_join(config: TrainConfig) -> None:
+    """Raise ConfigError for an address that is none, or node 0's port in use."""
+    if config.join is None:
+        return
+    host, _, port = config.join.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ConfigError(f"--join {config.join}: must be HOST:PORT, such as 192.168.1.10:29500")
+    if config.node == 0 and not port_is_free(int(port)):
+        raise ConfigError(
+            f"--join {config.join}: port {port} is in use on this machine; take another, the same on all machines, "
+            f"such as {free_port()}"
+        )
+
+
+def resolve(config: TrainConfig, threads: int) -> tuple[TrainConfig, list[Row]]:
+    """The configuration with everything derived filled in, and the rows that say so."""
+    batch = derive(config, config.world_size)
+    dtype: Any
+    dtype, reason = choose_dtype(config.dtype, threads)
+    rows: list[Row] = [(f"dtype {config.dtype}", dtype, reason), batch_row(config, batch, config.world_size)]
+    rows += unused_rows(config)
+    if torch.cuda.is_available():
+        rows.append(("device any", "cpu", "this version trains on the CPU; the GPU it sees is left alone"))
+    resolved = replace(
+        config, tokens_per_step=batch.tokens_per_step, warmup_steps=config.num_warmup_steps, dtype=dtype
+    )
+    return resolved, rows
+
+
+def prepare(config: TrainConfig, problems: Problems) -> tuple[TrainConfig, Start]:
+    """Check, then claim the run directory, and warm what workers would otherwise all do: tokens, kernels, dtype.
+
+    Raises ConfigError with all problems at once.
+    """
+    check(config, problems)
+    problems.raise_any()
+    threads, why = threads_per_worker(config.workers)
+    resolved, rows = resolve(config, threads)
+    rows.insert(0, ("threads per worker", str(threads), why))
+    run_dir = RunDir(config.run_dir)
+    rows += check_resume(resolved, run_dir)
+    cache_dir = Path(config.cache_dir) if config.cache_dir else None
+    tokens = prepare_tokens(
+        config.data, load_tokenizer(config.tokenizer), text_field=config.text_field, cache_dir=cache_dir
+    )
+    tokens.split(config.seq_len)
+    warm_kernels(resolved)
+    run_dir.claim(config.node, to_toml(resolved), overwrite=config.overwrite)
+    return resolved, Start(resolved.dtype, threads, rows)
+
+
+def warm_kernels(config: TrainConfig) -> None:
+    """Compile the kernels of the strategy's codecs once, into the cache on disk."""
+    strategy = build_strategy(config)
+    logging.getLogger("numba").setLevel(logging.WARNING)
+    warm([*strategy.matrix().codecs, *strategy.vector().codecs])
+
+
+def check_resume(config: TrainConfig, run_dir: RunDir) -> list[Row]:
+    """Rows on what a resumed run changes; raises ConfigError for a change that would make it another run."""
+    if not config.resume:
+        return []
+    step = checkpoint.step_of(checkpoint.latest(run_dir.checkpoints))
+    if not step:
+        return [("--resume", "starts at step 0", f"{run_dir.path} holds no checkpoint yet")]
+    rows: list[Row] = [("--resume", f"goes on after step {step}", "")]
+    if not run_dir.config(config.node).is_file():
+        return rows
+    problems = Problems()
+    old = read_toml(run_dir.config(config.node), problems)
+    for name in FIXED_ON_RESUME:
+        before, after = getattr(old, name), getattr(config, name)
+        if before != after:
+            problems.messages.append(f"--resume: {name} was {before} and can't become {after}; start a new run for it")
+    for table in used_tables(config):
+        if old.tables.get(table, {}) != config.tables.get(table, {}):
+            problems.messages.append(f"--resume: the options [{table}] can't change; start a new run for that")
+    problems.raise_any()
+    return [*rows, *resume_rows(old, config)]

@@ -1,0 +1,103 @@
+"""Rank 0's voice: the metrics file, the trackers, the progress table, and the summary at the end."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+import thinwire
+from thinwire.report import write_report
+from thinwire.training.config import TrainConfig
+from thinwire.training.effects import Row
+from thinwire.training.metrics import MetricsWriter, StepMetrics, medians
+from thinwire.training.progress import Progress
+from thinwire.training.run_dir import RunDir
+from thinwire.training.trackers import open_trackers
+
+
+class Reporter:
+    """Writes and shows what happens; made on rank 0 only. `config` is the resolved one."""
+
+    def __init__(
+        self, config: TrainConfig, *, first_step: int, world_size: int, uncompressed_bytes: float, rows: Sequence[Row]
+    ) -> None:
+        self.config = config
+        self.world_size = world_size
+        self.uncompressed_bytes = uncompressed_bytes
+        self.rows = list(rows)
+        self.tokens_per_step = config.tokens_per_step or 0
+        self.run_dir = RunDir(config.run_dir)
+        self.metrics = MetricsWriter(self.run_dir.metrics, first_step)
+        self.progress = Progress(config.steps, self.tokens_per_step, uncompressed_bytes)
+        self.trackers = open_trackers(config.track, self.run_dir.path, asdict(config), self.progress.warn)
+        self.progress.start_table(self.rows)
+
+    def step(self, record: StepMetrics) -> None:
+        """Record one step everywhere; the metrics file first."""
+        self.metrics.write(record)
+        self.progress.step(record)
+        self.trackers.log(record.step, {k: v for k, v in asdict(record).items() if k != "step"})
+
+    def finish(self, *, step: int, skipped_steps: int, heldout_loss: float | None, stopped: str, sample: str) -> None:
+        """Write summary.json and report.html, and say where they are."""
+        self.close()
+        typical = medians(self.metrics.records, "step_s", "exposed_comm_s", "sent_bytes")
+        summary = {
+            "heldout_loss": heldout_loss if heldout_loss is None or math.isfinite(heldout_loss) else None,
+            "tokens": step * self.tokens_per_step,
+            "step_s": typical["step_s"],
+            "tokens_per_s": self.tokens_per_step / typical["step_s"] if typical["step_s"] else 0.0,
+            "exposed_comm_s": typical["exposed_comm_s"],
+            "sent_bytes_per_step": typical["sent_bytes"],
+            "uncompressed_bytes_per_step": self.uncompressed_bytes,
+            "strategy": self.config.strategy,
+            "world_size": self.world_size,
+            "versions": versions(),
+            "steps": step,
+            "skipped_steps": skipped_steps,
+            "stopped": stopped,
+            "effects": self.rows,
+            "sample": sample,
+        }
+        self.run_dir.summary.write_text(json.dumps(summary, indent=2) + "\n")
+        self._say_summary(summary)
+        self.progress.say(f"report: {write_report(self.run_dir.path)}")
+
+    def _say_summary(self, summary: dict[str, Any]) -> None:
+        say = self.progress.say
+        if summary["sample"]:
+            say(f"\n--- the model goes on from {self.config.prompt!r} ---\n{summary['sample']}\n---")
+        sent, plain = summary["sent_bytes_per_step"], summary["uncompressed_bytes_per_step"]
+        if sent:
+            ratio = f"{plain / sent:.1f} times fewer bytes"
+            say(f"sent per step: {sent / 1e6:.3f} MB, in fp32 {plain / 1e6:.3f} MB: {ratio}")
+        if summary["skipped_steps"]:
+            self.progress.warn(f"{summary['skipped_steps']} steps were skipped: their gradients were not finite")
+        loss = summary["heldout_loss"]
+        say(f"held-out loss: {loss:.4f}" if loss is not None else "held-out loss: not measured")
+        if summary["stopped"] != "finished":
+            say(f"stopped by {summary['stopped']} after step {summary['steps']}; go on with --resume")
+
+    def close(self) -> None:
+        """Close files and trackers; the records stay."""
+        self.progress.close()
+        self.trackers.close()
+        self.metrics.close()
+
+
+def versions() -> dict[str, str]:
+    """Versions of what the numbers depend on."""
+    return {
+        "thinwire": thinwire.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": version("numpy"),
+        "numba": version("numba"),
+    }

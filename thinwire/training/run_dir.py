@@ -1,0 +1,82 @@
+"""The run directory: where everything lies, and the rule that no run is lost by starting another."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from thinwire.errors import ConfigError
+
+
+class RunDir:
+    """Paths inside a run directory; several machines may share one, so node 1 and up keep their own config."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    def config(self, node: int = 0) -> Path:
+        return self.path / ("config.toml" if node == 0 else f"config.node{node}.toml")
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    def check(self, node: int, *, resume: bool, overwrite: bool) -> None:
+        """Raise ConfigError where this run can't be written, or would overwrite another that was not given up."""
+        existing = next(path for path in (self.path.absolute(), *self.path.absolute().parents) if path.exists())
+        if not existing.is_dir():
+            raise ConfigError(f"--run-dir {self.path}: {existing} is a file, not a folder")
+        if not os.access(existing, os.W_OK | os.X_OK):
+            raise ConfigError(f"--run-dir {self.path}: {existing} is not writable by this user; choose another folder")
+        if self.holds_run(node) and not (resume or overwrite):
+            raise ConfigError(
+                f"--run-dir {self.path} already holds a run: add --resume to go on with it, --overwrite to delete it, "
+                f"or choose another folder, such as {self.next_free()}"
+            )
+
+    def holds_run(self, node: int = 0) -> bool:
+        marks = [self.config(node)] if node else [self.config(), self.metrics, self.summary, self.checkpoints]
+        return any(mark.exists() for mark in marks)
+
+    def next_free(self) -> Path:
+        """The run directory's name with the first number that is free."""
+        number = 2
+        while (free := self.path.with_name(f"{self.path.name}-{number}")).exists():
+            number += 1
+        return free
+
+    def claim(self, node: int, config: str, *, overwrite: bool) -> None:
+        """Make the folder, delete the old run if asked, and write the configuration."""
+        try:
+            if overwrite:
+                self.delete(node)
+            self.logs.mkdir(parents=True, exist_ok=True)
+            self.config(node).write_text(config)
+        except OSError as error:
+            raise ConfigError(f"--run-dir {self.path} can't be written: {error}") from None
+
+    def delete(self, node: int) -> None:
+        """Delete what a run wrote, and nothing else that lies in the folder."""
+        shared = [self.metrics, self.summary, self.report, self.logs] if node == 0 else []
+        for path in (*shared, self.config(node), self.checkpoints):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)

@@ -1,0 +1,212 @@
+"""Reads a configuration: defaults, then a TOML file, then flags; and writes one back."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import Field, asdict, field, fields, is_dataclass, make_dataclass, replace
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import tyro
+
+from thinwire.data_parallel.strategies import STRATEGIES, Strategy
+from thinwire.errors import ConfigError, nearest
+from thinwire.models.llama import LlamaConfig
+from thinwire.training.config import TrainConfig, flag
+from thinwire.training.problems import Problems
+from thinwire.training.run_dir import RunDir
+
+# Of one start only: a run repeated from its config.toml must not delete or move another.
+NOT_WRITTEN = ("resume", "overwrite", "node", "tables")
+HELP_FLAGS = ("--help", "-h")
+
+
+def option_tables() -> dict[str, type]:
+    """The dataclass behind each table of options: [llama], and one for every strategy that has options."""
+    strategies = {type(make()) for make in STRATEGIES.values()}
+    with_options = sorted((cls for cls in strategies if is_dataclass(cls) and fields(cls)), key=lambda c: c.__name__)
+    return {"llama": LlamaConfig} | {cls.__name__.lower(): cls for cls in with_options}
+
+
+def strategy_table(strategy: str) -> str | None:
+    """The name of the table that `strategy` takes its options from, if any."""
+    name = type(STRATEGIES[strategy]()).__name__.lower()
+    return name if name in option_tables() else None
+
+
+def used_tables(config: TrainConfig) -> set[str]:
+    """The tables of options that have an effect in this run."""
+    tables = [None if config.model.startswith("hf:") else "llama", strategy_table(config.strategy)]
+    return {table for table in tables if table}
+
+
+def build_strategy(config: TrainConfig) -> Strategy:
+    """The strategy with its options; raises ConfigError for an unknown name or a refused option."""
+    if config.strategy not in STRATEGIES:
+        raise ConfigError(f"--strategy {config.strategy}: no such strategy{nearest(config.strategy, STRATEGIES)}")
+    return STRATEGIES[config.strategy](**config.tables.get(strategy_table(config.strategy) or "", {}))
+
+
+def read_config(args: Sequence[str], problems: Problems) -> TrainConfig:
+    """The configuration that the command line asks for; wrong keys, flags and types are noted as problems.
+
+    With --resume and no CONFIG.toml, the run directory's own config.toml takes its place. Raises ConfigError for a
+    file that can't be read; SystemExit after --help or a flag's value that can't be read.
+    """
+    args = list(without_unknown_flags(args, problems))
+    try:
+        config, path = parse(args, TrainConfig())
+        if path is None and config.resume and not set(HELP_FLAGS) & set(args):
+            own = RunDir(config.run_dir).config(config.node)
+            path = str(own) if own.is_file() else None
+        if path is not None:
+            config, _ = parse(args, read_toml(Path(path), problems))
+    except SystemExit as stop:
+        if stop.code and problems.messages:
+            print("\n".join(f"thinwire: {message}" for message in problems.messages), file=sys.stderr)
+        raise
+    return config
+
+
+def parse(args: Sequence[str], defaults: TrainConfig) -> tuple[TrainConfig, str | None]:
+    """The configuration and the path of CONFIG.toml, from flags over `defaults`."""
+    flags = flags_class()
+    tables = {name: flags.__annotations__[name](**defaults.tables.get(name, {})) for name in option_tables()}
+    default = flags(config_file=None, run=defaults, **tables)
+    parsed: Any = tyro.cli(
+        flags, args=list(args), default=default, prog="thinwire train", description=TrainConfig.__doc__,
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )  # fmt: skip
+    stated = {name: {k: v for k, v in asdict(getattr(parsed, name)).items() if v is not None} for name in tables}
+    config = replace(parsed.run, tables={name: values for name, values in stated.items() if values})
+    return config, parsed.config_file
+
+
+def flags_class() -> type:
+    """What tyro parses: CONFIG.toml, the flat flags, and a prefix such as --sdp4bit. for each table."""
+    config_file = Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[CONFIG.toml]", help="")]
+    run = Annotated[TrainConfig, tyro.conf.arg(name="")]
+    tables = [(name, optional_clone(cls)) for name, cls in option_tables().items()]
+    return make_dataclass("Train", [("config_file", config_file), ("run", run), *tables])
+
+
+def optional_clone(cls: type) -> type:
+    """The same fields, each None until stated: `cls` itself checks values only once they are complete."""
+    hints = get_type_hints(cls)
+
+    def cloned(item: Field) -> tuple[str, Any, Any]:
+        note = tyro.conf.arg(help=f"{item.name.replace('_', ' ')}; by default {shown_default(cls, item)}")
+        return item.name, Annotated[hints[item.name] | None, note], field(default=None)
+
+    clone = make_dataclass(cls.__name__, [cloned(item) for item in fields(cls)])
+    clone.__doc__ = (cls.__doc__ or "").split("\n")[0]
+    return clone
+
+
+def shown_default(cls: type, item: Field) -> str:
+    return "the preset's" if cls is LlamaConfig else str(item.default)
+
+
+def known_flags() -> list[str]:
+    """Every flag of `thinwire train`."""
+    flat = [flag(item.name) for item in fields(TrainConfig) if item.name != "tables"]
+    dotted = [flag(f"{name}.{item.name}") for name, cls in option_tables().items() for item in fields(cls)]
+    return [*flat, *dotted, *HELP_FLAGS]
+
+
+def without_unknown_flags(args: Sequence[str], problems: Problems) -> Iterator[str]:
+    """The arguments less unknown flags and their values, each of which becomes a problem."""
+    known, skipping = known_flags(), False
+    for arg in args:
+        if arg.startswith("--"):
+            name = arg.partition("=")[0].replace("_", "-")
+            skipping = name not in known
+            if skipping:
+                problems.messages.append(f"unknown flag {name}{nearest(name, known)}")
+        if not skipping:
+            yield arg
+
+
+def read_toml(path: Path, problems: Problems) -> TrainConfig:
+    """The configuration in a TOML file; notes unknown keys and wrong types, raises ConfigError for a broken file."""
+    try:
+        content = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        names = [str(other) for other in sorted(path.parent.glob("*.toml"))]
+        hint = nearest(str(path), names) if names else ""
+        raise ConfigError(f"configuration file {path} does not exist{hint}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"configuration file {path}: {error}") from None
+    content = {key.replace("-", "_"): value for key, value in content.items()}
+    tables = {name: content.pop(name) for name in option_tables() if name in content}
+    note = f"{path}: "
+    flat = checked_values(TrainConfig, content, note, problems, skip=("tables",), others=option_tables())
+    options = {
+        name: checked_values(option_tables()[name], values, f"{note}[{name}] ", problems)
+        for name, values in tables.items()
+    }
+    return TrainConfig(**flat, tables=options)
+
+
+def checked_values(
+    cls: type, content: Any, note: str, problems: Problems, *, skip: Iterable[str] = (), others: Iterable[str] = ()
+) -> dict[str, Any]:
+    """The values of a TOML table that are fields of `cls` and have their type; the rest become problems."""
+    if not isinstance(content, Mapping):
+        problems.messages.append(f"{note}must be a table of options, not {content!r}")
+        return {}
+    hints = {name: hint for name, hint in get_type_hints(cls).items() if name not in skip}
+    names = {item.name for item in fields(cls)} & hints.keys()
+    good: dict[str, Any] = {}
+    for raw, value in content.items():
+        key = raw.replace("-", "_")
+        if key not in names:
+            problems.messages.append(f"{note}unknown key {raw!r}{nearest(key, [*names, *others])}")
+        elif not fits(value, hints[key]):
+            problems.messages.append(f"{note}{raw} = {value!r}: must be {type_name(hints[key])}")
+        else:
+            good[key] = tuple(value) if isinstance(value, list) else value
+    return good
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a TOML value may stand for a field of this type."""
+    if get_origin(hint) in (Union, UnionType):
+        return any(fits(value, option) for option in get_args(hint))
+    if get_origin(hint) is Literal:
+        return value in get_args(hint)
+    if get_origin(hint) is tuple:
+        return isinstance(value, list) and all(isinstance(item, str) for item in value)
+    if hint is float:
+        return type(value) in (int, float)
+    return type(value) is hint
+
+
+def type_name(hint: Any) -> str:
+    if get_origin(hint) in (Union, UnionType):
+        return " or ".join(type_name(option) for option in get_args(hint) if option is not NoneType)
+    if get_origin(hint) is Literal:
+        return "one of " + ", ".join(map(str, get_args(hint)))
+    names: dict[Any, str] = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
+    return names.get(hint, "a list of strings")
+
+
+def to_toml(config: TrainConfig) -> str:
+    """The configuration as TOML; unset values are left out, as are tables that the run does not use."""
+    lines = [
+        f"{name} = {toml_value(value)}"
+        for name, value in asdict(config).items()
+        if name not in NOT_WRITTEN and value is not None
+    ]
+    for table in sorted(config.tables.keys() & used_tables(config)):
+        lines += ["", f"[{table}]", *(f"{k} = {toml_value(v)}" for k, v in config.tables[table].items())]
+    return "\n".join(lines) + "\n"
+
+
+def toml_value(value: Any) -> str:
+    # JSON writes strings, numbers, booleans and lists of them as TOML does.
+    return json.dumps(value).replace("\x7f", "\\u007f")

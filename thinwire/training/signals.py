@@ -1,0 +1,39 @@
+"""SIGINT and SIGTERM: a wish to stop after the current step."""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import FrameType
+
+from thinwire.errors import ThinwireError
+
+STOPPING = (signal.SIGINT, signal.SIGTERM)
+
+
+class StoppedError(ThinwireError):
+    """Stopped by a signal; the exit code is the shell's 128 + signal."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(signum).name}")
+        self.exit_code = 128 + signum
+
+
+class StopFlag:
+    """Remembers that this process was asked to stop: by a signal, or by the death of the launcher."""
+
+    def __init__(self) -> None:
+        self._parent = os.getppid()
+        self._reason = ""
+        for signum in STOPPING:
+            signal.signal(signum, self._note)
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        self._reason = signal.Signals(signum).name
+
+    @property
+    def reason(self) -> str:
+        """Why to stop; empty while there is no reason to."""
+        if not self._reason and os.getppid() != self._parent:
+            self._reason = "the launcher is gone"
+        return self._reason

@@ -1,0 +1,241 @@
+"""The training loop: a thin example of the library, which does the rest of what a run needs around it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from thinwire.codecs import derive_seed
+from thinwire.data import BatchLoader, heldout_batches, load_tokenizer
+from thinwire.data import prepare as prepare_tokens
+from thinwire.data_parallel import zero
+from thinwire.errors import ConfigError, ThinwireError
+from thinwire.models import build_model, generate
+from thinwire.training import checkpoint
+from thinwire.training.agreement import agree
+from thinwire.training.config import TrainConfig, derive
+from thinwire.training.effects import Row
+from thinwire.training.metrics import StepMetrics
+from thinwire.training.reporter import Reporter
+from thinwire.training.run_dir import RunDir
+from thinwire.training.schedule import lr_at
+from thinwire.training.settings import build_strategy
+from thinwire.training.signals import StopFlag
+
+# So many skipped steps in a row and the run is dead: better to say so than to burn days.
+MAX_SKIPPED_IN_A_ROW = 20
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process among the others."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+
+
+class Trainer:
+    """Builds what a run needs, takes the steps, measures at the end; `stop` is asked before every update.
+
+    Every rank makes one. Raises ConfigError where ranks disagree about the run.
+    """
+
+    def __init__(
+        self, config: TrainConfig, place: Place, stop: StopFlag, dtype: str | None, rows: Sequence[Row]
+    ) -> None:
+        self.config, self.place, self.stop = config, place, stop
+        self.batch = derive(config, place.world_size)
+        self.run_dir = RunDir(config.run_dir)
+        self.tokenizer = load_tokenizer(config.tokenizer)
+        cache_dir = Path(config.cache_dir) if config.cache_dir else None
+        tokens = prepare_tokens(config.data, self.tokenizer, text_field=config.text_field, cache_dir=cache_dir)
+        train_tokens, self.heldout_tokens = tokens.split(config.seq_len)
+        self.digest = tokens.info.digest
+        saved = checkpoint.latest(self.run_dir.checkpoints)
+        self.dtype = agree(config, tokens=self.digest, step=checkpoint.step_of(saved), dtype=dtype)
+        model = build_model(
+            config.model, self.tokenizer.vocab_size, config.seq_len, config.seed, config.tables.get("llama")
+        )
+        self.model, self.optimizer = zero(
+            model, build_optimizer(config, model), build_strategy(config), local_size=config.local_size, overlap=True,
+            seed=config.seed, timeout_s=config.timeout, checked=config.checked,
+        )  # fmt: skip
+        self.loader = BatchLoader(
+            train_tokens, seq_len=config.seq_len, micro_batch=self.batch.micro_batch,
+            accumulation=self.batch.accumulation, rank=place.rank, world_size=place.world_size, seed=config.seed,
+        )  # fmt: skip
+        torch.manual_seed(derive_seed(config.seed, place.rank) >> 1)
+        self.step = self._load(saved) if saved else 0
+        self._skipped_in_a_row = 0
+        self._traffic = self.optimizer.meter.snapshot()
+        self.reporter: Reporter | None = None
+        if place.rank == 0:
+            data_row = (f"data {config.data}", f"{tokens.info.num_tokens:,} tokens", f"tokenizer {config.tokenizer}")
+            self.reporter = Reporter(
+                config, first_step=self.step, world_size=place.world_size,
+                uncompressed_bytes=self.optimizer.uncompressed_bytes_per_step,
+                rows=[data_row, *rows, *self.optimizer.describe()],
+            )  # fmt: skip
+
+    def run(self) -> None:
+        """Take the remaining steps, then measure, save and report; ends early where any rank was asked to stop."""
+        stopped = ""
+        while self.step < self.config.steps and not stopped:
+            self._take_step()
+            if self.optimizer.stop_requested:
+                stopped = self.stop.reason or "a signal to another rank"
+            elif self.config.checkpoint_every and self.step % self.config.checkpoint_every == 0:
+                self._save()
+        self._save()
+        heldout_loss = self._evaluate() if self.config.eval_sequences and not stopped else None
+        self.optimizer.close()
+        if self.reporter is not None:
+            self.reporter.finish(
+                step=self.step, skipped_steps=self.optimizer.skipped_steps, heldout_loss=heldout_loss,
+                stopped=stopped or "finished", sample="" if stopped else self._sample(),
+            )  # fmt: skip
+
+    def _take_step(self) -> None:
+        start = time.perf_counter()
+        optimizer, waited_before_s = self.optimizer, self.optimizer.meter.snapshot().exposed_s
+        lr = lr_at(
+            self.step + 1, peak=self.config.lr, num_warmup_steps=self.config.num_warmup_steps,
+            num_steps=self.config.steps,
+        )  # fmt: skip
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        loss = optimizer.all_mean(self._forward_backward())
+        grad_norm = float(optimizer.clip_grad_norm_(self.config.grad_clip or math.inf))
+        # The weights of this step travel during the next one's forward, with which they are counted.
+        traffic = optimizer.meter.snapshot()
+        if self.stop.reason:
+            optimizer.request_stop()
+        optimizer.step()
+        optimizer.zero_grad()
+        self.step += 1
+        waited_s = optimizer.meter.snapshot().exposed_s - waited_before_s
+        sent, self._traffic = traffic - self._traffic, traffic
+        step_s = time.perf_counter() - start
+        if self.reporter is not None:
+            self.reporter.step(
+                StepMetrics(
+                    step=self.step, loss=loss, tokens=self.step * self.batch.tokens_per_step, step_s=step_s,
+                    compute_s=step_s - waited_s, exposed_comm_s=waited_s, sent_bytes=sent.sent_bytes,
+                    received_bytes=sent.received_bytes, lr=lr, grad_norm=grad_norm,
+                )
+            )  # fmt: skip
+        self._watch_skips(math.isfinite(grad_norm))
+
+    def _forward_backward(self) -> float:
+        """The mean loss over this rank's micro-batches; only the last one's backward communicates."""
+        total = torch.zeros(())
+        for micro_step in range(self.batch.accumulation):
+            tokens, targets = self.loader.next_batch()
+            is_last = micro_step == self.batch.accumulation - 1
+            with nullcontext() if is_last else self.optimizer.no_sync():
+                with self._autocast():
+                    loss = self.model(tokens, targets) / self.batch.accumulation
+                loss.backward()
+            total += loss.detach()
+        return float(total)
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast("cpu", torch.bfloat16, enabled=self.dtype == "bf16")
+
+    def _watch_skips(self, is_finite: bool) -> None:
+        """Say every skipped step aloud; end a run that takes none any more."""
+        self._skipped_in_a_row = 0 if is_finite else self._skipped_in_a_row + 1
+        if is_finite:
+            return
+        if self.reporter is not None:
+            self.reporter.progress.warn(f"step {self.step} skipped on all ranks: a gradient is not finite")
+        if self._skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
+            raise ThinwireError(
+                f"{MAX_SKIPPED_IN_A_ROW} steps in a row had gradients that are not finite, up to step {self.step}: "
+                "nothing is being learnt; try a lower --lr, a longer --warmup-steps, or --dtype fp32"
+            )
+
+    @torch.no_grad()
+    def _evaluate(self) -> float:
+        """The mean loss on held-out sequences, over all ranks; nats per token."""
+        if self.reporter is not None:
+            self.reporter.progress.say("measuring the held-out loss ...")
+        self.model.eval()
+        total, num_sequences = 0.0, 0
+        for tokens, targets in heldout_batches(
+            self.heldout_tokens, seq_len=self.config.seq_len, micro_batch=self.batch.micro_batch,
+            rank=self.place.rank, world_size=self.place.world_size, max_sequences=self.config.eval_sequences,
+        ):  # fmt: skip
+            with self._autocast():
+                total += float(self.model(tokens, targets)) * len(tokens)
+            num_sequences += len(tokens)
+        self.model.train()
+        return self.optimizer.all_mean(total / num_sequences)
+
+    def _sample(self) -> str:
+        """Text that the model writes after the prompt."""
+        if not self.config.sample_tokens:
+            return ""
+        prompt = [int(token) for token in self.tokenizer.encode(self.config.prompt)]
+        prompt = prompt or [self.tokenizer.end_of_document or 0]
+        generator = torch.Generator().manual_seed(self.config.seed)
+        with self._autocast():
+            tokens = generate(self.model, torch.tensor([prompt]), self.config.sample_tokens, 0.8, generator)
+        return self.tokenizer.decode(tokens[0].tolist())
+
+    def _save(self) -> None:
+        state = {
+            "step": self.step,
+            "world_size": self.place.world_size,
+            "tokens": self.digest,
+            "optimizer": self.optimizer.state_dict(),
+            "untrained": untrained_state(self.model),
+            "loader": self.loader.state_dict(),
+            "rng": torch.get_rng_state(),
+        }
+        checkpoint.save(
+            self.run_dir.checkpoints, self.step, self.place.rank, state,
+            is_leader=self.place.local_rank == 0, barrier=lambda: self.optimizer.all_mean(0.0),
+        )  # fmt: skip
+
+    def _load(self, saved: Path) -> int:
+        """Continue from a checkpoint; returns its step."""
+        state = checkpoint.load(saved, self.place.rank)
+        if state["world_size"] != self.place.world_size:
+            raise ConfigError(
+                f"{saved} was written by {state['world_size']} ranks and there are {self.place.world_size} now; "
+                "go on with as many"
+            )
+        if state["tokens"] != self.digest:
+            raise ConfigError(f"data {self.config.data} is not the data that {saved} was trained on: bring it back")
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.model.load_state_dict(state["untrained"], strict=False)
+        self.loader.load_state_dict(state["loader"])
+        torch.set_rng_state(state["rng"])
+        return state["step"]
+
+
+def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer over all trainable parameters; those with fewer than two dimensions do not decay."""
+    params = [param for param in model.parameters() if param.requires_grad]
+    matrices = {"params": [p for p in params if p.dim() >= 2], "weight_decay": config.weight_decay}
+    vectors = {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0}
+    groups = [group for group in (matrices, vectors) if group["params"]]
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=config.lr, momentum=0.9)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95))
+
+
+def untrained_state(model: nn.Module) -> dict[str, Any]:
+    """Buffers and frozen parameters, which the optimizer does not know."""
+    trained = {name for name, param in model.named_parameters(remove_duplicate=False) if param.requires_grad}
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in trained}

@@ -91,6 +91,7 @@ def run_workers(
                 ready := wait(list(pipes), max(0.0, deadline - time.monotonic()))
             ):
                 for pipe in ready:
+                    assert isinstance(pipe, Connection)
                     rank = pipes.pop(pipe)
                     try:
                         succeeded, value = pickle.loads(pipe.recv_bytes())

@@ -25,17 +25,15 @@ def train(args: Sequence[str]) -> int:
 
         return launch(config, problems)
     from thinwire.training.prepare import prepare
-    from thinwire.training.signals import StopFlag
 
-    stop = StopFlag()
     asked, config = config.workers, replace(config, workers=place.world_size, nodes=1, node=0, join=None)
     start = None
+    # The other ranks wait for rank 0, which alone checks and prepares: one error is said once.
     if place.rank == 0:
         config, start = prepare(config, problems)
         if asked not in (1, place.world_size):
             start.effects.append((f"--workers {asked}", f"{place.world_size}", "torchrun started them"))
-    problems.raise_any()
-    exit_after(config, place, start, stop, trace=False)
+    exit_after(config, place, start, trace=False)
 
 
 # A command is one row.

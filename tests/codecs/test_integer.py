@@ -1,4 +1,4 @@
-"""What only the integer and rotated codecs promise: the published errors, the packet's layout, the edges of the range."""
+"""What only the integer and rotated codecs promise: published errors, the packet's layout, the edges of the range."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def relative_error(codec: Codec, x: Tensor) -> float:
 
 def heavy_tailed() -> Tensor:
     """Student-t with 3 degrees of freedom."""
-    chi_squared = sum(gaussian(NUM, seed).square() for seed in (1, 2, 3))
+    chi_squared = torch.stack([gaussian(NUM, seed) for seed in (1, 2, 3)]).square().sum(0)
     return gaussian(NUM) / (chi_squared / 3).sqrt()
 
 
@@ -46,9 +46,10 @@ def test_error_on_gaussian_elements_is_the_published_one(codec: Codec, expected:
 
 
 def test_rotation_tames_heavy_tails() -> None:
-    for x, plain, rotated in ((heavy_tailed(), 0.299, 0.150), (with_outliers(), 0.390, 0.134)):
-        assert relative_error(Integer(), x) == pytest.approx(plain, rel=0.05)
-        assert relative_error(Hadamard(Integer()), x) == pytest.approx(rotated, rel=0.05)
+    # Figures of an independent float64 quantiser in NumPy: 0.330 and 0.165 for the heavy tails.
+    for x, plain, rotated in ((heavy_tailed(), 0.330, 0.165), (with_outliers(), 0.390, 0.134)):
+        assert relative_error(Integer(), x) == pytest.approx(plain, rel=0.03)
+        assert relative_error(Hadamard(Integer()), x) == pytest.approx(rotated, rel=0.03)
 
 
 def test_mean_of_many_draws_comes_close_to_x() -> None:
@@ -176,14 +177,16 @@ def test_wrong_buffers_are_refused() -> None:
 
 
 def test_warm_leaves_nothing_to_compile() -> None:
-    codecs = [Integer(8, 128, scale="bf16"), Hadamard(Integer(4, 64, "nearest")), Hadamard(Cast()), Identity()]
+    integers = [Integer(8, 128, scale="bf16"), Hadamard(Integer(4, 64, "nearest"))]
+    codecs: list[Codec] = [*integers, Hadamard(Cast()), Identity()]
     warm(codecs)
-    kernels = backends.cpu_kernels()
-    assert kernels is not None
-    signatures = [len(kernel.signatures) for kernel in (kernels.encode, kernels.decode, kernels.rotate_inplace)]
+    module = backends.cpu_kernels()
+    assert module is not None
+    kernels = (module.encode, module.decode, module.rotate_inplace)
+    signatures = [len(kernel.signatures) for kernel in kernels]
     for codec in codecs:
         codec.decode_add(codec.encode(gaussian(777)), torch.zeros(777))
-    assert signatures == [len(kernel.signatures) for kernel in (kernels.encode, kernels.decode, kernels.rotate_inplace)]
+    assert signatures == [len(kernel.signatures) for kernel in kernels]
 
 
 def test_backend_names_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:

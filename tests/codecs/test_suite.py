@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-pytest.register_assert_rewrite("tests.conformance.codec_suite")
-
-from tests.conformance.codec_suite import CASES, CodecSuite  # noqa: E402
+from tests.conformance.codec_suite import CASES, CodecSuite
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

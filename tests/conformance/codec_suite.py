@@ -31,20 +31,20 @@ CASES = [
     Case(Integer(2, 3), 0.5),
     Case(Integer(3, 36, "stochastic", "bf16"), 0.37),
     Case(Integer(3, 50, "nearest"), 0.27),
-    Case(Integer(4, 128, "stochastic"), 0.172),
-    Case(Integer(4, 128, "nearest"), 0.122),
+    Case(Integer(4, 128, "stochastic"), 0.176),
+    Case(Integer(4, 128, "nearest"), 0.126),
     Case(Integer(4, 2048, "stochastic", "bf16"), 0.24),
     Case(Integer(4, 7, "nearest"), 0.09),
     Case(Integer(6, 96, "stochastic"), 0.04),
     Case(Integer(6, 33, "nearest", "bf16"), 0.03),
-    Case(Integer(8, 128, "stochastic"), 0.0096),
+    Case(Integer(8, 128, "stochastic"), 0.0098),
     Case(Integer(8, 512, "nearest", "bf16"), 0.009),
     Case(Integer(8, 1), 1e-6),
     Case(Hadamard(Identity(), 64), 1e-6),
     Case(Hadamard(Cast(), 8), 0.003),
-    Case(Hadamard(Integer(4, 128, "stochastic")), 0.172),
-    Case(Hadamard(Integer(4, 96, "nearest", "bf16")), 0.122),
-    Case(Hadamard(Integer(8, 128, "stochastic")), 0.0096),
+    Case(Hadamard(Integer(4, 128, "stochastic")), 0.176),
+    Case(Hadamard(Integer(4, 96, "nearest", "bf16")), 0.126),
+    Case(Hadamard(Integer(8, 128, "stochastic")), 0.0098),
     Case(Hadamard(Integer(3, 64, "stochastic"), 2), 0.4),
     Case(Hadamard(Integer(6, 256, "nearest"), 128), 0.05),
 ]
@@ -81,7 +81,9 @@ class CodecSuite:
         x = gaussian(40 * case.codec.block + 1000)
         error = (round_trip(case.codec, x) - x).norm() / x.norm()
         assert error <= case.error
-        assert error >= case.error / 4 or case.error < 1e-5, "the bound is loose: it would not notice a defect"
+        assert error >= case.error / 4 or case.error < 1e-5, (
+            "the bound is loose: it would not notice a defect"
+        )
 
     @pytest.mark.parametrize("num_elements", [0, 1, 2, 5, 31, 128, 1000, 4099])
     def test_packet_size_is_the_promise(self, case: Case, num_elements: int) -> None:

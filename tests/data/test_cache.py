@@ -188,11 +188,11 @@ def test_without_any_writable_folder_both_are_named(
 
 
 def test_no_tokens_at_all_are_refused(tmp_path: Path) -> None:
-    class Endless(ByteTokenizer):
+    class NoEndTokenizer(ByteTokenizer):
         end_of_document: int | None = None
 
     (tmp_path / "a.jsonl").write_text('{"text": ""}\n')
     with pytest.raises(ConfigError, match="holds no text"):
-        prepare(str(tmp_path / "a.jsonl"), Endless(), cache_dir=tmp_path)
+        prepare(str(tmp_path / "a.jsonl"), NoEndTokenizer(), cache_dir=tmp_path)
     with pytest.raises(ConfigError, match="limit_tokens=0"):
         prepare(str(tmp_path / "a.jsonl"), ByteTokenizer(), cache_dir=tmp_path, limit_tokens=0)

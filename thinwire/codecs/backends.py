@@ -80,10 +80,10 @@ def encode(
         if rotation:
             padded = torch.nn.functional.pad(x, (0, -x.numel() % rotation))
             x = _plain("hadamard", x.device.type)(padded, rotation)
-        noise = (None, None)
-        if stochastic:
-            noise = tuple(part.to(x.device) for part in noise_keys(seed, counter, x.numel()))
-        _plain("encode", x.device.type)(x, out, *noise, bits, group, bf16)
+        keys, low = noise_keys(seed, counter, x.numel()) if stochastic else (None, None)
+        if keys is not None and low is not None:
+            keys, low = keys.to(x.device), low.to(x.device)
+        _plain("encode", x.device.type)(x, out, keys, low, bits, group, bf16)
         return out
     num = x.numel() + (-x.numel() % rotation if rotation else 0)
     packet = out.numpy()
@@ -129,8 +129,10 @@ def rotate_(x: Tensor, block_size: int) -> Tensor:
     kernels = cpu_kernels() if x.device.type == "cpu" else None
     if kernels is None:
         return x.copy_(_plain("hadamard", x.device.type)(x, block_size))
-    work = np.empty(4 * max(block_size, 128), np.float32)
-    kernels.rotate_inplace(x.detach().numpy(), block_size, np.float32(reference.hadamard_scale(block_size)), work)
+    scale = np.float32(reference.hadamard_scale(block_size))
+    kernels.rotate_inplace(
+        x.detach().numpy(), block_size, scale, np.empty(4 * max(block_size, 128), np.float32)
+    )
     return x
 
 

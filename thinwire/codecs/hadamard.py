@@ -25,14 +25,16 @@ class Hadamard(Codec):
     Source: SDP4Bit (NeurIPS 2024), section 3.2.
     """
 
-    inner: Codec = INT4  # type: ignore[assignment]  # a default, so that it hides the property of Codec
+    inner: Codec = INT4  # a default, so that it hides the property of Codec
     block_size: int = 32
 
     def __post_init__(self) -> None:
         size = self.block_size
         if size < 2 or size & (size - 1):
             close = 2 if size < 2 else 1 << round(math.log2(size))
-            raise ConfigError(f"hadamard block_size {size} is not a power of two from 2 up; nearest is {close}")
+            raise ConfigError(
+                f"hadamard block_size {size} is not a power of two from 2 up; nearest is {close}"
+            )
         if self.inner.rotation:
             raise ConfigError("hadamard inner is rotated already; give it the codec inside, such as Integer")
         group = self.inner.block

@@ -31,7 +31,9 @@ class Integer(Codec):
     def __post_init__(self) -> None:
         if self.bits not in LANES:
             close = min(LANES, key=lambda bits: abs(bits - self.bits))
-            raise ConfigError(f"integer bits {self.bits} is not one of {', '.join(map(str, LANES))}; nearest is {close}")
+            raise ConfigError(
+                f"integer bits {self.bits} is not one of {', '.join(map(str, LANES))}; nearest is {close}"
+            )
         if self.group < 1:
             raise ConfigError(f"integer group {self.group} must be at least 1; nearest is 1")
         for name, value, choices in (
@@ -76,7 +78,9 @@ class Integer(Codec):
     def encode(self, x: Tensor, *, seed: int = 0, counter: int = 0, out: Tensor | None = None) -> Tensor:
         return self.encode_rotated(x, rotation=0, seed=seed, counter=counter, out=out)
 
-    def encode_rotated(self, x: Tensor, *, rotation: int, seed: int, counter: int, out: Tensor | None) -> Tensor:
+    def encode_rotated(
+        self, x: Tensor, *, rotation: int, seed: int, counter: int, out: Tensor | None
+    ) -> Tensor:
         """Encode H x, for `rotation` the length of the Hadamard rows (0 for none); x is zero-padded to whole rows."""
         flat = backends.flat_fp32(x)
         num = flat.numel() + (-flat.numel() % rotation if rotation else 0)

@@ -16,7 +16,7 @@ from numba import njit
 
 from thinwire.codecs.layout import LANES
 from thinwire.codecs.random import GAMMA, MIX32_A, MIX32_B, MIX64_A, MIX64_B
-from thinwire.codecs.reference import MAX_SCALE, TINY  # numba does not see a change there: clear __pycache__
+from thinwire.codecs.reference import MAX_SCALE, TINY
 
 ABS = np.int32(0x7FFFFFFF)
 INF_BITS = np.int32(0x7F800000)
@@ -37,7 +37,11 @@ LANE_BYTES = tuple(LANES.get(bits, (1, 0))[1] for bits in range(9))
 LANE_SHIFT = tuple(LANES.get(bits, (1, 0))[0].bit_length() - 1 for bits in range(9))
 
 # Nothing here allocates; without _nrt=False every inlined call would count a reference atomically, half of the time.
-OPTIONS = {"nogil": True, "error_model": "numpy", "_nrt": False}
+# What a kernel's argument is inside it; a caller may pass any integer for U64 and I32.
+Array = np.ndarray
+U64 = I32 = F32 = Any
+
+OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "_nrt": False}
 inlined = njit(**OPTIONS, forceinline=True)
 
 
@@ -46,25 +50,27 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     try:
         return njit(**OPTIONS, cache=True)(function)
     except RuntimeError as error:
-        warnings.warn(f"codecs are compiled anew by every process: {error}; set NUMBA_CACHE_DIR", stacklevel=2)
+        warnings.warn(
+            f"codecs are compiled anew by every process: {error}; set NUMBA_CACHE_DIR", stacklevel=2
+        )
         return njit(**OPTIONS)(function)
 
 
 @inlined
-def _mix64(z):
+def _mix64(z: U64) -> U64:
     z = (z ^ (z >> R30)) * A64
     z = (z ^ (z >> R27)) * B64
     return z ^ (z >> R31)
 
 
 @inlined
-def _key(seed, high):
+def _key(seed: U64, high: U64) -> U64:
     """derive_seed(seed, high)."""
     return _mix64((_mix64(GAMMA64 ^ seed) + GAMMA64) ^ high)
 
 
 @inlined
-def _peak_bits(x, start, size):
+def _peak_bits(x: Array, start: U64, size: U64) -> I32:
     """The bits of max|x| as an integer; above INF_BITS where x holds a NaN."""
     peak = np.int32(0)
     for j in range(size):
@@ -73,7 +79,7 @@ def _peak_bits(x, start, size):
 
 
 @inlined
-def _scale_bits(peak, shift):
+def _scale_bits(peak: I32, shift: I32) -> I32:
     """What the wire stores of `reference.scales_of`: the upper 32 - shift bits."""
     if peak >= INF_BITS:
         return NAN_BITS >> shift
@@ -83,7 +89,7 @@ def _scale_bits(peak, shift):
 
 
 @inlined
-def _round(x, start, size, factor, levels, codes, at):
+def _round(x: Array, start: U64, size: U64, factor: F32, levels: I32, codes: Array, at: U64) -> None:
     """codes = clamp(round(x * factor), -levels, levels) in two's complement."""
     low, high = np.int32(MAGIC_BITS - levels), np.int32(MAGIC_BITS + levels)
     for j in range(size):
@@ -92,7 +98,17 @@ def _round(x, start, size, factor, levels, codes, at):
 
 
 @inlined
-def _dither(x, start, size, factor, levels, codes, at, key, counter):
+def _dither(
+    x: Array,
+    start: U64,
+    size: U64,
+    factor: F32,
+    levels: I32,
+    codes: Array,
+    at: U64,
+    key: U64,
+    counter: U64,
+) -> None:
     low, high = np.int32(MAGIC_BITS - levels), np.int32(MAGIC_BITS + levels)
     k0, k1, first = np.uint32(key), np.uint32(key >> R32), np.uint32(counter)
     for j in range(size):
@@ -105,7 +121,17 @@ def _dither(x, start, size, factor, levels, codes, at, key, counter):
 
 
 @inlined
-def _round_dithered(x, start, size, factor, levels, codes, at, seed, counter):
+def _round_dithered(
+    x: Array,
+    start: U64,
+    size: U64,
+    factor: F32,
+    levels: I32,
+    codes: Array,
+    at: U64,
+    seed: U64,
+    counter: U64,
+) -> None:
     """As `_round` with `random.noise` added; the upper half of the counter changes at most once in a group."""
     high, low = counter >> R32, counter & LOW32
     before = min(size, LOW32 + ONE - low)
@@ -116,7 +142,7 @@ def _round_dithered(x, start, size, factor, levels, codes, at, seed, counter):
 
 
 @inlined
-def _pack(codes, width, bits, out, at):
+def _pack(codes: Array, width: U64, bits: I32, out: Array, at: U64) -> None:
     """Codes in planes of `width`, two's complement in bytes -> `layout`'s bytes in out from `at` on."""
     w2, w3 = width + width, width + width + width
     if bits == 4:
@@ -139,13 +165,13 @@ def _pack(codes, width, bits, out, at):
 
 
 @inlined
-def _signed(byte, skip, bits):
+def _signed(byte: I32, skip: I32, bits: I32) -> I32:
     """`bits` bits of a byte, after the `skip` upper ones, sign-extended."""
     return np.uint8(np.int8(byte << skip) >> (8 - bits))
 
 
 @inlined
-def _unpack(packet, at, width, bits, codes):
+def _unpack(packet: Array, at: U64, width: U64, bits: I32, codes: Array) -> None:
     """The inverse of `_pack`: codes sign-extended to a byte."""
     w2, w3 = width + width, width + width + width
     if bits == 4:
@@ -172,7 +198,7 @@ def _unpack(packet, at, width, bits, codes):
 
 
 @inlined
-def _rotate_32(x, at, scale, work, out, to):
+def _rotate_32(x: Array, at: U64, scale: F32, work: Array, out: Array, to: U64) -> None:
     """Four rows of 32 at once: `reference.hadamard` with every offset a constant, then the rows taken apart.
 
     Each stage moves the lowest bit of the element's index to the top, so after five the row number is the lowest two bits.
@@ -201,7 +227,7 @@ def _rotate_32(x, at, scale, work, out, to):
 
 
 @inlined
-def _rotate_row(x, at, block, scale, work, out, to):
+def _rotate_row(x: Array, at: U64, block: U64, scale: F32, work: Array, out: Array, to: U64) -> None:
     """One row of any power of two, as `reference.hadamard`."""
     half, here, there = block >> ONE, ZERO, block
     for j in range(block):
@@ -217,7 +243,7 @@ def _rotate_row(x, at, block, scale, work, out, to):
 
 
 @inlined
-def _rotate_chunk(x, at, block, scale, work, out, to):
+def _rotate_chunk(x: Array, at: U64, block: U64, scale: F32, work: Array, out: Array, to: U64) -> None:
     if block == C32:
         _rotate_32(x, at, scale, work, out, to)
     else:
@@ -225,7 +251,7 @@ def _rotate_chunk(x, at, block, scale, work, out, to):
 
 
 @inlined
-def _rotate(x, at, size, block, scale, work, out, to):
+def _rotate(x: Array, at: U64, size: U64, block: U64, scale: F32, work: Array, out: Array, to: U64) -> None:
     """`size` elements (whole rows) of x, zero beyond its end, rotated to `out`, which has room for a whole `_chunk`."""
     chunk = C128 if block == C32 else block
     done = ZERO
@@ -242,7 +268,7 @@ def _rotate(x, at, size, block, scale, work, out, to):
 
 
 @kernel
-def rotate_inplace(x, block, scale, work):
+def rotate_inplace(x: Array, block: U64, scale: F32, work: Array) -> None:
     """x <- H x for whole rows; `work` holds 4 chunks (a chunk is 128 for rows of 32, else one row)."""
     block, num = np.uint64(block), np.uint64(x.size)
     chunk = C128 if block == C32 else block
@@ -256,7 +282,22 @@ def rotate_inplace(x, block, scale, work):
 
 
 @inlined
-def _encode_group(x, start, size, width, bits, shift, scales, index, out, at, codes, stochastic, seed, counter):
+def _encode_group(
+    x: Array,
+    start: U64,
+    size: U64,
+    width: U64,
+    bits: I32,
+    shift: I32,
+    scales: Array,
+    index: U64,
+    out: Array,
+    at: U64,
+    codes: Array,
+    stochastic: bool,
+    seed: U64,
+    counter: U64,
+) -> None:
     """One group's scale to scales[index] and its codes to out[at:]."""
     levels = np.int32((1 << (bits - 1)) - 1)
     stored = _scale_bits(_peak_bits(x, start, size), shift)
@@ -282,7 +323,23 @@ def _encode_group(x, start, size, width, bits, shift, scales, index, out, at, co
 
 
 @kernel
-def encode(x, num, scales, out, bits, group, shift, block, block_scale, stochastic, seed, counter, rows, work, codes):
+def encode(
+    x: Array,
+    num: U64,
+    scales: Array,
+    out: Array,
+    bits: I32,
+    group: U64,
+    shift: I32,
+    block: U64,
+    block_scale: F32,
+    stochastic: bool,
+    seed: U64,
+    counter: U64,
+    rows: Array,
+    work: Array,
+    codes: Array,
+) -> None:
     """Flat fp32 x, taken as `num` elements with zeros beyond its end -> scales (int32 or int16 bits) and packed codes.
 
     block: Hadamard rows, 0 for none. rows: fp32 scratch for one group and a chunk. work: 4 chunks. codes: uint8, one group.
@@ -296,14 +353,31 @@ def encode(x, num, scales, out, bits, group, shift, block, block_scale, stochast
         position = counter + start
         if block:
             _rotate(x, start, size, block, block_scale, work, rows, ZERO)
-            _encode_group(rows, ZERO, size, width, bits, shift, scales, index, out, at, codes, stochastic, seed, position)
+            _encode_group(
+                rows,
+                ZERO,
+                size,
+                width,
+                bits,
+                shift,
+                scales,
+                index,
+                out,
+                at,
+                codes,
+                stochastic,
+                seed,
+                position,
+            )
         else:
-            _encode_group(x, start, size, width, bits, shift, scales, index, out, at, codes, stochastic, seed, position)
+            _encode_group(
+                x, start, size, width, bits, shift, scales, index, out, at, codes, stochastic, seed, position
+            )
         at += width * lane_bytes
 
 
 @inlined
-def _write(codes, at, size, step, add, out, start):
+def _write(codes: Array, at: U64, size: U64, step: F32, add: bool, out: Array, start: U64) -> None:
     if add:
         for j in range(size):
             out[start + j] += np.float32(np.int8(codes[at + j])) * step
@@ -313,7 +387,9 @@ def _write(codes, at, size, step, add, out, start):
 
 
 @kernel
-def decode(scales, packed, out, bits, group, shift, add, codes):
+def decode(
+    scales: Array, packed: Array, out: Array, bits: I32, group: U64, shift: I32, add: bool, codes: Array
+) -> None:
     """Scales (int32 or int16 bits) and packed codes -> out = values, or out += values; codes: uint8 scratch, one group."""
     num, group, at = np.uint64(out.size), np.uint64(group), ZERO
     lane_shift, lane_bytes = np.uint64(LANE_SHIFT[bits]), np.uint64(LANE_BYTES[bits])

@@ -125,7 +125,9 @@ def decode(packet: Tensor, out: Tensor, bits: int, group: int, bf16: bool) -> No
     """The packet -> flat fp32 `out`."""
     num = out.numel()
     end_of_scales, used, _ = packet_sections(num, bits, group, 2 if bf16 else 4)
-    scales = packet[:end_of_scales].view(torch.bfloat16 if bf16 else torch.float32).to(torch.float32).view(-1, 1)
+    scales = (
+        packet[:end_of_scales].view(torch.bfloat16 if bf16 else torch.float32).to(torch.float32).view(-1, 1)
+    )
     full = num // group
     whole, middle = full * group, end_of_scales + full * group_bytes(group, bits)
     if full:

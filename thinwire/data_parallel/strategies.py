@@ -47,7 +47,10 @@ class WireFormat:
 class Strategy(Protocol):
     """A choice of codecs for the two kinds of parameters."""
 
-    name: ClassVar[str]
+    @property
+    def name(self) -> str:
+        """What `--strategy` calls it."""
+        ...
 
     def matrix(self) -> WireFormat:
         """For parameters of two and more dimensions."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -138,6 +138,12 @@ def range_errors(config: TrainConfig) -> Iterator[str]:
         yield f"--node {config.node}: nodes are numbered 0 to {config.nodes - 1}; nearest: {config.nodes - 1}"
     if config.nodes > 1 and not config.join:
         yield f"--nodes {config.nodes} needs --join HOST:PORT, where HOST is node 0"
+
+
+def with_derived(config: TrainConfig) -> TrainConfig:
+    """The configuration with the numbers filled in that follow from others."""
+    batch = derive(config, config.world_size)
+    return replace(config, tokens_per_step=batch.tokens_per_step, warmup_steps=config.num_warmup_steps)
 
 
 @dataclass(frozen=True)

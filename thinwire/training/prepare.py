@@ -17,7 +17,7 @@ from thinwire.data import prepare as prepare_tokens
 from thinwire.errors import ConfigError
 from thinwire.models import build_model
 from thinwire.training import checkpoint
-from thinwire.training.config import FIXED_ON_RESUME, TrainConfig, derive, range_errors
+from thinwire.training.config import FIXED_ON_RESUME, TrainConfig, derive, range_errors, with_derived
 from thinwire.training.effects import Row, batch_row, resume_rows, unused_rows
 from thinwire.training.hardware import choose_dtype, free_port, port_is_free, threads_per_worker
 from thinwire.training.problems import Problems
@@ -30,8 +30,8 @@ from thinwire.training.trackers import check_trackers
 class Start:
     """What the launcher found out for its workers."""
 
-    dtype: str
-    threads: int
+    dtype: str | None = None
+    threads: int = 1
     effects: list[Row] = field(default_factory=list)
 
     def to_json(self) -> str:
@@ -103,10 +103,7 @@ def resolve(config: TrainConfig, threads: int) -> tuple[TrainConfig, list[Row]]:
     rows += unused_rows(config)
     if torch.cuda.is_available():
         rows.append(("device any", "cpu", "this version trains on the CPU; the GPU it sees is left alone"))
-    resolved = replace(
-        config, tokens_per_step=batch.tokens_per_step, warmup_steps=config.num_warmup_steps, dtype=dtype
-    )
-    return resolved, rows
+    return replace(with_derived(config), dtype=dtype), rows
 
 
 def prepare(config: TrainConfig, problems: Problems) -> tuple[TrainConfig, Start]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from thinwire.errors import ThinwireError
-from thinwire.training.config import TrainConfig
+from thinwire.training.config import TrainConfig, with_derived
 from thinwire.training.hardware import threads_per_worker
 from thinwire.training.prepare import Start
 from thinwire.training.problems import Problems
@@ -29,12 +29,14 @@ def place_from_environment() -> Place | None:
     return Place(*(int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")))
 
 
-def work(config: TrainConfig, place: Place, start: Start | None, stop: StopFlag) -> None:
+def work(config: TrainConfig, place: Place, start: Start | None) -> None:
     """Train as one rank. start: what was found out before the workers, known at least on rank 0."""
     torch.set_num_threads(threads_per_worker(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))[0])
     dist.init_process_group("gloo", timeout=timedelta(seconds=config.timeout))
-    rows = start.effects if start else []
-    trainer = Trainer(config, place, stop, start.dtype if start else None, rows)
+    # Not before: a worker that still waits for the others, who may never come, must die of SIGTERM.
+    stop = StopFlag()
+    start = start or Start()
+    trainer = Trainer(with_derived(config), place, stop, start.dtype, start.effects)
     try:
         trainer.run()
     finally:
@@ -43,11 +45,11 @@ def work(config: TrainConfig, place: Place, start: Start | None, stop: StopFlag)
     dist.destroy_process_group()
 
 
-def exit_after(config: TrainConfig, place: Place, start: Start | None, stop: StopFlag, *, trace: bool) -> NoReturn:
+def exit_after(config: TrainConfig, place: Place, start: Start | None, *, trace: bool) -> NoReturn:
     """Work, then end the process: 0, or the error's exit code with its message (and `trace`) on stderr."""
     code = 0
     try:
-        record(work)(config, place, start, stop)
+        record(work)(config, place, start)
     except ThinwireError as error:
         if trace:
             traceback.print_exc()
@@ -64,7 +66,6 @@ def exit_after(config: TrainConfig, place: Place, start: Start | None, stop: Sto
 
 def main() -> NoReturn:
     """`python -m thinwire.training.worker CONFIG.toml START`, as the launcher runs it."""
-    stop = StopFlag()
     config_path, start = sys.argv[1:]
     place = place_from_environment()
     if place is None:
@@ -72,7 +73,7 @@ def main() -> NoReturn:
     problems = Problems()
     config = read_config([config_path], problems)
     problems.raise_any()
-    exit_after(config, place, Start.from_json(start), stop, trace=True)
+    exit_after(config, place, Start.from_json(start), trace=True)
 
 
 if __name__ == "__main__":

@@ -200,7 +200,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     # ---------------------------------------------------------------- state
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self) -> dict[str, Any]:
         """This rank's part of all that is needed to go on bit for bit on the same world: tensors, numbers, strings.
 
         As with every torch optimizer the tensors are the live ones: save or copy them before the next step.
@@ -217,7 +217,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         }
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what state_dict gave, the model's weights included; a collective over all ranks.
 
         Raises ConfigError where the state belongs to another rank, world, model or strategy.
@@ -327,7 +327,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._refuse_touched()
 
     def _agreement(self, comm: Communicator) -> Tensor:
-        """This rank's word on the step: sum of squares of its shards (fp64), flags, a bit per parameter with gradient."""
+        """This rank's word on the step: sum of squares of its shards (fp64), flags, a bit per parameter with grad."""
         total = torch.zeros(1, dtype=torch.float64)
         if comm is self.comm and self._launched:
             for bucket in self.buckets:
@@ -340,7 +340,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for comm in self._comms:
             words = comm.wait(comm.all_gather_exact(self._agreement(comm)))
             slots = [slot for slot in self._slots if slot.bucket.comm is comm]
-            bits: list[bool] = np.unpackbits(words[:, 9:].numpy(), axis=1).any(axis=0).tolist()
+            bits = np.unpackbits(words[:, 9:].numpy(), axis=1).max(axis=0)
             self._used.update(slot.index for slot, used in zip(slots, bits, strict=False) if used)
             if comm is self.comm:
                 squares = np.frombuffer(words[:, :8].numpy().tobytes(), dtype=np.float64)

@@ -120,8 +120,8 @@ def _same_start(
     for rank in range(comm.world_size):
         if not torch.equal(summaries[rank], summaries[0]):
             raise ConfigError(
-                f"rank {comm.global_ranks[rank]} has other parameters or another strategy than rank {comm.global_ranks[0]}: "
-                "names, shapes, dtypes and options must be the same on all ranks"
+                f"rank {comm.global_ranks[rank]} has other parameters or another strategy than rank "
+                f"{comm.global_ranks[0]}: names, shapes, dtypes and options must be the same on all ranks"
             )
     sent: list[str] = []
     everything = [

@@ -1,0 +1,124 @@
+"""Claim: a codec costs about as much as copying its input once. GB/s of fp32 input over memcpy's, one thread.
+
+Kernels take turns, each just after a memcpy of the same bytes, so that the machine's load hits both; medians.
+    python benchmarks/codecs.py [--quick] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numba
+import torch
+
+from thinwire.codecs import Codec, Hadamard, Integer, warm
+
+# name -> the least ratio to memcpy that we aim for
+TARGETS = {
+    "int4 quantise+pack": 0.9,
+    "int8 quantise+pack": 0.9,
+    "int4 unpack+add": 1.2,
+    "int8 unpack+add": 1.2,
+    "hadamard-32 + int4": 0.35,
+}
+CODECS: dict[str, Codec] = {
+    "int4": Integer(4, 128, "nearest"),
+    "int4 stochastic": Integer(4, 128, "stochastic"),
+    "int4 g2048 stochastic": Integer(4, 2048, "stochastic"),
+    "int8": Integer(8, 128, "nearest"),
+    "int8 stochastic": Integer(8, 128, "stochastic"),
+    "int2": Integer(2, 128, "nearest"),
+    "int3": Integer(3, 128, "nearest"),
+    "int6": Integer(6, 128, "nearest"),
+}
+ROTATED: dict[str, Codec] = {
+    "hadamard-32 + int4": Hadamard(Integer(4, 128, "nearest")),
+    "hadamard-32 + int4 stochastic": Hadamard(Integer(4, 128, "stochastic")),
+    "hadamard-64 + int4": Hadamard(Integer(4, 128, "nearest"), 64),
+}
+MAX_STOCHASTIC = 2.0
+
+
+def kernels(num_elements: int) -> dict[str, Callable[[], object]]:
+    """Every measured call, over buffers that were allocated and touched before."""
+    x, total = torch.randn(num_elements), torch.zeros(num_elements)
+    calls: dict[str, Callable[[], object]] = {"memcpy": lambda: total.copy_(x)}
+
+    def add(name: str, codec: Codec, rotated: bool) -> None:
+        packet = codec.encode(x)
+        calls[name if rotated else f"{name} quantise+pack"] = lambda: codec.encode(x, seed=1, out=packet)
+        if not rotated and "stochastic" not in name:
+            calls[f"{name} unpack"] = lambda: codec.decode(packet, num_elements, out=total)
+            calls[f"{name} unpack+add"] = lambda: codec.decode_add(packet, total)
+
+    for name, codec in CODECS.items():
+        add(name, codec, rotated=False)
+    for name, codec in ROTATED.items():
+        add(name, codec, rotated=True)
+    calls["hadamard-32 in place"] = lambda: ROTATED["hadamard-32 + int4"].unrotate_(total)
+    return calls
+
+
+def measure(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, tuple[float, float]]:
+    """Each call's median seconds and its median ratio to a memcpy made just before it; one unmeasured round first."""
+
+    def seconds(call: Callable[[], object]) -> float:
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start
+
+    pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
+    for round_ in range(rounds + 1):
+        for name, call in calls.items():
+            pair = seconds(calls["memcpy"]), seconds(call)
+            if round_:
+                pairs[name].append(pair)
+    median = statistics.median
+    return {name: (median(s for _, s in p), median(copy / s for copy, s in p)) for name, p in pairs.items()}
+
+
+def report(measured: dict[str, tuple[float, float]], num_bytes: int) -> list[dict[str, object]]:
+    """Print the table; one row per kernel."""
+    rows: list[dict[str, object]] = []
+    print(f"{'kernel':36s} {'GB/s of fp32':>13s} {'x memcpy':>9s} {'target':>7s}")
+    for name, (median_s, ratio) in measured.items():
+        rate, target = num_bytes / median_s / 1e9, TARGETS.get(name)
+        note = "" if target is None else f"{target:7.2f} {'reached' if ratio >= target else 'missed'}"
+        print(f"{name:36s} {rate:13.1f} {ratio:9.2f} {note}".rstrip())
+        rows.append({"kernel": name, "gb_per_s": rate, "ratio": ratio, "target": target})
+    for nearest in ("int4 quantise+pack", "int8 quantise+pack", "hadamard-32 + int4"):
+        stochastic = nearest.replace("int4", "int4 stochastic").replace("int8", "int8 stochastic")
+        times = measured[nearest][1] / measured[stochastic][1]
+        name, verdict = (
+            f"stochastic over nearest, {nearest}",
+            "reached" if times <= MAX_STOCHASTIC else "missed",
+        )
+        print(f"{name}: {times:.2f} times the time (at most {MAX_STOCHASTIC}: {verdict})")
+        rows.append({"kernel": name, "time_ratio": times, "target": MAX_STOCHASTIC})
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="8 MiB and 5 rounds instead of 64 MiB and 21")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows to FILE")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    num_elements, rounds = (1 << 21, 5) if args.quick else (1 << 24, 21)
+    warm([*CODECS.values(), *ROTATED.values()])
+    versions = f"torch {torch.__version__}, numba {numba.__version__}, {platform.machine()}"
+    print(f"{num_elements >> 18} MiB of fp32, one thread, median of {rounds} interleaved rounds; {versions}")
+    rows = report(measure(kernels(num_elements), rounds), 4 * num_elements)
+    if args.json:
+        result = {"num_elements": num_elements, "versions": versions, "rows": rows}
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

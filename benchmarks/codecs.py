@@ -66,7 +66,7 @@ def kernels(num_elements: int) -> dict[str, Callable[[], object]]:
 
 
 def measure(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, tuple[float, float]]:
-    """Each call's median seconds and its median ratio to a memcpy made just before it; one unmeasured round first."""
+    """Each call's median seconds and median ratio to the memcpy just before it, after an unmeasured round."""
 
     def seconds(call: Callable[[], object]) -> float:
         start = time.perf_counter()

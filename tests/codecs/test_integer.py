@@ -1,4 +1,4 @@
-"""What only the integer and rotated codecs promise: published errors, the packet's layout, the edges of the range."""
+"""What only integers and rotations promise: published errors, the packet's layout, the edges of the range."""
 
 from __future__ import annotations
 

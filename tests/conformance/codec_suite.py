@@ -64,7 +64,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def hard_inputs(codec: Codec) -> list[Tensor]:
-    """Blocks that a contraction finds hardest, in the domain where the codec rounds: one peak, the rest between levels."""
+    """Blocks hardest for a contraction, where the codec rounds: a peak, the rest between levels."""
     levels = codec.inner.levels if isinstance(codec.inner, Integer) else 127
     inputs = [gaussian(4 * codec.block), torch.full((codec.block,), 0.3), torch.eye(1, codec.block)[0]]
     for fraction in (0.05, 0.25, 0.5, 0.75):
@@ -81,9 +81,7 @@ class CodecSuite:
         x = gaussian(40 * case.codec.block + 1000)
         error = (round_trip(case.codec, x) - x).norm() / x.norm()
         assert error <= case.error
-        assert error >= case.error / 4 or case.error < 1e-5, (
-            "the bound is loose: it would not notice a defect"
-        )
+        assert error >= case.error / 4 or case.error < 1e-5, "the bound is loose: it would not notice a defect"
 
     @pytest.mark.parametrize("num_elements", [0, 1, 2, 5, 31, 128, 1000, 4099])
     def test_packet_size_is_the_promise(self, case: Case, num_elements: int) -> None:

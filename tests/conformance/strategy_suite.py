@@ -20,6 +20,8 @@ class Row:
     strategy: Strategy
     # Largest |w - w_single| / |w_single - w_start| over all weights after 20 steps; 0 means: within 1e-6.
     drift: float
+    # (world size, ranks per node) to run on.
+    grids: tuple[tuple[int, int], ...] = ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4))
 
 
 ROWS = {
@@ -28,12 +30,13 @@ ROWS = {
     "sdp4bit": Row(thinwire.SDP4Bit(), 0.45),
     "sdp4bit-weights": Row(thinwire.SDP4Bit(gradients=False), 0.2),
     "sdp4bit-gradients": Row(thinwire.SDP4Bit(weights=False), 0.45),
-    "sdp4bit-3-bit-nearest": Row(thinwire.SDP4Bit(weight_bits=3, inter_bits=6, rounding="nearest"), 0.5),
+    "sdp4bit-3-bit-nearest": Row(thinwire.SDP4Bit(weight_bits=3, inter_bits=6, rounding="nearest"), 0.5, ((4, 2),)),
     "sdp4bit-small-groups": Row(
-        thinwire.SDP4Bit(weight_group=64, intra_group=32, inter_group=32, vector_group=32, scale="bf16"), 0.45
+        thinwire.SDP4Bit(weight_group=64, intra_group=32, inter_group=32, vector_group=32, scale="bf16"),
+        0.45,
+        ((4, 2),),
     ),
 }
-GRIDS = {"1": (1, 1), "2": (2, 1), "2 in a node": (2, 2), "4": (4, 1), "2x2": (4, 2), "4 in a node": (4, 4)}
 STEPS = 20
 
 

@@ -93,12 +93,20 @@ def test_between_steps_the_world_may_change() -> None:
     assert [s for _ in range(2) for s in step_of(after)] == step_of(reference)
 
 
-@pytest.mark.parametrize("change", [{"seed": 4}, {"tokens": TOKENS[:-10]}, {"seq_len": 4}, {"micro_batch": 3}])
-def test_a_position_of_other_data_is_refused(change: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"seed": 4}, "seed=3, this run has 4"),
+        ({"tokens": TOKENS[:-10]}, "num_sequences=100, this run has 98"),
+        ({"seq_len": 4}, "seq_len=8, this run has 4"),
+        ({"micro_batch": 3}, "sequences_per_step=4, this run has 6"),
+    ],
+)
+def test_a_position_of_other_data_is_refused(change: dict[str, Any], named: str) -> None:
     options: dict[str, Any] = {"tokens": TOKENS, "seq_len": SEQ_LEN, "micro_batch": 2, "accumulation": 2, "seed": 3}
     loader = BatchLoader(**options)
     loader.next_batch()
-    with pytest.raises(ConfigError, match="data position: saved with"):
+    with pytest.raises(ConfigError, match=f"data position: saved with {named}"):
         BatchLoader(**(options | change)).load_state_dict(loader.state_dict())
 
 

@@ -24,6 +24,10 @@ def train_bpe(path: Path, specials: list[str]) -> Path:
         show_progress=False,
     )
     tokenizer.train_from_iterator([TEXT] * 5, trainer)
+    if specials:
+        tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+            single=f"{specials[0]} $A", special_tokens=[(specials[0], 0)]
+        )
     tokenizer.enable_truncation(4)
     tokenizer.enable_padding(length=50)
     tokenizer.save(str(path))

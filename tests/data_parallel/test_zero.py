@@ -12,7 +12,6 @@ from torch import nn
 
 import thinwire
 from tests.conformance.strategy_suite import (
-    GRIDS,
     ROWS,
     STEPS,
     Net,
@@ -80,10 +79,9 @@ def distance(weights: dict[str, torch.Tensor], reference: dict[str, torch.Tensor
     return math.sqrt(off / way)
 
 
-@pytest.mark.parametrize("grid", GRIDS)
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize(("name", "grid"), [(name, grid) for name in ROWS for grid in ROWS[name].grids])
 def test_strategy_follows_single_process_with_equal_replicas(name: str, grid: str) -> None:
-    world_size, local_size = GRIDS[grid]
+    world_size, local_size = grid
     results = run_workers(train, world_size, name, local_size)
     reference = single_process()
     for result in results:

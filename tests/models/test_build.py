@@ -85,7 +85,7 @@ def test_weights_of_the_folder_are_loaded_in_fp32(folder: Path) -> None:
     model = hf(folder, seed=5)
     model.model.bfloat16().save_pretrained(folder)
     loaded = hf(folder, seed=6)
-    assert loaded.training
+    assert loaded.model.training
     assert {p.dtype for p in loaded.parameters()} == {torch.float32}
     assert same_weights(model.float(), loaded)
 

@@ -22,8 +22,9 @@ def test_state_dict_and_logits_match_hugging_face(tied: bool, kv_heads: int) -> 
     transformers = pytest.importorskip("transformers")
     config = replace(TINY, tie_word_embeddings=tied, num_key_value_heads=kv_heads)
     model = Llama(config)
+    generator = torch.Generator().manual_seed(2)
     for parameter in model.parameters():  # norms that are not all one, or a misplaced one goes unseen
-        parameter.data.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)))
+        parameter.data.add_(0.05 * torch.randn(parameter.shape, generator=generator))
     theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**asdict(config)))
     theirs.load_state_dict(model.state_dict(), strict=True)
     tokens = some_tokens(2, 32)
@@ -38,6 +39,7 @@ def test_loss_is_the_mean_cross_entropy_in_fp32() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         autocast_loss = model(tokens, targets)
     assert autocast_loss.dtype == torch.float32
+    assert Llama(TINY).bfloat16()(tokens, targets).dtype == torch.float32
     assert autocast_loss.item() == pytest.approx(expected.item(), abs=2e-2)
     assert model(tokens, targets).item() == pytest.approx(expected.item(), abs=1e-5)
 

@@ -15,10 +15,10 @@ __all__ = ["Cast", "Codec", "Hadamard", "Identity", "Integer", "Traits", "derive
 
 
 def warm(codecs: Iterable[Codec]) -> None:
-    """Compile, or load from numba's cache on disk, every CPU kernel that `codecs` use: seconds once, then milliseconds.
+    """Compile, or load from numba's cache on disk, every CPU kernel that `codecs` use: seconds once.
 
-    A launcher calls it before it starts workers, so that they all load what one process compiled. numba caches beside the
-    package, in a folder of the user where that is read-only, or in NUMBA_CACHE_DIR.
+    A launcher calls it before it starts workers, so that they all load what one process compiled. numba
+    caches beside the package, in a folder of the user where that is read-only, or in NUMBA_CACHE_DIR.
     """
     for codec in codecs:
         x = torch.zeros(codec.block)

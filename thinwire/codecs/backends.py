@@ -1,4 +1,4 @@
-"""Which implementation runs where: numba on CPU, the reference under torch.compile on CUDA, the reference elsewhere."""
+"""Which implementation runs where: numba on CPU, the reference elsewhere, under torch.compile on CUDA."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def encode(
         group,
         16 if bf16 else 0,
         rotation,
-        np.float32(reference.hadamard_scale(rotation) if rotation else 1.0),
+        np.float32(rotation**-0.5 if rotation else 1.0),
         stochastic,
         np.uint64(seed & MASK64),
         np.uint64(counter & MASK64),
@@ -129,16 +129,14 @@ def rotate_(x: Tensor, block_size: int) -> Tensor:
     kernels = cpu_kernels() if x.device.type == "cpu" else None
     if kernels is None:
         return x.copy_(_plain("hadamard", x.device.type)(x, block_size))
-    scale = np.float32(reference.hadamard_scale(block_size))
-    kernels.rotate_inplace(
-        x.detach().numpy(), block_size, scale, np.empty(4 * max(block_size, 128), np.float32)
-    )
+    scale = np.float32(block_size**-0.5)
+    kernels.rotate_inplace(x.detach().numpy(), block_size, scale, np.empty(4 * max(block_size, 128), np.float32))
     return x
 
 
 @functools.cache
 def _plain(function: str, device_type: str) -> Callable[..., Any]:
-    """A function of `reference`, compiled for CUDA, where run eagerly it would make a dozen passes over memory."""
+    """A function of `reference`, compiled for CUDA, where eager mode makes a dozen passes over memory."""
     plain = getattr(reference, function)
     return torch.compile(plain, dynamic=True) if device_type == "cuda" else plain
 

@@ -17,8 +17,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Cast(Codec):
     """C(x) = x rounded to nearest even in `dtype`; 16 bits per element.
 
-    "bf16" keeps the range of fp32 and 8 significant bits (relative error at most 2^-8); "fp16" keeps 11 bits and overflows
-    to inf beyond 65504, which stays visible. Odd lengths are padded with 2 zero bytes. Raises ConfigError for other dtypes.
+    "bf16" keeps the range of fp32 and 8 significant bits (relative error at most 2^-8); "fp16" keeps 11 bits
+    and overflows to inf beyond 65504, which stays visible. Odd lengths are padded with 2 zero bytes. Raises
+    ConfigError for other dtypes.
     """
 
     dtype: str = "bf16"

@@ -1,4 +1,4 @@
-"""A Hadamard rotation around another codec: spreads an outlier over its row, so that the group's scale fits the rest."""
+"""A Hadamard rotation around another codec: spreads an outlier over its row, so the scale fits the rest."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ INT4 = Integer()
 
 @dataclass(frozen=True)
 class Hadamard(Codec):
-    """C(x) = H^T inner(H x), H block-diagonal with Sylvester Hadamard matrices of `block_size` over sqrt(block_size).
+    """C(x) = H^T inner(H x), H block-diagonal: Sylvester Hadamard matrices over sqrt(block_size).
 
-    block_size: a power of two >= 2; a tail that is no whole row is zero-padded to one, and the packet holds the padding.
-    inner: any codec without a rotation; an Integer's group must be a multiple of block_size. Raises ConfigError otherwise.
-    Source: SDP4Bit (NeurIPS 2024), section 3.2.
+    block_size: a power of two >= 2; a tail that is no whole row is zero-padded to one, and the packet holds
+    the padding. inner: any codec without a rotation; an Integer's group must be a multiple of block_size.
+    Raises ConfigError otherwise. Source: SDP4Bit (NeurIPS 2024), section 3.2.
     """
 
     inner: Codec = INT4  # a default, so that it hides the property of Codec
@@ -32,9 +32,7 @@ class Hadamard(Codec):
         size = self.block_size
         if size < 2 or size & (size - 1):
             close = 2 if size < 2 else 1 << round(math.log2(size))
-            raise ConfigError(
-                f"hadamard block_size {size} is not a power of two from 2 up; nearest is {close}"
-            )
+            raise ConfigError(f"hadamard block_size {size} is not a power of two from 2 up; nearest is {close}")
         if self.inner.rotation:
             raise ConfigError("hadamard inner is rotated already; give it the codec inside, such as Integer")
         group = self.inner.block
@@ -79,7 +77,7 @@ class Hadamard(Codec):
         return values if out is None else out.copy_(values)
 
     def unrotate_(self, x: Tensor) -> Tensor:
-        """x <- H x in place (H is its own inverse), for a flat contiguous fp32 x of whole rows. Raises ValueError."""
+        """x <- H x in place (H is its own inverse) for a flat contiguous fp32 x of whole rows."""
         return backends.rotate_(x, self.block_size)
 
     def backend(self, device: torch.device) -> str:

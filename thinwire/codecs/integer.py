@@ -15,12 +15,13 @@ from thinwire.errors import ConfigError, nearest
 
 @dataclass(frozen=True)
 class Integer(Codec):
-    """code = clamp(round(x * M/s), -M, M) with s = max|x| of the group and M = 2^(bits-1) - 1; decoded as code * s/M.
+    """code = clamp(round(x * M/s), -M, M), s = max|x| of the group, M = 2^(bits-1) - 1; decoded: code * s/M.
 
-    bits: 2, 3, 4, 6 or 8. group: elements that share a scale, any number >= 1. rounding: "nearest" (ties to even) or
-    "stochastic" (up with the probability of the remainder, from a hash of seed and counter). scale: "fp32", or "bf16"
-    rounded up. A group with max|x| < 2^-100 decodes to zeros; a group with a NaN or inf decodes to NaN, no other is touched.
-    Raises ConfigError for other values. Source: SDP4Bit (NeurIPS 2024), section 3; packet layout: `thinwire.codecs.layout`.
+    bits: 2, 3, 4, 6 or 8. group: elements that share a scale, any number >= 1. rounding: "nearest" (ties to
+    even) or "stochastic" (up with the probability of the remainder, from a hash of seed and counter). scale:
+    "fp32", or "bf16" rounded up. A group with max|x| < 2^-100 decodes to zeros; a group with a NaN or inf
+    decodes to NaN, no other is touched. Raises ConfigError for other values. Source: SDP4Bit (NeurIPS 2024),
+    section 3; packet layout: `thinwire.codecs.layout`.
     """
 
     bits: int = 4
@@ -50,10 +51,11 @@ class Integer(Codec):
 
     @property
     def traits(self) -> Traits:
-        """Nearest is a contraction for every x: no element's error exceeds the element, and the largest one's is near 0.
+        """Nearest is a contraction: no element's error exceeds the element, and the largest one's is near 0.
 
-        Stochastic rounding is unbiased; E|C(x) - x|^2 <= (group/4) (s/M)^2 is below |x|^2 for the worst x exactly where
-        group <= 4 M^2, so there it is a contraction in expectation over the seed (a bf16 scale is up to 2^-7 larger).
+        Stochastic rounding is unbiased; E|C(x) - x|^2 <= (group/4) (s/M)^2 is below |x|^2 for the worst x
+        exactly where group <= 4 M^2, so there it is a contraction in expectation over the seed (a bf16 scale
+        is up to 2^-7 larger).
         """
         if self.rounding == "nearest":
             return Traits(contraction=True)
@@ -78,10 +80,8 @@ class Integer(Codec):
     def encode(self, x: Tensor, *, seed: int = 0, counter: int = 0, out: Tensor | None = None) -> Tensor:
         return self.encode_rotated(x, rotation=0, seed=seed, counter=counter, out=out)
 
-    def encode_rotated(
-        self, x: Tensor, *, rotation: int, seed: int, counter: int, out: Tensor | None
-    ) -> Tensor:
-        """Encode H x, for `rotation` the length of the Hadamard rows (0 for none); x is zero-padded to whole rows."""
+    def encode_rotated(self, x: Tensor, *, rotation: int, seed: int, counter: int, out: Tensor | None) -> Tensor:
+        """Encode H x with Hadamard rows of length `rotation`, 0 for none; x is zero-padded to whole rows."""
         flat = backends.flat_fp32(x)
         num = flat.numel() + (-flat.numel() % rotation if rotation else 0)
         out = backends.packet_buffer(out, self.packet_bytes(num), flat.device)
@@ -107,9 +107,7 @@ class Integer(Codec):
 
     def _decode(self, packet: Tensor, num_elements: int, out: Tensor, *, add: bool) -> Tensor:
         backends.check_buffers(packet, self.packet_bytes(num_elements), out, num_elements)
-        return backends.decode(
-            packet, out, add=add, bits=self.bits, group=self.group, bf16=self.scale == "bf16"
-        )
+        return backends.decode(packet, out, add=add, bits=self.bits, group=self.group, bf16=self.scale == "bf16")
 
     def backend(self, device: torch.device) -> str:
         return backends.name(device)

@@ -1,15 +1,17 @@
 """numba kernels for CPU: one pass over memory, the GIL released, results bit-equal to `reference`.
 
-They work group by group in scratch that stays in the first-level cache. Three habits make them vectorise: a group's
-maximum is an integer maximum over the floats' bits, adding 1.5 * 2^23 rounds a float to even and leaves the integer in its low
-bits, and every inner loop runs over arrays sliced to start at 0. No fastmath: it would change roundings.
+They work group by group in scratch that stays in the first-level cache. Three habits make them vectorise: a
+group's maximum is an integer maximum over the floats' bits, adding 1.5 * 2^23 rounds a float to even and
+leaves the integer in its low bits, and arrays are indexed by an unsigned offset (a slice would count a
+reference, a signed index is checked for wrapping around). No fastmath: it would change roundings. numba's
+cache on disk watches this file only: after a change to a constant imported here, delete `__pycache__/*.nb*`.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numba import njit
@@ -36,11 +38,13 @@ C32, C64, C96, C128, C192 = np.uint64(32), np.uint64(64), np.uint64(96), np.uint
 LANE_BYTES = tuple(LANES.get(bits, (1, 0))[1] for bits in range(9))
 LANE_SHIFT = tuple(LANES.get(bits, (1, 0))[0].bit_length() - 1 for bits in range(9))
 
-# Nothing here allocates; without _nrt=False every inlined call would count a reference atomically, half of the time.
-# What a kernel's argument is inside it; a caller may pass any integer for U64 and I32.
-Array = np.ndarray
-U64 = I32 = F32 = Any
+# What an argument is inside a kernel; callers may pass any integer for U64 and I32.
+Array: TypeAlias = np.ndarray
+U64: TypeAlias = Any
+I32: TypeAlias = Any
+F32: TypeAlias = Any
 
+# Nothing here allocates; without _nrt=False every inlined call would count references, at half of the speed.
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "_nrt": False}
 inlined = njit(**OPTIONS, forceinline=True)
 
@@ -50,9 +54,7 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     try:
         return njit(**OPTIONS, cache=True)(function)
     except RuntimeError as error:
-        warnings.warn(
-            f"codecs are compiled anew by every process: {error}; set NUMBA_CACHE_DIR", stacklevel=2
-        )
+        warnings.warn(f"codecs are compiled anew by every process: {error}; set NUMBA_CACHE_DIR", stacklevel=2)
         return njit(**OPTIONS)(function)
 
 
@@ -199,9 +201,10 @@ def _unpack(packet: Array, at: U64, width: U64, bits: I32, codes: Array) -> None
 
 @inlined
 def _rotate_32(x: Array, at: U64, scale: F32, work: Array, out: Array, to: U64) -> None:
-    """Four rows of 32 at once: `reference.hadamard` with every offset a constant, then the rows taken apart.
+    """Four rows of 32 at once: `reference.hadamard` with constant offsets, then the rows taken apart.
 
-    Each stage moves the lowest bit of the element's index to the top, so after five the row number is the lowest two bits.
+    Each stage moves the lowest bit of the element's index to the top, so after five the row number is the
+    lowest two bits.
     """
     for j in range(C64):
         even, odd = x[at + j + j], x[at + j + j + ONE]
@@ -252,7 +255,7 @@ def _rotate_chunk(x: Array, at: U64, block: U64, scale: F32, work: Array, out: A
 
 @inlined
 def _rotate(x: Array, at: U64, size: U64, block: U64, scale: F32, work: Array, out: Array, to: U64) -> None:
-    """`size` elements (whole rows) of x, zero beyond its end, rotated to `out`, which has room for a whole `_chunk`."""
+    """`size` elements (whole rows) of x, zero beyond its end, rotated to `out`, with room for whole chunks."""
     chunk = C128 if block == C32 else block
     done = ZERO
     while done < size:
@@ -340,9 +343,10 @@ def encode(
     work: Array,
     codes: Array,
 ) -> None:
-    """Flat fp32 x, taken as `num` elements with zeros beyond its end -> scales (int32 or int16 bits) and packed codes.
+    """Flat fp32 x, as `num` elements with zeros beyond its end -> scales (int32 or int16 bits) and codes.
 
-    block: Hadamard rows, 0 for none. rows: fp32 scratch for one group and a chunk. work: 4 chunks. codes: uint8, one group.
+    block: Hadamard rows, 0 for none. rows: fp32 scratch for one group and a chunk. work: 4 chunks. codes:
+    uint8, one group.
     """
     num, group, block, at = np.uint64(num), np.uint64(group), np.uint64(block), ZERO
     lane_shift, lane_bytes = np.uint64(LANE_SHIFT[bits]), np.uint64(LANE_BYTES[bits])
@@ -370,9 +374,7 @@ def encode(
                 position,
             )
         else:
-            _encode_group(
-                x, start, size, width, bits, shift, scales, index, out, at, codes, stochastic, seed, position
-            )
+            _encode_group(x, start, size, width, bits, shift, scales, index, out, at, codes, stochastic, seed, position)
         at += width * lane_bytes
 
 
@@ -390,7 +392,7 @@ def _write(codes: Array, at: U64, size: U64, step: F32, add: bool, out: Array, s
 def decode(
     scales: Array, packed: Array, out: Array, bits: I32, group: U64, shift: I32, add: bool, codes: Array
 ) -> None:
-    """Scales (int32 or int16 bits) and packed codes -> out = values, or out += values; codes: uint8 scratch, one group."""
+    """Scales and packed codes -> out = values, or out += values. codes: uint8 scratch, one group."""
     num, group, at = np.uint64(out.size), np.uint64(group), ZERO
     lane_shift, lane_bytes = np.uint64(LANE_SHIFT[bits]), np.uint64(LANE_BYTES[bits])
     levels = np.float32((1 << (bits - 1)) - 1)

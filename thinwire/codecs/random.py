@@ -1,4 +1,4 @@
-"""Randomness as a pure function of (seed, counter): the same number on every device, in any order, at any cut."""
+"""Randomness as a pure function of (seed, counter): the same number on every device, at any cut."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ MIX32_A, MIX32_B = 0x85EBCA6B, 0xC2B2AE35
 def mix64(z: int) -> int:
     """A bijection of 64-bit integers that flips each output bit with probability 1/2 when an input bit flips.
 
-    Source: the finaliser of SplitMix64, Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (2014).
+    Source: the finaliser of SplitMix64, Steele, Lea and Flood, "Fast splittable pseudorandom number
+    generators" (2014).
     """
     z = ((z ^ (z >> 30)) * MIX64_A) & MASK64
     z = ((z ^ (z >> 27)) * MIX64_B) & MASK64
@@ -36,8 +37,9 @@ def derive_seed(*parts: int) -> int:
 def noise_keys(seed: int, counter: int, num_elements: int) -> tuple[Tensor, Tensor]:
     """The keys and the offset that `noise` needs for elements counter .. counter + num_elements - 1.
 
-    Row r of the int64 keys [rows, 2] is the two 32-bit halves of derive_seed(seed, (counter >> 32) + r): one row for each
-    value of the upper 32 bits that occurs. The offset, an int64 scalar, is the lower 32 bits of `counter`.
+    Row r of the int64 keys [rows, 2] is the two 32-bit halves of derive_seed(seed, (counter >> 32) + r): one
+    row for each value of the upper 32 bits that occurs. The offset, an int64 scalar, is the lower 32 bits of
+    `counter`.
     """
     high, low = (counter & MASK64) >> 32, counter & MASK32
     rows = ((low + max(num_elements, 1) - 1) >> 32) + 1
@@ -46,10 +48,11 @@ def noise_keys(seed: int, counter: int, num_elements: int) -> tuple[Tensor, Tens
 
 
 def noise(keys: Tensor, low: Tensor, num_elements: int) -> Tensor:
-    """Uniform fp32 in (-1/2, 1/2), odd multiples of 2^-24: element i is a hash of the counter's 64 bits and the seed.
+    """Uniform fp32 in (-1/2, 1/2), odd multiples of 2^-24: element i is a hash of the seed and counter + i.
 
-    With c = low + i: x = (c mod 2^32) xor k0, then xor-shift and multiply twice (the multipliers of MurmurHash3's 32-bit
-    finaliser), k1 entering between the multiplications; k0, k1 = keys[c >> 32]. Only the upper 23 bits are used.
+    With c = low + i: x = (c mod 2^32) xor k0, then xor-shift and multiply twice (the multipliers of
+    MurmurHash3's 32-bit finaliser), k1 entering between the multiplications; k0, k1 = keys[c >> 32]. Only the
+    upper 23 bits are used.
     """
     position = torch.arange(num_elements, dtype=torch.int64, device=keys.device) + low
     row = position >> 32

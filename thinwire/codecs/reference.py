@@ -1,4 +1,4 @@
-"""The truth: every codec's arithmetic in plain PyTorch. The fast kernels are held to it bit for bit on CPU."""
+"""The truth: every codec's arithmetic in plain PyTorch, to which the kernels are held bit for bit."""
 
 from __future__ import annotations
 
@@ -15,26 +15,21 @@ MAX_SCALE = torch.finfo(torch.bfloat16).max
 
 
 def hadamard(x: Tensor, block_size: int) -> Tensor:
-    """Each row of `block_size` elements times H/sqrt(block_size), H the Sylvester Hadamard matrix; its own inverse.
+    """Each row of `block_size` elements times H/sqrt(block_size), H the Sylvester matrix; its own inverse.
 
-    x: flat fp32, a multiple of `block_size` (a power of two). Stages of one constant pattern, (x_2j + x_2j+1) to the first
-    half and (x_2j - x_2j+1) to the second, log2(block_size) times, then one multiplication by the scale.
-    Source: Pease, "An adaptation of the fast Fourier transform for parallel processing" (1968).
+    x: flat fp32, a multiple of `block_size` (a power of two). Stages of one constant pattern, (x_2j + x_2j+1)
+    to the first half and (x_2j - x_2j+1) to the second, log2(block_size) times, then one multiplication by
+    the scale. Source: Pease, "An adaptation of the fast Fourier transform for parallel processing" (1968).
     """
     rows = x.reshape(-1, block_size)
     for _ in range(block_size.bit_length() - 1):
         even, odd = rows[:, 0::2], rows[:, 1::2]
         rows = torch.cat([even + odd, even - odd], dim=1)
-    return (rows * hadamard_scale(block_size)).reshape(-1)
-
-
-def hadamard_scale(block_size: int) -> float:
-    """1/sqrt(block_size), rounded to fp32."""
-    return torch.tensor(block_size, dtype=torch.float64).rsqrt().float().item()
+    return (rows * block_size**-0.5).reshape(-1)
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """int32 codes [rows, n] in two's complement -> uint8 [rows, group_bytes(n)], in the planes of `layout`."""
+    """int32 codes [rows, n], two's complement -> uint8 [rows, group_bytes(n)], in the planes of `layout`."""
     per_lane, _ = LANES[bits]
     padded = torch.nn.functional.pad(codes & ((1 << bits) - 1), (0, -codes.shape[1] % per_lane))
     planes = padded.unflatten(1, (per_lane, -1))
@@ -64,7 +59,7 @@ def unpack(packed: Tensor, num_elements: int, bits: int) -> Tensor:
 
 
 def scales_of(x: Tensor, bf16: bool) -> Tensor:
-    """max|x| of each row as fp32 [rows, 1]: NaN where a row holds NaN or inf, 0 where it is below TINY, at most MAX_SCALE.
+    """max|x| of each row, fp32 [rows, 1]: NaN where not finite, 0 below TINY, at most MAX_SCALE.
 
     With `bf16` the value is rounded up to 8 significant bits, so that no code needs clamping.
     """
@@ -78,8 +73,9 @@ def scales_of(x: Tensor, bf16: bool) -> Tensor:
 def quantise(x: Tensor, dither: Tensor | None, bits: int, bf16: bool) -> tuple[Tensor, Tensor]:
     """Rows [rows, n] -> (scales fp32 [rows, 1], packed uint8 [rows, bytes]).
 
-    s = max|x|, M = 2^(bits-1) - 1, code = clamp(round(x*(M/s) + dither), -M, M), ties to even; dither is uniform in
-    (-1/2, 1/2) for stochastic rounding and absent for nearest. Rows with scale 0 or NaN have zero codes.
+    s = max|x|, M = 2^(bits-1) - 1, code = clamp(round(x*(M/s) + dither), -M, M), ties to even; dither is
+    uniform in (-1/2, 1/2) for stochastic rounding and absent for nearest. Rows with scale 0 or NaN have zero
+    codes.
     """
     levels = (1 << bits - 1) - 1
     scales = scales_of(x, bf16)
@@ -95,15 +91,13 @@ def dequantise(scales: Tensor, packed: Tensor, num_elements: int, bits: int) -> 
     return unpack(packed, num_elements, bits).to(torch.float32) * (scales / ((1 << bits - 1) - 1))
 
 
-def encode(
-    x: Tensor, out: Tensor, keys: Tensor | None, low: Tensor | None, bits: int, group: int, bf16: bool
-) -> None:
+def encode(x: Tensor, out: Tensor, keys: Tensor | None, low: Tensor | None, bits: int, group: int, bf16: bool) -> None:
     """Flat fp32 x -> the packet `out` (uint8), groups of `group` elements, the last perhaps shorter.
 
     keys, low: what `random.noise_keys` gives, for stochastic rounding; None for nearest.
     """
     num = x.numel()
-    dither = None if keys is None else noise(keys, low, num)
+    dither = None if keys is None or low is None else noise(keys, low, num)
     end_of_scales, used, _ = packet_sections(num, bits, group, 2 if bf16 else 4)
     whole = num - num % group
     scale_parts, code_parts = [], []
@@ -125,9 +119,7 @@ def decode(packet: Tensor, out: Tensor, bits: int, group: int, bf16: bool) -> No
     """The packet -> flat fp32 `out`."""
     num = out.numel()
     end_of_scales, used, _ = packet_sections(num, bits, group, 2 if bf16 else 4)
-    scales = (
-        packet[:end_of_scales].view(torch.bfloat16 if bf16 else torch.float32).to(torch.float32).view(-1, 1)
-    )
+    scales = packet[:end_of_scales].view(torch.bfloat16 if bf16 else torch.float32).to(torch.float32).view(-1, 1)
     full = num // group
     whole, middle = full * group, end_of_scales + full * group_bytes(group, bits)
     if full:

@@ -163,9 +163,8 @@ def write_tokens(file: BinaryIO, source: Source, tokenizer: Tokenizer, limit_tok
     num_tokens = num_documents = 0
     batches = map(tokenizer.encode_batch, batched(source.documents()))
     for ids in chain.from_iterable(batches):
-        document = np.concatenate((ids.astype(dtype), tail))[
-            : None if limit_tokens is None else limit_tokens - num_tokens
-        ]
+        room = None if limit_tokens is None else limit_tokens - num_tokens
+        document = np.concatenate((ids.astype(dtype), tail))[:room]
         data = document.tobytes()
         file.write(data)
         digest.update(data)

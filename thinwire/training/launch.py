@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import sys
+import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 
@@ -30,13 +32,21 @@ from thinwire.training.signals import STOPPING, StoppedError
 
 
 class RankLogs(LogsSpecs):
-    """RUN_DIR/logs: rank 0 keeps the terminal as its output, everything else goes to rankN.log."""
+    """RUN_DIR/logs: rank 0 keeps the terminal as its output, everything else goes to rankN.log.
+
+    `before_start` is called when all machines have met, right before the workers start.
+    """
+
+    def __init__(self, folder: Path, before_start: Callable[[], None]) -> None:
+        super().__init__(str(folder))
+        self._before_start = before_start
 
     @property
     def root_log_dir(self) -> str:
         return str(self._root_log_dir)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        self._before_start()
         dest = LogsDest()
         for local_rank, env in envs.items():
             path = Path(self.root_log_dir) / f"rank{env['RANK']}"
@@ -54,8 +64,16 @@ class Relay:
     def __init__(self) -> None:
         self.agent: LocalElasticAgent | None = None
         self.received: int | None = None
+        self.listen()
+
+    def listen(self) -> None:
         for signum in STOPPING:
             signal.signal(signum, self._handle)
+
+    def step_aside(self) -> None:
+        """Let signals end the process at once: no handler would run while it waits for another machine to answer."""
+        for signum in STOPPING:
+            signal.signal(signum, signal.SIG_DFL)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         again, self.received = self.received is not None, signum
@@ -83,7 +101,10 @@ def launch(config: TrainConfig, problems: Problems) -> int:
     # SIGINT and SIGTERM stay ours, and nohup's SIGHUP ignored: the agent would take them over and kill after 30 s.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
     keep_log(run_dir.logs / f"launcher{config.node}.log")
-    relay.agent = make_agent(config, f"{host}:{port}", start)
+    relay.agent = make_agent(config, f"{host}:{port}", start, relay.listen)
+    if config.node > 0:
+        await_node_0(host, int(port), config.timeout)
+    relay.step_aside()
     try:
         result = relay.agent.run()
     except (ConnectionError, TimeoutError, RuntimeError) as error:
@@ -97,7 +118,23 @@ def launch(config: TrainConfig, problems: Problems) -> int:
     return 0
 
 
-def make_agent(config: TrainConfig, endpoint: str, start: Start) -> LocalElasticAgent:
+def await_node_0(host: str, port: int, timeout_s: float) -> None:
+    """Return when node 0 answers; raises ThinwireError after `timeout_s` seconds."""
+    print(f"waiting for node 0 at {host}:{port}, at most {timeout_s:g} s ...", flush=True)
+    due = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=1.0).close()
+            return
+        except OSError as error:
+            if time.monotonic() > due:
+                raise ThinwireError(f"node 0 did not answer at {host}:{port} within {timeout_s:g} s: {error}") from None
+        time.sleep(0.2)
+
+
+def make_agent(
+    config: TrainConfig, endpoint: str, start: Start, before_start: Callable[[], None]
+) -> LocalElasticAgent:
     """torchrun's agent for this machine's workers; a failed worker ends the run."""
     run_dir = RunDir(config.run_dir)
     timeout_s = max(1, round(config.timeout))
@@ -112,7 +149,7 @@ def make_agent(config: TrainConfig, endpoint: str, start: Start) -> LocalElastic
         rdzv_handler=get_rendezvous_handler(rendezvous), max_restarts=0, monitor_interval=0.1,
         master_addr=address, master_port=int(port),
     )  # fmt: skip
-    return LocalElasticAgent(spec, RankLogs(str(run_dir.logs)), exit_barrier_timeout=timeout_s)
+    return LocalElasticAgent(spec, RankLogs(run_dir.logs, before_start), exit_barrier_timeout=timeout_s)
 
 
 def choose_interface(host: str, num_nodes: int) -> tuple[str, str, str]:

@@ -64,10 +64,11 @@ def read_metrics(path: Path) -> list[StepMetrics]:
     records = []
     for line in path.read_text().splitlines():
         try:
-            values: dict[str, Any] = json.loads(line)
+            values = json.loads(line)
         except json.JSONDecodeError:
             break
-        records.append(StepMetrics(**{k: math.nan if v is None else v for k, v in values.items()}))
+        numbers: dict[str, Any] = {k: math.nan if v is None else v for k, v in values.items()}
+        records.append(StepMetrics(**numbers))
     return records
 
 

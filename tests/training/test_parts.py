@@ -1,0 +1,169 @@
+"""The small parts of a run: learning rate, metrics, checkpoints, run directory, progress, hardware."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from thinwire.errors import ConfigError, ThinwireError
+from thinwire.training import checkpoint, hardware
+from thinwire.training.config import TrainConfig
+from thinwire.training.effects import resume_rows, unused_rows
+from thinwire.training.metrics import MetricsWriter, StepMetrics, medians, read_metrics
+from thinwire.training.progress import Progress
+from thinwire.training.run_dir import RunDir
+from thinwire.training.schedule import lr_at
+
+
+def record(step: int, loss: float = 2.0) -> StepMetrics:
+    return StepMetrics(step, loss, step * 10, 0.5 + step, 0.3, 0.2, 100 * step, 100, 1e-3, 1.0)
+
+
+def test_learning_rate_warms_up_then_falls_to_a_tenth() -> None:
+    rates = [lr_at(step, peak=1.0, num_warmup_steps=10, num_steps=110) for step in range(1, 111)]
+    assert rates[:10] == pytest.approx([n / 10 for n in range(1, 11)])
+    assert rates[59] == pytest.approx((1.0 + 0.1) / 2)
+    assert rates[-1] == pytest.approx(0.1)
+    assert rates[9:] == sorted(rates[9:], reverse=True)
+    assert lr_at(1, peak=1.0, num_warmup_steps=0, num_steps=1) == pytest.approx(0.1)
+
+
+def test_metrics_survive_and_resume_cuts_later_steps(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    writer = MetricsWriter(path, 0)
+    for step in (1, 2, 3):
+        writer.write(record(step, math.nan if step == 2 else 2.0))
+    # Not closed: every line is on disk already.
+    lines = path.read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
+    assert json.loads(lines[1])["loss"] is None
+    with path.open("a") as file:
+        file.write('{"step": 4, "lo')
+    resumed = MetricsWriter(path, 2)
+    resumed.write(record(3, 1.0))
+    assert [(r.step, r.loss) for r in read_metrics(path)[::2]] == [(1, 2.0), (3, 1.0)]
+    assert math.isnan(read_metrics(path)[1].loss) and resumed.records[0] == record(1)
+
+
+def test_medians_leave_out_the_first_step() -> None:
+    records = [record(step) for step in (1, 2, 3, 4)]
+    assert medians(records, "sent_bytes") == {"sent_bytes": 300}
+    assert medians(records[:1], "sent_bytes") == {"sent_bytes": 100}
+    assert medians([], "sent_bytes") == {"sent_bytes": 0.0}
+
+
+def save(folder: Path, step: int, rank: int = 0) -> None:
+    state = {"step": step, "x": torch.arange(3)}
+    checkpoint.save(folder, step, rank, state, is_leader=rank == 0, barrier=lambda: None)
+
+
+def test_checkpoints_keep_the_last_two_and_load_back(tmp_path: Path) -> None:
+    assert checkpoint.latest(tmp_path) is None and checkpoint.step_of(None) == 0
+    for step in (5, 10, 15):
+        save(tmp_path, step)
+    newest = checkpoint.latest(tmp_path)
+    assert newest is not None and checkpoint.step_of(newest) == 15
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000010", "step-00000015"]
+    state = checkpoint.load(newest, 0)
+    assert state["step"] == 15 and state["x"].tolist() == [0, 1, 2]
+
+
+def test_a_checkpoint_cut_short_is_never_seen(tmp_path: Path) -> None:
+    save(tmp_path, 5)
+
+    def die() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.save(tmp_path, 10, 0, {"step": 10}, is_leader=True, barrier=die)
+    assert checkpoint.step_of(checkpoint.latest(tmp_path)) == 5
+
+
+def test_damaged_checkpoints_are_named(tmp_path: Path) -> None:
+    save(tmp_path, 5)
+    newest = checkpoint.latest(tmp_path)
+    assert newest is not None
+    with pytest.raises(ThinwireError, match=r"rank3\.pt"):
+        checkpoint.load(newest, 3)
+    (newest / "rank0.pt").write_bytes(b"not a checkpoint")
+    with pytest.raises(ThinwireError, match=r"rank0\.pt"):
+        checkpoint.load(newest, 0)
+
+
+def test_run_directory_is_not_lost(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "runs" / "a")
+    run_dir.check(0, resume=False, overwrite=False)
+    assert not run_dir.path.exists(), "checking writes nothing"
+    run_dir.claim(0, "steps = 1\n", overwrite=False)
+    (run_dir.path / "notes.txt").write_text("mine")
+    (run_dir.checkpoints / "step-00000001").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"already holds a run.*--resume.*--overwrite.*a-2"):
+        run_dir.check(0, resume=False, overwrite=False)
+    run_dir.check(0, resume=True, overwrite=False)
+    run_dir.check(1, resume=False, overwrite=False)
+    run_dir.claim(0, "steps = 2\n", overwrite=True)
+    assert not run_dir.checkpoints.exists()
+    assert (run_dir.path / "notes.txt").read_text() == "mine"
+
+
+def test_run_directory_below_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="is a file, not a folder"):
+        RunDir(tmp_path / "file" / "run").check(0, resume=False, overwrite=False)
+
+
+def test_plain_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = Progress(num_steps=3, tokens_per_step=10, uncompressed_bytes=8e6)
+    progress.start_table([("dtype auto", "bf16", "measured [1]"), ("a", "b", "")])
+    for step in (1, 2, 3):
+        progress.step(record(step))
+    progress.close()
+    shown = capsys.readouterr().out
+    assert "dtype auto: bf16 (measured [1])" in shown
+    assert "step 1/3  loss 2.0000" in shown and "step 3/3" in shown and "step 2/3" not in shown
+    assert "of 8.00 MB" in shown and "waiting 0.200 of 1.500 s" in shown
+
+
+def test_options_without_effect_are_rows() -> None:
+    config = TrainConfig(
+        strategy="zero", model="hf:x", join="a:1", prompt="x", sample_tokens=0, steps=3, warmup_steps=9,
+        tables={"sdp4bit": {"weight_bits": 8}, "llama": {"hidden_size": 64}},
+    )  # fmt: skip
+    rows = {asked: effect for asked, effect, _ in unused_rows(config)}
+    assert rows == {
+        "--sdp4bit.weight-bits": "no effect",
+        "--llama.hidden-size": "no effect",
+        "--join": "no effect",
+        "--prompt": "no effect",
+        "--warmup-steps 9": "never finishes",
+    }
+    assert not list(unused_rows(TrainConfig(tables={"sdp4bit": {"weight_bits": 8}})))
+
+
+def test_changes_on_resume_are_rows() -> None:
+    rows = list(resume_rows(TrainConfig(steps=5), TrainConfig(steps=7, seed=1, resume=True)))
+    assert rows == [("resume: --steps 7", "7", "was 5 until the checkpoint")]
+
+
+def test_threads_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "num_cores", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert hardware.threads_per_worker(3)[0] == 2
+    assert hardware.threads_per_worker(99)[0] == 1
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert hardware.threads_per_worker(3) == (5, "OMP_NUM_THREADS is set")
+
+
+@pytest.mark.parametrize(("speedup", "chosen"), [(1.5, "bf16"), (1.02, "fp32"), (0.4, "fp32")])
+def test_dtype_follows_the_measurement(monkeypatch: pytest.MonkeyPatch, speedup: float, chosen: str) -> None:
+    monkeypatch.setattr(hardware, "bf16_speedup", lambda threads: speedup)
+    assert hardware.choose_dtype("auto", 1)[0] == chosen
+    assert hardware.choose_dtype("fp32", 1) == ("fp32", "")
+
+
+def test_dtype_is_measured() -> None:
+    assert 0 < hardware.bf16_speedup(1, repeats=1) < 1000

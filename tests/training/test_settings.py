@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from thinwire.errors import ConfigError
+from thinwire.training.config import TrainConfig
+from thinwire.training.problems import Problems
+from thinwire.training.settings import build_strategy, read_config, to_toml
+
+
+def read(*args: str) -> TrainConfig:
+    problems = Problems()
+    config = read_config(args, problems)
+    problems.raise_any()
+    return config
+
+
+@pytest.fixture
+def toml(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text('steps = 7\nmicro-batch = 3\nlr = 1\ntrack = ["wandb"]\n[sdp4bit]\nweight-bits = 8\n')
+    return path
+
+
+def test_defaults_then_file_then_flags(toml: Path) -> None:
+    assert read() == TrainConfig()
+    from_file = read(str(toml))
+    assert (from_file.steps, from_file.micro_batch, from_file.lr) == (7, 3, 1)
+    assert from_file.track == ("wandb",) and from_file.tables == {"sdp4bit": {"weight_bits": 8}}
+    flags = read(str(toml), "--steps", "9", "--sdp4bit.weight-group", "1024", "--track", "trackio")
+    assert (flags.steps, flags.micro_batch, flags.track) == (9, 3, ("trackio",))
+    assert flags.tables == {"sdp4bit": {"weight_bits": 8, "weight_group": 1024}}
+
+
+def test_a_flag_may_restore_the_default_over_the_file(toml: Path) -> None:
+    assert read(str(toml), "--steps", str(TrainConfig().steps)).steps == TrainConfig().steps
+
+
+def test_what_is_written_reads_back(tmp_path: Path, toml: Path) -> None:
+    config = read(str(toml), "--prompt", 'a "b"\n\\c \x7f é', "--local-size", "1", "--llama.hidden-size", "64")
+    path = tmp_path / "written.toml"
+    path.write_text(to_toml(config))
+    assert read(str(path)) == config
+
+
+def test_what_is_written_leaves_out_resume_overwrite_and_unused_tables(tmp_path: Path) -> None:
+    config = read("--overwrite", "--strategy", "zero", "--sdp4bit.weight-bits", "8")
+    written = to_toml(config)
+    assert "overwrite" not in written and "resume" not in written and "sdp4bit" not in written
+
+
+def test_resume_takes_the_configuration_of_the_run_directory(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("steps = 11\nseed = 5\n")
+    config = read("--run-dir", str(tmp_path), "--resume", "--steps", "12")
+    assert (config.steps, config.seed, config.resume) == (12, 5, True)
+    assert read("--run-dir", str(tmp_path)).seed == 0
+
+
+def test_all_wrong_keys_and_flags_come_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_text('stepz = 1\nlr = "fast"\ndtype = "fp8"\n[sdp4bit]\nweigth_bits = 4\nrounding = 3\n')
+    with pytest.raises(ConfigError) as caught:
+        read(str(path), "--sed", "4", "--sdp4bit.weight-bit", "4")
+    message = str(caught.value)
+    for part in (
+        "7 problems",
+        "unknown flag --sed; did you mean '--seed'?",
+        "unknown flag --sdp4bit.weight-bit; did you mean '--sdp4bit.weight-bits'?",
+        "unknown key 'stepz'; did you mean 'steps'?",
+        "lr = 'fast': must be a number",
+        "dtype = 'fp8': must be one of auto, bf16, fp32",
+        "[sdp4bit] unknown key 'weigth_bits'; did you mean 'weight_bits'?",
+        "[sdp4bit] rounding = 3: must be a string",
+    ):
+        assert part in message
+
+
+@pytest.mark.parametrize("content", ["steps = ", "steps = true\n", "sdp4bit = 3\n"])
+def test_broken_files(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "broken.toml"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=r"broken\.toml"):
+        read(str(path))
+
+
+def test_missing_file_names_the_nearest(toml: Path) -> None:
+    with pytest.raises(ConfigError, match=r"does not exist; did you mean '.*run\.toml'"):
+        read(str(toml.with_name("runn.toml")))
+
+
+def test_a_value_that_cannot_be_read_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        read("--steps", "many", "--sed", "1")
+    assert stopped.value.code == 2
+    shown = capsys.readouterr().err
+    assert "--steps" in shown and "did you mean '--seed'?" in shown
+
+
+def test_strategies_take_their_table() -> None:
+    strategy = build_strategy(read("--strategy", "sdp4bit-gradients", "--sdp4bit.inter-bits", "3"))
+    assert "inter_bits=3" in str(strategy) and "weights=False" in str(strategy)
+    with pytest.raises(ConfigError, match="did you mean 'sdp4bit'"):
+        build_strategy(TrainConfig(strategy="sdp4bits"))
+    with pytest.raises(ConfigError):
+        build_strategy(read("--sdp4bit.inter-group", "100"))

@@ -110,7 +110,7 @@ def test_a_missing_path_names_its_nearest_sibling(tmp_path: Path) -> None:
         list(documents(str(tmp_path / "zzz")))
     with pytest.raises(ConfigError, match=r"folder '.*nowhere' does not exist either"):
         list(documents(str(tmp_path / "nowhere" / "corpus.txt")))
-    with pytest.raises(ConfigError, match="give .stdlib."):
+    with pytest.raises(ConfigError, match="give 'stdlib'"):
         list(documents(""))
     with pytest.raises(ConfigError, match="did you mean 'stdlib'"):
         list(documents("stdlb"))
@@ -129,7 +129,9 @@ def test_a_dataset_is_streamed_by_name_and_config(monkeypatch: pytest.MonkeyPatc
         if path == "gone":
             raise FileNotFoundError("no dataset 'gone'")
         assert (split, streaming) == ("train", True)
-        return iter([{"text": f"{path} {config}"}])
+        yield {"text": f"{path} {config}"}
+        if path == "cut":
+            raise ConnectionError("the network went away")
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
     assert list(documents("hf:owner/name")) == ["owner/name None"]
@@ -138,6 +140,10 @@ def test_a_dataset_is_streamed_by_name_and_config(monkeypatch: pytest.MonkeyPatc
         list(documents("hf:owner/name", "body"))
     with pytest.raises(ConfigError, match="no dataset 'gone'"):
         list(documents("hf:gone"))
+    with pytest.raises(ConfigError, match="datasets cannot read it: the network went away"):
+        list(documents("hf:cut"))
+    with pytest.raises(ConfigError, match="give the name of a dataset"):
+        list(documents("hf:"))
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError, match=r"pip install thinwire\[hf\]"):
         list(documents("hf:owner/name"))

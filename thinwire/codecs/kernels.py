@@ -174,13 +174,9 @@ def _signed(byte: I32, skip: I32, bits: I32) -> I32:
 
 @inlined
 def _unpack(packet: Array, at: U64, width: U64, bits: I32, codes: Array) -> None:
-    """The inverse of `_pack`: codes sign-extended to a byte."""
+    """The inverse of `_pack` for 2, 3 and 6 bits: codes sign-extended to a byte."""
     w2, w3 = width + width, width + width + width
-    if bits == 4:
-        for j in range(width):
-            byte = packet[at + j]
-            codes[j], codes[width + j] = _signed(byte, 4, 4), _signed(byte, 0, 4)
-    elif bits == 2:
+    if bits == 2:
         for j in range(width):
             byte = packet[at + j]
             codes[j], codes[width + j] = _signed(byte, 6, 2), _signed(byte, 4, 2)
@@ -388,6 +384,22 @@ def _write(codes: Array, at: U64, size: U64, step: F32, add: bool, out: Array, s
             out[start + j] = np.float32(np.int8(codes[at + j])) * step
 
 
+@inlined
+def _write_4(packed: Array, at: U64, size: U64, width: U64, step: F32, add: bool, out: Array, start: U64) -> None:
+    """`_unpack` and `_write` in one for 4 bits: a quarter less time in cache than by way of scratch."""
+    upper, rest = start + width, size - width
+    if add:
+        for j in range(width):
+            out[start + j] += np.float32(np.int8(_signed(packed[at + j], 4, 4))) * step
+        for j in range(rest):
+            out[upper + j] += np.float32(np.int8(_signed(packed[at + j], 0, 4))) * step
+    else:
+        for j in range(width):
+            out[start + j] = np.float32(np.int8(_signed(packed[at + j], 4, 4))) * step
+        for j in range(rest):
+            out[upper + j] = np.float32(np.int8(_signed(packed[at + j], 0, 4))) * step
+
+
 @kernel
 def decode(
     scales: Array, packed: Array, out: Array, bits: I32, group: U64, shift: I32, add: bool, codes: Array
@@ -403,6 +415,8 @@ def decode(
         step = np.int32(np.int32(scales[index]) << shift).view(np.float32) / levels
         if bits == 8:
             _write(packed, at, size, step, add, out, start)
+        elif bits == 4:
+            _write_4(packed, at, size, width, step, add, out, start)
         else:
             _unpack(packed, at, width, bits, codes)
             _write(codes, ZERO, size, step, add, out, start)

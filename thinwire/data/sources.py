@@ -194,12 +194,15 @@ def read_hf(name: str, text_field: str) -> Iterator[str]:
     except ImportError:
         raise ConfigError(f"data hf:{name}: needs datasets; pip install thinwire[hf]") from None
     path, _, config = name.partition(":")
+    if not path:
+        raise ConfigError(f"data hf:{name}: give the name of a dataset, hf:NAME or hf:NAME:CONFIG")
     try:
-        rows = datasets.load_dataset(path, config or None, split="train", streaming=True)
+        for row in datasets.load_dataset(path, config or None, split="train", streaming=True):
+            yield text_of(row, text_field, f"data hf:{name}")
+    except ConfigError:
+        raise
     except (OSError, ValueError) as error:
-        raise ConfigError(f"data hf:{name}: datasets cannot open it: {error}") from error
-    for row in rows:
-        yield text_of(row, text_field, f"data hf:{name}")
+        raise ConfigError(f"data hf:{name}: datasets cannot read it: {error}") from error
 
 
 def text_of(row: Any, text_field: str, where: str) -> str:

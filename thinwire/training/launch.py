@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 
+from rich.console import Console
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
@@ -111,6 +112,9 @@ def launch(config: TrainConfig, problems: Problems) -> int:
         raise ThinwireError(
             f"node {config.node} did not meet the others at {host}:{port} within {config.timeout:g} s: {error}"
         ) from error
+    finally:
+        # The live table hides it, and a killed worker can't bring it back.
+        Console().show_cursor()
     if relay.received is not None:
         raise StoppedError(relay.received)
     if result.is_failed():
@@ -132,9 +136,7 @@ def await_node_0(host: str, port: int, timeout_s: float) -> None:
         time.sleep(0.2)
 
 
-def make_agent(
-    config: TrainConfig, endpoint: str, start: Start, before_start: Callable[[], None]
-) -> LocalElasticAgent:
+def make_agent(config: TrainConfig, endpoint: str, start: Start, before_start: Callable[[], None]) -> LocalElasticAgent:
     """torchrun's agent for this machine's workers; a failed worker ends the run."""
     run_dir = RunDir(config.run_dir)
     timeout_s = max(1, round(config.timeout))

@@ -1,0 +1,150 @@
+"""The front door: help, versions, and every kind of bad input."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import thinwire
+from thinwire import cli
+from thinwire.errors import ConfigError
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("some words to learn\n" * 200)
+    return path
+
+
+def train(tmp_path: Path, data: Path | str, *flags: str) -> None:
+    """`thinwire train`, which these flags keep from starting any process."""
+    small = ["--model", "tiny", "--seq-len", "16", "--micro-batch", "2", "--steps", "1", "--dtype", "fp32"]
+    places = ["--data", str(data), "--cache-dir", str(tmp_path / "cache"), "--run-dir", str(tmp_path / "run")]
+    cli.run(["train", *small, *places, *flags])
+
+
+@pytest.fixture(autouse=True)
+def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object) -> None:
+        raise AssertionError("a process would have been started")
+
+    monkeypatch.setattr("thinwire.training.launch.make_agent", refuse)
+    # The test's own process keeps its signal handlers.
+    monkeypatch.setattr("thinwire.training.launch.Relay.listen", lambda self: None)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--stepps", "3"], "unknown flag --stepps; did you mean '--steps'"),
+        (["--strategy", "sdp4"], "no such strategy; did you mean 'sdp4bit'"),
+        (["--model", "tinny"], "no such preset.*did you mean 'tiny'"),
+        (["--llama.hidden-size", "63"], "hidden_size=63: must be a multiple"),
+        (["--tokens-per-step", "50", "--workers", "2"], "must be a multiple of .* = 32; nearest: 64"),
+        (["--workers", "3", "--local-size", "2"], "local size 2 does not fit a world of 3"),
+        (["--sdp4bit.inter-group", "100"], "100.*32.*96|100.*multiple of.*32"),
+        (["--sdp4bit.weight-bits", "5"], "5"),
+        (["--track", "tensorbored"], "did you mean 'tensorboard'"),
+        (["--join", "nowhere"], "--join nowhere: must be HOST:PORT"),
+        (["--tokenizer", "absent.json"], "absent.json"),
+        (["--steps", "0"], "--steps 0: must be at least 1"),
+        (["--run-dir", "/dev/null/run"], "/dev/null is a file, not a folder"),
+    ],
+)
+def test_bad_flags(tmp_path: Path, text: Path, flags: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        train(tmp_path, text, *flags)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, r"no such file or folder; did you mean '.*text\.txt'"),
+        (b"", "is empty"),
+        (b"\0\1\2" * 100, "is a binary file"),
+        (b"short", "shorter than one sequence"),
+    ],
+)
+def test_bad_data(tmp_path: Path, text: Path, content: bytes | None, message: str) -> None:
+    path = tmp_path / "texts.txt"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        train(tmp_path, path)
+    assert not (tmp_path / "run").exists()
+
+
+def test_all_problems_come_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        train(tmp_path, "missing.txt", "--strategy", "sdp4", "--lr", "-1", "--sed", "3", "--model", "tinny")
+    for part in ("5 problems", "missing.txt", "sdp4bit", "--lr -1.0", "--seed", "tinny"):
+        assert part in str(caught.value)
+
+
+def test_a_port_in_use(tmp_path: Path, text: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port {port} is in use"):
+            train(tmp_path, text, "--join", f"127.0.0.1:{port}", "--nodes", "2")
+
+
+def test_a_run_directory_that_holds_a_run(tmp_path: Path, text: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(ConfigError, match=r"already holds a run.*--resume.*--overwrite"):
+        train(tmp_path, text)
+    assert (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_directory_without_write_permission(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Root, as which tests may run, may write anywhere.
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    with pytest.raises(ConfigError, match="is not writable"):
+        train(tmp_path, text)
+
+
+def test_a_change_that_a_resumed_run_can_not_make(tmp_path: Path, text: Path) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoints" / "step-00000004").mkdir(parents=True)
+    (run / "checkpoints" / "latest").write_text("step-00000004")
+    (run / "config.toml").write_text("seed = 1\nmodel = 'tiny'\nstrategy = 'zero'\n")
+    with pytest.raises(ConfigError) as caught:
+        train(tmp_path, text, "--resume", "--seed", "2", "--strategy", "sdp4bit")
+    assert "seed was 1 and can't become 2" in str(caught.value)
+    assert "strategy was zero and can't become sdp4bit" in str(caught.value)
+
+
+def test_unknown_command() -> None:
+    with pytest.raises(ConfigError, match="unknown command 'trian'; did you mean 'train'"):
+        cli.run(["trian"])
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run([]) == cli.run(["--help"]) == 0
+    assert capsys.readouterr().out.count("train") >= 2
+    assert cli.run(["--version"]) == 0
+    assert capsys.readouterr().out == f"thinwire {thinwire.__version__}\n"
+    with pytest.raises(SystemExit) as stopped:
+        cli.run(["train", "--help"])
+    assert not stopped.value.code
+    shown = capsys.readouterr().out
+    for name in ("--tokens-per-step", "--sdp4bit.weight-bits", "--llama.hidden-size", "[CONFIG.toml]"):
+        assert name in shown
+
+
+@pytest.mark.parametrize("flags", [["--stepps", "3"], ["--steps", "many"], ["--workers", "0"]])
+def test_errors_exit_with_2_and_no_traceback(flags: list[str]) -> None:
+    command = [sys.executable, "-m", "thinwire", "train", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert flags[0] in done.stderr and "Traceback" not in done.stderr and not done.stdout

@@ -1,0 +1,94 @@
+"""Runs of the command line in real processes, with a model that takes milliseconds a step."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+LIMIT_S = 150
+THINWIRE = [sys.executable, "-m", "thinwire"]
+
+
+class Runner:
+    """Starts `thinwire train` with small settings below one temporary folder; `close` ends what still runs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.data = folder / "data.txt"
+        self.data.write_text("".join(f"line {n} of {n * n} lines\n" for n in range(3000)))
+        self._started: list[subprocess.Popen[str]] = []
+
+    def flags(self, name: str, **more: object) -> list[str]:
+        small = {
+            "model": "tiny", "data": self.data, "cache_dir": self.folder / "cache", "run_dir": self.folder / name,
+            "seq_len": 16, "micro_batch": 2, "workers": 2, "steps": 6, "eval_sequences": 4, "sample_tokens": 8,
+            "dtype": "fp32", "timeout": 30,
+        }  # fmt: skip
+        flags = []
+        for key, value in (small | more).items():
+            flag = f"--{key.replace('_', '-')}"
+            flags += [flag] if value is True else [flag, str(value)] if value is not None else []
+        return flags
+
+    def start(self, *command: str) -> subprocess.Popen[str]:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(
+            command, cwd=self.folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        self._started.append(process)
+        return process
+
+    def train(self, name: str, **more: object) -> subprocess.Popen[str]:
+        return self.start(*THINWIRE, "train", *self.flags(name, **more))
+
+    def metrics(self, name: str) -> list[dict[str, Any]]:
+        path = self.folder / name / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def summary(self, name: str) -> dict[str, Any]:
+        return json.loads((self.folder / name / "summary.json").read_text())
+
+    def await_steps(self, name: str, process: subprocess.Popen[str], num_steps: int = 3) -> None:
+        due = time.monotonic() + LIMIT_S
+        while len(self.metrics(name)) < num_steps:
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < due, "no step was taken"
+            time.sleep(0.1)
+
+    def close(self) -> None:
+        for process in self._started:
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+            process.communicate()
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a process that ends by itself."""
+    out, err = process.communicate(timeout=LIMIT_S)
+    return process.returncode, out, err
+
+
+def children(pid: int) -> list[int]:
+    """The processes that `pid` started and that have not ended, in order of their start."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == pid and fields[0] != "Z":
+            found.append(int(stat.parent.name))
+    return sorted(found)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

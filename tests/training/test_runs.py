@@ -1,0 +1,153 @@
+"""Whole runs through the command line: launcher, workers, sockets, signals, files."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import sys
+import tomllib
+from collections.abc import Iterator
+
+import pytest
+
+from tests.training.commands import Runner, children, finish, is_running
+from thinwire.training.hardware import free_port
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+METRICS_KEYS = [
+    "step", "loss", "tokens", "step_s", "compute_s", "exposed_comm_s", "sent_bytes", "received_bytes", "lr",
+    "grad_norm",
+]  # fmt: skip
+SUMMARY_KEYS = {
+    "heldout_loss", "tokens", "step_s", "tokens_per_s", "sent_bytes_per_step", "uncompressed_bytes_per_step",
+    "strategy", "world_size", "versions",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+    runner = Runner(tmp_path_factory.mktemp("runs"))
+    yield runner
+    runner.close()
+
+
+@pytest.fixture(scope="module")
+def whole(runner: Runner) -> str:
+    """A run of six steps on two workers with a checkpoint in the middle; its standard output."""
+    code, out, err = finish(runner.train("whole", checkpoint_every=3))
+    assert code == 0, err
+    return out
+
+
+def losses(runner: Runner, name: str) -> list[tuple[int, float, float]]:
+    return [(line["step"], line["loss"], line["grad_norm"]) for line in runner.metrics(name)]
+
+
+def test_a_run_keeps_the_contract(runner: Runner, whole: str) -> None:
+    folder = runner.folder / "whole"
+    lines, summary = runner.metrics("whole"), runner.summary("whole")
+    assert [list(line) for line in lines] == [METRICS_KEYS] * 6
+    assert [line["tokens"] for line in lines] == [64 * step for step in range(1, 7)]
+    assert all(abs(line["compute_s"] + line["exposed_comm_s"] - line["step_s"]) < 1e-9 for line in lines)
+    assert summary.keys() >= SUMMARY_KEYS
+    assert summary["stopped"] == "finished" and summary["tokens"] == 384 and summary["world_size"] == 2
+    assert 0 < summary["heldout_loss"] < 6
+    assert summary["sent_bytes_per_step"] < 0.25 * summary["uncompressed_bytes_per_step"]
+    config = tomllib.loads((folder / "config.toml").read_text())
+    assert config["steps"] == 6 and config["tokens_per_step"] == 64 and config["dtype"] == "fp32"
+    assert (folder / "report.html").stat().st_size > 1000
+    for words in ("step 6/6", "held-out loss", "the model goes on", "report.html", "strategy sdp4bit"):
+        assert words in whole
+
+
+def test_resume_equals_the_uninterrupted_run_bit_for_bit(runner: Runner, whole: str) -> None:
+    again = runner.folder / "again"
+    shutil.copytree(runner.folder / "whole", again)
+    (again / "checkpoints" / "latest").write_text("step-00000003")
+    (again / "summary.json").unlink()
+    flags = ["--run-dir", str(again), "--resume"]
+    code, out, err = finish(runner.start(sys.executable, "-m", "thinwire", "train", *flags))
+    assert code == 0, err
+    assert "goes on after step 3" in out
+    assert losses(runner, "again") == losses(runner, "whole")
+    assert runner.metrics("again")[:3] == runner.metrics("whole")[:3]
+    assert runner.metrics("again")[3] != runner.metrics("whole")[3], "times show that step 4 was taken again"
+    assert runner.summary("again")["heldout_loss"] == runner.summary("whole")["heldout_loss"]
+
+
+def test_torchrun_trains_the_same(runner: Runner, whole: str) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    flags = runner.flags("torchrun", workers=None)
+    code, _, err = finish(runner.start(*torchrun, "-m", "thinwire", "train", *flags))
+    assert code == 0, err
+    assert losses(runner, "torchrun") == losses(runner, "whole")
+
+
+def test_two_machines_join(runner: Runner) -> None:
+    place = {"workers": 1, "join": f"127.0.0.1:{free_port()}", "nodes": 2, "strategy": "zero", "steps": 3}
+    second = runner.train("second", node=1, **place)
+    first = runner.train("first", node=0, **place)
+    for process in (first, second):
+        code, out, err = finish(process)
+        assert code == 0, err
+    assert "waiting for node 0" in out
+    summary = runner.summary("first")
+    assert summary["world_size"] == 2 and not (runner.folder / "second" / "summary.json").exists()
+    assert any(row[:2] == ["topology", "2 node(s) x 1 rank(s)"] for row in summary["effects"])
+
+
+@pytest.mark.parametrize(("signum", "expected"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_signals_stop_after_the_step_with_a_summary(runner: Runner, signum: signal.Signals, expected: int) -> None:
+    name = f"stopped-{signum.name}"
+    process = runner.train(name, steps=1_000_000)
+    runner.await_steps(name, process)
+    workers = children(process.pid)
+    process.send_signal(signum)
+    code, _, err = finish(process)
+    assert code == expected and "Traceback" not in err
+    assert len(workers) == 2 and not any(map(is_running, workers))
+    summary = runner.summary(name)
+    assert summary["stopped"] == signum.name and summary["steps"] == len(runner.metrics(name))
+    newest = (runner.folder / name / "checkpoints" / "latest").read_text()
+    assert newest == f"step-{summary['steps']:08d}"
+
+
+def test_a_killed_worker_is_named_and_nothing_is_lost(runner: Runner) -> None:
+    process = runner.train("killed", workers=3, steps=1_000_000)
+    runner.await_steps("killed", process)
+    workers = children(process.pid)
+    os.kill(workers[1], signal.SIGKILL)
+    code, _, err = finish(process)
+    assert code == 1
+    assert f"rank 1 (pid {workers[1]}) was killed by SIGKILL" in err and "Traceback" not in err
+    assert err.count("\n") <= 3
+    assert not any(map(is_running, workers))
+    steps = [line["step"] for line in runner.metrics("killed")]
+    assert steps == list(range(1, len(steps) + 1)) and f"{len(steps)} steps are in" in err
+    log = (runner.folder / "killed" / "logs" / "rank0.log").read_text()
+    assert re.search(r"PeerLostError: rank [12] is missing", log), "a survivor says whom it misses"
+
+
+def test_workers_stop_when_the_launcher_is_killed(runner: Runner) -> None:
+    process = runner.train("orphans", steps=1_000_000)
+    runner.await_steps("orphans", process)
+    workers = children(process.pid)
+    process.kill()
+    try:
+        process.communicate(timeout=30)
+        assert runner.summary("orphans")["stopped"] == "the launcher is gone"
+        assert not any(map(is_running, workers[1:]))
+    finally:
+        for pid in filter(is_running, workers):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_a_run_that_learns_nothing_says_so_and_ends(runner: Runner) -> None:
+    process = runner.train("dead", workers=1, steps=100, lr=1e30, optimizer="sgd", grad_clip=0)
+    code, out, err = finish(process)
+    assert code == 1 and "Traceback" not in err
+    assert out.count("WARNING: step ") == 20 and "skipped on all ranks" in out
+    assert "20 steps in a row had gradients that are not finite" in err and "--lr" in err
+    assert runner.metrics("dead")[-1]["grad_norm"] is None

@@ -14,6 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -43,7 +44,7 @@ def worker(rank: int, world_size: int, repeats: int, store: str) -> None:
             seconds["gloo"].append(time.perf_counter() - start)
             comm.barrier()
             start = time.perf_counter()
-            comm.submit(lambda link, packet=packet: all_gather_packets(link, packet)).result()
+            comm.submit(partial(all_gather_packets, packet=packet)).result()
             seconds["pairwise"].append(time.perf_counter() - start)
         gloo, pairwise = (statistics.median(times) for times in seconds.values())
         if rank == 0:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+import os
+import signal
+import time
 from typing import Any
 
 import pytest
@@ -80,7 +83,7 @@ def distance(weights: dict[str, torch.Tensor], reference: dict[str, torch.Tensor
 
 
 @pytest.mark.parametrize(("name", "grid"), [(name, grid) for name in ROWS for grid in ROWS[name].grids])
-def test_strategy_follows_single_process_with_equal_replicas(name: str, grid: str) -> None:
+def test_strategy_follows_single_process_with_equal_replicas(name: str, grid: tuple[int, int]) -> None:
     world_size, local_size = grid
     results = run_workers(train, world_size, name, local_size)
     reference = single_process()
@@ -323,6 +326,26 @@ def test_weights_loaded_from_outside_are_kept() -> None:
     results = run_workers(loaded_from_outside, 2)
     assert results[0][1] == results[1][1]
     assert results[0][0] < 0.1
+
+
+def one_rank_dies(rank: int, world_size: int) -> str:
+    model = Net(seed=0)
+    model, optimizer = thinwire.zero(model, make_optimizer(model), SDP4Bit(), local_size=2, overlap=True, timeout_s=20)
+    with pytest.raises(thinwire.PeerLostError) as caught:
+        for step in range(100):
+            loss = model(batch(step).chunk(world_size)[rank], True)
+            if (rank, step) == (1, 3):
+                os.kill(os.getpid(), signal.SIGKILL)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    time.sleep(1.0)
+    return str(caught.value)
+
+
+def test_survivors_of_a_killed_rank_name_it() -> None:
+    results = run_workers(one_rank_dies, 4, may_die=(1,), timeout_s=40)
+    assert all("rank 1 is missing: gradients" in results[rank] for rank in (0, 2, 3)), results
 
 
 class WithExperts(nn.Module):

@@ -15,7 +15,7 @@ class Traits:
 
     lossless: C(x) = x, bit for bit, for fp32 input.
     unbiased: E[C(x)] = x over the random seed.
-    contraction: |C(x) - x|^2 <= (1 - delta) |x|^2 for some delta > 0, whatever the seed.
+    contraction: E|C(x) - x|^2 <= (1 - delta) |x|^2 over the random seed, for some delta > 0 and every x.
     """
 
     lossless: bool = False

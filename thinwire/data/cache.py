@@ -154,7 +154,7 @@ def write(path: Path, source: Source, tokenizer: Tokenizer, limit_tokens: int | 
 
 def write_tokens(file: BinaryIO, source: Source, tokenizer: Tokenizer, limit_tokens: int | None) -> TokenInfo:
     """Writes token ids in the narrowest type that holds the vocabulary; returns what the sidecar says."""
-    dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
+    dtype = np.min_scalar_type(np.int64(tokenizer.vocab_size - 1))
     end = tokenizer.end_of_document
     tail = np.array([] if end is None else [end], dtype=dtype)
     if end is None:

@@ -64,7 +64,7 @@ class BatchLoader:
     def next_batch(self) -> tuple[Tensor, Tensor]:
         """The next micro-batch of this rank: (tokens, targets), int64 [micro_batch, seq_len]; targets are one ahead."""
         first = self._position + (self.rank * self.accumulation + self._micro_step) * self.micro_batch
-        epochs, indices = np.divmod(np.arange(first, first + self.micro_batch), self.num_sequences)
+        epochs, indices = np.divmod(np.arange(first, first + self.micro_batch), np.int64(self.num_sequences))
         rows = shuffled(indices, self.num_sequences, self.seed, epochs)
         self._micro_step += 1
         if self._micro_step == self.accumulation:

@@ -38,7 +38,7 @@ def save(
     """
     folder = checkpoints / f"step-{step:08d}"
     folder.mkdir(parents=True, exist_ok=True)
-    _write(folder / f"rank{rank}.pt", rank, lambda path: torch.save(compact(state), path))
+    _write(folder / f"rank{rank}.pt", rank, lambda path: torch.save(state, path))
     barrier()
     if is_leader:
         _write(checkpoints / POINTER, rank, lambda path: path.write_text(folder.name))
@@ -55,17 +55,6 @@ def load(checkpoint: Path, rank: int) -> dict[str, Any]:
         raise ThinwireError(f"checkpoint {path} can't be read: {error.strerror}") from error
     except (RuntimeError, ValueError, UnpicklingError) as error:
         raise ThinwireError(f"checkpoint {path} is damaged; delete it, or copy it again") from error
-
-
-def compact(state: Any) -> Any:
-    """The same state, with a copy of every tensor that is a small part of a larger one: torch.save writes the whole."""
-    if isinstance(state, dict):
-        return {key: compact(value) for key, value in state.items()}
-    if isinstance(state, list | tuple):
-        return type(state)(map(compact, state))
-    if isinstance(state, torch.Tensor) and state.untyped_storage().nbytes() > state.nbytes:
-        return state.clone()
-    return state
 
 
 def _write(path: Path, rank: int, write: Callable[[Path], object]) -> None:

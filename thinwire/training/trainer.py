@@ -27,7 +27,7 @@ from thinwire.training.metrics import StepMetrics
 from thinwire.training.reporter import Reporter
 from thinwire.training.run_dir import RunDir
 from thinwire.training.schedule import lr_at
-from thinwire.training.settings import build_strategy
+from thinwire.training.settings import build_strategy, used_tables
 from thinwire.training.signals import StopFlag
 
 # So many skipped steps in a row and the run is dead: better to say so than to burn days.
@@ -62,9 +62,8 @@ class Trainer:
         self.digest = tokens.info.digest
         saved = checkpoint.latest(self.run_dir.checkpoints)
         self.dtype = agree(config, tokens=self.digest, step=checkpoint.step_of(saved), dtype=dtype)
-        model = build_model(
-            config.model, self.tokenizer.vocab_size, config.seq_len, config.seed, config.tables.get("llama")
-        )
+        fields = config.tables.get("llama") if "llama" in used_tables(config) else None
+        model = build_model(config.model, self.tokenizer.vocab_size, config.seq_len, config.seed, fields)
         self.model, self.optimizer = zero(
             model, build_optimizer(config, model), build_strategy(config), local_size=config.local_size, overlap=True,
             seed=config.seed, timeout_s=config.timeout, checked=config.checked,
@@ -113,12 +112,13 @@ class Trainer:
         )  # fmt: skip
         for group in optimizer.param_groups:
             group["lr"] = lr
-        loss = optimizer.all_mean(self._forward_backward())
+        optimizer.note_loss(self._forward_backward())
+        if self.stop.reason:
+            optimizer.request_stop()
+        # From here on all ranks know of the loss, of the gradient's norm and of a wish to stop.
         grad_norm = float(optimizer.clip_grad_norm_(self.config.grad_clip or math.inf))
         # The weights of this step travel during the next one's forward, with which they are counted.
         traffic = optimizer.meter.snapshot()
-        if self.stop.reason:
-            optimizer.request_stop()
         optimizer.step()
         optimizer.zero_grad()
         self.step += 1
@@ -128,8 +128,8 @@ class Trainer:
         if self.reporter is not None:
             self.reporter.step(
                 StepMetrics(
-                    step=self.step, loss=loss, tokens=self.step * self.batch.tokens_per_step, step_s=step_s,
-                    compute_s=step_s - waited_s, exposed_comm_s=waited_s, sent_bytes=sent.sent_bytes,
+                    step=self.step, loss=optimizer.mean_loss, tokens=self.step * self.batch.tokens_per_step,
+                    step_s=step_s, compute_s=step_s - waited_s, exposed_comm_s=waited_s, sent_bytes=sent.sent_bytes,
                     received_bytes=sent.received_bytes, lr=lr, grad_norm=grad_norm,
                 )
             )  # fmt: skip
@@ -179,7 +179,8 @@ class Trainer:
                 total += float(self.model(tokens, targets)) * len(tokens)
             num_sequences += len(tokens)
         self.model.train()
-        return self.optimizer.all_mean(total / num_sequences)
+        # A rank may have fewer sequences than others, or none.
+        return self.optimizer.all_mean(total) / self.optimizer.all_mean(num_sequences)
 
     def _sample(self) -> str:
         """Text that the model writes after the prompt."""

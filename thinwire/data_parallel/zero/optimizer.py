@@ -65,6 +65,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.steps = 0
         self.skipped_steps = 0
         self.stop_requested = False
+        self.mean_loss = float("nan")
         self._notes = notes
         self._comms = list(dict.fromkeys([comm, *(bucket.comm for bucket in buckets)]))
         self._slots = [slot for bucket in buckets for slot in bucket.slots]
@@ -74,6 +75,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._grad_norm: Tensor | None = None
         self._used: set[int] = set()
         self._stop = False
+        self._loss = float("nan")
         self._pieces = _shard_param_groups(inner, buckets)
         # The base class gives step hooks and profiling; params and state stay the inner optimizer's.
         super().__init__([torch.zeros(1)], inner.defaults)
@@ -156,6 +158,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Ask all ranks to stop; after the next step, `stop_requested` is true on every one of them."""
         self._stop = True
 
+    def note_loss(self, loss: float) -> None:
+        """Say this rank's loss; with the next step, `mean_loss` is the mean over ranks, at no message of its own."""
+        self._loss = loss
+
     def all_mean(self, value: float) -> float:
         """The mean of a number over the ranks, the same bits on all; a collective."""
         values = self.comm.wait(self.comm.all_gather_exact(torch.tensor([value], dtype=torch.float64)))
@@ -209,7 +215,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return {
             "inner": self.inner.state_dict(),
             "masters": [bucket.master for bucket in self.buckets],
-            "replica_shards": [bucket.live_shard for bucket in self.buckets],
+            # Copies: torch.save would write the whole replica for a view of it.
+            "replica_shards": [bucket.live_shard.clone() for bucket in self.buckets],
             "steps": self.steps,
             "skipped_steps": self.skipped_steps,
             "seed": self.seed,
@@ -327,25 +334,27 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._refuse_touched()
 
     def _agreement(self, comm: Communicator) -> Tensor:
-        """This rank's word on the step: sum of squares of its shards (fp64), flags, a bit per parameter with grad."""
+        """This rank's word on the step: [sum of squares of its shards, loss] in fp64, flags, a bit per parameter."""
         total = torch.zeros(1, dtype=torch.float64)
         if comm is self.comm and self._launched:
             for bucket in self.buckets:
                 total += torch.linalg.vector_norm(bucket.shard_grad, dtype=torch.float64) ** 2
         used = [slot.param.grad is not None for slot in self._slots if slot.bucket.comm is comm]
         bits = torch.from_numpy(np.packbits(np.array(used, dtype=np.uint8)))
-        return torch.cat([total.view(torch.uint8), torch.tensor([STOP * self._stop], dtype=torch.uint8), bits])
+        numbers = torch.cat([total, torch.tensor([self._loss], dtype=torch.float64)])
+        return torch.cat([numbers.view(torch.uint8), torch.tensor([STOP * self._stop], dtype=torch.uint8), bits])
 
     def _agree(self) -> None:
         for comm in self._comms:
             words = comm.wait(comm.all_gather_exact(self._agreement(comm)))
             slots = [slot for slot in self._slots if slot.bucket.comm is comm]
-            bits = np.unpackbits(words[:, 9:].numpy(), axis=1).max(axis=0)
+            bits = np.unpackbits(words[:, 17:].numpy(), axis=1).max(axis=0)
             self._used.update(slot.index for slot, used in zip(slots, bits, strict=False) if used)
             if comm is self.comm:
-                squares = np.frombuffer(words[:, :8].numpy().tobytes(), dtype=np.float64)
-                self._grad_norm = torch.tensor(squares.sum()).sqrt()
-                self.stop_requested = self.stop_requested or bool((words[:, 8] & STOP).any())
+                numbers = np.frombuffer(words[:, :16].numpy().tobytes(), dtype=np.float64).reshape(-1, 2)
+                self._grad_norm = torch.tensor(numbers[:, 0].sum()).sqrt()
+                self.mean_loss = float(numbers[:, 1].mean())
+                self.stop_requested = self.stop_requested or bool((words[:, 16] & STOP).any())
 
     def _refuse_thawed(self) -> None:
         if any(param.requires_grad for param in self._frozen):

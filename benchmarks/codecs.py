@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import time
@@ -116,7 +117,18 @@ def main() -> None:
     print(f"{num_elements >> 18} MiB of fp32, one thread, median of {rounds} interleaved rounds; {versions}")
     rows = report(measure(kernels(num_elements), rounds), 4 * num_elements)
     if args.json:
-        result = {"num_elements": num_elements, "versions": versions, "rows": rows}
+        readme = [
+            [f"codec {row['kernel']}, fp32 bytes over memcpy's, one thread", f"{row['ratio']:.2f}"]
+            for row in rows
+            if row["kernel"] in TARGETS
+        ]
+        result = {
+            "command": "python benchmarks/codecs.py",
+            "machine": f"{os.cpu_count()} cores, {versions}",
+            "num_elements": num_elements,
+            "rows": rows,
+            "readme": readme,
+        }
         args.json.write_text(json.dumps(result, indent=1) + "\n")
 
 

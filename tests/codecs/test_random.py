@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from thinwire.codecs import derive_seed
+from thinwire.codecs import Integer, derive_seed, paired_seed
 from thinwire.codecs.random import uniform
 
 NUM = 1 << 18
@@ -37,6 +37,25 @@ def test_neighbours_are_uncorrelated(lag: int) -> None:
 @pytest.mark.parametrize("other", [1, 2, 1 << 31, 1 << 32, 1 << 63])
 def test_near_seeds_are_uncorrelated(other: int) -> None:
     assert abs(correlation(uniform(0, 0, NUM), uniform(other, 0, NUM))) < 5 / NUM**0.5
+
+
+def test_a_pair_of_seeds_draws_opposite_noise() -> None:
+    even, odd = (uniform(paired_seed(7, member), 5, NUM) for member in (2, 3))
+    torch.testing.assert_close(even + odd, torch.ones(NUM), rtol=0, atol=1e-6)
+    assert abs(correlation(even, uniform(paired_seed(7, 4), 5, NUM))) < 5 / NUM**0.5
+
+
+def test_pairs_halve_the_error_of_a_sum() -> None:
+    inputs = torch.randn(4, NUM, generator=torch.Generator().manual_seed(0))
+    codec = Integer(bits=4, group=128)
+
+    def error(seeds: list[int]) -> float:
+        decoded = sum(codec.decode(codec.encode(x, seed=s), NUM) for x, s in zip(inputs, seeds, strict=True))
+        return float((decoded - inputs.sum(0)).square().mean())
+
+    paired = error([paired_seed(1, member) for member in range(4)])
+    independent = error([derive_seed(1, member) for member in range(4)])
+    assert 0.45 < paired / independent < 0.55
 
 
 def test_every_bit_of_the_counter_matters() -> None:

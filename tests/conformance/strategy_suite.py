@@ -32,7 +32,7 @@ ROWS = {
     "sdp4bit-gradients": Row(thinwire.SDP4Bit(weights=False), 0.45),
     "sdp4bit-3-bit-nearest": Row(thinwire.SDP4Bit(weight_bits=3, inter_bits=6, rounding="nearest"), 0.5, ((4, 2),)),
     "sdp4bit-small-groups": Row(
-        thinwire.SDP4Bit(weight_group=64, intra_group=32, inter_group=32, vector_group=32, scale="bf16"),
+        thinwire.SDP4Bit(weight_group=64, intra_group=32, inter_group=32, vector_group=32, weight_scale="bf16"),
         0.45,
         ((4, 2),),
     ),

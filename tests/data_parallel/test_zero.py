@@ -123,12 +123,12 @@ def test_sgd_with_momentum_follows_too() -> None:
             torch.testing.assert_close(weight, reference[key], rtol=0, atol=1e-6)
 
 
-def send_large(rank: int, world_size: int, local_size: int, bf16: bool) -> tuple[int, int, float]:
+def send_large(rank: int, world_size: int, local_size: int, papers: bool) -> tuple[int, int, float]:
     model = nn.Sequential(nn.Linear(512, 1024, bias=False), nn.Linear(1024, 512, bias=False))
     model, optimizer = thinwire.zero(
         model,
         torch.optim.AdamW(model.parameters()),
-        thinwire.SDP4Bit(scale="bf16" if bf16 else "fp32"),
+        thinwire.SDP4Bit(inter_group=128, intra_group=128, gradient_scale="fp32") if papers else thinwire.SDP4Bit(),
         local_size=local_size,
     )
     before = optimizer.meter.snapshot()
@@ -138,13 +138,14 @@ def send_large(rank: int, world_size: int, local_size: int, bf16: bool) -> tuple
     return reading.sent_bytes, reading.received_bytes, optimizer.uncompressed_bytes_per_step
 
 
+@pytest.mark.parametrize("papers", [False, True])
 @pytest.mark.parametrize(("world_size", "local_size"), [(2, 1), (4, 1), (4, 2), (4, 4)])
-def test_bytes_are_those_of_the_paper(world_size: int, local_size: int) -> None:
+def test_bytes_are_those_of_the_paper(world_size: int, local_size: int, papers: bool) -> None:
     """Weights 4 + 32/2048 bits, hop one 8.25 bits on (D-1)/D, hop two 4.25 bits on (1/D)(Y-1)/Y, all of N = 2^20."""
     n, nodes = 1 << 20, world_size // local_size
     gradients = n * (local_size - 1) / local_size * 8.25 + n / local_size * (nodes - 1) / nodes * 4.25
     weights = n * (world_size - 1) / world_size * (4 + 32 / 2048)
-    for sent, received, uncompressed in run_workers(send_large, world_size, local_size, False):
+    for sent, received, uncompressed in run_workers(send_large, world_size, local_size, papers):
         assert sent == pytest.approx((gradients + weights) / 8, rel=0.01)
         assert received == sent
         assert uncompressed == 8 * n * (world_size - 1) / world_size

@@ -31,7 +31,7 @@ NOISE_STEP = np.float32(2.0**-24)
 A32, B32 = np.uint32(MIX32_A), np.uint32(MIX32_B)
 A64, B64, GAMMA64 = np.uint64(MIX64_A), np.uint64(MIX64_B), np.uint64(GAMMA)
 R8, R13, R16, ONE32 = np.int32(8), np.uint32(13), np.uint32(16), np.int32(1)
-R27, R30, R31, R32 = np.uint64(27), np.uint64(30), np.uint64(31), np.uint64(32)
+R27, R30, R31, R32, R63 = np.uint64(27), np.uint64(30), np.uint64(31), np.uint64(32), np.uint64(63)
 LOW32 = np.uint64(0xFFFFFFFF)
 ZERO, ONE, THREE, FOUR = np.uint64(0), np.uint64(1), np.uint64(3), np.uint64(4)
 C32, C64, C96, C128, C192 = np.uint64(32), np.uint64(64), np.uint64(96), np.uint64(128), np.uint64(192)
@@ -110,6 +110,7 @@ def _dither(
     at: U64,
     key: U64,
     counter: U64,
+    step: F32,
 ) -> None:
     low, high = np.int32(MAGIC_BITS - levels), np.int32(MAGIC_BITS + levels)
     k0, k1, first = np.uint32(key), np.uint32(key >> R32), np.uint32(counter)
@@ -117,7 +118,7 @@ def _dither(
         h = np.uint32(np.uint32(first + np.uint32(j)) ^ k0)
         h = np.uint32(np.uint32(h ^ (h >> R16)) * A32)
         h = np.uint32(np.uint32(h ^ (h >> R13) ^ k1) * B32)
-        dither = np.float32((np.int32(h) >> R8) | ONE32) * NOISE_STEP
+        dither = np.float32((np.int32(h) >> R8) | ONE32) * step
         bits = np.float32(np.float32(x[start + j] * factor + dither) + MAGIC).view(np.int32)
         codes[at + j] = np.uint8(min(max(bits, low), high))
 
@@ -135,12 +136,15 @@ def _round_dithered(
     counter: U64,
 ) -> None:
     """As `_round` with `random.noise` added; the upper half of the counter changes at most once in a group."""
+    mirrored = seed >> R63
+    step = -NOISE_STEP if mirrored else NOISE_STEP
+    seed = seed ^ (ZERO - mirrored)
     high, low = counter >> R32, counter & LOW32
     before = min(size, LOW32 + ONE - low)
-    _dither(x, start, before, factor, levels, codes, at, _key(seed, high), low)
+    _dither(x, start, before, factor, levels, codes, at, _key(seed, high), low, step)
     if before < size:
         key = _key(seed, (high + ONE) & LOW32)
-        _dither(x, start + before, size - before, factor, levels, codes, at + before, key, ZERO)
+        _dither(x, start + before, size - before, factor, levels, codes, at + before, key, ZERO, step)
 
 
 @inlined

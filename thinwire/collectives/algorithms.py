@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from thinwire.codecs import Codec, derive_seed
+from thinwire.codecs import Codec, derive_seed, paired_seed
 from thinwire.collectives.exchange import Wire
 from thinwire.collectives.topology import Topology
 
@@ -117,7 +117,8 @@ def reduce_scatter(
     travels with `inter` to its owner, which adds num_nodes pieces. With one rank to a node, or one node, the hop that
     has no partner is left out. Where both codecs rotate alike, the sums stay rotated and are rotated back once.
     `counter` numbers the first element of `x` for the codecs' randomness. Draws differ by rank in hop 1 and by node in
-    hop 2, so the sum does not depend on which rank owns an element.
+    hop 2, so the sum does not depend on which rank owns an element; neighbours draw opposite noise, which halves what
+    the sum loses (see paired_seed).
 
     Source: SDP4Bit, NeurIPS 2024, two-level gradient reduction with Hadamard smoother.
     """
@@ -133,7 +134,8 @@ def reduce_scatter(
         for y in range(grid.num_nodes)
     ]
     if grid.local_size > 1:
-        partial = _hop_intra(link, slices, intra, derive_seed(seed, HOP_INTRA, link.rank), counters, operation)
+        own_seed = paired_seed(derive_seed(seed, HOP_INTRA), link.rank)
+        partial = _hop_intra(link, slices, intra, own_seed, counters, operation)
         rotated_by = intra
     if grid.num_nodes > 1:
         if rotated_by is not None and rotated_by.rotation != inter.rotation:
@@ -141,7 +143,8 @@ def reduce_scatter(
             rotated_by = None
         codec = inter if rotated_by is None else inter.inner
         node_counters = [row[link.local_rank] for row in counters]
-        partial = _hop_inter(link, partial, codec, derive_seed(seed, HOP_INTER, link.node), node_counters, operation)
+        own_seed = paired_seed(derive_seed(seed, HOP_INTER), link.node)
+        partial = _hop_inter(link, partial, codec, own_seed, node_counters, operation)
         rotated_by = inter
     assert rotated_by is not None
     with link.wire.meter.timed("decode_s"):

@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 DEMO_RUN   ?= runs/demo
-DEMO_STEPS ?= 150
+DEMO_STEPS ?= 200
 DEMO_FLAGS ?=
 
 .PHONY: help demo test check bench format docs clean
@@ -22,7 +22,7 @@ help:
 
 demo: $(STAMP)
 	$(BIN)/thinwire train --model demo --data stdlib --strategy sdp4bit --workers 4 --local-size 1 \
-	  --steps $(DEMO_STEPS) --run-dir $(DEMO_RUN) --overwrite $(DEMO_FLAGS)
+	  --micro-batch 4 --lr 1e-3 --steps $(DEMO_STEPS) --run-dir $(DEMO_RUN) --overwrite $(DEMO_FLAGS)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest

@@ -28,6 +28,9 @@ class Cast(Codec):
         if self.dtype not in DTYPES:
             raise ConfigError(f"cast dtype {self.dtype!r} is unknown{nearest(str(self.dtype), DTYPES)}")
 
+    def __str__(self) -> str:
+        return self.dtype
+
     @property
     def traits(self) -> Traits:
         """fp16 is no contraction: beyond 65504 it returns inf."""

@@ -42,6 +42,9 @@ class Hadamard(Codec):
                 f"integer group {group} is no multiple of the hadamard block_size {size}; nearest is {close}"
             )
 
+    def __str__(self) -> str:
+        return f"{self.inner}, rotated in rows of {self.block_size}"
+
     @property
     def traits(self) -> Traits:
         """The inner codec's, for an orthogonal H; lossless only up to rounding, so not claimed."""

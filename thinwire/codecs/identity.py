@@ -14,6 +14,9 @@ from thinwire.codecs.base import Codec, Traits
 class Identity(Codec):
     """C(x) = x; 32 bits per element."""
 
+    def __str__(self) -> str:
+        return "fp32"
+
     @property
     def traits(self) -> Traits:
         return Traits(lossless=True, unbiased=True, contraction=True)

@@ -44,6 +44,9 @@ class Integer(Codec):
             if value not in choices:
                 raise ConfigError(f"integer {name} {value!r} is unknown{nearest(str(value), choices)}")
 
+    def __str__(self) -> str:
+        return f"int{self.bits} {self.rounding}, groups of {self.group} with {self.scale} scales"
+
     @property
     def levels(self) -> int:
         """M: codes run from -M to M."""

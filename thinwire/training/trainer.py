@@ -194,6 +194,8 @@ class Trainer:
         return self.tokenizer.decode(tokens[0].tolist())
 
     def _save(self) -> None:
+        """Write a checkpoint, of replicas that are still the same bits on all ranks."""
+        self.optimizer.check_replicas()
         state = {
             "step": self.step,
             "world_size": self.place.world_size,

@@ -517,7 +517,7 @@ def _shard_param_groups(inner: torch.optim.Optimizer, buckets: list[Bucket]) -> 
 
 def _describe_strategy(strategy: Strategy, buckets: list[Bucket], comm: Communicator) -> list[tuple[str, str, str]]:
     grid, rows = comm.topology, []
-    rows.append((f"strategy {strategy.name}", f"{strategy}", ""))
+    rows.append((f"strategy {strategy.name}", strategy.name, ""))
     rows.append(("topology", str(grid), comm.topology_reason))
     if grid.world_size == 1:
         return [*rows, ("compression", "none", "a group of one sends nothing and stays exact")]

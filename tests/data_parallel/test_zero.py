@@ -292,6 +292,12 @@ def mistakes(rank: int, world_size: int) -> dict[str, str]:
 
     model, optimizer = fresh()
     model.fixed.requires_grad_(True)
+    with pytest.raises(RuntimeError) as caught:
+        optimizer.step()
+    found["thawed"] = str(caught.value)
+    with pytest.raises(RuntimeError) as caught:
+        optimizer.add_param_group({"params": list(model.fixed.parameters())})
+    found["added"] = str(caught.value)
     held = Net(seed=0)
     for name, candidate in {
         "lbfgs": torch.optim.LBFGS(held.parameters()),
@@ -308,6 +314,8 @@ def test_mistakes_are_refused_with_the_way_out() -> None:
     for found in run_workers(mistakes, 2):
         assert "optimizer.clip_grad_norm_" in found["clip"]
         assert "no_sync" in found["no_sync"]
+        assert "frozen when zero() was called" in found["thawed"]
+        assert "before calling zero()" in found["added"]
         for name in ("lbfgs", "adafactor", "muon"):
             assert "can't be sharded" in found[name], found[name]
 

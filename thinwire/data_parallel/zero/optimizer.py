@@ -70,6 +70,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._comms = list(dict.fromkeys([comm, *(bucket.comm for bucket in buckets)]))
         self._slots = [slot for bucket in buckets for slot in bucket.slots]
         self._frozen = [p for group in inner.param_groups for p in group["params"] if not p.requires_grad]
+        self._complete = False
         self._accumulating = False
         self._launched = 0
         self._grad_norm: Tensor | None = None
@@ -92,7 +93,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if overlap:
             for module, owned in self._owned_buckets().items():
                 module.register_forward_pre_hook(self._forward_hook(module, owned))
-            model.register_state_dict_pre_hook(lambda module, prefix, keep_vars: self.synchronize())
+                module.register_state_dict_pre_hook(lambda *_: self.synchronize())
+                module.register_load_state_dict_pre_hook(lambda *_: self.synchronize())
+        self._complete = True
 
     # ---------------------------------------------------------------- the user's side
 
@@ -153,6 +156,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Return when all weights have arrived; needed with overlap=True before weights are read outside forward."""
         for bucket in self.buckets:
             self._await_weights(bucket)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: the layout is fixed when zero() is called. Raises RuntimeError."""
+        if self._complete:
+            raise RuntimeError("parameters can't be added to a sharded optimizer: add them before calling zero()")
+        super().add_param_group(param_group)
 
     def request_stop(self) -> None:
         """Ask all ranks to stop; after the next step, `stop_requested` is true on every one of them."""

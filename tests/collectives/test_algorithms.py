@@ -73,6 +73,19 @@ def test_slice_j_goes_to_rank_j(world_size: int, local_size: int) -> None:
         assert torch.equal(result, torch.full((32,), world_size * 1000.0 * rank + sum(range(1, world_size + 1))))
 
 
+def reopen(rank: int, world_size: int) -> list[float]:
+    sums = []
+    for round_ in range(3):
+        comm = Communicator(local_size=1 + round_ % 2, timeout_s=10)
+        sums.append(float(comm.wait(comm.all_reduce(torch.tensor([1.0 + rank]), Identity()))))
+        comm.close()
+    return sums
+
+
+def test_a_closed_communicator_can_be_followed_by_another() -> None:
+    assert run_workers(reopen, 2) == [[3.0] * 3] * 2
+
+
 def compressed(rank: int, world_size: int, local_size: int) -> tuple:
     comm = Communicator(local_size=local_size, timeout_s=20)
     num_elements = 1 << 16

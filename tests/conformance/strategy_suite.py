@@ -76,6 +76,10 @@ def make_optimizer(model: nn.Module, kind: str = "adamw") -> torch.optim.Optimiz
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
     if kind == "sgd":
         return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+    if kind == "adagrad":
+        return torch.optim.Adagrad(groups, lr=0.01, eps=1e-4, initial_accumulator_value=0.1)
+    if kind == "amsgrad":
+        return torch.optim.Adam(groups, lr=3e-3, eps=1e-4, amsgrad=True)
     # With 1e-8 the first steps are the gradient's sign, which rounding alone can flip.
     return torch.optim.AdamW(groups, lr=3e-3, eps=1e-4)
 

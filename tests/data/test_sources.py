@@ -62,7 +62,7 @@ def test_what_is_not_text_in_a_folder_is_skipped_and_announced(
     fill(tmp_path, a_txt="good", b_png=b"\x89PNG\0\0", c_txt=b"caf\xe9", d_txt="")
     fill(tmp_path / ".git", config="hidden")
     assert list(documents(str(tmp_path))) == ["good"]
-    assert "skipped 2 files that are not text" in caplog.text
+    assert "skipped 2 file(s) that are not text" in caplog.text
     assert "b.png" in caplog.text and "c.txt" in caplog.text
     assert "left out 1 hidden files" in caplog.text
 

@@ -357,6 +357,88 @@ def test_survivors_of_a_killed_rank_name_it() -> None:
     assert all("rank 1 is missing: gradients" in results[rank] for rank in (0, 2, 3)), results
 
 
+class Reader(nn.Module):
+    """A parent that reads its child's weight before it calls the child, as a regulariser does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.child = nn.Linear(512, 512)
+        self.rest = nn.Sequential(*(nn.Linear(512, 512) for _ in range(3)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        penalty = self.child.weight.square().sum()
+        return penalty + self.rest(self.child(x)).square().mean()
+
+
+def read_early(rank: int, world_size: int, overlap: bool) -> list:
+    model: Any = Reader()
+    model, optimizer = thinwire.zero(
+        model, torch.optim.SGD(model.parameters(), lr=0.02), local_size=1, overlap=overlap, timeout_s=30
+    )
+    seen: list = []
+    for step in range(4):
+        loss = model(torch.ones(2, 512) * (rank + step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen += [float(loss), float(model.rest[2].weight.sum()), float(model.child.state_dict()["bias"].sum())]
+    model.load_state_dict(Reader().state_dict())
+    optimizer.synchronize()
+    fresh = Reader().state_dict()
+    seen.append(all(torch.equal(value, fresh[name]) for name, value in model.state_dict().items()))
+    return seen
+
+
+def test_overlapped_weights_are_waited_for_by_whoever_reads_them() -> None:
+    plain, overlapped = run_workers(read_early, 2, False), run_workers(read_early, 2, True)
+    assert plain == overlapped
+    assert plain[0][-1] is True
+
+
+def by_hand(rank: int, world_size: int) -> dict:
+    found: dict = {}
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8, bias=False)
+    model, optimizer = thinwire.zero(model, torch.optim.SGD(model.parameters(), lr=1.0), Zero(), timeout_s=30)
+    start = model.weight.detach().clone()
+    model.weight.grad = torch.full((8, 8), float(rank))
+    optimizer.step()
+    found["manual gradient"] = torch.allclose(model.weight, start - 0.5)
+    optimizer.zero_grad()
+    with torch.no_grad():
+        model.weight.copy_(model.weight.flip(0))
+    flipped = model.weight.detach().clone()
+    optimizer.step()
+    found["flip"] = torch.equal(model.weight, flipped)
+    model(torch.ones(1, 8) * 10).sum().backward()
+    first, second = optimizer.clip_grad_norm_(1.0), optimizer.clip_grad_norm_(0.5)
+    before = model.weight.detach().clone()
+    optimizer.step()
+    found["clipped twice"] = (float(first), float(second), float((model.weight - before).norm()))
+    model.weight.data = model.weight.data.clone()
+    with pytest.raises(RuntimeError) as caught:
+        optimizer.step()
+    found["moved"] = str(caught.value)
+    return found
+
+
+def test_weights_and_gradients_handled_by_hand() -> None:
+    for found in run_workers(by_hand, 2):
+        assert found["manual gradient"]
+        assert found["flip"]
+        assert found["clipped twice"] == pytest.approx((80.0, 1.0, 0.5), rel=1e-3)
+        assert "no longer lies where zero() put it" in found["moved"]
+
+
+@pytest.mark.parametrize("kind", ["adagrad", "amsgrad"])
+def test_other_elementwise_optimizers_follow_too(kind: str) -> None:
+    reference = single_process(kind)
+    for result in run_workers(train, 2, "zero", 1, None, False, kind):
+        for key, weight in result["weights"].items():
+            torch.testing.assert_close(weight, reference[key], rtol=0, atol=1e-6)
+
+
 class WithExperts(nn.Module):
     def __init__(self, rank: int) -> None:
         super().__init__()

@@ -57,6 +57,9 @@ class CommunicationThread:
 
 
 _thread: CommunicationThread | None = None
+# Groups of closed communicators, by world and ranks. torch reuses a destroyed group's name and with it the addresses
+# that its members left in the store, so a group is kept and used again instead.
+_idle_groups: dict[tuple[object, tuple[int, ...]], list[dist.ProcessGroup]] = {}
 
 
 def communication_thread() -> CommunicationThread:
@@ -157,10 +160,10 @@ class Communicator:
         self.wait(self.all_gather_exact(torch.zeros(1, dtype=torch.uint8)))
 
     def close(self) -> None:
-        """Wait for what was submitted, then give the process group back."""
+        """Wait for what was submitted, then leave the process group to the next communicator over these ranks."""
         communication_thread().submit(lambda: None).result()
         if self._group is not None and self._broken is None and dist.is_initialized():
-            dist.destroy_process_group(self._group)
+            _idle_groups.setdefault((dist.group.WORLD, tuple(self.global_ranks)), []).append(self._group)
         self._broken = self._broken or RuntimeError("this communicator is closed")
 
     def _guarded(self, job: Callable[[Link], T]) -> T:
@@ -205,6 +208,9 @@ def _own_group(
         raise ConfigError(f"rank {dist.get_rank()} is not in the group of ranks {ranks} it was asked to join")
     if len(ranks) == 1:
         return None, ranks
+    idle = _idle_groups.get((dist.group.WORLD, tuple(ranks)))
+    if idle:
+        return idle.pop(0), list(ranks)
     own = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), backend="gloo", use_local_synchronization=True)
     return own, list(ranks)
 

@@ -104,7 +104,7 @@ class Exchange:
     ) -> None:
         if kind is not None:
             return
-        with self._wire.meter.timed("exchange_s"):
+        with self._wire.meter.timed("send_s"):
             for peer, work, _ in self._sends:
                 self._wait(peer, work)
         received = sum(buffer.numel() for buffer in self._buffers.values())
@@ -112,7 +112,7 @@ class Exchange:
 
     def send(self, peer: int, message: Tensor) -> None:
         """Start sending a uint8 tensor, which must stay unchanged until the round ends."""
-        with self._wire.meter.timed("exchange_s"):
+        with self._wire.meter.timed("send_s"):
             if self._wire.checked:
                 self._isend(peer, self._header(message.numel()))
             self._isend(peer, message)
@@ -121,7 +121,7 @@ class Exchange:
     def receive(self, peer: int) -> Tensor:
         """Wait for the peer's message and return its buffer."""
         buffer = self._buffers[peer]
-        with self._wire.meter.timed("exchange_s"):
+        with self._wire.meter.timed("wait_s"):
             if self._wire.checked:
                 self._check_header(peer, buffer.numel())
                 self._pending[peer] = self._irecv(peer, buffer)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 
-SECONDS = ("encode_s", "exchange_s", "decode_s", "exposed_s")
+SECONDS = ("encode_s", "send_s", "wait_s", "decode_s", "exposed_s")
 
 
 @dataclass(frozen=True)
@@ -34,18 +34,23 @@ class OpReading:
 class MeterReading:
     """Totals since the start; subtract two readings to get what lies between.
 
-    encode_s, exchange_s, decode_s: seconds of the communication thread spent packing, on the wire (sending and
-    waiting for peers), and unpacking. exposed_s: seconds the training thread stood still waiting for the
-    communication thread. operations: {(operation, level): OpReading}, level "intra" or "inter".
+    encode_s, send_s, wait_s, decode_s: seconds of the communication thread spent packing, sending, waiting for peers'
+    messages, and unpacking; exchange_s is sending and waiting together. exposed_s: seconds the training thread stood
+    still waiting for the communication thread. operations: {(operation, level): OpReading}, level "intra" or "inter".
     """
 
     sent_bytes: int = 0
     received_bytes: int = 0
     encode_s: float = 0.0
-    exchange_s: float = 0.0
+    send_s: float = 0.0
+    wait_s: float = 0.0
     decode_s: float = 0.0
     exposed_s: float = 0.0
     operations: dict[tuple[str, str], OpReading] = field(default_factory=dict)
+
+    @property
+    def exchange_s(self) -> float:
+        return self.send_s + self.wait_s
 
     def __sub__(self, other: MeterReading) -> MeterReading:
         operations = {

@@ -58,7 +58,7 @@ class Source:
                     raise
                 skipped.append(str(error))
         if skipped:
-            log.warning("data %r: skipped %d files that are not text: %s", self.spec, len(skipped), brief(skipped))
+            log.warning("data %r: skipped %d file(s) that are not text: %s", self.spec, len(skipped), brief(skipped))
         if not num_documents:
             raise ConfigError(f"data {self.spec!r}: holds no text")
 
@@ -144,7 +144,7 @@ def read_file(path: Path, text_field: str) -> Iterator[str]:
     except UnicodeDecodeError:
         raise NotTextError(f"data {str(path)!r}: is not UTF-8 text; convert it, or leave it out") from None
     except OSError as error:
-        raise ConfigError(f"data {str(path)!r}: cannot be read: {error.strerror}") from error
+        raise ConfigError(f"data {str(path)!r}: cannot be read: {error.strerror or error}") from error
 
 
 def read_text(path: Path) -> Iterator[str]:
@@ -165,8 +165,8 @@ def read_jsonl(path: Path, text_field: str) -> Iterator[str]:
                 continue
             try:
                 row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ConfigError(f"data {str(path)!r}, line {number}: is not JSON: {error.msg}") from None
+            except (ValueError, RecursionError) as error:
+                raise ConfigError(f"data {str(path)!r}, line {number}: is not JSON: {error}") from None
             yield text_of(row, text_field, f"data {str(path)!r}, line {number}")
 
 

@@ -97,5 +97,5 @@ def load_tokenizer(spec: str) -> Tokenizer:
         path = path / "tokenizer.json"
     if not path.is_file():
         names = ["bytes", *(p.name for p in path.parent.glob("*.json"))]
-        raise ConfigError(f"tokenizer {spec!r}: neither 'bytes' nor a file{nearest(path.name, names)}")
+        raise ConfigError(f"tokenizer {spec!r}: no such file, nor 'bytes'{nearest(path.name, names)}")
     return FileTokenizer(path)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from thinwire.errors import ThinwireError
+from thinwire.errors import ConfigError, ThinwireError
 
 NUM_KEPT = 2
 POINTER = "latest"
@@ -20,7 +20,13 @@ POINTER = "latest"
 def latest(checkpoints: Path) -> Path | None:
     """The folder of the newest complete checkpoint."""
     pointer = checkpoints / POINTER
-    return checkpoints / pointer.read_text().strip() if pointer.is_file() else None
+    if not pointer.is_file():
+        return None
+    name = pointer.read_text().strip()
+    if not (name.startswith("step-") and name.removeprefix("step-").isdigit() and (checkpoints / name).is_dir()):
+        there = ", ".join(sorted(path.name for path in checkpoints.glob("step-*"))) or "none"
+        raise ConfigError(f"{pointer} is damaged: {name!r} is no checkpoint; write the name of one into it ({there})")
+    return checkpoints / name
 
 
 def step_of(checkpoint: Path | None) -> int:

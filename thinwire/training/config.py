@@ -132,6 +132,10 @@ def range_errors(config: TrainConfig) -> Iterator[str]:
             yield f"{flag(item.name)} {value}: must be above 0"
         elif lowest is not None and value < lowest:
             yield f"{flag(item.name)} {value}: must be at least {lowest}; nearest: {lowest}"
+    if config.seed >= 1 << 63:
+        yield f"--seed {config.seed}: must be below 2^63; nearest: {(1 << 63) - 1}"
+    if not config.run_dir.strip():
+        yield "--run-dir is empty: give a folder, such as runs/run"
     if config.resume and config.overwrite:
         yield "--resume and --overwrite contradict each other: give one of them"
     if config.node >= config.nodes >= 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import socket
@@ -30,6 +31,10 @@ from thinwire.training.prepare import Start, prepare
 from thinwire.training.problems import Problems
 from thinwire.training.run_dir import RunDir
 from thinwire.training.signals import STOPPING, StoppedError
+
+
+# Half of the time that torchrun's agent gives workers between asking them to end and killing them.
+AGENT_PATIENCE_S = 15
 
 
 class RankLogs(LogsSpecs):
@@ -178,7 +183,8 @@ def keep_log(path: Path) -> None:
 
 def failure(failures: Mapping[int, ProcessFailure], run_dir: RunDir) -> ThinwireError:
     """One short message on why the run failed: the first cause, and what is left."""
-    rank, cause = min(failures.items(), key=lambda item: closeness_to_cause(item[1]))
+    first_report = min((f.timestamp for f in failures.values() if not is_killed(f)), default=math.inf)
+    rank, cause = min(failures.items(), key=lambda item: closeness_to_cause(item[1], first_report))
     records = read_metrics(run_dir.metrics)
     what = explain(rank, cause)
     if cause.exitcode == ConfigError.exit_code:
@@ -203,6 +209,10 @@ def is_killed(cause: ProcessFailure) -> bool:
     return cause.exitcode < 0 and cause.exitcode != -signal.SIGTERM
 
 
-def closeness_to_cause(failure: ProcessFailure) -> tuple[bool, bool, int]:
-    """Sorts first the failure that others follow from: a killed process, then any error but a lost peer."""
-    return not is_killed(failure), "PeerLostError" in str(failure.message), failure.timestamp
+def closeness_to_cause(failure: ProcessFailure, first_report: float) -> tuple[bool, bool, int]:
+    """Sorts first the failure that others follow from: a killed process, then any error but a lost peer.
+
+    The agent itself kills a worker that is frozen, long after the others have reported it.
+    """
+    is_cause = is_killed(failure) and failure.timestamp < first_report + AGENT_PATIENCE_S
+    return not is_cause, "PeerLostError" in str(failure.message), failure.timestamp

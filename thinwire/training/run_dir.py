@@ -6,7 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, nearest
 
 
 class RunDir:
@@ -50,6 +50,12 @@ class RunDir:
                 f"--run-dir {self.path} already holds a run: add --resume to go on with it, --overwrite to delete it, "
                 f"or choose another folder, such as {self.next_free()}"
             )
+
+        if resume and not self.holds_run(node):
+            siblings = existing.iterdir() if existing.is_dir() else ()
+            runs = [str(path) for path in siblings if RunDir(path).holds_run(node)]
+            hint = nearest(str(self.path), runs) if runs else ""
+            raise ConfigError(f"--resume: --run-dir {self.path} holds no run to go on with{hint}")
 
     def holds_run(self, node: int = 0) -> bool:
         marks = [self.config(node)] if node else [self.config(), self.metrics, self.summary, self.checkpoints]

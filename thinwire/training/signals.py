@@ -25,11 +25,12 @@ class StopFlag:
     def __init__(self) -> None:
         self._parent = os.getppid()
         self._reason = ""
+        self.signum = 0
         for signum in STOPPING:
             signal.signal(signum, self._note)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
-        self._reason = signal.Signals(signum).name
+        self._reason, self.signum = signal.Signals(signum).name, signum
 
     @property
     def reason(self) -> str:

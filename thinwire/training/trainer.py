@@ -66,7 +66,7 @@ class Trainer:
         model = build_model(config.model, self.tokenizer.vocab_size, config.seq_len, config.seed, fields)
         self.model, self.optimizer = zero(
             model, build_optimizer(config, model), build_strategy(config), local_size=config.local_size, overlap=True,
-            seed=config.seed, timeout_s=config.timeout, checked=config.checked,
+            seed=config.seed, timeout_s=config.timeout, checked=config.checked, announce=False,
         )  # fmt: skip
         self.loader = BatchLoader(
             train_tokens, seq_len=config.seq_len, micro_batch=self.batch.micro_batch,

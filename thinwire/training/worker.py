@@ -29,8 +29,11 @@ def place_from_environment() -> Place | None:
     return Place(*(int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")))
 
 
-def work(config: TrainConfig, place: Place, start: Start | None) -> None:
-    """Train as one rank. start: what was found out before the workers, known at least on rank 0."""
+def work(config: TrainConfig, place: Place, start: Start | None) -> int:
+    """Train as one rank; returns the signal that asked this process to stop, or 0.
+
+    start: what was found out before the workers, known at least on rank 0.
+    """
     torch.set_num_threads(threads_per_worker(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))[0])
     dist.init_process_group("gloo", timeout=timedelta(seconds=config.timeout))
     # Not before: a worker that still waits for the others, who may never come, must die of SIGTERM.
@@ -43,13 +46,16 @@ def work(config: TrainConfig, place: Place, start: Start | None) -> None:
         if trainer.reporter is not None:
             trainer.reporter.close()
     dist.destroy_process_group()
+    return stop.signum
 
 
 def exit_after(config: TrainConfig, place: Place, start: Start | None, *, trace: bool) -> NoReturn:
     """Work, then end the process: 0, or the error's exit code with its message (and `trace`) on stderr."""
     code = 0
     try:
-        record(work)(config, place, start)
+        signum = record(work)(config, place, start) or 0
+        # Our own launcher has the signal too, and gives the exit code itself.
+        code = 128 + signum if signum and not trace else 0
     except ThinwireError as error:
         if trace:
             traceback.print_exc()

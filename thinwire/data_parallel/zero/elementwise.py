@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,6 +43,9 @@ def _stepped(optimizer: torch.optim.Optimizer, group: dict, pieces: list[slice])
     # An instance attribute `step` is a scheduler's wrapper around the original, not part of the optimizer.
     twin.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
     twin.state = defaultdict(dict)
+    if group["params"] and (held := optimizer.state.get(group["params"][0])):
+        # Some optimizers fill their state when they are made, and expect to find it.
+        twin.state.update({param: _state_like(held, group["params"][0], param) for param in params})
     # A schedule may start at a rate of zero, at which every update looks elementwise.
     twin.param_groups = [{**group, "params": params, "lr": 0.1}]
     for scale in (1.0, 0.5):
@@ -48,3 +53,18 @@ def _stepped(optimizer: torch.optim.Optimizer, group: dict, pieces: list[slice])
             param.grad = gradients[piece] * scale
         twin.step()
     return torch.cat([param.detach() for param in params])
+
+
+def _state_like(held: dict[str, Any], param: Tensor, values: Tensor) -> dict[str, Any]:
+    """The state of `param` as it would be for `values`, with the first element's everywhere."""
+    return {
+        key: torch.full_like(values, float(value.flatten()[0]))
+        if is_elementwise(value, param)
+        else copy.deepcopy(value)
+        for key, value in held.items()
+    }
+
+
+def is_elementwise(value: object, param: Tensor) -> bool:
+    """Whether a piece of optimizer state has one entry for each element of the parameter."""
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == param.shape and value.numel() > 0

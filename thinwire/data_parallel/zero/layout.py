@@ -17,7 +17,7 @@ MIN_UNITS_PER_BUCKET = 128
 DEFAULT_BUCKET_NUMEL = 1 << 20
 
 
-@dataclass
+@dataclass(eq=False)
 class Slot:
     """One parameter's place in its bucket: elements [start, start + numel)."""
 
@@ -35,7 +35,7 @@ class Slot:
         return flat[self.start : self.end].view(self.param.shape)
 
 
-@dataclass
+@dataclass(eq=False)
 class Bucket:
     """Parameters that travel together.
 

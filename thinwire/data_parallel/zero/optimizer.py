@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,12 +19,16 @@ from thinwire.codecs import derive_seed
 from thinwire.collectives import Communicator, Meter
 from thinwire.collectives.algorithms import Link, all_gather_packets, reduce_scatter
 from thinwire.data_parallel.strategies import Strategy
+from thinwire.data_parallel.zero.elementwise import is_elementwise
+from thinwire.data_parallel.zero.guard import guard
 from thinwire.data_parallel.zero.layout import Bucket, Slot
 from thinwire.errors import ConfigError, ThinwireError
 
 log = logging.getLogger("thinwire")
 GRADIENTS, WEIGHTS = 0, 1
 STOP = 1
+# A prime, so that the rows of no usual matrix fall on the same columns.
+FINGERPRINT_COLUMNS = 1021
 
 
 class ReplicaError(ThinwireError, RuntimeError):
@@ -88,13 +94,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
             slot.param.register_post_accumulate_grad_hook(self._grad_hook(slot))
         for bucket in buckets:
             bucket.live_fingerprint = _fingerprint(bucket.live_shard)
-        self._forwarded: set[nn.Module] = set()
-        self._owners = self._find_owners()
         if overlap:
             for module, owned in self._owned_buckets().items():
-                module.register_forward_pre_hook(self._forward_hook(module, owned))
-                module.register_state_dict_pre_hook(lambda *_: self.synchronize())
-                module.register_load_state_dict_pre_hook(lambda *_: self.synchronize())
+                guard(module, partial(self._await_all, owned))
         self._complete = True
 
     # ---------------------------------------------------------------- the user's side
@@ -146,16 +148,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         self._finish_reduction()
         assert self._grad_norm is not None
-        scale = max_norm / (float(self._grad_norm) + 1e-6)
+        norm = self._grad_norm
+        scale = max_norm / (float(norm) + 1e-6)
         if scale < 1.0:
             for bucket in self.buckets:
                 bucket.shard_grad.mul_(scale)
-        return self._grad_norm
+            self._grad_norm = norm * scale
+        return norm
 
     def synchronize(self) -> None:
         """Return when all weights have arrived; needed with overlap=True before weights are read outside forward."""
-        for bucket in self.buckets:
-            self._await_weights(bucket)
+        self._await_all(self.buckets)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: the layout is fixed when zero() is called. Raises RuntimeError."""
@@ -308,8 +311,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _launch_reduction(self, bucket: Bucket) -> None:
         for slot in bucket.slots:
+            view = self._grad_views[slot.index]
             if slot.param.grad is None:
-                self._grad_views[slot.index].zero_()
+                view.zero_()
+            elif slot.param.grad is not view:
+                # Set by hand, not by a backward.
+                view.copy_(slot.param.grad)
+                slot.param.grad = view
         self._launched += 1
         bucket.grad_version = bucket.grad._version
         seed = derive_seed(self.seed, self.steps, bucket.stream, GRADIENTS)
@@ -333,7 +341,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Wait for all gradients and agree on the norm, on who has gradients, and on stopping."""
         if self._grad_norm is not None:
             return
-        self._refuse_thawed()
+        self._refuse_changed_parameters()
         while self._launched < len(self.buckets):
             self._launch_reduction(self.buckets[-1 - self._launched])
         for bucket in reversed(self.buckets):
@@ -365,12 +373,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 self.mean_loss = float(numbers[:, 1].mean())
                 self.stop_requested = self.stop_requested or bool((words[:, 16] & STOP).any())
 
-    def _refuse_thawed(self) -> None:
+    def _refuse_changed_parameters(self) -> None:
+        for slot in self._slots:
+            if slot.param.data_ptr() != slot.view(slot.bucket.live).data_ptr():
+                raise RuntimeError(
+                    f"{slot.name!r} no longer lies where zero() put it, so training would not reach it: convert, move "
+                    "or load with assign=True before calling zero(), and copy new values in place after"
+                )
         if any(param.requires_grad for param in self._frozen):
             raise RuntimeError("a parameter was frozen when zero() was called and is not now: call zero() again")
 
     def _refuse_touched(self) -> None:
-        if any(bucket.grad._version != bucket.grad_version for bucket in self.buckets):
+        replaced = any(s.param.grad is not None and s.param.grad is not self._grad_views[s.index] for s in self._slots)
+        if replaced or any(bucket.grad._version != bucket.grad_version for bucket in self.buckets):
             raise RuntimeError(
                 "gradients were changed after they were sent, which has no effect on the step: clip with "
                 "optimizer.clip_grad_norm_(max_norm), not torch.nn.utils; scale the loss instead of gradients"
@@ -405,7 +420,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             seed = derive_seed(self.seed, self.steps, bucket.stream, WEIGHTS)
             bucket.gathering = bucket.comm.submit(self._gather_job(bucket, seed))
         for bucket in self.buckets:
-            if not (self.overlap and self._is_lazy(bucket)):
+            if not self.overlap:
                 self._await_weights(bucket)
 
     @staticmethod
@@ -439,34 +454,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
             bucket.comm.wait(future)
             bucket.gathering = None
 
-    def _find_owners(self) -> dict[int, list[nn.Module]]:
-        """The modules that hold each parameter directly; a tied one has several."""
-        owners: dict[int, list[nn.Module]] = {}
-        for module in self.model.modules():
-            for param in module.parameters(recurse=False):
-                owners.setdefault(id(param), []).append(module)
-        return owners
+    def _await_all(self, buckets: list[Bucket]) -> None:
+        for bucket in buckets:
+            self._await_weights(bucket)
 
     def _owned_buckets(self) -> dict[nn.Module, list[Bucket]]:
+        """The buckets in which each module's own parameters lie."""
+        bucket_of = {id(slot.param): slot.bucket for slot in self._slots}
         owned: dict[nn.Module, list[Bucket]] = {}
-        for slot in self._slots:
-            for module in self._owners[id(slot.param)]:
-                held = owned.setdefault(module, [])
-                if slot.bucket not in held:
-                    held.append(slot.bucket)
+        for module in self.model.modules():
+            buckets = [bucket_of[id(p)] for p in module.parameters(recurse=False) if id(p) in bucket_of]
+            if buckets:
+                owned[module] = list(dict.fromkeys(buckets))
         return owned
-
-    def _forward_hook(self, module: nn.Module, owned: list[Bucket]) -> Callable[[nn.Module, Any], None]:
-        def hook(_: nn.Module, __: Any) -> None:
-            self._forwarded.add(module)
-            for bucket in owned:
-                self._await_weights(bucket)
-
-        return hook
-
-    def _is_lazy(self, bucket: Bucket) -> bool:
-        """Weights may arrive late only if all their owners were seen to run a forward; others are read from outside."""
-        return all(owner in self._forwarded for slot in bucket.slots for owner in self._owners[id(slot.param)])
 
     # ---------------------------------------------------------------- ends of a step
 
@@ -517,11 +517,23 @@ def _shard_param_groups(inner: torch.optim.Optimizer, buckets: list[Bucket]) -> 
         group["params"] = []
         for slot in own:
             start, end = slot.bucket.shard_range(slot)
+            held = inner.state.pop(slot.param, None)
             if end > start:
                 piece = slot.bucket.master[start:end]
                 pieces.append((slot, piece, start, end))
                 group["params"].append(piece)
+                if held:
+                    first = start + slot.bucket.shard_start - slot.start
+                    inner.state[piece] = _piece_of_state(held, slot.param, slice(first, first + end - start))
     return pieces
+
+
+def _piece_of_state(held: dict[str, Any], param: Tensor, piece: slice) -> dict[str, Any]:
+    """What the optimizer remembers of a parameter, for a piece of its flat elements."""
+    return {
+        key: value.flatten()[piece].float().clone() if is_elementwise(value, param) else copy.deepcopy(value)
+        for key, value in held.items()
+    }
 
 
 def _describe_strategy(strategy: Strategy, buckets: list[Bucket], comm: Communicator) -> list[tuple[str, str, str]]:
@@ -549,8 +561,12 @@ def _describe_strategy(strategy: Strategy, buckets: list[Bucket], comm: Communic
 
 
 def _fingerprint(values: Tensor) -> int:
-    """A sum over the bits, as 8-byte words: any edit of a single element changes it."""
-    return int(values.view(torch.int64).sum()) if values.numel() else 0
+    """A sum over the bits, as 8-byte words, that depends on their place: edits, swaps and flips change it."""
+    words = values.view(torch.int64)
+    whole = words.numel() - words.numel() % FINGERPRINT_COLUMNS
+    columns = words[:whole].view(-1, FINGERPRINT_COLUMNS).sum(0)
+    columns[: words.numel() - whole] += words[whole:]
+    return int((columns * torch.arange(1, 2 * FINGERPRINT_COLUMNS, 2)).sum())
 
 
 def _digest(tensors: Iterator[Tensor]) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -38,6 +39,7 @@ def zero(
     seed: int = 0,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     checked: bool = False,
+    announce: bool = True,
 ) -> tuple[Model, ZeroOptimizer]:
     """Shard an optimizer over data-parallel ranks and compress what they exchange; the model object stays the same.
 
@@ -45,7 +47,8 @@ def zero(
     group, one dimension of a DeviceMesh, None for all. local_size: ranks per node, found by itself if None. group_for:
     another group (inside `group`) for some parameters, say experts; None for the main one. bucket_numel: elements to
     a bucket. overlap: let weights arrive during the next forward; then call optimizer.synchronize() before reading
-    weights by hand. seed: of stochastic rounding. timeout_s, checked: see Communicator.
+    weights by hand. seed: of stochastic rounding. timeout_s, checked: see Communicator. announce: rank 0 prints to
+    stderr what was asked for, what is in effect, and why they differ.
 
     Call it on every rank, after the optimizer is made and before anything is trained. Ranks may start from different
     weights: rank 0's are taken. Only parameters that the optimizer holds and that require gradients take part.
@@ -67,11 +70,15 @@ def zero(
             comms[id(special)] = Communicator(special, timeout_s=timeout_s, checked=checked)
         return comms[id(special)]
 
-    chosen = {id(param): comm_for(name, param) for name, param in named}
+    chosen = {id(param): comm_for(name, param) for name, param in model.named_parameters()}
     notes = _same_start(model, named, strategy, comm, chosen)
     notes += _notes_on_parameters(model, named, overlap)
     buckets: list[Bucket] = build_buckets(named, strategy, lambda _, param: chosen[id(param)], bucket_numel)
-    return model, ZeroOptimizer(model, optimizer, strategy, buckets, comm, overlap=overlap, seed=seed, notes=notes)
+    sharded = ZeroOptimizer(model, optimizer, strategy, buckets, comm, overlap=overlap, seed=seed, notes=notes)
+    if announce and comm.rank == 0:
+        for asked, effect, reason in sharded.describe():
+            print(f"thinwire: {asked}: {effect}" + (f" ({reason})" if reason else ""), file=sys.stderr)
+    return model, sharded
 
 
 def _trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:
@@ -82,8 +89,6 @@ def _trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> l
         )
     if isinstance(optimizer, ZeroOptimizer):
         raise ConfigError("this optimizer is sharded already; call zero() once")
-    if optimizer.state:
-        raise ConfigError("the optimizer has taken steps already: call zero() first, then load its state")
     held = {id(param): param for group in optimizer.param_groups for param in group["params"]}
     named = [(name, param) for name, param in model.named_parameters() if id(param) in held]
     if len(named) < len(held):
@@ -128,7 +133,7 @@ def _same_start(
         (name, t.data) for name, t in [*model.named_parameters(), *model.named_buffers()] if t.device.type == "cpu"
     ]
     by_comm: dict[Communicator, list[tuple[str, torch.Tensor]]] = {comm: []}
-    special = {name: chosen[id(param)] for name, param in named}
+    special = {name: chosen[id(param)] for name, param in model.named_parameters()}
     for name, tensor in everything:
         by_comm.setdefault(special.get(name, comm), []).append((name, tensor.data))
     for own, tensors in by_comm.items():

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,24 +43,40 @@ def build_hf(
 
     Reads nothing from the network, runs no code from the folder, opens no pickle. Raises ConfigError otherwise.
     """
+    config = check_hf(folder, vocab_size, seq_len, overrides)
+    import transformers
+
+    path = Path(folder).expanduser()
+    with explained(folder), torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = load(transformers, path, config) if look_into(path) else fresh(transformers, config)
+    return HFCausalLM(model.float(), longest(config) or seq_len)
+
+
+def check_hf(folder: str, vocab_size: int, seq_len: int, overrides: Mapping[str, int | float | bool]) -> Any:
+    """The folder's transformers config, checked without building the model. Raises ConfigError."""
     try:
         import transformers
     except ImportError:
         raise ConfigError(f"model hf:{folder}: needs transformers; pip install thinwire[hf]") from None
     path = Path(folder).expanduser()
-    has_weights = look_into(path)
-    try:
+    look_into(path)
+    with explained(folder):
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         apply_overrides(config, overrides)
         check_sizes(folder, config, vocab_size, seq_len)
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            model = load(transformers, path, config) if has_weights else fresh(transformers, config)
+    return config
+
+
+@contextmanager
+def explained(folder: str) -> Iterator[None]:
+    """Turn what transformers raises into a ConfigError of one line."""
+    try:
+        yield
     except ConfigError:
         raise
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise ConfigError(f"model hf:{folder}: transformers cannot build it: {first_line(error)}") from error
-    return HFCausalLM(model.float(), longest(config) or seq_len)
 
 
 def look_into(path: Path) -> bool:

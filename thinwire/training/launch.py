@@ -32,7 +32,6 @@ from thinwire.training.problems import Problems
 from thinwire.training.run_dir import RunDir
 from thinwire.training.signals import STOPPING, StoppedError
 
-
 # Half of the time that torchrun's agent gives workers between asking them to end and killing them.
 AGENT_PATIENCE_S = 15
 

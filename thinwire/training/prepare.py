@@ -16,6 +16,7 @@ from thinwire.data import documents, load_tokenizer
 from thinwire.data import prepare as prepare_tokens
 from thinwire.errors import ConfigError
 from thinwire.models import build_model
+from thinwire.models.hf import check_hf
 from thinwire.training import checkpoint
 from thinwire.training.config import FIXED_ON_RESUME, TrainConfig, derive, range_errors, with_derived
 from thinwire.training.effects import Row, batch_row, resume_rows, unused_rows
@@ -73,9 +74,13 @@ def check_data(config: TrainConfig) -> None:
 
 
 def check_model(config: TrainConfig) -> None:
-    """Build the model without memory; one of transformers is left to the workers, as its weights may be large."""
+    """Build the model without memory; of one of transformers, whose weights may be large, check the config alone."""
     tokenizer = load_tokenizer(config.tokenizer)
-    if not config.model.startswith("hf:") and config.seq_len > 0:
+    if config.seq_len <= 0:
+        return
+    if config.model.startswith("hf:"):
+        check_hf(config.model.removeprefix("hf:"), tokenizer.vocab_size, config.seq_len, {})
+    else:
         with torch.device("meta"):
             build_model(config.model, tokenizer.vocab_size, config.seq_len, config.seed, config.tables.get("llama"))
 

@@ -208,7 +208,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def describe(self) -> list[tuple[str, str, str]]:
         """Rows of (asked for, in effect, why they differ or how it was found)."""
-        return [*_describe_strategy(self.strategy, self.buckets, self.comm), *self._notes]
+        sent, plain = self.bytes_per_step / 1e6, self.uncompressed_bytes_per_step / 1e6
+        promised = ("sent per rank and step", f"{sent:.3f} MB", f"{plain:.3f} MB in fp32")
+        return [*_describe_strategy(self.strategy, self.buckets, self.comm), promised, *self._notes]
 
     def close(self) -> None:
         """Wait for all communication and give the process groups back."""

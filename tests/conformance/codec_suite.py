@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from thinwire.codecs import Cast, Codec, Hadamard, Identity, Integer, backends
+from thinwire.codecs import Cast, Codec, Hadamard, Identity, Integer, Zstd, backends
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,9 @@ CASES = [
     Case(Hadamard(Integer(8, 128, "stochastic")), 0.0098),
     Case(Hadamard(Integer(3, 64, "stochastic"), 2), 0.4),
     Case(Hadamard(Integer(6, 256, "nearest"), 128), 0.05),
+    Case(Zstd(Identity()), 0.0),
+    Case(Zstd(Integer(4, 2048, "stochastic")), 0.24),
+    Case(Zstd(Hadamard(Integer(4, 64, "stochastic", "bf16")), level=3), 0.16),
 ]
 
 
@@ -93,7 +96,16 @@ class CodecSuite:
 
     def test_bits_per_element_is_the_size_of_a_long_packet(self, case: Case) -> None:
         num_elements = 1024 * case.codec.block
-        assert case.codec.packet_bytes(num_elements) * 8 == case.codec.bits_per_element * num_elements
+        header_bits = case.codec.packet_bytes(num_elements) * 8 - case.codec.bits_per_element * num_elements
+        assert header_bits == (32 if case.codec.has_variable_length else 0)
+
+    def test_bytes_beyond_the_length_do_not_matter(self, case: Case) -> None:
+        for num_elements in (0, 5, 4 * case.codec.block):
+            packet = case.codec.encode(gaussian(num_elements).round(decimals=1))
+            values, length = case.codec.decode(packet, num_elements), case.codec.length(packet)
+            assert length == packet.numel() or (case.codec.has_variable_length and length < packet.numel())
+            packet[length:] = 255
+            assert same_bits(case.codec.decode(packet, num_elements), values)
 
     def test_lossless_keeps_every_bit(self, case: Case) -> None:
         x = torch.randint(-(2**31), 2**31, (1000,), generator=torch.Generator().manual_seed(1))

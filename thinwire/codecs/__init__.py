@@ -10,8 +10,9 @@ from thinwire.codecs.hadamard import Hadamard
 from thinwire.codecs.identity import Identity
 from thinwire.codecs.integer import Integer
 from thinwire.codecs.random import derive_seed, paired_seed
+from thinwire.codecs.zstd import Zstd
 
-__all__ = ["Cast", "Codec", "Hadamard", "Identity", "Integer", "Traits", "derive_seed", "paired_seed", "warm"]
+__all__ = ["Cast", "Codec", "Hadamard", "Identity", "Integer", "Traits", "Zstd", "derive_seed", "paired_seed", "warm"]
 
 
 def warm(codecs: Iterable[Codec]) -> None:

@@ -48,7 +48,16 @@ class Codec(ABC):
 
     @abstractmethod
     def packet_bytes(self, num_elements: int) -> int:
-        """Exact packet size in bytes for `num_elements` elements, known before encoding."""
+        """Size in bytes of the packet of `num_elements` elements, known before encoding."""
+
+    @property
+    def has_variable_length(self) -> bool:
+        """Whether `length` depends on the values; `packet_bytes` is then the most it can be."""
+        return False
+
+    def length(self, packet: Tensor) -> int:
+        """How many of the packet's bytes, from the first, need to travel."""
+        return packet.numel()
 
     @abstractmethod
     def encode(self, x: Tensor, *, seed: int = 0, counter: int = 0, out: Tensor | None = None) -> Tensor:

@@ -1,19 +1,21 @@
 """The third noun: who sends which packet to whom, in what order, and in which precision the sum is taken.
 
-Plain functions over a Wire and a Topology, called on the communication thread. Every sum is taken in fp32 in rank
-order, so results do not depend on which message arrives first. A caller's tensor is written only after all messages
-of the operation have arrived.
+Generators over a Link, driven by the communication thread, which goes on with another job while one waits for its
+messages. Every sum is taken in fp32 in rank order, so results do not depend on which message arrives first. A caller's
+tensor is written only after all messages of the operation have arrived.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec, derive_seed, paired_seed
-from thinwire.collectives.exchange import Wire
+from thinwire.collectives.exchange import Exchange, Rounds, Wire
 from thinwire.collectives.topology import Topology
 
 HOP_INTRA, HOP_INTER = 1, 2
@@ -21,11 +23,16 @@ HOP_INTRA, HOP_INTER = 1, 2
 
 @dataclass
 class Link:
-    """What an algorithm needs: the wire, the grid, and scratch memory that is reused from call to call."""
+    """What one job needs: the wire, the grid, its number among the jobs of the group, and scratch memory.
+
+    The memory is reused from job to job, but never by two that are under way at once.
+    """
 
     wire: Wire
     topology: Topology
-    _scratch: dict[str, Tensor] = field(default_factory=dict)
+    number: int
+    memory: dict[str, Tensor]
+    num_rounds: int = 0
 
     @property
     def rank(self) -> int:
@@ -54,17 +61,31 @@ class Link:
         num_bytes = dtype.itemsize
         for length in shape:
             num_bytes *= length
-        held = self._scratch.get(name)
+        held = self.memory.get(name)
         if held is None or held.numel() < num_bytes:
-            held = self._scratch[name] = torch.empty(num_bytes, dtype=torch.uint8)
+            held = self.memory[name] = torch.empty(num_bytes, dtype=torch.uint8)
         return held[:num_bytes].view(dtype).view(shape)
 
+    def exchange(
+        self, operation: str, level: str, receives: Mapping[int, Tensor], length: Callable[[Tensor], int] = Tensor.numel
+    ) -> Exchange:
+        """Open the job's next round of messages; see Exchange."""
+        self.num_rounds += 1
+        return Exchange(self.wire, self.number, self.num_rounds - 1, operation, level, receives, length)
 
-def all_gather_packets(link: Link, packet: Tensor, operation: str = "all_gather") -> Tensor:
+    def timed(self, kind: str, operation: str) -> AbstractContextManager[None]:
+        """Count a block's seconds; see Meter."""
+        return self.wire.meter.timed(kind, f"{operation} {self.number}")
+
+
+def all_gather_packets(
+    link: Link, packet: Tensor, operation: str = "all_gather", length: Callable[[Tensor], int] = Tensor.numel
+) -> Rounds[Tensor]:
     """Every rank's packet on every rank: uint8 [local_size, num_nodes, bytes], scratch of the link.
 
     Entry [i, y] comes from rank y * local_size + i. Packets cross between nodes once, then spread inside each node,
     so a node receives (num_nodes - 1) * local_size packets from outside and each rank sends world_size - 1 in all.
+    Between nodes a packet is cut to its `length`.
     """
     grid = link.topology
     gathered = link.scratch("gathered", grid.local_size, grid.num_nodes, packet.numel())
@@ -74,27 +95,29 @@ def all_gather_packets(link: Link, packet: Tensor, operation: str = "all_gather"
     own_row = gathered[link.local_rank]
     if grid.num_nodes > 1:
         receives = {peer: own_row[grid.node(peer)] for peer in link.node_peers()}
-        with link.wire.exchange(operation, "inter", receives) as round_:
-            for peer in receives:
-                round_.send(peer, own_row[link.node])
-            round_.receive_all()
+        round_ = link.exchange(operation, "inter", receives, length)
+        for peer in receives:
+            round_.send(peer, own_row[link.node])
+        yield from round_.finish()
     if grid.local_size > 1:
         receives = {peer: gathered[grid.local_rank(peer)].view(-1) for peer in link.local_peers()}
-        with link.wire.exchange(operation, "intra", receives) as round_:
-            for peer in receives:
-                round_.send(peer, own_row.view(-1))
-            round_.receive_all()
+        round_ = link.exchange(operation, "intra", receives)
+        for peer in receives:
+            round_.send(peer, own_row.view(-1))
+        yield from round_.finish()
     return gathered
 
 
-def all_gather(link: Link, shard: Tensor, codec: Codec, *, seed: int = 0, operation: str = "all_gather") -> Tensor:
+def all_gather(
+    link: Link, shard: Tensor, codec: Codec, *, seed: int = 0, operation: str = "all_gather"
+) -> Rounds[Tensor]:
     """All ranks' shards after the codec: fp32 [world_size, n] in rank order, equal on every rank, owner included."""
     grid, num_elements = link.topology, shard.numel()
-    with link.wire.meter.timed("encode_s"):
+    with link.timed("encode_s", operation):
         packet = codec.encode(shard, seed=derive_seed(seed, link.rank))
-    gathered = all_gather_packets(link, packet, operation)
+    gathered = yield from all_gather_packets(link, packet, operation, codec.length)
     out = torch.empty(grid.world_size, num_elements)
-    with link.wire.meter.timed("decode_s"):
+    with link.timed("decode_s", operation):
         for rank in range(grid.world_size):
             codec.decode(gathered[grid.local_rank(rank), grid.node(rank)], num_elements, out=out[rank])
     return out
@@ -109,7 +132,7 @@ def reduce_scatter(
     seed: int = 0,
     counter: int = 0,
     operation: str = "reduce_scatter",
-) -> Tensor:
+) -> Rounds[Tensor]:
     """This rank's slice of the sum over ranks of flat fp32 `x`: fp32 [n / world_size], scratch of the link.
 
     Slice j of `x` belongs to rank j = y * local_size + i. Hop 1, inside the node: the num_nodes slices of local rank i
@@ -135,7 +158,7 @@ def reduce_scatter(
     ]
     if grid.local_size > 1:
         own_seed = paired_seed(derive_seed(seed, HOP_INTRA), link.rank)
-        partial = _hop_intra(link, slices, intra, own_seed, counters, operation)
+        partial = yield from _hop_intra(link, slices, intra, own_seed, counters, operation)
         rotated_by = intra
     if grid.num_nodes > 1:
         if rotated_by is not None and rotated_by.rotation != inter.rotation:
@@ -144,63 +167,67 @@ def reduce_scatter(
         codec = inter if rotated_by is None else inter.inner
         node_counters = [row[link.local_rank] for row in counters]
         own_seed = paired_seed(derive_seed(seed, HOP_INTER), link.node)
-        partial = _hop_inter(link, partial, codec, own_seed, node_counters, operation)
+        partial = yield from _hop_inter(link, partial, codec, own_seed, node_counters, operation)
         rotated_by = inter
     assert rotated_by is not None
-    with link.wire.meter.timed("decode_s"):
+    with link.timed("decode_s", operation):
         return rotated_by.unrotate_(partial.view(-1))
 
 
 def _hop_intra(
     link: Link, slices: Tensor, codec: Codec, seed: int, counters: list[list[int]], operation: str
-) -> Tensor:
+) -> Rounds[Tensor]:
     """Sum over the node, rotated: fp32 [num_nodes, n], the partial sums of this local rank's slices."""
     num_nodes, local_size, num_elements = slices.shape
     packet_bytes = codec.packet_bytes(num_elements)
     sends = link.scratch("intra_send", local_size, num_nodes, packet_bytes)
     receives = link.scratch("intra_receive", local_size, num_nodes, packet_bytes)
     total = link.scratch("intra_sum", num_nodes, num_elements, dtype=torch.float32)
-    grid, meter = link.topology, link.wire.meter
+    grid = link.topology
     buffers = {peer: receives[grid.local_rank(peer)].view(-1) for peer in link.local_peers()}
-    with link.wire.exchange(operation, "intra", buffers) as round_:
-        for peer in [*link.local_peers(), link.rank]:
-            i = grid.local_rank(peer)
-            with meter.timed("encode_s"):
-                for y in range(num_nodes):
-                    codec.encode(slices[y, i], seed=seed, counter=counters[y][i], out=sends[i, y])
-            if peer != link.rank:
-                round_.send(peer, sends[i].view(-1))
-        for i in range(local_size):
-            if i != link.local_rank:
-                round_.receive(grid.rank(link.node, i))
-            packets = sends[i] if i == link.local_rank else receives[i]
-            with meter.timed("decode_s"):
-                for y in range(num_nodes):
-                    _accumulate(codec.inner, packets[y], total[y], first=i == 0)
+    round_ = link.exchange(operation, "intra", buffers)
+    for peer in [*link.local_peers(), link.rank]:
+        i = grid.local_rank(peer)
+        with link.timed("encode_s", operation):
+            for y in range(num_nodes):
+                codec.encode(slices[y, i], seed=seed, counter=counters[y][i], out=sends[i, y])
+        if peer != link.rank:
+            round_.send(peer, sends[i].view(-1))
+    for i in range(local_size):
+        if i != link.local_rank:
+            yield from round_.receive(grid.rank(link.node, i))
+        packets = sends[i] if i == link.local_rank else receives[i]
+        with link.timed("decode_s", operation):
+            for y in range(num_nodes):
+                _accumulate(codec.inner, packets[y], total[y], first=i == 0)
+    yield from round_.finish()
     return total
 
 
-def _hop_inter(link: Link, partial: Tensor, codec: Codec, seed: int, counters: list[int], operation: str) -> Tensor:
+def _hop_inter(
+    link: Link, partial: Tensor, codec: Codec, seed: int, counters: list[int], operation: str
+) -> Rounds[Tensor]:
     """Sum over the nodes, rotated: fp32 [n], this rank's slice."""
     num_nodes, num_elements = partial.shape
     packet_bytes = codec.packet_bytes(num_elements)
     sends = link.scratch("inter_send", num_nodes, packet_bytes)
     receives = link.scratch("inter_receive", num_nodes, packet_bytes)
     total = link.scratch("inter_sum", num_elements, dtype=torch.float32)
-    grid, meter = link.topology, link.wire.meter
+    grid = link.topology
     buffers = {peer: receives[grid.node(peer)] for peer in link.node_peers()}
-    with link.wire.exchange(operation, "inter", buffers) as round_:
-        for peer in [*link.node_peers(), link.rank]:
-            y = grid.node(peer)
-            with meter.timed("encode_s"):
-                codec.encode(partial[y], seed=seed, counter=counters[y], out=sends[y])
-            if peer != link.rank:
-                round_.send(peer, sends[y])
-        for y in range(num_nodes):
-            if y != link.node:
-                round_.receive(grid.rank(y, link.local_rank))
-            with meter.timed("decode_s"):
-                _accumulate(codec.inner, sends[y] if y == link.node else receives[y], total, first=y == 0)
+    round_ = link.exchange(operation, "inter", buffers, codec.length)
+    for peer in [*link.node_peers(), link.rank]:
+        y = grid.node(peer)
+        with link.timed("encode_s", operation):
+            codec.encode(partial[y], seed=seed, counter=counters[y], out=sends[y])
+        if peer != link.rank:
+            round_.send(peer, sends[y])
+    for y in range(num_nodes):
+        if y != link.node:
+            yield from round_.receive(grid.rank(y, link.local_rank))
+        with link.timed("decode_s", operation):
+            _accumulate(codec.inner, sends[y] if y == link.node else receives[y], total, first=y == 0)
+    yield from round_.finish()
     return total
 
 
@@ -211,7 +238,7 @@ def _accumulate(codec: Codec, packet: Tensor, total: Tensor, *, first: bool) -> 
         codec.decode_add(packet, total)
 
 
-def all_reduce(link: Link, x: Tensor, intra: Codec, inter: Codec, gather: Codec, *, seed: int = 0) -> Tensor:
+def all_reduce(link: Link, x: Tensor, intra: Codec, inter: Codec, gather: Codec, *, seed: int = 0) -> Rounds[Tensor]:
     """The sum over ranks of `x`, fp32 in its shape, equal on every rank: reduce_scatter, then all_gather."""
     world_size = link.topology.world_size
     if world_size == 1:
@@ -221,12 +248,12 @@ def all_reduce(link: Link, x: Tensor, intra: Codec, inter: Codec, gather: Codec,
         slice_length = -(-slice_length // codec.block) * codec.block
     padded = torch.zeros(slice_length * world_size)
     padded[: x.numel()].copy_(x.reshape(-1))
-    shard = reduce_scatter(link, padded, intra, inter, seed=seed, operation="all_reduce")
-    total = all_gather(link, shard, gather, seed=seed, operation="all_reduce")
+    shard = yield from reduce_scatter(link, padded, intra, inter, seed=seed, operation="all_reduce")
+    total = yield from all_gather(link, shard, gather, seed=seed, operation="all_reduce")
     return total.view(-1)[: x.numel()].view(x.shape)
 
 
-def broadcast_(link: Link, x: Tensor, source: int) -> Tensor:
+def broadcast_(link: Link, x: Tensor, source: int) -> Rounds[Tensor]:
     """Overwrite contiguous `x` on every rank with rank `source`'s bits: across nodes first, then inside each node."""
     if link.topology.world_size == 1 or x.numel() == 0:
         return x
@@ -243,18 +270,18 @@ def broadcast_(link: Link, x: Tensor, source: int) -> Tensor:
             leader = grid.rank(link.node, grid.local_rank(source))
             senders_peers = link.local_peers() if link.rank == leader else []
             receives = {leader: received} if link.rank != leader else {}
-        with link.wire.exchange("broadcast", level, receives) as round_:
-            for peer in senders_peers:
-                round_.send(peer, held)
-            round_.receive_all()
+        round_ = link.exchange("broadcast", level, receives)
+        for peer in senders_peers:
+            round_.send(peer, held)
+        yield from round_.finish()
     if held is received:
         message.copy_(received)
     return x
 
 
-def all_gather_exact(link: Link, x: Tensor) -> Tensor:
+def all_gather_exact(link: Link, x: Tensor) -> Rounds[Tensor]:
     """The raw bits of every rank's `x`, stacked in rank order: [world_size, *x.shape] in x's dtype."""
     grid = link.topology
     packet = x.contiguous().view(-1).view(torch.uint8)
-    gathered = all_gather_packets(link, packet, "all_gather_exact")
+    gathered = yield from all_gather_packets(link, packet, "all_gather_exact")
     return gathered.transpose(0, 1).reshape(-1).view(x.dtype).view(grid.world_size, *x.shape).clone()

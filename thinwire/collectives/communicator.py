@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_all
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from thinwire.codecs import Codec
 from thinwire.collectives import algorithms
 from thinwire.collectives.algorithms import Link
-from thinwire.collectives.exchange import Wire
+from thinwire.collectives.exchange import Pending, Rounds, Wire
 from thinwire.collectives.meter import Meter
 from thinwire.collectives.topology import Topology, node_label
 from thinwire.errors import ConfigError
@@ -26,34 +29,83 @@ from thinwire.errors import ConfigError
 T = TypeVar("T")
 LABEL_BYTES = 64
 DEFAULT_TIMEOUT_S = 600.0
+# Jobs under way at once: one on the wire, one that packs or unpacks.
+NUM_SLOTS = 2
+
+
+@dataclass(eq=False)
+class Job:
+    """One collective: what starts it, in which slot of scratch memory it runs, and who waits for its result."""
+
+    start: Callable[[int], Rounds[Any]]
+    future: Future
+    rounds: Rounds[Any] | None = None
+    slot: int = -1
 
 
 class CommunicationThread:
-    """Runs jobs strictly in the order they were submitted, one at a time, for all communicators of this process.
+    """Runs jobs in the order they were submitted, for all communicators of this process; NUM_SLOTS may overlap.
 
-    gloo groups that are used from several threads hang, abort or diverge silently; one thread can not.
+    A job that waits for its messages gives way to the next one, which packs and posts its own meanwhile, so that the
+    link stays busy. All messages are posted from this thread: gloo groups that are used from several threads hang,
+    abort or diverge silently. A second thread only waits for arrivals, which needs no lock of the group.
     """
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Future, Callable[[], object]]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[Job, Exception | None]] = queue.SimpleQueue()
+        self._awaited: queue.SimpleQueue[tuple[Job, Pending]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="thinwire-communication", daemon=True).start()
+        threading.Thread(target=self._watch, name="thinwire-arrivals", daemon=True).start()
 
-    def submit(self, job: Callable[[], T]) -> Future[T]:
+    def submit(self, start: Callable[[int], Rounds[T]]) -> Future[T]:
+        """Run what `start(slot)` returns, slot in range(NUM_SLOTS), after everything submitted before has started."""
         future: Future[T] = Future()
-        self._jobs.put((future, job))
+        self._inbox.put((Job(start, future), None))
         return future
 
     def _run(self) -> None:
+        submitted: deque[Job] = deque()
+        free_slots = list(range(NUM_SLOTS))
         while True:
-            future, job = self._jobs.get()
-            try:
-                result = job()
-            except BaseException as error:
-                future.set_exception(error)
-            else:
-                future.set_result(result)
+            job, error = self._inbox.get()
+            if job.rounds is None:
+                submitted.append(job)
+            elif self._ends(job, error):
+                free_slots.append(job.slot)
+            while submitted and free_slots:
+                started = submitted.popleft()
+                started.slot = free_slots.pop()
+                started.rounds = started.start(started.slot)
+                if self._ends(started, None):
+                    free_slots.append(started.slot)
+                del started
             # A finished job's tensors must not live until the next job arrives.
-            del future, job
+            del job, error
+
+    def _ends(self, job: Job, error: Exception | None) -> bool:
+        """Take the job to its next message; whether it has ended instead."""
+        assert job.rounds is not None
+        try:
+            pending = next(job.rounds) if error is None else job.rounds.throw(error)
+        except StopIteration as end:
+            job.future.set_result(end.value)
+        except BaseException as failure:
+            job.future.set_exception(failure)
+        else:
+            self._awaited.put((job, pending))
+            return False
+        return True
+
+    def _watch(self) -> None:
+        while True:
+            job, pending = self._awaited.get()
+            error = None
+            try:
+                pending.wait()
+            except Exception as failure:
+                error = failure
+            self._inbox.put((job, error))
+            del job, pending, error
 
 
 _thread: CommunicationThread | None = None
@@ -96,18 +148,28 @@ class Communicator:
         self.global_ranks = ranks
         self.world_size = len(ranks)
         self.rank = self._wire.rank
+        self._num_jobs = 0
+        self._unfinished: set[Future] = set()
+        self._memory: list[dict[str, Tensor]] = [{} for _ in range(NUM_SLOTS)]
         # Until the nodes are known the grid is flat; the exchange of labels needs no more.
-        self._link = Link(self._wire, Topology(self.world_size, 1))
+        self.topology = Topology(self.world_size, 1)
         self.topology, self.topology_reason = self._find_topology(local_size)
-        self._link.topology = self.topology
 
     @property
     def meter(self) -> Meter:
         return self._wire.meter
 
-    def submit(self, job: Callable[[Link], T]) -> Future[T]:
-        """Run `job(link)` on the communication thread, after everything submitted before."""
-        return communication_thread().submit(lambda: self._guarded(job))
+    def submit(self, job: Callable[[Link], Rounds[T]]) -> Future[T]:
+        """Run `job(link)`, a generator of the messages it waits for, on the communication thread.
+
+        It starts after everything submitted before has started; up to NUM_SLOTS jobs are under way at once.
+        """
+        self._num_jobs += 1
+        number = self._num_jobs
+        future = communication_thread().submit(lambda slot: self._guarded(job, slot, number))
+        self._unfinished.add(future)
+        future.add_done_callback(self._unfinished.discard)
+        return future
 
     def wait(self, future: Future[T]) -> T:
         """The future's result; the time this thread stands still is counted as exposed_s."""
@@ -130,9 +192,12 @@ class Communicator:
         inter = inter or intra
         _check_slices(x.numel(), self.topology, intra, inter)
         flat = x.reshape(-1).float()
-        return self.submit(
-            lambda link: algorithms.reduce_scatter(link, flat, intra, inter, seed=seed, counter=counter).clone()
-        )
+
+        def job(link: Link) -> Rounds[Tensor]:
+            total = yield from algorithms.reduce_scatter(link, flat, intra, inter, seed=seed, counter=counter)
+            return total.clone()
+
+        return self.submit(job)
 
     def all_reduce(
         self,
@@ -161,19 +226,19 @@ class Communicator:
 
     def close(self) -> None:
         """Wait for what was submitted, then leave the process group to the next communicator over these ranks."""
-        communication_thread().submit(lambda: None).result()
+        wait_for_all(list(self._unfinished))
         if self._group is not None and self._broken is None and dist.is_initialized():
             _idle_groups.setdefault((dist.group.WORLD, tuple(self.global_ranks)), []).append(self._group)
         self._broken = self._broken or RuntimeError("this communicator is closed")
 
-    def _guarded(self, job: Callable[[Link], T]) -> T:
+    def _guarded(self, job: Callable[[Link], Rounds[T]], slot: int, number: int) -> Rounds[T]:
         if self._broken is not None:
             raise self._broken
         try:
-            return job(self._link)
+            return (yield from job(Link(self._wire, self.topology, number, self._memory[slot])))
         except Exception as error:
             # After a failed message the ranks no longer agree on what comes next.
-            self._broken = error
+            self._broken = self._broken or error
             raise
 
     def _find_topology(self, local_size: int | None) -> tuple[Topology, str]:

@@ -6,10 +6,10 @@ import json
 import struct
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
-from types import TracebackType
-from typing import Self
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,12 +21,15 @@ from thinwire.errors import MismatchError, PeerLostError
 
 HEADER = struct.Struct("<qq48s")
 GRACE_S = 2.0
+# Rounds of one job: an all_reduce over two levels needs four.
+MAX_ROUNDS = 16
+T = TypeVar("T")
 
 
 class Wire:
-    """A process group of its own, used by one thread only, with every failure traced to a rank.
+    """A process group of its own, whose messages are posted by one thread only, with every failure traced to a rank.
 
-    Ranks here are positions in the group. `checked` puts (sequence number, payload bytes, operation) in front of each
+    Ranks here are positions in the group. `checked` puts (number of the job, payload bytes, operation) in front of each
     message, so that ranks which disagree stop with both sides' values instead of a hang or wrong sums.
     """
 
@@ -37,16 +40,10 @@ class Wire:
         self.timeout_s = timeout_s
         self.checked = checked
         self.meter = Meter()
-        self.sequence = 0
 
-    def exchange(self, operation: str, level: str, receives: Mapping[int, Tensor]) -> Exchange:
-        """Open one round of messages; `receives` maps each peer to the buffer its message goes into."""
-        self.sequence += 1
-        return Exchange(self, operation, level, receives)
-
-    def lost(self, operation: str, peer: int, error: Exception) -> PeerLostError:
+    def lost(self, operation: str, number: int, peer: int, error: Exception) -> PeerLostError:
         """Name the rank that is really missing: the silent peer, or the one that peer itself lost."""
-        blame = {"rank": self.global_ranks[peer], "operation": operation, "sequence": self.sequence}
+        blame = {"rank": self.global_ranks[peer], "operation": operation, "sequence": number}
         # A store hosted by the lost process can hang, so it is asked from a thread that may be left behind.
         asker = threading.Thread(target=self._follow_blame, args=(blame,), daemon=True)
         asker.start()
@@ -80,91 +77,106 @@ class Wire:
             return
 
 
-class Exchange:
-    """One round: a context manager whose exit waits for the sends; never leaves a buffer half in use on success."""
+@dataclass(frozen=True)
+class Pending:
+    """A message on its way; `wait` blocks until it has arrived, or raises PeerLostError."""
 
-    def __init__(self, wire: Wire, operation: str, level: str, receives: Mapping[int, Tensor]) -> None:
-        self._wire = wire
-        self._operation = operation
-        self._level = level
+    exchange: Exchange
+    peer: int
+    work: dist.Work
+    kind: str
+
+    def wait(self) -> None:
+        own = self.exchange
+        with own.wire.meter.timed(self.kind, own.label):
+            try:
+                self.work.wait(timedelta(seconds=own.wire.timeout_s))
+            except RuntimeError as error:
+                raise own.wire.lost(own.operation, own.number, self.peer, error) from None
+
+
+# A job that is under way: it gives up the thread at every message that it needs, and ends with its result.
+Rounds = Generator[Pending, None, T]
+
+
+class Exchange:
+    """One round of messages of the job `number`: send to some peers, receive from others, finish.
+
+    receives: the buffer that each peer's message goes into; a message may be shorter. length: how many bytes of a
+    filled buffer came, where that is not all of it. All messages carry the tag (number, round), so several jobs may be
+    under way at once, and ranks need not agree which of them is ahead.
+    """
+
+    def __init__(
+        self, wire: Wire, number: int, round_: int, operation: str, level: str, receives: Mapping[int, Tensor],
+        length: Callable[[Tensor], int] = Tensor.numel,
+    ) -> None:  # fmt: skip
+        assert round_ < MAX_ROUNDS
+        self.wire, self.number, self.operation, self.level = wire, number, operation, level
+        self.label = f"{operation} {number}"
+        self._tag = (number * MAX_ROUNDS + round_) % (1 << 30)
         self._buffers = dict(receives)
         self._sends: list[tuple[int, dist.Work, Tensor]] = []
+        self._length = length
         self._sent_bytes = 0
-        self._sequence = wire.sequence
-        self._pending: dict[int, dist.Work] = {}
-        if not wire.checked:
-            for peer, buffer in self._buffers.items():
-                self._pending[peer] = self._irecv(peer, buffer)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is not None:
-            return
-        with self._wire.meter.timed("send_s"):
-            for peer, work, _ in self._sends:
-                self._wait(peer, work)
-        received = sum(buffer.numel() for buffer in self._buffers.values())
-        self._wire.meter.count(self._operation, self._level, self._sent_bytes, received)
+        self._outstanding = list(receives)
+        # A checked message is asked for when its header has been read.
+        self._posted = {} if wire.checked else {peer: self._irecv(peer, self._buffers[peer]) for peer in receives}
 
     def send(self, peer: int, message: Tensor) -> None:
-        """Start sending a uint8 tensor, which must stay unchanged until the round ends."""
-        with self._wire.meter.timed("send_s"):
-            if self._wire.checked:
-                self._isend(peer, self._header(message.numel()))
-            self._isend(peer, message)
-        self._sent_bytes += message.numel()
+        """Start sending a uint8 tensor, cut to its length; it must stay unchanged until the round has finished."""
+        if self.wire.checked:
+            self._isend(peer, self._header(message.numel()))
+        num_bytes = self._length(message)
+        self._isend(peer, message[:num_bytes])
+        self._sent_bytes += num_bytes
 
-    def receive(self, peer: int) -> Tensor:
-        """Wait for the peer's message and return its buffer."""
+    def receive(self, peer: int) -> Rounds[Tensor]:
+        """Wait for the peer's message; its buffer."""
         buffer = self._buffers[peer]
-        with self._wire.meter.timed("wait_s"):
-            if self._wire.checked:
-                self._check_header(peer, buffer.numel())
-                self._pending[peer] = self._irecv(peer, buffer)
-            self._wait(peer, self._pending.pop(peer))
+        self._outstanding.remove(peer)
+        if self.wire.checked:
+            yield from self._check_header(peer, buffer.numel())
+            self._posted[peer] = self._irecv(peer, buffer)
+        yield Pending(self, peer, self._posted.pop(peer), "wait_s")
         return buffer
 
-    def receive_all(self) -> None:
-        for peer in self._buffers:
-            self.receive(peer)
+    def finish(self) -> Rounds[None]:
+        """Receive what has not been received yet, wait for the sends, and count the bytes."""
+        for peer in list(self._outstanding):
+            yield from self.receive(peer)
+        for peer, work, _ in self._sends:
+            yield Pending(self, peer, work, "send_s")
+        received = sum(map(self._length, self._buffers.values()))
+        self.wire.meter.count(self.operation, self.level, self._sent_bytes, received)
 
     def _isend(self, peer: int, message: Tensor) -> None:
         try:
-            work = dist.isend(message, group=self._wire.group, group_dst=peer)
+            work = dist.isend(message, group=self.wire.group, tag=self._tag, group_dst=peer)
         except RuntimeError as error:
-            raise self._wire.lost(self._operation, peer, error) from None
+            raise self.wire.lost(self.operation, self.number, peer, error) from None
         assert work is not None
         self._sends.append((peer, work, message))
 
     def _irecv(self, peer: int, buffer: Tensor) -> dist.Work:
         try:
-            work = dist.irecv(buffer, group=self._wire.group, group_src=peer)
+            work = dist.irecv(buffer, group=self.wire.group, tag=self._tag, group_src=peer)
         except RuntimeError as error:
-            raise self._wire.lost(self._operation, peer, error) from None
+            raise self.wire.lost(self.operation, self.number, peer, error) from None
         assert work is not None
         return work
 
-    def _wait(self, peer: int, work: dist.Work) -> None:
-        try:
-            work.wait(timedelta(seconds=self._wire.timeout_s))
-        except RuntimeError as error:
-            raise self._wire.lost(self._operation, peer, error) from None
-
     def _header(self, num_bytes: int) -> Tensor:
-        name = f"{self._operation}/{self._level}".encode()[:48]
-        return torch.frombuffer(bytearray(HEADER.pack(self._sequence, num_bytes, name)), dtype=torch.uint8)
+        name = f"{self.operation}/{self.level}".encode()[:48]
+        return torch.frombuffer(bytearray(HEADER.pack(self.number, num_bytes, name)), dtype=torch.uint8)
 
-    def _check_header(self, peer: int, num_bytes: int) -> None:
+    def _check_header(self, peer: int, num_bytes: int) -> Rounds[None]:
         mine = self._header(num_bytes)
         theirs = torch.empty_like(mine)
-        self._wait(peer, self._irecv(peer, theirs))
+        yield Pending(self, peer, self._irecv(peer, theirs), "wait_s")
         if torch.equal(mine, theirs):
             return
-        wire = self._wire
+        wire = self.wire
         raise MismatchError(
             f"ranks disagree: rank {wire.global_ranks[wire.rank]} expects {_describe(mine)}, "
             f"rank {wire.global_ranks[peer]} sends {_describe(theirs)}"
@@ -172,5 +184,5 @@ class Exchange:
 
 
 def _describe(header: Tensor) -> str:
-    sequence, num_bytes, name = HEADER.unpack(bytes(header.numpy()))
-    return f"message {sequence} of {name.rstrip(bytes(1)).decode()} with {num_bytes} bytes"
+    number, num_bytes, name = HEADER.unpack(bytes(header.numpy()))
+    return f"message {number} of {name.rstrip(bytes(1)).decode()} with {num_bytes} bytes"

@@ -63,24 +63,44 @@ class MeterReading:
         return MeterReading(**numbers, operations=operations)
 
 
+@dataclass(frozen=True)
+class Span:
+    """A stretch of time in the life of one job: what for, whose, and when, on time.perf_counter's clock."""
+
+    kind: str
+    job: str
+    start_s: float
+    end_s: float
+
+
 class Meter:
-    """Adds up bytes and seconds; written by the communication thread, read by anyone."""
+    """Adds up bytes and seconds; written by the communication thread, read by anyone.
+
+    spans: the timeline, kept while it is a list; None (at first) keeps none.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._seconds = dict.fromkeys(SECONDS, 0.0)
         self._operations: dict[tuple[str, str], OpReading] = {}
+        self.spans: list[Span] | None = None
 
     @contextmanager
-    def timed(self, kind: str) -> Iterator[None]:
-        """Add the block's wall-clock seconds to `kind`, one of SECONDS."""
+    def timed(self, kind: str, job: str = "") -> Iterator[None]:
+        """Add the block's wall-clock seconds to `kind`, one of SECONDS; `job` says whose they are."""
         start = time.perf_counter()
         try:
             yield
         finally:
-            elapsed = time.perf_counter() - start
-            with self._lock:
-                self._seconds[kind] += elapsed
+            self.add(kind, job, start, time.perf_counter())
+
+    def add(self, kind: str, job: str, start_s: float, end_s: float) -> None:
+        """Add a stretch of time to `kind`; one that is not of SECONDS goes to the timeline alone."""
+        with self._lock:
+            if kind in self._seconds:
+                self._seconds[kind] += end_s - start_s
+            if self.spans is not None:
+                self.spans.append(Span(kind, job, start_s, end_s))
 
     def count(self, operation: str, level: str, sent_bytes: int, received_bytes: int) -> None:
         """Add one call's payload."""

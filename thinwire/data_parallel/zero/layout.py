@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.collectives import Communicator
+from thinwire.collectives.algorithms import Link
 from thinwire.data_parallel.strategies import Strategy, WireFormat
 
 # Padding at a bucket's end is below world_size * block elements: with this many units to a bucket, under 1 percent.
@@ -35,13 +36,28 @@ class Slot:
         return flat[self.start : self.end].view(self.param.shape)
 
 
+@dataclass(frozen=True, eq=False)
+class SentGradient:
+    """The gradient of a parameter as it was when it was sent, to tell whether it was changed since; None for none."""
+
+    grad: Tensor | None
+    version: int
+
+    @classmethod
+    def of(cls, param: nn.Parameter) -> SentGradient:
+        return cls(param.grad, -1 if param.grad is None else param.grad._version)
+
+    def is_still_that_of(self, param: nn.Parameter) -> bool:
+        return param.grad is self.grad and (self.grad is None or self.grad._version == self.version)
+
+
 @dataclass(eq=False)
 class Bucket:
     """Parameters that travel together.
 
-    live: the replica, of the model's dtype, [numel]; the model's parameters are views into it. grad: fp32 [numel],
-    this rank's gradients. master, shard_grad: fp32 [shard_numel], this rank's slice of the masters and of the mean
-    gradient. (stream, first_counter) number the elements for the codecs' randomness, whatever the bucket size.
+    live: the replica, of the model's dtype, [numel]; the model's parameters are views into it. master, shard_grad: fp32
+    [shard_numel], this rank's slice of the masters and of the mean gradient. (stream, first_counter) number the
+    elements for the codecs' randomness, whatever the bucket size.
     """
 
     wire: WireFormat
@@ -52,13 +68,12 @@ class Bucket:
     slots: list[Slot] = field(default_factory=list)
     numel: int = 0
     live: Tensor = field(init=False)
-    grad: Tensor = field(init=False)
     master: Tensor = field(init=False)
     shard_grad: Tensor = field(init=False)
     # State of the step under way.
     ready: set[int] = field(default_factory=set)
+    sent: list[SentGradient] = field(default_factory=list)
     reducing: Future | None = None
-    grad_version: int = -1
     gathering: Future | None = None
     live_fingerprint: int = 0
 
@@ -78,6 +93,19 @@ class Bucket:
         """The part of this rank's shard that belongs to `slot`, empty where they do not meet."""
         start = max(slot.start - self.shard_start, 0)
         return start, max(min(slot.end - self.shard_start, self.shard_numel), start)
+
+    def flat_gradient(self, link: Link) -> Tensor:
+        """The gradients that were handed over, fp32 [numel] in scratch memory, zero where there is none."""
+        flat = link.scratch("gradient", self.numel, dtype=torch.float32)
+        for slot, sent, end in zip(
+            self.slots, self.sent, [*(s.start for s in self.slots[1:]), self.numel], strict=True
+        ):
+            if sent.grad is None:
+                flat[slot.start : end].zero_()
+                continue
+            slot.view(flat).copy_(sent.grad)
+            flat[slot.end : end].zero_()
+        return flat
 
     def reduce_bytes(self) -> int:
         """Payload this rank sends for the gradients: hop 1, then hop 2."""
@@ -133,7 +161,6 @@ def _allocate(bucket: Bucket) -> None:
     for slot in bucket.slots:
         slot.view(bucket.live).copy_(slot.param.data)
         slot.param.data = slot.view(bucket.live)
-    bucket.grad = torch.zeros(bucket.numel)
     bucket.master = bucket.live_shard.float().clone()
     bucket.shard_grad = torch.zeros(bucket.shard_numel)
 

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from thinwire.codecs import derive_seed
 from thinwire.collectives import Communicator, Meter
 from thinwire.collectives.algorithms import Link, all_gather_packets, reduce_scatter
+from thinwire.collectives.exchange import Rounds
 from thinwire.data_parallel.strategies import Strategy
 from thinwire.data_parallel.zero.elementwise import is_elementwise
 from thinwire.data_parallel.zero.guard import guard
-from thinwire.data_parallel.zero.layout import Bucket, Slot
+from thinwire.data_parallel.zero.layout import Bucket, SentGradient, Slot
 from thinwire.errors import ConfigError, ThinwireError
 
 log = logging.getLogger("thinwire")
@@ -87,7 +88,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         # The base class gives step hooks and profiling; params and state stay the inner optimizer's.
         super().__init__([torch.zeros(1)], inner.defaults)
         self._adopt_inner()
-        self._grad_views = {slot.index: slot.view(slot.bucket.grad) for slot in self._slots}
         for slot in self._slots:
             if slot.param.dtype != torch.float32:
                 slot.param.grad_dtype = torch.float32
@@ -197,7 +197,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def bytes_per_step(self) -> int:
-        """Payload this rank sends in one step: gradients, weights, and the step's agreement."""
+        """Payload this rank sends in one step: gradients, weights, agreement; the most it can be, if entropy-coded."""
         messages = sum((comm.world_size - 1) * self._agreement(comm).numel() for comm in self._comms)
         return messages + sum(bucket.reduce_bytes() + bucket.gather_bytes() for bucket in self.buckets)
 
@@ -209,7 +209,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def describe(self) -> list[tuple[str, str, str]]:
         """Rows of (asked for, in effect, why they differ or how it was found)."""
         sent, plain = self.bytes_per_step / 1e6, self.uncompressed_bytes_per_step / 1e6
-        promised = ("sent per rank and step", f"{sent:.3f} MB", f"{plain:.3f} MB in fp32")
+        varies = any(codec.has_variable_length for bucket in self.buckets for codec in bucket.wire.codecs)
+        bound = "at most " if varies else ""
+        promised = ("sent per rank and step", f"{bound}{sent:.3f} MB", f"{plain:.3f} MB in fp32")
         return [*_describe_strategy(self.strategy, self.buckets, self.comm), promised, *self._notes]
 
     def close(self) -> None:
@@ -285,12 +287,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _grad_hook(self, slot: Slot) -> Callable[[Tensor], None]:
         def hook(param: Tensor) -> None:
-            view = self._grad_views[slot.index]
-            if param.grad is not view:
-                assert param.grad is not None
-                if slot.bucket.reducing is None:
-                    view.copy_(param.grad)
-                    param.grad = view
             if not self._accumulating:
                 self._mark_ready(slot)
 
@@ -312,29 +308,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._launch_reduction(following)
 
     def _launch_reduction(self, bucket: Bucket) -> None:
-        for slot in bucket.slots:
-            view = self._grad_views[slot.index]
-            if slot.param.grad is None:
-                view.zero_()
-            elif slot.param.grad is not view:
-                # Set by hand, not by a backward.
-                view.copy_(slot.param.grad)
-                slot.param.grad = view
         self._launched += 1
-        bucket.grad_version = bucket.grad._version
+        bucket.sent = [SentGradient.of(slot.param) for slot in bucket.slots]
         seed = derive_seed(self.seed, self.steps, bucket.stream, GRADIENTS)
 
-        def job(link: Link) -> None:
+        def job(link: Link) -> Rounds[None]:
             wire = bucket.wire
-            total = reduce_scatter(
-                link,
-                bucket.grad,
-                wire.intra,
-                wire.inter,
-                seed=seed,
-                counter=bucket.first_counter,
+            total = yield from reduce_scatter(
+                link, bucket.flat_gradient(link), wire.intra, wire.inter, seed=seed, counter=bucket.first_counter,
                 operation="gradients",
-            )
+            )  # fmt: skip
             torch.mul(total, 1.0 / bucket.comm.world_size, out=bucket.shard_grad)
 
         bucket.reducing = bucket.comm.submit(job)
@@ -386,8 +369,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise RuntimeError("a parameter was frozen when zero() was called and is not now: call zero() again")
 
     def _refuse_touched(self) -> None:
-        replaced = any(s.param.grad is not None and s.param.grad is not self._grad_views[s.index] for s in self._slots)
-        if replaced or any(bucket.grad._version != bucket.grad_version for bucket in self.buckets):
+        sent = ((slot.param, as_sent) for b in self.buckets for slot, as_sent in zip(b.slots, b.sent, strict=True))
+        if not all(as_sent.is_still_that_of(param) for param, as_sent in sent):
             raise RuntimeError(
                 "gradients were changed after they were sent, which has no effect on the step: clip with "
                 "optimizer.clip_grad_norm_(max_norm), not torch.nn.utils; scale the loss instead of gradients"
@@ -421,28 +404,27 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for bucket in self.buckets:
             seed = derive_seed(self.seed, self.steps, bucket.stream, WEIGHTS)
             bucket.gathering = bucket.comm.submit(self._gather_job(bucket, seed))
-        for bucket in self.buckets:
-            if not self.overlap:
-                self._await_weights(bucket)
+        if not self.overlap:
+            self._await_all(self.buckets)
 
     @staticmethod
-    def _gather_job(bucket: Bucket, seed: int) -> Callable[[Link], None]:
-        def job(link: Link) -> None:
+    def _gather_job(bucket: Bucket, seed: int) -> Callable[[Link], Rounds[None]]:
+        def job(link: Link) -> Rounds[None]:
             grid, codec, n = link.topology, bucket.wire.weights, bucket.shard_numel
             if grid.world_size == 1:
                 bucket.live.copy_(bucket.master)
                 bucket.live_fingerprint = _fingerprint(bucket.live_shard)
                 return
             message = bucket.master
-            with link.wire.meter.timed("encode_s"):
+            with link.timed("encode_s", "weights"):
                 if bucket.wire.differences:
                     message = link.scratch("difference", n, dtype=torch.float32)
                     torch.sub(bucket.master, bucket.live_shard, out=message)
                 counter = bucket.first_counter + bucket.shard_start
                 packet = link.scratch("weights", codec.packet_bytes(n))
                 codec.encode(message, seed=seed, counter=counter, out=packet)
-            gathered = all_gather_packets(link, packet, "weights")
-            with link.wire.meter.timed("decode_s"):
+            gathered = yield from all_gather_packets(link, packet, "weights", codec.length)
+            with link.timed("decode_s", "weights"):
                 for rank in range(grid.world_size):
                     shard = bucket.live[rank * n : (rank + 1) * n]
                     _apply(bucket, gathered[grid.local_rank(rank), grid.node(rank)], shard, link)
@@ -494,6 +476,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._launched = 0
         for bucket in self.buckets:
             bucket.ready.clear()
+            bucket.sent.clear()
             bucket.reducing = None
 
 

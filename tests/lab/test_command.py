@@ -1,0 +1,162 @@
+"""`thinwire lab` from the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.lab.support import LIMIT_S, REASON, needs_network, processes_with, wait_until
+from thinwire.errors import ConfigError
+from thinwire.lab import LabError, check
+from thinwire.lab.command import run_lab
+from thinwire.lab.network import Network
+from thinwire.lab.spec import LabSpec
+
+THINWIRE = [sys.executable, "-m", "thinwire"]
+
+
+def counted(output: str) -> dict[int, tuple[int, int]]:
+    """Bytes sent and received by node, from the table at the end."""
+    rows = re.findall(r"^thinwire lab: +(\d+) +\S+ +([\d,]+) +([\d,]+)$", output, flags=re.MULTILINE)
+    return {int(node): (int(sent.replace(",", "")), int(received.replace(",", ""))) for node, sent, received in rows}
+
+
+@pytest.mark.parametrize(
+    ("args", "parts"),
+    [
+        (["--nods", "4", "--", "true"], ["unknown flag --nods; did you mean '--nodes'"]),
+        (["--nodes", "2", "true"], ["2 problems", "unexpected 'true': the command to run", "no command"]),
+        (["--rate", "100", "--slow", "7=fast", "--slow", "x", "--", "no-such-program"],
+         ["5 problems", "'100mbit'", "rate 'fast'", "slow node 7", "slow 'x'", "'no-such-program' was not found"]),
+        (["--check", "--", "true"], ["--check runs no command: leave out 'true'"]),
+        (["--check", "--nodes", "0"], ["nodes 0 must be from 1"]),
+        (["--check", "--nodes", "1"], ["--check: a network of 1 node has no link", "nearest: --nodes 2"]),
+    ],
+)  # fmt: skip
+def test_what_can_not_work_is_refused(args: list[str], parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        run_lab(args)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+@needs_network
+def test_output_is_merged_and_bytes_are_shown(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    script = "echo rank $RANK of $WORLD_SIZE with $OMP_NUM_THREADS"
+    assert run_lab(["--nodes", "2", "--local-size=2", "--slow", "1=20mbit", "--", "sh", "-c", script]) == 0
+    output = capfd.readouterr().out
+    threads = max(1, len(os.sched_getaffinity(0)) // 4)
+    for rank in range(4):
+        assert f"[node {rank // 2} rank {rank}] rank {rank} of 4 with {threads}\n" in output
+    assert "2 node(s) x 2 rank(s), links of 100mbit, node 1: 20mbit" in output
+    assert f"OMP_NUM_THREADS={threads} (" in output
+    assert counted(output).keys() == {0, 1}
+
+
+@needs_network
+def test_the_error_names_the_node(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(LabError, match=r"^node 1 ended with exit code 3$") as caught:
+        run_lab(["--nodes", "2", "--", "sh", "-c", "test $RANK != 1 || exit 3"])
+    assert caught.value.exit_code == 3
+    assert counted(capfd.readouterr().out).keys() == {0, 1}
+
+
+@needs_network
+def test_check_measures_every_direction(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "WINDOW_S", 0.3)
+    monkeypatch.setattr(check, "WARM_UP_S", 0.1)
+    run_lab(["--check", "--nodes", "3", "--rate", "100mbit", "--slow", "2=50mbit"])
+    output = capfd.readouterr().out
+    rows = re.findall(r"(\d) +(sends|receives|receives from 2) +(\d+) +[\d.]+ +[\d.]+ +([\d.]+)", output)
+    directions = ["sends", "receives", "receives from 2"]
+    assert [row[:3] for row in rows] == [(str(n), d, "50" if n == 2 else "100") for n in range(3) for d in directions]
+    # Never much faster than its rate; how much slower depends on what else the machine does.
+    assert all(0.2 < float(row[3]) < 1.15 for row in rows)
+
+
+@needs_network
+def test_check_fails_where_a_link_is_off(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "measure", lambda *args, **more: (90e6, 89e6))
+    assert run_lab(["--check", "--nodes", "2", "--rate", "100mbit"]) == 1
+    assert "0.900  more than 5% off" in capfd.readouterr().out
+    with Network(LabSpec(nodes=2, rate="90mbit")) as lab:
+        assert check.check(lab, lambda reading: None)
+
+
+@needs_network
+def test_output_that_nobody_reads() -> None:
+    process = subprocess.Popen(
+        [*THINWIRE, "lab", "--nodes", "1", "--", "yes", "x" * 1000], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(LIMIT_S) == 128 + signal.SIGPIPE
+    wait_until(lambda: not processes_with("x" * 1000), "the command's end")
+
+
+def test_interrupted(lab_process: subprocess.Popen[str]) -> None:
+    lab_process.send_signal(signal.SIGINT)
+    output = lab_process.communicate(timeout=LIMIT_S)[0]
+    assert lab_process.returncode == 130
+    assert "[node 1] tidied up" in output and "stopped by SIGINT" in output
+    assert counted(output).keys() == {0, 1}
+
+
+def test_killed(lab_process: subprocess.Popen[str]) -> None:
+    lab_process.kill()
+    lab_process.communicate(timeout=LIMIT_S)
+
+
+@pytest.fixture
+def lab_process() -> Iterator[subprocess.Popen[str]]:
+    """A lab whose command has started a process in a session of its own; nothing of it may be left afterwards."""
+    if REASON:
+        pytest.skip(f"no emulated network here: {REASON}")
+    mark = uuid.uuid4().hex
+    daemon = f"setsid sh -c 'sleep 1000; : {mark}' &"
+    script = f"trap 'echo tidied up; exit 0' INT; {daemon} echo ready; while :; do sleep 0.05; done"
+    process = subprocess.Popen(
+        [*THINWIRE, "lab", "--nodes", "2", "--", "sh", "-c", script], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    ready = 0
+    while ready < 2:
+        line = process.stdout.readline()
+        assert line, "the lab ended too early"
+        ready += "ready" in line
+    yield process
+    wait_until(lambda: not processes_with(mark), "the end of what the command started")
+    wait_until(lambda: not processes_with(f"holder.py\0{process.pid}\0"), "the network's end")
+
+
+@needs_network
+def test_training_in_the_lab(tmp_path: Path) -> None:
+    data, run_dir = tmp_path / "data.txt", tmp_path / "run"
+    data.write_text("".join(f"line {n} of {n * n} lines\n" for n in range(3000)))
+    train = [
+        *THINWIRE, "train", "--model", "tiny", "--data", str(data), "--cache-dir", str(tmp_path / "cache"),
+        "--steps", "4", "--seq-len", "16", "--micro-batch", "2", "--eval-sequences", "0", "--sample-tokens", "0",
+        "--dtype", "fp32", "--local-size", "1", "--run-dir", str(run_dir), "--strategy", "zero",
+    ]  # fmt: skip
+    done = subprocess.run(
+        [*THINWIRE, "lab", "--nodes", "2", "--", *train], capture_output=True, text=True, timeout=2 * LIMIT_S
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["world_size"] == 2
+    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    payload = sum(step["sent_bytes"] for step in steps)
+    for sent_bytes, received_bytes in counted(done.stdout).values():
+        assert min(sent_bytes, received_bytes) > payload > 0

@@ -1,0 +1,131 @@
+"""Measures every link of an emulated network with plain sockets: what was asked, what the kernel lets through."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from thinwire.errors import ConfigError
+from thinwire.lab.network import FRAME_BYTES, Network
+
+TOLERANCE = 0.05
+WARM_UP_S = 0.5
+# Whole frames are counted: the window holds enough of them that one more or less is well within the tolerance.
+WINDOW_S, WINDOW_BITS = 1.5, 8 * 64 * FRAME_BYTES
+CHUNK_BYTES = 1 << 20
+CONNECT_S = 10.0
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One direction of one node's link, in bits per second.
+
+    link: frames with their headers, as the kernel's queue counted them; goodput: what arrived in the receivers' hands.
+    """
+
+    node: int
+    direction: str
+    asked: float | None
+    link: float
+    goodput: float
+
+    @property
+    def ratio(self) -> float | None:
+        """Achieved over asked; None for a link that is not shaped."""
+        return self.link / self.asked if self.asked else None
+
+    @property
+    def is_right(self) -> bool:
+        return self.ratio is None or abs(self.ratio - 1) <= TOLERANCE
+
+
+class Flow:
+    """A TCP connection from one node to another that sends as fast as it can until it is closed."""
+
+    def __init__(self, network: Network, sender: int, receiver: int) -> None:
+        self.received_bytes = 0
+        with network.socket(receiver) as server:
+            server.settimeout(CONNECT_S)
+            server.bind((network.addresses[receiver], 0))
+            server.listen()
+            self._out = network.socket(sender)
+            self._out.settimeout(CONNECT_S)
+            self._out.connect(server.getsockname())
+            self._in, _ = server.accept()
+        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._send, self._receive)]
+        for thread in self._threads:
+            thread.start()
+
+    def _send(self) -> None:
+        chunk = bytes(CHUNK_BYTES)
+        with contextlib.suppress(OSError):
+            while True:
+                self._out.sendall(chunk)
+
+    def _receive(self) -> None:
+        buffer = bytearray(CHUNK_BYTES)
+        with contextlib.suppress(OSError):
+            while count := self._in.recv_into(buffer):
+                self.received_bytes += count
+
+    def close(self) -> None:
+        for end in (self._out, self._in):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join()
+        self._out.close()
+        self._in.close()
+
+
+def measure(network: Network, senders: Sequence[int], receiver: int, *, sends: bool) -> tuple[float, float]:
+    """Bits per second on the link of the only sender (`sends`) or of the receiver, and those that arrived."""
+    node = senders[0] if sends else receiver
+    window_s = max(WINDOW_S, WINDOW_BITS / (network.spec.bits_per_second(node) or math.inf))
+    with contextlib.ExitStack() as stack:
+        flows = [Flow(network, sender, receiver) for sender in senders]
+        for flow in flows:
+            stack.callback(flow.close)
+        time.sleep(WARM_UP_S)
+        before, arrived, start = network.counters(), sum(flow.received_bytes for flow in flows), time.monotonic()
+        time.sleep(window_s)
+        after, arrived_now, end = network.counters(), sum(flow.received_bytes for flow in flows), time.monotonic()
+    passed = after[node] - before[node]
+    link = passed.sent_bytes if sends else passed.received_bytes
+    return 8 * link / (end - start), 8 * (arrived_now - arrived) / (end - start)
+
+
+def readings(network: Network) -> Iterator[Reading]:
+    """Measure each node's link while the other links are lifted: sending, receiving, and receiving from all at once.
+
+    The rates are on again afterwards. Raises ConfigError for a network of one node.
+    """
+    num_nodes = network.spec.nodes
+    if num_nodes < 2:
+        raise ConfigError("a network of 1 node has no link to measure; nearest: 2 nodes")
+    try:
+        for node in range(num_nodes):
+            asked = network.spec.bits_per_second(node)
+            network.shape_only([node])
+            others = [other for other in range(num_nodes) if other != node]
+            yield Reading(node, "sends", asked, *measure(network, [node], others[0], sends=True))
+            yield Reading(node, "receives", asked, *measure(network, others[:1], node, sends=False))
+            if len(others) > 1:
+                fan_in = f"receives from {len(others)}"
+                yield Reading(node, fan_in, asked, *measure(network, others, node, sends=False))
+    finally:
+        network.shape(True)
+
+
+def check(network: Network, show: Callable[[Reading], None]) -> bool:
+    """Measure every link and show each reading; whether all are within the tolerance."""
+    results = []
+    for reading in readings(network):
+        show(reading)
+        results.append(reading.is_right)
+    return all(results)

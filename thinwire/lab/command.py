@@ -1,0 +1,219 @@
+"""`thinwire lab`: runs a command on every node of an emulated slow network, or measures its links."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from types import FrameType
+from typing import Annotated
+
+import tyro
+
+from thinwire.errors import ConfigError, nearest
+from thinwire.lab.check import TOLERANCE, Reading, check
+from thinwire.lab.network import Counters, LabError, Network, check_requirements
+from thinwire.lab.run import GRACE_S, Job, check_command, shell_code, start, threads_per_rank
+from thinwire.lab.spec import LabSpec, SpecError, noted, optional, parse_slow
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+HELP_FLAGS = ("--help", "-h")
+
+
+@dataclass(frozen=True)
+class LabOptions:
+    """Run a command on every node of an emulated slow network: thinwire lab [OPTIONS] -- COMMAND.
+
+    Nodes are network namespaces of this machine, their links are shaped by the kernel. The command finds torchrun's
+    variables and runs once per rank.
+    """
+
+    nodes: int = 4
+    """Machines to emulate."""
+    rate: str = "100mbit"
+    """Rate of every link, in both directions: a number and bit, kbit, mbit or gbit; none: not shaped."""
+    local_size: int = 1
+    """Ranks on each node."""
+    slow: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """NODE=RATE of a link that differs; may be repeated."""
+    delay: str | None = None
+    """Time that every frame takes from node to node, one way, such as 10ms (needs the kernel's netem)."""
+    loss: str | None = None
+    """Part of the frames that never arrive, such as 0.1% (needs the kernel's netem)."""
+    check: bool = False
+    """Measure every link instead of running a command; exit code 1 where one is more than 5 % off."""
+
+
+def run_lab(args: Sequence[str]) -> int:
+    """Do what the command line asks; returns the exit code. Raises ConfigError before anything is made."""
+    options, spec, command = read(args)
+    return run_check(spec) if options.check else run_command(spec, command, dict(os.environ))
+
+
+def read(args: Sequence[str]) -> tuple[LabOptions, LabSpec, list[str]]:
+    """The options, the network and the command; raises ConfigError with everything that is wrong."""
+    args = list(args)
+    split = args.index("--") if "--" in args else len(args)
+    problems: list[str] = []
+    own, command = list(without_unknown(args[:split], problems)), args[split + 1 :]
+    options = tyro.cli(LabOptions, args=own, prog="thinwire lab", config=(tyro.conf.FlagCreatePairsOff,))
+    spec, slow = LabSpec(), dict[int, str]()
+    with noted(problems):
+        check_requirements()
+    for text in options.slow:
+        with noted(problems):
+            slow |= parse_slow(text)
+    with noted(problems):
+        spec = LabSpec(options.nodes, optional(options.rate), options.local_size, slow, options.delay, options.loss)
+    with noted(problems):
+        if not options.check:
+            check_command(command, os.environ)
+        elif options.nodes == 1:
+            raise ConfigError("--check: a network of 1 node has no link to measure; nearest: --nodes 2")
+        elif command:
+            raise ConfigError(f"--check runs no command: leave out {shlex.join(command)!r}, or --check")
+    if problems:
+        raise SpecError(problems)
+    return options, spec, command
+
+
+def without_unknown(args: Sequence[str], problems: list[str]) -> Iterator[str]:
+    """The arguments less unknown ones, each of which becomes a problem."""
+    flags = [f"--{item.name.replace('_', '-')}" for item in fields(LabOptions)]
+    value_of = ""
+    for arg in args:
+        name, equals, _ = arg.partition("=")
+        name = name.replace("_", "-")
+        if arg.startswith("-"):
+            is_known = name in (*flags, *HELP_FLAGS)
+            value_of = "" if equals or name in ("--check", *HELP_FLAGS) else name
+            if not is_known:
+                problems.append(f"unknown flag {name}{nearest(name, [*flags, *HELP_FLAGS])}")
+        else:
+            is_known = value_of in flags
+            if not value_of:
+                problems.append(f"unexpected {arg!r}: the command to run comes after --")
+            value_of = ""
+        if is_known:
+            yield arg
+
+
+def run_command(spec: LabSpec, command: Sequence[str], env: dict[str, str]) -> int:
+    """Run the command on every node; the worst exit code, or 128 + the signal that stopped it.
+
+    Raises LabError, with that exit code, where a rank failed.
+    """
+    threads, reason = threads_per_rank(spec, env)
+    env["OMP_NUM_THREADS"] = str(threads)
+    with Network(spec) as network:
+        say(describe(spec, network))
+        say(f"OMP_NUM_THREADS={threads} ({reason})")
+        job = start(network, command, env=env, on_line=Output(spec))
+        relay = Relay(job)
+        job.wait()
+        for line in traffic(spec, network.counters()):
+            say(line)
+    if relay.received:
+        say(f"stopped by {signal.Signals(relay.received).name}")
+        return shell_code(-relay.received)
+    if job.failed:
+        raise failure(spec, job)
+    return 0
+
+
+class Output:
+    """Writes the ranks' lines to stdout, each behind the name of its node."""
+
+    def __init__(self, spec: LabSpec) -> None:
+        self._spec = spec
+        self._lock = threading.Lock()
+
+    def __call__(self, rank: int, line: str) -> None:
+        with self._lock:
+            try:
+                print(f"[{name(self._spec, rank)}] {line}", flush=True)
+            except BrokenPipeError:
+                # Nobody reads any more, as behind `| head`: end as other commands do, and the kernel clears up.
+                os._exit(shell_code(-signal.SIGPIPE))
+
+
+class Relay:
+    """Passes signals on to the ranks; a second one kills them."""
+
+    def __init__(self, job: Job) -> None:
+        self.received = 0
+        self._job = job
+        for signum in SIGNALS:
+            if signal.getsignal(signum) is not signal.SIG_IGN:
+                signal.signal(signum, self._handle)
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        again, self.received = bool(self.received), signum
+        self._job.send_signal(signal.SIGKILL if again else signum)
+        if not again:
+            print("thinwire lab: stopping; once more kills", file=sys.stderr)
+
+
+def name(spec: LabSpec, rank: int) -> str:
+    return f"node {spec.node(rank)}" + (f" rank {rank}" if spec.local_size > 1 else "")
+
+
+def say(line: str) -> None:
+    print(f"thinwire lab: {line}", flush=True)
+
+
+def describe(spec: LabSpec, network: Network) -> str:
+    """One line on what is emulated."""
+    parts = [
+        f"{spec.nodes} node(s) x {spec.local_size} rank(s)",
+        f"links of {spec.rate}" if spec.rate else "links not shaped",
+    ]
+    parts += [f"node {node}: {rate}" for node, rate in sorted(spec.slow.items())]
+    parts += [f"{what} {value}" for what, value in (("delay", spec.delay), ("loss", spec.loss)) if value]
+    return ", ".join(parts) + (", in a user namespace" if network.in_user_namespace else "")
+
+
+def traffic(spec: LabSpec, counters: Sequence[Counters]) -> Iterator[str]:
+    """A table of the bytes on each link."""
+    yield "bytes on each link, counted by the kernel, headers included"
+    yield f"{'node':>6} {'rate':>10} {'sent':>18} {'received':>18}"
+    for node, passed in enumerate(counters):
+        rate = spec.slow.get(node, spec.rate) or "-"
+        yield f"{node:>6} {rate:>10} {passed.sent_bytes:>18,} {passed.received_bytes:>18,}"
+
+
+def failure(spec: LabSpec, job: Job) -> LabError:
+    """The error that names the first rank that failed, and how."""
+    assert job.failed is not None
+    rank, code = job.failed
+    how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+    others = [name(spec, other) for other in job.failures if other != rank]
+    text = f"{name(spec, rank)} ended with {how}"
+    text += f"; so did, by themselves, {', '.join(others)}" if others else ""
+    text += f"; after {GRACE_S:g} s the others were ended" if job.was_cut else ""
+    error = LabError(text)
+    error.exit_code = job.exit_code
+    return error
+
+
+def run_check(spec: LabSpec) -> int:
+    """Measure and print every direction of every link; 1 where one is out of tolerance."""
+    with Network(spec) as network:
+        say(describe(spec, network))
+        say("mbit/s; link: frames with their headers, by the kernel's counters; goodput: what arrived, without headers")
+        say(f"{'node':>6} {'direction':>18} {'asked':>10} {'link':>10} {'goodput':>10}   link / asked")
+        is_right = check(network, lambda reading: say(show(reading)))
+    say(f"{'every' if is_right else 'not every'} shaped link is within {TOLERANCE:.0%} of its rate")
+    return 0 if is_right else 1
+
+
+def show(reading: Reading) -> str:
+    asked = f"{reading.asked / 1e6:g}" if reading.asked else "-"
+    verdict = "not shaped" if reading.ratio is None else f"{reading.ratio:.3f}"
+    verdict += "" if reading.is_right else f"  more than {TOLERANCE:.0%} off"
+    rates = f"{asked:>10} {reading.link / 1e6:>10.2f} {reading.goodput / 1e6:>10.2f}"
+    return f"{reading.node:>6} {reading.direction:>18} {rates}   {verdict}"

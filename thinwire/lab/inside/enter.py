@@ -1,0 +1,134 @@
+"""Runs a command in a node's network, and takes everything that it started down with it.
+
+    python enter.py PARENT_PID USER_FD NET_FD COMMAND...
+
+Three processes: this one, outside, passes signals in and the exit status out; the first process of a new PID
+namespace, which the kernel kills with this one, and with it everything inside; and the command. No process of the
+command, not even one that made itself a daemon, outlives the command, this process or its parent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import select
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from syscalls import (
+    CLONE_NEWNET,
+    CLONE_NEWNS,
+    CLONE_NEWPID,
+    CLONE_NEWUSER,
+    MS_NOSUID_NODEV_NOEXEC,
+    MS_REC_PRIVATE,
+    die_with_parent,
+    mount,
+    setns,
+    unshare,
+)
+
+RELAYED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+# What a shell says of a command that it can't run.
+NOT_EXECUTABLE, NOT_FOUND = 126, 127
+
+
+def main() -> NoReturn:
+    parent_pid, user_fd, net_fd = map(int, sys.argv[1:4])
+    signal.pthread_sigmask(signal.SIG_BLOCK, RELAYED)
+    parent = os.pidfd_open(parent_pid)
+    if os.getppid() != parent_pid:
+        os._exit(1)
+    if user_fd >= 0:
+        setns(user_fd, CLONE_NEWUSER)
+    setns(net_fd, CLONE_NEWNET)
+    unshare(CLONE_NEWPID | CLONE_NEWNS, "CLONE_NEWPID | CLONE_NEWNS")
+    status_in, status_out = os.pipe()
+    outside, outside_pid = os.pidfd_open(os.getpid()), os.getpid()
+    inside = os.fork()
+    if inside == 0:
+        die_with_parent()
+        if is_ended(outside):
+            os._exit(1)
+        be_first(outside_pid, status_out, sys.argv[4:])
+    os.close(status_out)
+    watch(inside, parent, status_in)
+
+
+def be_first(outside_pid: int, status_out: int, command: list[str]) -> NoReturn:
+    """The first process of the PID namespace: starts the command, reaps orphans, reports how the command ended."""
+    with contextlib.suppress(OSError):
+        # The command gets the PID by which the outside knows it: unique on this machine, and `kill` reaches it.
+        Path("/proc/sys/kernel/ns_last_pid").write_text(str(outside_pid - 1))
+    with contextlib.suppress(OSError):
+        # Where a container forbids it, the old /proc stays, whose /proc/self is right as well.
+        mount("none", "/", "", MS_REC_PRIVATE)
+        mount("proc", "/proc", "proc", MS_NOSUID_NODEV_NOEXEC)
+    child = os.fork()
+    if child == 0:
+        execute(command)
+    relay_to(child)
+    while True:
+        pid, status = os.wait()
+        if pid == child:
+            os.write(status_out, str(status).encode())
+            os._exit(0)
+
+
+def execute(command: list[str]) -> NoReturn:
+    """Become the command, with the signals that Python changed as they were."""
+    for signum in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(signum, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, RELAYED)
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        os.write(2, f"thinwire lab: can't run {command[0]}: {error.strerror}\n".encode())
+        os._exit(NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE)
+
+
+def relay_to(pid: int) -> None:
+    """Pass signals on to `pid` from now on, those that came meanwhile too."""
+
+    def relay(signum: int, frame: FrameType | None) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signum)
+
+    for signum in RELAYED:
+        signal.signal(signum, relay)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, RELAYED)
+
+
+def watch(inside: int, parent: int, status_in: int) -> NoReturn:
+    """End as the command ended; end it when the parent has ended."""
+    relay_to(inside)
+    poll = select.poll()
+    poll.register(parent, select.POLLIN)
+    poll.register(inside_fd := os.pidfd_open(inside), select.POLLIN)
+    ready = [fd for fd, _ in poll.poll()]
+    if inside_fd not in ready:
+        os.kill(inside, signal.SIGKILL)
+    _, status = os.waitpid(inside, 0)
+    report = os.read(status_in, 32)
+    end_as(os.waitstatus_to_exitcode(int(report) if report else status))
+
+
+def end_as(code: int) -> NoReturn:
+    """Exit with the code, or by the same signal where it is negative."""
+    if code < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
+        os.kill(os.getpid(), -code)
+    os._exit(code if code >= 0 else 128 - code)
+
+
+def is_ended(pidfd: int) -> bool:
+    return bool(select.select([pidfd], [], [], 0)[0])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""The emulated network, as seen by whoever runs something on it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from thinwire.errors import ConfigError, ThinwireError
+from thinwire.lab.spec import LabSpec
+
+INSIDE = Path(__file__).parent / "inside"
+NETWORK = "10.77.0.{}"
+INTERFACE = "eth0"
+# Jumbo frames keep headers under 1 % of what passes, and a 10 gbit link within reach of one core.
+MTU = 9000
+FRAME_BYTES = MTU + 14
+CLOSE_S = 5.0
+MAX_FDS = 253  # The kernel's limit of descriptors in one message.
+
+
+class LabError(ThinwireError):
+    """The emulated network, or a command on it, failed while it ran."""
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Bytes that passed a node's link since the network was made, by the kernel: whole frames, headers included."""
+
+    sent_bytes: int
+    received_bytes: int
+
+    def __sub__(self, other: Counters) -> Counters:
+        return Counters(self.sent_bytes - other.sent_bytes, self.received_bytes - other.received_bytes)
+
+
+class Network:
+    """An emulated network, made at construction and removed by `close` or at the end of a `with` block.
+
+    addresses: the nodes' IPv4 addresses; interface: the name of the link on every node. The methods may be called from
+    any thread. Raises ConfigError where the system does not allow or lacks what the network needs, LabError where the
+    network fails. Whatever happens to this process, the kernel removes the network and everything that runs on it.
+    """
+
+    def __init__(self, spec: LabSpec) -> None:
+        check_requirements()
+        self.spec = spec
+        self.addresses = [NETWORK.format(node + 1) for node in range(spec.nodes)]
+        self.interface = INTERFACE
+        self._processes: list[subprocess.Popen] = []
+        self._lock = threading.Lock()
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._holder = start_helper(theirs)
+        self._fds: list[int] = []
+        try:
+            reply, fds = self._ask(
+                "make", num_nodes=spec.nodes, network=NETWORK, interface=INTERFACE, mtu=MTU,
+                delay_s=spec.delay_s, loss_percent=spec.loss_percent,
+            )  # fmt: skip
+            self._fds = fds
+            self.in_user_namespace: bool = reply["in_user_namespace"]
+            self.shape(True)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Network:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kill what still runs on the network, and remove it."""
+        running = [process for process in self._processes if process.poll() is None]
+        for process in running:
+            process.kill()
+        for process in running:
+            process.wait()
+        self._control.close()
+        try:
+            self._holder.wait(CLOSE_S)
+        except subprocess.TimeoutExpired:
+            self._holder.kill()
+            self._holder.wait()
+        for fd in self._fds:
+            os.close(fd)
+        self._fds = []
+
+    def shape(self, shaped: bool) -> None:
+        """Put the rates on, or lift them, while processes run."""
+        self.shape_only(range(self.spec.nodes) if shaped else [])
+
+    def shape_only(self, nodes: Sequence[int]) -> None:
+        """Put the rates on the links of `nodes` and lift those of the others."""
+        rates = [self.spec.bits_per_second(node) if node in nodes else None for node in range(self.spec.nodes)]
+        self._ask("shape", bytes_per_s=[rate / 8 if rate else None for rate in rates])
+
+    def counters(self) -> list[Counters]:
+        """Per node: bytes sent and received since the network was made."""
+        reply, _ = self._ask("counters")
+        return [Counters(*pair) for pair in reply["counters"]]
+
+    def socket(self, node: int) -> socket.socket:
+        """A new TCP socket that lives on `node`, for use in this process."""
+        _, (fd,) = self._ask("socket", node=node)
+        return socket.socket(fileno=fd)
+
+    def popen(
+        self, node: int, args: Sequence[str], env: Mapping[str, str] | None = None, **popen_kwargs: Any
+    ) -> subprocess.Popen:
+        """Start a program on `node`; its working directory, files and user are those of this process.
+
+        Signals reach the program, its exit status comes back, and when it ends or is killed nothing that it started is
+        left. It gets a session of its own: a terminal's Ctrl-C reaches this process alone. `pid` is what the program
+        itself sees. popen_kwargs: as for subprocess.Popen.
+        """
+        user_fd, net_fd = self._fds[0] if self.in_user_namespace else -1, self._fds[1 + node]
+        given = [fd for fd in (user_fd, net_fd) if fd >= 0]
+        # -E -s -S: nothing but the standard library, so that it starts in milliseconds.
+        enter = [
+            sys.executable,
+            "-E",
+            "-s",
+            "-S",
+            str(INSIDE / "enter.py"),
+            str(os.getpid()),
+            str(user_fd),
+            str(net_fd),
+        ]
+        pass_fds = (*popen_kwargs.pop("pass_fds", ()), *given)
+        process = subprocess.Popen(
+            [*enter, *args], env=env, pass_fds=pass_fds, **{"start_new_session": True} | popen_kwargs
+        )
+        self._processes = [*(other for other in self._processes if other.returncode is None), process]
+        return process
+
+    def _ask(self, asked: str, **values: Any) -> tuple[dict[str, Any], list[int]]:
+        """One request to the process that holds the network; its reply and descriptors."""
+        with self._lock:
+            try:
+                self._control.send(json.dumps({"ask": asked} | values).encode())
+                message, fds, _, _ = socket.recv_fds(self._control, 1 << 20, MAX_FDS, socket.MSG_CMSG_CLOEXEC)
+            except OSError as error:
+                raise LabError(f"the emulated network is gone: {error}") from None
+        if not message:
+            raise LabError(f"the process that holds the emulated network ended with {self._holder.wait(CLOSE_S)}")
+        reply = json.loads(message)
+        if "refused" in reply:
+            raise ConfigError(f"the lab can't make its network: {reply['refused']}")
+        if "failed" in reply:
+            raise LabError(f"the emulated network failed at {asked!r}:\n{reply['failed']}")
+        return reply, fds
+
+
+def start_helper(control: socket.socket) -> subprocess.Popen:
+    """The process that holds the network; `control` becomes its own."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    with control:
+        return subprocess.Popen(
+            [sys.executable, str(INSIDE / "holder.py"), str(os.getpid()), str(control.fileno())],
+            env=environment, pass_fds=(control.fileno(),), stdin=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+
+
+def check_requirements() -> None:
+    """Raise ConfigError where this is not Linux, or pyroute2 is not installed."""
+    if sys.platform != "linux":
+        raise ConfigError(f"the lab needs Linux with network namespaces; this is {sys.platform}")
+    if importlib.util.find_spec("pyroute2") is None:
+        raise ConfigError("the lab needs pyroute2: pip install 'thinwire[lab]'")
+
+
+def why_unavailable() -> str | None:
+    """Why no network can be emulated here; None where it can."""
+    try:
+        Network(LabSpec(nodes=1, rate=None)).close()
+    except ThinwireError as error:
+        return str(error)
+    return None

@@ -1,0 +1,190 @@
+"""Runs a command on every node of an emulated network, as torchrun would."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from thinwire.errors import ConfigError
+from thinwire.lab.network import Network
+from thinwire.lab.spec import LabSpec
+
+PORT = 29500
+GRACE_S = 5.0
+POLL_S = 0.02
+OnLine = Callable[[int, str], None]
+
+
+def environment(network: Network, rank: int, port: int = PORT) -> dict[str, str]:
+    """The variables that torchrun sets for one rank, and the interface that gloo is to use."""
+    spec = network.spec
+    node, local_rank = divmod(rank, spec.local_size)
+    numbers = {
+        "RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": spec.world_size, "LOCAL_WORLD_SIZE": spec.local_size,
+        "NODE_RANK": node, "GROUP_RANK": node, "GROUP_WORLD_SIZE": spec.nodes, "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": spec.world_size, "MASTER_PORT": port,
+    }  # fmt: skip
+    texts = {"MASTER_ADDR": network.addresses[0], "ROLE_NAME": "default", "GLOO_SOCKET_IFNAME": network.interface}
+    return {name: str(value) for name, value in numbers.items()} | texts
+
+
+class Job:
+    """A command that runs once per rank. Made by `start`.
+
+    When a rank fails, the others get `grace_s` seconds to notice by themselves, then SIGTERM, then, after as long
+    again, SIGKILL.
+    """
+
+    def __init__(self, processes: list[subprocess.Popen], readers: list[threading.Thread], grace_s: float) -> None:
+        self.processes = processes
+        self.failures: dict[int, int] = {}
+        self._readers = readers
+        self._grace_s = grace_s
+        # Ranks whose end is no verdict on them: they were sent a signal.
+        self._signalled: set[int] = set()
+        # A signal handler may interrupt the thread that holds it.
+        self._lock = threading.RLock()
+        self._watcher = threading.Thread(target=self._watch, name="thinwire-lab", daemon=True)
+        self._watcher.start()
+
+    def poll(self) -> list[int] | None:
+        """Every rank's exit code, -signal where one ended it; None while a rank runs or its output is unread."""
+        return None if self._watcher.is_alive() else [process.returncode for process in self.processes]
+
+    def wait(self, timeout_s: float | None = None) -> list[int]:
+        """The exit codes, when all ranks have ended; raises TimeoutError."""
+        self._watcher.join(timeout_s)
+        codes = self.poll()
+        if codes is None:
+            raise TimeoutError(f"ranks {self._running()} still run after {timeout_s:g} s")
+        return codes
+
+    def send_signal(self, signum: int) -> None:
+        """Send a signal to every rank that runs; how they end then is not counted as a failure."""
+        with self._lock:
+            for rank in self._running():
+                self._signalled.add(rank)
+                self.processes[rank].send_signal(signum)
+
+    def stop(self, signum: int = signal.SIGTERM, grace_s: float = GRACE_S) -> list[int]:
+        """Send `signum` to every rank, SIGKILL to those that still run after `grace_s`; the exit codes."""
+        self.send_signal(signum)
+        try:
+            return self.wait(grace_s)
+        except TimeoutError:
+            self.send_signal(signal.SIGKILL)
+            return self.wait()
+
+    @property
+    def failed(self) -> tuple[int, int] | None:
+        """The first rank that failed by itself and its exit code (or -signal); None if none did.
+
+        `failures` holds all of them, in the order in which they were seen.
+        """
+        return next(iter(self.failures.items()), None)
+
+    @property
+    def was_cut(self) -> bool:
+        """Whether ranks were ended by a signal of ours."""
+        return bool(self._signalled)
+
+    @property
+    def exit_code(self) -> int:
+        """The worst exit code of the ranks that ended by themselves, as a shell states it; 0 if all did well."""
+        return max(map(shell_code, self.failures.values()), default=0)
+
+    def _running(self) -> list[int]:
+        return [rank for rank, process in enumerate(self.processes) if process.poll() is None]
+
+    def _watch(self) -> None:
+        due_s, ending = None, iter([signal.SIGTERM])
+        while self._note_failures():
+            now = time.monotonic()
+            if self.failures and due_s is None:
+                due_s = now + self._grace_s
+            if due_s is not None and now >= due_s:
+                self.send_signal(next(ending, signal.SIGKILL))
+                due_s = now + self._grace_s
+            time.sleep(POLL_S)
+        for reader in self._readers:
+            reader.join()
+
+    def _note_failures(self) -> list[int]:
+        """The ranks that run, once the failures of those that don't are noted."""
+        with self._lock:
+            running = self._running()
+            # One that was killed is the cause, those that failed in the same moment have missed it.
+            for rank, process in sorted(enumerate(self.processes), key=lambda item: (item[1].returncode or 0) >= 0):
+                if process.returncode and rank not in self._signalled and rank not in self.failures:
+                    self.failures[rank] = process.returncode
+            return running
+
+
+def shell_code(code: int) -> int:
+    return 128 - code if code < 0 else code
+
+
+def start(
+    network: Network,
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    on_line: OnLine | None = None,
+    port: int = PORT,
+    grace_s: float = GRACE_S,
+) -> Job:
+    """Run `command` once per rank, with torchrun's variables added to `env` (this process's own by default).
+
+    on_line: called from a thread per rank with every line of its output, stdout and stderr together; must not raise.
+    None: the ranks write where this process writes. port: of the ranks' meeting on node 0. Raises ConfigError where
+    there is no such command.
+    """
+    env = dict(os.environ if env is None else env)
+    check_command(command, env)
+    output = None if on_line is None else subprocess.PIPE
+    processes, readers = [], []
+    try:
+        for rank in range(network.spec.world_size):
+            process = network.popen(
+                network.spec.node(rank), command, env | environment(network, rank, port), stdin=subprocess.DEVNULL,
+                stdout=output, stderr=None if output is None else subprocess.STDOUT, text=True, errors="replace",
+            )  # fmt: skip
+            processes.append(process)
+            if on_line is not None:
+                readers.append(threading.Thread(target=read_lines, args=(process, rank, on_line), daemon=True))
+                readers[-1].start()
+    except BaseException:
+        for process in processes:
+            process.kill()
+            process.wait()
+        raise
+    return Job(processes, readers, grace_s)
+
+
+def read_lines(process: subprocess.Popen[str], rank: int, on_line: OnLine) -> None:
+    assert process.stdout is not None
+    with process.stdout as lines:
+        for line in lines:
+            on_line(rank, line.rstrip("\n"))
+
+
+def threads_per_rank(spec: LabSpec, env: Mapping[str, str]) -> tuple[int, str]:
+    """Compute threads of one rank, and why: OMP_NUM_THREADS where it is set, else an equal share of the cores."""
+    stated = env.get("OMP_NUM_THREADS", "")
+    if stated.isdigit() and int(stated) > 0:
+        return int(stated), "was set"
+    cores = len(os.sched_getaffinity(0))
+    return max(1, cores // spec.world_size), f"{cores} cores shared by {spec.world_size} rank(s)"
+
+
+def check_command(command: Sequence[str], env: Mapping[str, str]) -> None:
+    """Raise ConfigError where the command's program is not there."""
+    if not command:
+        raise ConfigError("no command to run: give one after --, such as: -- python train.py")
+    if shutil.which(command[0], path=env.get("PATH")) is None:
+        raise ConfigError(f"command {command[0]!r} was not found, neither as a file nor on PATH")

@@ -1,0 +1,197 @@
+"""What network to emulate: its size and the rate of each link."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+
+from thinwire.errors import ConfigError, nearest
+
+RATE_UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+# Below, one frame takes longer than 0.1 s; above, no machine keeps up with its own emulated links.
+SLOWEST, FASTEST = "1mbit", "20gbit"
+MOST_NODES = 200
+MOST_DELAY_S = 10.0
+
+
+class SpecError(ConfigError):
+    """Everything that is wrong with a lab: one message, or a list of them."""
+
+    def __init__(self, problems: list[str]) -> None:
+        self.problems = problems
+        listed = "".join(f"\n  - {problem}" for problem in problems)
+        super().__init__(problems[0] if len(problems) == 1 else f"{len(problems)} problems:{listed}")
+
+
+@contextmanager
+def noted(problems: list[str]) -> Iterator[None]:
+    """Add what the block's ConfigError says to `problems` instead of raising it."""
+    try:
+        yield
+    except SpecError as error:
+        problems += error.problems
+    except ConfigError as error:
+        problems.append(str(error))
+
+
+def parse_rate(text: str) -> float:
+    """Bits per second of `100mbit`, `2.5gbit` and the like; raises ConfigError that names a valid spelling."""
+    number, unit = _split(text)
+    if number is None or unit not in RATE_UNITS:
+        guess = "" if number is None else re.sub(r"bits?/?p?s?$|b/?p?s$|b$", "", unit)
+        prefix = guess if f"{guess}bit" in RATE_UNITS and unit else "m"
+        hint = "100mbit" if not number else f"{number:g}{prefix}bit"
+        raise ConfigError(
+            f"rate {text!r} is not a number and a unit of {', '.join(RATE_UNITS)}; did you mean {hint!r}?"
+        )
+    bits = number * RATE_UNITS[unit]
+    for limit, is_beyond in ((SLOWEST, lambda low: bits < low), (FASTEST, lambda high: bits > high)):
+        limit_number, limit_unit = _split(limit)
+        if limit_number and is_beyond(limit_number * RATE_UNITS[limit_unit]):
+            raise ConfigError(f"rate {text!r} must be from {SLOWEST} to {FASTEST}; nearest: {limit!r}")
+    return bits
+
+
+def parse_delay(text: str) -> float:
+    """Seconds of `10ms` and the like; raises ConfigError that names a valid spelling."""
+    number, unit = _split(text)
+    if number is None or unit not in TIME_UNITS:
+        hint = f"{number:g}ms" if number else "10ms"
+        raise ConfigError(
+            f"delay {text!r} is not a number and a unit of {', '.join(TIME_UNITS)}; did you mean {hint!r}?"
+        )
+    seconds = number * TIME_UNITS[unit]
+    if seconds > MOST_DELAY_S:
+        raise ConfigError(f"delay {text!r} must be at most {MOST_DELAY_S:g}s; nearest: '{MOST_DELAY_S:g}s'")
+    return seconds
+
+
+def parse_loss(text: str) -> float:
+    """Percent of frames lost of `0.1%`; raises ConfigError that names a valid spelling."""
+    number, unit = _split(text)
+    if number is None or unit != "%":
+        hint = f"{number:g}%" if number and number < 100 else "0.1%"
+        raise ConfigError(f"loss {text!r} is not a percentage; did you mean {hint!r}?")
+    if number >= 100:
+        raise ConfigError(f"loss {text!r} must be under 100%; nearest: '99%'")
+    return number
+
+
+def _split(text: str) -> tuple[float | None, str]:
+    """The number in front and the unit behind it, in lower case; None where there is no number."""
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*(\S*)", text.strip().lower())
+    return (float(match[1]), match[2]) if match else (None, text.strip().lower())
+
+
+@dataclass(frozen=True)
+class LabSpec:
+    """An emulated network of `nodes` machines with `local_size` ranks each.
+
+    rate: of every link, in both directions, as `100mbit`; None: not shaped. slow: {node: rate} of links that differ.
+    delay: one way from node to node, as `10ms`. loss: part of the frames that never arrive, as `0.1%`.
+    Raises ConfigError with everything that is wrong.
+    """
+
+    nodes: int = 4
+    rate: str | None = "100mbit"
+    local_size: int = 1
+    slow: Mapping[int, str] = field(default_factory=dict)
+    delay: str | None = None
+    loss: str | None = None
+
+    def __post_init__(self) -> None:
+        problems = list(self._wrong_numbers())
+        rates = [(parse_rate, rate) for rate in (self.rate, *self.slow.values())]
+        for parse, text in (*rates, (parse_delay, self.delay), (parse_loss, self.loss)):
+            if text is not None:
+                with noted(problems):
+                    parse(text)
+        if problems:
+            raise SpecError(problems)
+
+    def _wrong_numbers(self) -> Iterator[str]:
+        if not 1 <= self.nodes <= MOST_NODES:
+            yield f"nodes {self.nodes} must be from 1 to {MOST_NODES}; nearest: {min(max(self.nodes, 1), MOST_NODES)}"
+        if self.local_size < 1:
+            yield f"local_size {self.local_size} must be at least 1; nearest: 1"
+        for node in self.slow:
+            if not 0 <= node < self.nodes:
+                yield f"slow node {node} does not exist: nodes are 0 to {self.nodes - 1}"
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.local_size
+
+    def node(self, rank: int) -> int:
+        """The node that `rank` runs on, as torchrun numbers them."""
+        return rank // self.local_size
+
+    def bits_per_second(self, node: int) -> float | None:
+        """The rate of a node's link in each direction; None: not shaped."""
+        text = self.slow.get(node, self.rate)
+        return None if text is None else parse_rate(text)
+
+    @property
+    def delay_s(self) -> float:
+        return 0.0 if self.delay is None else parse_delay(self.delay)
+
+    @property
+    def loss_percent(self) -> float:
+        return 0.0 if self.loss is None else parse_loss(self.loss)
+
+    @classmethod
+    def from_text(cls, text: str) -> LabSpec:
+        """The network that `nodes=4,rate=100mbit,local_size=1,slow=2:20mbit` describes.
+
+        `slow` may be repeated; `rate=none` leaves links unshaped. Raises ConfigError with everything that is wrong.
+        """
+        values: dict = {"slow": {}}
+        problems: list[str] = []
+        known = [item.name for item in fields(cls)]
+        for part in filter(None, text.replace(" ", "").split(",")):
+            key, _, value = part.partition("=")
+            key = key.replace("-", "_")
+            with noted(problems):
+                if key not in known:
+                    raise ConfigError(f"unknown key {key!r} in the lab's description{nearest(key, known)}")
+                if not value:
+                    raise ConfigError(f"{part!r} states no value: write {key}=VALUE")
+                if key == "slow":
+                    values["slow"] |= parse_slow(value, separator=":")
+                else:
+                    values[key] = _whole(key, value) if key in ("nodes", "local_size") else optional(value)
+        spec = cls()
+        with noted(problems):
+            spec = cls(**values)
+        if problems:
+            raise SpecError(problems)
+        return spec
+
+    def __str__(self) -> str:
+        """The text that `from_text` reads."""
+        parts = [f"nodes={self.nodes}", f"rate={self.rate or 'none'}", f"local_size={self.local_size}"]
+        parts += [f"slow={node}:{rate}" for node, rate in sorted(self.slow.items())]
+        parts += [f"{name}={value}" for name, value in (("delay", self.delay), ("loss", self.loss)) if value]
+        return ",".join(parts)
+
+
+def parse_slow(text: str, separator: str = "=") -> dict[int, str]:
+    """{2: "20mbit"} of `2=20mbit`; raises ConfigError."""
+    node, found, rate = text.partition(separator)
+    if not found or not node.isdigit() or not rate:
+        raise ConfigError(f"slow {text!r} is not a node and its rate; did you mean '2{separator}20mbit'?")
+    return {int(node): rate}
+
+
+def _whole(key: str, text: str) -> int:
+    if not text.isdigit():
+        raise ConfigError(f"{key} {text!r} is not a whole number; did you mean {key}=4?")
+    return int(text)
+
+
+def optional(text: str) -> str | None:
+    """None of `none`, any other text as it is."""
+    return None if text.lower() == "none" else text

@@ -6,22 +6,42 @@ stays within a stated relative distance of it after 20 steps.
 
 from __future__ import annotations
 
+import hashlib
+import io
+import math
+import os
+import signal
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import thinwire
-from thinwire.data_parallel import Strategy, Zero, ZeroBF16
+from tests.workers import run_workers
+from thinwire.data_parallel import DDP, FSDP, PowerSGD, Zero, ZeroBF16
+from thinwire.data_parallel.interface import ParallelOptimizer
+
+STEPS = 20
+ALL_GRIDS = ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4))
+FLAT_GRIDS = ((1, 1), (2, 1), (4, 1))
 
 
 @dataclass(frozen=True)
 class Row:
-    strategy: Strategy
+    # A TrainingStrategy; those of thinwire.zero are also Strategies.
+    strategy: Any
     # Largest |w - w_single| / |w_single - w_start| over all weights after 20 steps; 0 means: within 1e-6.
     drift: float
     # (world size, ranks per node) to run on.
-    grids: tuple[tuple[int, int], ...] = ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4))
+    grids: tuple[tuple[int, int], ...] = ALL_GRIDS
+    # Steps whose bytes are those of the formula.
+    counted: Sequence[int] = range(STEPS)
+    # Whether some steps may leave parameters out.
+    may_skip_parameters: bool = True
 
 
 ROWS = {
@@ -36,8 +56,19 @@ ROWS = {
         0.45,
         ((4, 2),),
     ),
+    "ddp": Row(DDP(), 0.0, FLAT_GRIDS, may_skip_parameters=False),
+    "ddp-unused": Row(DDP(find_unused_parameters=True), 0.0, ((2, 1),)),
+    "ddp-bf16": Row(DDP(wire="bf16"), 0.005, ((4, 1),), may_skip_parameters=False),
+    # Net's matrices have 24 to 50 rows: rank 4 is little compression, and enough to see the error come back.
+    "powersgd": Row(PowerSGD(start_step=4), 0.25, FLAT_GRIDS, range(4, STEPS), may_skip_parameters=False),
+    "powersgd-1": Row(PowerSGD(rank=1, start_step=4, find_unused_parameters=True), 0.5, ((2, 1),), range(4, STEPS)),
+    # The first step gathers the weights twice; FSDP2 sends no gradients for what a step leaves out.
+    "fsdp": Row(FSDP(), 0.0, ((1, 1), (2, 1), (4, 2)), range(1, STEPS, 2)),
+    "fsdp-bf16": Row(FSDP(wire="bf16"), 0.05, ((4, 2),), range(1, STEPS, 2)),
 }
-STEPS = 20
+# One row of each kind of state, and of each way to average gradients.
+STATEFUL = ["zero", "zero-bf16", "sdp4bit", "ddp", "powersgd", "fsdp-bf16"]
+REDUCING = ["sdp4bit", "ddp", "powersgd", "fsdp"]
 
 
 class Net(nn.Module):
@@ -84,19 +115,180 @@ def make_optimizer(model: nn.Module, kind: str = "adamw") -> torch.optim.Optimiz
     return torch.optim.AdamW(groups, lr=3e-3, eps=1e-4)
 
 
-def single_process(kind: str = "adamw", clip: float = 1.0, steps: int = STEPS) -> dict[str, torch.Tensor]:
+def single_process(
+    kind: str = "adamw", clip: float = 1.0, steps: int = STEPS, may_skip_parameters: bool = True
+) -> dict[str, torch.Tensor]:
     """The reference: plain PyTorch over the whole batch."""
     model = Net(seed=0)
     optimizer = make_optimizer(model, kind)
     for step in range(steps):
-        model(batch(step), step % 2 == 1).backward()
+        model(batch(step), step % 2 == 1 or not may_skip_parameters).backward()
         nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         optimizer.zero_grad()
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def hash_of(model: nn.Module) -> str:
-    import hashlib
+def first_norm(may_skip_parameters: bool) -> float:
+    """The norm of the first step's gradient, before clipping: Adam and clipping hide a wrong scale."""
+    model = Net(seed=0)
+    model(batch(0), not may_skip_parameters).backward()
+    return float(nn.utils.clip_grad_norm_(model.parameters(), 1.0))
 
-    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+
+def hash_of(model: nn.Module) -> str:
+    # Clones: FSDP2 frees its whole weights by shrinking memory, which numpy would pin.
+    return hashlib.sha256(b"".join(p.detach().clone().numpy().tobytes() for p in model.parameters())).hexdigest()
+
+
+def distance(weights: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:
+    """|w - reference| over the way the reference went."""
+    start = {name: p.detach() for name, p in Net(seed=0).named_parameters()}
+    off = sum(float((weights[name] - reference[name]).square().sum()) for name in reference)
+    way = sum(float((start[name] - reference[name]).square().sum()) for name in reference)
+    return math.sqrt(off / way)
+
+
+class Replica:
+    """One rank's model under a row's strategy."""
+
+    def __init__(self, name: str, rank: int, world_size: int, *, seed: int, local_size: int = 1) -> None:
+        self.row, self.rank, self.world_size = ROWS[name], rank, world_size
+        self.model = Net(seed)
+        self.norms: list[float] = []
+        self.wrapped: nn.Module
+        self.optimizer: ParallelOptimizer
+        self.wrapped, self.optimizer = self.row.strategy.apply(
+            self.model, make_optimizer(self.model), local_size=local_size, seed=0, timeout_s=30, checked=True,
+            overlap=True,
+        )  # fmt: skip
+
+    def backward(self, step: int, micro_batches: int = 1, scale: float = 1.0) -> None:
+        """All of this rank's part of the step's batch; only the last micro-batch communicates."""
+        use_side = step % 2 == 1 or not self.row.may_skip_parameters
+        *first, last = batch(step).chunk(self.world_size)[self.rank].chunk(micro_batches)
+        for tokens in first:
+            with self.optimizer.no_sync():
+                (self.wrapped(tokens, use_side) * scale / micro_batches).backward()
+        (self.wrapped(last, use_side) * scale / micro_batches).backward()
+
+    def step(self, step: int, **backward: Any) -> str:
+        """One whole step; the hash of the weights after it."""
+        self.backward(step, **backward)
+        self.optimizer.note_loss(float(self.rank))
+        self.norms.append(float(self.optimizer.clip_grad_norm_(1.0)))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.optimizer.synchronize()
+        return hash_of(self.model)
+
+
+def train(rank: int, world_size: int, name: str, local_size: int, micro_batches: int = 1) -> dict[str, Any]:
+    """Twenty steps; ranks start from different weights, so that the start is tested too."""
+    replica = Replica(name, rank, world_size, seed=rank, local_size=local_size)
+    optimizer = replica.optimizer
+    hashes, sent = [], []
+    for step in range(STEPS):
+        before = optimizer.meter.snapshot()
+        if (rank, step) == (world_size - 1, STEPS - 1):
+            optimizer.request_stop()
+        assert not optimizer.stop_requested
+        hashes.append(replica.step(step, micro_batches=micro_batches))
+        sent.append((optimizer.meter.snapshot() - before).sent_bytes)
+        optimizer.check_replicas()
+    assert optimizer.stop_requested and optimizer.mean_loss == (world_size - 1) / 2
+    assert optimizer.all_mean(rank) == (world_size - 1) / 2
+    return {
+        "weights": {key: p.detach().clone() for key, p in replica.model.named_parameters()},
+        "hashes": hashes,
+        "norm": replica.norms[0],
+        "sent": [sent[step] for step in ROWS[name].counted],
+        "formula": optimizer.bytes_per_step,
+        "uncompressed": optimizer.uncompressed_bytes_per_step,
+    }
+
+
+def stop_and_go_on(rank: int, world_size: int, name: str) -> tuple[list[str], list[str]]:
+    """Hashes of steps 7 to 10, uninterrupted and by a fresh replica that loads the state after step 6."""
+    first = Replica(name, rank, world_size, seed=0, local_size=2)
+    for step in range(7):
+        first.step(step)
+    file = io.BytesIO()
+    torch.save((first.optimizer.state_dict(), first.model.fixed.state_dict()), file)
+    uninterrupted = [first.step(step) for step in range(7, 11)]
+    second = Replica(name, rank, world_size, seed=9, local_size=2)
+    state, frozen = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    second.optimizer.load_state_dict(state)
+    second.model.fixed.load_state_dict(frozen)
+    return uninterrupted, [second.step(step) for step in range(7, 11)]
+
+
+def nan_on_one_rank(rank: int, world_size: int, name: str) -> tuple[list[str], int, float]:
+    """Hashes around a step in which rank 1 has no number, the steps skipped, and the last loss."""
+    replica = Replica(name, rank, world_size, seed=0)
+    hashes = [replica.step(step) for step in range(6)]
+    hashes.append(replica.step(6, scale=float("nan") if rank == 1 else 1.0))
+    hashes += [replica.step(step) for step in range(7, 10)]
+    with torch.no_grad():
+        loss = float(replica.model(batch(0), True))
+    return hashes, replica.optimizer.skipped_steps, loss
+
+
+def one_rank_dies(rank: int, world_size: int, name: str) -> str:
+    """What a survivor says; rank 1 is killed before its fourth backward."""
+    replica = Replica(name, rank, world_size, seed=0)
+    with pytest.raises(thinwire.PeerLostError) as caught:
+        for step in range(100):
+            if (rank, step) == (1, 3):
+                os.kill(os.getpid(), signal.SIGKILL)
+            replica.step(step)
+    # The others read on the way out whom this rank misses.
+    time.sleep(1.0)
+    return str(caught.value)
+
+
+class StrategySuite:
+    """Inherit, and every row is tested."""
+
+    @pytest.mark.parametrize(("name", "grid"), [(name, grid) for name in ROWS for grid in ROWS[name].grids])
+    def test_follows_single_process_with_equal_replicas(self, name: str, grid: tuple[int, int]) -> None:
+        row, (world_size, local_size) = ROWS[name], grid
+        results = run_workers(train, world_size, name, local_size)
+        reference = single_process(may_skip_parameters=row.may_skip_parameters)
+        num_trained = sum(p.numel() for p in Net(0).parameters() if p.requires_grad)
+        for result in results:
+            assert result["hashes"] == results[0]["hashes"], "replicas differ"
+            assert set(result["sent"]) == {result["formula"]}, "bytes sent are not what the formula says"
+            assert result["uncompressed"] == pytest.approx(8 * num_trained * (world_size - 1) / world_size)
+            norm = pytest.approx(first_norm(row.may_skip_parameters), rel=0.1 if row.drift else 1e-5)
+            assert result["norm"] == norm
+            if row.drift == 0.0 or world_size == 1:
+                for key, weight in result["weights"].items():
+                    torch.testing.assert_close(weight, reference[key], rtol=0, atol=1e-6)
+            else:
+                assert 1e-6 < distance(result["weights"], reference) < row.drift
+
+    @pytest.mark.parametrize("name", STATEFUL)
+    def test_a_loaded_state_goes_on_bit_for_bit(self, name: str) -> None:
+        for uninterrupted, resumed in run_workers(stop_and_go_on, 4, name):
+            assert uninterrupted == resumed
+
+    @pytest.mark.parametrize("name", REDUCING)
+    def test_a_nan_on_one_rank_skips_the_step_on_all(self, name: str) -> None:
+        for hashes, num_skipped, loss in run_workers(nan_on_one_rank, 2, name):
+            assert num_skipped == 1
+            assert hashes[6] == hashes[5] and len(set(hashes)) == 9
+            assert math.isfinite(loss)
+
+    @pytest.mark.parametrize("name", ["ddp", "fsdp"])
+    def test_accumulated_micro_batches_equal_the_whole(self, name: str) -> None:
+        reference = single_process(may_skip_parameters=ROWS[name].may_skip_parameters)
+        for result in run_workers(train, 2, name, 1, 2):
+            assert set(result["sent"]) == {result["formula"]}
+            for key, weight in result["weights"].items():
+                torch.testing.assert_close(weight, reference[key], rtol=0, atol=1e-6)
+
+    @pytest.mark.parametrize("name", ["ddp", "powersgd", "fsdp"])
+    def test_survivors_of_a_killed_rank_name_it(self, name: str) -> None:
+        results = run_workers(one_rank_dies, 4, name, may_die=(1,), timeout_s=60)
+        assert all("rank 1 is missing" in results[rank] for rank in (0, 2, 3)), results

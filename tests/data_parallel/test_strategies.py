@@ -40,7 +40,9 @@ def test_a_lossy_codec_may_carry_differences_if_what_it_loses_shrinks() -> None:
 
 
 def test_each_half_alone() -> None:
-    weights, gradients = STRATEGIES["sdp4bit-weights"]().matrix(), STRATEGIES["sdp4bit-gradients"]().matrix()
+    first, second = STRATEGIES["sdp4bit-weights"](), STRATEGIES["sdp4bit-gradients"]()
+    assert isinstance(first, SDP4Bit) and isinstance(second, SDP4Bit)
+    weights, gradients = first.matrix(), second.matrix()
     assert weights.differences
     assert weights.inter == weights.intra == Identity()
     assert not gradients.differences

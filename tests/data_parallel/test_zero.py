@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import os
 import signal
@@ -19,6 +18,7 @@ from tests.conformance.strategy_suite import (
     STEPS,
     Net,
     batch,
+    distance,
     hash_of,
     make_optimizer,
     single_process,
@@ -72,29 +72,6 @@ def train(
         "sent": sent,
         "formula": optimizer.bytes_per_step,
     }
-
-
-def distance(weights: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:
-    """|w - reference| over the way the reference went."""
-    start = {name: p.detach() for name, p in Net(seed=0).named_parameters()}
-    off = sum(float((weights[name] - reference[name]).square().sum()) for name in reference)
-    way = sum(float((start[name] - reference[name]).square().sum()) for name in reference)
-    return math.sqrt(off / way)
-
-
-@pytest.mark.parametrize(("name", "grid"), [(name, grid) for name in ROWS for grid in ROWS[name].grids])
-def test_strategy_follows_single_process_with_equal_replicas(name: str, grid: tuple[int, int]) -> None:
-    world_size, local_size = grid
-    results = run_workers(train, world_size, name, local_size)
-    reference = single_process()
-    for result in results:
-        assert result["hashes"] == results[0]["hashes"], "replicas differ"
-        assert set(result["sent"]) == {result["formula"]}, "bytes sent are not what the formula says"
-        if ROWS[name].drift == 0.0 or world_size == 1:
-            for key, weight in result["weights"].items():
-                torch.testing.assert_close(weight, reference[key], rtol=0, atol=1e-6)
-        else:
-            assert 1e-6 < distance(result["weights"], reference) < ROWS[name].drift
 
 
 @pytest.mark.parametrize("name", ["zero", "sdp4bit"])
@@ -151,36 +128,6 @@ def test_bytes_are_those_of_the_paper(world_size: int, local_size: int, papers: 
         assert uncompressed == 8 * n * (world_size - 1) / world_size
 
 
-def stop_and_go_on(rank: int, world_size: int, name: str) -> tuple[list[str], list[str]]:
-    def make(seed: int) -> tuple[Net, thinwire.ZeroOptimizer]:
-        model = Net(seed)
-        return thinwire.zero(model, make_optimizer(model), ROWS[name].strategy, local_size=2, timeout_s=30)
-
-    def run(model: Net, optimizer: thinwire.ZeroOptimizer, steps: range) -> list[str]:
-        hashes = []
-        for step in steps:
-            model(batch(step).chunk(world_size)[rank], step % 2 == 1).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            hashes.append(hash_of(model))
-        return hashes
-
-    model, optimizer = make(seed=0)
-    run(model, optimizer, range(5))
-    saved, frozen = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.fixed.state_dict())
-    uninterrupted = run(model, optimizer, range(5, 10))
-    other_model, other = make(seed=9)
-    other.load_state_dict(saved)
-    other_model.fixed.load_state_dict(frozen)
-    return uninterrupted, run(other_model, other, range(5, 10))
-
-
-@pytest.mark.parametrize("name", ["zero", "zero-bf16", "sdp4bit"])
-def test_a_loaded_state_goes_on_bit_for_bit(name: str) -> None:
-    for uninterrupted, resumed in run_workers(stop_and_go_on, 4, name):
-        assert uninterrupted == resumed
-
-
 class TwoNumbers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -221,29 +168,6 @@ def test_direct_weight_quantisation_sticks_and_differences_converge() -> None:
         assert stuck == [1.0, -1.0]
     for converged in run_workers(toy, 2, False):
         assert max(map(abs, converged)) < 1e-3
-
-
-def nan_on_one_rank(rank: int, world_size: int) -> tuple:
-    model = Net(seed=0)
-    model, optimizer = thinwire.zero(model, make_optimizer(model), SDP4Bit(), local_size=1, timeout_s=30)
-    start = hash_of(model)
-    loss = model(batch(0).chunk(world_size)[rank], False)
-    (loss * (float("nan") if rank == 1 else 1.0)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    skipped = hash_of(model) == start, optimizer.skipped_steps
-    model(batch(1).chunk(world_size)[rank], False).backward()
-    optimizer.step()
-    return skipped, hash_of(model) != start, optimizer.skipped_steps, hash_of(model)
-
-
-def test_a_nan_on_one_rank_skips_the_step_on_all() -> None:
-    results = run_workers(nan_on_one_rank, 2)
-    for skipped, trained_on, count, final in results:
-        assert skipped == (True, 1)
-        assert trained_on
-        assert count == 1
-        assert final == results[0][3]
 
 
 def low_precision(rank: int, world_size: int) -> tuple[str, float, torch.dtype]:

@@ -47,6 +47,10 @@ class Runner:
     def train(self, name: str, **more: object) -> subprocess.Popen[str]:
         return self.start(*THINWIRE, "train", *self.flags(name, **more))
 
+    def again(self, name: str) -> list[str]:
+        """The command that goes on with a run."""
+        return [*THINWIRE, "train", "--run-dir", str(self.folder / name), "--resume"]
+
     def metrics(self, name: str) -> list[dict[str, Any]]:
         path = self.folder / name / "metrics.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

@@ -51,6 +51,7 @@ def test_derived_numbers_are_a_fixed_point() -> None:
     ("change", "message"),
     [
         ({"workers": 0}, "--workers 0: must be at least 1"),
+        ({"stop_at": 0}, "--stop-at 0: must be at least 1"),
         ({"lr": 0.0}, "--lr 0.0: must be above 0"),
         ({"lr": float("nan")}, "--lr nan: must be finite"),
         ({"seq_len": -1}, "--seq-len -1"),

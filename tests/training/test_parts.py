@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,13 @@ def test_metrics_survive_and_resume_cuts_later_steps(tmp_path: Path) -> None:
     resumed.write(record(3, 1.0))
     assert [(r.step, r.loss) for r in read_metrics(path)[::2]] == [(1, 2.0), (3, 1.0)]
     assert math.isnan(read_metrics(path)[1].loss) and resumed.records[0] == record(1)
+
+
+def test_metrics_of_other_versions_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    values = {k: v for k, v in asdict(record(1)).items() if k != "codec_s"}
+    path.write_text(json.dumps(values | {"from_the_future": 1}) + "\n")
+    assert read_metrics(path) == [record(1)]
 
 
 def test_medians_leave_out_the_first_step() -> None:
@@ -131,6 +139,7 @@ def test_plain_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[st
 def test_options_without_effect_are_rows() -> None:
     config = TrainConfig(
         strategy="zero", model="hf:x", join="a:1", prompt="x", sample_tokens=0, steps=3, warmup_steps=9,
+        stop_at=3,
         tables={"sdp4bit": {"weight_bits": 8}, "llama": {"hidden_size": 64}},
     )  # fmt: skip
     rows = {asked: effect for asked, effect, _ in unused_rows(config)}
@@ -139,6 +148,7 @@ def test_options_without_effect_are_rows() -> None:
         "--llama.hidden-size": "no effect",
         "--join": "no effect",
         "--prompt": "no effect",
+        "--stop-at 3": "no effect",
         "--warmup-steps 9": "never finishes",
     }
     assert not list(unused_rows(TrainConfig(tables={"sdp4bit": {"weight_bits": 8}})))

@@ -18,11 +18,11 @@ from thinwire.training.hardware import free_port
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 METRICS_KEYS = [
     "step", "loss", "tokens", "step_s", "compute_s", "exposed_comm_s", "sent_bytes", "received_bytes", "lr",
-    "grad_norm",
+    "grad_norm", "codec_s",
 ]  # fmt: skip
 SUMMARY_KEYS = {
     "heldout_loss", "tokens", "step_s", "tokens_per_s", "sent_bytes_per_step", "uncompressed_bytes_per_step",
-    "strategy", "world_size", "versions",
+    "strategy", "world_size", "versions", "parameters", "peak_rss_bytes",
 }  # fmt: skip
 
 
@@ -54,6 +54,8 @@ def test_a_run_keeps_the_contract(runner: Runner, whole: str) -> None:
     assert summary.keys() >= SUMMARY_KEYS
     assert summary["stopped"] == "finished" and summary["tokens"] == 384 and summary["world_size"] == 2
     assert 0 < summary["heldout_loss"] < 6
+    assert summary["parameters"] == 180_672 and summary["peak_rss_bytes"] > 100 << 20
+    assert all(0 < line["codec_s"] < line["step_s"] for line in lines)
     assert summary["sent_bytes_per_step"] < 0.25 * summary["uncompressed_bytes_per_step"]
     config = tomllib.loads((folder / "config.toml").read_text())
     assert config["steps"] == 6 and config["tokens_per_step"] == 64 and config["dtype"] == "fp32"

@@ -46,9 +46,9 @@ def test_what_is_written_reads_back(tmp_path: Path, toml: Path) -> None:
 
 
 def test_what_is_written_leaves_out_resume_overwrite_and_unused_tables(tmp_path: Path) -> None:
-    config = read("--overwrite", "--strategy", "zero", "--sdp4bit.weight-bits", "8")
+    config = read("--overwrite", "--strategy", "zero", "--sdp4bit.weight-bits", "8", "--stop-at", "3")
     written = to_toml(config)
-    assert "overwrite" not in written and "resume" not in written and "sdp4bit" not in written
+    assert not any(name in written for name in ("overwrite", "resume", "stop_at", "sdp4bit"))
 
 
 def test_resume_takes_the_configuration_of_the_run_directory(tmp_path: Path) -> None:
@@ -101,6 +101,12 @@ def test_a_value_that_cannot_be_read_exits_with_2(capsys: pytest.CaptureFixture[
 def test_strategies_take_their_table() -> None:
     strategy = build_strategy(read("--strategy", "sdp4bit-gradients", "--sdp4bit.inter-bits", "3"))
     assert "inter_bits=3" in str(strategy) and "weights=False" in str(strategy)
+    assert str(build_strategy(read("--strategy", "powersgd", "--powersgd.rank", "2"))).startswith("PowerSGD(rank=2")
+    assert "find_unused_parameters=True" in str(
+        build_strategy(read("--strategy", "ddp-bf16", "--ddp.find-unused-parameters", "True"))
+    )
+    with pytest.raises(ConfigError, match="rank 0 of powersgd"):
+        build_strategy(read("--strategy", "powersgd", "--powersgd.rank", "0"))
     with pytest.raises(ConfigError, match="did you mean 'sdp4bit'"):
         build_strategy(TrainConfig(strategy="sdp4bits"))
     with pytest.raises(ConfigError):

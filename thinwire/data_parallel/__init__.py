@@ -1,13 +1,21 @@
 """Second floor: strategies, each a choice of codecs, state and collectives."""
 
+from thinwire.data_parallel.ddp import DDP, PowerSGD
+from thinwire.data_parallel.fsdp import FSDP
+from thinwire.data_parallel.interface import ParallelOptimizer, TrainingStrategy
 from thinwire.data_parallel.strategies import STRATEGIES, SDP4Bit, Strategy, Zero, ZeroBF16, strategy_named
 from thinwire.data_parallel.zero import ReplicaError, ZeroOptimizer, zero
 
 __all__ = [
+    "DDP",
+    "FSDP",
     "STRATEGIES",
+    "ParallelOptimizer",
+    "PowerSGD",
     "ReplicaError",
     "SDP4Bit",
     "Strategy",
+    "TrainingStrategy",
     "Zero",
     "ZeroBF16",
     "ZeroOptimizer",

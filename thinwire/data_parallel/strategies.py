@@ -1,4 +1,7 @@
-"""What each strategy sends: one frozen dataclass a strategy, one row in STRATEGIES."""
+"""What each strategy sends: one frozen dataclass a strategy, one row in STRATEGIES.
+
+Those of `thinwire.zero` are below; those of DistributedDataParallel and FSDP2 lie in their rooms, `ddp` and `fsdp`.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,12 @@ from math import lcm
 from typing import ClassVar, Protocol
 
 import torch
+from torch import nn
 
-from thinwire.codecs import Cast, Codec, Hadamard, Identity, Integer
+from thinwire.codecs import Cast, Codec, Hadamard, Identity, Integer, Zstd
+from thinwire.data_parallel.ddp.strategies import DDP, PowerSGD
+from thinwire.data_parallel.fsdp.strategies import FSDP
+from thinwire.data_parallel.interface import ParallelOptimizer, TrainingStrategy
 from thinwire.errors import ConfigError, nearest
 
 
@@ -57,7 +64,7 @@ def _lost_energy(codec: Codec) -> float:
 
 
 class Strategy(Protocol):
-    """A choice of codecs for the two kinds of parameters."""
+    """A choice of codecs for the two kinds of parameters, as `thinwire.zero` takes it."""
 
     @property
     def name(self) -> str:
@@ -73,8 +80,37 @@ class Strategy(Protocol):
         ...
 
 
+class OnZero:
+    """What makes a choice of codecs a TrainingStrategy: it is applied by `thinwire.zero`."""
+
+    @property
+    def codecs(self: Strategy) -> tuple[Codec, ...]:
+        """Whose kernels are compiled before the workers start."""
+        return (*self.matrix().codecs, *self.vector().codecs)
+
+    def apply(
+        self: Strategy,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        local_size: int | None,
+        seed: int,
+        timeout_s: float,
+        checked: bool,
+        overlap: bool,
+    ) -> tuple[nn.Module, ParallelOptimizer]:
+        """See TrainingStrategy."""
+        # It imports this file for its default.
+        from thinwire.data_parallel.zero import zero
+
+        return zero(
+            model, optimizer, self, local_size=local_size, overlap=overlap, seed=seed, timeout_s=timeout_s,
+            checked=checked, announce=False,
+        )  # fmt: skip
+
+
 @dataclass(frozen=True)
-class Zero:
+class Zero(OnZero):
     """Sharded optimizer with fp32 both ways: the exact reference; 8 (P-1)/P bytes per parameter and step."""
 
     name: ClassVar[str] = "zero"
@@ -86,7 +122,7 @@ class Zero:
 
 
 @dataclass(frozen=True)
-class ZeroBF16:
+class ZeroBF16(OnZero):
     """Weights and gradients travel as bf16, masters and sums stay fp32; 4 (P-1)/P bytes per parameter and step."""
 
     name: ClassVar[str] = "zero-bf16"
@@ -98,7 +134,7 @@ class ZeroBF16:
 
 
 @dataclass(frozen=True)
-class SDP4Bit:
+class SDP4Bit(OnZero):
     """Weight differences at 4 bits, gradients at 8 bits inside a node and 4 bits between nodes, Hadamard-rotated.
 
     weights, gradients: compress this half; off, it travels exactly, in fp32. weight_bits, weight_group: the weight
@@ -106,7 +142,8 @@ class SDP4Bit:
     around both gradient codecs, 0 for none. rounding: "stochastic" or "nearest". weight_scale, gradient_scale: "fp32"
     or "bf16" scales; gradients in groups of 64 with bf16 scales take the bits of the paper's groups of 128 with fp32
     scales, and lose less.
-    vector_bits, vector_group: norms and biases, in both directions and on both hops.
+    vector_bits, vector_group: norms and biases, in both directions and on both hops. entropy_coding: compress what
+    crosses between nodes once more, without loss.
 
     Raises ConfigError for values the codecs refuse. Source: SDP4Bit, NeurIPS 2024.
     """
@@ -127,6 +164,7 @@ class SDP4Bit:
     gradient_scale: str = "bf16"
     vector_bits: int = 8
     vector_group: int = 128
+    entropy_coding: bool = False
 
     def __post_init__(self) -> None:
         if not (self.weights or self.gradients):
@@ -151,6 +189,8 @@ class SDP4Bit:
 
     def _format(self, weights: Codec, intra: Codec, inter: Codec) -> WireFormat:
         exact = Identity()
+        if self.entropy_coding:
+            weights, inter = Zstd(weights), Zstd(inter)
         return WireFormat(
             weights if self.weights else exact,
             differences=self.weights,
@@ -159,16 +199,21 @@ class SDP4Bit:
         )
 
 
-STRATEGIES: dict[str, Callable[..., Strategy]] = {
+STRATEGIES: dict[str, Callable[..., TrainingStrategy]] = {
     "zero": Zero,
     "zero-bf16": ZeroBF16,
     "sdp4bit": SDP4Bit,
     "sdp4bit-weights": partial(SDP4Bit, gradients=False),
     "sdp4bit-gradients": partial(SDP4Bit, weights=False),
+    "ddp": DDP,
+    "ddp-bf16": partial(DDP, wire="bf16"),
+    "powersgd": PowerSGD,
+    "fsdp": FSDP,
+    "fsdp-bf16": partial(FSDP, wire="bf16"),
 }
 
 
-def strategy_named(name: str, **options: object) -> Strategy:
+def strategy_named(name: str, **options: object) -> TrainingStrategy:
     """The strategy registered under `name`; raises ConfigError that names the nearest one."""
     if name not in STRATEGIES:
         raise ConfigError(f"unknown strategy {name!r}{nearest(name, STRATEGIES)}")

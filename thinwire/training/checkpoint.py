@@ -50,6 +50,8 @@ def save(
         _write(checkpoints / POINTER, rank, lambda path: path.write_text(folder.name))
         for old in sorted(checkpoints.glob("step-*"))[:-NUM_KEPT]:
             shutil.rmtree(old, ignore_errors=True)
+    # Nobody starts a step in which it would wait for another's disk.
+    barrier()
 
 
 def load(checkpoint: Path, rank: int) -> dict[str, Any]:

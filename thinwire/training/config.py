@@ -30,7 +30,7 @@ class TrainConfig:
     cache_dir: str | None = None
     """Where tokenised data is kept; by default thinwire's folder in the user's cache."""
     strategy: str = "sdp4bit"
-    """How weights and gradients travel: zero, zero-bf16, sdp4bit, sdp4bit-weights, sdp4bit-gradients."""
+    """zero, zero-bf16, sdp4bit, sdp4bit-weights, sdp4bit-gradients, ddp, ddp-bf16, powersgd, fsdp or fsdp-bf16."""
     workers: int = 1
     """Worker processes to start on this machine."""
     local_size: int | None = None
@@ -43,6 +43,8 @@ class TrainConfig:
     """This machine's number, from 0, with --join."""
     steps: int = 1000
     """Optimizer steps of the whole run."""
+    stop_at: int | None = None
+    """End this session after that step, with a checkpoint; --resume goes on, the schedule still spans --steps."""
     tokens_per_step: int | None = None
     """Tokens of one optimizer step over all ranks; by default one micro-batch per rank."""
     seq_len: int = 256
@@ -98,7 +100,7 @@ class TrainConfig:
 DEFAULTS = TrainConfig()
 # Smallest value each number may have; None stands for "above zero".
 LOWEST: dict[str, int | None] = {
-    "workers": 1, "local_size": 1, "nodes": 1, "node": 0, "steps": 1, "tokens_per_step": 1, "seq_len": 1,
+    "workers": 1, "local_size": 1, "nodes": 1, "node": 0, "steps": 1, "stop_at": 1, "tokens_per_step": 1, "seq_len": 1,
     "micro_batch": 1, "lr": None, "weight_decay": 0, "warmup_steps": 0, "grad_clip": 0, "seed": 0,
     "checkpoint_every": 0, "eval_sequences": 0, "sample_tokens": 0, "timeout": None,
 }  # fmt: skip

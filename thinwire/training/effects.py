@@ -38,6 +38,8 @@ def unused_rows(config: TrainConfig) -> Iterator[Row]:
     for name, (is_pointless, reason) in pointless.items():
         if is_pointless and getattr(config, name) != getattr(DEFAULTS, name):
             yield flag(name), NONE, reason
+    if config.stop_at is not None and config.stop_at >= config.steps:
+        yield f"{flag('stop_at')} {config.stop_at}", NONE, f"the run ends after {config.steps} steps anyway"
     if config.num_warmup_steps > config.steps:
         warning = f"the run ends after {config.steps}, before the learning rate reaches its peak"
         yield f"{flag('warmup_steps')} {config.num_warmup_steps}", "never finishes", warning

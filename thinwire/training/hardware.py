@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import struct
 import sys
 import time
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 # Below this gain the measurement's noise decides, and fp32 is the safer choice.
@@ -82,6 +85,23 @@ def interface_towards(host: str) -> tuple[str, str] | None:
             if socket.inet_ntoa(reply[20:24]) == address:
                 return name, address
     return None
+
+
+def peak_rss_bytes() -> int:
+    """The most memory that this process has held at once (VmHWM); elsewhere than on Linux, what getrusage says."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        (line,) = [line for line in status.read_text().splitlines() if line.startswith("VmHWM:")]
+        return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def max_over_ranks(value: int) -> int:
+    """The largest of the ranks' numbers; a collective on the default group."""
+    largest = torch.tensor(value)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return int(largest)
 
 
 def port_is_free(port: int) -> bool:

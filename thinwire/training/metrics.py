@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,7 +16,7 @@ class StepMetrics:
 
     loss: mean over all ranks and micro-batches. tokens: since the run's first step, over all ranks. exposed_comm_s:
     seconds rank 0 stood still waiting for communication; compute_s: the rest of step_s. sent_bytes, received_bytes:
-    payload of rank 0 in this step.
+    payload of rank 0 in this step. codec_s: seconds in which rank 0's communication thread packed and unpacked.
     """
 
     step: int
@@ -29,6 +29,7 @@ class StepMetrics:
     received_bytes: int
     lr: float
     grad_norm: float
+    codec_s: float = 0.0
 
 
 class MetricsWriter:
@@ -58,16 +59,16 @@ def to_line(record: StepMetrics) -> str:
 
 
 def read_metrics(path: Path) -> list[StepMetrics]:
-    """The steps of a metrics file; a last line cut short by a dying machine is left out."""
+    """The steps of a metrics file; a last line cut short by a dying machine is left out, and so are unknown keys."""
     if not path.exists():
         return []
-    records = []
+    records, known = [], {item.name for item in fields(StepMetrics)}
     for line in path.read_text().splitlines():
         try:
             values = json.loads(line)
         except json.JSONDecodeError:
             break
-        numbers: dict[str, Any] = {k: math.nan if v is None else v for k, v in values.items()}
+        numbers: dict[str, Any] = {k: math.nan if v is None else v for k, v in values.items() if k in known}
         records.append(StepMetrics(**numbers))
     return records
 

@@ -34,14 +34,15 @@ class Start:
     dtype: str | None = None
     threads: int = 1
     effects: list[Row] = field(default_factory=list)
+    stop_at: int | None = None
 
     def to_json(self) -> str:
-        return json.dumps([self.dtype, self.threads, self.effects])
+        return json.dumps([self.dtype, self.threads, self.effects, self.stop_at])
 
     @classmethod
     def from_json(cls, text: str) -> Start:
-        dtype, threads, effects = json.loads(text)
-        return cls(dtype, threads, [(asked, effect, reason) for asked, effect, reason in effects])
+        dtype, threads, effects, stop_at = json.loads(text)
+        return cls(dtype, threads, [(asked, effect, reason) for asked, effect, reason in effects], stop_at)
 
 
 def check(config: TrainConfig, problems: Problems) -> None:
@@ -130,14 +131,14 @@ def prepare(config: TrainConfig, problems: Problems) -> tuple[TrainConfig, Start
     tokens.split(config.seq_len)
     warm_kernels(resolved)
     run_dir.claim(config.node, to_toml(resolved), overwrite=config.overwrite)
-    return resolved, Start(resolved.dtype, threads, rows)
+    return resolved, Start(resolved.dtype, threads, rows, config.stop_at)
 
 
 def warm_kernels(config: TrainConfig) -> None:
     """Compile the kernels of the strategy's codecs once, into the cache on disk."""
     strategy = build_strategy(config)
     logging.getLogger("numba").setLevel(logging.WARNING)
-    warm([*strategy.matrix().codecs, *strategy.vector().codecs])
+    warm(strategy.codecs)
 
 
 def check_resume(config: TrainConfig, run_dir: RunDir) -> list[Row]:
@@ -148,6 +149,8 @@ def check_resume(config: TrainConfig, run_dir: RunDir) -> list[Row]:
     if not step:
         return [("--resume", "starts at step 0", f"{run_dir.path} holds no checkpoint yet")]
     rows: list[Row] = [("--resume", f"goes on after step {step}", "")]
+    if config.stop_at is not None and config.stop_at < step:
+        raise ConfigError(f"--stop-at {config.stop_at}: the checkpoint was taken after step {step}; nearest: {step}")
     if not run_dir.config(config.node).is_file():
         return rows
     problems = Problems()

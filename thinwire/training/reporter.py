@@ -45,7 +45,10 @@ class Reporter:
         self.progress.step(record)
         self.trackers.log(record.step, {k: v for k, v in asdict(record).items() if k != "step"})
 
-    def finish(self, *, step: int, skipped_steps: int, heldout_loss: float | None, stopped: str, sample: str) -> None:
+    def finish(
+        self, *, step: int, skipped_steps: int, heldout_loss: float | None, stopped: str, sample: str, parameters: int,
+        peak_rss_bytes: int,
+    ) -> None:  # fmt: skip
         """Write summary.json and report.html, and say where they are."""
         self.close()
         typical = medians(self.metrics.records, "step_s", "exposed_comm_s", "sent_bytes")
@@ -59,6 +62,8 @@ class Reporter:
             "uncompressed_bytes_per_step": self.uncompressed_bytes,
             "strategy": self.config.strategy,
             "world_size": self.world_size,
+            "parameters": parameters,
+            "peak_rss_bytes": peak_rss_bytes,
             "versions": versions(),
             "steps": step,
             "skipped_steps": skipped_steps,

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import tyro
 
-from thinwire.data_parallel.strategies import STRATEGIES, Strategy
+from thinwire.data_parallel import STRATEGIES, TrainingStrategy
 from thinwire.errors import ConfigError, nearest
 from thinwire.models.llama import LlamaConfig
 from thinwire.training.config import TrainConfig, flag
@@ -21,7 +21,7 @@ from thinwire.training.problems import Problems
 from thinwire.training.run_dir import RunDir
 
 # Of one start only: a run repeated from its config.toml must not delete or move another.
-NOT_WRITTEN = ("resume", "overwrite", "node", "tables")
+NOT_WRITTEN = ("resume", "overwrite", "stop_at", "node", "tables")
 HELP_FLAGS = ("--help", "-h")
 
 
@@ -44,7 +44,7 @@ def used_tables(config: TrainConfig) -> set[str]:
     return {table for table in tables if table}
 
 
-def build_strategy(config: TrainConfig) -> Strategy:
+def build_strategy(config: TrainConfig) -> TrainingStrategy:
     """The strategy with its options; raises ConfigError for an unknown name or a refused option."""
     if config.strategy not in STRATEGIES:
         raise ConfigError(f"--strategy {config.strategy}: no such strategy{nearest(config.strategy, STRATEGIES)}")
@@ -57,7 +57,7 @@ def read_config(args: Sequence[str], problems: Problems) -> TrainConfig:
     With --resume and no CONFIG.toml, the run directory's own config.toml takes its place. Raises ConfigError for a
     file that can't be read; SystemExit after --help or a flag's value that can't be read.
     """
-    args = list(without_unknown_flags(args, problems))
+    args = list(without_unknown_flags(args, problems, known_flags()))
     try:
         config, path = parse(args, TrainConfig())
         if path is None and config.resume and not set(HELP_FLAGS) & set(args):
@@ -118,9 +118,9 @@ def known_flags() -> list[str]:
     return [*flat, *dotted, *HELP_FLAGS]
 
 
-def without_unknown_flags(args: Sequence[str], problems: Problems) -> Iterator[str]:
-    """The arguments less unknown flags and their values, each of which becomes a problem."""
-    known, skipping = known_flags(), False
+def without_unknown_flags(args: Sequence[str], problems: Problems, known: Sequence[str]) -> Iterator[str]:
+    """The arguments less flags that are not `known` and their values, each of which becomes a problem."""
+    skipping = False
     for arg in args:
         if arg.startswith("--"):
             name = arg.partition("=")[0].replace("_", "-")

@@ -16,13 +16,13 @@ from torch import nn
 from thinwire.codecs import derive_seed
 from thinwire.data import BatchLoader, heldout_batches, load_tokenizer
 from thinwire.data import prepare as prepare_tokens
-from thinwire.data_parallel import zero
 from thinwire.errors import ConfigError, ThinwireError
 from thinwire.models import build_model, generate
 from thinwire.training import checkpoint
 from thinwire.training.agreement import agree
 from thinwire.training.config import TrainConfig, derive
 from thinwire.training.effects import Row
+from thinwire.training.hardware import max_over_ranks, peak_rss_bytes
 from thinwire.training.metrics import StepMetrics
 from thinwire.training.reporter import Reporter
 from thinwire.training.run_dir import RunDir
@@ -63,10 +63,13 @@ class Trainer:
         saved = checkpoint.latest(self.run_dir.checkpoints)
         self.dtype = agree(config, tokens=self.digest, step=checkpoint.step_of(saved), dtype=dtype)
         fields = config.tables.get("llama") if "llama" in used_tables(config) else None
-        model = build_model(config.model, self.tokenizer.vocab_size, config.seq_len, config.seed, fields)
-        self.model, self.optimizer = zero(
-            model, build_optimizer(config, model), build_strategy(config), local_size=config.local_size, overlap=True,
-            seed=config.seed, timeout_s=config.timeout, checked=config.checked, announce=False,
+        self.model = build_model(config.model, self.tokenizer.vocab_size, config.seq_len, config.seed, fields)
+        optimizer = build_optimizer(config, self.model)
+        self.num_parameters = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+        # In training the wrapped module is called, which may communicate; everywhere else the model itself.
+        self.wrapped, self.optimizer = build_strategy(config).apply(
+            self.model, optimizer, local_size=config.local_size, seed=config.seed, timeout_s=config.timeout,
+            checked=config.checked, overlap=True,
         )  # fmt: skip
         self.loader = BatchLoader(
             train_tokens, seq_len=config.seq_len, micro_batch=self.batch.micro_batch,
@@ -87,25 +90,32 @@ class Trainer:
 
     def run(self) -> None:
         """Take the remaining steps, then measure, save and report; ends early where any rank was asked to stop."""
-        stopped = ""
-        while self.step < self.config.steps and not stopped:
+        stopped, last = "", min(self.config.steps, self.config.stop_at or self.config.steps)
+        while self.step < last and not stopped:
             self._take_step()
             if self.optimizer.stop_requested:
                 stopped = self.stop.reason or "a signal to another rank"
             elif self.config.checkpoint_every and self.step % self.config.checkpoint_every == 0:
                 self._save()
+        if self.step < self.config.steps and not stopped:
+            stopped = f"--stop-at {self.config.stop_at}"
         self._save()
-        heldout_loss = self._evaluate() if self.config.eval_sequences and not stopped else None
+        heldout_loss = None
+        if not stopped:
+            self.optimizer.synchronize()
+            heldout_loss = self._evaluate() if self.config.eval_sequences else None
+        peak_rss = max_over_ranks(peak_rss_bytes())
         self.optimizer.close()
         if self.reporter is not None:
             self.reporter.finish(
                 step=self.step, skipped_steps=self.optimizer.skipped_steps, heldout_loss=heldout_loss,
                 stopped=stopped or "finished", sample="" if stopped else self._sample(),
+                parameters=self.num_parameters, peak_rss_bytes=peak_rss,
             )  # fmt: skip
 
     def _take_step(self) -> None:
         start = time.perf_counter()
-        optimizer, waited_before_s = self.optimizer, self.optimizer.meter.snapshot().exposed_s
+        optimizer, before = self.optimizer, self.optimizer.meter.snapshot()
         lr = lr_at(
             self.step + 1, peak=self.config.lr, num_warmup_steps=self.config.num_warmup_steps,
             num_steps=self.config.steps,
@@ -122,15 +132,16 @@ class Trainer:
         optimizer.step()
         optimizer.zero_grad()
         self.step += 1
-        waited_s = optimizer.meter.snapshot().exposed_s - waited_before_s
+        spent = optimizer.meter.snapshot() - before
         sent, self._traffic = traffic - self._traffic, traffic
         step_s = time.perf_counter() - start
         if self.reporter is not None:
             self.reporter.step(
                 StepMetrics(
                     step=self.step, loss=optimizer.mean_loss, tokens=self.step * self.batch.tokens_per_step,
-                    step_s=step_s, compute_s=step_s - waited_s, exposed_comm_s=waited_s, sent_bytes=sent.sent_bytes,
-                    received_bytes=sent.received_bytes, lr=lr, grad_norm=grad_norm,
+                    step_s=step_s, compute_s=step_s - spent.exposed_s, exposed_comm_s=spent.exposed_s,
+                    sent_bytes=sent.sent_bytes, received_bytes=sent.received_bytes, lr=lr, grad_norm=grad_norm,
+                    codec_s=spent.encode_s + spent.decode_s,
                 )
             )  # fmt: skip
         self._watch_skips(math.isfinite(grad_norm))
@@ -143,7 +154,7 @@ class Trainer:
             is_last = micro_step == self.batch.accumulation - 1
             with nullcontext() if is_last else self.optimizer.no_sync():
                 with self._autocast():
-                    loss = self.model(tokens, targets) / self.batch.accumulation
+                    loss = self.wrapped(tokens, targets) / self.batch.accumulation
                 loss.backward()
             total += loss.detach()
         return float(total)

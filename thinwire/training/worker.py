@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from dataclasses import replace
 from datetime import timedelta
 from typing import NoReturn
 
@@ -79,7 +80,8 @@ def main() -> NoReturn:
     problems = Problems()
     config = read_config([config_path], problems)
     problems.raise_any()
-    exit_after(config, place, Start.from_json(start), trace=True)
+    found = Start.from_json(start)
+    exit_after(replace(config, stop_at=found.stop_at), place, found, trace=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,117 @@
+"""DistributedDataParallel under thinwire: buckets, options, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.conformance.strategy_suite import Net, Replica, batch, make_optimizer
+from tests.workers import run_workers
+from thinwire import ConfigError
+from thinwire.data_parallel import DDP, PowerSGD, strategy_named
+from thinwire.data_parallel.interface import TrainingStrategy
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "words"),
+    [
+        ("ddp", {"wire": "bf61"}, "'bf61' of ddp.*did you mean 'bf16'"),
+        ("powersgd", {"rank": 0}, "rank 0 of powersgd: must be at least 1; nearest: 1"),
+        ("powersgd", {"start_step": 1}, "start_step 1 of powersgd: must be at least 2"),
+        ("powersgd", {"min_compression": float("nan")}, "min_compression nan"),
+        ("fsdp", {"wire": "fp16"}, "'fp16' of fsdp"),
+    ],
+)
+def test_refused_options_say_why(strategy: str, options: dict, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        strategy_named(strategy, **options)
+
+
+def test_names_are_those_of_the_command_line() -> None:
+    for name in ("ddp", "ddp-bf16", "powersgd", "fsdp", "fsdp-bf16"):
+        assert strategy_named(name).name == name
+
+
+def wrapped(model: nn.Module, strategy: TrainingStrategy, checked: bool = False) -> tuple:
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    return strategy.apply(
+        model, optimizer, local_size=1, seed=0, timeout_s=30, checked=checked, overlap=True
+    )  # fmt: skip
+
+
+def num_reductions(rank: int, world_size: int, strategy: TrainingStrategy) -> list[int]:
+    """All-reduces of each step, for a model of which DDP makes two buckets."""
+    model = nn.Sequential(*(nn.Linear(600, 600, bias=False) for _ in range(2)))
+    ddp, optimizer = wrapped(model, strategy)
+    calls = []
+    for _ in range(3):
+        before = optimizer.meter.snapshot()
+        ddp(torch.ones(1, 600)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        calls.append((optimizer.meter.snapshot() - before).operations["gradients", "inter"].calls)
+    return calls
+
+
+@pytest.mark.parametrize(("strategy", "expected"), [(DDP(), [2, 2, 2]), (PowerSGD(start_step=2), [1, 1, 1])])
+def test_buckets_are_laid_out_before_the_first_step(strategy: TrainingStrategy, expected: list[int]) -> None:
+    """Of DDP several, so that they overlap with backward; PowerSGD's hook is safe with a single one."""
+    for calls in run_workers(num_reductions, 2, strategy):
+        assert calls == expected
+
+
+def mistakes(rank: int, world_size: int) -> dict[str, str]:
+    found: dict[str, str] = {}
+
+    replica = Replica("ddp", rank, world_size, seed=0)
+    replica.wrapped(batch(0), False).backward()
+    with pytest.raises(ConfigError) as unused:
+        replica.optimizer.step()
+    found["unused"] = str(unused.value)
+
+    replica = Replica("ddp", rank, world_size, seed=0)
+    replica.backward(0)
+    with pytest.raises(RuntimeError) as twice:
+        replica.backward(0)
+    found["twice"] = str(twice.value)
+
+    model = Net(seed=0)
+    optimizer = make_optimizer(model)
+    optimizer.param_groups[1]["params"].pop()
+    model.fixed.requires_grad_(True)
+    optimizer.param_groups[0]["params"].pop()
+    with pytest.raises(ConfigError) as missing:
+        DDP().apply(model, optimizer, local_size=1, seed=0, timeout_s=30, checked=False, overlap=True)
+    found["missing"] = str(missing.value)
+
+    with pytest.raises(ConfigError) as other:
+        wrapped(nn.Linear(2, 2 + rank), DDP())
+    found["other"] = str(other.value)
+    return found
+
+
+def test_mistakes_are_refused_with_the_way_out() -> None:
+    for found in run_workers(mistakes, 2):
+        assert "'side.weight'" in found["unused"] and "find_unused_parameters" in found["unused"]
+        assert "optimizer.no_sync()" in found["twice"]
+        assert "is not in the optimizer" in found["missing"]
+        assert "rank 1 has another model than rank 0" in found["other"]
+
+
+def test_a_process_group_is_needed() -> None:
+    with pytest.raises(ConfigError, match="init_process_group first"):
+        wrapped(nn.Linear(2, 2), DDP())
+
+
+def rows(rank: int, world_size: int) -> list[tuple[str, str, str]]:
+    return wrapped(nn.Linear(64, 64), PowerSGD(), checked=True)[1].describe()
+
+
+def test_the_start_table_says_what_is_in_effect() -> None:
+    described = {asked: effect for asked, effect, _ in run_workers(rows, 2)[0]}
+    assert described["--checked"] == "no effect on gradients"
+    assert described["gradients"] == "1 of 2 as factors of rank 4, the others in fp32"
+    assert described["bytes sent"].startswith("by formula")
+    # (64 + 64) * 4 + 64 elements of 4 bytes, 2 (P-1)/P of them, and 24 bytes of agreement.
+    assert described["sent per rank and step"] == f"{(576 * 4 + 24) / 1e6:.3f} MB"

@@ -1,0 +1,59 @@
+"""torch's own strategies, and sessions that end by --stop-at, through the command line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tests.training.commands import Runner, finish
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+POWERSGD = {"strategy": "powersgd", "powersgd.start_step": 2}
+FSDP = {"strategy": "fsdp-bf16", "tokens_per_step": 128}
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+    runner = Runner(tmp_path_factory.mktemp("baselines"))
+    yield runner
+    runner.close()
+
+
+def losses(runner: Runner, name: str) -> list[tuple[int, float, float]]:
+    return [(line["step"], line["loss"], line["grad_norm"]) for line in runner.metrics(name)]
+
+
+@pytest.mark.parametrize("flags", [POWERSGD, FSDP], ids=lambda flags: flags["strategy"])
+def test_a_run_in_two_sessions_equals_one_in_one(runner: Runner, flags: dict[str, object]) -> None:
+    whole, halves = f"{flags['strategy']}-whole", f"{flags['strategy']}-halves"
+    code, out, err = finish(runner.train(whole, **flags))
+    assert code == 0 and "the model goes on" in out, err
+    code, out, err = finish(runner.train(halves, stop_at=4, **flags))
+    assert code == 0 and "stopped by --stop-at 4 after step 4; go on with --resume" in out, err
+    stopped = runner.summary(halves)
+    assert (stopped["steps"], stopped["stopped"], stopped["heldout_loss"]) == (4, "--stop-at 4", None)
+    assert "stop_at" not in (runner.folder / halves / "config.toml").read_text()
+    code, out, err = finish(runner.start(*runner.again(halves), "--stop-at", "3"))
+    assert code == 2 and "--stop-at 3: the checkpoint was taken after step 4; nearest: 4" in err
+    code, out, err = finish(runner.start(*runner.again(halves)))
+    assert code == 0, err
+    assert losses(runner, halves) == losses(runner, whole)
+    summary = runner.summary(halves)
+    assert summary["heldout_loss"] == runner.summary(whole)["heldout_loss"]
+    assert summary["stopped"] == "finished" and summary["strategy"] == flags["strategy"]
+    assert runner.metrics(whole)[-1]["sent_bytes"] < 0.6 * summary["uncompressed_bytes_per_step"]
+    assert (runner.metrics(whole)[-1]["codec_s"] > 0) == (flags is FSDP)
+
+
+def test_torchrun_trains_by_ddp_up_to_a_step(runner: Runner) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    flags = runner.flags("ddp", workers=None, strategy="ddp", stop_at=3, checked=True)
+    code, _, err = finish(runner.start(*torchrun, "-m", "thinwire", "train", *flags))
+    assert code == 0, err
+    summary = runner.summary("ddp")
+    assert (summary["steps"], summary["stopped"], summary["world_size"]) == (3, "--stop-at 3", 2)
+    assert len(runner.metrics("ddp")) == 3
+    assert ["--checked", "no effect on gradients"] in [row[:2] for row in summary["effects"]]
+    assert summary["parameters"] * 4 + 24 == summary["sent_bytes_per_step"]

@@ -1,0 +1,5 @@
+"""Hooks for torch's DistributedDataParallel: how the gradients of its buckets are averaged."""
+
+from thinwire.data_parallel.ddp.strategies import DDP, PowerSGD
+
+__all__ = ["DDP", "PowerSGD"]

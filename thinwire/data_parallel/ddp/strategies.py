@@ -1,0 +1,114 @@
+"""The strategies that run on DistributedDataParallel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from thinwire.codecs import Codec
+from thinwire.data_parallel.ddp.reductions import CastMean, Mean, PowerSGDMean, Reduction
+from thinwire.data_parallel.interface import ParallelOptimizer
+from thinwire.errors import ConfigError, nearest
+
+REDUCTIONS: dict[str, type[Mean]] = {"fp32": Mean, "bf16": CastMean}
+
+
+class OnDDP:
+    """What makes a way to average gradients a TrainingStrategy: it is applied by `wrap_ddp`."""
+
+    # Buckets of gradients are reduced while backward goes on, unless the method wants all of them at once.
+    single_bucket = False
+    find_unused_parameters: bool
+
+    @property
+    def name(self) -> str:
+        """What `--strategy` calls it."""
+        raise NotImplementedError
+
+    @property
+    def codecs(self) -> tuple[Codec, ...]:
+        """None: nothing of thinwire's is compiled."""
+        return ()
+
+    def reduction(self, world_size: int, seed: int) -> Reduction:
+        """How one bucket is averaged, with its state."""
+        raise NotImplementedError
+
+    def apply(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        local_size: int | None,
+        seed: int,
+        timeout_s: float,
+        checked: bool,
+        overlap: bool,
+    ) -> tuple[nn.Module, ParallelOptimizer]:
+        """See TrainingStrategy; there are no weights on their way to overlap with."""
+        # A strategy is a value that is made long before it is applied, often by a process that never trains.
+        from thinwire.data_parallel.ddp.optimizer import wrap_ddp
+
+        return wrap_ddp(model, optimizer, self, local_size=local_size, seed=seed, timeout_s=timeout_s, checked=checked)
+
+
+@dataclass(frozen=True)
+class DDP(OnDDP):
+    """torch's DistributedDataParallel over gloo: one all_reduce of the gradients, the optimizer's state on every rank.
+
+    wire: "fp32", or "bf16": gradients are divided by P, cast, summed in bf16 on the way and cast back; weights, masters
+    and the optimizer stay fp32. find_unused_parameters: DDP's own option, for models of which a step may leave out
+    parameters. Sends 2 (P-1)/P times the gradients' bytes per step.
+
+    Raises ConfigError for another wire. Source: Li et al., "PyTorch Distributed", VLDB 2020.
+    """
+
+    wire: str = "fp32"
+    find_unused_parameters: bool = False
+
+    def __post_init__(self) -> None:
+        if self.wire not in REDUCTIONS:
+            raise ConfigError(f"wire {self.wire!r} of ddp: must be fp32 or bf16{nearest(self.wire, REDUCTIONS)}")
+
+    @property
+    def name(self) -> str:
+        return "ddp" if self.wire == "fp32" else f"ddp-{self.wire}"
+
+    def reduction(self, world_size: int, seed: int) -> Reduction:
+        return REDUCTIONS[self.wire]()
+
+
+@dataclass(frozen=True)
+class PowerSGD(OnDDP):
+    """torch's PowerSGD hook: each gradient matrix travels as two thin ones, and what they lose is added the next time.
+
+    M (n x m) is sent as P = M Q (n x r) and Q = M^T P (m x r), P orthonormal, both summed over ranks; M is replaced by
+    P Q^T and M - P Q^T is kept. rank: r. start_step: the first step that is compressed; those before it are plain fp32.
+    min_compression: matrices for which (n + m) r is not this much smaller than n m, and vectors, travel in fp32.
+    find_unused_parameters: as for ddp. All gradients are one bucket, reduced after backward.
+
+    Raises ConfigError for a rank below 1, a start_step below 2, a min_compression below 1.
+    Source: Vogels et al., "PowerSGD", NeurIPS 2019, algorithm 1 and 2.
+    """
+
+    single_bucket = True
+
+    rank: int = 4
+    start_step: int = 10
+    min_compression: float = 2.0
+    find_unused_parameters: bool = False
+
+    def __post_init__(self) -> None:
+        for option, lowest in (("rank", 1), ("start_step", 2), ("min_compression", 1)):
+            value = getattr(self, option)
+            if not lowest <= value < float("inf"):
+                raise ConfigError(f"{option} {value} of powersgd: must be at least {lowest}; nearest: {lowest}")
+
+    @property
+    def name(self) -> str:
+        return "powersgd"
+
+    def reduction(self, world_size: int, seed: int) -> Reduction:
+        return PowerSGDMean(self.rank, self.start_step, self.min_compression, seed)

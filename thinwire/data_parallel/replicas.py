@@ -1,0 +1,75 @@
+"""Ranks that hold the same model: made equal at the start, compared later."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from thinwire.collectives import Communicator
+from thinwire.errors import ConfigError
+
+Row = tuple[str, str, str]
+
+
+def digest(parts: Iterable[bytes | Tensor]) -> Tensor:
+    """16 bytes, as uint8, that stand for the bits of all parts."""
+    state = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        if isinstance(part, Tensor):
+            part = part.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        state.update(part)
+    return torch.frombuffer(bytearray(state.digest()), dtype=torch.uint8)
+
+
+def odd_ranks(comm: Communicator, mine: Tensor) -> list[int]:
+    """The ranks whose digest differs from the first rank's; a collective."""
+    digests = comm.wait(comm.all_gather_exact(mine))
+    return [comm.global_ranks[r] for r in range(comm.world_size) if not torch.equal(digests[r], digests[0])]
+
+
+def trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+    """The model's parameters that are trained, by name; raises ConfigError where the optimizer does not fit them.
+
+    Also where torch.distributed, on which torch's wrappers stand, has not been initialised.
+    """
+    if not dist.is_initialized():
+        raise ConfigError("torch's wrappers need a process group: call torch.distributed.init_process_group first")
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    named = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    missing = [name for name, param in named.items() if id(param) not in held]
+    if missing:
+        raise ConfigError(f"{missing[0]!r} requires a gradient and is not in the optimizer: add it or freeze it")
+    if len(held) > len({id(param) for param in model.parameters()} & held):
+        raise ConfigError("the optimizer holds a parameter that the model does not have")
+    if not named:
+        raise ConfigError("no parameter requires a gradient: nothing to train")
+    for name, param in named.items():
+        if param.dtype != torch.float32 or param.device.type != "cpu":
+            raise ConfigError(f"{name!r} is {param.dtype} on {param.device}: must be float32 on the CPU")
+    return named
+
+
+def same_start(model: nn.Module, comm: Communicator) -> Row:
+    """Give all ranks the first rank's weights and buffers, sending them only where they differ; a collective.
+
+    Raises ConfigError where names, shapes or dtypes differ.
+    """
+    tensors = {name: t.data for name, t in [*model.named_parameters(), *model.named_buffers()]}
+    shapes = repr([(name, tuple(t.shape), str(t.dtype)) for name, t in tensors.items()])
+    if odd := odd_ranks(comm, digest([shapes.encode()])):
+        raise ConfigError(
+            f"rank {odd[0]} has another model than rank {comm.global_ranks[0]}: names, shapes and dtypes must be the "
+            "same on all ranks"
+        )
+    asked = "equal replicas at start"
+    if not odd_ranks(comm, digest(tensors.values())):
+        return asked, "nothing sent", "they were equal already"
+    for tensor in tensors.values():
+        whole = tensor.contiguous()
+        comm.wait(comm.broadcast_(whole))
+        tensor.copy_(whole)
+    return asked, f"{len(tensors)} tensors sent by rank {comm.global_ranks[0]}", "they differed"

@@ -1,11 +1,15 @@
 """Train large language models on machines joined by slow links."""
 
-from thinwire.codecs import Cast, Codec, Hadamard, Identity, Integer
+from thinwire.codecs import Cast, Codec, Hadamard, Identity, Integer, Zstd
 from thinwire.collectives import Communicator, Topology
 from thinwire.data_parallel import (
+    DDP,
+    FSDP,
     STRATEGIES,
+    PowerSGD,
     SDP4Bit,
     Strategy,
+    TrainingStrategy,
     Zero,
     ZeroBF16,
     ZeroOptimizer,
@@ -17,6 +21,8 @@ from thinwire.errors import ConfigError, MismatchError, PeerLostError, ThinwireE
 __version__ = "0.1.0"
 
 __all__ = [
+    "DDP",
+    "FSDP",
     "STRATEGIES",
     "Cast",
     "Codec",
@@ -27,13 +33,16 @@ __all__ = [
     "Integer",
     "MismatchError",
     "PeerLostError",
+    "PowerSGD",
     "SDP4Bit",
     "Strategy",
     "ThinwireError",
     "Topology",
+    "TrainingStrategy",
     "Zero",
     "ZeroBF16",
     "ZeroOptimizer",
+    "Zstd",
     "strategy_named",
     "zero",
 ]

@@ -36,8 +36,22 @@ def train(args: Sequence[str]) -> int:
     exit_after(config, place, start, trace=False)
 
 
+def compare(args: Sequence[str]) -> int:
+    """Race strategies against each other in one emulated slow network."""
+    from thinwire.compare.command import run_compare
+
+    return run_compare(args)
+
+
+def lab(args: Sequence[str]) -> int:
+    """Run a command on every node of an emulated slow network, or measure its links."""
+    from thinwire.lab.command import run_lab
+
+    return run_lab(args)
+
+
 # A command is one row.
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"train": train}
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"train": train, "compare": compare, "lab": lab}
 
 
 def usage() -> str:

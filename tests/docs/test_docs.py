@@ -15,7 +15,13 @@ from pathlib import Path
 import pytest
 
 from tests.docs.pages import PAGES, ROOT, Block, anchors, blocks, links, table_rows
+from thinwire.compare import RaceConfig
+from thinwire.compare.contestants import read_contestants
+from thinwire.compare.options import read_race
 from thinwire.data_parallel.strategies import STRATEGIES, SDP4Bit
+from thinwire.lab import LabSpec
+from thinwire.lab.command import LabOptions
+from thinwire.lab.command import read as read_lab
 from thinwire.training.config import TrainConfig, flag
 from thinwire.training.metrics import StepMetrics
 from thinwire.training.problems import Problems
@@ -44,6 +50,10 @@ def test_commands_are_understood(block: Block) -> None:
     for words in block.commands():
         if words[0] == "make":
             assert words[1] in targets
+        elif words[:2] == ["thinwire", "compare"]:
+            understand_compare(words[2:])
+        elif words[:2] == ["thinwire", "lab"]:
+            understand_lab(words[2:])
         elif "train" in words:
             understand_train(words[words.index("train") + 1 :])
         else:
@@ -58,6 +68,27 @@ def understand_train(args: list[str]) -> None:
     config = read_config(args, problems)
     assert not problems.messages
     assert config.strategy in STRATEGIES
+
+
+def understand_compare(args: list[str]) -> None:
+    if args == ["--help"]:
+        return
+    problems = Problems()
+    race, _ = read_race([arg for arg in args if arg != "CONFIG.toml"], problems)
+    read_contestants(race.strategies, problems)
+    LabSpec.from_text(race.lab)
+    assert not problems.messages
+
+
+def understand_lab(args: list[str]) -> None:
+    if args == ["--help"]:
+        return
+    split = args.index("--") if "--" in args else len(args)
+    command = args[split + 1 :]
+    assert bool(command) != ("--check" in args)
+    read_lab([*(arg for arg in args[:split] if arg != "--check"), "--check"])
+    if "train" in command:
+        understand_train(command[command.index("train") + 1 :])
 
 
 def test_a_wrong_flag_would_be_noticed() -> None:
@@ -133,6 +164,16 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_every_flag_is_documented_with_its_default() -> None:
     documented = {row[0]: row[1].strip("`") for row in table_rows(CLI_PAGE, "Flags of `thinwire train`")}
     assert documented == {flag(item.name): shown(item.default) for item in fields(TrainConfig) if item.name != "tables"}
+
+
+def test_every_flag_of_a_race_is_documented_with_its_default() -> None:
+    documented = {row[0]: row[1].strip("`") for row in table_rows(CLI_PAGE, "Flags of `thinwire compare`")}
+    assert documented == {flag(item.name): shown(item.default) for item in fields(RaceConfig)}
+
+
+def test_every_flag_of_the_lab_is_documented_with_its_default() -> None:
+    documented = {row[0]: row[1].strip("`") for row in table_rows(CLI_PAGE, "Flags of `thinwire lab`")}
+    assert documented == {flag(item.name): shown(item.default) for item in fields(LabOptions)}
 
 
 def shown(default: object) -> str:

@@ -1,5 +1,6 @@
-"""A run as one page that can be mailed: plots, figures, configuration."""
+"""A run, or a race of several, as one page that can be mailed: plots, figures, configuration."""
 
 from thinwire.report.page import write_report
+from thinwire.report.race import write_race_report
 
-__all__ = ["write_report"]
+__all__ = ["write_race_report", "write_report"]

@@ -1,0 +1,274 @@
+"""The parts of a race that need no network: the command line, the metrics file, the arithmetic."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from thinwire import cli
+from thinwire.compare import Figures, RaceConfig, Row
+from thinwire.compare.contestants import Contestant, read_contestants
+from thinwire.compare.leg import StopWish
+from thinwire.compare.measure import (
+    first_at_most,
+    least_time,
+    mean_of,
+    per_step,
+    ratios,
+    reference_of,
+    smoothed,
+)
+from thinwire.compare.options import read_race
+from thinwire.compare.record import Entry, Leg, Record, delete_race, load_record
+from thinwire.compare.watch import LegWatch, MetricsTail
+from thinwire.errors import ConfigError
+from thinwire.lab import Counters, LabSpec
+from thinwire.training.config import TrainConfig
+from thinwire.training.problems import Problems
+
+
+def contestants(text: str) -> list[Contestant]:
+    problems = Problems()
+    found = read_contestants(text, problems)
+    assert not problems.messages
+    return found
+
+
+def test_contestants_with_options_names_and_commands() -> None:
+    zero, named, command = contestants(
+        'zero, s8=sdp4bit[inter_bits=8,rounding=nearest] ,cmd:peer=sh -c "echo a,b" {run_dir} {steps}'
+    )
+    assert zero == Contestant("zero", "zero")
+    assert named == Contestant("s8", "sdp4bit", {"inter_bits": 8, "rounding": "nearest"})
+    assert command.is_whole and command.words({"run_dir": "d", "steps": "5"}) == ["sh", "-c", "echo a,b", "d", "5"]
+
+
+def test_options_stand_over_those_of_the_configuration() -> None:
+    base = TrainConfig(tables={"sdp4bit": {"inter_bits": 8, "hadamard": 0}})
+    (named,) = contestants("s=sdp4bit[hadamard=32]")
+    assert named.config(base).tables == {"sdp4bit": {"inter_bits": 8, "hadamard": 32}}
+    assert contestants("zero")[0].config(base).strategy == "zero"
+
+
+def test_a_placeholder_that_is_empty_leaves_no_word() -> None:
+    (peer,) = contestants("cmd:peer=sh x.sh {run_dir} {steps} {resume} --until={stop_at}")
+    values = {"run_dir": "a b", "steps": "9", "resume": "", "stop_at": "3"}
+    assert not peer.is_whole
+    assert peer.words(values) == ["sh", "x.sh", "a b", "9", "--until=3"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("sdp4bits", "unknown strategy 'sdp4bits'; did you mean 'sdp4bit'"),
+        ("sdp4bit[inter_bit=8]", "unknown key 'inter_bit'; did you mean 'inter_bits'"),
+        ("sdp4bit[inter_bits=many]", "inter_bits = 'many': must be a whole number"),
+        ("sdp4bit[inter_bits]", "'inter_bits' must be option=value"),
+        ("sdp4bit[inter_group=100]", "inter_group=100|multiple of 32|100.*32"),
+        ("zero[bits=3]", "zero has no options; write zero"),
+        ("zero,sdp4bit,zero", "'zero' is there 2 times"),
+        ("zero[a=1", "a bracket has no partner"),
+        ("a/b=zero", "must be STRATEGY, NAME=STRATEGY"),
+        ("compute=zero", "'compute' is that of the computation alone"),
+        ("cmd:peer", "must be cmd:NAME=COMMAND"),
+        ("cmd:peer=no-such-program {run_dir} {steps}", "there is no program 'no-such-program'"),
+        ("cmd:peer=sh {run_dir} {steps} {stop}", "unknown placeholder {stop}; did you mean 'stop_at'"),
+        ("cmd:peer=sh {run_dir}", "needs {steps}"),
+        (" , ", "--strategies is empty"),
+    ],
+)
+def test_wrong_contestants(text: str, message: str) -> None:
+    problems = Problems()
+    read_contestants(text, problems)
+    with pytest.raises(ConfigError, match=message):
+        problems.raise_any()
+
+
+def test_all_problems_come_at_once_and_nothing_is_made(tmp_path: Path) -> None:
+    (tmp_path / "race.toml").write_text("stepps = 3\n")
+    own = [str(tmp_path / "race.toml"), "--strategies", "zeroo", "--lab", "nodes=2,rate=fast", "--rounds", "0"]
+    own += ["--seeds", "0,0", "--target-loss", "low", "--timed-steps", "0", "--smooth", "99", "--bounds"]
+    train = ["--", "--steps", "12", "--data", "missing.txt", "--lrr", "3"]
+    with pytest.raises(ConfigError) as caught:
+        cli.run(["compare", *own, "--out", str(tmp_path / "out"), *train])
+    for part in (
+        "'stepps'; did you mean 'steps'", "--bounds", "--lrr", "zeroo", "rate 'fast'", "--rounds 0", "nearest: 1",
+        "--seeds 0,0", "--target-loss low", "--timed-steps 0", "--smooth 99", "nearest: 12", "missing.txt",
+    ):  # fmt: skip
+        assert part in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_holds_something(tmp_path: Path) -> None:
+    race = ["compare", "--strategies", "zero", "--out", str(tmp_path)]
+    with pytest.raises(ConfigError, match="holds no race to go on with"):
+        cli.run([*race, "--resume"])
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="is not empty and holds no race"):
+        cli.run(race)
+    (tmp_path / "compare.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"already holds a race.*--resume.*--overwrite"):
+        cli.run(race)
+
+
+def test_the_part_behind_the_dashes_is_for_the_training(tmp_path: Path) -> None:
+    (tmp_path / "race.toml").write_text("steps = 30\nmodel = 'tiny'\n")
+    problems = Problems()
+    args = [str(tmp_path / "race.toml"), "--rounds", "2", "--no-bound", "--", "--steps", "40", "--lr", "0.1"]
+    race, train = read_race(args, problems)
+    assert race == RaceConfig(rounds=2, no_bound=True) and not problems.messages
+    assert (train.steps, train.model, train.lr) == (40, "tiny", 0.1)
+
+
+# ---------------------------------------------------------------- following a run
+
+
+def line(step: Any) -> str:
+    return json.dumps({"step": step, "loss": 1.0}) + "\n"
+
+
+def test_a_metrics_file_is_followed_through_appends_torn_lines_and_rewrites(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert MetricsTail(path).new_rows() == []
+    path.write_text(line(1) + line(2))
+    tail = MetricsTail(path)
+    assert tail.new_rows() == []
+    with path.open("a") as file:
+        file.write(line(3) + line(4)[:9])
+    assert [row["step"] for row in tail.new_rows()] == [3]
+    with path.open("a") as file:
+        file.write(line(4)[9:] + "no json\n[1]\n" + line("5"))
+    assert [row["step"] for row in tail.new_rows()] == [4]
+    draft = path.with_suffix(".tmp")
+    draft.write_text(line(1) + line(2) + line(6))
+    draft.replace(path)
+    assert [row["step"] for row in tail.new_rows()] == [6]
+    assert tail.new_rows() == []
+
+
+class FakeNetwork:
+    """Two nodes that send 1000 and 3000 bytes between any two readings."""
+
+    def __init__(self) -> None:
+        self.num_readings = 0
+        self.shaped = True
+
+    def counters(self) -> list[Counters]:
+        self.num_readings += 1
+        return [Counters(1000 * self.num_readings, 0), Counters(3000 * self.num_readings, 5)]
+
+    def shape(self, shaped: bool) -> None:
+        self.shaped = shaped
+
+
+@pytest.mark.parametrize(
+    ("timed_steps", "expected"),
+    [
+        (None, Leg(1, False, 5, 12, 7, 12, 6, [6000, 18000], [0, 0])),
+        (3, Leg(1, False, 5, 12, 7, 9, 3, [3000, 9000], [0, 0])),
+    ],
+)
+def test_warm_up_is_not_counted_and_rates_are_lifted(tmp_path: Path, timed_steps: int | None, expected: Leg) -> None:
+    path, network = tmp_path / "metrics.jsonl", FakeNetwork()
+    watch: LegWatch = LegWatch(network, MetricsTail(path), 1, timed_steps)  # type: ignore[arg-type]
+    for step in range(5, 13):
+        with path.open("a") as file:
+            file.write(line(step))
+        assert watch.look() and not watch.look()
+        assert network.shaped == (timed_steps is None or step < 9)
+    assert watch.leg == expected
+
+
+def test_steps_that_arrive_together_are_still_divided_by_their_number(tmp_path: Path) -> None:
+    path, network = tmp_path / "metrics.jsonl", FakeNetwork()
+    watch: LegWatch = LegWatch(network, MetricsTail(path), 1, 2)  # type: ignore[arg-type]
+    for steps in ([1, 2, 3], [4, 5, 6], [7]):
+        with path.open("a") as file:
+            file.write("".join(map(line, steps)))
+        watch.look()
+    assert (watch.leg.first_timed, watch.leg.last_timed, watch.leg.last_step) == (3, 4, 7)
+    assert (watch.leg.kernel_steps, watch.leg.kernel_sent_bytes) == (3, [1000, 3000])
+
+
+def test_the_first_signal_is_noted_and_the_second_ends() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with StopWish() as wish:
+        signal.raise_signal(signal.SIGTERM)
+        assert wish.name == "SIGTERM"
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+# ---------------------------------------------------------------- arithmetic
+
+
+def test_smoothed_loss_and_the_step_at_which_it_reaches_a_target() -> None:
+    losses = smoothed([4.0, 2.0, 3.0, 1.0, 0.0], 2)
+    assert losses == [4.0, 3.0, 2.5, 2.0, 0.5]
+    assert first_at_most(losses, 2.2, 2) == 4
+    assert first_at_most(losses, 4.0, 2) == 2, "a window that is not full decides nothing"
+    assert first_at_most(losses, 0.1, 2) is None
+    assert first_at_most(smoothed([1.0, math.nan, 1.0, 1.0], 2), 1.0, 2) == 4
+
+
+def test_bytes_per_step_are_the_median_over_legs_of_their_means() -> None:
+    legs = [
+        Leg(1, kernel_steps=2, kernel_sent_bytes=[20, 200]),
+        Leg(2),
+        Leg(2, kernel_steps=1, kernel_sent_bytes=[90, 9]),
+    ]
+    legs += [Leg(3, kernel_steps=4, kernel_sent_bytes=[80, 40])]
+    assert per_step(legs, "kernel_sent_bytes") == [20, 10]
+    assert per_step([Leg(1)], "kernel_sent_bytes") == []
+
+
+def test_the_bound_is_the_slowest_of_computation_and_links() -> None:
+    lab = LabSpec(nodes=2, rate="8mbit", slow={1: "4mbit"})
+    assert least_time(lab, [1e6, 1e5], [0, 0], 0.3) == 1.0
+    assert least_time(lab, [1e5, 1e6], [0, 0], 0.3) == 2.0
+    assert least_time(lab, [1e5, 1e5], [0, 2e6], 0.3) == 4.0
+    assert least_time(lab, [1e5, 1e5], [0, 0], 0.3) == 0.3
+    assert least_time(LabSpec(nodes=2, rate=None), [1e9, 1e9], [0, 0], 0.3) == 0.3
+    assert least_time(lab, [1e5, 1e5], [0, 0], None) is None
+
+
+def test_means_and_ratios_leave_out_what_is_not_known() -> None:
+    mean = mean_of([Figures(step_s=1.0, heldout_loss=2.0), Figures(step_s=3.0)])
+    assert (mean.step_s, mean.heldout_loss) == (2.0, None)
+    found = ratios(mean, Figures(step_s=4.0, heldout_loss=2.0, codec_s=0.0))
+    assert (found["step_s"], found["heldout_loss"], found["codec_s"]) == (0.5, None, None)
+
+
+def test_the_reference_is_ddp_bf16_or_the_first_that_finished() -> None:
+    def row(name: str, status: str) -> Row:
+        return Row(name, name, {}, "", status, "", False, Figures(), {}, [])
+
+    assert reference_of([row("zero", "finished"), row("ddp-bf16", "finished")]) == ("ddp-bf16", "")
+    assert reference_of([row("ddp-bf16", "failed"), row("zero", "finished")]) == ("zero", "ddp-bf16 failed")
+    assert reference_of([row("ddp", "failed"), row("zero", "finished")]) == ("zero", "ddp-bf16 is not in the race")
+    assert reference_of([row("ddp-bf16", "unfinished")]) == (None, "ddp-bf16 has not finished")
+
+
+def test_a_record_goes_on_only_with_the_same_race(tmp_path: Path) -> None:
+    settings = {"seeds": [0], "train": {"lr": 0.1, "steps": 9}}
+    record = Record(settings, "typed", [Entry("zero", 0, [Leg(1, True, 1, 6)], 5)])
+    record.save(tmp_path, {"command": "typed"})
+    assert load_record(tmp_path, settings) == record
+    record.entries[0].failed = "bad luck"
+    record.save(tmp_path, {})
+    assert not load_record(tmp_path, settings).entries[0].failed
+    with pytest.raises(ConfigError, match=r"train\.lr was 0\.1 and can't become 0\.2"):
+        load_record(tmp_path, {"seeds": [0], "train": {"lr": 0.2, "steps": 9}})
+    (tmp_path / "zero" / "seed0").mkdir(parents=True)
+    (tmp_path / "notes.txt").write_text("mine")
+    delete_race(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    (tmp_path / "compare.json").write_text('{"record": 3}')
+    with pytest.raises(ConfigError, match="can't be read"):
+        load_record(tmp_path, settings)

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import json
+import math
+import re
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from thinwire.errors import ConfigError
+from thinwire.report import write_race_report
+from thinwire.report.race import figure_text, seconds_note
+from thinwire.report.race_charts import bar, style_of
+
+FIGURES: dict[str, Any] = {
+    "step_s": 0.5, "tokens_per_s": 128.0, "compute_s": 0.3, "exposed_comm_s": 0.2, "codec_s": 0.0,
+    "kernel_sent_bytes_per_step": 2.0e6, "kernel_sent_bytes_per_step_worst_node": 2.1e6, "sent_bytes_per_step": 1.9e6,
+    "train_loss": 3.0, "heldout_loss": 3.1, "minutes_to_target": 1.5, "peak_rss_bytes": 5e8, "bound_s": 0.4,
+    "step_over_bound": 1.25,
+}  # fmt: skip
+UNKNOWN = dict.fromkeys(FIGURES)
+
+
+def row(name: str, mean: dict[str, Any], **more: Any) -> dict[str, Any]:
+    seed = {"seed": 0, "run_dir": f"{name}/seed0", "num_steps": 4, "num_timed_steps": 2, "target_loss": 3.0}
+    values = {"strategy": name, "options": {}, "command": "", "status": "finished", "reason": "", "is_whole": False}
+    ratio = dict.fromkeys(FIGURES, 0.5)
+    return {"name": name, **values, "mean": mean, "ratio": ratio, "seeds": [{**seed, "target_step": 3}], **more}
+
+
+def write_race(out: Path, *rows: dict[str, Any], **more: Any) -> str:
+    """compare.json, a run for each row, and the page that follows from them."""
+    values: dict[str, Any] = {
+        "command": "thinwire compare --strategies <a>", "stopped": "", "lab": "nodes=2,rate=100mbit", "steps": 4,
+        "tokens_per_step": 64, "smooth": 2, "reference": "zero", "reference_why": "ddp-bf16 is not in the race",
+        "compute_alone_s": 0.25, "compute_alone_failed": "", "machine": {"cores": 2}, "versions": {"torch": "2.13"},
+        "effects": [["dtype auto", "fp32", "measured"]], "settings": {"seeds": [0]},
+    }  # fmt: skip
+    (out / "compare.json").write_text(json.dumps({**values, "contestants": rows, **more}))
+    for each in rows:
+        run_dir = out / each["seeds"][0]["run_dir"]
+        run_dir.mkdir(parents=True)
+        lines = (json.dumps({"step": step, "loss": 5.0 - step, "tokens": 64 * step}) for step in range(1, 5))
+        (run_dir / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    return write_race_report(out).read_text()
+
+
+def pictures(page: str) -> list[ElementTree.Element]:
+    return [ElementTree.fromstring(picture) for picture in re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)]
+
+
+def test_a_race_with_a_failure_and_one_that_misses_the_target(tmp_path: Path) -> None:
+    missed = {**FIGURES, "step_s": 1.0, "minutes_to_target": None, "peak_rss_bytes": None}
+    failed = row("bad", UNKNOWN, status="failed", reason="rank 1 ended with 4: <no luck>")
+    page = write_race(tmp_path, row("zero", FIGURES), row("slow", missed, is_whole=True), failed)
+    for words in (
+        "rank 1 ended with 4: &lt;no luck&gt;", "not reached", "1.50 min", "2 MB", "0.500x", "ran whole", "&lt;a&gt;",
+        "1.000x: ratio to zero (ddp-bf16 is not in the race)", "2 of 4 steps timed", "Computation alone takes 250 ms",
+    ):  # fmt: skip
+        assert words in page
+    assert not re.search(r"(?:src|href)=|url\(|@import|<script|nan|None", page)
+    pictures(page)
+
+
+def test_losses_stand_over_each_contestants_own_time(tmp_path: Path) -> None:
+    page = write_race(tmp_path, row("zero", FIGURES), row("slow", {**FIGURES, "step_s": 1.0}))
+    over_time = pictures(page)[1]
+    ends = []
+    for style in ("line c0", "line c1"):
+        (line,) = (mark for mark in over_time.iter("path") if mark.get("class") == style)
+        points = [tuple(map(float, pair.split())) for pair in (line.get("d") or "")[1:].split("L")]
+        ends.append(points[-1])
+    left = 62
+    assert (ends[1][0] - left) / (ends[0][0] - left) == pytest.approx(2.0, rel=0.01)
+    assert ends[1][1] == ends[0][1]
+
+
+def test_a_bar_is_as_long_as_its_value() -> None:
+    picture = ElementTree.fromstring(bar([("compute", 1.0), ("waiting", 2.0), ("codec", math.nan)], 4.0))
+    assert [(mark.get("x"), mark.get("width")) for mark in picture] == [("0.0", "250.0"), ("250.0", "500.0")]
+    assert bar([("compute", math.nan)], 4.0) == ""
+    assert [style_of(n) for n in (0, 7, 8)] == ["c0", "c7", "c0 dashed"]
+
+
+def test_nothing_is_known_yet(tmp_path: Path) -> None:
+    unfinished = row("zero", UNKNOWN, status="unfinished")
+    unfinished["seeds"][0]["num_steps"] = 0
+    page = write_race(tmp_path, unfinished, reference=None, compute_alone_s=None, stopped="SIGINT")
+    assert "stopped by SIGINT" in page and "there are no ratios" in page and not pictures(page)
+    assert seconds_note({"contestants": [unfinished]}) == ""
+
+
+def test_a_missing_target_is_not_one_that_was_missed() -> None:
+    plain = row("zero", UNKNOWN)
+    plain["seeds"][0]["target_loss"] = None
+    assert figure_text("minutes_to_target", plain) == "?"
+    assert figure_text("minutes_to_target", row("zero", UNKNOWN, status="unfinished")) == "?"
+
+
+def test_no_race_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no race that can be read"):
+        write_race_report(tmp_path)

@@ -1,0 +1,81 @@
+"""Reads and checks what the flags of `thinwire compare` say."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from thinwire.compare.options import RaceConfig
+from thinwire.errors import ConfigError
+
+# Steps after each start that no timing counts: caches fill, buffers are made, connections open.
+WARM_UP_STEPS = 2
+
+
+def read_seeds(text: str | None, default: int) -> tuple[int, ...]:
+    """The seeds in `0,1,2`; raises ConfigError for anything else."""
+    if text is None:
+        return (default,)
+    seeds = [part.strip() for part in text.split(",")]
+    if not all(seed.isdecimal() for seed in seeds) or len({*map(int, seeds)}) < len(seeds):
+        raise ConfigError(f"--seeds {text}: must be different whole numbers between commas, such as 0,1,2")
+    return tuple(map(int, seeds))
+
+
+def read_target(text: str | None) -> float | str | None:
+    """A loss, auto, or None; raises ConfigError for anything else."""
+    if text is None or text == "auto":
+        return text
+    try:
+        loss = float(text)
+    except ValueError:
+        loss = math.nan
+    if not (math.isfinite(loss) and loss > 0):
+        raise ConfigError(f"--target-loss {text}: must be a number above 0, or auto")
+    return loss
+
+
+def range_errors(race: RaceConfig, num_steps: int) -> Iterator[str]:
+    """One message for each number out of its range."""
+    least = WARM_UP_STEPS + 1
+    most_rounds = num_steps // least
+    if most_rounds < 1:
+        yield f"--steps {num_steps}: a race needs at least {least}, of which {WARM_UP_STEPS} warm up; nearest: {least}"
+    elif not 1 <= race.rounds <= most_rounds:
+        yield (
+            f"--rounds {race.rounds}: {num_steps} steps make 1 to {most_rounds} rounds, each of which warms up for "
+            f"{WARM_UP_STEPS} steps; nearest: {min(max(race.rounds, 1), most_rounds)}"
+        )
+    if race.timed_steps is not None and race.timed_steps < 1:
+        yield f"--timed-steps {race.timed_steps}: must be at least 1; nearest: 1"
+    if race.smooth is not None and num_steps >= 1 and not 1 <= race.smooth <= num_steps:
+        nearest = min(max(race.smooth, 1), num_steps)
+        yield f"--smooth {race.smooth}: must be from 1 to the number of steps, {num_steps}; nearest: {nearest}"
+    if not (math.isfinite(race.timeout) and race.timeout > 0):
+        yield f"--timeout {race.timeout}: must be above 0"
+
+
+def folder_errors(race: RaceConfig) -> Iterator[str]:
+    """One message where the folder can't take this race, or holds another that was not given up."""
+    out = Path(race.out)
+    existing = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
+    if race.resume and race.overwrite:
+        yield "--resume and --overwrite contradict each other: give one of them"
+    if not race.out.strip():
+        yield "--out is empty: give a folder, such as runs/compare"
+    elif not existing.is_dir():
+        yield f"--out {out}: {existing} is a file, not a folder"
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        yield f"--out {out}: {existing} is not writable by this user; choose another folder"
+    elif (out / "compare.json").exists():
+        if not (race.resume or race.overwrite):
+            yield (
+                f"--out {out} already holds a race: add --resume to go on with it, --overwrite to delete it, or choose "
+                "another folder"
+            )
+    elif race.resume:
+        yield f"--resume: --out {out} holds no race to go on with"
+    elif out.is_dir() and any(out.iterdir()):
+        yield f"--out {out} is not empty and holds no race: choose another folder"

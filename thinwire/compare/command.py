@@ -1,0 +1,29 @@
+"""`thinwire compare` as a command."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+from collections.abc import Sequence
+
+from thinwire.compare.measure import FINISHED
+from thinwire.compare.options import read_race
+from thinwire.compare.race import race
+from thinwire.errors import ThinwireError
+from thinwire.training.problems import Problems
+from thinwire.training.signals import StoppedError
+
+
+def run_compare(args: Sequence[str]) -> int:
+    """Race as the arguments say; 0 where at least one contestant finished.
+
+    Raises ConfigError before anything is started, StoppedError after a signal, ThinwireError where all failed.
+    """
+    problems = Problems()
+    config, train = read_race(args, problems)
+    result = race(config, train, command=shlex.join(["thinwire", "compare", *args]), problems=problems)
+    if result.stopped:
+        raise StoppedError(signal.Signals[result.stopped])
+    if not any(row.status == FINISHED for row in result.contestants):
+        raise ThinwireError(f"no contestant finished; what they printed lies in {config.out}")
+    return 0

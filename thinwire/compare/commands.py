@@ -1,0 +1,94 @@
+"""What is started for a contestant, and where it writes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from thinwire.compare.checks import WARM_UP_STEPS
+from thinwire.compare.contestants import COMPUTE, Contestant
+from thinwire.compare.plan import Plan
+from thinwire.training.run_dir import RunDir
+from thinwire.training.settings import to_toml
+
+# Enough for a median: more would only make the race longer.
+MOST_ALONE_STEPS = 10
+ALONE = Path(__file__).with_name("alone.py")
+RANK_DIR = "rank{rank}"
+
+
+@dataclass(frozen=True)
+class Files:
+    """Where one contestant's run with one seed lies: its run directory, and its configuration and output beside it."""
+
+    run_dir: Path
+
+    @classmethod
+    def of(cls, out: Path, contestant: str, seed: int) -> Files:
+        return cls(out.absolute() / contestant / f"seed{seed}")
+
+    @property
+    def config(self) -> Path:
+        return self.run_dir.with_name(f"{self.run_dir.name}.toml")
+
+    @property
+    def output(self) -> Path:
+        return self.run_dir.with_name(f"{self.run_dir.name}.log")
+
+    @property
+    def metrics(self) -> Path:
+        return RunDir(self.run_dir).metrics
+
+
+def environment(plan: Plan) -> Mapping[str, str]:
+    """This process's environment, with an equal share of the cores for each rank."""
+    return {**os.environ, "OMP_NUM_THREADS": str(plan.threads), "PYTHONUNBUFFERED": "1"}
+
+
+def contestant_command(plan: Plan, contestant: Contestant, seed: int, stop: int) -> list[str]:
+    """Train until the step `stop`, from where the run is; writes the configuration."""
+    files = Files.of(plan.out, contestant.name, seed)
+    files.run_dir.parent.mkdir(parents=True, exist_ok=True)
+    config = replace(contestant.config(plan.train), seed=seed, run_dir=str(files.run_dir))
+    files.config.write_text(to_toml(config))
+    goes_on = RunDir(files.run_dir).holds_run() and not contestant.is_whole
+    if contestant.command:
+        if not goes_on:
+            shutil.rmtree(files.run_dir, ignore_errors=True)
+        values = {
+            "run_dir": files.run_dir, "config": files.config, "steps": config.steps, "seed": seed, "stop_at": stop,
+            "resume": "--resume" if goes_on else "",
+        }  # fmt: skip
+        return contestant.words({name: str(value) for name, value in values.items()})
+    command = [sys.executable, "-m", "thinwire", "train", str(files.config)]
+    command += ["--resume"] if goes_on else []
+    # The last round ends as every run does: with the held-out loss.
+    return command if stop == config.steps else [*command, "--stop-at", str(stop)]
+
+
+def alone_command(plan: Plan, seed: int) -> list[str]:
+    """Every rank's share of the tokens on a rank of its own, for a few steps."""
+    files = Files.of(plan.out, COMPUTE, seed)
+    files.run_dir.parent.mkdir(parents=True, exist_ok=True)
+    config = replace(
+        plan.train, strategy="zero", workers=1, local_size=1, seed=seed, steps=num_alone_steps(plan),
+        tokens_per_step=plan.tokens_per_step // plan.lab.world_size, run_dir=str(files.run_dir), eval_sequences=0,
+        checkpoint_every=0, track=(), tables={k: v for k, v in plan.train.tables.items() if k == "llama"},
+    )  # fmt: skip
+    files.config.write_text(to_toml(config))
+    train = [sys.executable, "-m", "thinwire", "train", str(files.config), "--overwrite"]
+    return [sys.executable, str(ALONE), str(files.run_dir / RANK_DIR), *train]
+
+
+def num_alone_steps(plan: Plan) -> int:
+    return WARM_UP_STEPS + min(plan.race.timed_steps or MOST_ALONE_STEPS, MOST_ALONE_STEPS)
+
+
+def alone_dirs(plan: Plan, seed: int) -> list[Path]:
+    """Where the ranks of `alone_command` write."""
+    run_dir = Files.of(plan.out, COMPUTE, seed).run_dir
+    return [run_dir / RANK_DIR.replace("{rank}", str(rank)) for rank in range(plan.lab.world_size)]

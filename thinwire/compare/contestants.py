@@ -1,0 +1,160 @@
+"""Who races: strategies of `thinwire train` with options of their own, and outside programs."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from thinwire.data_parallel import STRATEGIES
+from thinwire.errors import ConfigError, nearest
+from thinwire.training.config import TrainConfig
+from thinwire.training.problems import Problems
+from thinwire.training.settings import build_strategy, checked_values, option_tables, strategy_table
+
+PLACEHOLDERS = ("run_dir", "steps", "seed", "config", "resume", "stop_at")
+# The folder and the row of the measurement that is no contestant.
+COMPUTE = "compute"
+_NAME = r"[A-Za-z0-9][\w.+-]*"
+_STRATEGY = re.compile(rf"(?:(?P<name>{_NAME})=)?(?P<strategy>{_NAME})(?:\[(?P<options>.*)\])?")
+_COMMAND = re.compile(rf"cmd:(?P<name>{_NAME})=(?P<command>.+)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One row of the table: a strategy with options, or a command with placeholders."""
+
+    name: str
+    strategy: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    command: str = ""
+
+    def __str__(self) -> str:
+        """What runs, without its name."""
+        options = ",".join(f"{name}={value}" for name, value in self.options.items())
+        return self.command or (f"{self.strategy}[{options}]" if options else self.strategy)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it can't be cut into rounds."""
+        return bool(self.command) and "{stop_at}" not in self.command
+
+    def config(self, base: TrainConfig) -> TrainConfig:
+        """The configuration with this strategy; an outside program gets the base's."""
+        if self.command:
+            return base
+        table = strategy_table(self.strategy)
+        if table is None:
+            return replace(base, strategy=self.strategy)
+        options = {**base.tables.get(table, {}), **self.options}
+        return replace(base, strategy=self.strategy, tables={**base.tables, table: options})
+
+    def words(self, values: Mapping[str, str]) -> list[str]:
+        """The command with its placeholders filled in; a word that is then empty is left out."""
+        words = [_filled(word, values) for word in shlex.split(self.command)]
+        return [word for word in words if word]
+
+
+def _filled(word: str, values: Mapping[str, str]) -> str:
+    return re.sub(r"\{(\w+)\}", lambda match: values.get(match[1], match[0]), word)
+
+
+def read_contestants(text: str, problems: Problems) -> list[Contestant]:
+    """The contestants in `a,b,NAME=c[option=value,...],cmd:NAME=COMMAND`; notes everything that is wrong with them.
+
+    A comma inside brackets or quotes does not separate.
+    """
+    contestants = []
+    for part in filter(None, map(str.strip, split(text, problems))):
+        with problems.collect():
+            read = read_command(part) if part.startswith("cmd:") else read_strategy(part, problems)
+            contestants.append(read)
+    names = [contestant.name for contestant in contestants]
+    for name in dict.fromkeys(name for name in names if names.count(name) > 1):
+        problems.messages.append(
+            f"--strategies: {name!r} is there {names.count(name)} times; give one of them another name, such as "
+            f"{name}-2={name}"
+        )
+    if not contestants and not problems.messages:
+        problems.messages.append("--strategies is empty: name at least one, such as zero,sdp4bit")
+    return contestants
+
+
+def split(text: str, problems: Problems) -> list[str]:
+    """The parts between commas that stand outside of brackets and quotes."""
+    parts, depth, quote = [""], 0, ""
+    for char in text:
+        if char == "," and not depth and not quote:
+            parts.append("")
+            continue
+        if quote:
+            quote = "" if char == quote else quote
+        elif char in "'\"":
+            quote = char
+        else:
+            depth += (char == "[") - (char == "]")
+        parts[-1] += char
+    if depth or quote:
+        problems.messages.append(f"--strategies {text}: {'a bracket' if depth else 'a quote'} has no partner")
+    return parts
+
+
+def read_command(text: str) -> Contestant:
+    """An outside program; raises ConfigError where it can't be started as it stands."""
+    match = _COMMAND.fullmatch(text)
+    if not match:
+        raise ConfigError(f"--strategies {text}: must be cmd:NAME=COMMAND, such as cmd:peer=python peer.py {{run_dir}}")
+    contestant = Contestant(_usable(match["name"]), command=match["command"].strip())
+    try:
+        words = shlex.split(contestant.command)
+    except ValueError as error:
+        raise ConfigError(f"--strategies {text}: {str(error).lower()}") from None
+    if not words or shutil.which(words[0]) is None:
+        raise ConfigError(f"--strategies {text}: there is no program {words[0] if words else ''!r} here")
+    stated = re.findall(r"\{(\w+)\}", " ".join(words))
+    for name in (name for name in stated if name not in PLACEHOLDERS):
+        raise ConfigError(f"--strategies {text}: unknown placeholder {{{name}}}{nearest(name, PLACEHOLDERS)}")
+    for name in (name for name in ("run_dir", "steps") if name not in stated):
+        raise ConfigError(f"--strategies {text}: the command needs {{{name}}}, or its run can't be compared")
+    return contestant
+
+
+def read_strategy(text: str, problems: Problems) -> Contestant:
+    """A strategy, with a name and options where they are stated; notes wrong options, raises ConfigError otherwise."""
+    match = _STRATEGY.fullmatch(text)
+    if not match:
+        raise ConfigError(f"--strategies {text}: must be STRATEGY, NAME=STRATEGY or NAME=STRATEGY[option=value,...]")
+    strategy = match["strategy"]
+    if strategy not in STRATEGIES:
+        raise ConfigError(f"--strategies {text}: unknown strategy {strategy!r}{nearest(strategy, STRATEGIES)}")
+    options: dict[str, Any] = {}
+    if match["options"] is not None:
+        table = strategy_table(strategy)
+        if table is None:
+            raise ConfigError(f"--strategies {text}: {strategy} has no options; write {text.partition('[')[0]}")
+        stated = dict(_option(part, text) for part in match["options"].split(",") if part.strip())
+        options = checked_values(option_tables()[table], stated, f"--strategies {text}: ", problems)
+    contestant = Contestant(_usable(match["name"] or strategy), strategy, options)
+    build_strategy(contestant.config(TrainConfig()))
+    return contestant
+
+
+def _option(part: str, text: str) -> tuple[str, Any]:
+    """A value as TOML has it; a word without quotes is a string."""
+    name, equals, value = (piece.strip() for piece in part.partition("="))
+    if not (name and equals and value):
+        raise ConfigError(f"--strategies {text}: {part.strip()!r} must be option=value")
+    try:
+        return name, tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return name, value
+
+
+def _usable(name: str) -> str:
+    if name == COMPUTE:
+        raise ConfigError(f"--strategies: the name {COMPUTE!r} is that of the computation alone; take another")
+    return name

@@ -1,0 +1,280 @@
+"""From the legs of a race and the metrics of its runs to one row of figures per contestant."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from thinwire.compare.commands import Files
+from thinwire.compare.contestants import Contestant
+from thinwire.compare.plan import Plan
+from thinwire.compare.record import Entry, Leg, Record
+from thinwire.errors import ConfigError
+from thinwire.lab import LabSpec
+from thinwire.report.run import Run, number, read_run
+from thinwire.training.effects import Row as EffectRow
+from thinwire.training.hardware import num_cores
+from thinwire.training.reporter import versions
+
+FINISHED, FAILED, UNFINISHED = "finished", "failed", "unfinished"
+REFERENCE = "ddp-bf16"
+TARGET_REFERENCES = ("zero", "ddp")
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What is compared; None: not known. Bytes are those a rank sends in a step.
+
+    step_s, compute_s, exposed_comm_s, codec_s: medians over the timed steps, of rank 0. sent_bytes_per_step: payload of
+    rank 0; kernel_sent_bytes_per_step: everything on a node's link over its ranks, mean of the nodes (and of the worst
+    one); both are means over the timed steps of a start, of which the median is taken. bound_s: the least time of a
+    step with these bytes, max(compute alone, bytes / rate). minutes_to_target: step_s times the steps until the
+    smoothed training loss is at the target.
+    """
+
+    step_s: float | None = None
+    tokens_per_s: float | None = None
+    compute_s: float | None = None
+    exposed_comm_s: float | None = None
+    codec_s: float | None = None
+    kernel_sent_bytes_per_step: float | None = None
+    kernel_sent_bytes_per_step_worst_node: float | None = None
+    sent_bytes_per_step: float | None = None
+    train_loss: float | None = None
+    heldout_loss: float | None = None
+    minutes_to_target: float | None = None
+    peak_rss_bytes: float | None = None
+    bound_s: float | None = None
+    step_over_bound: float | None = None
+
+
+@dataclass(frozen=True)
+class SeedResult:
+    """One run. target_step: the first step at which the target is reached; None: not reached, or no target."""
+
+    seed: int
+    run_dir: str
+    num_steps: int
+    num_timed_steps: int
+    target_loss: float | None
+    target_step: int | None
+    figures: Figures
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contestant: means over its seeds, and each divided by the reference's."""
+
+    name: str
+    strategy: str
+    options: dict[str, Any]
+    command: str
+    status: str
+    reason: str
+    is_whole: bool
+    mean: Figures
+    ratio: dict[str, float | None]
+    seeds: list[SeedResult]
+
+
+@dataclass(frozen=True)
+class Result:
+    """A race as it stands. reference: the row that ratios are taken to; compute_alone_s: a step without exchange."""
+
+    command: str
+    stopped: str
+    lab: str
+    steps: int
+    tokens_per_step: int
+    smooth: int
+    reference: str | None
+    reference_why: str
+    compute_alone_s: float | None
+    compute_alone_failed: str
+    machine: dict[str, Any]
+    versions: dict[str, str]
+    effects: list[EffectRow]
+    settings: dict[str, Any]
+    contestants: list[Row] = field(default_factory=list)
+
+    def row(self, name: str) -> Row:
+        """A contestant's row; raises KeyError."""
+        return {row.name: row for row in self.contestants}[name]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def measure(plan: Plan, record: Record) -> Result:
+    """The figures of what has been done so far."""
+    alone = median(alone.step_s for alone in record.alone) if record.alone else None
+    runs = {
+        (contestant.name, seed): _read(Files.of(plan.out, contestant.name, seed).run_dir)
+        for contestant in plan.contestants
+        for seed in plan.seeds
+    }
+    statuses = {contestant.name: status_of(plan, record, contestant) for contestant in plan.contestants}
+    finished = [name for name, status in statuses.items() if status == FINISHED]
+    targets = {seed: target_loss(plan, finished, runs, seed) for seed in plan.seeds}
+    rows = []
+    for contestant in plan.contestants:
+        seeds = [
+            seed_result(plan, record.entry(contestant.name, seed), runs[contestant.name, seed], targets[seed], alone)
+            for seed in plan.seeds
+        ]
+        rows.append(
+            Row(
+                contestant.name, contestant.strategy, dict(contestant.options), contestant.command,
+                statuses[contestant.name], record.failure(contestant.name), contestant.is_whole,
+                mean_of([seed.figures for seed in seeds]), {}, seeds,
+            )
+        )  # fmt: skip
+    reference, why = reference_of(rows)
+    against = next((row.mean for row in rows if row.name == reference), Figures())
+    for row in rows:
+        row.ratio.update(ratios(row.mean, against))
+    return Result(
+        command=record.command, stopped=record.stopped, lab=str(plan.lab), steps=plan.train.steps,
+        tokens_per_step=plan.tokens_per_step, smooth=plan.smooth, reference=reference, reference_why=why,
+        compute_alone_s=alone, compute_alone_failed=record.alone_failed, machine=machine(), versions=versions(),
+        effects=list(plan.rows), settings=record.settings, contestants=rows,
+    )  # fmt: skip
+
+
+def status_of(plan: Plan, record: Record, contestant: Contestant) -> str:
+    if record.failure(contestant.name):
+        return FAILED
+    is_done = all(record.entry(contestant.name, seed).has_done(len(plan.stops)) for seed in plan.seeds)
+    return FINISHED if is_done else UNFINISHED
+
+
+def reference_of(rows: Sequence[Row]) -> tuple[str | None, str]:
+    """Whom the others are set in ratio to, and why it is not ddp-bf16 where it is not."""
+    statuses = {row.name: row.status for row in rows}
+    finished = [name for name, status in statuses.items() if status == FINISHED]
+    if REFERENCE in finished:
+        return REFERENCE, ""
+    why = f"{REFERENCE} {statuses[REFERENCE]}" if REFERENCE in statuses else f"{REFERENCE} is not in the race"
+    return next(iter(finished), None), why.replace(UNFINISHED, "has not finished")
+
+
+def seed_result(plan: Plan, entry: Entry, run: Run, target: float | None, alone: float | None) -> SeedResult:
+    """The figures of one run."""
+    timed = {step for leg in entry.legs if leg.last_timed for step in range(leg.first_timed, leg.last_timed + 1)}
+    rows = [row for row in run.steps if row["step"] in timed]
+    medians = {name: _median(rows, name) for name in ("step_s", "compute_s", "exposed_comm_s", "codec_s")}
+    step_s, losses = medians["step_s"], smoothed([number(row.get("loss")) for row in run.steps], plan.smooth)
+    reached = None if target is None else first_at_most(losses, target, plan.smooth)
+    sent, received = per_step(entry.legs, "kernel_sent_bytes"), per_step(entry.legs, "kernel_received_bytes")
+    bound = least_time(plan.lab, sent, received, alone)
+    return SeedResult(
+        entry.seed, os.path.relpath(run.name, plan.out), entry.last_step, entry.num_timed, target, reached,
+        Figures(
+            **medians,
+            tokens_per_s=plan.tokens_per_step / step_s if step_s else None,
+            kernel_sent_bytes_per_step=fmean(sent) / plan.lab.local_size if sent else None,
+            kernel_sent_bytes_per_step_worst_node=max(sent) / plan.lab.local_size if sent else None,
+            sent_bytes_per_step=payload_per_step(entry.legs, run),
+            train_loss=_known(losses[-1]) if losses else None,
+            heldout_loss=_known(number(run.summary.get("heldout_loss"))),
+            minutes_to_target=reached * step_s / 60 if reached and step_s else None,
+            peak_rss_bytes=entry.peak_rss_bytes,
+            bound_s=bound,
+            step_over_bound=step_s / bound if step_s and bound else None,
+        ),
+    )  # fmt: skip
+
+
+def per_step(legs: Sequence[Leg], name: str) -> list[float]:
+    """Bytes of each node in a step: the median over the legs of their means; empty where nothing was counted."""
+    counted = [[total / leg.kernel_steps for total in getattr(leg, name)] for leg in legs if leg.kernel_steps]
+    return [median(node) for node in zip(*counted, strict=True)]
+
+
+def payload_per_step(legs: Sequence[Leg], run: Run) -> float | None:
+    """Bytes by the meter of rank 0, averaged as the kernel's are; None where the run did not count them."""
+    counted = [
+        [number(row.get("sent_bytes")) for row in run.steps if leg.first_timed <= row["step"] <= leg.last_timed]
+        for leg in legs
+    ]
+    means = [fmean(values) for values in counted if values]
+    return _known(median(means)) if means else None
+
+
+def least_time(lab: LabSpec, sent: Sequence[float], received: Sequence[float], alone: float | None) -> float | None:
+    """max(compute alone, the busiest link's bytes over its rate), seconds; None where computation was not measured."""
+    if alone is None or not sent:
+        return None
+    rates = [lab.bits_per_second(node) for node in range(lab.nodes)]
+    busiest = [8 * max(pair) / rate for *pair, rate in zip(sent, received, rates, strict=True) if rate]
+    return max([alone, *busiest])
+
+
+def smoothed(losses: Sequence[float], window: int) -> list[float]:
+    """The mean over each step and those before it, at most `window` in all; NaN where one of them is not finite."""
+    return [fmean(losses[max(0, end - window) : end]) for end in range(1, len(losses) + 1)]
+
+
+def first_at_most(losses: Sequence[float], target: float, window: int) -> int | None:
+    """The first step, counted from 1, whose full window has a mean of at most `target`."""
+    return next((step for step, loss in enumerate(losses, 1) if step >= window and loss <= target), None)
+
+
+def target_loss(plan: Plan, finished: Sequence[str], runs: dict[tuple[str, int], Run], seed: int) -> float | None:
+    """The stated target, or with auto the smoothed loss at the end of zero, else ddp, else the first that finished.
+
+    That loss is rounded up to hundredths: others reach it or miss it by more than the last bits of a sum.
+    """
+    if plan.target != "auto":
+        return None if plan.target is None else float(plan.target)
+    chosen = next((name for name in (*TARGET_REFERENCES, *finished) if name in finished), None)
+    if chosen is None:
+        return None
+    last = smoothed([number(row.get("loss")) for row in runs[chosen, seed].steps], plan.smooth)[-1]
+    return math.ceil(100 * last) / 100 if math.isfinite(last) else None
+
+
+def mean_of(figures: Sequence[Figures]) -> Figures:
+    """The mean of each figure over seeds; None where a seed lacks it."""
+    columns = {item.name: [getattr(one, item.name) for one in figures] for item in fields(Figures)}
+    return Figures(**{name: None if None in values else fmean(values) for name, values in columns.items()})
+
+
+def ratios(figures: Figures, reference: Figures) -> dict[str, float | None]:
+    """Each figure over the reference's; None where one of them is not known or the reference's is 0."""
+    pairs = {item.name: (getattr(figures, item.name), getattr(reference, item.name)) for item in fields(Figures)}
+    return {name: mine / theirs if mine is not None and theirs else None for name, (mine, theirs) in pairs.items()}
+
+
+def machine() -> dict[str, Any]:
+    """What the times depend on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return {"processor": model or platform.machine(), "cores": num_cores(), "system": platform.platform()}
+
+
+def _read(run_dir: Path) -> Run:
+    """The run as far as it is there, its directory as its name."""
+    try:
+        run = read_run(run_dir)
+    except ConfigError:
+        return Run(str(run_dir), [], {}, "")
+    return Run(str(run_dir), run.steps, run.summary, run.config)
+
+
+def _median(rows: Sequence[dict[str, Any]], name: str) -> float | None:
+    values = [value for value in (number(row.get(name)) for row in rows) if math.isfinite(value)]
+    return median(values) if values else None
+
+
+def _known(value: float) -> float | None:
+    return value if math.isfinite(value) else None

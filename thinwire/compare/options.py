@@ -1,0 +1,69 @@
+"""The command line of `thinwire compare`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Annotated
+
+import tyro
+
+from thinwire.training.config import TrainConfig, flag
+from thinwire.training.problems import Problems
+from thinwire.training.settings import HELP_FLAGS, read_config, without_unknown_flags
+
+
+@dataclass(frozen=True)
+class RaceConfig:
+    """Race strategies in the same emulated slow network: same seeds, same tokens, in turns.
+
+    CONFIG.toml is that of `thinwire train`, whose flags may follow after `--`.
+    """
+
+    strategies: str = "ddp,ddp-bf16,fsdp-bf16,powersgd,zero,sdp4bit"
+    """Who races, separated by commas: STRATEGY, NAME=STRATEGY[option=value,...] or cmd:NAME=COMMAND."""
+    lab: str = "nodes=2,rate=100mbit"
+    """The network: nodes=N,rate=R and, where wanted, local_size=L,slow=NODE:R,delay=T,loss=P."""
+    target_loss: str | None = None
+    """Smoothed training loss whose time is compared: a number, or auto: where zero (else ddp, else the first) ends."""
+    rounds: int = 3
+    """Turns that the steps are cut into; in each of them every contestant runs once, in another order."""
+    timed_steps: int | None = None
+    """Steps of each round that run in the slow network, after the warm-up; by default all of them."""
+    smooth: int | None = None
+    """Steps over which the training loss is averaged; by default 20, or all steps of a shorter run."""
+    seeds: str | None = None
+    """Seeds, separated by commas, of each contestant's runs; by default the configuration's."""
+    no_bound: bool = False
+    """Leave out the measurement of computation alone, and with it the least time that a step could take."""
+    timeout: float = 600.0
+    """Seconds without a new step after which a contestant is given up."""
+    out: str = "runs/compare"
+    """Folder for compare.json, compare.html and a run directory for each contestant and seed."""
+    resume: bool = False
+    """Go on with the interrupted race in the folder."""
+    overwrite: bool = False
+    """Delete the race that the folder holds."""
+
+
+def read_race(args: Sequence[str], problems: Problems) -> tuple[RaceConfig, TrainConfig]:
+    """The race and the training that the command line asks for; wrong flags and keys are noted as problems.
+
+    Raises ConfigError for a CONFIG.toml that can't be read; SystemExit after --help.
+    """
+    own, train_args = list(args), []
+    if "--" in own:
+        cut = own.index("--")
+        own, train_args = own[:cut], own[cut + 1 :]
+    known = [*(flag(item.name) for item in fields(RaceConfig)), *HELP_FLAGS]
+    parsed = tyro.cli(
+        _Race, args=list(without_unknown_flags(own, problems, known)), prog="thinwire compare",
+        description=RaceConfig.__doc__, config=(tyro.conf.FlagCreatePairsOff,),
+    )  # fmt: skip
+    return parsed.race, read_config([*filter(None, [parsed.config_file]), *train_args], problems)
+
+
+@dataclass(frozen=True)
+class _Race:
+    config_file: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[CONFIG.toml]", help="")] = None
+    race: Annotated[RaceConfig, tyro.conf.arg(name="")] = RaceConfig()

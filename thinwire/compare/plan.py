@@ -1,0 +1,154 @@
+"""Everything that is decided before a race starts: who, where, how many steps, in which order."""
+
+from __future__ import annotations
+
+import tempfile
+import uuid
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from thinwire.compare.checks import WARM_UP_STEPS, folder_errors, range_errors, read_seeds, read_target
+from thinwire.compare.contestants import Contestant, read_contestants
+from thinwire.compare.options import RaceConfig
+from thinwire.data import load_tokenizer
+from thinwire.data import prepare as prepare_tokens
+from thinwire.lab import LabSpec
+from thinwire.training.config import DEFAULTS, TrainConfig, flag, with_derived
+from thinwire.training.effects import Row, unused_rows
+from thinwire.training.hardware import choose_dtype, threads_per_worker
+from thinwire.training.prepare import check
+from thinwire.training.problems import Problems
+from thinwire.training.settings import build_strategy, used_tables
+
+DEFAULT_SMOOTH = 20
+# What the race decides itself; a configuration that states one of them is told so.
+SET_BY_RACE = {
+    "strategy": "--strategies names those that race",
+    "workers": "--lab says how many ranks there are",
+    "local_size": "--lab says how many ranks share a node",
+    "nodes": "--lab says how many there are",
+    "node": "--lab numbers them",
+    "join": "--lab sets the address",
+    "run_dir": "runs lie below --out",
+    "resume": "--resume of the race stands before `--`",
+    "overwrite": "--overwrite of the race stands before `--`",
+    "stop_at": "--rounds cuts the steps",
+    "sample_tokens": "no text is generated",
+    "prompt": "no text is generated",
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A race that can be run. stops: the last step of each round. train: the configuration shared by all."""
+
+    race: RaceConfig
+    train: TrainConfig
+    contestants: tuple[Contestant, ...]
+    lab: LabSpec
+    seeds: tuple[int, ...]
+    stops: tuple[int, ...]
+    smooth: int
+    target: float | str | None
+    threads: int
+    rows: tuple[Row, ...]
+
+    @property
+    def out(self) -> Path:
+        return Path(self.race.out)
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.train.tokens_per_step or 0
+
+    def settings(self) -> dict[str, Any]:
+        """What a race must have in common with the one it goes on with, as JSON has it."""
+        train = {name: value for name, value in asdict(self.train).items() if name not in SET_BY_RACE}
+        return {
+            "strategies": {contestant.name: str(contestant) for contestant in self.contestants},
+            "lab": str(self.lab),
+            "seeds": list(self.seeds),
+            "rounds": len(self.stops),
+            "timed_steps": self.race.timed_steps,
+            "smooth": self.smooth,
+            "target_loss": self.target,
+            "bound": not self.race.no_bound,
+            "train": {**train, "track": list(self.train.track)},
+        }
+
+
+def make_plan(race: RaceConfig, train: TrainConfig, problems: Problems) -> Plan:
+    """Check everything, then find out once what holds for all: the compute dtype, and the tokens.
+
+    Raises ConfigError with all problems at once.
+    """
+    contestants = read_contestants(race.strategies, problems)
+    lab, target = LabSpec(), None
+    seeds: tuple[int, ...] = ()
+    with problems.collect():
+        lab = LabSpec.from_text(race.lab)
+    with problems.collect():
+        seeds = read_seeds(race.seeds, train.seed)
+    with problems.collect():
+        target = read_target(race.target_loss)
+    problems.messages += [*range_errors(race, train.steps), *folder_errors(race)]
+    asked, train = train, shared_config(train, lab)
+    check_training(train, contestants, problems)
+    problems.raise_any()
+    threads, why_threads = threads_per_worker(lab.world_size)
+    dtype: Any
+    dtype, why = choose_dtype(train.dtype, threads)
+    train = replace(with_derived(train), dtype=dtype)
+    cache_dir = Path(train.cache_dir) if train.cache_dir else None
+    prepare_tokens(train.data, load_tokenizer(train.tokenizer), text_field=train.text_field, cache_dir=cache_dir).split(
+        train.seq_len
+    )
+    found = [("threads per rank", str(threads), why_threads), (f"dtype {asked.dtype}", dtype, why)]
+    return Plan(
+        race, train, tuple(contestants), lab, seeds,
+        stops=tuple(train.steps * turn // race.rounds for turn in range(1, race.rounds + 1)),
+        smooth=race.smooth or min(DEFAULT_SMOOTH, train.steps), target=target, threads=threads,
+        rows=(*found, *rows_of(race, asked, train, contestants)),
+    )  # fmt: skip
+
+
+def shared_config(train: TrainConfig, lab: LabSpec) -> TrainConfig:
+    """The training that all contestants share, on the lab's ranks."""
+    stated = {name: getattr(DEFAULTS, name) for name in SET_BY_RACE}
+    return replace(train, **{**stated, "workers": lab.world_size, "local_size": lab.local_size, "sample_tokens": 0})
+
+
+def check_training(train: TrainConfig, contestants: list[Contestant], problems: Problems) -> None:
+    """Note every reason why a contestant's training can't start."""
+    own = [contestant for contestant in contestants if contestant.strategy]
+    first = own[0].config(train) if own else train
+    # --out has been checked; a run directory of that name holds nothing.
+    check(replace(first, run_dir=str(Path(tempfile.gettempdir(), uuid.uuid4().hex))), problems)
+    for contestant in own[1:]:
+        with problems.collect():
+            build_strategy(contestant.config(train))
+    # Contestants that share a wrong table of options have the same to say about it.
+    problems.messages = list(dict.fromkeys(problems.messages))
+
+
+def rows_of(race: RaceConfig, asked: TrainConfig, train: TrainConfig, contestants: list[Contestant]) -> Iterator[Row]:
+    """What was asked for, what is in effect and why, wherever the two differ."""
+    for name, why in SET_BY_RACE.items():
+        if getattr(asked, name) != getattr(DEFAULTS, name):
+            yield f"{flag(name)} {getattr(asked, name)}", "no effect", why
+    if race.seeds is not None and asked.seed != DEFAULTS.seed:
+        yield f"--seed {asked.seed}", "no effect", f"--seeds {race.seeds} names them"
+    used = set().union(*(used_tables(contestant.config(train)) for contestant in contestants))
+    strategy = next((contestant.strategy for contestant in contestants if contestant.strategy), "zero")
+    unused = {name: table for name, table in train.tables.items() if name not in used}
+    shown = replace(train, strategy=strategy, tables=unused)
+    yield from ((option, effect, why) for option, effect, why in unused_rows(shown))
+    for contestant in contestants:
+        if contestant.is_whole and race.rounds > 1:
+            yield f"rounds of {contestant.name}", "runs whole, in the last round", "its command has no {stop_at}"
+    if race.smooth is None and train.steps < DEFAULT_SMOOTH:
+        yield f"--smooth {DEFAULT_SMOOTH}", str(train.steps), "there are no more steps"
+    if race.timed_steps is not None and race.timed_steps + WARM_UP_STEPS > train.steps // race.rounds:
+        yield f"--timed-steps {race.timed_steps}", "all after the warm-up", "a round has no more steps"

@@ -1,0 +1,92 @@
+"""Follows a run by its metrics file, and counts the kernel's bytes between its steps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from thinwire.compare.checks import WARM_UP_STEPS
+from thinwire.compare.record import Leg
+from thinwire.lab import Counters, Network
+
+
+class MetricsTail:
+    """The lines that appear in a metrics file from now on, whether it is appended to or written anew."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._old = set(path.read_bytes().splitlines()) if path.exists() else set()
+        self._offset = self._inode = 0
+
+    def new_rows(self) -> list[dict[str, Any]]:
+        """Complete lines since the last call that are steps; costs one stat where nothing has changed."""
+        try:
+            stat = self.path.stat()
+            if stat.st_ino != self._inode or stat.st_size < self._offset:
+                self._inode, self._offset = stat.st_ino, 0
+            if stat.st_size == self._offset:
+                return []
+            with self.path.open("rb") as file:
+                file.seek(self._offset)
+                complete = file.read().rpartition(b"\n")[0]
+        except FileNotFoundError:
+            return []
+        self._offset += len(complete) + 1 if complete else 0
+        lines = [line for line in complete.splitlines() if line not in self._old]
+        self._old.update(lines)
+        return [row for row in map(_row, lines) if row]
+
+
+def _row(line: bytes) -> dict[str, Any]:
+    """A line of metrics; empty where it is something else."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return {}
+    return row if isinstance(row, dict) and type(row.get("step")) is int else {}
+
+
+class LegWatch:
+    """Turns the steps of one start into a Leg: which were timed, and what the links carried meanwhile.
+
+    timed_steps: lift the links' rates after so many steps behind the warm-up; None: never.
+    """
+
+    def __init__(self, network: Network, tail: MetricsTail, turn: int, timed_steps: int | None) -> None:
+        self.leg = Leg(turn)
+        self.last_row: dict[str, Any] = {}
+        self._network, self._tail, self._timed_steps = network, tail, timed_steps
+        self._from: tuple[int, list[Counters]] | None = None
+        self._is_timing = True
+
+    def look(self) -> bool:
+        """Whether a step has finished since the last look."""
+        rows = self._tail.new_rows()
+        if not rows:
+            return False
+        self.leg.first_step = self.leg.first_step or rows[0]["step"]
+        self.leg.last_step, self.last_row = rows[-1]["step"], rows[-1]
+        if self._is_timing and self.leg.last_step >= self._last_warm:
+            self._count()
+        return True
+
+    @property
+    def _last_warm(self) -> int:
+        return self.leg.first_step + WARM_UP_STEPS - 1
+
+    def _count(self) -> None:
+        """Read the links' counters at the end of a step, and lift the rates after the last one to be timed."""
+        leg, counters = self.leg, self._network.counters()
+        if self._from is None:
+            self._from = leg.last_step, counters
+        if leg.last_step > self._last_warm:
+            leg.first_timed, leg.last_timed = self._last_warm + 1, leg.last_step
+        moved = [now - before for now, before in zip(counters, self._from[1], strict=True)]
+        leg.kernel_steps = leg.last_step - self._from[0]
+        leg.kernel_sent_bytes = [node.sent_bytes for node in moved]
+        leg.kernel_received_bytes = [node.received_bytes for node in moved]
+        if self._timed_steps is not None and leg.last_step >= self._last_warm + self._timed_steps:
+            leg.last_timed = self._last_warm + self._timed_steps
+            self._is_timing = False
+            self._network.shape(False)

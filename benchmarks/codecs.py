@@ -18,7 +18,19 @@ from pathlib import Path
 import numba
 import torch
 
-from thinwire.codecs import Codec, Hadamard, Integer, warm
+from thinwire.codecs import (
+    Codec,
+    CountSketch,
+    GaussianSketch,
+    Hadamard,
+    Integer,
+    Natural,
+    RandomK,
+    Sign,
+    Threshold,
+    TopK,
+    warm,
+)
 
 # name -> the least ratio to memcpy that we aim for
 TARGETS = {
@@ -43,6 +55,20 @@ ROTATED: dict[str, Codec] = {
     "hadamard-32 + int4 stochastic": Hadamard(Integer(4, 128, "stochastic")),
     "hadamard-64 + int4": Hadamard(Integer(4, 128, "nearest"), 64),
 }
+GRADIENTS: dict[str, Codec] = {
+    "sign g512": Sign(),
+    "e3m0": Natural(4, 128, "nearest"),
+    "natural 4 bits": Natural(4),
+    "natural 8 bits": Natural(8),
+    "top-k 10%": TopK(0.1),
+    "top-k 1%": TopK(0.01),
+    "top-k 0.1%": TopK(0.001),
+    "top-k 1% of 65536": TopK(0.01, 1 << 16),
+    "threshold 1% of 65536": Threshold(0.01),
+    "random-k 1/32": RandomK(32),
+    "count sketch 1/8": CountSketch(8),
+    "gaussian sketch 1/8": GaussianSketch(8),
+}
 MAX_STOCHASTIC = 2.0
 
 
@@ -58,10 +84,18 @@ def kernels(num_elements: int) -> dict[str, Callable[[], object]]:
             calls[f"{name} unpack"] = lambda: codec.decode(packet, num_elements, out=total)
             calls[f"{name} unpack+add"] = lambda: codec.decode_add(packet, total)
 
+    def add_both_ways(name: str, codec: Codec) -> None:
+        packet = codec.encode(x)
+        calls[f"{name} encode"] = lambda: codec.encode(x, seed=1, out=packet)
+        calls[f"{name} decode"] = lambda: codec.decode(packet, num_elements, out=total)
+        calls[f"{name} decode+add"] = lambda: codec.decode_add(packet, total)
+
     for name, codec in CODECS.items():
         add(name, codec, rotated=False)
     for name, codec in ROTATED.items():
         add(name, codec, rotated=True)
+    for name, codec in GRADIENTS.items():
+        add_both_ways(name, codec)
     calls["hadamard-32 in place"] = lambda: ROTATED["hadamard-32 + int4"].unrotate_(total)
     return calls
 
@@ -112,7 +146,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     num_elements, rounds = (1 << 21, 5) if args.quick else (1 << 24, 21)
-    warm([*CODECS.values(), *ROTATED.values()])
+    warm([*CODECS.values(), *ROTATED.values(), *GRADIENTS.values()])
     versions = f"torch {torch.__version__}, numba {numba.__version__}, {platform.machine()}"
     print(f"{num_elements >> 18} MiB of fp32, one thread, median of {rounds} interleaved rounds; {versions}")
     rows = report(measure(kernels(num_elements), rounds), 4 * num_elements)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.conformance.codec_suite import gaussian, round_trip, same_bits
-from thinwire.codecs import Cast, Codec, Hadamard, Identity, Integer, backends, reference, warm
+from thinwire.codecs import Cast, Codec, Hadamard, Identity, Integer, backends, reference
 from thinwire.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -174,19 +174,6 @@ def test_wrong_buffers_are_refused() -> None:
         codec.decode(packet, 1000, out=torch.empty(2000)[::2])
     with pytest.raises(ValueError, match="x must be"):
         Hadamard(codec).unrotate_(torch.empty(33))
-
-
-def test_warm_leaves_nothing_to_compile() -> None:
-    integers = [Integer(8, 128, scale="bf16"), Hadamard(Integer(4, 64, "nearest"))]
-    codecs: list[Codec] = [*integers, Hadamard(Cast()), Identity()]
-    warm(codecs)
-    module = backends.cpu_kernels()
-    assert module is not None
-    kernels = (module.encode, module.decode, module.rotate_inplace)
-    signatures = [len(kernel.signatures) for kernel in kernels]
-    for codec in codecs:
-        codec.decode_add(codec.encode(gaussian(777)), torch.zeros(777))
-    assert signatures == [len(kernel.signatures) for kernel in kernels]
 
 
 def test_backend_names_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,37 @@
 
 from __future__ import annotations
 
-import pytest
+import importlib
 
-from tests.conformance.codec_suite import CASES, CodecSuite
+import pytest
+import torch
+from numba.core.dispatcher import Dispatcher
+
+from tests.conformance.codec_suite import CASES, CodecSuite, gaussian
+from thinwire.codecs import warm
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 class TestCodecs(CodecSuite):
     pass
+
+
+def num_compiled() -> int:
+    """Compiled signatures of every kernel."""
+    names = ["kernels", "kernels_grouped", "kernels_sparse", "kernels_sketch"]
+    modules = [importlib.import_module(f"thinwire.codecs.{name}") for name in names]
+    kernels = {value for module in modules for value in vars(module).values() if isinstance(value, Dispatcher)}
+    assert len(kernels) > 10
+    return sum(len(kernel.signatures) for kernel in kernels)
+
+
+def test_warm_leaves_nothing_to_compile() -> None:
+    codecs = [case.codec for case in CASES]
+    warm(codecs)
+    before = num_compiled()
+    for codec in codecs:
+        codec.decode_add(codec.encode(gaussian(777), seed=2**63 + 1, counter=2**40), torch.zeros(777))
+        codec.inner.decode(
+            codec.encode(gaussian(5)), 5 if not codec.rotation else -(-5 // codec.rotation) * codec.rotation
+        )
+    assert num_compiled() == before

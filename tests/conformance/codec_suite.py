@@ -8,7 +8,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from thinwire.codecs import Cast, Codec, Hadamard, Identity, Integer, Zstd, backends
+from thinwire.codecs import (
+    Cast,
+    Codec,
+    CountSketch,
+    GaussianSketch,
+    Hadamard,
+    Identity,
+    Integer,
+    Natural,
+    RandomK,
+    Sign,
+    Threshold,
+    TopK,
+    Zstd,
+    backends,
+)
 
 
 @dataclass(frozen=True)
@@ -50,6 +65,30 @@ CASES = [
     Case(Zstd(Identity()), 0.0),
     Case(Zstd(Integer(4, 2048, "stochastic")), 0.24),
     Case(Zstd(Hadamard(Integer(4, 64, "stochastic", "bf16")), level=3), 0.16),
+    Case(Sign(), 0.61),
+    Case(Sign(100, "l2", "bf16"), 0.65),
+    Case(Sign(3, scale="bf16"), 0.52),
+    Case(Natural(8, 128, "stochastic"), 0.31),
+    Case(Natural(4, 128, "nearest"), 0.2),
+    Case(Natural(4, 50, "stochastic", "bf16"), 0.31),
+    Case(Natural(3, 33, "stochastic"), 0.42),
+    Case(Natural(2, 8, "stochastic"), 0.8),
+    Case(Natural(6, 96, "nearest", "bf16"), 0.2),
+    Case(Hadamard(Natural(4, 128)), 0.31),
+    Case(TopK(0.01), 0.96),
+    Case(TopK(0.1, 500, Identity()), 0.77),
+    Case(TopK(0.3, 10, Sign(4)), 0.9),
+    Case(TopK(1 / 64, 64, Integer(8, 16)), 0.96),
+    Case(Threshold(0.05, 1024, stride=4), 0.86),
+    Case(Threshold(0.25, 100, Identity(), stride=1), 0.55),
+    Case(RandomK(4), 1.8),
+    Case(RandomK(8, unbiased=False), 0.95),
+    Case(RandomK(3, Integer(4, 32)), 1.55),
+    Case(RandomK(2, Cast(), unbiased=False), 0.73),
+    Case(CountSketch(4, 256), 2.1),
+    Case(CountSketch(8, 96, unbiased=False), 0.96),
+    Case(GaussianSketch(4, 128), 2.1),
+    Case(GaussianSketch(8, 64, unbiased=False), 0.96),
 ]
 
 
@@ -69,6 +108,8 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 def hard_inputs(codec: Codec) -> list[Tensor]:
     """Blocks hardest for a contraction, where the codec rounds: a peak, the rest between levels."""
     levels = codec.inner.levels if isinstance(codec.inner, Integer) else 127
+    if isinstance(codec.inner, Natural):
+        levels = 1 << min((1 << codec.inner.bits - 1) - 2, 100)
     inputs = [gaussian(4 * codec.block), torch.full((codec.block,), 0.3), torch.eye(1, codec.block)[0]]
     for fraction in (0.05, 0.25, 0.5, 0.75):
         x = torch.full((codec.block,), fraction / levels)
@@ -96,8 +137,10 @@ class CodecSuite:
 
     def test_bits_per_element_is_the_size_of_a_long_packet(self, case: Case) -> None:
         num_elements = 1024 * case.codec.block
-        header_bits = case.codec.packet_bytes(num_elements) * 8 - case.codec.bits_per_element * num_elements
-        assert header_bits == (32 if case.codec.has_variable_length else 0)
+        header = case.codec.packet_bytes(0)
+        size = case.codec.packet_bytes(num_elements) - header
+        assert size * 8 == pytest.approx(case.codec.bits_per_element * num_elements, rel=1e-12)
+        assert header <= 32
 
     def test_bytes_beyond_the_length_do_not_matter(self, case: Case) -> None:
         for num_elements in (0, 5, 4 * case.codec.block):
@@ -200,6 +243,21 @@ class CodecSuite:
             codec.decode_add(packet, expected)
         assert torch.allclose(codec.unrotate_(rotated), expected, atol=1e-5)
         assert codec.inner.rotation == 0
+
+    def test_packets_add_up_where_the_codec_is_linear(self, case: Case) -> None:
+        codec, size = case.codec, 3 * case.codec.block + 5
+        packets = [codec.encode(gaussian(size, seed), seed=3, counter=7) for seed in range(3)]
+        if not codec.traits.linear:
+            with pytest.raises(ValueError, match="can't be added"):
+                codec.packet_add(packets[1], packets[0])
+            return
+        expected = sum((codec.decode(packet, size) for packet in packets), torch.zeros(size))
+        for packet in packets[1:]:
+            assert codec.packet_add(packet, packets[0]) is packets[0]
+        assert torch.allclose(codec.decode(packets[0], size), expected, atol=1e-4)
+        if codec.packet_bytes(0):
+            with pytest.raises(ValueError, match="one seed"):
+                codec.packet_add(codec.encode(gaussian(size), seed=4, counter=7), packets[0])
 
     @pytest.mark.parametrize("num_elements", [0, 1, 33, 1000, 5003])
     def test_backend_equals_the_reference_bit_for_bit(

@@ -6,13 +6,38 @@ import torch
 
 from thinwire.codecs.base import Codec, Traits
 from thinwire.codecs.cast import Cast
+from thinwire.codecs.count_sketch import CountSketch
+from thinwire.codecs.gaussian_sketch import GaussianSketch
 from thinwire.codecs.hadamard import Hadamard
 from thinwire.codecs.identity import Identity
 from thinwire.codecs.integer import Integer
+from thinwire.codecs.natural import Natural
 from thinwire.codecs.random import derive_seed, paired_seed
+from thinwire.codecs.random_k import RandomK
+from thinwire.codecs.sign import Sign
+from thinwire.codecs.threshold import Threshold
+from thinwire.codecs.topk import TopK
 from thinwire.codecs.zstd import Zstd
 
-__all__ = ["Cast", "Codec", "Hadamard", "Identity", "Integer", "Traits", "Zstd", "derive_seed", "paired_seed", "warm"]
+__all__ = [
+    "Cast",
+    "Codec",
+    "CountSketch",
+    "GaussianSketch",
+    "Hadamard",
+    "Identity",
+    "Integer",
+    "Natural",
+    "RandomK",
+    "Sign",
+    "Threshold",
+    "TopK",
+    "Traits",
+    "Zstd",
+    "derive_seed",
+    "paired_seed",
+    "warm",
+]
 
 
 def warm(codecs: Iterable[Codec]) -> None:

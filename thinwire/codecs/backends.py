@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import warnings
 from collections.abc import Callable
 from types import ModuleType
@@ -35,9 +36,26 @@ def name(device: torch.device) -> str:
     return "numba" if device.type == "cpu" and cpu_kernels() else "torch"
 
 
+def numba_module(family: str, device: torch.device) -> ModuleType | None:
+    """`thinwire.codecs.kernels_<family>` where numba runs, else None."""
+    if device.type != "cpu" or cpu_kernels() is None:
+        return None
+    return importlib.import_module(f"thinwire.codecs.kernels_{family}")
+
+
+def numba_or_torch(device: torch.device) -> str:
+    """'numba' or 'torch': what runs the codecs whose plain version is not compiled for CUDA."""
+    return "numba" if device.type == "cpu" and cpu_kernels() else "torch"
+
+
 def flat_fp32(x: Tensor) -> Tensor:
     """`x` as a flat contiguous fp32 tensor, itself where it is one already."""
     return x.detach().reshape(-1).to(torch.float32).contiguous()
+
+
+def one_nan_(values: Tensor) -> Tensor:
+    """Give every NaN of `values` the same bits, in place: which of two NaN an addition keeps is up to the compiler."""
+    return values.masked_fill_(values.isnan(), torch.nan)
 
 
 def packet_buffer(out: Tensor | None, num_bytes: int, device: torch.device) -> Tensor:
@@ -80,14 +98,12 @@ def encode(
         if rotation:
             padded = torch.nn.functional.pad(x, (0, -x.numel() % rotation))
             x = _plain("hadamard", x.device.type)(padded, rotation)
-        keys, low = noise_keys(seed, counter, x.numel()) if stochastic else (None, None)
-        if keys is not None and low is not None:
-            keys, low = keys.to(x.device), low.to(x.device)
+        keys, low = noise_keys(seed, counter, x.numel(), x.device) if stochastic else (None, None)
         _plain("encode", x.device.type)(x, out, keys, low, bits, group, bf16)
         return out
     num = x.numel() + (-x.numel() % rotation if rotation else 0)
     packet = out.numpy()
-    scales, codes, rest = _sections(packet, num, bits, group, bf16)
+    scales, codes, rest = sections(packet, num, bits, group, bf16)
     rest[:] = 0
     kernels.encode(
         x.numpy(),
@@ -117,7 +133,7 @@ def decode(packet: Tensor, out: Tensor, *, add: bool, bits: int, group: int, bf1
         _plain("decode", packet.device.type)(packet, values, bits, group, bf16)
         return out.add_(values) if add else out
     num = out.numel()
-    scales, codes, _ = _sections(packet.numpy(), num, bits, group, bf16)
+    scales, codes, _ = sections(packet.numpy(), num, bits, group, bf16)
     scratch = np.empty(min(group, num) + 8, np.uint8)
     kernels.decode(scales, codes, out.detach().numpy(), bits, group, 16 if bf16 else 0, add, scratch)
     return out
@@ -141,7 +157,7 @@ def _plain(function: str, device_type: str) -> Callable[..., Any]:
     return torch.compile(plain, dynamic=True) if device_type == "cuda" else plain
 
 
-def _sections(
+def sections(
     packet: np.ndarray, num: int, bits: int, group: int, bf16: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The packet's scales (as int16 or int32), its codes and its last zeros, as views."""

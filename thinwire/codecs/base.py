@@ -16,19 +16,22 @@ class Traits:
     lossless: C(x) = x, bit for bit, for fp32 input.
     unbiased: E[C(x)] = x over the random seed.
     contraction: E|C(x) - x|^2 <= (1 - delta) |x|^2 over the random seed, for some delta > 0 and every x.
+    linear: packets of one (seed, counter) can be added with `packet_add`, and the sum decodes to the sum of what they
+    decode to, up to fp32 rounding; so a sum may travel where otherwise each of its parts must.
     """
 
     lossless: bool = False
     unbiased: bool = False
     contraction: bool = False
+    linear: bool = False
 
 
 class Codec(ABC):
     """Tensor -> packet -> tensor, for flat fp32 tensors; a packet is a flat uint8 tensor.
 
     Every codec is a frozen dataclass and a pure function of (x, seed, counter): element i of `x` draws its
-    randomness from (seed, counter + i), so a tensor cut in two and encoded piece by piece at a multiple of
-    `block` gives the same values as the whole.
+    randomness from (seed, counter + i), or from the number of its group, (counter + i) // group, so a tensor cut in
+    two and encoded piece by piece at a multiple of `block` gives the same values as the whole.
     """
 
     @property
@@ -48,7 +51,7 @@ class Codec(ABC):
 
     @abstractmethod
     def packet_bytes(self, num_elements: int) -> int:
-        """Size in bytes of the packet of `num_elements` elements, known before encoding."""
+        """Size in bytes of the packet of `num_elements` elements, known before encoding; 0 of them leave a header."""
 
     @property
     def has_variable_length(self) -> bool:
@@ -70,6 +73,10 @@ class Codec(ABC):
     def decode_add(self, packet: Tensor, out: Tensor) -> Tensor:
         """out += decode(packet), for a flat fp32 `out`; fused where a kernel exists."""
         return out.add_(self.decode(packet, out.numel()))
+
+    def packet_add(self, packet: Tensor, out: Tensor) -> Tensor:
+        """out += packet, both packets of one linear codec, seed, counter and length. Raises ValueError otherwise."""
+        raise ValueError(f"packets of {self} can't be added: decode them, or use a linear codec such as Identity")
 
     @property
     def inner(self) -> Codec:

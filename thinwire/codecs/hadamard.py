@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ class Hadamard(Codec):
     @property
     def traits(self) -> Traits:
         """The inner codec's, for an orthogonal H; lossless only up to rounding, so not claimed."""
-        return Traits(unbiased=self.inner.traits.unbiased, contraction=self.inner.traits.contraction)
+        return replace(self.inner.traits, lossless=False)
 
     @property
     def block(self) -> int:
@@ -78,6 +78,9 @@ class Hadamard(Codec):
             return self.unrotate_(self.inner.decode(packet, padded, out=out))
         values = self.unrotate_(self.inner.decode(packet, padded))[:num_elements]
         return values if out is None else out.copy_(values)
+
+    def packet_add(self, packet: Tensor, out: Tensor) -> Tensor:
+        return self.inner.packet_add(packet, out)
 
     def unrotate_(self, x: Tensor) -> Tensor:
         """x <- H x in place (H is its own inverse) for a flat contiguous fp32 x of whole rows."""

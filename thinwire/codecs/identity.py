@@ -19,7 +19,7 @@ class Identity(Codec):
 
     @property
     def traits(self) -> Traits:
-        return Traits(lossless=True, unbiased=True, contraction=True)
+        return Traits(lossless=True, unbiased=True, contraction=True, linear=True)
 
     @property
     def bits_per_element(self) -> float:
@@ -40,3 +40,7 @@ class Identity(Codec):
 
     def decode_add(self, packet: Tensor, out: Tensor) -> Tensor:
         return out.add_(packet.view(torch.float32))
+
+    def packet_add(self, packet: Tensor, out: Tensor) -> Tensor:
+        out.view(torch.float32).add_(packet.view(torch.float32))
+        return out

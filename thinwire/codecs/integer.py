@@ -7,14 +7,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.codecs import backends
-from thinwire.codecs.base import Codec, Traits
-from thinwire.codecs.layout import LANES, group_bytes, packet_sections
-from thinwire.errors import ConfigError, nearest
+from thinwire.codecs import backends, checks
+from thinwire.codecs.base import Traits
+from thinwire.codecs.grouped import Grouped
+from thinwire.codecs.layout import LANES
+
+WIDTHS = tuple(bits for bits in LANES if bits > 1)
+ROUNDINGS = ("nearest", "stochastic")
 
 
 @dataclass(frozen=True)
-class Integer(Codec):
+class Integer(Grouped):
     """code = clamp(round(x * M/s), -M, M), s = max|x| of the group, M = 2^(bits-1) - 1; decoded: code * s/M.
 
     bits: 2, 3, 4, 6 or 8. group: elements that share a scale, any number >= 1. rounding: "nearest" (ties to
@@ -30,19 +33,9 @@ class Integer(Codec):
     scale: str = "fp32"
 
     def __post_init__(self) -> None:
-        if self.bits not in LANES:
-            close = min(LANES, key=lambda bits: abs(bits - self.bits))
-            raise ConfigError(
-                f"integer bits {self.bits} is not one of {', '.join(map(str, LANES))}; nearest is {close}"
-            )
-        if self.group < 1:
-            raise ConfigError(f"integer group {self.group} must be at least 1; nearest is 1")
-        for name, value, choices in (
-            ("rounding", self.rounding, ("nearest", "stochastic")),
-            ("scale", self.scale, ("bf16", "fp32")),
-        ):
-            if value not in choices:
-                raise ConfigError(f"integer {name} {value!r} is unknown{nearest(str(value), choices)}")
+        checks.width("integer bits", self.bits, WIDTHS)
+        checks.one_of("integer rounding", self.rounding, ROUNDINGS)
+        self.check_groups("integer")
 
     def __str__(self) -> str:
         return f"int{self.bits} {self.rounding}, groups of {self.group} with {self.scale} scales"
@@ -66,19 +59,8 @@ class Integer(Codec):
         return Traits(unbiased=True, contraction=worst <= 4 * self.levels**2)
 
     @property
-    def block(self) -> int:
-        return self.group
-
-    @property
-    def bits_per_element(self) -> float:
-        return 8 * (self.scale_bytes + group_bytes(self.group, self.bits)) / self.group
-
-    @property
-    def scale_bytes(self) -> int:
-        return 4 if self.scale == "fp32" else 2
-
-    def packet_bytes(self, num_elements: int) -> int:
-        return packet_sections(num_elements, self.bits, self.group, self.scale_bytes)[2]
+    def code_bits(self) -> int:
+        return self.bits
 
     def encode(self, x: Tensor, *, seed: int = 0, counter: int = 0, out: Tensor | None = None) -> Tensor:
         return self.encode_rotated(x, rotation=0, seed=seed, counter=counter, out=out)
@@ -100,16 +82,7 @@ class Integer(Codec):
             counter=counter,
         )
 
-    def decode(self, packet: Tensor, num_elements: int, *, out: Tensor | None = None) -> Tensor:
-        if out is None:
-            out = torch.empty(num_elements, dtype=torch.float32, device=packet.device)
-        return self._decode(packet, num_elements, out, add=False)
-
-    def decode_add(self, packet: Tensor, out: Tensor) -> Tensor:
-        return self._decode(packet, out.numel(), out, add=True)
-
-    def _decode(self, packet: Tensor, num_elements: int, out: Tensor, *, add: bool) -> Tensor:
-        backends.check_buffers(packet, self.packet_bytes(num_elements), out, num_elements)
+    def _decode(self, packet: Tensor, out: Tensor, *, add: bool) -> Tensor:
         return backends.decode(packet, out, add=add, bits=self.bits, group=self.group, bf16=self.scale == "bf16")
 
     def backend(self, device: torch.device) -> str:

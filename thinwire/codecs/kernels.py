@@ -4,7 +4,8 @@ They work group by group in scratch that stays in the first-level cache. Three h
 group's maximum is an integer maximum over the floats' bits, adding 1.5 * 2^23 rounds a float to even and
 leaves the integer in its low bits, and arrays are indexed by an unsigned offset (a slice would count a
 reference, a signed index is checked for wrapping around). No fastmath: it would change roundings. numba's
-cache on disk watches this file only: after a change to a constant imported here, delete `__pycache__/*.nb*`.
+cache on disk watches a kernel's own file only: after a change to what it imports (constants here, functions
+here that another `kernels_` file uses), delete `__pycache__/*.nb*`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ MAGIC_BITS = MAGIC.view(np.int32)
 NOISE_STEP = np.float32(2.0**-24)
 A32, B32 = np.uint32(MIX32_A), np.uint32(MIX32_B)
 A64, B64, GAMMA64 = np.uint64(MIX64_A), np.uint64(MIX64_B), np.uint64(GAMMA)
-R8, R13, R16, ONE32 = np.int32(8), np.uint32(13), np.uint32(16), np.int32(1)
+R8, R9, R13, R16, ONE32 = np.int32(8), np.int32(9), np.uint32(13), np.uint32(16), np.int32(1)
+HALF_DRAWS, LAST_DRAW = np.int32(1 << 22), np.int32((1 << 23) - 1)
 R27, R30, R31, R32, R63 = np.uint64(27), np.uint64(30), np.uint64(31), np.uint64(32), np.uint64(63)
 LOW32 = np.uint64(0xFFFFFFFF)
 ZERO, ONE, THREE, FOUR = np.uint64(0), np.uint64(1), np.uint64(3), np.uint64(4)
@@ -145,6 +147,29 @@ def _round_dithered(
     if before < size:
         key = _key(seed, (high + ONE) & LOW32)
         _dither(x, start + before, size - before, factor, levels, codes, at + before, key, ZERO, step)
+
+
+@inlined
+def _draws_below(out: Array, start: U64, size: U64, key: U64, counter: U64, flip: I32) -> None:
+    k0, k1, first = np.uint32(key), np.uint32(key >> R32), np.uint32(counter)
+    for j in range(size):
+        h = np.uint32(np.uint32(first + np.uint32(j)) ^ k0)
+        h = np.uint32(np.uint32(h ^ (h >> R16)) * A32)
+        h = np.uint32(np.uint32(h ^ (h >> R13) ^ k1) * B32)
+        out[start + j] = ((np.int32(h) >> R9) + HALF_DRAWS) ^ flip
+
+
+@inlined
+def fill_draws(out: Array, size: U64, seed: U64, counter: U64) -> None:
+    """out[:size] = `random.draws`, int32."""
+    mirrored = seed >> R63
+    flip = LAST_DRAW if mirrored else np.int32(0)
+    seed = seed ^ (ZERO - mirrored)
+    high, low = counter >> R32, counter & LOW32
+    before = min(size, LOW32 + ONE - low)
+    _draws_below(out, ZERO, before, _key(seed, high), low, flip)
+    if before < size:
+        _draws_below(out, before, size - before, _key(seed, (high + ONE) & LOW32), ZERO, flip)
 
 
 @inlined

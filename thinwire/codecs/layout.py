@@ -1,4 +1,4 @@
-"""Where each bit of an integer packet lies, and so how large it is.
+"""Where each bit of a packet of groups lies (integers, signs, powers of two), and so how large it is.
 
 [scale of group 0, 1, ...] [codes of group 0] [codes of group 1] ... [zeros up to a multiple of 4 bytes]
 
@@ -10,7 +10,7 @@ group needs only the j-th code of each plane and both directions run as straight
 from __future__ import annotations
 
 # bits -> (codes per lane, bytes per lane)
-LANES = {2: (4, 1), 3: (8, 3), 4: (2, 1), 6: (4, 3), 8: (1, 1)}
+LANES = {1: (8, 1), 2: (4, 1), 3: (8, 3), 4: (2, 1), 6: (4, 3), 8: (1, 1)}
 
 
 def plane_width(num_elements: int, bits: int) -> int:

@@ -47,7 +47,7 @@ def paired_seed(seed: int, member: int) -> int:
     return shared ^ MASK64 if member % 2 else shared
 
 
-def noise_keys(seed: int, counter: int, num_elements: int) -> tuple[Tensor, Tensor]:
+def noise_keys(seed: int, counter: int, num_elements: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
     """The keys and the offset that `noise` needs for elements counter .. counter + num_elements - 1.
 
     Row r of the int64 keys [rows, 3] is the two 32-bit halves of derive_seed(seed, (counter >> 32) + r): one
@@ -60,7 +60,13 @@ def noise_keys(seed: int, counter: int, num_elements: int) -> tuple[Tensor, Tens
     high, low = (counter & MASK64) >> 32, counter & MASK32
     rows = ((low + max(num_elements, 1) - 1) >> 32) + 1
     keys = [derive_seed(seed, (high + row) & MASK32) for row in range(rows)]
-    return torch.tensor([[key & MASK32, key >> 32, sign] for key in keys], dtype=torch.int64), torch.tensor(low)
+    halves = [[key & MASK32, key >> 32, sign] for key in keys]
+    return torch.tensor(halves, dtype=torch.int64, device=device), torch.tensor(low, device=device)
+
+
+def draws(keys: Tensor, low: Tensor, num_elements: int) -> Tensor:
+    """Uniform int64 in [0, 2^23): the upper 23 bits of the hash that `noise` scales to (2 r + 1) 2^-24 - 1/2."""
+    return ((noise(keys, low, num_elements) + 0.5) * 2.0**23).to(torch.int64)
 
 
 def noise(keys: Tensor, low: Tensor, num_elements: int) -> Tensor:

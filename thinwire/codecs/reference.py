@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -96,15 +98,31 @@ def encode(x: Tensor, out: Tensor, keys: Tensor | None, low: Tensor | None, bits
 
     keys, low: what `random.noise_keys` gives, for stochastic rounding; None for nearest.
     """
+    dither = None if keys is None or low is None else noise(keys, low, x.numel())
+    encode_groups(lambda rows, dithers: quantise(rows, dithers, bits, bf16), x, dither, out, bits, group, bf16)
+
+
+def encode_groups(
+    quantise_rows: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]],
+    x: Tensor,
+    random: Tensor | None,
+    out: Tensor,
+    bits: int,
+    group: int,
+    bf16: bool,
+) -> None:
+    """The packet of `layout`: whole groups as the rows of one matrix, then the tail as another of one row.
+
+    quantise_rows: (x [rows, n], random [rows, n] or None) -> (scales fp32 [rows, 1], packed uint8 [rows, bytes]).
+    """
     num = x.numel()
-    dither = None if keys is None or low is None else noise(keys, low, num)
     end_of_scales, used, _ = packet_sections(num, bits, group, 2 if bf16 else 4)
     whole = num - num % group
     scale_parts, code_parts = [], []
     for start, stop, width in ((0, whole, group), (whole, num, num - whole)):
         if stop > start:
-            rows = None if dither is None else dither[start:stop].view(-1, width)
-            scales, packed = quantise(x[start:stop].view(-1, width), rows, bits, bf16)
+            rows = None if random is None else random[start:stop].view(-1, width)
+            scales, packed = quantise_rows(x[start:stop].view(-1, width), rows)
             scale_parts.append(scales.flatten())
             code_parts.append(packed.flatten())
     if scale_parts:
@@ -117,6 +135,18 @@ def encode(x: Tensor, out: Tensor, keys: Tensor | None, low: Tensor | None, bits
 
 def decode(packet: Tensor, out: Tensor, bits: int, group: int, bf16: bool) -> None:
     """The packet -> flat fp32 `out`."""
+    decode_groups(lambda scales, packed, num: dequantise(scales, packed, num, bits), packet, out, bits, group, bf16)
+
+
+def decode_groups(
+    dequantise_rows: Callable[[Tensor, Tensor, int], Tensor],
+    packet: Tensor,
+    out: Tensor,
+    bits: int,
+    group: int,
+    bf16: bool,
+) -> None:
+    """The inverse of `encode_groups`; dequantise_rows: (scales [rows, 1], packed [rows, bytes], n) -> [rows, n]."""
     num = out.numel()
     end_of_scales, used, _ = packet_sections(num, bits, group, 2 if bf16 else 4)
     scales = packet[:end_of_scales].view(torch.bfloat16 if bf16 else torch.float32).to(torch.float32).view(-1, 1)
@@ -124,7 +154,68 @@ def decode(packet: Tensor, out: Tensor, bits: int, group: int, bf16: bool) -> No
     whole, middle = full * group, end_of_scales + full * group_bytes(group, bits)
     if full:
         packed = packet[end_of_scales:middle].view(full, -1)
-        out[:whole] = dequantise(scales[:full], packed, group, bits).flatten()
+        out[:whole] = dequantise_rows(scales[:full], packed, group).flatten()
     if whole < num:
         packed = packet[middle:used].view(1, -1)
-        out[whole:] = dequantise(scales[full:], packed, num - whole, bits).flatten()
+        out[whole:] = dequantise_rows(scales[full:], packed, num - whole).flatten()
+
+
+def fold(x: Tensor) -> Tensor:
+    """Row sums of fp64 [rows, n], [rows, 1]: zero-padded to a power of two, then halves are added to halves.
+
+    The order is part of the definition, so that a kernel can give the same bits.
+    """
+    width = 1 << max(x.shape[1] - 1, 0).bit_length()
+    x = torch.nn.functional.pad(x, (0, width - x.shape[1]))
+    while width > 1:
+        width //= 2
+        x = x[:, :width] + x[:, width:]
+    return x
+
+
+def mean_scales(x: Tensor, squared: bool, bf16: bool) -> Tensor:
+    """Mean of |x| of each row, or the root of the mean square: fp32 [rows, 1], NaN where a row is not finite."""
+    wide = x.to(torch.float64)
+    mean = fold(wide.square() if squared else wide.abs()) / x.shape[1]
+    scales = (mean.sqrt() if squared else mean).to(torch.float32)
+    if bf16:
+        scales = scales.clamp(max=MAX_SCALE).to(torch.bfloat16).to(torch.float32)
+    return torch.where(mean.isfinite(), scales, torch.nan)
+
+
+def quantise_signs(x: Tensor, squared: bool, bf16: bool) -> tuple[Tensor, Tensor]:
+    """Rows [rows, n] -> (scales fp32 [rows, 1], packed uint8 [rows, bytes]): code 1 for x < 0; 0 in NaN rows."""
+    scales = mean_scales(x, squared, bf16)
+    return scales, pack(((x < 0) & ~scales.isnan()).to(torch.int32), 1)
+
+
+def dequantise_signs(scales: Tensor, packed: Tensor, num_elements: int) -> Tensor:
+    """(scales fp32 [rows, 1], packed uint8 [rows, bytes]) -> fp32 [rows, num_elements]: s, or -s for code 1."""
+    return torch.where(unpack(packed, num_elements, 1) != 0, -scales, scales)
+
+
+def quantise_powers(x: Tensor, random: Tensor | None, bits: int, bf16: bool) -> tuple[Tensor, Tensor]:
+    """Rows [rows, n] -> (scales fp32 [rows, 1], packed uint8 [rows, bytes]): codes -M..M of `codecs.natural`.
+
+    y = |x|/s, M = 2^(bits-1) - 1. The float y = 2^e (1 + f) goes up to 2^(e+1) with probability f, which is a carry out
+    of its 23 fraction bits when r, uniform in [0, 2^23), is added to them. Below the least level l = 2^(1-M), y goes up
+    to l with probability y/l, the same carry for the fixed-point fraction y/l. Nearest is r = 2^22: the middle goes up.
+    """
+    levels = (1 << bits - 1) - 1
+    scales = scales_of(x, bf16)
+    valid = scales > 0
+    y = torch.where(valid, x.abs(), 0.0) * (1.0 / torch.where(valid, scales, 1.0))
+    r = 1 << 22 if random is None else random.to(torch.int32)
+    below = (y.clamp(max=2.0 ** (1 - levels)) * 2.0 ** (levels - 1) * 2.0**23).to(torch.int32)
+    fields = y.view(torch.int32)
+    codes = torch.where(fields >> 23 >= 128 - levels, (fields + r >> 23) - (127 - levels), below + r >> 23)
+    codes = torch.where(valid, codes.clamp(max=levels), 0)
+    return scales, pack(torch.where(x < 0, -codes, codes), bits)
+
+
+def dequantise_powers(scales: Tensor, packed: Tensor, num_elements: int, bits: int) -> Tensor:
+    """(scales fp32 [rows, 1], packed uint8 [rows, bytes]) -> fp32 [rows, num_elements]: +-2^(|code| - M) s, or 0."""
+    codes = unpack(packed, num_elements, bits)
+    size = codes.abs()
+    powers = ((size + (128 - (1 << bits - 1))) << 23).view(torch.float32)
+    return torch.where(size > 0, powers, 0.0) * codes.sign() * scales

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -44,7 +44,7 @@ class Zstd(Codec):
 
     @property
     def traits(self) -> Traits:
-        return self.coded.traits
+        return replace(self.coded.traits, linear=False)
 
     @property
     def block(self) -> int:

@@ -1,0 +1,110 @@
+"""Powers of two below each group's maximum: floats without a mantissa, from ternary to E3M0 to 7-bit exponents."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from thinwire.codecs import backends, checks, reference
+from thinwire.codecs.base import Traits
+from thinwire.codecs.grouped import Grouped
+from thinwire.codecs.integer import ROUNDINGS, WIDTHS
+from thinwire.codecs.random import MASK64, draws, noise_keys
+
+
+@dataclass(frozen=True)
+class Natural(Grouped):
+    """decoded = 0 or +-2^(|code| - M) s, |code| = 1..M, s = max|x| of the group, M = 2^(bits-1) - 1.
+
+    bits: 2 is ternary (0, +-s), 4 is the E3M0 float (0, +-s .. +-s/64), 8 reaches down to 2^-126 s. rounding: between
+    two neighbours a < |x| < b, "stochastic" goes up with probability (|x| - a)/(b - a), "nearest" from the middle up;
+    0 is the neighbour below the least power. group, scale ("fp32", or "bf16" rounded up), tiny groups and NaN: as
+    Integer. Raises ConfigError for other values.
+
+    Source: natural compression and dithering, Horvath, Ho, Horvath, Sahu, Canini and Richtarik (MSML 2022), here with
+    a scale for each group; ternary: TernGrad (NeurIPS 2017); E3M0: Streaming DiLoCo (2025).
+    """
+
+    bits: int = 4
+    group: int = 128
+    rounding: str = "stochastic"
+    scale: str = "fp32"
+
+    def __post_init__(self) -> None:
+        checks.width("natural bits", self.bits, WIDTHS)
+        checks.one_of("natural rounding", self.rounding, ROUNDINGS)
+        self.check_groups("natural")
+
+    def __str__(self) -> str:
+        return f"powers of two in {self.bits} bits, {self.rounding}, groups of {self.group} with {self.scale} scales"
+
+    @property
+    def traits(self) -> Traits:
+        """Nearest is a contraction: no element's error exceeds the element, and the largest one's is near 0.
+
+        Stochastic rounding errs by (|x| - a)(b - |x|) in the mean: at most x^2/8 between powers of two, |x|(l - |x|)
+        below the least one, l = 2^(1-M) s. The worst x has |x| = l/4 in all but one element, where the error exceeds
+        |x|^2 by (group - 1) l^2/8 - s^2: a contraction in expectation where group <= 8 * 4^(M-1) (a bf16 scale makes
+        l up to 2^-7 larger, and rounds the maximum itself).
+        """
+        if self.rounding == "nearest":
+            return Traits(contraction=True)
+        worst = self.group if self.scale == "fp32" else self.group * 1.03
+        return Traits(unbiased=True, contraction=worst <= 8 * 4.0 ** ((1 << self.bits - 1) - 2))
+
+    @property
+    def code_bits(self) -> int:
+        return self.bits
+
+    def encode(self, x: Tensor, *, seed: int = 0, counter: int = 0, out: Tensor | None = None) -> Tensor:
+        flat = backends.flat_fp32(x)
+        num, bf16, stochastic = flat.numel(), self.scale == "bf16", self.rounding == "stochastic"
+        out = backends.packet_buffer(out, self.packet_bytes(num), flat.device)
+        kernels = backends.numba_module("grouped", flat.device)
+        if kernels is None:
+
+            def quantise(rows: Tensor, random: Tensor | None) -> tuple[Tensor, Tensor]:
+                return reference.quantise_powers(rows, random, self.bits, bf16)
+
+            random = draws(*noise_keys(seed, counter, num, flat.device), num) if stochastic else None
+            reference.encode_groups(quantise, flat, random, out, self.bits, self.group, bf16)
+            return out
+        scales, codes, rest = backends.sections(out.numpy(), num, self.bits, self.group, bf16)
+        rest[:] = 0
+        kernels.encode_powers(
+            flat.numpy(),
+            scales,
+            codes,
+            self.bits,
+            self.group,
+            16 if bf16 else 0,
+            stochastic,
+            np.uint64(seed & MASK64),
+            np.uint64(counter & MASK64),
+            np.empty(min(self.group, num), np.int32),
+            np.empty(min(self.group, num) + 8, np.uint8),
+        )
+        return out
+
+    def _decode(self, packet: Tensor, out: Tensor, *, add: bool) -> Tensor:
+        bf16 = self.scale == "bf16"
+        kernels = backends.numba_module("grouped", packet.device)
+        if kernels is None:
+
+            def dequantise(scales: Tensor, packed: Tensor, num_elements: int) -> Tensor:
+                return reference.dequantise_powers(scales, packed, num_elements, self.bits)
+
+            values = torch.empty_like(out) if add else out
+            reference.decode_groups(dequantise, packet, values, self.bits, self.group, bf16)
+            return out.add_(values) if add else out
+        scales, codes, _ = backends.sections(packet.numpy(), out.numel(), self.bits, self.group, bf16)
+        scratch = np.empty(min(self.group, out.numel()) + 8, np.uint8)
+        shift = 16 if bf16 else 0
+        kernels.decode_powers(scales, codes, out.detach().numpy(), self.bits, self.group, shift, add, scratch)
+        return out
+
+    def backend(self, device: torch.device) -> str:
+        return backends.numba_or_torch(device)

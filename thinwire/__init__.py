@@ -1,6 +1,20 @@
 """Train large language models on machines joined by slow links."""
 
-from thinwire.codecs import Cast, Codec, Hadamard, Identity, Integer, Zstd
+from thinwire.codecs import (
+    Cast,
+    Codec,
+    CountSketch,
+    GaussianSketch,
+    Hadamard,
+    Identity,
+    Integer,
+    Natural,
+    RandomK,
+    Sign,
+    Threshold,
+    TopK,
+    Zstd,
+)
 from thinwire.collectives import Communicator, Topology
 from thinwire.data_parallel import (
     DDP,
@@ -28,15 +42,22 @@ __all__ = [
     "Codec",
     "Communicator",
     "ConfigError",
+    "CountSketch",
+    "GaussianSketch",
     "Hadamard",
     "Identity",
     "Integer",
     "MismatchError",
+    "Natural",
     "PeerLostError",
     "PowerSGD",
+    "RandomK",
     "SDP4Bit",
+    "Sign",
     "Strategy",
     "ThinwireError",
+    "Threshold",
+    "TopK",
     "Topology",
     "TrainingStrategy",
     "Zero",

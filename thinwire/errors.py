@@ -29,5 +29,7 @@ class MismatchError(ThinwireError, RuntimeError):
 def nearest(name: str, choices: Iterable[str]) -> str:
     """The tail of an error message: `; did you mean 'x'?` or the list of valid names."""
     known = sorted(choices)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    # What was cut short is meant more often than what is spelt alike: sdp4 is sdp4bit, not fsdp.
+    begun = sorted((choice for choice in known if name and choice.startswith(name)), key=len)
+    close = begun or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else f"; choose one of {', '.join(known)}"

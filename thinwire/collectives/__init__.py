@@ -1,4 +1,4 @@
-"""First floor: moves packets between ranks, in order, on one communication thread, and counts them."""
+"""First floor: moves packets between ranks, on one communication thread that posts them in order, and counts them."""
 
 from thinwire.collectives.communicator import Communicator, communication_thread
 from thinwire.collectives.exchange import Wire

@@ -193,14 +193,12 @@ def _hop_intra(
                 codec.encode(slices[y, i], seed=seed, counter=counters[y][i], out=sends[i, y])
         if peer != link.rank:
             round_.send(peer, sends[i].view(-1))
+    yield from round_.finish()
     for i in range(local_size):
-        if i != link.local_rank:
-            yield from round_.receive(grid.rank(link.node, i))
         packets = sends[i] if i == link.local_rank else receives[i]
         with link.timed("decode_s", operation):
             for y in range(num_nodes):
                 _accumulate(codec.inner, packets[y], total[y], first=i == 0)
-    yield from round_.finish()
     return total
 
 
@@ -222,12 +220,10 @@ def _hop_inter(
             codec.encode(partial[y], seed=seed, counter=counters[y], out=sends[y])
         if peer != link.rank:
             round_.send(peer, sends[y])
+    yield from round_.finish()
     for y in range(num_nodes):
-        if y != link.node:
-            yield from round_.receive(grid.rank(y, link.local_rank))
         with link.timed("decode_s", operation):
             _accumulate(codec.inner, sends[y] if y == link.node else receives[y], total, first=y == 0)
-    yield from round_.finish()
     return total
 
 

@@ -6,7 +6,7 @@ import os
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_all
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from thinwire.codecs import Codec
 from thinwire.collectives import algorithms
 from thinwire.collectives.algorithms import Link
-from thinwire.collectives.exchange import Pending, Rounds, Wire
+from thinwire.collectives.exchange import Arrival, Rounds, Wire
 from thinwire.collectives.meter import Meter
 from thinwire.collectives.topology import Topology, node_label
 from thinwire.errors import ConfigError
@@ -29,8 +29,8 @@ from thinwire.errors import ConfigError
 T = TypeVar("T")
 LABEL_BYTES = 64
 DEFAULT_TIMEOUT_S = 600.0
-# Jobs under way at once: one on the wire, one that packs or unpacks.
-NUM_SLOTS = 2
+# Jobs under way at once, on the wire or packing. Two keep a link busy; more help where messages take long to arrive.
+NUM_SLOTS = 4
 
 
 @dataclass(eq=False)
@@ -53,7 +53,7 @@ class CommunicationThread:
 
     def __init__(self) -> None:
         self._inbox: queue.SimpleQueue[tuple[Job, Exception | None]] = queue.SimpleQueue()
-        self._awaited: queue.SimpleQueue[tuple[Job, Pending]] = queue.SimpleQueue()
+        self._awaited: queue.SimpleQueue[tuple[Job, Sequence[Arrival]]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="thinwire-communication", daemon=True).start()
         threading.Thread(target=self._watch, name="thinwire-arrivals", daemon=True).start()
 
@@ -83,29 +83,30 @@ class CommunicationThread:
             del job, error
 
     def _ends(self, job: Job, error: Exception | None) -> bool:
-        """Take the job to its next message; whether it has ended instead."""
+        """Take the job to where it waits next; whether it has ended instead."""
         assert job.rounds is not None
         try:
-            pending = next(job.rounds) if error is None else job.rounds.throw(error)
+            awaited = next(job.rounds) if error is None else job.rounds.throw(error)
         except StopIteration as end:
             job.future.set_result(end.value)
         except BaseException as failure:
             job.future.set_exception(failure)
         else:
-            self._awaited.put((job, pending))
+            self._awaited.put((job, awaited))
             return False
         return True
 
     def _watch(self) -> None:
         while True:
-            job, pending = self._awaited.get()
+            job, awaited = self._awaited.get()
             error = None
             try:
-                pending.wait()
+                for arrival in awaited:
+                    arrival.wait()
             except Exception as failure:
                 error = failure
             self._inbox.put((job, error))
-            del job, pending, error
+            del job, awaited, error
 
 
 _thread: CommunicationThread | None = None

@@ -6,10 +6,10 @@ import json
 import struct
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -95,8 +95,17 @@ class Pending:
                 raise own.wire.lost(own.operation, own.number, self.peer, error) from None
 
 
-# A job that is under way: it gives up the thread at every message that it needs, and ends with its result.
-Rounds = Generator[Pending, None, T]
+class Arrival(Protocol):
+    """Something on its way that a job needs before it can go on."""
+
+    def wait(self) -> None:
+        """Block until it is there; raises what keeps it from coming."""
+        ...
+
+
+# A job that is under way: it gives up the thread until all that it needs has arrived, and ends with its result. Once a
+# round, not once a message: on busy cores it takes milliseconds until the thread runs again.
+Rounds = Generator[Sequence[Arrival], None, T]
 
 
 class Exchange:
@@ -116,47 +125,40 @@ class Exchange:
         self.label = f"{operation} {number}"
         self._tag = (number * MAX_ROUNDS + round_) % (1 << 30)
         self._buffers = dict(receives)
-        self._sends: list[tuple[int, dist.Work, Tensor]] = []
+        self._sends: list[Pending] = []
+        self._sent_headers: list[Pending] = []
         self._length = length
         self._sent_bytes = 0
-        self._outstanding = list(receives)
         # A checked message is asked for when its header has been read.
-        self._posted = {} if wire.checked else {peer: self._irecv(peer, self._buffers[peer]) for peer in receives}
+        self._receives = [] if wire.checked else self._post(self._buffers)
 
     def send(self, peer: int, message: Tensor) -> None:
         """Start sending a uint8 tensor, cut to its length; it must stay unchanged until the round has finished."""
         if self.wire.checked:
-            self._isend(peer, self._header(message.numel()))
+            self._sent_headers.append(self._isend(peer, self._header(message.numel())))
         num_bytes = self._length(message)
-        self._isend(peer, message[:num_bytes])
+        self._sends.append(self._isend(peer, message[:num_bytes]))
         self._sent_bytes += num_bytes
 
-    def receive(self, peer: int) -> Rounds[Tensor]:
-        """Wait for the peer's message; its buffer."""
-        buffer = self._buffers[peer]
-        self._outstanding.remove(peer)
-        if self.wire.checked:
-            yield from self._check_header(peer, buffer.numel())
-            self._posted[peer] = self._irecv(peer, buffer)
-        yield Pending(self, peer, self._posted.pop(peer), "wait_s")
-        return buffer
-
     def finish(self) -> Rounds[None]:
-        """Receive what has not been received yet, wait for the sends, and count the bytes."""
-        for peer in list(self._outstanding):
-            yield from self.receive(peer)
-        for peer, work, _ in self._sends:
-            yield Pending(self, peer, work, "send_s")
+        """Wait for all messages, sent and received, and count their bytes."""
+        if self.wire.checked:
+            yield from self._check_headers()
+            self._receives = self._post(self._buffers)
+        yield [*self._receives, *self._sends]
         received = sum(map(self._length, self._buffers.values()))
         self.wire.meter.count(self.operation, self.level, self._sent_bytes, received)
 
-    def _isend(self, peer: int, message: Tensor) -> None:
+    def _post(self, buffers: Mapping[int, Tensor]) -> list[Pending]:
+        return [Pending(self, peer, self._irecv(peer, buffer), "wait_s") for peer, buffer in buffers.items()]
+
+    def _isend(self, peer: int, message: Tensor) -> Pending:
         try:
             work = dist.isend(message, group=self.wire.group, tag=self._tag, group_dst=peer)
         except RuntimeError as error:
             raise self.wire.lost(self.operation, self.number, peer, error) from None
         assert work is not None
-        self._sends.append((peer, work, message))
+        return Pending(self, peer, work, "send_s")
 
     def _irecv(self, peer: int, buffer: Tensor) -> dist.Work:
         try:
@@ -170,17 +172,18 @@ class Exchange:
         name = f"{self.operation}/{self.level}".encode()[:48]
         return torch.frombuffer(bytearray(HEADER.pack(self.number, num_bytes, name)), dtype=torch.uint8)
 
-    def _check_header(self, peer: int, num_bytes: int) -> Rounds[None]:
-        mine = self._header(num_bytes)
-        theirs = torch.empty_like(mine)
-        yield Pending(self, peer, self._irecv(peer, theirs), "wait_s")
-        if torch.equal(mine, theirs):
-            return
-        wire = self.wire
-        raise MismatchError(
-            f"ranks disagree: rank {wire.global_ranks[wire.rank]} expects {_describe(mine)}, "
-            f"rank {wire.global_ranks[peer]} sends {_describe(theirs)}"
-        )
+    def _check_headers(self) -> Rounds[None]:
+        """Raise MismatchError unless every peer is about to send what this rank expects of it."""
+        theirs = {peer: torch.empty(HEADER.size, dtype=torch.uint8) for peer in self._buffers}
+        # The own ones too: a rank that stops here must not take its half of the story along.
+        yield [*self._post(theirs), *self._sent_headers]
+        for peer, header in theirs.items():
+            mine, wire = self._header(self._buffers[peer].numel()), self.wire
+            if not torch.equal(mine, header):
+                raise MismatchError(
+                    f"ranks disagree: rank {wire.global_ranks[wire.rank]} expects {_describe(mine)}, "
+                    f"rank {wire.global_ranks[peer]} sends {_describe(header)}"
+                )
 
 
 def _describe(header: Tensor) -> str:

@@ -1,9 +1,12 @@
 """Races strategies against each other in one emulated slow network: same seeds, same tokens, in turns.
 
-from thinwire.compare import RaceConfig, race
+From Python:
 
-result = race(RaceConfig(strategies="zero,sdp4bit", lab="nodes=4,rate=100mbit"), TrainConfig(steps=60))
-print(result.row("sdp4bit").mean.step_s, result.row("sdp4bit").ratio["step_s"])
+    from thinwire.compare import RaceConfig, race
+    from thinwire.training.config import TrainConfig
+
+    result = race(RaceConfig(strategies="zero,sdp4bit", lab="nodes=4,rate=100mbit"), TrainConfig(steps=60))
+    print(result.row("sdp4bit").mean.step_s, result.row("sdp4bit").ratio["step_s"])
 """
 
 from thinwire.compare.measure import Figures, Result, Row, SeedResult

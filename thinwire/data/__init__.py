@@ -1,3 +1,5 @@
+"""Token sources: text becomes a file of tokens once, and batches with a position that can be saved."""
+
 from thinwire.data.cache import TokenFile, prepare
 from thinwire.data.loader import BatchLoader, heldout_batches
 from thinwire.data.sources import documents

@@ -1,4 +1,8 @@
-"""Second floor: strategies, each a choice of codecs, state and collectives."""
+"""Second floor: strategies, each a choice of codecs, state and collectives.
+
+Those of our own sharded optimizer lie in `zero`, those of torch's wrappers in `ddp` and `fsdp`. `interface` says what a
+strategy must offer, `strategies` lists those that `--strategy` knows.
+"""
 
 from thinwire.data_parallel.ddp import DDP, PowerSGD
 from thinwire.data_parallel.fsdp import FSDP

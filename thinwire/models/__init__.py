@@ -1,3 +1,5 @@
+"""A small Llama-shaped reference model, models from a Hugging Face folder, and a sampler."""
+
 from thinwire.models.build import build_model
 from thinwire.models.generation import generate
 from thinwire.models.hf import HFCausalLM

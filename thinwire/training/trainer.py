@@ -246,7 +246,7 @@ def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimi
     groups = [group for group in (matrices, vectors) if group["params"]]
     if config.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=0.9)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95))
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
 
 
 def untrained_state(model: nn.Module) -> dict[str, Any]:

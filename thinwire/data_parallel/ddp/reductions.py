@@ -92,7 +92,7 @@ class Mean:
     """g = (1/P) sum_r g_r, in fp32."""
 
     def run(self, link: Link, bucket: Bucket) -> Generator[Any, None, int]:
-        yield AllReduce.start(link, bucket.flat.div_(link.topology.world_size))
+        yield [AllReduce.start(link, bucket.flat.div_(link.topology.world_size))]
         return bucket.flat.nbytes
 
     def num_bytes(self, shapes: Sequence[torch.Size]) -> int:
@@ -117,7 +117,7 @@ class CastMean(Mean):
     def run(self, link: Link, bucket: Bucket) -> Generator[Any, None, int]:
         with link.timed("encode_s", OPERATION):
             half = bucket.flat.div_(link.topology.world_size).to(torch.bfloat16)
-        yield AllReduce.start(link, half)
+        yield [AllReduce.start(link, half)]
         with link.timed("decode_s", OPERATION):
             bucket.flat.copy_(half)
         return half.nbytes

@@ -13,9 +13,9 @@ from thinwire.collectives import Communicator
 from thinwire.collectives.algorithms import Link
 from thinwire.data_parallel.strategies import Strategy, WireFormat
 
-# Padding at a bucket's end is below world_size * block elements: with this many units to a bucket, under 1 percent.
-MIN_UNITS_PER_BUCKET = 128
-DEFAULT_BUCKET_NUMEL = 1 << 20
+# Padding at a bucket's end is half of world_size * block elements on average: below 1 percent with this many.
+MIN_UNITS_PER_BUCKET = 64
+DEFAULT_BUCKET_NUMEL = 1 << 19
 
 
 @dataclass(eq=False)

@@ -26,7 +26,7 @@ from syscalls import CLONE_NEWNET, CLONE_NEWUSER, setns, unshare
 LIFTED_BYTES_PER_S = 4_000_000_000
 TBF_HANDLE, NETEM_HANDLE = 0x10000, 0x20000
 # The bucket holds what the link carries in this time, so that a timer that comes late costs no rate.
-BURST_S, MIN_BURST_FRAMES = 0.004, 2
+BURST_S, MIN_BURST_FRAMES = 0.02, 2
 # The queue in front of a link, in time and in frames: senders that share a link must not starve each other.
 QUEUE_S, MIN_QUEUE_FRAMES = 0.05, 32
 ETHERNET_HEADER_BYTES = 14

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.codecs import Codec
-from thinwire.collectives import Meter
+from thinwire.collectives import Communicator, Meter
 
 
 class ParallelOptimizer(Protocol):
@@ -20,6 +20,11 @@ class ParallelOptimizer(Protocol):
     """
 
     skipped_steps: int
+
+    @property
+    def comm(self) -> Communicator:
+        """The group of all ranks."""
+        ...
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

@@ -19,6 +19,7 @@ from thinwire.data import prepare as prepare_tokens
 from thinwire.errors import ConfigError, ThinwireError
 from thinwire.models import build_model, generate
 from thinwire.training import checkpoint
+from thinwire.training.advice import advise
 from thinwire.training.agreement import agree
 from thinwire.training.config import TrainConfig, derive
 from thinwire.training.effects import Row
@@ -71,6 +72,12 @@ class Trainer:
             self.model, optimizer, local_size=config.local_size, seed=config.seed, timeout_s=config.timeout,
             checked=config.checked, overlap=True,
         )  # fmt: skip
+        advice = advise(
+            self.optimizer, config.strategy, self.num_parameters, self.batch.tokens_per_step // place.world_size,
+            torch.bfloat16 if self.dtype == "bf16" else torch.float32,
+        )  # fmt: skip
+        # On every rank: they measure together.
+        link_rows = list(advice)
         self.loader = BatchLoader(
             train_tokens, seq_len=config.seq_len, micro_batch=self.batch.micro_batch,
             accumulation=self.batch.accumulation, rank=place.rank, world_size=place.world_size, seed=config.seed,
@@ -85,7 +92,7 @@ class Trainer:
             self.reporter = Reporter(
                 config, first_step=self.step, world_size=place.world_size,
                 uncompressed_bytes=self.optimizer.uncompressed_bytes_per_step,
-                rows=[data_row, *rows, *self.optimizer.describe()],
+                rows=[data_row, *rows, *self.optimizer.describe(), *link_rows],
             )  # fmt: skip
 
     def run(self) -> None:

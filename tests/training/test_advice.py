@@ -1,0 +1,39 @@
+"""The start-up table says how fast the link is, and whether compression pays on it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import thinwire
+from tests.workers import run_workers
+from thinwire.training import advice
+from thinwire.training.effects import Row
+
+
+def advise_on(rank: int, world_size: int, local_size: int, strategy: str, bit_per_s: float) -> list[Row]:
+    model = torch.nn.Linear(256, 256)
+    _, optimizer = thinwire.strategy_named(strategy).apply(
+        model, torch.optim.AdamW(model.parameters()), local_size=local_size, seed=0, timeout_s=30.0, checked=False,
+        overlap=False,
+    )  # fmt: skip
+    if bit_per_s:
+        advice.link_rate = lambda comm: bit_per_s
+    return list(advice.advise(optimizer, strategy, 256 * 257, 1024, torch.float32))
+
+
+@pytest.mark.parametrize(("bit_per_s", "says"), [(1e3, "pays on this link"), (1e15, "take --strategy zero-bf16")])
+def test_compression_is_advised_on_slow_links_alone(bit_per_s: float, says: str) -> None:
+    for rows in run_workers(advise_on, 2, 1, "sdp4bit", bit_per_s):
+        assert says in rows[1][1]
+
+
+def test_the_link_is_measured_and_the_ranks_agree() -> None:
+    first, second = run_workers(advise_on, 2, 1, "sdp4bit", 0.0)
+    assert first[:1] == second[:1]
+    assert float(first[0][1].split()[0]) > 1.0
+
+
+def test_nothing_is_said_without_compression_or_without_a_link() -> None:
+    assert [len(rows) for rows in run_workers(advise_on, 2, 1, "zero", 1e3)] == [1, 1]
+    assert run_workers(advise_on, 2, 2, "sdp4bit", 0.0) == [[], []]

@@ -1,0 +1,73 @@
+"""Is the link slow enough for compression to pay? Measured and estimated at the start, said in the start-up table."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import torch
+
+from thinwire.collectives import Communicator
+from thinwire.data_parallel import ParallelOptimizer
+from thinwire.report.units import bytes_text, seconds_text
+from thinwire.training.effects import Row
+
+# Long enough that the buffers of the link, which swallow the first part at once, do not decide.
+PROBE_S, MAX_PROBE_BYTES = 0.15, 1 << 25
+ALTERNATIVE = "zero-bf16"
+# What a transformer's step reaches of a matrix product's speed: 0.5 to 0.6, the demo model on a CPU.
+EFFICIENCY = 0.5
+
+
+def link_rate(comm: Communicator) -> float:
+    """Bit/s that one rank can send to all other nodes while every rank does; the slowest rank's. A collective."""
+    peers, num_bytes = comm.topology.num_nodes - 1, 1 << 16
+    while True:
+        message = torch.zeros(num_bytes // peers, dtype=torch.uint8)
+        comm.barrier()
+        start = time.perf_counter()
+        comm.wait(comm.all_gather_exact(message))
+        # Every rank goes on for as long as the slowest one needs.
+        took_s = comm.wait(comm.all_gather_exact(torch.tensor([time.perf_counter() - start], dtype=torch.float64)))
+        if float(took_s.max()) > PROBE_S or num_bytes >= MAX_PROBE_BYTES:
+            return 8 * message.numel() * peers / float(took_s.max())
+        num_bytes *= 4
+
+
+def flops_per_s(dtype: torch.dtype, size: int = 768, repeats: int = 5) -> float:
+    """Floating-point operations a second of a matrix product in `dtype`, on this process's threads; the median."""
+    a, b = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        torch.mm(a, b)
+        seconds.append(time.perf_counter() - start)
+    return 2 * size**3 / sorted(seconds)[repeats // 2]
+
+
+def advise(
+    optimizer: ParallelOptimizer, strategy: str, num_parameters: int, tokens_per_rank: int, dtype: torch.dtype
+) -> Iterator[Row]:
+    """Rows on the link and on whether 16 bits would do; a collective over all ranks.
+
+    16 bits both ways take link_s = 8 * 4 N (Y-1)/Y / rate on the link of one of Y nodes; computing takes about
+    compute_s = 6 N tokens / (EFFICIENCY * FLOP/s). Where link_s <= compute_s the one hides the other, and compression
+    has nothing to gain.
+    """
+    grid = optimizer.comm.topology
+    if grid.num_nodes == 1:
+        return
+    rate = link_rate(optimizer.comm)
+    yield "link between nodes", f"{rate / 1e6:.3g} Mbit/s", "each rank's share, measured while all ranks send"
+    half_bytes = 4 * num_parameters * (grid.num_nodes - 1) / grid.num_nodes / grid.local_size
+    if optimizer.bytes_per_step > 0.9 * half_bytes:
+        return
+    link_s, compute_s = 8 * half_bytes / rate, 6 * num_parameters * tokens_per_rank / (EFFICIENCY * flops_per_s(dtype))
+    compute_s = optimizer.all_mean(compute_s)
+    pays = link_s > compute_s
+    yield (
+        f"compression by {strategy}",
+        "pays on this link" if pays else f"gains nothing here: take --strategy {ALTERNATIVE}",
+        f"16 bits are {bytes_text(half_bytes)} a step, {seconds_text(link_s)} on the link; "
+        f"computing takes about {seconds_text(compute_s)} to hide them in",
+    )

@@ -167,15 +167,19 @@ class FakeNetwork:
 
 
 @pytest.mark.parametrize(
-    ("timed_steps", "expected"),
+    ("timed_steps", "settled_after", "expected"),
     [
-        (None, Leg(1, False, 5, 12, 7, 12, 6, [6000, 18000], [0, 0])),
-        (3, Leg(1, False, 5, 12, 7, 9, 3, [3000, 9000], [0, 0])),
+        (None, 0, Leg(1, False, 5, 12, 7, 12, 6, [6000, 18000], [0, 0])),
+        (3, 0, Leg(1, False, 5, 12, 7, 9, 3, [3000, 9000], [0, 0])),
+        (1, 8, Leg(1, False, 5, 12, 9, 9, 1, [1000, 3000], [0, 0])),
+        (None, 20, Leg(1, False, 5, 12)),
     ],
 )
-def test_warm_up_is_not_counted_and_rates_are_lifted(tmp_path: Path, timed_steps: int | None, expected: Leg) -> None:
+def test_warm_up_is_not_counted_and_rates_are_lifted(
+    tmp_path: Path, timed_steps: int | None, settled_after: int, expected: Leg
+) -> None:
     path, network = tmp_path / "metrics.jsonl", FakeNetwork()
-    watch: LegWatch = LegWatch(network, MetricsTail(path), 1, timed_steps)  # type: ignore[arg-type]
+    watch: LegWatch = LegWatch(network, MetricsTail(path), 1, timed_steps, settled_after)  # type: ignore[arg-type]
     for step in range(5, 13):
         with path.open("a") as file:
             file.write(line(step))

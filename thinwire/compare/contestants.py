@@ -53,6 +53,10 @@ class Contestant:
         options = {**base.tables.get(table, {}), **self.options}
         return replace(base, strategy=self.strategy, tables={**base.tables, table: options})
 
+    def settled_after(self, base: TrainConfig) -> int:
+        """Steps at the start of a run that are not yet the strategy's own; 0 for an outside program."""
+        return 0 if self.command else build_strategy(self.config(base)).settled_after
+
     def words(self, values: Mapping[str, str]) -> list[str]:
         """The command with its placeholders filled in; a word that is then empty is left out."""
         words = [_filled(word, values) for word in shlex.split(self.command)]

@@ -30,7 +30,10 @@ LONGEST_REASON = 300
 
 @dataclass(frozen=True)
 class Start:
-    """A command to run on every rank. stop: the step after which it ends by itself; last_step: the one before it."""
+    """A command to run on every rank. stop: the step after which it ends by itself; last_step: the one before it.
+
+    settled_after: steps of the run that are not to be timed.
+    """
 
     command: Sequence[str]
     env: Mapping[str, str]
@@ -41,6 +44,7 @@ class Start:
     stop: int
     timed_steps: int | None
     timeout_s: float
+    settled_after: int = 0
 
 
 class StopWish(AbstractContextManager["StopWish"]):
@@ -98,7 +102,7 @@ def run_leg(
     The links have their rates when this returns, and nothing that was started is left.
     """
     network.shape(True)
-    watch = LegWatch(network, MetricsTail(begin.metrics), begin.turn, begin.timed_steps)
+    watch = LegWatch(network, MetricsTail(begin.metrics), begin.turn, begin.timed_steps, begin.settled_after)
     with begin.output.open("a") as file:
         output = Output(file)
         file.write(f"round {begin.turn}: {' '.join(begin.command)}\n")

@@ -106,6 +106,7 @@ class Runner:
         files = Files.of(self.plan.out, contestant.name, seed)
         command = contestant_command(self.plan, contestant, seed, stop)
         begin = self._start(command, files, turn, stop, last_step=0 if contestant.is_whole else entry.last_step)
+        begin = replace(begin, settled_after=contestant.settled_after(self.plan.train))
         self.board.leg(contestant.name, seed, turn, self.plan.train.steps)
         if contestant.is_whole:
             entry.legs.clear()

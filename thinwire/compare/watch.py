@@ -50,13 +50,17 @@ def _row(line: bytes) -> dict[str, Any]:
 class LegWatch:
     """Turns the steps of one start into a Leg: which were timed, and what the links carried meanwhile.
 
-    timed_steps: lift the links' rates after so many steps behind the warm-up; None: never.
+    timed_steps: lift the links' rates after so many steps behind the warm-up; None: never. settled_after: the warm-up
+    lasts at least until this step of the run.
     """
 
-    def __init__(self, network: Network, tail: MetricsTail, turn: int, timed_steps: int | None) -> None:
+    def __init__(
+        self, network: Network, tail: MetricsTail, turn: int, timed_steps: int | None, settled_after: int = 0
+    ) -> None:
         self.leg = Leg(turn)
         self.last_row: dict[str, Any] = {}
         self._network, self._tail, self._timed_steps = network, tail, timed_steps
+        self._settled_after = settled_after
         self._from: tuple[int, list[Counters]] | None = None
         self._is_timing = True
 
@@ -73,7 +77,7 @@ class LegWatch:
 
     @property
     def _last_warm(self) -> int:
-        return self.leg.first_step + WARM_UP_STEPS - 1
+        return max(self.leg.first_step + WARM_UP_STEPS - 1, self._settled_after)
 
     def _count(self) -> None:
         """Read the links' counters at the end of a step, and lift the rates after the last one to be timed."""

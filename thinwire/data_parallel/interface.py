@@ -122,6 +122,11 @@ class TrainingStrategy(Protocol):
         """Whose kernels are compiled before the workers start."""
         ...
 
+    @property
+    def settled_after(self) -> int:
+        """Steps at the start of a run that are another method's, and say nothing of this one's speed."""
+        ...
+
     def apply(
         self,
         model: nn.Module,

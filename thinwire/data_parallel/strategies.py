@@ -83,6 +83,8 @@ class Strategy(Protocol):
 class OnZero:
     """What makes a choice of codecs a TrainingStrategy: it is applied by `thinwire.zero`."""
 
+    settled_after: ClassVar[int] = 0
+
     @property
     def codecs(self: Strategy) -> tuple[Codec, ...]:
         """Whose kernels are compiled before the workers start."""

@@ -32,6 +32,11 @@ class OnDDP:
         """None: nothing of thinwire's is compiled."""
         return ()
 
+    @property
+    def settled_after(self) -> int:
+        """Steps at the start that are reduced in another way."""
+        return 0
+
     def reduction(self, world_size: int, seed: int) -> Reduction:
         """How one bucket is averaged, with its state."""
         raise NotImplementedError
@@ -109,6 +114,10 @@ class PowerSGD(OnDDP):
     @property
     def name(self) -> str:
         return "powersgd"
+
+    @property
+    def settled_after(self) -> int:
+        return self.start_step
 
     def reduction(self, world_size: int, seed: int) -> Reduction:
         return PowerSGDMean(self.rank, self.start_step, self.min_compression, seed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -24,6 +25,8 @@ class FSDP:
 
     Raises ConfigError for another wire. Source: Zhao et al., "PyTorch FSDP", VLDB 2023.
     """
+
+    settled_after: ClassVar[int] = 0
 
     wire: str = "fp32"
 

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.collectives import Communicator, Meter
-from thinwire.data_parallel.replicas import Row
-from thinwire.errors import ConfigError
+from thinwire.data_parallel.replicas import Row, check_layout
 
 log = logging.getLogger("thinwire")
 STOP = 1.0
@@ -192,10 +191,7 @@ class AgreeingOptimizer:
 
         Raises ConfigError where the state belongs to another rank, world, model or strategy.
         """
-        mine, theirs = self._layout(), state_dict["layout"]
-        differing = [f"{k}: saved {theirs.get(k)!r}, here {mine[k]!r}" for k in mine if mine[k] != theirs.get(k)]
-        if differing:
-            raise ConfigError("this optimizer state does not fit: " + "; ".join(differing))
+        check_layout(self._layout(), state_dict["layout"])
         self.inner.load_state_dict(state_dict["inner"])
         self.steps, self.skipped_steps = state_dict["steps"], state_dict["skipped_steps"]
         for tensor, saved in zip(self.trained.values(), state_dict["weights"], strict=True):

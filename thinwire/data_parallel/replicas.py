@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,12 +16,12 @@ from thinwire.errors import ConfigError
 Row = tuple[str, str, str]
 
 
-def digest(parts: Iterable[bytes | Tensor]) -> Tensor:
+def digest(parts: Iterable[bytes | memoryview | Tensor]) -> Tensor:
     """16 bytes, as uint8, that stand for the bits of all parts."""
     state = hashlib.blake2b(digest_size=16)
     for part in parts:
         if isinstance(part, Tensor):
-            part = part.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            part = part.detach().contiguous().view(-1).view(torch.uint8).numpy().data
         state.update(part)
     return torch.frombuffer(bytearray(state.digest()), dtype=torch.uint8)
 
@@ -29,6 +30,13 @@ def odd_ranks(comm: Communicator, mine: Tensor) -> list[int]:
     """The ranks whose digest differs from the first rank's; a collective."""
     digests = comm.wait(comm.all_gather_exact(mine))
     return [comm.global_ranks[r] for r in range(comm.world_size) if not torch.equal(digests[r], digests[0])]
+
+
+def check_layout(here: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Raise ConfigError with every entry in which a saved state's layout differs from the one here."""
+    differing = [f"{key}: saved {saved.get(key)!r}, here {here[key]!r}" for key in here if here[key] != saved.get(key)]
+    if differing:
+        raise ConfigError("this optimizer state does not fit: " + "; ".join(differing))
 
 
 def trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:

@@ -19,11 +19,12 @@ from thinwire.codecs import derive_seed
 from thinwire.collectives import Communicator, Meter
 from thinwire.collectives.algorithms import Link, all_gather_packets, reduce_scatter
 from thinwire.collectives.exchange import Rounds
+from thinwire.data_parallel.replicas import check_layout, digest, odd_ranks
 from thinwire.data_parallel.strategies import Strategy
 from thinwire.data_parallel.zero.elementwise import is_elementwise
 from thinwire.data_parallel.zero.guard import guard
 from thinwire.data_parallel.zero.layout import Bucket, SentGradient, Slot
-from thinwire.errors import ConfigError, ThinwireError
+from thinwire.errors import ThinwireError
 
 log = logging.getLogger("thinwire")
 GRADIENTS, WEIGHTS = 0, 1
@@ -184,10 +185,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Compare the weights of all ranks bit for bit; raises ReplicaError that names the ranks; a collective."""
         self.synchronize()
         for comm in self._comms:
-            digest = _digest(bucket.live for bucket in self.buckets if bucket.comm is comm)
-            digests = comm.wait(comm.all_gather_exact(digest))
-            odd = [comm.global_ranks[r] for r in range(comm.world_size) if not torch.equal(digests[r], digests[0])]
-            if odd:
+            mine = digest(bucket.live for bucket in self.buckets if bucket.comm is comm)
+            if odd := odd_ranks(comm, mine):
                 raise ReplicaError(f"after step {self.steps} the weights of rank(s) {odd} differ from rank 0's")
 
     @property
@@ -245,12 +244,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         Raises ConfigError where the state belongs to another rank, world, model or strategy.
         """
-        mine, theirs = self._layout(), state_dict["layout"]
-        differing = [
-            f"{key}: saved {theirs.get(key)!r}, here {mine[key]!r}" for key in mine if mine[key] != theirs.get(key)
-        ]
-        if differing:
-            raise ConfigError("this optimizer state does not fit: " + "; ".join(differing))
+        check_layout(self._layout(), state_dict["layout"])
         self.synchronize()
         self.inner.load_state_dict(state_dict["inner"])
         self._adopt_inner()
@@ -552,14 +546,6 @@ def _fingerprint(values: Tensor) -> int:
     columns = words[:whole].view(-1, FINGERPRINT_COLUMNS).sum(0)
     columns[: words.numel() - whole] += words[whole:]
     return int((columns * torch.arange(1, 2 * FINGERPRINT_COLUMNS, 2)).sum())
-
-
-def _digest(tensors: Iterator[Tensor]) -> Tensor:
-    """16 bytes that stand for the bits of all tensors."""
-    digest = hashlib.blake2b(digest_size=16)
-    for tensor in tensors:
-        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-    return torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
 
 
 def _few(names: list[str]) -> str:

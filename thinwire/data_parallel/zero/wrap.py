@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from collections.abc import Callable
 from typing import TypeVar
@@ -16,10 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.collectives import Communicator
 from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
+from thinwire.data_parallel.replicas import digest, odd_ranks
 from thinwire.data_parallel.strategies import SDP4Bit, Strategy
 from thinwire.data_parallel.zero.elementwise import check_elementwise
 from thinwire.data_parallel.zero.layout import Bucket, build_buckets
-from thinwire.data_parallel.zero.optimizer import ZeroOptimizer, _digest
+from thinwire.data_parallel.zero.optimizer import ZeroOptimizer
 from thinwire.errors import ConfigError
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -120,14 +120,11 @@ def _same_start(
     """Make all ranks start from rank 0's weights and buffers, sending them only where they differ."""
     shapes = repr([(name, tuple(p.shape), str(p.dtype)) for name, p in named])
     shapes += repr((strategy.matrix(), strategy.vector()))
-    summary = torch.frombuffer(bytearray(hashlib.sha256(shapes.encode()).digest()), dtype=torch.uint8)
-    summaries = comm.wait(comm.all_gather_exact(summary))
-    for rank in range(comm.world_size):
-        if not torch.equal(summaries[rank], summaries[0]):
-            raise ConfigError(
-                f"rank {comm.global_ranks[rank]} has other parameters or another strategy than rank "
-                f"{comm.global_ranks[0]}: names, shapes, dtypes and options must be the same on all ranks"
-            )
+    if odd := odd_ranks(comm, digest([shapes.encode()])):
+        raise ConfigError(
+            f"rank {odd[0]} has other parameters or another strategy than rank {comm.global_ranks[0]}: names, shapes, "
+            "dtypes and options must be the same on all ranks"
+        )
     sent: list[str] = []
     everything = [
         (name, t.data) for name, t in [*model.named_parameters(), *model.named_buffers()] if t.device.type == "cpu"
@@ -137,8 +134,7 @@ def _same_start(
     for name, tensor in everything:
         by_comm.setdefault(special.get(name, comm), []).append((name, tensor.data))
     for own, tensors in by_comm.items():
-        digests = own.wait(own.all_gather_exact(_digest(tensor for _, tensor in tensors)))
-        if bool((digests == digests[0]).all()):
+        if not odd_ranks(own, digest(tensor for _, tensor in tensors)):
             continue
         for name, tensor in tensors:
             whole = tensor.contiguous()

@@ -31,7 +31,14 @@ def free_port() -> int:
 
 
 def _main(
-    rank: int, world_size: int, local_size: int, store: str, function: Callable, args: tuple, pipe: Connection
+    rank: int,
+    world_size: int,
+    local_size: int,
+    store: str,
+    stay_s: float,
+    function: Callable,
+    args: tuple,
+    pipe: Connection,
 ) -> None:
     import torch
     import torch.distributed as dist
@@ -48,6 +55,8 @@ def _main(
         )
         # Plain pickle: the Pipe's own would hand tensors over in memory that ends with this process.
         pipe.send_bytes(pickle.dumps((True, function(rank, world_size, *args))))
+        # Who leaves breaks connections that a slower rank may still be making: all stay until all are done.
+        pipe.poll(stay_s)
     except BaseException:
         pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
     finally:
@@ -68,22 +77,26 @@ def run_workers(
 
     Raises WorkerFailed with the first traceback; a rank in `may_die` may end without a result (None).
     """
+    # After a death the survivors' own ends are what wakes those who wait for them, so there nobody stays.
+    stay_s = 0.0 if may_die else timeout_s
     results: list[Any] = [None] * world_size
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         pipes: dict[Connection, int] = {}
+        ends: list[Connection] = []
         workers = []
         for rank in range(world_size):
-            ours, theirs = _context.Pipe(duplex=False)
+            ours, theirs = _context.Pipe()
             worker = _context.Process(
                 target=_main,
-                args=(rank, world_size, local_size or world_size, store, function, args, theirs),
+                args=(rank, world_size, local_size or world_size, store, stay_s, function, args, theirs),
                 daemon=True,
             )
             worker.start()
             theirs.close()
             workers.append(worker)
             pipes[ours] = rank
+            ends.append(ours)
         failures: list[str] = []
         deadline = time.monotonic() + timeout_s
         try:
@@ -107,6 +120,8 @@ def run_workers(
             if stuck:
                 failures.append(f"ranks {stuck} still running after {timeout_s} s")
         finally:
+            for end in ends:
+                end.close()
             for worker in workers:
                 worker.join(1.0 if not pipes and not failures else 0.0)
                 if worker.is_alive():

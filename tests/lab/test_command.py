@@ -128,7 +128,11 @@ def lab_process() -> Iterator[subprocess.Popen[str]]:
     daemon = f"setsid sh -c 'sleep 1000; : {mark}' &"
     script = f"trap 'echo tidied up; exit 0' INT; {daemon} echo ready; while :; do sleep 0.05; done"
     process = subprocess.Popen(
-        [*THINWIRE, "lab", "--nodes", "2", "--", "sh", "-c", script], stdout=subprocess.PIPE, text=True
+        [*THINWIRE, "lab", "--nodes", "2", "--", "sh", "-c", script],
+        stdout=subprocess.PIPE,
+        text=True,
+        # Tests that run in a shell's background have SIGINT ignored, and a shell can't trap what it was born ignoring.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None
     ready = 0

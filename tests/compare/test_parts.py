@@ -22,6 +22,7 @@ from thinwire.compare.measure import (
     ratios,
     reference_of,
     smoothed,
+    weights_share,
 )
 from thinwire.compare.options import read_race
 from thinwire.compare.record import Entry, Leg, Record, delete_race, load_record
@@ -240,6 +241,18 @@ def test_the_bound_is_the_slowest_of_computation_and_links() -> None:
     assert least_time(lab, [1e5, 1e5], [0, 0], 0.3) == 0.3
     assert least_time(LabSpec(nodes=2, rate=None), [1e9, 1e9], [0, 0], 0.3) == 0.3
     assert least_time(lab, [1e5, 1e5], [0, 0], None) is None
+
+
+def test_weights_hide_behind_the_forward_and_gradients_behind_the_backward() -> None:
+    lab = LabSpec(nodes=2, rate="8mbit")
+    # Weights 0.5 s against a forward of 0.3 s, gradients 0.5 s against a backward of 0.6 s.
+    assert least_time(lab, [1e6, 1e6], [0, 0], 0.9, 0.3, 0.5) == pytest.approx(0.5 + 0.6)
+    # No weights travel: nothing hides behind the forward.
+    assert least_time(lab, [1e6, 1e6], [0, 0], 0.9, 0.3, 0.0) == pytest.approx(0.3 + 1.0)
+    assert least_time(lab, [0, 0], [0, 0], 0.9, 0.3, 0.0) == pytest.approx(0.9)
+    rows = [{"sent_bytes": 10, "sent_weight_bytes": 4}, {"sent_bytes": 30, "sent_weight_bytes": 6}]
+    assert weights_share(rows) == 0.25
+    assert weights_share([{"sent_bytes": 10}]) == weights_share([]) == 0.0
 
 
 def test_means_and_ratios_leave_out_what_is_not_known() -> None:

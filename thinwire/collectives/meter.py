@@ -52,6 +52,10 @@ class MeterReading:
     def exchange_s(self) -> float:
         return self.send_s + self.wait_s
 
+    def sent_by(self, operation: str) -> int:
+        """Payload sent by one operation, on all levels."""
+        return sum(reading.sent_bytes for (name, _), reading in self.operations.items() if name == operation)
+
     def __sub__(self, other: MeterReading) -> MeterReading:
         operations = {
             key: self.operations.get(key, OpReading()) + -other.operations.get(key, OpReading())

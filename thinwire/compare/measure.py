@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from statistics import fmean, median
@@ -33,9 +33,9 @@ class Figures:
 
     step_s, compute_s, exposed_comm_s, codec_s: medians over the timed steps, of rank 0. sent_bytes_per_step: payload of
     rank 0; kernel_sent_bytes_per_step: everything on a node's link over its ranks, mean of the nodes (and of the worst
-    one); both are means over the timed steps of a start, of which the median is taken. bound_s: the least time of a
-    step with these bytes, max(compute alone, bytes / rate). minutes_to_target: step_s times the steps until the
-    smoothed training loss is at the target.
+    one); both are means over the timed steps of a start, of which the median is taken. bound_s: max(compute alone,
+    bytes / rate); unhidden_s: what must come on top of it, see `least_time`. minutes_to_target: step_s times the steps
+    until the smoothed training loss is at the target.
     """
 
     step_s: float | None = None
@@ -51,6 +51,7 @@ class Figures:
     minutes_to_target: float | None = None
     peak_rss_bytes: float | None = None
     bound_s: float | None = None
+    unhidden_s: float | None = None
     step_over_bound: float | None = None
 
 
@@ -114,6 +115,7 @@ class Result:
 def measure(plan: Plan, record: Record) -> Result:
     """The figures of what has been done so far."""
     alone = median(alone.step_s for alone in record.alone) if record.alone else None
+    forward = median(alone.forward_s for alone in record.alone) if record.alone else 0.0
     runs = {
         (contestant.name, seed): _read(Files.of(plan.out, contestant.name, seed).run_dir)
         for contestant in plan.contestants
@@ -124,10 +126,10 @@ def measure(plan: Plan, record: Record) -> Result:
     targets = {seed: target_loss(plan, finished, runs, seed) for seed in plan.seeds}
     rows = []
     for contestant in plan.contestants:
-        seeds = [
-            seed_result(plan, record.entry(contestant.name, seed), runs[contestant.name, seed], targets[seed], alone)
-            for seed in plan.seeds
-        ]
+        seeds = []
+        for seed in plan.seeds:
+            entry, run = record.entry(contestant.name, seed), runs[contestant.name, seed]
+            seeds.append(seed_result(plan, entry, run, targets[seed], alone, forward))
         rows.append(
             Row(
                 contestant.name, contestant.strategy, dict(contestant.options), contestant.command,
@@ -164,7 +166,9 @@ def reference_of(rows: Sequence[Row]) -> tuple[str | None, str]:
     return next(iter(finished), None), why.replace(UNFINISHED, "has not finished")
 
 
-def seed_result(plan: Plan, entry: Entry, run: Run, target: float | None, alone: float | None) -> SeedResult:
+def seed_result(
+    plan: Plan, entry: Entry, run: Run, target: float | None, alone: float | None, forward: float
+) -> SeedResult:
     """The figures of one run."""
     timed = {step for leg in entry.legs if leg.last_timed for step in range(leg.first_timed, leg.last_timed + 1)}
     rows = [row for row in run.steps if row["step"] in timed]
@@ -173,6 +177,7 @@ def seed_result(plan: Plan, entry: Entry, run: Run, target: float | None, alone:
     reached = None if target is None else first_at_most(losses, target, plan.smooth)
     sent, received = per_step(entry.legs, "kernel_sent_bytes"), per_step(entry.legs, "kernel_received_bytes")
     bound = least_time(plan.lab, sent, received, alone)
+    least = least_time(plan.lab, sent, received, alone, forward, weights_share(rows))
     return SeedResult(
         entry.seed, os.path.relpath(run.name, plan.out), entry.last_step, entry.num_timed, target, reached,
         Figures(
@@ -186,7 +191,8 @@ def seed_result(plan: Plan, entry: Entry, run: Run, target: float | None, alone:
             minutes_to_target=reached * step_s / 60 if reached and step_s else None,
             peak_rss_bytes=entry.peak_rss_bytes,
             bound_s=bound,
-            step_over_bound=step_s / bound if step_s and bound else None,
+            unhidden_s=least - bound if least and bound else None,
+            step_over_bound=step_s / least if step_s and least else None,
         ),
     )  # fmt: skip
 
@@ -207,13 +213,35 @@ def payload_per_step(legs: Sequence[Leg], run: Run) -> float | None:
     return _known(median(means)) if means else None
 
 
-def least_time(lab: LabSpec, sent: Sequence[float], received: Sequence[float], alone: float | None) -> float | None:
-    """max(compute alone, the busiest link's bytes over its rate), seconds; None where computation was not measured."""
+def weights_share(rows: Sequence[Mapping[str, Any]]) -> float:
+    """The part of the payload that brings weights to the next forward; the rest leaves in the backward."""
+    sent = sum(number(row.get("sent_bytes")) for row in rows)
+    weights = sum(number(row.get("sent_weight_bytes", 0)) for row in rows)
+    return weights / sent if sent > 0 and math.isfinite(weights) else 0.0
+
+
+def least_time(
+    lab: LabSpec,
+    sent: Sequence[float],
+    received: Sequence[float],
+    alone: float | None,
+    forward: float = 0.0,
+    weights: float = 0.0,
+) -> float | None:
+    """The least seconds of a step; None where computation was not measured.
+
+    max(compute, link), where link is the busiest link's bytes over its rate. Where forward (seconds, of computation
+    alone) and weights (the share of the bytes that bring them) are given:
+    max(forward, weights link) + max(compute - forward, (1 - weights) link),
+    for no gradient exists before the last weight has arrived, and no weight before the last gradient.
+    """
     if alone is None or not sent:
         return None
     rates = [lab.bits_per_second(node) for node in range(lab.nodes)]
-    busiest = [8 * max(pair) / rate for *pair, rate in zip(sent, received, rates, strict=True) if rate]
-    return max([alone, *busiest])
+    link = max([0.0, *(8 * max(pair) / rate for *pair, rate in zip(sent, received, rates, strict=True) if rate)])
+    if not forward:
+        return max(alone, link)
+    return max(forward, weights * link) + max(alone - forward, (1 - weights) * link)
 
 
 def smoothed(losses: Sequence[float], window: int) -> list[float]:

@@ -127,13 +127,10 @@ class Runner:
         begin = replace(self._start(command, files, turn, stop=0, last_step=0), metrics=first / "metrics.jsonl")
         self.board.leg(COMPUTE, seed, turn, num_alone_steps(self.plan))
         _, failed = run_leg(self.network, begin, self.wish, self.board.step)
-        steps = [
-            record.step_s
-            for path in (first, *others)
-            for record in read_metrics(path / "metrics.jsonl")[WARM_UP_STEPS:]
-        ]
+        steps = [record for path in (first, *others) for record in read_metrics(path / "metrics.jsonl")[WARM_UP_STEPS:]]
         if steps and not failed and not self.wish.signum:
-            self.record.alone.append(Alone(seed, turn, median(steps)))
+            step_s, forward_s = median(step.step_s for step in steps), median(step.forward_s for step in steps)
+            self.record.alone.append(Alone(seed, turn, step_s, forward_s))
         for run_dir in (first, *others):
             shutil.rmtree(RunDir(run_dir).checkpoints, ignore_errors=True)
         self.record.alone_failed = failed

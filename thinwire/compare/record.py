@@ -60,11 +60,12 @@ class Entry:
 
 @dataclass
 class Alone:
-    """Seconds of a step of computation alone, in one round."""
+    """Seconds of a step of computation alone, in one round, and of the forward passes in it."""
 
     seed: int
     turn: int
     step_s: float
+    forward_s: float = 0.0
 
 
 @dataclass

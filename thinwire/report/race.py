@@ -25,7 +25,8 @@ FIGURES = {
     "minutes_to_target": "to the target",
     "peak_rss_bytes": "memory of a rank",
     "bound_s": "bound",
-    "step_over_bound": "step / bound",
+    "unhidden_s": "not to be hidden",
+    "step_over_bound": "step / both",
 }
 BYTES_NOTE = (
     "Sent: bytes of one rank in a step; by the kernel's counters of its node's link, headers included, mean of the "
@@ -180,7 +181,8 @@ def bound_note(values: Mapping[str, Any]) -> str:
         return ""
     return (
         f"Computation alone takes {seconds_text(alone)} a step, all ranks at once and nothing sent, the optimizer over "
-        "all parameters on each. Bound: the larger of that and the busiest link's bytes over its rate."
+        "all parameters on each. Bound: the larger of that and the busiest link's bytes over its rate. Not to be "
+        "hidden: what comes on top, since weights can only travel until the forward has ended, and gradients after it."
     )
 
 

@@ -17,6 +17,7 @@ class StepMetrics:
     loss: mean over all ranks and micro-batches. tokens: since the run's first step, over all ranks. exposed_comm_s:
     seconds rank 0 stood still waiting for communication; compute_s: the rest of step_s. sent_bytes, received_bytes:
     payload of rank 0 in this step. codec_s: seconds in which rank 0's communication thread packed and unpacked.
+    forward_s: seconds of its forward passes, waiting included. sent_weight_bytes: of sent_bytes, what brought weights.
     """
 
     step: int
@@ -30,6 +31,8 @@ class StepMetrics:
     lr: float
     grad_norm: float
     codec_s: float = 0.0
+    forward_s: float = 0.0
+    sent_weight_bytes: int = 0
 
 
 class MetricsWriter:

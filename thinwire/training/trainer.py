@@ -148,7 +148,8 @@ class Trainer:
                     step=self.step, loss=optimizer.mean_loss, tokens=self.step * self.batch.tokens_per_step,
                     step_s=step_s, compute_s=step_s - spent.exposed_s, exposed_comm_s=spent.exposed_s,
                     sent_bytes=sent.sent_bytes, received_bytes=sent.received_bytes, lr=lr, grad_norm=grad_norm,
-                    codec_s=spent.encode_s + spent.decode_s,
+                    codec_s=spent.encode_s + spent.decode_s, forward_s=self._forward_s,
+                    sent_weight_bytes=sent.sent_by("weights"),
                 )
             )  # fmt: skip
         self._watch_skips(math.isfinite(grad_norm))
@@ -156,12 +157,15 @@ class Trainer:
     def _forward_backward(self) -> float:
         """The mean loss over this rank's micro-batches; only the last one's backward communicates."""
         total = torch.zeros(())
+        self._forward_s = 0.0
         for micro_step in range(self.batch.accumulation):
             tokens, targets = self.loader.next_batch()
             is_last = micro_step == self.batch.accumulation - 1
             with nullcontext() if is_last else self.optimizer.no_sync():
+                start = time.perf_counter()
                 with self._autocast():
                     loss = self.wrapped(tokens, targets) / self.batch.accumulation
+                self._forward_s += time.perf_counter() - start
                 loss.backward()
             total += loss.detach()
         return float(total)

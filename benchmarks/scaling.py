@@ -7,20 +7,21 @@ Mbit/s to 1 Gbit/s, 2 to 8 nodes, 10 to 100 million parameters. To the points of
 
     step_s = compute_s + exposed * 8 * bytes / rate
 
-by least squares: `exposed` is the share of the link's time that computing does not hide. Two lines cross at the rate
-above which the strategy with more bytes is the faster one. Races that are complete in the folder given by --runs are
-not repeated. Writes the points and a plot beside --json.
+by least squares: `exposed` is the share of the link's time that computing does not hide. The rate above which the
+strategy with more bytes is the faster one is read off the measured points, not the lines. Races that are complete in
+the folder given by --runs are not repeated. Writes the points and a plot beside --json.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import sys
 from dataclasses import asdict, dataclass
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -106,11 +107,18 @@ def fit(points: list[Point]) -> tuple[float, float]:
 
 
 def crossing(a: list[Point], b: list[Point]) -> float | None:
-    """The rate in bit/s at which two strategies' fitted steps take as long; None where one is faster at every rate."""
-    (compute_a, exposed_a), (compute_b, exposed_b) = fit(a), fit(b)
-    bits_a, bits_b = (8 * float(np.mean([p.sent_bytes for p in points])) for points in (a, b))
-    more_link, more_compute = exposed_a * bits_a - exposed_b * bits_b, compute_b - compute_a
-    return more_link / more_compute if more_link * more_compute > 0 else None
+    """The rate in bit/s above which the other strategy is the faster one; None where one is at every measured rate.
+
+    Between the two measured rates where it changes, log(step_a / step_b) is taken as linear in log(rate).
+    """
+    steps_b = {RATES[p.rate]: p.step_s for p in b}
+    measured = sorted(
+        (RATES[p.rate], math.log(p.step_s / steps_b[RATES[p.rate]])) for p in a if RATES[p.rate] in steps_b
+    )
+    for (low, ahead), (high, behind) in pairwise(measured):
+        if ahead * behind <= 0 and ahead != behind:
+            return low * (high / low) ** (ahead / (ahead - behind))
+    return None
 
 
 def plot(points: list[Point], fits: dict[str, tuple[float, float]]) -> str:
@@ -145,7 +153,7 @@ def report(points: list[Point]) -> tuple[list[list[str]], dict[str, tuple[float,
     rows: list[list[str]] = []
     for a, b in combinations(fits, 2):
         rate = crossing(by_strategy[a], by_strategy[b])
-        where = f"{rate / 1e6:.0f} Mbit/s" if rate else "nowhere: one is faster at every rate"
+        where = f"{rate / 1e6:.0f} Mbit/s" if rate else "none: one is faster at every measured rate"
         print(f"{a} and {b} take as long at {where}")
         rows.append([f"rate at which a step of {a} and of {b} take as long, 4 nodes, demo model", where])
     return rows, fits

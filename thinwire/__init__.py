@@ -20,6 +20,7 @@ from thinwire.data_parallel import (
     DDP,
     FSDP,
     STRATEGIES,
+    CompressedDDP,
     PowerSGD,
     SDP4Bit,
     Strategy,
@@ -27,6 +28,7 @@ from thinwire.data_parallel import (
     Zero,
     ZeroBF16,
     ZeroOptimizer,
+    compress_ddp,
     strategy_named,
     zero,
 )
@@ -41,6 +43,7 @@ __all__ = [
     "Cast",
     "Codec",
     "Communicator",
+    "CompressedDDP",
     "ConfigError",
     "CountSketch",
     "GaussianSketch",
@@ -64,6 +67,7 @@ __all__ = [
     "ZeroBF16",
     "ZeroOptimizer",
     "Zstd",
+    "compress_ddp",
     "strategy_named",
     "zero",
 ]

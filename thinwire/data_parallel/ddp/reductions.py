@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, cast
@@ -14,17 +14,24 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
+from thinwire.collectives import Topology
 from thinwire.collectives.algorithms import Link
+from thinwire.collectives.exchange import Rounds
 
 FP32_BYTES, BF16_BYTES = 4, 2
 OPERATION = "gradients"
+BY_FORMULA = ("bytes sent", "by formula: 2 (P-1)/P of what is reduced", "torch's collectives are not metered")
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """What a GradBucket says, for use after DDP's hook has returned. grads: views into `flat`, one a parameter."""
+    """What a GradBucket says, for use after DDP's hook has returned.
+
+    names: of the parameters; grads: their gradients, views into `flat`, fp32.
+    """
 
     number: int
+    names: list[str]
     flat: Tensor
     grads: list[Tensor]
     last: bool
@@ -43,40 +50,68 @@ class Bucket:
 
 
 @dataclass(frozen=True)
+class Step:
+    """Which step a bucket belongs to. lrs: learning rates by parameter name, empty where no optimizer is known."""
+
+    number: int
+    lrs: Mapping[str, float]
+
+
+@dataclass(frozen=True)
 class AllReduce:
     """A sum over all ranks, in place and by gloo, that the communication thread can wait for."""
 
     link: Link
+    tensor: Tensor
     work: dist.Work
 
     @classmethod
     def start(cls, link: Link, tensor: Tensor) -> AllReduce:
         work = dist.all_reduce(tensor, group=link.wire.group, async_op=True)
         assert work is not None
-        return cls(link, work)
+        return cls(link, tensor, work)
 
     def wait(self) -> None:
         with self.link.timed("wait_s", OPERATION):
             self.work.wait(timedelta(seconds=self.link.wire.timeout_s))
+        count_ring(self.link, self.tensor.nbytes)
+
+
+def ring_bytes(num_bytes: int, world_size: int) -> int:
+    """Payload that one rank sends for a ring all_reduce: P-1 of P parts to sum, then again to spread."""
+    return 2 * (world_size - 1) * num_bytes // world_size
+
+
+def count_ring(link: Link, num_bytes: int) -> None:
+    """Enter an all_reduce by gloo, which nobody meters, by its formula."""
+    sent = ring_bytes(num_bytes, link.topology.world_size)
+    link.wire.meter.count(OPERATION, "inter" if link.topology.num_nodes > 1 else "intra", sent, sent)
 
 
 class Reduction(Protocol):
-    """A way to average buckets, with what it remembers between steps."""
+    """A way to average buckets, with what it remembers between steps, by parameter name: buckets may change."""
 
-    def run(self, link: Link, bucket: Bucket) -> Generator[Any, None, int]:
-        """Overwrite the bucket with the mean over ranks; a job that returns the bytes all-reduced to that end."""
+    def run(self, link: Link, bucket: Bucket, step: Step) -> Rounds[None]:
+        """Overwrite the bucket with the mean over ranks, the same bits on all of them; a communication job."""
         ...
 
-    def num_bytes(self, shapes: Sequence[torch.Size]) -> int:
-        """The bytes that a step all-reduces for gradients of these shapes, once the method is under way."""
+    def sent_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> int:
+        """Payload that a rank sends in a step for gradients of these shapes, once the method is under way."""
         ...
 
-    def rows(self, shapes: Sequence[torch.Size]) -> list[tuple[str, str, str]]:
+    def rows(self, shapes: Mapping[str, torch.Size]) -> list[tuple[str, str, str]]:
         """Rows of (asked for, in effect, why)."""
         ...
 
-    def forget(self) -> None:
-        """Drop what is remembered: it has met values that are not finite."""
+    def forget(self) -> list[str]:
+        """A step was skipped: drop what has met values that are not finite; the names of those parameters."""
+        ...
+
+    def residuals(self) -> dict[str, Tensor]:
+        """By parameter, what this rank was given and has not passed on, in units of a rank's gradient.
+
+        Sum over steps of what came out + mean over ranks of this = sum over steps of the mean that was put in.
+        """
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -88,21 +123,61 @@ class Reduction(Protocol):
         ...
 
 
+class Memory:
+    """What a method remembers of each parameter: tensors by (parameter name, kind), such as an error to be fed back."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, dict[str, Tensor]] = {}
+
+    def get(self, name: str, kind: str, *shape: int) -> Tensor:
+        """The fp32 tensor of this shape that is held, zeros the first time."""
+        kinds = self.held.setdefault(name, {})
+        if kind not in kinds:
+            kinds[kind] = torch.zeros(shape)
+        return kinds[kind]
+
+    def put(self, name: str, kind: str, tensor: Tensor) -> None:
+        """Hold this tensor from now on."""
+        self.held.setdefault(name, {})[kind] = tensor
+
+    def forget(self) -> list[str]:
+        """Drop every tensor with a value that is not finite; the names of their parameters."""
+        odd = {name: [k for k, t in kinds.items() if not torch.isfinite(t).all()] for name, kinds in self.held.items()}
+        for name, kinds in odd.items():
+            for kind in kinds:
+                del self.held[name][kind]
+        return [name for name, kinds in odd.items() if kinds]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for kinds in self.held.values() for tensor in kinds.values())
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """Copies of all that is held."""
+        return {name: {kind: t.clone() for kind, t in kinds.items()} for name, kinds in self.held.items()}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Hold copies of what state_dict gave, and nothing else."""
+        self.held = {name: {kind: t.clone() for kind, t in kinds.items()} for name, kinds in state.items()}
+
+
 class Mean:
     """g = (1/P) sum_r g_r, in fp32."""
 
-    def run(self, link: Link, bucket: Bucket) -> Generator[Any, None, int]:
+    def run(self, link: Link, bucket: Bucket, step: Step) -> Rounds[None]:
         yield [AllReduce.start(link, bucket.flat.div_(link.topology.world_size))]
-        return bucket.flat.nbytes
 
-    def num_bytes(self, shapes: Sequence[torch.Size]) -> int:
-        return FP32_BYTES * sum(shape.numel() for shape in shapes)
+    def sent_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> int:
+        return ring_bytes(FP32_BYTES * sum(shape.numel() for shape in shapes.values()), grid.world_size)
 
-    def rows(self, shapes: Sequence[torch.Size]) -> list[tuple[str, str, str]]:
-        return [("gradients", "all_reduce in fp32", "by gloo")]
+    def rows(self, shapes: Mapping[str, torch.Size]) -> list[tuple[str, str, str]]:
+        return [("gradients", "all_reduce in fp32", "by gloo"), BY_FORMULA]
 
-    def forget(self) -> None:
-        pass
+    def forget(self) -> list[str]:
+        return []
+
+    def residuals(self) -> dict[str, Tensor]:
+        return {}
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -114,19 +189,18 @@ class Mean:
 class CastMean(Mean):
     """g = sum_r bf16(g_r / P), summed in bf16 hop by hop."""
 
-    def run(self, link: Link, bucket: Bucket) -> Generator[Any, None, int]:
+    def run(self, link: Link, bucket: Bucket, step: Step) -> Rounds[None]:
         with link.timed("encode_s", OPERATION):
             half = bucket.flat.div_(link.topology.world_size).to(torch.bfloat16)
         yield [AllReduce.start(link, half)]
         with link.timed("decode_s", OPERATION):
             bucket.flat.copy_(half)
-        return half.nbytes
 
-    def num_bytes(self, shapes: Sequence[torch.Size]) -> int:
-        return BF16_BYTES * sum(shape.numel() for shape in shapes)
+    def sent_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> int:
+        return ring_bytes(BF16_BYTES * sum(shape.numel() for shape in shapes.values()), grid.world_size)
 
-    def rows(self, shapes: Sequence[torch.Size]) -> list[tuple[str, str, str]]:
-        return [("gradients", "all_reduce in bf16", "by gloo, which sums in bf16")]
+    def rows(self, shapes: Mapping[str, torch.Size]) -> list[tuple[str, str, str]]:
+        return [("gradients", "all_reduce in bf16", "by gloo, which sums in bf16"), BY_FORMULA]
 
 
 class PowerSGDMean:
@@ -146,29 +220,36 @@ class PowerSGDMean:
             random_seed=seed % (1 << 32),
         )
 
-    def run(self, link: Link, bucket: Bucket) -> Generator[Any, None, int]:
+    def run(self, link: Link, bucket: Bucket, step: Step) -> Rounds[None]:
         yield from ()
         state = self.state
         state.process_group = link.wire.group
         is_plain, before = state.iter < state.start_powerSGD_iter, state.total_numel_after_compression
         with link.timed("wait_s", OPERATION):
             powerSGD_hook(state, cast(dist.GradBucket, bucket)).wait()
-        return bucket.flat.nbytes if is_plain else FP32_BYTES * (state.total_numel_after_compression - before)
+        thin_bytes = FP32_BYTES * (state.total_numel_after_compression - before)
+        count_ring(link, bucket.flat.nbytes if is_plain else thin_bytes)
 
-    def num_bytes(self, shapes: Sequence[torch.Size]) -> int:
-        return FP32_BYTES * sum(self._num_sent(shape) for shape in shapes)
+    def sent_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> int:
+        return ring_bytes(FP32_BYTES * sum(self._num_sent(shape) for shape in shapes.values()), grid.world_size)
 
-    def rows(self, shapes: Sequence[torch.Size]) -> list[tuple[str, str, str]]:
+    def rows(self, shapes: Mapping[str, torch.Size]) -> list[tuple[str, str, str]]:
         rank, start = self.state.matrix_approximation_rank, self.state.start_powerSGD_iter
-        thin = sum(self._num_sent(shape) < shape.numel() for shape in shapes)
+        thin = sum(self._num_sent(shape) < shape.numel() for shape in shapes.values())
         return [
             ("gradients", f"{thin} of {len(shapes)} as factors of rank {rank}, the others in fp32", "by torch's hook"),
             ("steps in fp32", f"the first {start}", "start_step"),
+            BY_FORMULA,
         ]
 
-    def forget(self) -> None:
+    def forget(self) -> list[str]:
         for held in (self.state.error_dict, self.state.p_memory_dict, self.state.q_memory_dict):
             held.clear()
+        return ["all"]
+
+    def residuals(self) -> dict[str, Tensor]:
+        # Torch keeps them by bucket, of which there is one.
+        return {}
 
     def state_dict(self) -> dict[str, Any]:
         """Keys are buckets; `rng` is numpy's Mersenne Twister, its 624 words and the position."""

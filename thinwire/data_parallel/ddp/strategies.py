@@ -37,6 +37,9 @@ class OnDDP:
         """Steps at the start that are reduced in another way."""
         return 0
 
+    def check(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        """Raise ConfigError for a model or an optimizer with which the method would go wrong."""
+
     def reduction(self, world_size: int, seed: int) -> Reduction:
         """How one bucket is averaged, with its state."""
         raise NotImplementedError

@@ -33,12 +33,14 @@ from thinwire.data_parallel import (
     zero,
 )
 from thinwire.errors import ConfigError, MismatchError, PeerLostError, ThinwireError
+from thinwire.optim import LANS
 
 __version__ = "0.1.0"
 
 __all__ = [
     "DDP",
     "FSDP",
+    "LANS",
     "STRATEGIES",
     "Cast",
     "Codec",

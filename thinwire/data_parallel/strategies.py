@@ -18,8 +18,9 @@ from torch import nn
 from thinwire.codecs import Cast, Codec, Hadamard, Identity, Integer, Zstd
 from thinwire.data_parallel.ddp.strategies import DDP, PowerSGD
 from thinwire.data_parallel.fsdp.strategies import FSDP
-from thinwire.data_parallel.interface import ParallelOptimizer, TrainingStrategy
+from thinwire.data_parallel.interface import CUTS_TENSORS, ParallelOptimizer, TrainingStrategy
 from thinwire.errors import ConfigError, nearest
+from thinwire.optim import ELEMENTWISE
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,8 @@ class OnZero:
     """What makes a choice of codecs a TrainingStrategy: it is applied by `thinwire.zero`."""
 
     settled_after: ClassVar[int] = 0
+    optimizers: ClassVar[tuple[str, ...]] = ELEMENTWISE
+    optimizers_reason: ClassVar[str] = CUTS_TENSORS
 
     @property
     def codecs(self: Strategy) -> tuple[Codec, ...]:

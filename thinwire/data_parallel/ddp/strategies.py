@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from thinwire.codecs import Codec
 from thinwire.data_parallel.ddp.reductions import CastMean, Mean, PowerSGDMean, Reduction
 from thinwire.data_parallel.interface import ParallelOptimizer
 from thinwire.errors import ConfigError, nearest
+from thinwire.optim import GENERAL
 
 REDUCTIONS: dict[str, type[Mean]] = {"fp32": Mean, "bf16": CastMean}
 
@@ -21,6 +23,8 @@ class OnDDP:
     # Buckets of gradients are reduced while backward goes on, unless the method wants all of them at once.
     single_bucket = False
     find_unused_parameters: bool
+    optimizers: ClassVar[tuple[str, ...]] = GENERAL
+    optimizers_reason: ClassVar[str] = "brings no optimizer of its own"
 
     @property
     def name(self) -> str:

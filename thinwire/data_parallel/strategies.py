@@ -16,7 +16,10 @@ import torch
 from torch import nn
 
 from thinwire.codecs import Cast, Codec, Hadamard, Identity, Integer, Zstd
-from thinwire.data_parallel.ddp.strategies import DDP, PowerSGD
+from thinwire.data_parallel.ddp.powersgd import PowerSGD
+from thinwire.data_parallel.ddp.strategies import DDP
+from thinwire.data_parallel.ddp.torch_powersgd import TorchPowerSGD
+from thinwire.data_parallel.ddp.two_way import TwoWay
 from thinwire.data_parallel.fsdp.strategies import FSDP
 from thinwire.data_parallel.interface import CUTS_TENSORS, ParallelOptimizer, TrainingStrategy
 from thinwire.errors import ConfigError, nearest
@@ -213,6 +216,8 @@ STRATEGIES: dict[str, Callable[..., TrainingStrategy]] = {
     "ddp": DDP,
     "ddp-bf16": partial(DDP, wire="bf16"),
     "powersgd": PowerSGD,
+    "powersgd-torch": TorchPowerSGD,
+    "two-way": TwoWay,
     "fsdp": FSDP,
     "fsdp-bf16": partial(FSDP, wire="bf16"),
 }

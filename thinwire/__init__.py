@@ -20,27 +20,34 @@ from thinwire.data_parallel import (
     DDP,
     FSDP,
     STRATEGIES,
+    CompressedDDP,
     PowerSGD,
     SDP4Bit,
     Strategy,
+    TorchPowerSGD,
     TrainingStrategy,
+    TwoWay,
     Zero,
     ZeroBF16,
     ZeroOptimizer,
+    compress_ddp,
     strategy_named,
     zero,
 )
 from thinwire.errors import ConfigError, MismatchError, PeerLostError, ThinwireError
+from thinwire.optim import LANS
 
 __version__ = "0.1.0"
 
 __all__ = [
     "DDP",
     "FSDP",
+    "LANS",
     "STRATEGIES",
     "Cast",
     "Codec",
     "Communicator",
+    "CompressedDDP",
     "ConfigError",
     "CountSketch",
     "GaussianSketch",
@@ -59,11 +66,14 @@ __all__ = [
     "Threshold",
     "TopK",
     "Topology",
+    "TorchPowerSGD",
     "TrainingStrategy",
+    "TwoWay",
     "Zero",
     "ZeroBF16",
     "ZeroOptimizer",
     "Zstd",
+    "compress_ddp",
     "strategy_named",
     "zero",
 ]

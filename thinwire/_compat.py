@@ -2,11 +2,15 @@
 
 - all_gather_single: public from 2.13; before, all_gather_into_tensor (deprecated in 2.13).
 - reduce_scatter_single: public from 2.13; before, reduce_scatter_tensor (deprecated in 2.13).
+- after_backward: torch.autograd.Variable._execution_engine.queue_callback, private; 2.11 to 2.13 have it.
 - default_store: torch.distributed.distributed_c10d._get_default_store, private; 2.11 to 2.13 have it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
@@ -31,3 +35,8 @@ def reduce_scatter_single(
 def default_store() -> dist.Store:
     """The key-value store in which the ranks of the default group met; raises ValueError before that."""
     return distributed_c10d._get_default_store()
+
+
+def after_backward(function: Callable[[], None]) -> None:
+    """Call `function` where the backward pass that is under way ends, before it returns; what it raises comes out."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)

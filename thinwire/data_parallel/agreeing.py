@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.collectives import Communicator, Meter
-from thinwire.data_parallel.replicas import Row, check_layout
+from thinwire.data_parallel.replicas import check_layout
+from thinwire.data_parallel.table import Row
 
 log = logging.getLogger("thinwire")
 STOP = 1.0
@@ -67,8 +68,9 @@ class AgreeingOptimizer:
         """The norm of the whole gradient, from the squared norm of this rank's `.grad`."""
         raise NotImplementedError
 
-    def _forget(self) -> None:
-        """A step was skipped: drop what a method remembers of its gradient."""
+    def _forget(self) -> list[str]:
+        """A step was skipped: drop what a method remembers of it that is not finite; of which parameters."""
+        return []
 
     # ---------------------------------------------------------------- a step
 
@@ -112,9 +114,11 @@ class AgreeingOptimizer:
 
     def _skip(self) -> None:
         self.skipped_steps += 1
-        self._forget()
+        forgotten = self._forget()
         if self.comm.rank == 0:
             log.warning("thinwire: step %d skipped on all ranks: a gradient is not finite", self.steps)
+        if forgotten:
+            log.warning("thinwire: step %d: memory of %d parameter(s) dropped: not finite", self.steps, len(forgotten))
 
     def _finish_backward(self) -> Tensor:
         """The global norm of the mean gradient, which is complete from here on; once a step."""

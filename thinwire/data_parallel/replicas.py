@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from thinwire.collectives import Communicator
+from thinwire.data_parallel.table import Row
 from thinwire.errors import ConfigError
-
-Row = tuple[str, str, str]
 
 
 def digest(parts: Iterable[bytes | memoryview | Tensor]) -> Tensor:

@@ -16,10 +16,14 @@ import torch
 from torch import nn
 
 from thinwire.codecs import Cast, Codec, Hadamard, Identity, Integer, Zstd
-from thinwire.data_parallel.ddp.strategies import DDP, PowerSGD
+from thinwire.data_parallel.ddp.powersgd import PowerSGD
+from thinwire.data_parallel.ddp.strategies import DDP
+from thinwire.data_parallel.ddp.torch_powersgd import TorchPowerSGD
+from thinwire.data_parallel.ddp.two_way import TwoWay
 from thinwire.data_parallel.fsdp.strategies import FSDP
-from thinwire.data_parallel.interface import ParallelOptimizer, TrainingStrategy
+from thinwire.data_parallel.interface import CUTS_TENSORS, ParallelOptimizer, TrainingStrategy
 from thinwire.errors import ConfigError, nearest
+from thinwire.optim import ELEMENTWISE
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,8 @@ class OnZero:
     """What makes a choice of codecs a TrainingStrategy: it is applied by `thinwire.zero`."""
 
     settled_after: ClassVar[int] = 0
+    optimizers: ClassVar[tuple[str, ...]] = ELEMENTWISE
+    optimizers_reason: ClassVar[str] = CUTS_TENSORS
 
     @property
     def codecs(self: Strategy) -> tuple[Codec, ...]:
@@ -210,6 +216,8 @@ STRATEGIES: dict[str, Callable[..., TrainingStrategy]] = {
     "ddp": DDP,
     "ddp-bf16": partial(DDP, wire="bf16"),
     "powersgd": PowerSGD,
+    "powersgd-torch": TorchPowerSGD,
+    "two-way": TwoWay,
     "fsdp": FSDP,
     "fsdp-bf16": partial(FSDP, wire="bf16"),
 }

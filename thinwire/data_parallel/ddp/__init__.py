@@ -1,5 +1,9 @@
 """Hooks for torch's DistributedDataParallel: how the gradients of its buckets are averaged."""
 
-from thinwire.data_parallel.ddp.strategies import DDP, PowerSGD
+from thinwire.data_parallel.ddp.attach import CompressedDDP, compress_ddp
+from thinwire.data_parallel.ddp.powersgd import PowerSGD
+from thinwire.data_parallel.ddp.strategies import DDP
+from thinwire.data_parallel.ddp.torch_powersgd import TorchPowerSGD
+from thinwire.data_parallel.ddp.two_way import TwoWay
 
-__all__ = ["DDP", "PowerSGD"]
+__all__ = ["DDP", "CompressedDDP", "PowerSGD", "TorchPowerSGD", "TwoWay", "compress_ddp"]

@@ -5,17 +5,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from thinwire.data_parallel.ddp.reductions import Bucket
-
 
 def hand_over(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Give the bucket to `state.launch` and tell DDP that it is done.
 
-    DDP would wait in C++, where an error loses its type; the optimizer waits instead. With gradients as views into the
-    bucket DDP has nothing left to do once the bucket is complete.
+    DDP would wait in C++, where an error loses its type; `state.finish` waits instead. What DDP still does with a
+    complete bucket comes after that, or is nothing where gradients are views into it.
     """
-    flat = bucket.buffer()
-    state.launch(Bucket(bucket.index(), flat, bucket.gradients(), bucket.is_last()))
+    state.launch(bucket)
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    done.set_result(flat)
+    done.set_result(bucket.buffer())
     return done

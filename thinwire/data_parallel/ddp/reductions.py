@@ -1,30 +1,37 @@
-"""How the gradients of one bucket become their mean over the ranks: torch's collectives as communication jobs."""
+"""How the gradients of one bucket become their mean over the ranks, as communication jobs; what all ways share."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Generator, Sequence
+import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from thinwire.collectives.algorithms import Link
+from thinwire.codecs import Codec, Identity, derive_seed
+from thinwire.collectives import Topology
+from thinwire.collectives.algorithms import Link, Lost, all_reduce
+from thinwire.collectives.exchange import Rounds
 
+FP32 = Identity()
 FP32_BYTES, BF16_BYTES = 4, 2
 OPERATION = "gradients"
+BY_FORMULA = ("bytes sent", "by formula: 2 (P-1)/P of what is reduced", "torch's collectives are not metered")
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """What a GradBucket says, for use after DDP's hook has returned. grads: views into `flat`, one a parameter."""
+    """What a GradBucket says, for use after DDP's hook has returned.
+
+    names: of the parameters; grads: their gradients, views into `flat`, fp32.
+    """
 
     number: int
+    names: list[str]
     flat: Tensor
     grads: list[Tensor]
     last: bool
@@ -43,40 +50,68 @@ class Bucket:
 
 
 @dataclass(frozen=True)
+class Step:
+    """Which step a bucket belongs to. lrs: learning rates by parameter name, empty where no optimizer is known."""
+
+    number: int
+    lrs: Mapping[str, float]
+
+
+@dataclass(frozen=True)
 class AllReduce:
     """A sum over all ranks, in place and by gloo, that the communication thread can wait for."""
 
     link: Link
+    tensor: Tensor
     work: dist.Work
 
     @classmethod
     def start(cls, link: Link, tensor: Tensor) -> AllReduce:
         work = dist.all_reduce(tensor, group=link.wire.group, async_op=True)
         assert work is not None
-        return cls(link, work)
+        return cls(link, tensor, work)
 
     def wait(self) -> None:
         with self.link.timed("wait_s", OPERATION):
             self.work.wait(timedelta(seconds=self.link.wire.timeout_s))
+        count_ring(self.link, self.tensor.nbytes)
+
+
+def ring_bytes(num_bytes: int, world_size: int) -> int:
+    """Payload that one rank sends for a ring all_reduce: P-1 of P parts to sum, then again to spread."""
+    return 2 * (world_size - 1) * num_bytes // world_size
+
+
+def count_ring(link: Link, num_bytes: int) -> None:
+    """Enter an all_reduce by gloo, which nobody meters, by its formula."""
+    sent = ring_bytes(num_bytes, link.topology.world_size)
+    link.wire.meter.count(OPERATION, "inter" if link.topology.num_nodes > 1 else "intra", sent, sent)
 
 
 class Reduction(Protocol):
-    """A way to average buckets, with what it remembers between steps."""
+    """A way to average buckets, with what it remembers between steps, by parameter name: buckets may change."""
 
-    def run(self, link: Link, bucket: Bucket) -> Generator[Any, None, int]:
-        """Overwrite the bucket with the mean over ranks; a job that returns the bytes all-reduced to that end."""
+    def run(self, link: Link, bucket: Bucket, step: Step) -> Rounds[None]:
+        """Overwrite the bucket with the mean over ranks, the same bits on all of them; a communication job."""
         ...
 
-    def num_bytes(self, shapes: Sequence[torch.Size]) -> int:
-        """The bytes that a step all-reduces for gradients of these shapes, once the method is under way."""
+    def sent_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> int:
+        """Payload that a rank sends in a step for gradients of these shapes, once the method is under way."""
         ...
 
-    def rows(self, shapes: Sequence[torch.Size]) -> list[tuple[str, str, str]]:
+    def rows(self, shapes: Mapping[str, torch.Size]) -> list[tuple[str, str, str]]:
         """Rows of (asked for, in effect, why)."""
         ...
 
-    def forget(self) -> None:
-        """Drop what is remembered: it has met values that are not finite."""
+    def forget(self) -> list[str]:
+        """A step was skipped: drop what has met values that are not finite; the names of those parameters."""
+        ...
+
+    def residuals(self) -> dict[str, Tensor]:
+        """By parameter, what this rank was given and has not passed on, in units of a rank's gradient.
+
+        Sum over steps of what came out + mean over ranks of this = sum over steps of the mean that was put in.
+        """
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -88,21 +123,82 @@ class Reduction(Protocol):
         ...
 
 
+class Memory:
+    """What a method remembers of each parameter: tensors by (parameter name, kind), such as an error to be fed back."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, dict[str, Tensor]] = {}
+
+    def peek(self, name: str, kind: str) -> Tensor | None:
+        """The tensor that is held, if any."""
+        return self.held.get(name, {}).get(kind)
+
+    def get(self, name: str, kind: str, *shape: int) -> Tensor:
+        """The fp32 tensor of this shape that is held, zeros the first time."""
+        kinds = self.held.setdefault(name, {})
+        if kind not in kinds:
+            kinds[kind] = torch.zeros(shape)
+        return kinds[kind]
+
+    def put(self, name: str, kind: str, tensor: Tensor) -> None:
+        """Hold this tensor from now on."""
+        self.held.setdefault(name, {})[kind] = tensor
+
+    def forget(self) -> list[str]:
+        """Drop every tensor with a value that is not finite; the names of their parameters."""
+        odd = {name: [k for k, t in kinds.items() if not torch.isfinite(t).all()] for name, kinds in self.held.items()}
+        for name, kinds in odd.items():
+            for kind in kinds:
+                del self.held[name][kind]
+        return [name for name, kinds in odd.items() if kinds]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for kinds in self.held.values() for tensor in kinds.values())
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """Copies of all that is held."""
+        return {name: {kind: t.clone() for kind, t in kinds.items()} for name, kinds in self.held.items()}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Hold copies of what state_dict gave, and nothing else."""
+        self.held = {name: {kind: t.clone() for kind, t in kinds.items()} for name, kinds in state.items()}
+
+
+def seed_of(seed: int, step: int, name: str) -> int:
+    """A seed that all ranks share for one parameter in one step, whatever bucket it lies in."""
+    return derive_seed(seed, step, zlib.crc32(name.encode()))
+
+
+def sum_over_ranks(
+    link: Link, tensors: Sequence[Tensor], codec: Codec = FP32, lost: Lost | None = None
+) -> Rounds[list[Tensor]]:
+    """The sums of tensors of any shapes, fp32 in their shapes, in one message a hop, each in `codec`."""
+    if not tensors:
+        return []
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    total = yield from all_reduce(link, flat, codec, codec, codec, operation=OPERATION, lost=lost)
+    pieces = total.split([tensor.numel() for tensor in tensors])
+    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
+
+
 class Mean:
     """g = (1/P) sum_r g_r, in fp32."""
 
-    def run(self, link: Link, bucket: Bucket) -> Generator[Any, None, int]:
+    def run(self, link: Link, bucket: Bucket, step: Step) -> Rounds[None]:
         yield [AllReduce.start(link, bucket.flat.div_(link.topology.world_size))]
-        return bucket.flat.nbytes
 
-    def num_bytes(self, shapes: Sequence[torch.Size]) -> int:
-        return FP32_BYTES * sum(shape.numel() for shape in shapes)
+    def sent_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> int:
+        return ring_bytes(FP32_BYTES * sum(shape.numel() for shape in shapes.values()), grid.world_size)
 
-    def rows(self, shapes: Sequence[torch.Size]) -> list[tuple[str, str, str]]:
-        return [("gradients", "all_reduce in fp32", "by gloo")]
+    def rows(self, shapes: Mapping[str, torch.Size]) -> list[tuple[str, str, str]]:
+        return [("gradients", "all_reduce in fp32", "by gloo"), BY_FORMULA]
 
-    def forget(self) -> None:
-        pass
+    def forget(self) -> list[str]:
+        return []
+
+    def residuals(self) -> dict[str, Tensor]:
+        return {}
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -114,85 +210,15 @@ class Mean:
 class CastMean(Mean):
     """g = sum_r bf16(g_r / P), summed in bf16 hop by hop."""
 
-    def run(self, link: Link, bucket: Bucket) -> Generator[Any, None, int]:
+    def run(self, link: Link, bucket: Bucket, step: Step) -> Rounds[None]:
         with link.timed("encode_s", OPERATION):
             half = bucket.flat.div_(link.topology.world_size).to(torch.bfloat16)
         yield [AllReduce.start(link, half)]
         with link.timed("decode_s", OPERATION):
             bucket.flat.copy_(half)
-        return half.nbytes
 
-    def num_bytes(self, shapes: Sequence[torch.Size]) -> int:
-        return BF16_BYTES * sum(shape.numel() for shape in shapes)
+    def sent_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> int:
+        return ring_bytes(BF16_BYTES * sum(shape.numel() for shape in shapes.values()), grid.world_size)
 
-    def rows(self, shapes: Sequence[torch.Size]) -> list[tuple[str, str, str]]:
-        return [("gradients", "all_reduce in bf16", "by gloo, which sums in bf16")]
-
-
-class PowerSGDMean:
-    """torch's powerSGD_hook, which starts one collective from the end of another.
-
-    That is safe as long as nobody else uses the group meanwhile: the communication thread stands still for it.
-    """
-
-    def __init__(self, rank: int, start_step: int, min_compression: float, seed: int) -> None:
-        self.state = PowerSGDState(
-            process_group=None,
-            matrix_approximation_rank=rank,
-            start_powerSGD_iter=start_step,
-            min_compression_rate=min_compression,
-            # A column of zeros has no direction: without it, 0/0 where rank is 1 or 2. Higher ranks take a QR.
-            orthogonalization_epsilon=1e-8,
-            random_seed=seed % (1 << 32),
-        )
-
-    def run(self, link: Link, bucket: Bucket) -> Generator[Any, None, int]:
-        yield from ()
-        state = self.state
-        state.process_group = link.wire.group
-        is_plain, before = state.iter < state.start_powerSGD_iter, state.total_numel_after_compression
-        with link.timed("wait_s", OPERATION):
-            powerSGD_hook(state, cast(dist.GradBucket, bucket)).wait()
-        return bucket.flat.nbytes if is_plain else FP32_BYTES * (state.total_numel_after_compression - before)
-
-    def num_bytes(self, shapes: Sequence[torch.Size]) -> int:
-        return FP32_BYTES * sum(self._num_sent(shape) for shape in shapes)
-
-    def rows(self, shapes: Sequence[torch.Size]) -> list[tuple[str, str, str]]:
-        rank, start = self.state.matrix_approximation_rank, self.state.start_powerSGD_iter
-        thin = sum(self._num_sent(shape) < shape.numel() for shape in shapes)
-        return [
-            ("gradients", f"{thin} of {len(shapes)} as factors of rank {rank}, the others in fp32", "by torch's hook"),
-            ("steps in fp32", f"the first {start}", "start_step"),
-        ]
-
-    def forget(self) -> None:
-        for held in (self.state.error_dict, self.state.p_memory_dict, self.state.q_memory_dict):
-            held.clear()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Keys are buckets; `rng` is numpy's Mersenne Twister, its 624 words and the position."""
-        rng = self.state.rng.get_state(legacy=False)["state"]
-        return {
-            "iter": self.state.iter,
-            "error": dict(self.state.error_dict),
-            "p": dict(self.state.p_memory_dict),
-            "q": dict(self.state.q_memory_dict),
-            "rng": torch.from_numpy(rng["key"].astype(np.int64)),
-            "rng_position": int(rng["pos"]),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state.iter = state["iter"]
-        self.state.error_dict = {key: value.clone() for key, value in state["error"].items()}
-        self.state.p_memory_dict = {key: value.clone() for key, value in state["p"].items()}
-        self.state.q_memory_dict = {key: value.clone() for key, value in state["q"].items()}
-        key = state["rng"].numpy().astype(np.uint32)
-        self.state.rng.set_state({"bit_generator": "MT19937", "state": {"key": key, "pos": state["rng_position"]}})
-
-    def _num_sent(self, shape: torch.Size) -> int:
-        """Elements that travel for one gradient: r (n + m), or all n m of them where that saves too little."""
-        n = shape[0] if shape else 1
-        m = math.prod(shape[1:])
-        factors = (n + m) * min(n, m, self.state.matrix_approximation_rank)
-        return factors if factors * self.state.min_compression_rate < n * m else n * m
+    def rows(self, shapes: Mapping[str, torch.Size]) -> list[tuple[str, str, str]]:
+        return [("gradients", "all_reduce in bf16", "by gloo, which sums in bf16"), BY_FORMULA]

@@ -19,7 +19,8 @@ from thinwire.collectives import Communicator
 from thinwire.data_parallel.agreeing import AgreeingOptimizer
 from thinwire.data_parallel.fsdp.collectives import AllGather, ReduceScatter
 from thinwire.data_parallel.fsdp.strategies import FSDP, WIRES
-from thinwire.data_parallel.replicas import Row, digest, odd_ranks, same_start, trained_parameters
+from thinwire.data_parallel.replicas import digest, odd_ranks, same_start, trained_parameters
+from thinwire.data_parallel.table import Row
 from thinwire.data_parallel.zero import ReplicaError
 from thinwire.data_parallel.zero.elementwise import check_elementwise
 from thinwire.errors import ConfigError

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -17,6 +16,7 @@ from thinwire.collectives import Communicator
 from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
 from thinwire.data_parallel.replicas import digest, odd_ranks
 from thinwire.data_parallel.strategies import SDP4Bit, Strategy
+from thinwire.data_parallel.table import announce as announce_table
 from thinwire.data_parallel.zero.elementwise import check_elementwise
 from thinwire.data_parallel.zero.layout import Bucket, build_buckets
 from thinwire.data_parallel.zero.optimizer import ZeroOptimizer
@@ -76,8 +76,7 @@ def zero(
     buckets: list[Bucket] = build_buckets(named, strategy, lambda _, param: chosen[id(param)], bucket_numel)
     sharded = ZeroOptimizer(model, optimizer, strategy, buckets, comm, overlap=overlap, seed=seed, notes=notes)
     if announce and comm.rank == 0:
-        for asked, effect, reason in sharded.describe():
-            print(f"thinwire: {asked}: {effect}" + (f" ({reason})" if reason else ""), file=sys.stderr)
+        announce_table(sharded.describe())
     return model, sharded
 
 

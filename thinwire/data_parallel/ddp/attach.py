@@ -1,0 +1,159 @@
+"""Compressed gradients for a model that is already in DistributedDataParallel, in its own loop."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire import _compat
+from thinwire.collectives import Communicator, Meter
+from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
+from thinwire.data_parallel.ddp.hook import hand_over
+from thinwire.data_parallel.ddp.reducer import BucketReducer, learning_rates
+from thinwire.data_parallel.ddp.strategies import OnDDP
+from thinwire.data_parallel.table import Row
+from thinwire.data_parallel.table import announce as announce_table
+from thinwire.errors import ConfigError
+
+log = logging.getLogger("thinwire")
+
+
+def compress_ddp(
+    model: DistributedDataParallel,
+    method: OnDDP,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    local_size: int | None = None,
+    seed: int = 0,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    checked: bool = False,
+    announce: bool = True,
+) -> CompressedDDP:
+    """Average the gradients of a DDP model by `method`; a collective over its process group.
+
+    After every backward outside `model.no_sync()` the gradients are the same on all ranks, as ever. optimizer: needed
+    by methods that weigh errors by the learning rate, or that ask for an optimizer of their own. local_size: ranks per
+    node; None: found. announce: print the table of what is in effect.
+
+    Raises ConfigError for a model that is not in DDP, has a hook already or parameters that are not fp32, and for what
+    the method asks of model and optimizer.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        raise ConfigError(
+            f"compress_ddp got a {type(model).__name__}: wrap it in torch.nn.parallel.DistributedDataParallel first; "
+            "for fully_shard there is compress_fsdp"
+        )
+    trained = {name: param for name, param in model.module.named_parameters() if param.requires_grad}
+    for name, param in trained.items():
+        if param.dtype != torch.float32:
+            raise ConfigError(f"{name!r} is {param.dtype}: gradients of parameters must be float32; use autocast")
+    method.check(model.module, optimizer)
+    comm = Communicator(model.process_group, local_size=local_size, timeout_s=timeout_s, checked=checked)
+    handle = CompressedDDP(model, method, optimizer, comm, seed)
+    if announce and comm.rank == 0:
+        announce_table(handle.describe())
+    return handle
+
+
+class CompressedDDP:
+    """A DDP model whose gradients travel by a method; made by `compress_ddp`."""
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        method: OnDDP,
+        optimizer: torch.optim.Optimizer | None,
+        comm: Communicator,
+        seed: int,
+    ) -> None:
+        trained = {name: param for name, param in model.module.named_parameters() if param.requires_grad}
+        self.comm = comm
+        self.method = method
+        self.optimizer = optimizer
+        self._trained = trained
+        self._shapes = {name: param.shape for name, param in trained.items()}
+        self.reduction = method.reduction(comm.world_size, seed)
+        self._reducer = BucketReducer(comm, self.reduction, trained, self._lrs)
+        self._waits = False
+        try:
+            model.register_comm_hook(self, hand_over)
+        except RuntimeError as error:
+            comm.close()
+            raise ConfigError(f"DDP refuses the hook: {error}") from error
+
+    def launch(self, bucket: dist.GradBucket) -> None:
+        """Average a complete bucket in the background, and wait for all of them where backward ends; DDP's hook."""
+        if not self._waits:
+            self._waits = True
+            _compat.after_backward(self.finish)
+        if self.method.single_bucket and bucket.index() > 0:
+            raise ConfigError(f"{self.method.name} takes all gradients at once: give DDP bucket_cap_mb=10000")
+        self._reducer.launch(bucket)
+
+    def finish(self) -> None:
+        """Return when every gradient of this backward is the mean; backward itself calls this at its end."""
+        self._waits = False
+        if not all(bool(torch.isfinite(mean.sum())) for mean in self._reducer.finish()):
+            forgotten = self.reduction.forget()
+            log.warning("thinwire: a mean gradient is not finite; memory of %d parameter(s) dropped", len(forgotten))
+
+    @property
+    def meter(self) -> Meter:
+        """Bytes and seconds of the group."""
+        return self.comm.meter
+
+    @property
+    def bytes_per_step(self) -> int:
+        """Payload this rank sends in one step, once the method is under way."""
+        return self.reduction.sent_bytes(self._shapes, self.comm.topology) if self.comm.world_size > 1 else 0
+
+    def describe(self) -> list[Row]:
+        """Rows of (asked for, in effect, why they differ or how it was found)."""
+        plain = 8e-6 * sum(shape.numel() for shape in self._shapes.values()) * (1 - 1 / self.comm.world_size)
+        return [
+            ("topology", str(self.comm.topology), self.comm.topology_reason),
+            (f"method {self.method.name}", "hook of DistributedDataParallel", ""),
+            *self.reduction.rows(self._shapes),
+            *self._rows_on_learning_rates(),
+            ("overlap", "buckets travel while backward goes on", "backward ends when all have arrived"),
+            ("sent per rank and step", f"{self.bytes_per_step / 1e6:.3f} MB", f"{plain:.3f} MB in fp32"),
+        ]
+
+    def _rows_on_learning_rates(self) -> list[Row]:
+        if not self.method.uses_learning_rates or self.optimizer is not None:
+            return []
+        return [("errors weighed by learning rates", "not weighed", "give compress_ddp the optimizer")]
+
+    def residuals(self) -> dict[str, torch.Tensor]:
+        """By parameter, what this rank's gradients held and the method has not passed on yet."""
+        held = self.reduction.residuals()
+        return {
+            name: held[name].view(-1)[: shape.numel()].view(shape) if name in held else torch.zeros(shape)
+            for name, shape in self._shapes.items()
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the method remembers on this rank; to be saved by every rank beside model and optimizer."""
+        return {"method": self.method.name, "world_size": self.comm.world_size, "rank": self.comm.rank} | (
+            self._reducer.state_dict()
+        )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what state_dict gave; raises ConfigError for the state of another method, world or rank."""
+        here = {"method": self.method.name, "world_size": self.comm.world_size, "rank": self.comm.rank}
+        for key, value in here.items():
+            if state[key] != value:
+                raise ConfigError(f"this state does not fit: {key}: saved {state[key]!r}, here {value!r}")
+        self._reducer.load_state_dict(state)
+
+    def close(self) -> None:
+        """Wait for all communication and give the process group back."""
+        self.comm.close()
+
+    def _lrs(self) -> dict[str, float]:
+        return learning_rates(self._trained, self.optimizer)

@@ -22,7 +22,7 @@ from torch import nn
 
 import thinwire
 from tests.workers import run_workers
-from thinwire.data_parallel import DDP, FSDP, PowerSGD, TorchPowerSGD, TwoWay, Zero, ZeroBF16
+from thinwire.data_parallel import DDP, FSDP, PowerSGD, TorchPowerSGD, TwoWay, Zero, ZeroBF16, ZeroCompressed
 from thinwire.data_parallel.interface import ParallelOptimizer
 
 STEPS = 20
@@ -47,6 +47,8 @@ class Row:
 ROWS = {
     "zero": Row(Zero(), 0.0),
     "zero-bf16": Row(ZeroBF16(), 0.05),
+    "zero-compressed": Row(ZeroCompressed(), 0.9, ((1, 1), (2, 1), (4, 2))),
+    "zero-topk": Row(ZeroCompressed("topk", 0.2, weights="bf16"), 0.6, ((4, 1),)),
     "sdp4bit": Row(thinwire.SDP4Bit(), 0.45),
     "sdp4bit-weights": Row(thinwire.SDP4Bit(gradients=False), 0.2),
     "sdp4bit-gradients": Row(thinwire.SDP4Bit(weights=False), 0.45),
@@ -73,8 +75,20 @@ ROWS = {
     "fsdp-bf16": Row(FSDP(wire="bf16"), 0.05, ((4, 2),), range(1, STEPS, 2)),
 }
 # One row of each kind of state, and of each way to average gradients.
-STATEFUL = ["zero", "zero-bf16", "sdp4bit", "ddp", "powersgd", "powersgd-torch", "two-way", "fsdp-bf16"]
-REDUCING = ["sdp4bit", "ddp", "powersgd", "powersgd-torch", "two-way", "fsdp"]
+STATEFUL = [
+    "zero", "zero-bf16", "sdp4bit", "zero-compressed", "ddp", "powersgd", "powersgd-torch", "two-way", "fsdp-bf16"
+]  # fmt: skip
+    "zero",
+    "zero-bf16",
+    "sdp4bit",
+    "zero-compressed",
+    "ddp",
+    "powersgd",
+    "powersgd-torch",
+    "two-way",
+    "fsdp-bf16",
+]
+REDUCING = ["sdp4bit", "zero-compressed", "ddp", "powersgd", "powersgd-torch", "two-way", "fsdp"]
 
 
 class Net(nn.Module):

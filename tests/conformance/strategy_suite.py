@@ -78,16 +78,6 @@ ROWS = {
 STATEFUL = [
     "zero", "zero-bf16", "sdp4bit", "zero-compressed", "ddp", "powersgd", "powersgd-torch", "two-way", "fsdp-bf16"
 ]  # fmt: skip
-    "zero",
-    "zero-bf16",
-    "sdp4bit",
-    "zero-compressed",
-    "ddp",
-    "powersgd",
-    "powersgd-torch",
-    "two-way",
-    "fsdp-bf16",
-]
 REDUCING = ["sdp4bit", "zero-compressed", "ddp", "powersgd", "powersgd-torch", "two-way", "fsdp"]
 
 

@@ -248,7 +248,7 @@ def crash(rank: int, world_size: int, name: str) -> str:
             raise ArithmeticError("no packet today")
             yield
 
-        harness.handle.reduction.run = fails  # type: ignore[method-assign]
+        harness.handle.reduction.run = fails  # type: ignore[method-assign, assignment]
     with pytest.raises((ArithmeticError, thinwire.PeerLostError)) as caught:
         for step in range(1, 4):
             harness.put(step)

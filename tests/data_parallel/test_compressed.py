@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -30,13 +31,13 @@ class Matrices(nn.Module):
         return torch.stack([(p * g).sum() for p, g in zip(self.held, gradients, strict=True)]).sum()
 
 
-def gradients(shapes: list[tuple[int, ...]], rank: int, step: int) -> list[Tensor]:
+def gradients(shapes: Sequence[tuple[int, ...]], rank: int, step: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1000 * step + rank)
     return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
 def outputs(
-    method: OnDDP, shapes: list[tuple[int, ...]], rank: int, start: dict | None = None, lrs: tuple[float, ...] = LRS
+    method: OnDDP, shapes: Sequence[tuple[int, ...]], rank: int, start: dict | None = None, lrs: tuple[float, ...] = LRS
 ) -> tuple[list[list[Tensor]], dict[str, Tensor]]:
     """What a method gives back step by step, and what this rank is owed at the end."""
     model = Matrices(*shapes)

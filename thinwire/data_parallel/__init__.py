@@ -7,7 +7,15 @@ strategy must offer, `strategies` lists those that `--strategy` knows.
 from thinwire.data_parallel.ddp import DDP, CompressedDDP, PowerSGD, TorchPowerSGD, TwoWay, compress_ddp
 from thinwire.data_parallel.fsdp import FSDP
 from thinwire.data_parallel.interface import ParallelOptimizer, TrainingStrategy
-from thinwire.data_parallel.strategies import STRATEGIES, SDP4Bit, Strategy, Zero, ZeroBF16, strategy_named
+from thinwire.data_parallel.strategies import (
+    STRATEGIES,
+    SDP4Bit,
+    Strategy,
+    Zero,
+    ZeroBF16,
+    ZeroCompressed,
+    strategy_named,
+)
 from thinwire.data_parallel.zero import ReplicaError, ZeroOptimizer, zero
 
 __all__ = [
@@ -25,6 +33,7 @@ __all__ = [
     "TwoWay",
     "Zero",
     "ZeroBF16",
+    "ZeroCompressed",
     "ZeroOptimizer",
     "compress_ddp",
     "strategy_named",

@@ -23,6 +23,8 @@ class OnDDP:
     # Buckets of gradients are reduced while backward goes on, unless the method wants all of them at once.
     single_bucket = False
     find_unused_parameters: bool
+    # Why thinwire.zero can't host it, to follow its name.
+    not_on_zero: ClassVar[str] = "averages whole gradients, and zero gives every rank a slice"
     # Whether it weighs what it remembers by the learning rate.
     uses_learning_rates = False
     optimizers: ClassVar[tuple[str, ...]] = GENERAL

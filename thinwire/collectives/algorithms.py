@@ -7,9 +7,10 @@ tensor is written only after all messages of the operation have arrived.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -32,7 +33,10 @@ class Link:
     topology: Topology
     number: int
     memory: dict[str, Tensor]
-    num_rounds: int = 0
+    # The job's rounds are numbered through, also where some of them run among other ranks.
+    rounds: Iterator[int] = field(default_factory=itertools.count)
+    # What the meter calls the level inside a node.
+    inside: str = "intra"
 
     @property
     def rank(self) -> int:
@@ -70,12 +74,32 @@ class Link:
         self, operation: str, level: str, receives: Mapping[int, Tensor], length: Callable[[Tensor], int] = Tensor.numel
     ) -> Exchange:
         """Open the job's next round of messages; see Exchange."""
-        self.num_rounds += 1
-        return Exchange(self.wire, self.number, self.num_rounds - 1, operation, level, receives, length)
+        level = self.inside if level == "intra" else level
+        return Exchange(self.wire, self.number, next(self.rounds), operation, level, receives, length)
+
+    def among(self, members: Sequence[int], inside: str = "intra") -> Link:
+        """The link as some of the ranks see it: a collective over it is one of theirs alone, slices in their order.
+
+        Every rank belongs to one such group, all groups are alike, and all of them run the same collective.
+        """
+        grid = self.topology.among(members)
+        return Link(self.wire.among(members), grid, self.number, self.memory, self.rounds, inside)
 
     def timed(self, kind: str, operation: str) -> AbstractContextManager[None]:
         """Count a block's seconds; see Meter."""
         return self.wire.meter.timed(kind, f"{operation} {self.number}")
+
+
+def gather_bytes(grid: Topology, packet_bytes: int) -> dict[str, int]:
+    """What one rank sends on each level in `all_gather_packets`."""
+    intra = (grid.local_size - 1) * grid.num_nodes * packet_bytes
+    return {"intra": intra, "inter": (grid.num_nodes - 1) * packet_bytes}
+
+
+def reduce_bytes(grid: Topology, num_elements: int, intra: Codec, inter: Codec) -> dict[str, int]:
+    """What one rank sends on each level in `reduce_scatter`; num_elements: of its slice."""
+    to_neighbours = (grid.local_size - 1) * grid.num_nodes * intra.packet_bytes(num_elements)
+    return {"intra": to_neighbours, "inter": (grid.num_nodes - 1) * inter.packet_bytes(num_elements)}
 
 
 def all_gather_packets(

@@ -1,18 +1,30 @@
 """Second floor: strategies, each a choice of codecs, state and collectives.
 
-Those of our own sharded optimizer lie in `zero`, those of torch's wrappers in `ddp` and `fsdp`. `interface` says what a
-strategy must offer, `strategies` lists those that `--strategy` knows.
+Those of our own sharded optimizer lie in `zero`, those of torch's wrappers in `ddp` and `fsdp`, three-level sharding in
+`frontier`. `interface` says what a strategy must offer, `strategies` lists those that `--strategy` knows.
 """
 
 from thinwire.data_parallel.ddp import DDP, PowerSGD
+from thinwire.data_parallel.frontier import Frontier
+from thinwire.data_parallel.frontier.footprint import frontier_footprint as frontier_footprint
 from thinwire.data_parallel.fsdp import FSDP
-from thinwire.data_parallel.interface import ParallelOptimizer, TrainingStrategy
+from thinwire.data_parallel.fsdp.footprint import fsdp_footprint as fsdp_footprint
+from thinwire.data_parallel.interface import (
+    Footprint,
+    NotExplainedError,
+    ParallelOptimizer,
+    TrainingStrategy,
+    footprint,
+)
 from thinwire.data_parallel.strategies import STRATEGIES, SDP4Bit, Strategy, Zero, ZeroBF16, strategy_named
 from thinwire.data_parallel.zero import ReplicaError, ZeroOptimizer, zero
 
 __all__ = [
     "DDP",
     "FSDP",
+    "Footprint",
+    "Frontier",
+    "NotExplainedError",
     "STRATEGIES",
     "ParallelOptimizer",
     "PowerSGD",
@@ -23,6 +35,7 @@ __all__ = [
     "Zero",
     "ZeroBF16",
     "ZeroOptimizer",
+    "footprint",
     "strategy_named",
     "zero",
 ]

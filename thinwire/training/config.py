@@ -30,7 +30,7 @@ class TrainConfig:
     cache_dir: str | None = None
     """Where tokenised data is kept; by default thinwire's folder in the user's cache."""
     strategy: str = "sdp4bit"
-    """zero, zero-bf16, sdp4bit, sdp4bit-weights, sdp4bit-gradients, ddp, ddp-bf16, powersgd, fsdp or fsdp-bf16."""
+    """zero, ddp or fsdp, each also -bf16; sdp4bit, also -weights or -gradients alone; powersgd; frontier."""
     workers: int = 1
     """Worker processes to start on this machine."""
     local_size: int | None = None

@@ -16,7 +16,7 @@ from thinwire.collectives import Communicator
 from thinwire.collectives.algorithms import Link, all_gather_exact
 from thinwire.data_parallel.agreeing import AgreeingOptimizer
 from thinwire.data_parallel.ddp.hook import hand_over
-from thinwire.data_parallel.ddp.reductions import OPERATION, Bucket, Reduction
+from thinwire.data_parallel.ddp.reductions import OPERATION, Bucket, Reduction, ring_bytes
 from thinwire.data_parallel.ddp.strategies import OnDDP
 from thinwire.data_parallel.replicas import Row, digest, odd_ranks, same_start, trained_parameters
 from thinwire.data_parallel.zero import ReplicaError
@@ -137,20 +137,16 @@ class DDPOptimizer(AgreeingOptimizer):
                 # gloo does not say which rank is missing; asking each of them for a message does.
                 yield from all_gather_exact(link, torch.zeros(1))
                 raise
-            sent = self._ring_bytes(num_bytes)
+            sent = ring_bytes(num_bytes, self.comm.world_size)
             link.wire.meter.count(OPERATION, "inter" if link.topology.num_nodes > 1 else "intra", sent, sent)
 
         return job
-
-    def _ring_bytes(self, num_bytes: int) -> int:
-        """Payload of a ring all_reduce: P-1 of P parts to sum, then again to spread."""
-        return 2 * (self.comm.world_size - 1) * num_bytes // self.comm.world_size
 
     @property
     def bytes_per_step(self) -> int:
         """Payload this rank sends in one step, gradients by formula; once the method is under way."""
         shapes = [param.shape for param in self.trained.values()]
-        return self._ring_bytes(self.reduction.num_bytes(shapes)) + self.agreement_bytes
+        return ring_bytes(self.reduction.num_bytes(shapes), self.comm.world_size) + self.agreement_bytes
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Forward and backward passes inside only accumulate gradients."""

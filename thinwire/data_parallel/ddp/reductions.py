@@ -60,6 +60,11 @@ class AllReduce:
             self.work.wait(timedelta(seconds=self.link.wire.timeout_s))
 
 
+def ring_bytes(num_bytes: int, world_size: int) -> int:
+    """Payload of a ring all_reduce: P-1 of P parts to sum, then again to spread."""
+    return 2 * (world_size - 1) * num_bytes // world_size
+
+
 class Reduction(Protocol):
     """A way to average buckets, with what it remembers between steps."""
 
@@ -69,6 +74,10 @@ class Reduction(Protocol):
 
     def num_bytes(self, shapes: Sequence[torch.Size]) -> int:
         """The bytes that a step all-reduces for gradients of these shapes, once the method is under way."""
+        ...
+
+    def kept_bytes(self, shapes: Sequence[torch.Size]) -> dict[str, int]:
+        """The bytes that are remembered between steps, by name."""
         ...
 
     def rows(self, shapes: Sequence[torch.Size]) -> list[tuple[str, str, str]]:
@@ -97,6 +106,9 @@ class Mean:
 
     def num_bytes(self, shapes: Sequence[torch.Size]) -> int:
         return FP32_BYTES * sum(shape.numel() for shape in shapes)
+
+    def kept_bytes(self, shapes: Sequence[torch.Size]) -> dict[str, int]:
+        return {}
 
     def rows(self, shapes: Sequence[torch.Size]) -> list[tuple[str, str, str]]:
         return [("gradients", "all_reduce in fp32", "by gloo")]
@@ -157,6 +169,10 @@ class PowerSGDMean:
 
     def num_bytes(self, shapes: Sequence[torch.Size]) -> int:
         return FP32_BYTES * sum(self._num_sent(shape) for shape in shapes)
+
+    def kept_bytes(self, shapes: Sequence[torch.Size]) -> dict[str, int]:
+        thin = [num for shape in shapes if (num := self._num_sent(shape)) < shape.numel()]
+        return {"error feedback": FP32_BYTES * sum(s.numel() for s in shapes), "factors": FP32_BYTES * sum(thin)}
 
     def rows(self, shapes: Sequence[torch.Size]) -> list[tuple[str, str, str]]:
         rank, start = self.state.matrix_approximation_rank, self.state.start_powerSGD_iter

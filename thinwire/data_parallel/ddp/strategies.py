@@ -8,8 +8,15 @@ import torch
 from torch import nn
 
 from thinwire.codecs import Codec
-from thinwire.data_parallel.ddp.reductions import CastMean, Mean, PowerSGDMean, Reduction
-from thinwire.data_parallel.interface import ParallelOptimizer
+from thinwire.collectives import Topology
+from thinwire.data_parallel.ddp.reductions import OPERATION, CastMean, Mean, PowerSGDMean, Reduction, ring_bytes
+from thinwire.data_parallel.interface import (
+    Footprint,
+    ParallelOptimizer,
+    agreement_sent,
+    footprint,
+    trained_shapes,
+)
 from thinwire.errors import ConfigError, nearest
 
 REDUCTIONS: dict[str, type[Mean]] = {"fp32": Mean, "bf16": CastMean}
@@ -121,3 +128,20 @@ class PowerSGD(OnDDP):
 
     def reduction(self, world_size: int, seed: int) -> Reduction:
         return PowerSGDMean(self.rank, self.start_step, self.min_compression, seed)
+
+
+@footprint.register
+def ddp_footprint(strategy: OnDDP, model: nn.Module, topology: Topology, micro_batches: int) -> Footprint:
+    """Everything is whole on every rank; only the last micro-batch's backward communicates."""
+    shapes = trained_shapes(model)
+    whole = 4 * sum(shape.numel() for shape in shapes)
+    reduction = strategy.reduction(topology.world_size, 0)
+    level = "inter" if topology.num_nodes > 1 else "intra"
+    sent = {(OPERATION, level): ring_bytes(reduction.num_bytes(shapes), topology.world_size)}
+    return Footprint(
+        weights=whole,
+        gradients=whole,
+        optimizer=2 * whole,
+        sent=sent | agreement_sent(topology),
+        other=reduction.kept_bytes(shapes),
+    )

@@ -67,8 +67,8 @@ class Part(Bucket):
             self.live.untyped_storage().resize_(self.live.nbytes if is_whole else 0)
         except RuntimeError as error:
             raise RuntimeError(
-                f"the memory of weights between {self.slots[0].name!r} and {self.slots[-1].name!r} can't be freed: numpy "
-                "holds it; clone weights before you give them to numpy"
+                f"the memory of weights between {self.slots[0].name!r} and {self.slots[-1].name!r} can't be freed: "
+                "numpy holds it; clone weights before you give them to numpy"
             ) from error
 
     def note_versions(self) -> None:

@@ -72,6 +72,9 @@ ROWS = {
         ((1, 1), (2, 1), (4, 2)),
         range(1, STEPS),
     ),
+    "frontier-bf16": Row(
+        Frontier(weights="bf16", intra="bf16", inter="bf16", refresh="bf16"), 0.05, ((4, 2),), range(1, STEPS)
+    ),
     "frontier": Row(Frontier(), 0.45, ((2, 1), (4, 2)), range(1, STEPS)),
 }
 # One row of each kind of state, and of each way to average gradients.

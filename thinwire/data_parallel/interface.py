@@ -162,7 +162,9 @@ class Footprint:
     weights, gradients: fp32, at their largest: whole where a forward, or the end of a backward, needs them whole.
     optimizer: with AdamW, whose two moments are fp32: masters, where they are not the weights, and moments. other: what
     else stays, by name, such as an error that is fed back. sent: in one step, by the meter's (operation, level).
-    passing: weights and gradients that are whole for one part of the model at a time, besides those above.
+    passing: weights and gradients that are whole for one part of the model at a time, besides those above. crossing:
+    what all ranks of a node together send to other nodes, where that is less than the meter's level says: one rank's
+    part of a ring.
     """
 
     weights: int
@@ -170,6 +172,7 @@ class Footprint:
     optimizer: int
     sent: Mapping[tuple[str, str], int]
     passing: int = 0
+    crossing: int | None = None
     other: Mapping[str, int] = field(default_factory=dict)
 
     @property

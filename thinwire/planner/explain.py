@@ -39,7 +39,7 @@ class Explained:
 
     def link_s(self, found: Footprint) -> float | None:
         """Seconds that a step's messages between nodes need on one node's link, all ranks of the node together."""
-        sent = self.topology.local_size * found.sent_on("inter")
+        sent = self.topology.local_size * found.sent_on("inter") if found.crossing is None else found.crossing
         return None if self.rate is None else 8 * sent / self.rate
 
     def local_s(self, found: Footprint) -> float | None:

@@ -10,7 +10,14 @@ import tyro
 
 from thinwire.training.config import flag
 from thinwire.training.problems import Problems
-from thinwire.training.settings import HELP_FLAGS, stated_tables, table_fields, table_flags, without_unknown_flags
+from thinwire.training.settings import (
+    HELP_FLAGS,
+    option_tables,
+    stated_tables,
+    table_fields,
+    table_flags,
+    without_unknown_flags,
+)
 
 LIMITS = {
     "nodes": (1, 10**6), "local_size": (1, 10**4), "parameters": (1, 10**15), "seq_len": (1, 10**9),
@@ -54,7 +61,7 @@ def read_explain(args: Sequence[str], problems: Problems) -> ExplainConfig:
     known = [*own, *table_flags(), *HELP_FLAGS]
     plan = Annotated[ExplainConfig, tyro.conf.arg(name="")]
     flags = make_dataclass("Explain", [("plan", plan), *table_fields()])
-    default = flags(plan=ExplainConfig(), **{name: cls() for name, cls in table_fields()})
+    default = flags(plan=ExplainConfig(), **{name: flags.__annotations__[name]() for name in option_tables()})
     parsed: Any = tyro.cli(
         flags, args=list(without_unknown_flags(args, problems, known)), default=default, prog="thinwire explain",
         description=ExplainConfig.__doc__, config=(tyro.conf.FlagCreatePairsOff,),

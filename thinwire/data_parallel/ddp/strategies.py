@@ -137,11 +137,13 @@ def ddp_footprint(strategy: OnDDP, model: nn.Module, topology: Topology, micro_b
     whole = 4 * sum(shape.numel() for shape in shapes)
     reduction = strategy.reduction(topology.world_size, 0)
     level = "inter" if topology.num_nodes > 1 else "intra"
-    sent = {(OPERATION, level): ring_bytes(reduction.num_bytes(shapes), topology.world_size)}
+    ring = ring_bytes(reduction.num_bytes(shapes), topology.world_size)
+    words = agreement_sent(topology)
     return Footprint(
         weights=whole,
         gradients=whole,
         optimizer=2 * whole,
-        sent=sent | agreement_sent(topology),
+        sent={(OPERATION, level): ring} | words,
+        crossing=ring + topology.local_size * words["all_gather_exact", "inter"] if topology.num_nodes > 1 else 0,
         other=reduction.kept_bytes(shapes),
     )

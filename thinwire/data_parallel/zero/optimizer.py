@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
@@ -487,7 +487,7 @@ def _apply(bucket: Bucket, packet: Tensor, shard: Tensor, link: Link) -> None:
         shard.copy_(values.add_(shard) if bucket.wire.differences else values)
 
 
-def shard_param_groups(inner: torch.optim.Optimizer, buckets: list[Bucket]) -> list[tuple[Slot, Tensor, int, int]]:
+def shard_param_groups(inner: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> list[tuple[Slot, Tensor, int, int]]:
     """Put this rank's pieces of the masters in the place of the parameters, group by group."""
     slots = {id(slot.param): slot for bucket in buckets for slot in bucket.slots}
     pieces: list[tuple[Slot, Tensor, int, int]] = []

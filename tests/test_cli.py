@@ -49,6 +49,7 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--llama.hidden-size", "63"], "hidden_size=63: must be a multiple"),
         (["--tokens-per-step", "50", "--workers", "2"], "must be a multiple of .* = 32; nearest: 64"),
         (["--workers", "3", "--local-size", "2"], "local size 2 does not fit a world of 3"),
+        (["--strategy", "frontier", "--workers", "4", "--frontier.weights-over", "3"], "weights_over 3 .*nearest.*: 2"),
         (["--sdp4bit.inter-group", "100"], "100.*32.*96|100.*multiple of.*32"),
         (["--sdp4bit.weight-bits", "5"], "5"),
         (["--track", "tensorbored"], "did you mean 'tensorboard'"),

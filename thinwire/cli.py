@@ -50,8 +50,20 @@ def lab(args: Sequence[str]) -> int:
     return run_lab(args)
 
 
+def explain(args: Sequence[str]) -> int:
+    """Say what each strategy would hold in memory and send, without running anything."""
+    from thinwire.planner.command import run_explain
+
+    return run_explain(args)
+
+
 # A command is one row.
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"train": train, "compare": compare, "lab": lab}
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "train": train,
+    "compare": compare,
+    "explain": explain,
+    "lab": lab,
+}
 
 
 def usage() -> str:

@@ -22,7 +22,17 @@ from torch import nn
 
 import thinwire
 from tests.workers import run_workers
-from thinwire.data_parallel import DDP, FSDP, PowerSGD, TorchPowerSGD, TwoWay, Zero, ZeroBF16, ZeroCompressed
+from thinwire.data_parallel import (
+    DDP,
+    FSDP,
+    Frontier,
+    PowerSGD,
+    TorchPowerSGD,
+    TwoWay,
+    Zero,
+    ZeroBF16,
+    ZeroCompressed,
+)
 from thinwire.data_parallel.interface import ParallelOptimizer
 
 STEPS = 20
@@ -77,12 +87,24 @@ ROWS = {
     # The first step gathers the weights twice; FSDP2 sends no gradients for what a step leaves out.
     "fsdp": Row(FSDP(), 0.0, ((1, 1), (2, 1), (4, 2)), range(1, STEPS, 2)),
     "fsdp-bf16": Row(FSDP(wire="bf16"), 0.05, ((4, 2),), range(1, STEPS, 2)),
+    # Net has no layers: the root's weights are gathered once a micro-batch, and once more in the first step.
+    "frontier-fp32": Row(
+        Frontier(weights="fp32", intra="fp32", inter="fp32", refresh="fp32"),
+        0.0,
+        ((1, 1), (2, 1), (4, 2)),
+        range(1, STEPS),
+    ),
+    "frontier-bf16": Row(
+        Frontier(weights="bf16", intra="bf16", inter="bf16", refresh="bf16"), 0.05, ((4, 2),), range(1, STEPS)
+    ),
+    "frontier": Row(Frontier(), 0.45, ((2, 1), (4, 2)), range(1, STEPS)),
 }
 # One row of each kind of state, and of each way to average gradients.
 STATEFUL = [
-    "zero", "zero-bf16", "sdp4bit", "zero-compressed", "ddp", "powersgd", "powersgd-torch", "two-way", "fsdp-bf16"
+    "zero", "zero-bf16", "sdp4bit", "zero-compressed", "ddp", "powersgd", "powersgd-torch", "two-way", "fsdp-bf16",
+    "frontier",
 ]  # fmt: skip
-REDUCING = ["sdp4bit", "zero-compressed", "ddp", "powersgd", "powersgd-torch", "two-way", "fsdp"]
+REDUCING = ["sdp4bit", "zero-compressed", "ddp", "powersgd", "powersgd-torch", "two-way", "fsdp", "frontier"]
 
 
 class Net(nn.Module):
@@ -302,7 +324,7 @@ class StrategySuite:
             for key, weight in result["weights"].items():
                 torch.testing.assert_close(weight, reference[key], rtol=0, atol=1e-6)
 
-    @pytest.mark.parametrize("name", ["ddp", "powersgd", "fsdp"])
+    @pytest.mark.parametrize("name", ["ddp", "powersgd", "fsdp", "frontier"])
     def test_survivors_of_a_killed_rank_name_it(self, name: str) -> None:
         results = run_workers(one_rank_dies, 4, name, may_die=(1,), timeout_s=60)
         assert all("rank 1 is missing" in results[rank] for rank in (0, 2, 3)), results

@@ -18,10 +18,12 @@ from tests.docs.pages import PAGES, ROOT, Block, anchors, blocks, links, table_r
 from thinwire.compare import RaceConfig
 from thinwire.compare.contestants import read_contestants
 from thinwire.compare.options import read_race
-from thinwire.data_parallel.strategies import STRATEGIES, SDP4Bit
+from thinwire.data_parallel.strategies import STRATEGIES, Frontier, SDP4Bit
 from thinwire.lab import LabSpec
 from thinwire.lab.command import LabOptions
 from thinwire.lab.command import read as read_lab
+from thinwire.planner import ExplainConfig, explain
+from thinwire.planner.options import read_explain
 from thinwire.training.config import TrainConfig, flag
 from thinwire.training.metrics import StepMetrics
 from thinwire.training.problems import Problems
@@ -52,6 +54,8 @@ def test_commands_are_understood(block: Block) -> None:
             assert words[1] in targets
         elif words[:2] == ["thinwire", "compare"]:
             understand_compare(words[2:])
+        elif words[:2] == ["thinwire", "explain"]:
+            understand_explain(words[2:])
         elif words[:2] == ["thinwire", "lab"]:
             understand_lab(words[2:])
         elif "train" in words:
@@ -78,6 +82,13 @@ def understand_compare(args: list[str]) -> None:
     read_contestants(race.strategies, problems)
     LabSpec.from_text(race.lab)
     assert not problems.messages
+
+
+def understand_explain(args: list[str]) -> None:
+    if args == ["--help"]:
+        return
+    problems = Problems()
+    assert explain(read_explain(args, problems), problems).footprints
 
 
 def understand_lab(args: list[str]) -> None:
@@ -171,6 +182,12 @@ def test_every_flag_of_a_race_is_documented_with_its_default() -> None:
     assert documented == {flag(item.name): shown(item.default) for item in fields(RaceConfig)}
 
 
+def test_every_flag_of_an_explanation_is_documented_with_its_default() -> None:
+    documented = {row[0]: row[1].strip("`") for row in table_rows(CLI_PAGE, "Flags of `thinwire explain`")}
+    own = [item for item in fields(ExplainConfig) if item.name != "tables"]
+    assert documented == {flag(item.name): shown(item.default) for item in own}
+
+
 def test_every_flag_of_the_lab_is_documented_with_its_default() -> None:
     documented = {row[0]: row[1].strip("`") for row in table_rows(CLI_PAGE, "Flags of `thinwire lab`")}
     assert documented == {flag(item.name): shown(item.default) for item in fields(LabOptions)}
@@ -187,10 +204,11 @@ def test_every_metric_is_documented() -> None:
     assert documented == [item.name for item in fields(StepMetrics)]
 
 
-def test_every_option_of_sdp4bit_is_documented() -> None:
-    rows = table_rows(ROOT / "docs/methods/sdp4bit.md", "Options")
+@pytest.mark.parametrize("strategy", [SDP4Bit, Frontier])
+def test_every_option_is_documented(strategy: type[SDP4Bit | Frontier]) -> None:
+    rows = table_rows(ROOT / f"docs/methods/{strategy.name}.md", "Options")
     documented = [name for row in rows for name in re.findall(r"\w+", row[0])]
-    assert sorted(documented) == sorted(item.name for item in fields(SDP4Bit))
+    assert sorted(documented) == sorted(item.name for item in fields(strategy))
 
 
 def test_every_strategy_is_documented() -> None:

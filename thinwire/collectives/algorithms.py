@@ -7,9 +7,10 @@ tensor is written only after all messages of the operation have arrived.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import lcm
 from typing import Any
 
@@ -34,8 +35,11 @@ class Link:
     topology: Topology
     number: int
     memory: dict[str, Tensor]
-    num_rounds: int = 0
     prefix: str = ""
+    # The job's rounds are numbered through, also where some of them run among other ranks.
+    rounds: Iterator[int] = field(default_factory=itertools.count)
+    # What the meter calls the level inside a node.
+    inside: str = "intra"
 
     @property
     def rank(self) -> int:
@@ -71,14 +75,23 @@ class Link:
 
     def part(self, number: int) -> Link:
         """A link for part 0, 1, ... of this job, with messages and memory of its own; see `together`."""
-        return replace(self, prefix=f"{self.prefix}{number}.", num_rounds=(number + 1) * ROUNDS_OF_A_PART)
+        rounds = itertools.count((number + 1) * ROUNDS_OF_A_PART)
+        return replace(self, prefix=f"{self.prefix}{number}.", rounds=rounds)
 
     def exchange(
         self, operation: str, level: str, receives: Mapping[int, Tensor], length: Callable[[Tensor], int] = Tensor.numel
     ) -> Exchange:
         """Open the job's next round of messages; see Exchange."""
-        self.num_rounds += 1
-        return Exchange(self.wire, self.number, self.num_rounds - 1, operation, level, receives, length)
+        level = self.inside if level == "intra" else level
+        return Exchange(self.wire, self.number, next(self.rounds), operation, level, receives, length)
+
+    def among(self, members: Sequence[int], inside: str = "intra") -> Link:
+        """The link as some of the ranks see it: a collective over it is one of theirs alone, slices in their order.
+
+        Every rank belongs to one such group, all groups are alike, and all of them run the same collective.
+        """
+        grid = self.topology.among(members)
+        return replace(self, wire=self.wire.among(members), topology=grid, inside=inside)
 
     def timed(self, kind: str, operation: str) -> AbstractContextManager[None]:
         """Count a block's seconds; see Meter."""
@@ -150,6 +163,23 @@ def _encode(codec: Codec, x: Tensor, lost: Tensor | None, out: Tensor, seed: int
         return
     codec.encode(lost.add_(x), seed=seed, counter=counter, out=out)
     lost.sub_(codec.decode(out, x.numel()))
+
+
+def added(*sent: Mapping[str, int]) -> dict[str, int]:
+    """Bytes by level, added up."""
+    return {level: sum(one[level] for one in sent) for level in ("intra", "inter")}
+
+
+def gather_bytes(grid: Topology, packet_bytes: int) -> dict[str, int]:
+    """What one rank sends on each level in `all_gather_packets`."""
+    intra = (grid.local_size - 1) * grid.num_nodes * packet_bytes
+    return {"intra": intra, "inter": (grid.num_nodes - 1) * packet_bytes}
+
+
+def reduce_bytes(grid: Topology, num_elements: int, intra: Codec, inter: Codec) -> dict[str, int]:
+    """What one rank sends on each level in `reduce_scatter`; num_elements: of its slice."""
+    to_neighbours = (grid.local_size - 1) * grid.num_nodes * intra.packet_bytes(num_elements)
+    return {"intra": to_neighbours, "inter": (grid.num_nodes - 1) * inter.packet_bytes(num_elements)}
 
 
 def all_gather_packets(
@@ -366,12 +396,10 @@ def slice_length(num_elements: int, world_size: int, *codecs: Codec) -> int:
     return -(-num_elements // (world_size * block)) * block
 
 
-def all_reduce_bytes(num_elements: int, grid: Topology, intra: Codec, inter: Codec, gather: Codec) -> int:
-    """Payload that one rank sends for an all_reduce of `num_elements`."""
+def all_reduce_bytes(num_elements: int, grid: Topology, intra: Codec, inter: Codec, gather: Codec) -> dict[str, int]:
+    """What one rank sends on each level in `all_reduce`."""
     n = slice_length(num_elements, grid.world_size, intra, inter, gather)
-    inside = (grid.local_size - 1) * grid.num_nodes * intra.packet_bytes(n)
-    between = (grid.num_nodes - 1) * inter.packet_bytes(n)
-    return inside + between + (grid.world_size - 1) * gather.packet_bytes(n)
+    return added(reduce_bytes(grid, n, intra, inter), gather_bytes(grid, gather.packet_bytes(n)))
 
 
 def broadcast_(link: Link, x: Tensor, source: int) -> Rounds[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import struct
 import threading
@@ -37,10 +38,20 @@ class Wire:
     def __init__(self, group: dist.ProcessGroup | None, ranks: list[int], timeout_s: float, checked: bool) -> None:
         self.group = group
         self.global_ranks = ranks
+        # Where the process group has each rank of this wire.
+        self.positions: Sequence[int] = range(len(ranks))
         self.rank = ranks.index(dist.get_rank()) if group is not None else 0
         self.timeout_s = timeout_s
         self.checked = checked
         self.meter = Meter()
+
+    def among(self, members: Sequence[int]) -> Wire:
+        """The same wire as some of its ranks see it, this one among them: a rank is its position in `members`."""
+        part = copy.copy(self)
+        part.global_ranks = [self.global_ranks[rank] for rank in members]
+        part.positions = [self.positions[rank] for rank in members]
+        part.rank = list(members).index(self.rank)
+        return part
 
     def lost(self, operation: str, number: int, peer: int, error: Exception) -> PeerLostError:
         """Name the rank that is really missing: the silent peer, or the one that peer itself lost."""
@@ -155,7 +166,7 @@ class Exchange:
 
     def _isend(self, peer: int, message: Tensor) -> Pending:
         try:
-            work = dist.isend(message, group=self.wire.group, tag=self._tag, group_dst=peer)
+            work = dist.isend(message, group=self.wire.group, tag=self._tag, group_dst=self.wire.positions[peer])
         except RuntimeError as error:
             raise self.wire.lost(self.operation, self.number, peer, error) from None
         assert work is not None
@@ -163,7 +174,7 @@ class Exchange:
 
     def _irecv(self, peer: int, buffer: Tensor) -> dist.Work:
         try:
-            work = dist.irecv(buffer, group=self.wire.group, tag=self._tag, group_src=peer)
+            work = dist.irecv(buffer, group=self.wire.group, tag=self._tag, group_src=self.wire.positions[peer])
         except RuntimeError as error:
             raise self.wire.lost(self.operation, self.number, peer, error) from None
         assert work is not None

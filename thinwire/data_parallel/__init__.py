@@ -1,12 +1,21 @@
 """Second floor: strategies, each a choice of codecs, state and collectives.
 
-Those of our own sharded optimizer lie in `zero`, those of torch's wrappers in `ddp` and `fsdp`. `interface` says what a
-strategy must offer, `strategies` lists those that `--strategy` knows.
+Those of our own sharded optimizer lie in `zero`, those of torch's wrappers in `ddp` and `fsdp`, three-level sharding in
+`frontier`. `interface` says what a strategy must offer, `strategies` lists those that `--strategy` knows.
 """
 
 from thinwire.data_parallel.ddp import DDP, CompressedDDP, PowerSGD, TorchPowerSGD, TwoWay, compress_ddp
+from thinwire.data_parallel.frontier import Frontier
+from thinwire.data_parallel.frontier.footprint import frontier_footprint as frontier_footprint
 from thinwire.data_parallel.fsdp import FSDP
-from thinwire.data_parallel.interface import ParallelOptimizer, TrainingStrategy
+from thinwire.data_parallel.fsdp.footprint import fsdp_footprint as fsdp_footprint
+from thinwire.data_parallel.interface import (
+    Footprint,
+    NotExplainedError,
+    ParallelOptimizer,
+    TrainingStrategy,
+    footprint,
+)
 from thinwire.data_parallel.strategies import (
     STRATEGIES,
     SDP4Bit,
@@ -21,6 +30,9 @@ from thinwire.data_parallel.zero import ReplicaError, ZeroOptimizer, zero
 __all__ = [
     "DDP",
     "FSDP",
+    "Footprint",
+    "Frontier",
+    "NotExplainedError",
     "STRATEGIES",
     "CompressedDDP",
     "ParallelOptimizer",
@@ -36,6 +48,7 @@ __all__ = [
     "ZeroCompressed",
     "ZeroOptimizer",
     "compress_ddp",
+    "footprint",
     "strategy_named",
     "zero",
 ]

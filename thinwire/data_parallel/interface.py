@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import singledispatch
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from thinwire.codecs import Codec
-from thinwire.collectives import Communicator, Meter
+from thinwire.collectives import Communicator, Meter, Topology
+from thinwire.collectives.algorithms import gather_bytes
+from thinwire.errors import ConfigError
 
 # The reason of strategies that shard the optimizer.
 CUTS_TENSORS = "cuts tensors anywhere, so that the update of one element must not depend on others"
@@ -157,3 +162,58 @@ class TrainingStrategy(Protocol):
         node. overlap: weights may arrive during the next forward. Raises ConfigError for what can't be trained so.
         """
         ...
+
+
+class NotExplainedError(ConfigError):
+    """A strategy that does not say what it holds and sends."""
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What one rank holds and sends, known before anything runs; bytes.
+
+    weights, gradients: fp32, at their largest: whole where a forward, or the end of a backward, needs them whole.
+    optimizer: with AdamW, whose two moments are fp32: masters, where they are not the weights, and moments. other: what
+    else stays, by name, such as an error that is fed back. sent: in one step, by the meter's (operation, level).
+    passing: weights and gradients that are whole for one part of the model at a time, besides those above. crossing:
+    what all ranks of a node together send to other nodes, where that is less than the meter's level says: one rank's
+    part of a ring.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    sent: Mapping[tuple[str, str], int]
+    passing: int = 0
+    crossing: int | None = None
+    other: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """All that is held, by name."""
+        held = {"weights": self.weights, "gradients": self.gradients, "optimizer": self.optimizer}
+        return held | {"passing": self.passing} | dict(self.other)
+
+    def sent_on(self, level: str) -> int:
+        """Bytes on one level."""
+        return sum(num_bytes for (_, at), num_bytes in self.sent.items() if at == level)
+
+
+@singledispatch
+def footprint(strategy: object, model: nn.Module, topology: Topology, micro_batches: int) -> Footprint:
+    """What a rank would hold and send under `strategy`; each registers the function that knows, beside itself.
+
+    model: its shapes alone are used, so it may lie on the device "meta". micro_batches: backward passes of one step.
+    Raises ConfigError where the strategy can't run on this grid; NotExplainedError where it has no such function.
+    """
+    raise NotExplainedError(f"strategy {getattr(strategy, 'name', strategy)} does not say what it holds and sends")
+
+
+def trained_shapes(model: nn.Module) -> dict[str, torch.Size]:
+    """The shapes of the parameters that are trained, by name."""
+    return {name: param.shape for name, param in model.named_parameters() if param.requires_grad}
+
+
+def agreement_sent(topology: Topology, word_bytes: int = 24) -> dict[tuple[str, str], int]:
+    """What the ranks' words about a step take, by the meter's (operation, level)."""
+    return {("all_gather_exact", level): sent for level, sent in gather_bytes(topology, word_bytes).items()}

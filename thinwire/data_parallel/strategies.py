@@ -5,11 +5,9 @@ Those of `thinwire.zero` are below; those of DistributedDataParallel and FSDP2 l
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from math import lcm
 from typing import ClassVar, Protocol
 
 import torch
@@ -20,60 +18,13 @@ from thinwire.data_parallel.ddp.powersgd import PowerSGD
 from thinwire.data_parallel.ddp.strategies import DDP
 from thinwire.data_parallel.ddp.torch_powersgd import TorchPowerSGD
 from thinwire.data_parallel.ddp.two_way import TwoWay
+from thinwire.data_parallel.frontier.strategies import Frontier
 from thinwire.data_parallel.fsdp.strategies import FSDP
 from thinwire.data_parallel.gradient_codecs import GradientCodec
 from thinwire.data_parallel.interface import CUTS_TENSORS, ParallelOptimizer, TrainingStrategy
+from thinwire.data_parallel.wire_format import WireFormat
 from thinwire.errors import ConfigError, nearest
 from thinwire.optim import ELEMENTWISE
-
-
-@dataclass(frozen=True)
-class WireFormat:
-    """How one kind of parameter travels.
-
-    weights: codec of the all_gather; differences: send master - replica instead of the master itself.
-    intra, inter: codecs of the gradient's hop inside a node and between nodes. feedback: what they lose is kept, and
-    added to the next gradient.
-    Raises ConfigError for a combination that can't work.
-    """
-
-    weights: Codec
-    differences: bool
-    intra: Codec
-    inter: Codec
-    feedback: bool = False
-
-    def __post_init__(self) -> None:
-        for codec in (self.intra, self.inter):
-            if self.feedback and not codec.traits.contraction:
-                raise ConfigError(
-                    f"{codec} can't have error feedback: where it loses more than it sends, what is owed grows; use "
-                    "rounding 'nearest', an unscaled random-k, or no feedback"
-                )
-        lost = 0.0 if self.weights.traits.contraction else _lost_energy(self.weights)
-        if self.differences and lost >= 1.0:
-            raise ConfigError(
-                f"{self.weights} can't carry weight differences: on Gaussian values its error has {lost:.1f} times "
-                "their energy, so that what is lost in one step grows in the next; use more bits, smaller groups, or "
-                "rounding 'nearest'"
-            )
-
-    @property
-    def block(self) -> int:
-        """Parameters and slices start at multiples of this many elements; 4 at least, to be whole 8-byte words."""
-        return lcm(4, self.weights.block, self.intra.block, self.inter.block)
-
-    @property
-    def codecs(self) -> tuple[Codec, Codec, Codec]:
-        return self.weights, self.intra, self.inter
-
-
-@functools.cache
-def _lost_energy(codec: Codec) -> float:
-    """E|C(x) - x|^2 / |x|^2 for Gaussian x, estimated on eight blocks."""
-    x = torch.randn(8 * codec.block, generator=torch.Generator().manual_seed(0))
-    error = codec.decode(codec.encode(x, seed=1), x.numel()) - x
-    return float(error.square().sum() / x.square().sum())
 
 
 class Strategy(Protocol):
@@ -277,6 +228,7 @@ STRATEGIES: dict[str, Callable[..., TrainingStrategy]] = {
     "two-way": TwoWay,
     "fsdp": FSDP,
     "fsdp-bf16": partial(FSDP, wire="bf16"),
+    "frontier": Frontier,
 }
 
 

@@ -38,6 +38,15 @@ def noted(problems: list[str]) -> Iterator[None]:
 
 
 def parse_rate(text: str) -> float:
+    """Bits per second that can be emulated, as `read_rate`; raises ConfigError that names the nearest."""
+    bits = read_rate(text)
+    for limit, is_beyond in ((SLOWEST, lambda low: bits < low), (FASTEST, lambda high: bits > high)):
+        if is_beyond(read_rate(limit)):
+            raise ConfigError(f"rate {text!r} must be from {SLOWEST} to {FASTEST}; nearest: {limit!r}")
+    return bits
+
+
+def read_rate(text: str) -> float:
     """Bits per second of `100mbit`, `2.5gbit` and the like; raises ConfigError that names a valid spelling."""
     number, unit = _split(text)
     if number is None or unit not in RATE_UNITS:
@@ -47,12 +56,7 @@ def parse_rate(text: str) -> float:
         raise ConfigError(
             f"rate {text!r} is not a number and a unit of {', '.join(RATE_UNITS)}; did you mean {hint!r}?"
         )
-    bits = number * RATE_UNITS[unit]
-    for limit, is_beyond in ((SLOWEST, lambda low: bits < low), (FASTEST, lambda high: bits > high)):
-        limit_number, limit_unit = _split(limit)
-        if limit_number and is_beyond(limit_number * RATE_UNITS[limit_unit]):
-            raise ConfigError(f"rate {text!r} must be from {SLOWEST} to {FASTEST}; nearest: {limit!r}")
-    return bits
+    return number * RATE_UNITS[unit]
 
 
 def parse_delay(text: str) -> float:

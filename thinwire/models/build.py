@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from thinwire.errors import ConfigError, nearest
-from thinwire.models.hf import build_hf
+from thinwire.models.hf import build_hf, skeleton_hf
 from thinwire.models.llama import PRESETS, Llama, LlamaConfig
 
 Overrides = Mapping[str, int | float | bool]
@@ -38,6 +38,14 @@ def build_model(
     model = Llama(config)
     model.init_weights(torch.Generator().manual_seed(seed))
     return model
+
+
+def build_skeleton(name: str, vocab_size: int, seq_len: int, overrides: Overrides | None = None) -> nn.Module:
+    """The model of `build_model` without memory for its weights, on the device "meta"; raises what that raises."""
+    if name.startswith("hf:"):
+        return skeleton_hf(name.removeprefix("hf:"), vocab_size, seq_len, dict(overrides or {}))
+    with torch.device("meta"):
+        return build_model(name, vocab_size, seq_len, overrides=overrides)
 
 
 def checked(overrides: Overrides) -> dict[str, int | float | bool]:

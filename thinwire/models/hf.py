@@ -53,6 +53,15 @@ def build_hf(
     return HFCausalLM(model.float(), longest(config) or seq_len)
 
 
+def skeleton_hf(folder: str, vocab_size: int, seq_len: int, overrides: Mapping[str, int | float | bool]) -> HFCausalLM:
+    """The model of `build_hf` without memory for its weights, on the device "meta". Raises ConfigError as that does."""
+    config = check_hf(folder, vocab_size, seq_len, overrides)
+    import transformers
+
+    with explained(folder), torch.device("meta"):
+        return HFCausalLM(fresh(transformers, config), longest(config) or seq_len)
+
+
 def check_hf(folder: str, vocab_size: int, seq_len: int, overrides: Mapping[str, int | float | bool]) -> Any:
     """The folder's transformers config, checked without building the model. Raises ConfigError."""
     try:

@@ -30,8 +30,7 @@ class TrainConfig:
     cache_dir: str | None = None
     """Where tokenised data is kept; by default thinwire's folder in the user's cache."""
     strategy: str = "sdp4bit"
-    """zero, zero-bf16, zero-compressed, sdp4bit, sdp4bit-weights, sdp4bit-gradients, ddp, ddp-bf16, powersgd,
-    powersgd-torch, two-way, fsdp or fsdp-bf16."""
+    """How ranks share the work, such as sdp4bit, zero, ddp or fsdp; `thinwire explain` lists all."""
     workers: int = 1
     """Worker processes to start on this machine."""
     local_size: int | None = None

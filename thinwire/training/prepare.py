@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from thinwire.codecs import warm
 from thinwire.collectives.topology import Topology
 from thinwire.data import documents, load_tokenizer
 from thinwire.data import prepare as prepare_tokens
+from thinwire.data_parallel import NotExplainedError, TrainingStrategy, footprint
 from thinwire.errors import ConfigError
 from thinwire.models import build_model
 from thinwire.models.hf import check_hf
@@ -49,13 +52,18 @@ def check(config: TrainConfig, problems: Problems) -> None:
     """Note every reason why this run can't start, without writing anything."""
     wrong_numbers = list(range_errors(config))
     problems.messages += wrong_numbers
+    strategy = topology = None
     with problems.collect():
+        strategy = build_strategy(config)
         with_optimizer(config)
     if not wrong_numbers:
         with problems.collect():
             derive(config, config.world_size)
         with problems.collect():
-            Topology.stated(config.world_size, config.local_size or 1)
+            topology = Topology.stated(config.world_size, config.local_size or config.workers)
+    if strategy is not None and topology is not None:
+        with problems.collect():
+            check_grid(strategy, topology)
     with problems.collect():
         check_trackers(config.track)
     with problems.collect():
@@ -66,6 +74,12 @@ def check(config: TrainConfig, problems: Problems) -> None:
         check_data(config)
     with problems.collect():
         check_model(config)
+
+
+def check_grid(strategy: TrainingStrategy, topology: Topology) -> None:
+    """Raise ConfigError where the strategy can't run on such a grid, whatever the model."""
+    with suppress(NotExplainedError):
+        footprint(strategy, nn.Module(), topology, 1)
 
 
 def check_data(config: TrainConfig) -> None:

@@ -98,17 +98,25 @@ def parse(args: Sequence[str], defaults: TrainConfig) -> tuple[TrainConfig, str 
         flags, args=list(args), default=default, prog="thinwire train", description=TrainConfig.__doc__,
         config=(tyro.conf.FlagCreatePairsOff,),
     )  # fmt: skip
-    stated = {name: {k: v for k, v in asdict(getattr(parsed, name)).items() if v is not None} for name in tables}
-    config = replace(parsed.run, tables={name: values for name, values in stated.items() if values})
-    return config, parsed.config_file
+    return replace(parsed.run, tables=stated_tables(parsed)), parsed.config_file
+
+
+def stated_tables(parsed: object) -> dict[str, dict[str, Any]]:
+    """The options of `table_fields` that have a value."""
+    stated = {n: {k: v for k, v in asdict(getattr(parsed, n)).items() if v is not None} for n in option_tables()}
+    return {name: values for name, values in stated.items() if values}
 
 
 def flags_class() -> type:
     """What tyro parses: CONFIG.toml, the flat flags, and a prefix such as --sdp4bit. for each table."""
     config_file = Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[CONFIG.toml]", help="")]
     run = Annotated[TrainConfig, tyro.conf.arg(name="")]
-    tables = [(name, optional_clone(cls)) for name, cls in option_tables().items()]
-    return make_dataclass("Train", [("config_file", config_file), ("run", run), *tables])
+    return make_dataclass("Train", [("config_file", config_file), ("run", run), *table_fields()])
+
+
+def table_fields() -> list[tuple[str, type]]:
+    """A field for each table of options, for a class that tyro parses."""
+    return [(name, optional_clone(cls)) for name, cls in option_tables().items()]
 
 
 def optional_clone(cls: type) -> type:
@@ -131,8 +139,12 @@ def shown_default(cls: type, item: Field) -> str:
 def known_flags() -> list[str]:
     """Every flag of `thinwire train`."""
     flat = [flag(item.name) for item in fields(TrainConfig) if item.name != "tables"]
-    dotted = [flag(f"{name}.{item.name}") for name, cls in option_tables().items() for item in fields(cls)]
-    return [*flat, *dotted, *HELP_FLAGS]
+    return [*flat, *table_flags(), *HELP_FLAGS]
+
+
+def table_flags() -> list[str]:
+    """The flags of all tables of options."""
+    return [flag(f"{name}.{item.name}") for name, cls in option_tables().items() for item in fields(cls)]
 
 
 def without_unknown_flags(args: Sequence[str], problems: Problems, known: Sequence[str]) -> Iterator[str]:

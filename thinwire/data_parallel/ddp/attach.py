@@ -110,7 +110,7 @@ class CompressedDDP:
     @property
     def bytes_per_step(self) -> int:
         """Payload this rank sends in one step, once the method is under way."""
-        return self.reduction.sent_bytes(self._shapes, self.comm.topology) if self.comm.world_size > 1 else 0
+        return sum(self.reduction.sent_bytes(self._shapes, self.comm.topology).values())
 
     def describe(self) -> list[Row]:
         """Rows of (asked for, in effect, why they differ or how it was found)."""

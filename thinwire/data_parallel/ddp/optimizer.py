@@ -119,10 +119,8 @@ class DDPOptimizer(AgreeingOptimizer):
     @property
     def bytes_per_step(self) -> int:
         """Payload this rank sends in one step, once the method is under way."""
-        if self.comm.world_size == 1:
-            return 0
         shapes = {name: param.shape for name, param in self.trained.items()}
-        return self._reducer.reduction.sent_bytes(shapes, self.comm.topology) + self.agreement_bytes
+        return sum(self._reducer.reduction.sent_bytes(shapes, self.comm.topology).values()) + self.agreement_bytes
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Forward and backward passes inside only accumulate gradients."""

@@ -12,9 +12,19 @@ from torch import Tensor
 
 from thinwire.codecs import Cast, Codec
 from thinwire.collectives import Topology
-from thinwire.collectives.algorithms import Link, Lost, together
+from thinwire.collectives.algorithms import Link, Lost, added, together
 from thinwire.collectives.exchange import Rounds
-from thinwire.data_parallel.ddp.reductions import FP32, Bucket, Memory, Reduction, Slices, Step, seed_of, sum_over_ranks
+from thinwire.data_parallel.ddp.reductions import (
+    FP32,
+    FP32_BYTES,
+    Bucket,
+    Memory,
+    Reduction,
+    Slices,
+    Step,
+    seed_of,
+    sum_over_ranks,
+)
 from thinwire.data_parallel.ddp.strategies import OnDDP
 from thinwire.errors import ConfigError, nearest
 
@@ -133,7 +143,7 @@ class LowRankMean:
     def _slices(self, q_own: list[Tensor], world_size: int) -> Slices:
         return Slices.of((q.numel() for q in q_own), world_size, self.wire)
 
-    def sent_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> int:
+    def sent_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> dict[str, int]:
         ranks = {shape: self.method.rank_of(shape) for shape in shapes.values()}
         thin = [shape for shape in shapes.values() if ranks[shape]]
         messages = (
@@ -141,9 +151,16 @@ class LowRankMean:
             ([ranks[shape] * shape[0] for shape in thin], self.wire),
             ([ranks[shape] * math.prod(shape[1:]) for shape in thin], self.wire),
         )
-        return sum(
-            Slices.of(numels, grid.world_size, codec).all_reduce_bytes(grid, codec) for numels, codec in messages
+        return added(
+            *(Slices.of(numels, grid.world_size, codec).all_reduce_bytes(grid, codec) for numels, codec in messages)
         )
+
+    def kept_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> dict[str, int]:
+        thin = [shape for shape in shapes.values() if self.method.rank_of(shape)]
+        return {
+            "error feedback": FP32_BYTES * sum(shape.numel() for shape in thin),
+            "factors": FP32_BYTES * sum(math.prod(shape[1:]) * self.method.rank_of(shape) for shape in thin),
+        }
 
     def rows(self, shapes: Mapping[str, torch.Size]) -> list[tuple[str, str, str]]:
         method = self.method

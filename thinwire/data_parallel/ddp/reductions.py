@@ -77,15 +77,20 @@ class AllReduce:
         count_ring(self.link, self.tensor.nbytes)
 
 
-def ring_bytes(num_bytes: int, world_size: int) -> int:
-    """Payload that one rank sends for a ring all_reduce: P-1 of P parts to sum, then again to spread."""
-    return 2 * (world_size - 1) * num_bytes // world_size
+def ring_bytes(num_bytes: int, grid: Topology) -> dict[str, int]:
+    """What one rank sends on each level for a ring all_reduce: P-1 of P parts to sum, then again to spread.
+
+    All of it counts as between nodes where there are several, as it is for the ranks at a node's ends.
+    """
+    sent = 2 * (grid.world_size - 1) * num_bytes // grid.world_size
+    return {"intra": 0, "inter": sent} if grid.num_nodes > 1 else {"intra": sent, "inter": 0}
 
 
 def count_ring(link: Link, num_bytes: int) -> None:
     """Enter an all_reduce by gloo, which nobody meters, by its formula."""
-    sent = ring_bytes(num_bytes, link.topology.world_size)
-    link.wire.meter.count(OPERATION, "inter" if link.topology.num_nodes > 1 else "intra", sent, sent)
+    for level, sent in ring_bytes(num_bytes, link.topology).items():
+        if sent:
+            link.wire.meter.count(OPERATION, level, sent, sent)
 
 
 class Reduction(Protocol):
@@ -95,8 +100,12 @@ class Reduction(Protocol):
         """Overwrite the bucket with the mean over ranks, the same bits on all of them; a communication job."""
         ...
 
-    def sent_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> int:
-        """Payload that a rank sends in a step for gradients of these shapes, once the method is under way."""
+    def sent_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> dict[str, int]:
+        """Payload of a rank in a step for gradients of these shapes, by level, once the method is under way."""
+        ...
+
+    def kept_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> dict[str, int]:
+        """Memory of a rank for what is remembered between steps, by what it is called."""
         ...
 
     def rows(self, shapes: Mapping[str, torch.Size]) -> list[tuple[str, str, str]]:
@@ -204,7 +213,7 @@ class Slices:
         parts = message.view(self.world_size, -1).split(self.lengths, dim=1)
         return [part.reshape(-1)[:numel].clone() for part, numel in zip(parts, self.numels, strict=True)]
 
-    def all_reduce_bytes(self, grid: Topology, codec: Codec) -> int:
+    def all_reduce_bytes(self, grid: Topology, codec: Codec) -> dict[str, int]:
         """Payload of a rank for the message's sum, all of it in `codec`."""
         return all_reduce_bytes(self.world_size * self.length, grid, codec, codec, codec)
 
@@ -227,8 +236,11 @@ class Mean:
     def run(self, link: Link, bucket: Bucket, step: Step) -> Rounds[None]:
         yield [AllReduce.start(link, bucket.flat.div_(link.topology.world_size))]
 
-    def sent_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> int:
-        return ring_bytes(FP32_BYTES * sum(shape.numel() for shape in shapes.values()), grid.world_size)
+    def sent_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> dict[str, int]:
+        return ring_bytes(FP32_BYTES * sum(shape.numel() for shape in shapes.values()), grid)
+
+    def kept_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> dict[str, int]:
+        return {}
 
     def rows(self, shapes: Mapping[str, torch.Size]) -> list[tuple[str, str, str]]:
         return [("gradients", "all_reduce in fp32", "by gloo"), BY_FORMULA]
@@ -256,8 +268,8 @@ class CastMean(Mean):
         with link.timed("decode_s", OPERATION):
             bucket.flat.copy_(half)
 
-    def sent_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> int:
-        return ring_bytes(BF16_BYTES * sum(shape.numel() for shape in shapes.values()), grid.world_size)
+    def sent_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> dict[str, int]:
+        return ring_bytes(BF16_BYTES * sum(shape.numel() for shape in shapes.values()), grid)
 
     def rows(self, shapes: Mapping[str, torch.Size]) -> list[tuple[str, str, str]]:
         return [("gradients", "all_reduce in bf16", "by gloo, which sums in bf16"), BY_FORMULA]

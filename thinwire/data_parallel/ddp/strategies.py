@@ -9,8 +9,15 @@ import torch
 from torch import nn
 
 from thinwire.codecs import Codec
-from thinwire.data_parallel.ddp.reductions import CastMean, Mean, Reduction
-from thinwire.data_parallel.interface import ParallelOptimizer
+from thinwire.collectives import Topology
+from thinwire.data_parallel.ddp.reductions import BY_FORMULA, OPERATION, CastMean, Mean, Reduction
+from thinwire.data_parallel.interface import (
+    Footprint,
+    ParallelOptimizer,
+    agreement_sent,
+    footprint,
+    trained_shapes,
+)
 from thinwire.errors import ConfigError, nearest
 from thinwire.optim import GENERAL
 
@@ -94,3 +101,25 @@ class DDP(OnDDP):
 
     def reduction(self, world_size: int, seed: int) -> Reduction:
         return REDUCTIONS[self.wire]()
+
+
+@footprint.register
+def ddp_footprint(strategy: OnDDP, model: nn.Module, topology: Topology, micro_batches: int) -> Footprint:
+    """Everything is whole on every rank; only the last micro-batch's backward communicates."""
+    shapes = trained_shapes(model)
+    whole = 4 * sum(shape.numel() for shape in shapes.values())
+    reduction = strategy.reduction(topology.world_size, 0)
+    sent = {(OPERATION, level): num for level, num in reduction.sent_bytes(shapes, topology).items()}
+    words = agreement_sent(topology)
+    # A node sends one rank's part of a ring to other nodes.
+    ring = None
+    if BY_FORMULA in reduction.rows(shapes):
+        ring = sum(sent.values()) + topology.local_size * words["all_gather_exact", "inter"]
+    return Footprint(
+        weights=whole,
+        gradients=whole,
+        optimizer=2 * whole,
+        sent=sent | words,
+        crossing=ring if topology.num_nodes > 1 else 0,
+        other=reduction.kept_bytes(shapes, topology),
+    )

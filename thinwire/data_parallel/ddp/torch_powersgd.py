@@ -95,8 +95,13 @@ class HookMean:
         thin_bytes = FP32_BYTES * (state.total_numel_after_compression - before)
         count_ring(link, bucket.flat.nbytes if is_plain else thin_bytes)
 
-    def sent_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> int:
-        return ring_bytes(FP32_BYTES * sum(self._num_sent(shape) for shape in shapes.values()), grid.world_size)
+    def sent_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> dict[str, int]:
+        return ring_bytes(FP32_BYTES * sum(self._num_sent(shape) for shape in shapes.values()), grid)
+
+    def kept_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> dict[str, int]:
+        thin = [num for shape in shapes.values() if (num := self._num_sent(shape)) < shape.numel()]
+        whole = sum(shape.numel() for shape in shapes.values())
+        return {"error feedback": FP32_BYTES * whole, "factors": FP32_BYTES * sum(thin)}
 
     def rows(self, shapes: Mapping[str, torch.Size]) -> list[tuple[str, str, str]]:
         rank, start = self.state.matrix_approximation_rank, self.state.start_powerSGD_iter

@@ -14,6 +14,7 @@ from thinwire.collectives import Topology
 from thinwire.collectives.algorithms import (
     Link,
     Lost,
+    added,
     all_gather,
     all_reduce_bytes,
     reduce_scatter,
@@ -266,15 +267,23 @@ class TwoWayMean:
 
     # ---------------------------------------------------------------- what is said of it
 
-    def sent_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> int:
+    def sent_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> dict[str, int]:
         dense = [shape.numel() for shape in shapes.values() if not self._is_compressed(shape)]
         total = Slices.of(dense, grid.world_size, FP32).all_reduce_bytes(grid, FP32)
         for name, shape in shapes.items():
             for piece in self._pieces(name, shape, grid):
                 intra = FP32 if grid.num_nodes > 1 else self.push
                 length = self._slices([piece], grid).length
-                total += all_reduce_bytes(grid.world_size * length, grid, intra, self.push, self.pull)
+                total = added(total, all_reduce_bytes(grid.world_size * length, grid, intra, self.push, self.pull))
         return total
+
+    def kept_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> dict[str, int]:
+        if not self.method.feeds_back:
+            return {}
+        pieces = [piece for name, shape in shapes.items() for piece in self._pieces(name, shape, grid)]
+        length = sum(self._slices([piece], grid).length for piece in pieces)
+        worker = grid.num_nodes if grid.num_nodes > 1 else grid.local_size
+        return {"error feedback": 4 * length * (worker + 1)}
 
     def rows(self, shapes: Mapping[str, torch.Size]) -> list[tuple[str, str, str]]:
         method = self.method

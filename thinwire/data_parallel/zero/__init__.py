@@ -1,5 +1,6 @@
 """Our own ZeRO-1/2 wrapper: sharded masters and optimizer state, compressed gradients and weights."""
 
+from thinwire.data_parallel.zero.footprint import zero_footprint as zero_footprint
 from thinwire.data_parallel.zero.optimizer import ReplicaError, ZeroOptimizer
 from thinwire.data_parallel.zero.wrap import zero
 

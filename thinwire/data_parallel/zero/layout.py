@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from thinwire.collectives import Communicator
-from thinwire.collectives.algorithms import Link, Lost
-from thinwire.data_parallel.strategies import Strategy, WireFormat
+from thinwire.collectives import Communicator, Topology
+from thinwire.collectives.algorithms import Link, Lost, gather_bytes, reduce_bytes
+from thinwire.data_parallel.strategies import Strategy
+from thinwire.data_parallel.wire_format import WireFormat
 
 # Padding at a bucket's end is half of world_size * block elements on average: below 1 percent with this many.
 MIN_UNITS_PER_BUCKET = 64
 DEFAULT_BUCKET_NUMEL = 1 << 19
+
+
+@dataclass(frozen=True)
+class Seat:
+    """The first place in a group of which only the grid is known, to plan a layout."""
+
+    topology: Topology
+    rank: int = 0
+
+    @property
+    def world_size(self) -> int:
+        return self.topology.world_size
 
 
 @dataclass(eq=False)
@@ -96,16 +110,15 @@ class Bucket:
         start = max(slot.start - self.shard_start, 0)
         return start, max(min(slot.end - self.shard_start, self.shard_numel), start)
 
-    def flat_gradient(self, link: Link) -> Tensor:
-        """The gradients that were handed over, fp32 [numel] in scratch memory, zero where there is none."""
+    def flat_gradient(self, link: Link, grads: Sequence[Tensor | None]) -> Tensor:
+        """The gradients of the slots, fp32 [numel] in scratch memory, zero where there is none."""
         flat = link.scratch("gradient", self.numel, dtype=torch.float32)
-        for slot, sent, end in zip(
-            self.slots, self.sent, [*(s.start for s in self.slots[1:]), self.numel], strict=True
-        ):
-            if sent.grad is None:
+        ends = [*(slot.start for slot in self.slots[1:]), self.numel]
+        for slot, grad, end in zip(self.slots, grads, ends, strict=True):
+            if grad is None:
                 flat[slot.start : end].zero_()
                 continue
-            slot.view(flat).copy_(sent.grad)
+            slot.view(flat).copy_(grad)
             flat[slot.end : end].zero_()
         return flat
 
@@ -114,16 +127,37 @@ class Bucket:
         """The tensors of `lost`: those of the hops that lose something."""
         return [] if self.lost is None else [error for error in (self.lost.intra, self.lost.inter) if error is not None]
 
-    def reduce_bytes(self) -> int:
-        """Payload this rank sends for the gradients: hop 1, then hop 2."""
-        grid, n = self.comm.topology, self.shard_numel
-        intra = (grid.local_size - 1) * grid.num_nodes * self.wire.intra.packet_bytes(n)
-        inter = (grid.num_nodes - 1) * self.wire.inter.packet_bytes(n)
-        return intra + inter
+    def allocate(self) -> None:
+        """Move the parameters into one flat tensor and make this rank's shards; padding is zero everywhere."""
+        self.live = torch.zeros(self.numel, dtype=self.dtype)
+        for slot in self.slots:
+            slot.view(self.live).copy_(slot.param.data)
+            slot.param.data = slot.view(self.live)
+        self.master = self.live_shard.float().clone()
+        self.shard_grad = torch.zeros(self.shard_numel)
+        if self.lost_numel:
+            lost = Lost.zeros(self.comm.topology, self.shard_numel)
+            self.lost = Lost(None if self.wire.intra.traits.lossless else lost.intra, lost.inter)
 
-    def gather_bytes(self) -> int:
-        """Payload this rank sends for the weights."""
-        return (self.comm.world_size - 1) * self.wire.weights.packet_bytes(self.shard_numel)
+    @property
+    def lost_numel(self) -> int:
+        """Elements of the tensors of `lost`."""
+        grid, wire = self.comm.topology, self.wire
+        if not wire.feedback:
+            return 0
+        intra = grid.world_size if grid.local_size > 1 and not wire.intra.traits.lossless else 0
+        return (intra + (grid.num_nodes if grid.num_nodes > 1 else 0)) * self.shard_numel
+
+    def sent_bytes(self) -> dict[tuple[str, str], int]:
+        """Payload this rank sends in a step, by operation and level."""
+        grid, wire, n = self.comm.topology, self.wire, self.shard_numel
+        gradients = reduce_bytes(grid, n, wire.intra, wire.inter)
+        weights = gather_bytes(grid, wire.weights.packet_bytes(n))
+        by_operation = {"gradients": gradients, "weights": weights}
+        return {(name, level): sent for name, levels in by_operation.items() for level, sent in levels.items()}
+
+
+AnyBucket = TypeVar("AnyBucket", bound=Bucket)
 
 
 def build_buckets(
@@ -131,16 +165,17 @@ def build_buckets(
     strategy: Strategy,
     comm_for: Callable[[str, nn.Parameter], Communicator],
     bucket_numel: int | None,
-) -> list[Bucket]:
+    make: Callable[..., AnyBucket],
+) -> list[AnyBucket]:
     """Lay parameters out in order of registration; buckets hold one wire format, dtype and group each.
 
     Every parameter starts at a multiple of its format's block, so no group of the quantiser spans two parameters and
     results do not depend on the bucket size. A parameter larger than a bucket has one alone.
     """
     formats = {True: strategy.vector(), False: strategy.matrix()}
-    open_buckets: dict[tuple, Bucket] = {}
+    open_buckets: dict[tuple, AnyBucket] = {}
     counters: dict[tuple, int] = {}
-    buckets: list[Bucket] = []
+    buckets: list[AnyBucket] = []
     for index, (name, param) in enumerate(named_params):
         is_vector = param.dim() < 2
         wire, comm = formats[is_vector], comm_for(name, param)
@@ -151,28 +186,14 @@ def build_buckets(
         bucket = open_buckets.get(key)
         if bucket is None or (bucket.slots and bucket.numel + length > limit):
             stream = list(counters).index(key) if key in counters else len(counters)
-            bucket = open_buckets[key] = Bucket(wire, comm, param.dtype, stream, counters.get(key, 0))
+            bucket = open_buckets[key] = make(wire, comm, param.dtype, stream, counters.get(key, 0))
             buckets.append(bucket)
         bucket.slots.append(Slot(name, param, index, bucket.numel, bucket))
         bucket.numel += length
         counters[key] = counters.get(key, 0) + length
     for bucket in buckets:
         bucket.numel = _round_up(bucket.numel, bucket.wire.block * bucket.comm.world_size)
-        _allocate(bucket)
     return buckets
-
-
-def _allocate(bucket: Bucket) -> None:
-    """Move the parameters into one flat tensor and make this rank's shards; padding is zero everywhere."""
-    bucket.live = torch.zeros(bucket.numel, dtype=bucket.dtype)
-    for slot in bucket.slots:
-        slot.view(bucket.live).copy_(slot.param.data)
-        slot.param.data = slot.view(bucket.live)
-    bucket.master = bucket.live_shard.float().clone()
-    bucket.shard_grad = torch.zeros(bucket.shard_numel)
-    if bucket.wire.feedback and bucket.comm.world_size > 1:
-        lost = Lost.zeros(bucket.comm.topology, bucket.shard_numel)
-        bucket.lost = Lost(None if bucket.wire.intra.traits.lossless else lost.intra, lost.inter)
 
 
 def _round_up(value: int, unit: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
@@ -87,7 +87,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._used: set[int] = set()
         self._stop = False
         self._loss = float("nan")
-        self._pieces = _shard_param_groups(inner, buckets)
+        self._pieces = shard_param_groups(inner, buckets)
         # The base class gives step hooks and profiling; params and state stay the inner optimizer's.
         super().__init__([torch.zeros(1)], inner.defaults)
         self._adopt_inner()
@@ -200,7 +200,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def bytes_per_step(self) -> int:
         """Payload this rank sends in one step: gradients, weights, agreement; the most it can be, if entropy-coded."""
         messages = sum((comm.world_size - 1) * self._agreement(comm).numel() for comm in self._comms)
-        return messages + sum(bucket.reduce_bytes() + bucket.gather_bytes() for bucket in self.buckets)
+        return messages + sum(sum(bucket.sent_bytes().values()) for bucket in self.buckets)
 
     @property
     def uncompressed_bytes_per_step(self) -> float:
@@ -314,8 +314,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         def job(link: Link) -> Rounds[None]:
             wire = bucket.wire
+            gradient = bucket.flat_gradient(link, [sent.grad for sent in bucket.sent])
             total = yield from reduce_scatter(
-                link, bucket.flat_gradient(link), wire.intra, wire.inter, seed=seed, counter=bucket.first_counter,
+                link, gradient, wire.intra, wire.inter, seed=seed, counter=bucket.first_counter,
                 operation="gradients", lost=bucket.lost,
             )  # fmt: skip
             torch.mul(total, 1.0 / bucket.comm.world_size, out=bucket.shard_grad)
@@ -495,7 +496,7 @@ def _apply(bucket: Bucket, packet: Tensor, shard: Tensor, link: Link) -> None:
         shard.copy_(values.add_(shard) if bucket.wire.differences else values)
 
 
-def _shard_param_groups(inner: torch.optim.Optimizer, buckets: list[Bucket]) -> list[tuple[Slot, Tensor, int, int]]:
+def shard_param_groups(inner: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> list[tuple[Slot, Tensor, int, int]]:
     """Put this rank's pieces of the masters in the place of the parameters, group by group."""
     slots = {id(slot.param): slot for bucket in buckets for slot in bucket.slots}
     pieces: list[tuple[Slot, Tensor, int, int]] = []

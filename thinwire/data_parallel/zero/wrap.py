@@ -74,7 +74,9 @@ def zero(
     chosen = {id(param): comm_for(name, param) for name, param in model.named_parameters()}
     notes = _same_start(model, named, strategy, comm, chosen)
     notes += _notes_on_parameters(model, named, overlap)
-    buckets: list[Bucket] = build_buckets(named, strategy, lambda _, param: chosen[id(param)], bucket_numel)
+    buckets: list[Bucket] = build_buckets(named, strategy, lambda _, param: chosen[id(param)], bucket_numel, Bucket)
+    for bucket in buckets:
+        bucket.allocate()
     sharded = ZeroOptimizer(model, optimizer, strategy, buckets, comm, overlap=overlap, seed=seed, notes=notes)
     if announce and comm.rank == 0:
         announce_table(sharded.describe())

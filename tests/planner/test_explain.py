@@ -1,0 +1,142 @@
+"""`thinwire explain`: its bytes are those that a run's meter counts, its memory that of a run's tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conformance.strategy_suite import Net, batch, make_optimizer
+from tests.workers import run_workers
+from thinwire.collectives import Topology
+from thinwire.data_parallel import DDP, STRATEGIES, footprint
+from thinwire.data_parallel.interface import NotExplainedError
+from thinwire.errors import ConfigError
+from thinwire.planner.command import run_explain
+
+OPTIONS: dict[str, dict[str, Any]] = {"powersgd": {"start_step": 2}}
+
+
+def run(rank: int, world_size: int) -> dict[str, list[tuple[dict, dict]]]:
+    """Bytes by operation and level: of the meter for steps of 1 and 2 micro-batches, and of the formula."""
+    found = {}
+    for name, make in STRATEGIES.items():
+        strategy, model = make(**OPTIONS.get(name, {})), Net(0)
+        wrapped, optimizer = strategy.apply(
+            model, make_optimizer(model), local_size=2, seed=0, timeout_s=30, checked=False, overlap=False
+        )
+        optimizer_bytes = []
+        # A method's first steps may differ from those that follow.
+        for step, micro_batches in enumerate((1, 1, 1, 2)):
+            before = optimizer.meter.snapshot()
+            *first, last = batch(step).chunk(world_size)[rank].chunk(micro_batches)
+            for tokens in first:
+                with optimizer.no_sync():
+                    wrapped(tokens, True).backward()
+            wrapped(last, True).backward()
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step < 2:
+                continue
+            operations = (optimizer.meter.snapshot() - before).operations
+            metered = {key: reading.sent_bytes for key, reading in operations.items() if reading.sent_bytes}
+            with torch.device("meta"):
+                plan = footprint(strategy, Net(0), Topology(2, 2), micro_batches)
+            optimizer_bytes.append((metered, {key: num for key, num in plan.sent.items() if num}))
+        optimizer.close()
+        found[name] = optimizer_bytes
+    return found
+
+
+def test_bytes_are_those_of_the_meter_for_every_strategy() -> None:
+    for results in run_workers(run, 4):
+        assert results.keys() == STRATEGIES.keys()
+        for name, steps in results.items():
+            for metered, planned in steps:
+                assert metered == planned, name
+
+
+def memory(rank: int, world_size: int) -> dict[str, tuple[int, int]]:
+    """Bytes of zero's and ddp's optimizer, counted and planned."""
+    found = {}
+    for name in ("zero", "ddp"):
+        model = Net(0)
+        strategy = STRATEGIES[name]()
+        wrapped, optimizer = strategy.apply(
+            model, make_optimizer(model), local_size=1, seed=0, timeout_s=30, checked=False, overlap=False
+        )
+        wrapped(batch(0), True).backward()
+        optimizer.step()
+        inner: Any = optimizer
+        held = [value for state in inner.inner.state.values() for value in state.values() if value.dim()]
+        held += [bucket.master for bucket in getattr(optimizer, "buckets", ())]
+        plan = footprint(strategy, Net(0), Topology(world_size, 1), 1)
+        found[name] = sum(value.nbytes for value in held), plan.optimizer
+        optimizer.close()
+    return found
+
+
+def test_memory_is_that_of_the_tensors() -> None:
+    for found in run_workers(memory, 2):
+        for name, (held, planned) in found.items():
+            assert held == pytest.approx(planned, rel=0.02), name
+
+
+def test_all_strategies_stand_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_explain(["--nodes", "4", "--local-size", "8", "--parameters", "7e9", "--rate", "10gbit"]) == 0
+    out = capsys.readouterr().out
+    for name in STRATEGIES:
+        assert f" {name} " in out
+    assert "7 G parameters" in out or "7.00G parameters" in out or "7G parameters" in out
+    assert "inside a pair" in out and "on the link" in out
+
+
+def test_one_strategy_is_shown_in_every_part(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["--strategy", "frontier", "--model", "tiny", "--nodes", "2", "--local-size", "4", "--micro-batches", "4"]
+    assert run_explain([*args, "--frontier.weights-over", "4", "--sdp4bit.inter-bits", "3"]) == 0
+    out = capsys.readouterr().out
+    assert "gradient sums" in out and "between nodes" in out
+    assert "--sdp4bit.inter-bits: no effect" in out
+    assert run_explain(["--strategy", "powersgd", "--model", "tiny"]) == 0
+    assert "error feedback" in capsys.readouterr().out
+
+
+def test_all_mistakes_are_reported_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        run_explain(
+            [
+                "--strategy",
+                "sdp4,frontier",
+                "--nodes",
+                "0",
+                "--rate",
+                "fast",
+                "--frontier.weights",
+                "int3",
+                "--noodes=2",
+            ]
+        )
+    text = str(caught.value)
+    assert "5 problems" in text and caught.value.exit_code == 2
+    for part in ("did you mean 'sdp4bit'", "--nodes 0: must be from 1", "rate 'fast'", "weights 'int3'", "--noodes"):
+        assert part in text
+    with pytest.raises(ConfigError, match="weights_over 3 of frontier does not fit"):
+        run_explain(["--strategy", "frontier", "--frontier.weights-over", "3"])
+    with pytest.raises(ConfigError, match="did you mean 'demo'"):
+        run_explain(["--model", "demoo"])
+
+
+def test_a_strategy_without_a_formula_is_announced(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Silent:
+        name = "silent"
+
+    with pytest.raises(NotExplainedError):
+        footprint(Silent(), Net(0), Topology(1, 1), 1)
+    assert footprint(DDP(), Net(0), Topology(1, 2), 1).sent_on("inter") == 0
+    monkeypatch.setitem(STRATEGIES, "silent", Silent)
+    assert run_explain(["--strategy", "silent,zero", "--model", "tiny"]) == 0
+    assert "silent: not shown (it does not say what it holds and sends)" in capsys.readouterr().out

@@ -1,0 +1,61 @@
+"""Which codec carries what: one format for each kind of parameter."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from math import lcm
+
+import torch
+
+from thinwire.codecs import Codec
+from thinwire.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class WireFormat:
+    """How one kind of parameter travels.
+
+    weights: codec of the all_gather; differences: send master - replica instead of the master itself.
+    intra, inter: codecs of the gradient's hop inside a node and between nodes. feedback: what they lose is kept, and
+    added to the next gradient.
+    Raises ConfigError for a combination that can't work.
+    """
+
+    weights: Codec
+    differences: bool
+    intra: Codec
+    inter: Codec
+    feedback: bool = False
+
+    def __post_init__(self) -> None:
+        for codec in (self.intra, self.inter):
+            if self.feedback and not codec.traits.contraction:
+                raise ConfigError(
+                    f"{codec} can't have error feedback: where it loses more than it sends, what is owed grows; use "
+                    "rounding 'nearest', an unscaled random-k, or no feedback"
+                )
+        lost = 0.0 if self.weights.traits.contraction else _lost_energy(self.weights)
+        if self.differences and lost >= 1.0:
+            raise ConfigError(
+                f"{self.weights} can't carry weight differences: on Gaussian values its error has {lost:.1f} times "
+                "their energy, so that what is lost in one step grows in the next; use more bits, smaller groups, or "
+                "rounding 'nearest'"
+            )
+
+    @property
+    def block(self) -> int:
+        """Parameters and slices start at multiples of this many elements; 4 at least, to be whole 8-byte words."""
+        return lcm(4, self.weights.block, self.intra.block, self.inter.block)
+
+    @property
+    def codecs(self) -> tuple[Codec, ...]:
+        return self.weights, self.intra, self.inter
+
+
+@functools.cache
+def _lost_energy(codec: Codec) -> float:
+    """E|C(x) - x|^2 / |x|^2 for Gaussian x, estimated on eight blocks."""
+    x = torch.randn(8 * codec.block, generator=torch.Generator().manual_seed(0))
+    error = codec.decode(codec.encode(x, seed=1), x.numel()) - x
+    return float(error.square().sum() / x.square().sum())

@@ -1,0 +1,151 @@
+"""What strategies would hold and send on a cluster: their own formulas over a model that has no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from thinwire.collectives import Topology
+from thinwire.data import load_tokenizer
+from thinwire.data_parallel import STRATEGIES, Footprint, NotExplainedError, footprint
+from thinwire.errors import ConfigError, nearest
+from thinwire.lab.spec import read_rate
+from thinwire.models import build_skeleton
+from thinwire.planner.options import ExplainConfig, range_errors
+from thinwire.training.config import TrainConfig, flag
+from thinwire.training.problems import Problems
+from thinwire.training.settings import build_strategy, strategy_table
+
+NUM_LAYERS, WIDTH = 32, 1024
+
+
+@dataclass(frozen=True)
+class Explained:
+    """The footprint of each strategy, None where it has none to say; bit/s of the links, None where not stated.
+
+    notes: (asked for, in effect, why), wherever the two differ.
+    """
+
+    num_parameters: int
+    topology: Topology
+    micro_batches: int
+    footprints: dict[str, Footprint | None]
+    rate: float | None
+    local_rate: float | None
+    notes: list[tuple[str, str, str]]
+
+    def link_s(self, found: Footprint) -> float | None:
+        """Seconds that a step's messages between nodes need on one node's link, all ranks of the node together."""
+        sent = self.topology.local_size * found.sent_on("inter") if found.crossing is None else found.crossing
+        return None if self.rate is None else 8 * sent / self.rate
+
+    def local_s(self, found: Footprint) -> float | None:
+        """Seconds that a step's messages inside a node need on one rank's link."""
+        sent = found.sent_on("intra") + found.sent_on("pair")
+        return None if self.local_rate is None else 8 * sent / self.local_rate
+
+
+def explain(config: ExplainConfig, problems: Problems) -> Explained:
+    """Every strategy's footprint; raises ConfigError with all problems at once."""
+    problems.messages += range_errors(config)
+    names = chosen(config.strategy, problems)
+    rate = read(config.rate, problems)
+    local_rate = read(config.local_rate, problems)
+    model = None
+    if not any(True for _ in range_errors(config)):
+        with problems.collect():
+            model = model_of(config)
+    footprints: dict[str, Footprint | None] = {}
+    for name in names:
+        with problems.collect():
+            strategy = build_strategy(TrainConfig(strategy=name, tables=config.tables))
+            if model is not None:
+                footprints[name] = known(strategy, model, config)
+    problems.messages = list(dict.fromkeys(problems.messages))
+    problems.raise_any()
+    assert model is not None
+    total = sum(param.numel() for param in model.parameters() if param.requires_grad)
+    topology = Topology(config.nodes, config.local_size)
+    notes = list(notes_on(config, names, footprints))
+    return Explained(total, topology, config.micro_batches, footprints, rate, local_rate, notes)
+
+
+def known(strategy: object, model: nn.Module, config: ExplainConfig) -> Footprint | None:
+    """The strategy's footprint, None where it has no formula; raises ConfigError where it can't run there."""
+    try:
+        return footprint(strategy, model, Topology(config.nodes, config.local_size), config.micro_batches)
+    except NotExplainedError:
+        return None
+
+
+def chosen(text: str, problems: Problems) -> list[str]:
+    """The names in `a,b`, or all; notes unknown ones."""
+    names = list(dict.fromkeys(filter(None, map(str.strip, text.split(",")))))
+    if not names:
+        problems.messages.append("--strategy is empty: name at least one, or all")
+    for name in names:
+        if name not in STRATEGIES and name != "all":
+            problems.messages.append(f"--strategy {name}: no such strategy{nearest(name, [*STRATEGIES, 'all'])}")
+    return list(STRATEGIES) if "all" in names else [name for name in names if name in STRATEGIES]
+
+
+def read(text: str | None, problems: Problems) -> float | None:
+    """Bits per second; notes what can't be read."""
+    if text is None:
+        return None
+    with problems.collect():
+        rate = read_rate(text)
+        if rate:
+            return rate
+        raise ConfigError(f"rate {text!r} must be above 0; nearest: '1mbit'")
+    return None
+
+
+def model_of(config: ExplainConfig) -> nn.Module:
+    """The model, or one of as many parameters, on the device "meta"; raises ConfigError for one that can't be built."""
+    if config.parameters is not None:
+        return stand_in(int(config.parameters))
+    tokenizer = load_tokenizer(config.tokenizer)
+    overrides = None if config.model.startswith("hf:") else config.tables.get("llama")
+    return build_skeleton(config.model, tokenizer.vocab_size, config.seq_len, overrides)
+
+
+def stand_in(num_parameters: int) -> nn.Module:
+    """Layers of one matrix each, as equal as whole rows allow; what is left is a matrix of one row."""
+    rows, rest = divmod(num_parameters, WIDTH)
+    sizes = [(rows // NUM_LAYERS + (layer < rows % NUM_LAYERS), WIDTH) for layer in range(NUM_LAYERS)]
+    shapes = [shape for shape in (*sizes, (1, rest)) if shape[0] * shape[1]]
+    model = nn.Module()
+    model.layers = nn.ModuleList(matrix(shape) for shape in shapes)
+    return model
+
+
+def matrix(shape: tuple[int, int]) -> nn.Module:
+    """A module with one weight."""
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.empty(shape, device="meta"))
+    return module
+
+
+def notes_on(
+    config: ExplainConfig, names: list[str], footprints: dict[str, Footprint | None]
+) -> Iterator[tuple[str, str, str]]:
+    """What was stated and has no effect, and what is not known."""
+    used = {strategy_table(name) for name in names}
+    used |= {"llama"} if config.parameters is None and not config.model.startswith("hf:") else set()
+    for table in sorted(config.tables.keys() - used):
+        for option in config.tables[table]:
+            yield flag(f"{table}.{option}"), "no effect", "nothing that is explained uses it"
+    for name in ("model", "tokenizer", "seq_len") if config.parameters is not None else ():
+        if getattr(config, name) != getattr(ExplainConfig(), name):
+            yield f"{flag(name)} {getattr(config, name)}", "no effect", "--parameters stands for the model"
+    if config.rate is not None and config.nodes == 1:
+        yield f"--rate {config.rate}", "no effect", "there is one node"
+    if config.local_rate is not None and config.local_size == 1:
+        yield f"--local-rate {config.local_rate}", "no effect", "there is one rank on each node"
+    for name, found in footprints.items():
+        if found is None:
+            yield name, "not shown", "it does not say what it holds and sends"

@@ -1,0 +1,78 @@
+"""The command line of `thinwire explain`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, make_dataclass, replace
+from typing import Annotated, Any
+
+import tyro
+
+from thinwire.training.config import flag
+from thinwire.training.problems import Problems
+from thinwire.training.settings import (
+    HELP_FLAGS,
+    option_tables,
+    stated_tables,
+    table_fields,
+    table_flags,
+    without_unknown_flags,
+)
+
+LIMITS = {
+    "nodes": (1, 10**6), "local_size": (1, 10**4), "parameters": (1, 10**15), "seq_len": (1, 10**9),
+    "micro_batches": (1, 10**6),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ExplainConfig:
+    """Say what each strategy would hold in memory and send on a cluster, without running anything.
+
+    Options of a strategy or of the model follow as for `thinwire train`.
+    """
+
+    strategy: str = "all"
+    """Strategies, separated by commas, or all: side by side. One alone is shown in every part."""
+    nodes: int = 2
+    """Machines."""
+    local_size: int = 1
+    """Ranks on each machine."""
+    model: str = "demo"
+    """Preset (tiny, demo, 125m, 350m, 1b), or hf:DIR, whose weights are not read."""
+    tokenizer: str = "bytes"
+    """bytes, or the path of a tokenizer.json: the size of the vocabulary."""
+    seq_len: int = 256
+    """Tokens of one sequence."""
+    parameters: float | None = None
+    """So many parameters, such as 7e9, in place of a model: 32 equal layers of one matrix each."""
+    micro_batches: int = 1
+    """Forward and backward passes of one optimizer step."""
+    rate: str | None = None
+    """Rate of one machine's link to the others, which its ranks share, such as 10gbit: shows seconds."""
+    local_rate: str | None = None
+    """Rate of one rank's link inside its machine: shows seconds."""
+    tables: Annotated[Mapping[str, Mapping[str, Any]], tyro.conf.Suppress] = field(default_factory=dict)
+
+
+def read_explain(args: Sequence[str], problems: Problems) -> ExplainConfig:
+    """What the command line asks for; wrong flags are noted as problems. Raises SystemExit after --help."""
+    own = [flag(item.name) for item in fields(ExplainConfig) if item.name != "tables"]
+    known = [*own, *table_flags(), *HELP_FLAGS]
+    plan = Annotated[ExplainConfig, tyro.conf.arg(name="")]
+    flags = make_dataclass("Explain", [("plan", plan), *table_fields()])
+    default = flags(plan=ExplainConfig(), **{name: flags.__annotations__[name]() for name in option_tables()})
+    parsed: Any = tyro.cli(
+        flags, args=list(without_unknown_flags(args, problems, known)), default=default, prog="thinwire explain",
+        description=ExplainConfig.__doc__, config=(tyro.conf.FlagCreatePairsOff,),
+    )  # fmt: skip
+    return replace(parsed.plan, tables=stated_tables(parsed))
+
+
+def range_errors(config: ExplainConfig) -> Iterator[str]:
+    """One message for each number that is out of its range."""
+    for name, (lowest, highest) in LIMITS.items():
+        value = getattr(config, name)
+        if value is not None and not lowest <= value <= highest:
+            close = highest if value > highest else lowest
+            yield f"{flag(name)} {value:g}: must be from {lowest} to {highest:g}; nearest: {close:g}"

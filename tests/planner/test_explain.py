@@ -15,7 +15,7 @@ from thinwire.data_parallel.interface import NotExplainedError
 from thinwire.errors import ConfigError
 from thinwire.planner.command import run_explain
 
-OPTIONS: dict[str, dict[str, Any]] = {"powersgd": {"start_step": 2}}
+OPTIONS: dict[str, dict[str, Any]] = {"powersgd": {"start_step": 2}, "powersgd-torch": {"start_step": 2}}
 
 
 def run(rank: int, world_size: int) -> dict[str, list[tuple[dict, dict]]]:

@@ -171,12 +171,13 @@ def feed_back(rank: int, world_size: int, local_size: int) -> tuple[list[torch.T
     """Totals of five sums with codecs of 2 and 3 bits, and what this rank is owed after them."""
     comm = Communicator(local_size=local_size, timeout_s=30)
     fine, coarse = Integer(3, 16, "nearest"), Integer(2, 8, "nearest")
-    codecs = {"intra": fine, "inter": coarse, "gather": coarse}
-    lost = Lost.zeros(comm.topology, slice_length(100, world_size, *codecs.values()))
+    lost = Lost.zeros(comm.topology, slice_length(100, world_size, fine, coarse))
     totals = []
     for step in range(5):
         x = own_input(rank, step)
-        totals.append(comm.wait(comm.submit(partial(all_reduce, x=x, **codecs, lost=lost))))
+        totals.append(
+            comm.wait(comm.submit(partial(all_reduce, x=x, intra=fine, inter=coarse, gather=coarse, lost=lost)))
+        )
     owed = lost.by_slices(comm.topology, rank).view(-1)[:100]
     comm.close()
     return totals, owed

@@ -174,10 +174,8 @@ def feed_back(rank: int, world_size: int, local_size: int) -> tuple[list[torch.T
     lost = Lost.zeros(comm.topology, slice_length(100, world_size, fine, coarse))
     totals = []
     for step in range(5):
-        x = own_input(rank, step)
-        totals.append(
-            comm.wait(comm.submit(partial(all_reduce, x=x, intra=fine, inter=coarse, gather=coarse, lost=lost)))
-        )
+        job = partial(all_reduce, x=own_input(rank, step), intra=fine, inter=coarse, gather=coarse, lost=lost)
+        totals.append(comm.wait(comm.submit(job)))
     owed = lost.by_slices(comm.topology, rank).view(-1)[:100]
     comm.close()
     return totals, owed

@@ -171,11 +171,10 @@ def feed_back(rank: int, world_size: int, local_size: int) -> tuple[list[torch.T
     """Totals of five sums with codecs of 2 and 3 bits, and what this rank is owed after them."""
     comm = Communicator(local_size=local_size, timeout_s=30)
     fine, coarse = Integer(3, 16, "nearest"), Integer(2, 8, "nearest")
-    lost = Lost.zeros(comm.topology, slice_length(100, world_size, fine, coarse, coarse))
+    lost = Lost.zeros(comm.topology, slice_length(100, world_size, fine, coarse))
     totals = []
     for step in range(5):
-        x = own_input(rank, step)
-        job = partial(all_reduce, x=x, intra=fine, inter=coarse, gather=coarse, lost=lost)
+        job = partial(all_reduce, x=own_input(rank, step), intra=fine, inter=coarse, gather=coarse, lost=lost)
         totals.append(comm.wait(comm.submit(job)))
     owed = lost.by_slices(comm.topology, rank).view(-1)[:100]
     comm.close()

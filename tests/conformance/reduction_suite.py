@@ -153,7 +153,8 @@ def as_reported(rank: int, world_size: int, name: str) -> dict[str, Any]:
     resumed.optimizer.load_state_dict(saved[1])
     resumed.handle.load_state_dict(saved[0])
     told["resumed"] = [resumed.put(step) for step in range(STEPS // 2, STEPS)]
-    told["spoiled"] = resumed.put(STEPS, spoil=rank == 0)
+    # Not on the rank that owns the first elements, and remembers what became of them.
+    told["spoiled"] = resumed.put(STEPS, spoil=rank == 1)
     told["healed"] = [resumed.put(STEPS + 1), resumed.put(STEPS + 2)]
     resumed.close()
 

@@ -18,6 +18,7 @@ from thinwire.data_parallel.ddp.segments import Segments
 from thinwire.data_parallel.ddp.strategies import OnDDP
 
 LRS = (0.1, 0.2, 0.2, 0.05)
+METHOD = thinwire.TwoWay("sign", min_bytes=0, chunk_bytes=1 << 16, threads=1)
 
 
 class Matrices(nn.Module):
@@ -89,6 +90,12 @@ def degenerate(rank: int, world_size: int) -> list[list[Tensor]]:
         found.append([p.grad.clone() for p in model.held if p.grad is not None])
         model.zero_grad()
     handle.close()
+    # Without an optimizer the learning rates are not known.
+    unweighed = thinwire.compress_ddp(DistributedDataParallel(model), METHOD, local_size=1, announce=False)
+    assert ("errors weighed by learning rates", "not weighed") in [row[:2] for row in unweighed.describe()]
+    with pytest.raises(thinwire.ConfigError, match=r"does not fit: method: saved 'PowerSGD\(rank=4"):
+        unweighed.load_state_dict(handle.state_dict())
+    unweighed.close()
     return found
 
 
@@ -101,7 +108,6 @@ def test_powersgd_divides_by_nothing() -> None:
         torch.testing.assert_close(found[0][1], gradients([(3, 200)], 0, 0)[0], rtol=1e-4, atol=1e-4)
 
 
-METHOD = thinwire.TwoWay("sign", min_bytes=0, chunk_bytes=1 << 16, threads=1)
 SHAPES = [(300, 120), (64, 32), (7, 5), (33,)]
 
 

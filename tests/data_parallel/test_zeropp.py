@@ -149,17 +149,14 @@ def unusual(rank: int, world_size: int) -> None:
         for ours in (False, True):
             net = Loose(kind == "compiled") if kind in ("checkpointed", "compiled") else Net()
             sharded(net, mesh=mesh)
-            if kind == "forced sum":
-                # gloo can't multiply: the plain model is divided by hand.
-                net.set_force_sum_reduction_for_comms(True)
-            if kind in ("divided", "forced sum") and (ours or kind == "forced sum"):
-                for module in net.modules():
-                    if isinstance(module, FSDPModule):
-                        module.set_gradient_divide_factor(3.0)
-            if kind == "all":
-                for module in net.modules():
-                    if isinstance(module, FSDPModule):
-                        module.set_reduce_scatter_unused_params(True)
+            for module in (m for m in net.modules() if isinstance(m, FSDPModule)):
+                if kind == "forced sum":
+                    module.set_force_sum_reduction_for_comms(True)
+                if kind == "forced sum" or (kind == "divided" and ours):
+                    # gloo can't multiply: the plain model's gradients are divided by hand below.
+                    module.set_gradient_divide_factor(3.0)
+                if kind == "all":
+                    module.set_reduce_scatter_unused_params(True)
             if ours:
                 compressed = compress_fsdp(net, EXACT, local_size=1, announce=False)
             seen: list[float] = []
@@ -479,7 +476,7 @@ def refused(rank: int, world_size: int) -> None:
         late = nn.Linear(4, 4)
     assert "to_empty" in words(fully_shard(late))
     assert "does not fit a world of 2" in words(fully_shard(nn.Linear(4, 4)), local_size=3)
-    mixed = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).to(torch.bfloat16))
+    mixed = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).to(torch.bfloat16).requires_grad_(False))
     assert "several types" in words(fully_shard(mixed))
     net = sharded(Net())
     compressed = compress_fsdp(net, announce=False)

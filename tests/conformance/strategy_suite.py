@@ -32,6 +32,7 @@ from thinwire.data_parallel import (
     Zero,
     ZeroBF16,
     ZeroCompressed,
+    ZeroPP,
 )
 from thinwire.data_parallel.interface import ParallelOptimizer
 
@@ -98,13 +99,18 @@ ROWS = {
         Frontier(weights="bf16", intra="bf16", inter="bf16", refresh="bf16"), 0.05, ((4, 2),), range(1, STEPS)
     ),
     "frontier": Row(Frontier(), 0.45, ((2, 1), (4, 2)), range(1, STEPS)),
+    "zeropp": Row(ZeroPP(), 0.5, ((2, 1), (4, 2)), range(1, STEPS, 2)),
+    "zeropp-exact": Row(ZeroPP(weights="fp32", gradients="fp32", vectors="fp32"), 0.0, ((4, 2),), range(1, STEPS, 2)),
+    "zeropp-loco": Row(ZeroPP(loco=True, rounding="stochastic"), 0.5, ((4, 2),), range(1, STEPS, 2)),
 }
 # One row of each kind of state, and of each way to average gradients.
 STATEFUL = [
     "zero", "zero-bf16", "sdp4bit", "zero-compressed", "ddp", "powersgd", "powersgd-torch", "two-way", "fsdp-bf16",
-    "frontier",
+    "frontier", "zeropp-loco",
 ]  # fmt: skip
-REDUCING = ["sdp4bit", "zero-compressed", "ddp", "powersgd", "powersgd-torch", "two-way", "fsdp", "frontier"]
+REDUCING = [
+    "sdp4bit", "zero-compressed", "ddp", "powersgd", "powersgd-torch", "two-way", "fsdp", "frontier", "zeropp-loco",
+]  # fmt: skip
 
 
 class Net(nn.Module):

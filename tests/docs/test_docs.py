@@ -18,7 +18,7 @@ from tests.docs.pages import PAGES, ROOT, Block, anchors, blocks, links, table_r
 from thinwire.compare import RaceConfig
 from thinwire.compare.contestants import read_contestants
 from thinwire.compare.options import read_race
-from thinwire.data_parallel.strategies import STRATEGIES, Frontier, SDP4Bit
+from thinwire.data_parallel.strategies import STRATEGIES, Frontier, SDP4Bit, ZeroPP
 from thinwire.lab import LabSpec
 from thinwire.lab.command import LabOptions
 from thinwire.lab.command import read as read_lab
@@ -204,8 +204,8 @@ def test_every_metric_is_documented() -> None:
     assert documented == [item.name for item in fields(StepMetrics)]
 
 
-@pytest.mark.parametrize("strategy", [SDP4Bit, Frontier])
-def test_every_option_is_documented(strategy: type[SDP4Bit | Frontier]) -> None:
+@pytest.mark.parametrize("strategy", [SDP4Bit, Frontier, ZeroPP])
+def test_every_option_is_documented(strategy: type[SDP4Bit | Frontier | ZeroPP]) -> None:
     rows = table_rows(ROOT / f"docs/methods/{strategy.name}.md", "Options")
     documented = [name for row in rows for name in re.findall(r"\w+", row[0])]
     assert sorted(documented) == sorted(item.name for item in fields(strategy))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from math import lcm
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -98,6 +98,22 @@ class Link:
         return self.wire.meter.timed(kind, f"{operation} {self.number}")
 
 
+class Feedback(Protocol):
+    """Error feedback of a sum: packs its pieces in the codecs' place, and remembers what they lose.
+
+    is_rotated: a piece may come in the coordinates in which its codec rotates, where the hop before left it there.
+    """
+
+    @property
+    def is_rotated(self) -> bool: ...
+
+    def encode(
+        self, codec: Codec, x: Tensor, piece: tuple[int, int], *, seed: int, counter: int, out: Tensor
+    ) -> Tensor:
+        """Pack `x` and what was lost of this piece before; piece: (hop, rank or node that it is for)."""
+        ...
+
+
 @dataclass(frozen=True)
 class Lost:
     """What the codecs of a sum lost on this rank, in units of the sum: it is added to the next one (error feedback).
@@ -112,6 +128,19 @@ class Lost:
     intra: Tensor | None = None
     inter: Tensor | None = None
     gather: Tensor | None = None
+
+    @property
+    def is_rotated(self) -> bool:
+        """What is owed between nodes is told in the gradient's own coordinates."""
+        return self.inter is None
+
+    def encode(
+        self, codec: Codec, x: Tensor, piece: tuple[int, int], *, seed: int, counter: int, out: Tensor
+    ) -> Tensor:
+        """See Feedback."""
+        hop, number = piece
+        held = self.inter if hop == HOP_INTER else None if self.intra is None else self.intra.flatten(0, 1)
+        return encode_with(codec, x, None if held is None else held[number], seed, counter, out)
 
     @classmethod
     def zeros(cls, grid: Topology, num_elements: int) -> Lost:
@@ -156,13 +185,13 @@ def together(*jobs: Rounds[Any]) -> Rounds[list[Any]]:
     return results
 
 
-def _encode(codec: Codec, x: Tensor, lost: Tensor | None, out: Tensor, seed: int, counter: int) -> None:
+def encode_with(codec: Codec, x: Tensor, lost: Tensor | None, seed: int, counter: int, out: Tensor) -> Tensor:
     """out = C(x), or with error feedback out = C(x + lost) and lost <- x + lost - C(x + lost)."""
     if lost is None:
-        codec.encode(x, seed=seed, counter=counter, out=out)
-        return
+        return codec.encode(x, seed=seed, counter=counter, out=out)
     codec.encode(lost.add_(x), seed=seed, counter=counter, out=out)
     lost.sub_(codec.decode(out, x.numel()))
+    return out
 
 
 def added(*sent: Mapping[str, int]) -> dict[str, int]:
@@ -193,23 +222,39 @@ def all_gather_packets(
     """
     grid = link.topology
     gathered = link.scratch("gathered", grid.local_size, grid.num_nodes, packet.numel())
-    gathered[link.local_rank, link.node].copy_(packet)
     if packet.numel() == 0:
         return gathered
-    own_row = gathered[link.local_rank]
-    if grid.num_nodes > 1:
-        receives = {peer: own_row[grid.node(peer)] for peer in link.node_peers()}
+    yield from gather_across_nodes(link, packet, gathered[link.local_rank], operation, length)
+    yield from gather_inside_node(link, gathered, operation)
+    return gathered
+
+
+def gather_across_nodes(
+    link: Link, packet: Tensor, column: Tensor, operation: str, length: Callable[[Tensor], int] = Tensor.numel
+) -> Rounds[None]:
+    """The first half of all_gather_packets: fill `column`, uint8 [num_nodes, bytes], from the ranks of this local rank.
+
+    Together the columns of a node's ranks hold the packets of all ranks, so a node that keeps them needs nothing from
+    outside to gather the same packets again.
+    """
+    column[link.node].copy_(packet)
+    if link.topology.num_nodes > 1:
+        receives = {peer: column[link.topology.node(peer)] for peer in link.node_peers()}
         round_ = link.exchange(operation, "inter", receives, length)
         for peer in receives:
-            round_.send(peer, own_row[link.node])
+            round_.send(peer, column[link.node])
         yield from round_.finish()
-    if grid.local_size > 1:
-        receives = {peer: gathered[grid.local_rank(peer)].view(-1) for peer in link.local_peers()}
+
+
+def gather_inside_node(link: Link, gathered: Tensor, operation: str) -> Rounds[None]:
+    """The second half: fill uint8 [local_size, num_nodes, bytes], in which this rank's column is, from the node."""
+    if link.topology.local_size > 1:
+        own = gathered[link.local_rank].view(-1)
+        receives = {peer: gathered[link.topology.local_rank(peer)].view(-1) for peer in link.local_peers()}
         round_ = link.exchange(operation, "intra", receives)
         for peer in receives:
-            round_.send(peer, own_row.view(-1))
+            round_.send(peer, own)
         yield from round_.finish()
-    return gathered
 
 
 def all_gather(
@@ -229,7 +274,7 @@ def all_gather(
     grid, num_elements = link.topology, shard.numel()
     with link.timed("encode_s", operation):
         packet = link.scratch("shard", codec.packet_bytes(num_elements))
-        _encode(codec, shard.view(-1), lost, packet, derive_seed(seed, link.rank), counter)
+        encode_with(codec, shard.view(-1), lost, derive_seed(seed, link.rank), counter, packet)
     gathered = yield from all_gather_packets(link, packet, operation, codec.length)
     out = torch.empty(grid.world_size, num_elements)
     with link.timed("decode_s", operation):
@@ -247,7 +292,7 @@ def reduce_scatter(
     seed: int = 0,
     counter: int = 0,
     operation: str = "reduce_scatter",
-    lost: Lost | None = None,
+    lost: Feedback | None = None,
 ) -> Rounds[Tensor]:
     """This rank's slice of the sum over ranks of flat fp32 `x`: fp32 [n / world_size], scratch of the link.
 
@@ -266,7 +311,6 @@ def reduce_scatter(
     slices = x.view(grid.num_nodes, grid.local_size, num_elements)
     if grid.world_size == 1 or num_elements == 0:
         return x.view(-1)
-    lost = lost or Lost()
     rotated_by: Codec | None = None
     partial = slices[:, 0]
     counters = [
@@ -275,16 +319,16 @@ def reduce_scatter(
     ]
     if grid.local_size > 1:
         own_seed = paired_seed(derive_seed(seed, HOP_INTRA), link.rank)
-        partial = yield from _hop_intra(link, slices, intra, own_seed, counters, operation, lost.intra)
+        partial = yield from _hop_intra(link, slices, intra, own_seed, counters, operation, lost)
         rotated_by = intra
     if grid.num_nodes > 1:
-        if rotated_by is not None and (rotated_by.rotation != inter.rotation or lost.inter is not None):
+        if rotated_by is not None and (rotated_by.rotation != inter.rotation or (lost and not lost.is_rotated)):
             rotated_by.unrotate_(partial.view(-1))
             rotated_by = None
         codec = inter if rotated_by is None else inter.inner
         node_counters = [row[link.local_rank] for row in counters]
         own_seed = paired_seed(derive_seed(seed, HOP_INTER), link.node)
-        partial = yield from _hop_inter(link, partial, codec, own_seed, node_counters, operation, lost.inter)
+        partial = yield from _hop_inter(link, partial, codec, own_seed, node_counters, operation, lost)
         rotated_by = inter
     assert rotated_by is not None
     with link.timed("decode_s", operation):
@@ -298,7 +342,7 @@ def _hop_intra(
     seed: int,
     counters: list[list[int]],
     operation: str,
-    lost: Tensor | None,
+    lost: Feedback | None,
 ) -> Rounds[Tensor]:
     """Sum over the node, rotated: fp32 [num_nodes, n], the partial sums of this local rank's slices."""
     num_nodes, local_size, num_elements = slices.shape
@@ -313,8 +357,8 @@ def _hop_intra(
         i = grid.local_rank(peer)
         with link.timed("encode_s", operation):
             for y in range(num_nodes):
-                own_lost = None if lost is None else lost[y, i]
-                _encode(codec, slices[y, i], own_lost, sends[i, y], seed, counters[y][i])
+                piece = (HOP_INTRA, grid.rank(y, i))
+                _encode(codec, lost, slices[y, i], piece, seed, counters[y][i], sends[i, y])
         if peer != link.rank:
             round_.send(peer, sends[i].view(-1))
     yield from round_.finish()
@@ -333,7 +377,7 @@ def _hop_inter(
     seed: int,
     counters: list[int],
     operation: str,
-    lost: Tensor | None,
+    lost: Feedback | None,
 ) -> Rounds[Tensor]:
     """Sum over the nodes, rotated: fp32 [n], this rank's slice."""
     num_nodes, num_elements = partial.shape
@@ -347,7 +391,7 @@ def _hop_inter(
     for peer in [*link.node_peers(), link.rank]:
         y = grid.node(peer)
         with link.timed("encode_s", operation):
-            _encode(codec, partial[y], None if lost is None else lost[y], sends[y], seed, counters[y])
+            _encode(codec, lost, partial[y], (HOP_INTER, y), seed, counters[y], sends[y])
         if peer != link.rank:
             round_.send(peer, sends[y])
     yield from round_.finish()
@@ -355,6 +399,15 @@ def _hop_inter(
         with link.timed("decode_s", operation):
             _accumulate(codec.inner, sends[y] if y == link.node else receives[y], total, first=y == 0)
     return total
+
+
+def _encode(
+    codec: Codec, lost: Feedback | None, x: Tensor, piece: tuple[int, int], seed: int, counter: int, out: Tensor
+) -> None:
+    if lost is None:
+        codec.encode(x, seed=seed, counter=counter, out=out)
+    else:
+        lost.encode(codec, x, piece, seed=seed, counter=counter, out=out)
 
 
 def _accumulate(codec: Codec, packet: Tensor, total: Tensor, *, first: bool) -> None:

@@ -7,7 +7,8 @@ Those of our own sharded optimizer lie in `zero`, those of torch's wrappers in `
 from thinwire.data_parallel.ddp import DDP, CompressedDDP, PowerSGD, TorchPowerSGD, TwoWay, compress_ddp
 from thinwire.data_parallel.frontier import Frontier
 from thinwire.data_parallel.frontier.footprint import frontier_footprint as frontier_footprint
-from thinwire.data_parallel.fsdp import FSDP
+from thinwire.data_parallel.fsdp import FSDP, ZeroPP
+from thinwire.data_parallel.fsdp.compress import CompressedFSDP, compress_fsdp
 from thinwire.data_parallel.fsdp.footprint import fsdp_footprint as fsdp_footprint
 from thinwire.data_parallel.interface import (
     Footprint,
@@ -19,16 +20,19 @@ from thinwire.data_parallel.interface import (
 from thinwire.data_parallel.strategies import (
     STRATEGIES,
     SDP4Bit,
-    Strategy,
     Zero,
     ZeroBF16,
     ZeroCompressed,
     strategy_named,
 )
+from thinwire.data_parallel.watchdog import DeadGradientError
+from thinwire.data_parallel.wire import Strategy
 from thinwire.data_parallel.zero import ReplicaError, ZeroOptimizer, zero
 
 __all__ = [
     "DDP",
+    "DeadGradientError",
+    "CompressedFSDP",
     "FSDP",
     "Footprint",
     "Frontier",
@@ -47,7 +51,9 @@ __all__ = [
     "ZeroBF16",
     "ZeroCompressed",
     "ZeroOptimizer",
+    "ZeroPP",
     "compress_ddp",
+    "compress_fsdp",
     "footprint",
     "strategy_named",
     "zero",

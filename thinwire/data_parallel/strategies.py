@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -19,29 +19,12 @@ from thinwire.data_parallel.ddp.strategies import DDP
 from thinwire.data_parallel.ddp.torch_powersgd import TorchPowerSGD
 from thinwire.data_parallel.ddp.two_way import TwoWay
 from thinwire.data_parallel.frontier.strategies import Frontier
-from thinwire.data_parallel.fsdp.strategies import FSDP
+from thinwire.data_parallel.fsdp.strategies import FSDP, ZeroPP
 from thinwire.data_parallel.gradient_codecs import GradientCodec
 from thinwire.data_parallel.interface import CUTS_TENSORS, ParallelOptimizer, TrainingStrategy
-from thinwire.data_parallel.wire_format import WireFormat
+from thinwire.data_parallel.wire import Strategy, WireFormat
 from thinwire.errors import ConfigError, nearest
 from thinwire.optim import ELEMENTWISE
-
-
-class Strategy(Protocol):
-    """A choice of codecs for the two kinds of parameters, as `thinwire.zero` takes it."""
-
-    @property
-    def name(self) -> str:
-        """What `--strategy` calls it."""
-        ...
-
-    def matrix(self) -> WireFormat:
-        """For parameters of two and more dimensions."""
-        ...
-
-    def vector(self) -> WireFormat:
-        """For parameters of at most one dimension: norms and biases."""
-        ...
 
 
 class OnZero:
@@ -229,6 +212,7 @@ STRATEGIES: dict[str, Callable[..., TrainingStrategy]] = {
     "fsdp": FSDP,
     "fsdp-bf16": partial(FSDP, wire="bf16"),
     "frontier": Frontier,
+    "zeropp": ZeroPP,
 }
 
 

@@ -91,7 +91,7 @@ class CompressedDDP:
         """Average a complete bucket in the background, and wait for all of them where backward ends; DDP's hook."""
         if not self._waits:
             self._waits = True
-            _compat.after_backward(self.finish)
+            _compat.at_end_of_backward(self.finish)
         if self.method.single_bucket and bucket.index() > 0:
             raise ConfigError(f"{self.method.name} takes all gradients at once: give DDP bucket_cap_mb=10000")
         self._reducer.launch(bucket)

@@ -18,7 +18,8 @@ from thinwire.collectives import Communicator
 from thinwire.data_parallel.agreeing import AgreeingOptimizer
 from thinwire.data_parallel.frontier.layout import Unit, sent_by
 from thinwire.data_parallel.frontier.levels import Levels
-from thinwire.data_parallel.replicas import Row, digest
+from thinwire.data_parallel.replicas import digest
+from thinwire.data_parallel.table import Row
 from thinwire.data_parallel.zero import ReplicaError
 from thinwire.data_parallel.zero.guard import guard
 from thinwire.data_parallel.zero.layout import Slot

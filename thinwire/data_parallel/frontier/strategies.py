@@ -13,7 +13,7 @@ from thinwire.codecs import Cast, Codec, Hadamard, Identity, Integer
 from thinwire.collectives import Topology
 from thinwire.data_parallel.frontier.levels import Levels, levels_on
 from thinwire.data_parallel.interface import CUTS_TENSORS, ParallelOptimizer
-from thinwire.data_parallel.wire_format import WireFormat
+from thinwire.data_parallel.wire import WireFormat
 from thinwire.errors import ConfigError, nearest
 from thinwire.optim import ELEMENTWISE
 

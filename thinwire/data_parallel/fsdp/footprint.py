@@ -3,43 +3,54 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from typing import cast
 
 from torch import nn
 
 from thinwire.collectives import Topology
 from thinwire.collectives.algorithms import gather_bytes, reduce_bytes
-from thinwire.data_parallel.fsdp.strategies import FSDP, WIRES
+from thinwire.data_parallel.fsdp.strategies import OnFSDP, ShardingStrategy
 from thinwire.data_parallel.interface import Footprint, agreement_sent, footprint
 
 
 @footprint.register
-def fsdp_footprint(strategy: FSDP, model: nn.Module, topology: Topology, micro_batches: int) -> Footprint:
-    """Weights are whole from forward to backward; gradients of all micro-batches but the last accumulate whole."""
+def fsdp_footprint(strategy: OnFSDP, model: nn.Module, topology: Topology, micro_batches: int) -> Footprint:
+    """Weights are whole from forward to backward, or one module at a time; gradients accumulate whole."""
     # It imports torch's FSDP2, which a process that trains without need not load.
     from thinwire.data_parallel.fsdp.optimizer import wrap_modules
 
-    codec, world_size = WIRES[strategy.wire], topology.world_size
+    chosen = cast(ShardingStrategy, strategy)
+    world_size, matrix, vector = topology.world_size, chosen.matrix(), chosen.vector()
     modules = wrap_modules(model)
     inside = {param for module in modules for param in module.parameters()}
     rest = [param for param in model.parameters() if param not in inside]
-    units = [*(list(module.parameters()) for module in modules), rest]
-    sent: dict[tuple[str, str], int] = {}
-    whole = shard = largest = 0
-    for unit in units:
-        shapes = [param.shape for param in unit if param.requires_grad]
-        rows = sum(-(-shape[0] // world_size) * math.prod(shape[1:]) for shape in shapes)
-        levels = {
-            "weights": gather_bytes(topology, codec.packet_bytes(rows)),
-            "gradients": reduce_bytes(topology, rows, codec, codec),
-        }
-        for operation, on_level in levels.items():
-            for level, num_bytes in on_level.items():
-                sent[operation, level] = sent.get((operation, level), 0) + num_bytes
-        whole, shard, largest = whole + 4 * rows * world_size, shard + 4 * rows, max(largest, 4 * rows * world_size)
+    sent: Counter[tuple[str, str]] = Counter(agreement_sent(topology))
+    whole = shard = largest = kept = 0
+    for unit in [*(list(module.parameters()) for module in modules), rest]:
+        unit_numel = 0
+        for shape in [param.shape for param in unit if param.requires_grad]:
+            wire, n = vector if len(shape) < 2 else matrix, -(-shape[0] // world_size) * math.prod(shape[1:])
+            packet = wire.weights.packet_bytes(n)
+            again = gather_bytes(topology, packet)
+            if strategy.secondary and topology.num_nodes > 1:
+                kept += topology.num_nodes * packet
+                again["inter"] = 0
+            # Accumulation keeps the weights whole until the last backward.
+            for level, num_bytes in gather_bytes(topology, packet).items():
+                sent["weights", level] += num_bytes + again[level] * strategy.reshard_after_forward
+            for level, num_bytes in reduce_bytes(topology, n, wire.intra, wire.inter).items():
+                sent["gradients", level] += num_bytes
+            unit_numel += n
+        shard += 4 * unit_numel
+        whole += 4 * unit_numel * world_size
+        largest = max(largest, 4 * unit_numel * world_size)
+    is_cut = strategy.reshard_after_forward and micro_batches == 1
     return Footprint(
-        weights=whole + shard,
+        weights=shard if is_cut else whole + shard,
         gradients=shard if micro_batches == 1 else whole,
         optimizer=2 * shard,
-        passing=largest,
-        sent=sent | agreement_sent(topology),
+        passing=2 * largest if is_cut else largest,
+        sent=dict(sent),
+        other={"secondary partition": kept} if kept else {},
     )

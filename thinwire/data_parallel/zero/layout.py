@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from thinwire.collectives import Communicator, Topology
 from thinwire.collectives.algorithms import Link, Lost, gather_bytes, reduce_bytes
-from thinwire.data_parallel.strategies import Strategy
-from thinwire.data_parallel.wire_format import WireFormat
+from thinwire.data_parallel.wire import Strategy, WireFormat
 
 # Padding at a bucket's end is half of world_size * block elements on average: below 1 percent with this many.
 MIN_UNITS_PER_BUCKET = 64

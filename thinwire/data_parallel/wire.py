@@ -1,14 +1,17 @@
-"""Which codec carries what: one format for each kind of parameter."""
+"""How one kind of parameter travels, and what a strategy of such choices looks like to those who carry it out."""
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
 from math import lcm
+from typing import Protocol
 
 import torch
 
 from thinwire.codecs import Codec
+from thinwire.collectives import Topology
+from thinwire.data_parallel.table import Row
 from thinwire.errors import ConfigError
 
 
@@ -59,3 +62,36 @@ def _lost_energy(codec: Codec) -> float:
     x = torch.randn(8 * codec.block, generator=torch.Generator().manual_seed(0))
     error = codec.decode(codec.encode(x, seed=1), x.numel()) - x
     return float(error.square().sum() / x.square().sum())
+
+
+class Strategy(Protocol):
+    """A choice of codecs for the two kinds of parameters, as `thinwire.zero` takes it."""
+
+    @property
+    def name(self) -> str:
+        """What `--strategy` calls it."""
+        ...
+
+    def matrix(self) -> WireFormat:
+        """For parameters of two and more dimensions."""
+        ...
+
+    def vector(self) -> WireFormat:
+        """For parameters of at most one dimension: norms and biases."""
+        ...
+
+
+def describe_formats(strategy: Strategy, grid: Topology) -> list[Row]:
+    """A row for each kind of parameter and each way that it takes on this grid."""
+    rows: list[Row] = []
+    for kind, wire in {"matrices": strategy.matrix(), "norms and biases": strategy.vector()}.items():
+        what = "differences" if wire.differences else "weights"
+        rows.append((f"{kind}: {what}", f"{wire.weights}", f"{wire.weights.bits_per_element:.4g} bits an element"))
+        for hop, codec, partners in (
+            ("inside a node", wire.intra, grid.local_size),
+            ("between nodes", wire.inter, grid.num_nodes),
+        ):
+            effect = f"{codec}" if partners > 1 else "no such hop"
+            why = f"{codec.bits_per_element:.4g} bits an element" if partners > 1 else f"the grid is {grid}"
+            rows.append((f"{kind}: gradients {hop}", effect, why))
+    return rows

@@ -1,8 +1,9 @@
 """The third noun: who sends which packet to whom, in what order, and in which precision the sum is taken.
 
 Generators over a Link, driven by the communication thread, which goes on with another job while one waits for its
-messages. Every sum is taken in fp32 in rank order, so results do not depend on which message arrives first. A caller's
-tensor is written only after all messages of the operation have arrived.
+messages. Packets lie where the tensors do, on the CPU or a CUDA device. Every sum is taken in fp32 in rank order, so
+results do not depend on which message arrives first. A caller's tensor is written only after all messages of the
+operation have arrived.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec, derive_seed, paired_seed
-from thinwire.collectives.exchange import Exchange, Rounds, Wire
+from thinwire.collectives import staging
+from thinwire.collectives.exchange import Exchange, Wire
+from thinwire.collectives.rounds import Rounds
 from thinwire.collectives.topology import Topology
 
 HOP_INTRA, HOP_INTER = 1, 2
@@ -56,14 +59,16 @@ class Link:
         grid = self.topology
         return [grid.rank(self.node, (self.local_rank + step) % grid.local_size) for step in range(1, grid.local_size)]
 
-    def scratch(self, name: str, *shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+    def scratch(
+        self, name: str, *shape: int, dtype: torch.dtype = torch.uint8, device: torch.device = staging.CPU
+    ) -> Tensor:
         """A tensor with undefined content that lives until the same name is asked for again."""
         num_bytes = dtype.itemsize
         for length in shape:
             num_bytes *= length
         held = self.memory.get(name)
-        if held is None or held.numel() < num_bytes:
-            held = self.memory[name] = torch.empty(num_bytes, dtype=torch.uint8)
+        if held is None or held.numel() < num_bytes or held.device != device:
+            held = self.memory[name] = staging.allocate(num_bytes, device)
         return held[:num_bytes].view(dtype).view(shape)
 
     def exchange(
@@ -71,7 +76,7 @@ class Link:
     ) -> Exchange:
         """Open the job's next round of messages; see Exchange."""
         self.num_rounds += 1
-        return Exchange(self.wire, self.number, self.num_rounds - 1, operation, level, receives, length)
+        return Exchange(self.wire, self.number, self.num_rounds - 1, operation, level, receives, length, self.scratch)
 
     def timed(self, kind: str, operation: str) -> AbstractContextManager[None]:
         """Count a block's seconds; see Meter."""
@@ -88,7 +93,7 @@ def all_gather_packets(
     Between nodes a packet is cut to its `length`.
     """
     grid = link.topology
-    gathered = link.scratch("gathered", grid.local_size, grid.num_nodes, packet.numel())
+    gathered = link.scratch("gathered", grid.local_size, grid.num_nodes, packet.numel(), device=packet.device)
     gathered[link.local_rank, link.node].copy_(packet)
     if packet.numel() == 0:
         return gathered
@@ -116,7 +121,7 @@ def all_gather(
     with link.timed("encode_s", operation):
         packet = codec.encode(shard, seed=derive_seed(seed, link.rank))
     gathered = yield from all_gather_packets(link, packet, operation, codec.length)
-    out = torch.empty(grid.world_size, num_elements)
+    out = torch.empty(grid.world_size, num_elements, device=shard.device)
     with link.timed("decode_s", operation):
         for rank in range(grid.world_size):
             codec.decode(gathered[grid.local_rank(rank), grid.node(rank)], num_elements, out=out[rank])
@@ -180,9 +185,10 @@ def _hop_intra(
     """Sum over the node, rotated: fp32 [num_nodes, n], the partial sums of this local rank's slices."""
     num_nodes, local_size, num_elements = slices.shape
     packet_bytes = codec.packet_bytes(num_elements)
-    sends = link.scratch("intra_send", local_size, num_nodes, packet_bytes)
-    receives = link.scratch("intra_receive", local_size, num_nodes, packet_bytes)
-    total = link.scratch("intra_sum", num_nodes, num_elements, dtype=torch.float32)
+    device = slices.device
+    sends = link.scratch("intra_send", local_size, num_nodes, packet_bytes, device=device)
+    receives = link.scratch("intra_receive", local_size, num_nodes, packet_bytes, device=device)
+    total = link.scratch("intra_sum", num_nodes, num_elements, dtype=torch.float32, device=device)
     grid = link.topology
     buffers = {peer: receives[grid.local_rank(peer)].view(-1) for peer in link.local_peers()}
     round_ = link.exchange(operation, "intra", buffers)
@@ -208,9 +214,10 @@ def _hop_inter(
     """Sum over the nodes, rotated: fp32 [n], this rank's slice."""
     num_nodes, num_elements = partial.shape
     packet_bytes = codec.packet_bytes(num_elements)
-    sends = link.scratch("inter_send", num_nodes, packet_bytes)
-    receives = link.scratch("inter_receive", num_nodes, packet_bytes)
-    total = link.scratch("inter_sum", num_elements, dtype=torch.float32)
+    device = partial.device
+    sends = link.scratch("inter_send", num_nodes, packet_bytes, device=device)
+    receives = link.scratch("inter_receive", num_nodes, packet_bytes, device=device)
+    total = link.scratch("inter_sum", num_elements, dtype=torch.float32, device=device)
     grid = link.topology
     buffers = {peer: receives[grid.node(peer)] for peer in link.node_peers()}
     round_ = link.exchange(operation, "inter", buffers, codec.length)
@@ -242,7 +249,7 @@ def all_reduce(link: Link, x: Tensor, intra: Codec, inter: Codec, gather: Codec,
     slice_length = -(-x.numel() // world_size)
     for codec in (intra, inter, gather):
         slice_length = -(-slice_length // codec.block) * codec.block
-    padded = torch.zeros(slice_length * world_size)
+    padded = torch.zeros(slice_length * world_size, device=x.device)
     padded[: x.numel()].copy_(x.reshape(-1))
     shard = yield from reduce_scatter(link, padded, intra, inter, seed=seed, operation="all_reduce")
     total = yield from all_gather(link, shard, gather, seed=seed, operation="all_reduce")
@@ -255,7 +262,7 @@ def broadcast_(link: Link, x: Tensor, source: int) -> Rounds[Tensor]:
         return x
     grid = link.topology
     message = x.view(-1).view(torch.uint8)
-    received = link.scratch("broadcast", message.numel())
+    received = link.scratch("broadcast", message.numel(), device=x.device)
     held = message if link.rank == source else received
     for level in ("inter", "intra"):
         if level == "inter":

@@ -19,10 +19,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.codecs import Codec
-from thinwire.collectives import algorithms
+from thinwire.collectives import algorithms, staging
 from thinwire.collectives.algorithms import Link
-from thinwire.collectives.exchange import Arrival, Rounds, Wire
+from thinwire.collectives.exchange import Wire
 from thinwire.collectives.meter import Meter
+from thinwire.collectives.rounds import Arrival, Rounds
 from thinwire.collectives.topology import Topology, node_label
 from thinwire.errors import ConfigError
 
@@ -167,7 +168,8 @@ class Communicator:
         """
         self._num_jobs += 1
         number = self._num_jobs
-        future = communication_thread().submit(lambda slot: self._guarded(job, slot, number))
+        origin = staging.Origin.here()
+        future = communication_thread().submit(lambda slot: self._guarded(job, slot, number, origin))
         self._unfinished.add(future)
         future.add_done_callback(self._unfinished.discard)
         return future
@@ -232,11 +234,14 @@ class Communicator:
             _idle_groups.setdefault((dist.group.WORLD, tuple(self.global_ranks)), []).append(self._group)
         self._broken = self._broken or RuntimeError("this communicator is closed")
 
-    def _guarded(self, job: Callable[[Link], Rounds[T]], slot: int, number: int) -> Rounds[T]:
+    def _guarded(
+        self, job: Callable[[Link], Rounds[T]], slot: int, number: int, origin: staging.Origin | None
+    ) -> Rounds[T]:
         if self._broken is not None:
             raise self._broken
         try:
-            return (yield from job(Link(self._wire, self.topology, number, self._memory[slot])))
+            link = Link(self._wire, self.topology, number, self._memory[slot])
+            return (yield from staging.beside(job(link), origin, slot))
         except Exception as error:
             # After a failed message the ranks no longer agree on what comes next.
             self._broken = self._broken or error

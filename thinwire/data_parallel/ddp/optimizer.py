@@ -12,10 +12,11 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.collectives import Communicator
+from thinwire.collectives import Communicator, staging
 from thinwire.collectives.algorithms import Link, all_gather_exact
 from thinwire.data_parallel.agreeing import AgreeingOptimizer
 from thinwire.data_parallel.ddp.hook import hand_over
+from thinwire.data_parallel.ddp.on_host import on_host
 from thinwire.data_parallel.ddp.reductions import OPERATION, Bucket, Reduction
 from thinwire.data_parallel.ddp.strategies import OnDDP
 from thinwire.data_parallel.replicas import Row, digest, odd_ranks, same_start, trained_parameters
@@ -132,7 +133,10 @@ class DDPOptimizer(AgreeingOptimizer):
     def _job(self, bucket: Bucket) -> Callable[[Link], Generator[Any, None, None]]:
         def job(link: Link) -> Generator[Any, None, None]:
             try:
-                num_bytes = yield from self.reduction.run(link, bucket)
+                held = yield from on_host(link, bucket)
+                num_bytes = yield from self.reduction.run(link, held)
+                if held is not bucket:
+                    staging.to_device(held.flat, bucket.flat)
             except RuntimeError:
                 # gloo does not say which rank is missing; asking each of them for a message does.
                 yield from all_gather_exact(link, torch.zeros(1))

@@ -13,7 +13,7 @@ from torch import Tensor
 from thinwire.codecs import Codec
 from thinwire.collectives import Communicator
 from thinwire.collectives.algorithms import Link, all_gather_packets, reduce_scatter
-from thinwire.collectives.exchange import Rounds
+from thinwire.collectives.rounds import Rounds
 
 
 class Arriving(dist.Work):
@@ -56,7 +56,8 @@ class AllGather(Plug):
     def _job(self, link: Link, whole: Tensor, shard: Tensor) -> Rounds[None]:
         grid, n = link.topology, shard.numel()
         with link.timed("encode_s", "weights"):
-            packet = self.codec.encode(shard, out=link.scratch("weights", self.codec.packet_bytes(n)))
+            packet = link.scratch("weights", self.codec.packet_bytes(n), device=shard.device)
+            self.codec.encode(shard, out=packet)
         gathered = yield from all_gather_packets(link, packet, "weights")
         with link.timed("decode_s", "weights"):
             for rank in range(grid.world_size):

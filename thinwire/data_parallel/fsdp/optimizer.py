@@ -80,7 +80,7 @@ def wrap_fsdp(
 def shard_units(model: nn.Module, comm: Communicator, codec: Codec) -> list[Unit]:
     """Give the model's parts to fully_shard, and FSDP2 its collectives; the root first, then in order of forward."""
     frozen = {param for param in model.parameters() if not param.requires_grad}
-    mesh = init_device_mesh("cpu", (comm.world_size,))
+    mesh = init_device_mesh(next(model.parameters()).device.type, (comm.world_size,))
     modules = wrap_modules(model)
     inside = {param for module in modules for param in module.parameters()}
     rest = [param for param in model.parameters() if param not in inside]

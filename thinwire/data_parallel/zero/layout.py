@@ -75,7 +75,7 @@ class Bucket:
     sent: list[SentGradient] = field(default_factory=list)
     reducing: Future | None = None
     gathering: Future | None = None
-    live_fingerprint: int = 0
+    live_fingerprint: Tensor = field(init=False)
 
     @property
     def shard_numel(self) -> int:
@@ -96,7 +96,7 @@ class Bucket:
 
     def flat_gradient(self, link: Link) -> Tensor:
         """The gradients that were handed over, fp32 [numel] in scratch memory, zero where there is none."""
-        flat = link.scratch("gradient", self.numel, dtype=torch.float32)
+        flat = link.scratch("gradient", self.numel, dtype=torch.float32, device=self.live.device)
         for slot, sent, end in zip(
             self.slots, self.sent, [*(s.start for s in self.slots[1:]), self.numel], strict=True
         ):
@@ -157,12 +157,12 @@ def build_buckets(
 
 def _allocate(bucket: Bucket) -> None:
     """Move the parameters into one flat tensor and make this rank's shards; padding is zero everywhere."""
-    bucket.live = torch.zeros(bucket.numel, dtype=bucket.dtype)
+    bucket.live = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.slots[0].param.device)
     for slot in bucket.slots:
         slot.view(bucket.live).copy_(slot.param.data)
         slot.param.data = slot.view(bucket.live)
     bucket.master = bucket.live_shard.float().clone()
-    bucket.shard_grad = torch.zeros(bucket.shard_numel)
+    bucket.shard_grad = torch.zeros_like(bucket.master)
 
 
 def _round_up(value: int, unit: int) -> int:

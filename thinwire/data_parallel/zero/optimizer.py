@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from thinwire.codecs import derive_seed
 from thinwire.collectives import Communicator, Meter
 from thinwire.collectives.algorithms import Link, all_gather_packets, reduce_scatter
-from thinwire.collectives.exchange import Rounds
+from thinwire.collectives.rounds import Rounds
 from thinwire.data_parallel.replicas import check_layout, digest, odd_ranks
 from thinwire.data_parallel.strategies import Strategy
 from thinwire.data_parallel.zero.elementwise import is_elementwise
@@ -334,7 +334,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         total = torch.zeros(1, dtype=torch.float64)
         if comm is self.comm and self._launched:
             for bucket in self.buckets:
-                total += torch.linalg.vector_norm(bucket.shard_grad, dtype=torch.float64) ** 2
+                total += torch.linalg.vector_norm(bucket.shard_grad, dtype=torch.float64).cpu() ** 2
         used = [slot.param.grad is not None for slot in self._slots if slot.bucket.comm is comm]
         bits = torch.from_numpy(np.packbits(np.array(used, dtype=np.uint8)))
         numbers = torch.cat([total, torch.tensor([self._loss], dtype=torch.float64)])
@@ -384,7 +384,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Weights that were changed from outside since the last step, say by loading them, become the masters."""
         for bucket in self.buckets:
             self._await_weights(bucket)
-            if _fingerprint(bucket.live_shard) != bucket.live_fingerprint:
+            if not torch.equal(_fingerprint(bucket.live_shard), bucket.live_fingerprint):
                 log.warning(
                     "thinwire: rank %d: weights between %r and %r were changed outside the optimizer; "
                     "their new values are taken as the fp32 masters",
@@ -409,13 +409,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 bucket.live.copy_(bucket.master)
                 bucket.live_fingerprint = _fingerprint(bucket.live_shard)
                 return
-            message = bucket.master
+            message, device = bucket.master, bucket.live.device
             with link.timed("encode_s", "weights"):
                 if bucket.wire.differences:
-                    message = link.scratch("difference", n, dtype=torch.float32)
+                    message = link.scratch("difference", n, dtype=torch.float32, device=device)
                     torch.sub(bucket.master, bucket.live_shard, out=message)
                 counter = bucket.first_counter + bucket.shard_start
-                packet = link.scratch("weights", codec.packet_bytes(n))
+                packet = link.scratch("weights", codec.packet_bytes(n), device=device)
                 codec.encode(message, seed=seed, counter=counter, out=packet)
             gathered = yield from all_gather_packets(link, packet, "weights", codec.length)
             with link.timed("decode_s", "weights"):
@@ -482,7 +482,7 @@ def _apply(bucket: Bucket, packet: Tensor, shard: Tensor, link: Link) -> None:
     elif exact:
         codec.decode(packet, shard.numel(), out=shard)
     else:
-        values = link.scratch("decoded", shard.numel(), dtype=torch.float32)
+        values = link.scratch("decoded", shard.numel(), dtype=torch.float32, device=shard.device)
         codec.decode(packet, shard.numel(), out=values)
         shard.copy_(values.add_(shard) if bucket.wire.differences else values)
 
@@ -532,20 +532,20 @@ def _describe_strategy(strategy: Strategy, buckets: list[Bucket], comm: Communic
             effect = f"{codec}" if partners > 1 else "no such hop"
             why = f"{codec.bits_per_element:.4g} bits an element" if partners > 1 else f"the grid is {grid}"
             rows.append((f"{kind}: gradients {hop}", effect, why))
-    kernels = {codec.backend(torch.device("cpu")) for bucket in buckets for codec in bucket.wire.codecs}
-    rows.append(("codec kernels", ", ".join(sorted(kernels)), ""))
+    kernels = {codec.backend(bucket.live.device) for bucket in buckets for codec in bucket.wire.codecs}
+    rows.append(("codec kernels", ", ".join(sorted(kernels)), f"on {buckets[0].live.device}"))
     padded, true = sum(b.numel for b in buckets), sum(s.param.numel() for b in buckets for s in b.slots)
     rows.append(("buckets", f"{len(buckets)}, {true:,} parameters", f"{padded / max(true, 1) - 1:.2%} padding"))
     return rows
 
 
-def _fingerprint(values: Tensor) -> int:
-    """A sum over the bits, as 8-byte words, that depends on their place: edits, swaps and flips change it."""
+def _fingerprint(values: Tensor) -> Tensor:
+    """A sum over the bits, as 8-byte words, that depends on their place: edits, swaps and flips change it; int64."""
     words = values.view(torch.int64)
     whole = words.numel() - words.numel() % FINGERPRINT_COLUMNS
     columns = words[:whole].view(-1, FINGERPRINT_COLUMNS).sum(0)
     columns[: words.numel() - whole] += words[whole:]
-    return int((columns * torch.arange(1, 2 * FINGERPRINT_COLUMNS, 2)).sum())
+    return (columns * torch.arange(1, 2 * FINGERPRINT_COLUMNS, 2, device=values.device)).sum()
 
 
 def _few(names: list[str]) -> str:

@@ -1,5 +1,6 @@
 """Train large language models on machines joined by slow links."""
 
+from thinwire.adapters import attach
 from thinwire.codecs import (
     Cast,
     Codec,
@@ -20,6 +21,8 @@ from thinwire.data_parallel import (
     DDP,
     FSDP,
     STRATEGIES,
+    CompressedFSDP,
+    DeadGradientError,
     PowerSGD,
     SDP4Bit,
     Strategy,
@@ -27,6 +30,8 @@ from thinwire.data_parallel import (
     Zero,
     ZeroBF16,
     ZeroOptimizer,
+    ZeroPP,
+    compress_fsdp,
     strategy_named,
     zero,
 )
@@ -41,8 +46,10 @@ __all__ = [
     "Cast",
     "Codec",
     "Communicator",
+    "CompressedFSDP",
     "ConfigError",
     "CountSketch",
+    "DeadGradientError",
     "GaussianSketch",
     "Hadamard",
     "Identity",
@@ -63,7 +70,10 @@ __all__ = [
     "Zero",
     "ZeroBF16",
     "ZeroOptimizer",
+    "ZeroPP",
     "Zstd",
+    "attach",
+    "compress_fsdp",
     "strategy_named",
     "zero",
 ]

@@ -3,13 +3,24 @@
 - all_gather_single: public from 2.13; before, all_gather_into_tensor (deprecated in 2.13).
 - reduce_scatter_single: public from 2.13; before, reduce_scatter_tensor (deprecated in 2.13).
 - default_store: torch.distributed.distributed_c10d._get_default_store, private; 2.11 to 2.13 have it.
+- FSDPGroup, FSDPParameter: what FSDP2 keeps of a module that was given to fully_shard, private. Only here does thinwire
+  learn in which order parameters lie in FSDP2's buffers; whoever relies on it checks it (data_parallel/fsdp/layout.py).
+- at_end_of_backward: the autograd engine's queue_callback, private, as FSDP2 itself uses it.
+- factor_of: the state of a ReduceOp, for the factor of a PREMUL_SUM.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.distributed import distributed_c10d
+from torch.distributed.fsdp import FSDPModule
 
 
 def all_gather_single(
@@ -31,3 +42,133 @@ def reduce_scatter_single(
 def default_store() -> dist.Store:
     """The key-value store in which the ranks of the default group met; raises ValueError before that."""
     return distributed_c10d._get_default_store()
+
+
+def at_end_of_backward(call: Callable[[], object]) -> bool:
+    """Have `call` made when the backward that is under way on this thread has ended; False if there is none."""
+    try:
+        Variable._execution_engine.queue_callback(call)
+    except RuntimeError:
+        return False
+    return True
+
+
+def factor_of(op: Any, world_size: int) -> float:
+    """What a reduction's sum over ranks is multiplied with: AVG, SUM or PREMUL_SUM. Raises ValueError for another."""
+    if op == dist.ReduceOp.AVG:
+        return 1.0 / world_size
+    if op == dist.ReduceOp.SUM:
+        return 1.0
+    if op == dist.ReduceOp.PREMUL_SUM:
+        return float(op.__getstate__()[1])
+    raise ValueError(f"{op} is no sum")
+
+
+@dataclass(frozen=True, eq=False)
+class FSDPParameter:
+    """One parameter of a module that was given to fully_shard."""
+
+    _held: Any
+
+    @property
+    def sharded(self) -> nn.Parameter:
+        """The user's DTensor, whose place another may take when a state is loaded."""
+        return self._held.sharded_param
+
+    @property
+    def whole(self) -> nn.Parameter:
+        """The gathered parameter, which exists from the first gather on; its memory only while it is gathered."""
+        return self._held._unsharded_param
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of one rank's part, padded: the same on all ranks."""
+        return self._held._sharded_param_data.numel()
+
+    @property
+    def shard_data(self) -> Tensor:
+        """This rank's part, flat and padded, which FSDP2 reads when it gathers."""
+        return self._held._sharded_param_data
+
+    def version(self) -> tuple[nn.Parameter, int, Tensor, int]:
+        """The tensors that hold the weights, and how often torch has counted a write to them.
+
+        It counts operations on the DTensor and on its local part, but not fused ones on lists of tensors, such as an
+        optimizer's, nor those through `.data`.
+        """
+        param: Any = self.sharded
+        return param, param._version, self.shard_data, param._local_tensor._version
+
+
+@dataclass(frozen=True, eq=False)
+class FSDPGroup:
+    """A module, or several, whose parameters FSDP2 gathers and reduces together."""
+
+    module: FSDPModule
+    _state: Any
+    _held: Any
+
+    @property
+    def params(self) -> list[FSDPParameter]:
+        """In the order in which they lie in FSDP2's buffers."""
+        return [FSDPParameter(held) for held in self._held.fsdp_params]
+
+    def backward_group_size(self, root: nn.Module) -> int:
+        """Ranks among which backward gathers: 0 where the whole weights are kept after forward.
+
+        reshard_after_forward says so. FSDP2 keeps those of the root where it wasn't said, from the first forward on.
+        """
+        is_kept = self._state._auto_reshard_after_forward and self.module is root
+        mesh = self._held.post_forward_mesh_info
+        return 0 if is_kept or mesh is None else mesh.shard_mesh_size
+
+    @property
+    def prefetches_forward(self) -> bool:
+        """Whether set_modules_to_forward_prefetch was called."""
+        return bool(self._state._states_to_forward_prefetch)
+
+    @property
+    def reduce_dtype(self) -> torch.dtype | None:
+        """In which gradients are summed, where it isn't the dtype that they have; known from the first gather on."""
+        return self._held._reduce_dtype
+
+    def set_async(self, enable: bool) -> None:
+        """Whether FSDP2 asks for a gather that it waits for later."""
+        self.module._set_unshard_async_op(enable)
+
+    def set_comms(self, all_gather: Any, reduce_scatter: Any) -> tuple[Any, Any]:
+        """Give FSDP2 its collectives; returns those it had."""
+        before = self._held._all_gather_comm, self._held._reduce_scatter_comm
+        self.module.set_custom_all_gather(all_gather)
+        self.module.set_custom_reduce_scatter(reduce_scatter)
+        return before
+
+    def reads_gradient_at_once(self, dtype: torch.dtype) -> str:
+        """Why a mean gradient in `dtype` must be complete when reduce-scatter returns; empty if it is only viewed."""
+        if self._held._all_reduce_hook is not None:
+            return "an all_reduce hook reads it"
+        if dtype != self._held._orig_dtype:
+            return f"it is reduced in {dtype} and kept in {self._held._orig_dtype}"
+        params = [param.sharded for param in self.params]
+        if any(param.grad is not None for param in params):
+            return "it is added to a gradient that was there"
+        if any(param._post_accumulate_grad_hooks for param in params):
+            return "a hook of a parameter reads it"
+        return ""
+
+
+def fsdp_groups(model: nn.Module) -> list[FSDPGroup]:
+    """What of `model` FSDP2 gathers together, in order of registration, each once; only what has parameters."""
+    groups: list[FSDPGroup] = []
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            groups += [FSDPGroup(module, state, held) for held in _param_groups(state)]
+    first = {id(group._held): group for group in reversed(groups)}
+    return [group for group in groups if first[id(group._held)] is group and group.params]
+
+
+def _param_groups(state: Any) -> list[Any]:
+    # Up to 2.11 a state had one group at most, under the singular name.
+    held = getattr(state, "_fsdp_param_groups", None)
+    return list(held) if held is not None else [g for g in [state._fsdp_param_group] if g is not None]

@@ -18,7 +18,7 @@ from tests.docs.pages import PAGES, ROOT, Block, anchors, blocks, links, table_r
 from thinwire.compare import RaceConfig
 from thinwire.compare.contestants import read_contestants
 from thinwire.compare.options import read_race
-from thinwire.data_parallel.strategies import STRATEGIES, SDP4Bit
+from thinwire.data_parallel.strategies import STRATEGIES, SDP4Bit, ZeroPP
 from thinwire.lab import LabSpec
 from thinwire.lab.command import LabOptions
 from thinwire.lab.command import read as read_lab
@@ -191,6 +191,12 @@ def test_every_option_of_sdp4bit_is_documented() -> None:
     rows = table_rows(ROOT / "docs/methods/sdp4bit.md", "Options")
     documented = [name for row in rows for name in re.findall(r"\w+", row[0])]
     assert sorted(documented) == sorted(item.name for item in fields(SDP4Bit))
+
+
+def test_every_option_of_zeropp_is_documented() -> None:
+    rows = table_rows(ROOT / "docs/methods/zeropp.md", "Options")
+    documented = [name for row in rows for name in re.findall(r"\w+", row[0])]
+    assert sorted(documented) == sorted(item.name for item in fields(ZeroPP))
 
 
 def test_every_strategy_is_documented() -> None:

@@ -151,5 +151,5 @@ def test_a_run_that_learns_nothing_says_so_and_ends(runner: Runner) -> None:
     code, out, err = finish(process)
     assert code == 1 and "Traceback" not in err
     assert out.count("WARNING: step ") == 20 and "skipped on all ranks" in out
-    assert "20 steps in a row had gradients that are not finite" in err and "--lr" in err
+    assert "20 steps in a row" in err and "lower learning rate" in err
     assert runner.metrics("dead")[-1]["grad_norm"] is None

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +23,16 @@ from thinwire.collectives.rounds import Rounds
 from thinwire.collectives.topology import Topology
 
 HOP_INTRA, HOP_INTER = 1, 2
+
+
+class Memory(Protocol):
+    """Error feedback: what a method remembers of the pieces it sent."""
+
+    def encode(
+        self, codec: Codec, x: Tensor, piece: tuple[int, int], *, seed: int, counter: int, out: Tensor
+    ) -> Tensor:
+        """Pack `x` and what was lost of this piece before; piece: (hop, rank or node that it is for)."""
+        ...
 
 
 @dataclass
@@ -94,23 +105,39 @@ def all_gather_packets(
     """
     grid = link.topology
     gathered = link.scratch("gathered", grid.local_size, grid.num_nodes, packet.numel(), device=packet.device)
-    gathered[link.local_rank, link.node].copy_(packet)
     if packet.numel() == 0:
         return gathered
-    own_row = gathered[link.local_rank]
-    if grid.num_nodes > 1:
-        receives = {peer: own_row[grid.node(peer)] for peer in link.node_peers()}
+    yield from gather_across_nodes(link, packet, gathered[link.local_rank], operation, length)
+    yield from gather_inside_node(link, gathered, operation)
+    return gathered
+
+
+def gather_across_nodes(
+    link: Link, packet: Tensor, column: Tensor, operation: str, length: Callable[[Tensor], int] = Tensor.numel
+) -> Rounds[None]:
+    """The first half of all_gather_packets: fill `column`, uint8 [num_nodes, bytes], from the ranks of this local rank.
+
+    Together the columns of a node's ranks hold the packets of all ranks, so a node that keeps them needs nothing from
+    outside to gather the same packets again.
+    """
+    column[link.node].copy_(packet)
+    if link.topology.num_nodes > 1:
+        receives = {peer: column[link.topology.node(peer)] for peer in link.node_peers()}
         round_ = link.exchange(operation, "inter", receives, length)
         for peer in receives:
-            round_.send(peer, own_row[link.node])
+            round_.send(peer, column[link.node])
         yield from round_.finish()
-    if grid.local_size > 1:
-        receives = {peer: gathered[grid.local_rank(peer)].view(-1) for peer in link.local_peers()}
+
+
+def gather_inside_node(link: Link, gathered: Tensor, operation: str) -> Rounds[None]:
+    """The second half: fill uint8 [local_size, num_nodes, bytes], in which this rank's column is, from the node."""
+    if link.topology.local_size > 1:
+        own = gathered[link.local_rank].view(-1)
+        receives = {peer: gathered[link.topology.local_rank(peer)].view(-1) for peer in link.local_peers()}
         round_ = link.exchange(operation, "intra", receives)
         for peer in receives:
-            round_.send(peer, own_row.view(-1))
+            round_.send(peer, own)
         yield from round_.finish()
-    return gathered
 
 
 def all_gather(
@@ -137,6 +164,7 @@ def reduce_scatter(
     seed: int = 0,
     counter: int = 0,
     operation: str = "reduce_scatter",
+    memory: Memory | None = None,
 ) -> Rounds[Tensor]:
     """This rank's slice of the sum over ranks of flat fp32 `x`: fp32 [n / world_size], scratch of the link.
 
@@ -146,7 +174,7 @@ def reduce_scatter(
     has no partner is left out. Where both codecs rotate alike, the sums stay rotated and are rotated back once.
     `counter` numbers the first element of `x` for the codecs' randomness. Draws differ by rank in hop 1 and by node in
     hop 2, so the sum does not depend on which rank owns an element; neighbours draw opposite noise, which halves what
-    the sum loses (see paired_seed).
+    the sum loses (see paired_seed). A `memory` packs the pieces in the codecs' place.
 
     Source: SDP4Bit, NeurIPS 2024, two-level gradient reduction with Hadamard smoother.
     """
@@ -163,7 +191,7 @@ def reduce_scatter(
     ]
     if grid.local_size > 1:
         own_seed = paired_seed(derive_seed(seed, HOP_INTRA), link.rank)
-        partial = yield from _hop_intra(link, slices, intra, own_seed, counters, operation)
+        partial = yield from _hop_intra(link, slices, intra, own_seed, counters, operation, memory)
         rotated_by = intra
     if grid.num_nodes > 1:
         if rotated_by is not None and rotated_by.rotation != inter.rotation:
@@ -172,7 +200,7 @@ def reduce_scatter(
         codec = inter if rotated_by is None else inter.inner
         node_counters = [row[link.local_rank] for row in counters]
         own_seed = paired_seed(derive_seed(seed, HOP_INTER), link.node)
-        partial = yield from _hop_inter(link, partial, codec, own_seed, node_counters, operation)
+        partial = yield from _hop_inter(link, partial, codec, own_seed, node_counters, operation, memory)
         rotated_by = inter
     assert rotated_by is not None
     with link.timed("decode_s", operation):
@@ -180,8 +208,9 @@ def reduce_scatter(
 
 
 def _hop_intra(
-    link: Link, slices: Tensor, codec: Codec, seed: int, counters: list[list[int]], operation: str
-) -> Rounds[Tensor]:
+    link: Link, slices: Tensor, codec: Codec, seed: int, counters: list[list[int]], operation: str,
+    memory: Memory | None,
+) -> Rounds[Tensor]:  # fmt: skip
     """Sum over the node, rotated: fp32 [num_nodes, n], the partial sums of this local rank's slices."""
     num_nodes, local_size, num_elements = slices.shape
     packet_bytes = codec.packet_bytes(num_elements)
@@ -196,7 +225,8 @@ def _hop_intra(
         i = grid.local_rank(peer)
         with link.timed("encode_s", operation):
             for y in range(num_nodes):
-                codec.encode(slices[y, i], seed=seed, counter=counters[y][i], out=sends[i, y])
+                piece = (HOP_INTRA, grid.rank(y, i))
+                _encode(codec, memory, slices[y, i], piece, seed, counters[y][i], sends[i, y])
         if peer != link.rank:
             round_.send(peer, sends[i].view(-1))
     yield from round_.finish()
@@ -209,7 +239,7 @@ def _hop_intra(
 
 
 def _hop_inter(
-    link: Link, partial: Tensor, codec: Codec, seed: int, counters: list[int], operation: str
+    link: Link, partial: Tensor, codec: Codec, seed: int, counters: list[int], operation: str, memory: Memory | None
 ) -> Rounds[Tensor]:
     """Sum over the nodes, rotated: fp32 [n], this rank's slice."""
     num_nodes, num_elements = partial.shape
@@ -224,7 +254,7 @@ def _hop_inter(
     for peer in [*link.node_peers(), link.rank]:
         y = grid.node(peer)
         with link.timed("encode_s", operation):
-            codec.encode(partial[y], seed=seed, counter=counters[y], out=sends[y])
+            _encode(codec, memory, partial[y], (HOP_INTER, y), seed, counters[y], sends[y])
         if peer != link.rank:
             round_.send(peer, sends[y])
     yield from round_.finish()
@@ -232,6 +262,15 @@ def _hop_inter(
         with link.timed("decode_s", operation):
             _accumulate(codec.inner, sends[y] if y == link.node else receives[y], total, first=y == 0)
     return total
+
+
+def _encode(
+    codec: Codec, memory: Memory | None, x: Tensor, piece: tuple[int, int], seed: int, counter: int, out: Tensor
+) -> None:
+    if memory is None:
+        codec.encode(x, seed=seed, counter=counter, out=out)
+    else:
+        memory.encode(codec, x, piece, seed=seed, counter=counter, out=out)
 
 
 def _accumulate(codec: Codec, packet: Tensor, total: Tensor, *, first: bool) -> None:

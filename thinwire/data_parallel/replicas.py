@@ -14,6 +14,8 @@ from thinwire.collectives import Communicator
 from thinwire.errors import ConfigError
 
 Row = tuple[str, str, str]
+# A prime, so that the rows of no usual matrix fall on the same columns.
+FINGERPRINT_COLUMNS = 1021
 
 
 def digest(parts: Iterable[bytes | memoryview | Tensor]) -> Tensor:
@@ -24,6 +26,23 @@ def digest(parts: Iterable[bytes | memoryview | Tensor]) -> Tensor:
             part = part.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().data
         state.update(part)
     return torch.frombuffer(bytearray(state.digest()), dtype=torch.uint8)
+
+
+def fingerprint(values: Tensor) -> int:
+    """A sum over the bits, as 8-byte words, that depends on their place: edits, swaps and flips change it.
+
+    values: flat and contiguous; what is no whole word at the end counts as one.
+    """
+    octets = values.view(torch.uint8)
+    if octets.storage_offset() % 8:
+        octets = octets.clone()
+    num_words = octets.numel() // 8
+    words = octets[: 8 * num_words].view(torch.int64)
+    whole = num_words - num_words % FINGERPRINT_COLUMNS
+    columns = words[:whole].view(-1, FINGERPRINT_COLUMNS).sum(0)
+    columns[: num_words - whole] += words[whole:]
+    total = int((columns * torch.arange(1, 2 * FINGERPRINT_COLUMNS, 2, device=values.device)).sum())
+    return hash((total, *octets[8 * num_words :].tolist()))
 
 
 def odd_ranks(comm: Communicator, mine: Tensor) -> list[int]:

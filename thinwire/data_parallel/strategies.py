@@ -5,79 +5,20 @@ Those of `thinwire.zero` are below; those of DistributedDataParallel and FSDP2 l
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from math import lcm
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from torch import nn
 
 from thinwire.codecs import Cast, Codec, Hadamard, Identity, Integer, Zstd
 from thinwire.data_parallel.ddp.strategies import DDP, PowerSGD
-from thinwire.data_parallel.fsdp.strategies import FSDP
+from thinwire.data_parallel.fsdp.strategies import FSDP, ZeroPP
 from thinwire.data_parallel.interface import ParallelOptimizer, TrainingStrategy
+from thinwire.data_parallel.wire import Strategy, WireFormat
 from thinwire.errors import ConfigError, nearest
-
-
-@dataclass(frozen=True)
-class WireFormat:
-    """How one kind of parameter travels.
-
-    weights: codec of the all_gather; differences: send master - replica instead of the master itself.
-    intra, inter: codecs of the gradient's hop inside a node and between nodes.
-    Raises ConfigError for a combination that can't work.
-    """
-
-    weights: Codec
-    differences: bool
-    intra: Codec
-    inter: Codec
-
-    def __post_init__(self) -> None:
-        lost = 0.0 if self.weights.traits.contraction else _lost_energy(self.weights)
-        if self.differences and lost >= 1.0:
-            raise ConfigError(
-                f"{self.weights} can't carry weight differences: on Gaussian values its error has {lost:.1f} times "
-                "their energy, so that what is lost in one step grows in the next; use more bits, smaller groups, or "
-                "rounding 'nearest'"
-            )
-
-    @property
-    def block(self) -> int:
-        """Parameters and slices start at multiples of this many elements; 4 at least, to be whole 8-byte words."""
-        return lcm(4, self.weights.block, self.intra.block, self.inter.block)
-
-    @property
-    def codecs(self) -> tuple[Codec, Codec, Codec]:
-        return self.weights, self.intra, self.inter
-
-
-@functools.cache
-def _lost_energy(codec: Codec) -> float:
-    """E|C(x) - x|^2 / |x|^2 for Gaussian x, estimated on eight blocks."""
-    x = torch.randn(8 * codec.block, generator=torch.Generator().manual_seed(0))
-    error = codec.decode(codec.encode(x, seed=1), x.numel()) - x
-    return float(error.square().sum() / x.square().sum())
-
-
-class Strategy(Protocol):
-    """A choice of codecs for the two kinds of parameters, as `thinwire.zero` takes it."""
-
-    @property
-    def name(self) -> str:
-        """What `--strategy` calls it."""
-        ...
-
-    def matrix(self) -> WireFormat:
-        """For parameters of two and more dimensions."""
-        ...
-
-    def vector(self) -> WireFormat:
-        """For parameters of at most one dimension: norms and biases."""
-        ...
 
 
 class OnZero:
@@ -212,6 +153,7 @@ STRATEGIES: dict[str, Callable[..., TrainingStrategy]] = {
     "powersgd": PowerSGD,
     "fsdp": FSDP,
     "fsdp-bf16": partial(FSDP, wire="bf16"),
+    "zeropp": ZeroPP,
 }
 
 

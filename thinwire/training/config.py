@@ -30,7 +30,8 @@ class TrainConfig:
     cache_dir: str | None = None
     """Where tokenised data is kept; by default thinwire's folder in the user's cache."""
     strategy: str = "sdp4bit"
-    """zero, zero-bf16, sdp4bit, sdp4bit-weights, sdp4bit-gradients, ddp, ddp-bf16, powersgd, fsdp or fsdp-bf16."""
+    """zero, zero-bf16, sdp4bit, sdp4bit-weights, sdp4bit-gradients, ddp, ddp-bf16, powersgd, fsdp, fsdp-bf16
+    or zeropp."""
     workers: int = 1
     """Worker processes to start on this machine."""
     local_size: int | None = None
@@ -61,6 +62,8 @@ class TrainConfig:
     """Steps until the peak learning rate; by default a tenth of the steps, at most 1000."""
     grad_clip: float = 1.0
     """Largest global norm of the gradient; 0: no clipping."""
+    dead_steps: int = 20
+    """Steps in a row with a gradient of zero, or not finite, after which the run ends with a reason; 0: none."""
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """Compute type; auto measures whether bf16 autocast is faster here. Weights and sums stay fp32."""
     seed: int = 0
@@ -101,7 +104,7 @@ DEFAULTS = TrainConfig()
 # Smallest value each number may have; None stands for "above zero".
 LOWEST: dict[str, int | None] = {
     "workers": 1, "local_size": 1, "nodes": 1, "node": 0, "steps": 1, "stop_at": 1, "tokens_per_step": 1, "seq_len": 1,
-    "micro_batch": 1, "lr": None, "weight_decay": 0, "warmup_steps": 0, "grad_clip": 0, "seed": 0,
+    "micro_batch": 1, "lr": None, "weight_decay": 0, "warmup_steps": 0, "grad_clip": 0, "seed": 0, "dead_steps": 0,
     "checkpoint_every": 0, "eval_sequences": 0, "sample_tokens": 0, "timeout": None,
 }  # fmt: skip
 

@@ -16,7 +16,8 @@ from torch import nn
 from thinwire.codecs import derive_seed
 from thinwire.data import BatchLoader, heldout_batches, load_tokenizer
 from thinwire.data import prepare as prepare_tokens
-from thinwire.errors import ConfigError, ThinwireError
+from thinwire.data_parallel.watchdog import Watchdog
+from thinwire.errors import ConfigError
 from thinwire.models import build_model, generate
 from thinwire.training import checkpoint
 from thinwire.training.advice import advise
@@ -30,9 +31,6 @@ from thinwire.training.run_dir import RunDir
 from thinwire.training.schedule import lr_at
 from thinwire.training.settings import build_strategy, used_tables
 from thinwire.training.signals import StopFlag
-
-# So many skipped steps in a row and the run is dead: better to say so than to burn days.
-MAX_SKIPPED_IN_A_ROW = 20
 
 
 @dataclass(frozen=True)
@@ -84,7 +82,7 @@ class Trainer:
         )  # fmt: skip
         torch.manual_seed(derive_seed(config.seed, place.rank) >> 1)
         self.step = self._load(saved) if saved else 0
-        self._skipped_in_a_row = 0
+        self._watchdog = Watchdog(config.dead_steps)
         self._traffic = self.optimizer.meter.snapshot()
         self.reporter: Reporter | None = None
         if place.rank == 0:
@@ -151,7 +149,7 @@ class Trainer:
                     codec_s=spent.encode_s + spent.decode_s,
                 )
             )  # fmt: skip
-        self._watch_skips(math.isfinite(grad_norm))
+        self._watch_gradient(grad_norm)
 
     def _forward_backward(self) -> float:
         """The mean loss over this rank's micro-batches; only the last one's backward communicates."""
@@ -169,18 +167,11 @@ class Trainer:
     def _autocast(self) -> torch.autocast:
         return torch.autocast("cpu", torch.bfloat16, enabled=self.dtype == "bf16")
 
-    def _watch_skips(self, is_finite: bool) -> None:
-        """Say every skipped step aloud; end a run that takes none any more."""
-        self._skipped_in_a_row = 0 if is_finite else self._skipped_in_a_row + 1
-        if is_finite:
-            return
-        if self.reporter is not None:
+    def _watch_gradient(self, norm: float) -> None:
+        """Say every skipped step aloud; end a run that takes none any more, or has nothing to learn from."""
+        if self.reporter is not None and not math.isfinite(norm):
             self.reporter.progress.warn(f"step {self.step} skipped on all ranks: a gradient is not finite")
-        if self._skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
-            raise ThinwireError(
-                f"{MAX_SKIPPED_IN_A_ROW} steps in a row had gradients that are not finite, up to step {self.step}: "
-                "nothing is being learnt; try a lower --lr, a longer --warmup-steps, or --dtype fp32"
-            )
+        self._watchdog.note(norm, self.step)
 
     @torch.no_grad()
     def _evaluate(self) -> float:

@@ -1,5 +1,5 @@
 """Plug-ins for torch's FSDP2: how its shards are gathered and its gradients reduced."""
 
-from thinwire.data_parallel.fsdp.strategies import FSDP
+from thinwire.data_parallel.fsdp.strategies import FSDP, ZeroPP
 
-__all__ = ["FSDP"]
+__all__ = ["FSDP", "ZeroPP"]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,37 +12,33 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from thinwire.codecs import Codec
+from thinwire._compat import fsdp_groups
 from thinwire.collectives import Communicator
 from thinwire.data_parallel.agreeing import AgreeingOptimizer
-from thinwire.data_parallel.fsdp.collectives import AllGather, ReduceScatter
-from thinwire.data_parallel.fsdp.strategies import FSDP, WIRES
+from thinwire.data_parallel.fsdp.compress import CompressedFSDP, mesh_of
 from thinwire.data_parallel.replicas import Row, digest, odd_ranks, same_start, trained_parameters
+from thinwire.data_parallel.wire import Strategy
 from thinwire.data_parallel.zero import ReplicaError
 from thinwire.data_parallel.zero.elementwise import check_elementwise
 from thinwire.errors import ConfigError
 
 
-@dataclass(frozen=True)
-class Unit:
-    """A module that is gathered and reduced by itself. shapes: of the trained parameters that are its own."""
+class ShardingStrategy(Strategy, Protocol):
+    """A choice of codecs for FSDP2, and whether whole weights are dropped after forward."""
 
-    module: FSDPModule
-    shapes: list[torch.Size]
-    reduce_scatter: ReduceScatter
-
-    def packet_bytes(self, world_size: int) -> int:
-        """One rank's part on the wire: FSDP2 cuts every parameter along its first dimension, padded to equal parts."""
-        rows = [-(-shape[0] // world_size) * math.prod(shape[1:]) for shape in self.shapes]
-        return self.reduce_scatter.codec.packet_bytes(sum(rows))
+    @property
+    def reshard_after_forward(self) -> bool:
+        """Whether backward gathers them again."""
+        ...
 
 
 def wrap_fsdp(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    strategy: FSDP,
+    strategy: ShardingStrategy,
     *,
     local_size: int | None,
+    seed: int,
     timeout_s: float,
     checked: bool,
     overlap: bool,
@@ -61,39 +55,31 @@ def wrap_fsdp(
     check_elementwise(optimizer)
     comm = Communicator(local_size=local_size, timeout_s=timeout_s, checked=checked)
     start = same_start(model, comm)
-    codec = WIRES[strategy.wire]
-    units = shard_units(model, comm, codec)
+    modules = shard_modules(model, comm.world_size, strategy.reshard_after_forward)
     shards = shard_param_groups(model, optimizer, trained)
-    kind = type(units[-1].module).__name__.removeprefix("FSDP")
-    cut = f"the root and {len(units) - 1} x {kind}" if len(units) > 1 else "the root alone"
+    groups = fsdp_groups(model)
+    mesh_of(model, groups)
+    compressed = CompressedFSDP(model, groups, strategy, comm, seed=seed, overlap=overlap)
+    kind = type(modules[-1]).__name__.removeprefix("FSDP")
+    cut = f"the root and {len(modules) - 1} x {kind}" if len(modules) > 1 else "the root alone"
+    gathers = "gathered for forward and for backward" if strategy.reshard_after_forward else "one gather a step"
     rows: list[Row] = [
-        (f"strategy {strategy.name}", "torch's fully_shard", "reshard_after_forward=False: one gather a step"),
         ("FSDP2 modules", cut, "children of ModuleLists"),
-        ("weights and gradients", str(codec), f"{codec.bits_per_element:.4g} bits an element, sums in fp32"),
+        ("reshard after forward", "on" if strategy.reshard_after_forward else "off", gathers),
         ("collectives", "thinwire's, through FSDP2's plug-ins", "gloo's reduce_scatter moves twice the bytes"),
-        ("overlap of weights with forward", "on" if overlap else "off", ""),
         start,
     ]
-    return model, FSDPOptimizer(model, optimizer, comm, shards, units, overlap, rows)
+    return model, FSDPOptimizer(model, optimizer, compressed, shards, modules, strategy.reshard_after_forward, rows)
 
 
-def shard_units(model: nn.Module, comm: Communicator, codec: Codec) -> list[Unit]:
-    """Give the model's parts to fully_shard, and FSDP2 its collectives; the root first, then in order of forward."""
+def shard_modules(model: nn.Module, world_size: int, reshard_after_forward: bool) -> list[nn.Module]:
+    """Give the model's parts to fully_shard; the root first, then in order of forward."""
     frozen = {param for param in model.parameters() if not param.requires_grad}
-    mesh = init_device_mesh(next(model.parameters()).device.type, (comm.world_size,))
+    mesh = init_device_mesh(next(model.parameters()).device.type, (world_size,))
     modules = wrap_modules(model)
-    inside = {param for module in modules for param in module.parameters()}
-    rest = [param for param in model.parameters() if param not in inside]
-    owned = [*(list(module.parameters()) for module in modules), rest]
-    all_shapes = [[param.shape for param in own if param not in frozen] for own in owned]
-    units: list[Unit] = []
-    for module, shapes in zip((*modules, model), all_shapes, strict=True):
-        fully_shard(module, mesh=mesh, reshard_after_forward=False, ignored_params=frozen)
-        unit = Unit(cast(FSDPModule, module), shapes, ReduceScatter(comm, codec))
-        unit.module.set_custom_all_gather(cast(Any, AllGather(comm, codec)))
-        unit.module.set_custom_reduce_scatter(cast(Any, unit.reduce_scatter))
-        units.append(unit)
-    return [units[-1], *units[:-1]]
+    for module in (*modules, model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward, ignored_params=frozen)
+    return [model, *modules]
 
 
 def shard_param_groups(
@@ -129,36 +115,42 @@ class FSDPOptimizer(AgreeingOptimizer):
     """The user's optimizer on this rank's shards, which FSDP2 gathers and reduces; made by `wrap_fsdp`.
 
     `trained` are the local tensors of FSDP2's sharded parameters: plain fp32, without DTensor's cost for every
-    operation of the optimizer. The gather of a step's weights starts when the step ends; the modules wait for theirs in
-    the next forward.
+    operation of the optimizer. Where whole weights are kept through a step, the gather of the next starts when the step
+    ends, and the modules wait for theirs in the next forward; where they are dropped, each is gathered one ahead.
     """
 
     def __init__(
         self,
         model: nn.Module,
         inner: torch.optim.Optimizer,
-        comm: Communicator,
+        compressed: CompressedFSDP,
         shards: dict[str, Tensor],
-        units: list[Unit],
-        overlap: bool,
+        modules: list[nn.Module],
+        reshard_after_forward: bool,
         rows: list[Row],
     ) -> None:
-        super().__init__(model, inner, comm, shards, sum(s.numel() for unit in units for s in unit.shapes), rows)
-        self.overlap = overlap
-        self.units = units
+        super().__init__(model, inner, compressed.comm, shards, compressed.num_parameters, rows)
+        self.compressed = compressed
+        self.modules: list[FSDPModule] = [module for module in modules if isinstance(module, FSDPModule)]
+        self.reshard_after_forward = reshard_after_forward
         self._sharded = {name: param for name, param in model.named_parameters() if name in shards}
 
     @property
     def bytes_per_step(self) -> int:
-        """Payload this rank sends in one step in which every parameter has a gradient."""
-        grid = self.comm.topology
-        messages = grid.world_size - 1 + (grid.local_size - 1) * grid.num_nodes + grid.num_nodes - 1
-        return messages * sum(unit.packet_bytes(grid.world_size) for unit in self.units) + self.agreement_bytes
+        """Payload this rank sends in one step of one micro-batch in which every parameter has a gradient."""
+        return self.compressed.bytes_per_step + self.agreement_bytes
+
+    def describe(self) -> list[Row]:
+        """Rows of (asked for, in effect, why they differ or how it was found)."""
+        *rows, sent = super().describe()
+        # Of the topology and of the bytes, which count the agreement, there is a row already.
+        own = [row for row in self.compressed.describe() if row[0] not in (rows[0][0], sent[0], "dead gradients")]
+        return [*own, *rows, sent]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Forward and backward passes inside only accumulate gradients, whole and in fp32, on whole weights."""
-        root = self.units[0].module
+        root = self.modules[0]
         root.set_requires_gradient_sync(False)
         root.set_reshard_after_backward(False)
         try:
@@ -170,8 +162,11 @@ class FSDPOptimizer(AgreeingOptimizer):
     def step(self) -> None:
         """Update this rank's shards, unless the gradient is not finite, and send them; a collective over all ranks."""
         super().step()
-        for unit in self.units:
-            unit.module.unshard(async_op=self.overlap)
+        # A rank whose shards are all empty has written nothing, and yet the weights have changed.
+        self.compressed.weights_changed(replaced=False)
+        if not self.reshard_after_forward:
+            for module in self.modules:
+                module.unshard(async_op=self.compressed.overlap)
 
     def zero_grad(self) -> None:
         """Forget the gradients."""
@@ -181,17 +176,19 @@ class FSDPOptimizer(AgreeingOptimizer):
 
     def synchronize(self) -> None:
         """Bring the whole weights to every rank, where they stay until the next backward."""
-        for unit in self.units:
-            unit.module.unshard()
+        for module in self.modules:
+            module.unshard()
 
     def check_replicas(self) -> None:
         """Every weight has one owner, from whom the others take it anew: compares the ranks' numbers of steps."""
         if odd := odd_ranks(self.comm, digest([repr(self.steps).encode()])):
             raise ReplicaError(f"rank(s) {odd} have not taken as many steps as rank 0, which took {self.steps}")
 
+    def close(self) -> None:
+        """Wait for all communication and give the process group back."""
+        self.compressed.close()
+
     def _reduce(self) -> None:
-        for unit in self.units:
-            unit.reduce_scatter.finish()
         for name, param in self._sharded.items():
             shard, grad = self.trained[name], param.grad
             shard.grad = grad.to_local() if isinstance(grad, DTensor) and shard.numel() else None
@@ -199,13 +196,15 @@ class FSDPOptimizer(AgreeingOptimizer):
     def _global_norm(self, squares: float) -> float:
         return float(self._hear()[:, 0].sum()) ** 0.5
 
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of all that is needed to go on bit for bit on the same world."""
+        return super().state_dict() | {"wires": self.compressed.state_dict()}
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what state_dict gave; a collective. Raises ConfigError where it does not fit."""
         # A gather that is under way carries the old weights.
         self.synchronize()
         super().load_state_dict(state_dict)
-        for unit in self.units:
-            unit.module.reshard()
-
-    def _layout(self) -> dict[str, Any]:
-        return super()._layout() | {"codec": repr(self.units[0].reduce_scatter.codec)}
+        self.compressed.load_state_dict(state_dict["wires"])
+        for module in self.modules:
+            module.reshard()

@@ -8,44 +8,33 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from thinwire.codecs import Cast, Codec, Identity
+from thinwire.codecs import Cast, Codec, Hadamard, Identity, Integer
 from thinwire.data_parallel.interface import ParallelOptimizer
+from thinwire.data_parallel.wire import Strategy, WireFormat
 from thinwire.errors import ConfigError, nearest
 
 WIRES: dict[str, Codec] = {"fp32": Identity(), "bf16": Cast("bf16")}
+WIDTHS = {"int8": 8, "int6": 6, "int4": 4, "int3": 3, "int2": 2}
 
 
-@dataclass(frozen=True)
-class FSDP:
-    """torch's fully_shard over thinwire's collectives: one all_gather and one reduce_scatter of everything per step.
+class OnFSDP:
+    """What makes a choice of codecs a TrainingStrategy on FSDP2.
 
-    wire: "fp32", or "bf16": weights and gradients travel as bf16, masters and sums stay fp32. Shards are kept whole
-    between forward and backward (reshard_after_forward=False), since on a slow link a second gather costs more than the
-    memory. Sends 8 (P-1)/P bytes per parameter and step, or 4.
-
-    Raises ConfigError for another wire. Source: Zhao et al., "PyTorch FSDP", VLDB 2023.
+    reshard_after_forward: drop whole weights after forward and gather them again in backward. secondary, loco_beta,
+    loco_reset: see ZeroPP.
     """
 
     settled_after: ClassVar[int] = 0
-
-    wire: str = "fp32"
-
-    def __post_init__(self) -> None:
-        if self.wire not in WIRES:
-            raise ConfigError(f"wire {self.wire!r} of fsdp: must be fp32 or bf16{nearest(self.wire, WIRES)}")
+    reshard_after_forward: bool = False
+    secondary: bool = False
 
     @property
-    def name(self) -> str:
-        """What `--strategy` calls it."""
-        return "fsdp" if self.wire == "fp32" else f"fsdp-{self.wire}"
-
-    @property
-    def codecs(self) -> tuple[Codec, ...]:
+    def codecs(self: Strategy) -> tuple[Codec, ...]:
         """Whose kernels are compiled before the workers start."""
-        return (WIRES[self.wire],)
+        return (*self.matrix().codecs, *self.vector().codecs)
 
     def apply(
-        self,
+        self: Strategy,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
@@ -60,5 +49,101 @@ class FSDP:
         from thinwire.data_parallel.fsdp.optimizer import wrap_fsdp
 
         return wrap_fsdp(
-            model, optimizer, self, local_size=local_size, timeout_s=timeout_s, checked=checked, overlap=overlap
+            model, optimizer, self, local_size=local_size, seed=seed, timeout_s=timeout_s, checked=checked,
+            overlap=overlap,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class FSDP(OnFSDP):
+    """torch's fully_shard over thinwire's collectives: one all_gather and one reduce_scatter of everything per step.
+
+    wire: "fp32", or "bf16": weights and gradients travel as bf16, masters and sums stay fp32. Shards are kept whole
+    between forward and backward (reshard_after_forward=False), since on a slow link a second gather costs more than the
+    memory. Sends 8 (P-1)/P bytes per parameter and step, or 4.
+
+    Raises ConfigError for another wire. Source: Zhao et al., "PyTorch FSDP", VLDB 2023.
+    """
+
+    wire: str = "fp32"
+
+    def __post_init__(self) -> None:
+        if self.wire not in WIRES:
+            raise ConfigError(f"wire {self.wire!r} of fsdp: must be fp32 or bf16{nearest(self.wire, WIRES)}")
+
+    @property
+    def name(self) -> str:
+        """What `--strategy` calls it."""
+        return "fsdp" if self.wire == "fp32" else f"fsdp-{self.wire}"
+
+    def matrix(self) -> WireFormat:
+        return WireFormat(WIRES[self.wire], False, WIRES[self.wire], WIRES[self.wire])
+
+    vector = matrix
+
+
+@dataclass(frozen=True)
+class ZeroPP(OnFSDP):
+    """ZeRO++: quantised weights, weights kept once per node, quantised gradients in two hops with the exact mean.
+
+    weights: "int8", "int6", "int4", "bf16" or "fp32", in groups of `weight_group`. gradients: the same choice for the
+    hop between nodes, intra_gradients for the hop inside a node ("same": as between), in groups of `gradient_group`,
+    rotated in rows of `hadamard` first (0: not), with `rounding` "nearest" or "stochastic". vectors: norms, biases and
+    other parameters of one dimension, both ways: "bf16", "fp32" or "int8" in groups of 64; they are few, and errors in
+    them weigh more. secondary: keep what a gather brought from other nodes, so that backward and unchanged weights
+    need nothing from outside. loco: error feedback of the gradients, with the weight `loco_beta` of the old error and
+    a fresh start after `loco_reset` steps. reshard_after_forward: in the trainer only; elsewhere fully_shard was told.
+
+    Raises ConfigError for another width and for values that the codecs refuse.
+    Source: ZeRO++ (ICLR 2024); LoCo (2024) for the error feedback.
+    """
+
+    name: ClassVar[str] = "zeropp"
+
+    weights: str = "int8"
+    weight_group: int = 2048
+    gradients: str = "int4"
+    intra_gradients: str = "same"
+    gradient_group: int = 128
+    hadamard: int = 0
+    rounding: str = "nearest"
+    vectors: str = "bf16"
+    secondary: bool = True
+    loco: bool = False
+    loco_beta: float = 0.8
+    loco_reset: int = 1024
+    reshard_after_forward: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.loco_beta < 1.0:
+            raise ConfigError(f"zeropp loco_beta {self.loco_beta}: must be at least 0 and below 1; the paper's is 0.8")
+        if self.loco_reset < 1:
+            raise ConfigError(f"zeropp loco_reset {self.loco_reset}: must be at least 1; the paper's is 1024")
+        self.matrix()
+        self.vector()
+
+    def matrix(self) -> WireFormat:
+        intra = self.gradients if self.intra_gradients == "same" else self.intra_gradients
+        return WireFormat(
+            width("weights", self.weights, self.weight_group, "nearest"),
+            differences=False,
+            intra=self._gradient("intra_gradients", intra),
+            inter=self._gradient("gradients", self.gradients),
         )
+
+    def vector(self) -> WireFormat:
+        codec = width("vectors", self.vectors, 64, "nearest")
+        return WireFormat(codec, differences=False, intra=codec, inter=codec)
+
+    def _gradient(self, option: str, name: str) -> Codec:
+        codec = width(option, name, self.gradient_group, self.rounding)
+        return Hadamard(codec, self.hadamard) if self.hadamard and isinstance(codec, Integer) else codec
+
+
+def width(option: str, name: str, group: int, rounding: str) -> Codec:
+    """The codec called `name`; raises ConfigError that names the option."""
+    if name in WIRES:
+        return WIRES[name]
+    if name not in WIDTHS:
+        raise ConfigError(f"zeropp {option} {name!r}: no such width{nearest(name, [*WIDTHS, *WIRES])}")
+    return Integer(WIDTHS[name], group, rounding)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from thinwire.collectives import Communicator
 from thinwire.collectives.algorithms import Link
-from thinwire.data_parallel.strategies import Strategy, WireFormat
+from thinwire.data_parallel.wire import Strategy, WireFormat
 
 # Padding at a bucket's end is half of world_size * block elements on average: below 1 percent with this many.
 MIN_UNITS_PER_BUCKET = 64
@@ -75,7 +75,7 @@ class Bucket:
     sent: list[SentGradient] = field(default_factory=list)
     reducing: Future | None = None
     gathering: Future | None = None
-    live_fingerprint: Tensor = field(init=False)
+    live_fingerprint: int = 0
 
     @property
     def shard_numel(self) -> int:

@@ -19,8 +19,8 @@ from thinwire.codecs import derive_seed
 from thinwire.collectives import Communicator, Meter
 from thinwire.collectives.algorithms import Link, all_gather_packets, reduce_scatter
 from thinwire.collectives.rounds import Rounds
-from thinwire.data_parallel.replicas import check_layout, digest, odd_ranks
-from thinwire.data_parallel.strategies import Strategy
+from thinwire.data_parallel.replicas import check_layout, digest, fingerprint, odd_ranks
+from thinwire.data_parallel.wire import Strategy, describe_formats
 from thinwire.data_parallel.zero.elementwise import is_elementwise
 from thinwire.data_parallel.zero.guard import guard
 from thinwire.data_parallel.zero.layout import Bucket, SentGradient, Slot
@@ -29,8 +29,6 @@ from thinwire.errors import ThinwireError
 log = logging.getLogger("thinwire")
 GRADIENTS, WEIGHTS = 0, 1
 STOP = 1
-# A prime, so that the rows of no usual matrix fall on the same columns.
-FINGERPRINT_COLUMNS = 1021
 
 
 class ReplicaError(ThinwireError, RuntimeError):
@@ -94,7 +92,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 slot.param.grad_dtype = torch.float32
             slot.param.register_post_accumulate_grad_hook(self._grad_hook(slot))
         for bucket in buckets:
-            bucket.live_fingerprint = _fingerprint(bucket.live_shard)
+            bucket.live_fingerprint = fingerprint(bucket.live_shard)
         if overlap:
             for module, owned in self._owned_buckets().items():
                 guard(module, partial(self._await_all, owned))
@@ -256,7 +254,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             bucket.master.copy_(master)
             shards = bucket.comm.wait(bucket.comm.all_gather_exact(shard.to(bucket.dtype)))
             bucket.live.copy_(shards.view(-1))
-            bucket.live_fingerprint = _fingerprint(bucket.live_shard)
+            bucket.live_fingerprint = fingerprint(bucket.live_shard)
         self._reset()
 
     def _layout(self) -> dict[str, Any]:
@@ -384,7 +382,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Weights that were changed from outside since the last step, say by loading them, become the masters."""
         for bucket in self.buckets:
             self._await_weights(bucket)
-            if not torch.equal(_fingerprint(bucket.live_shard), bucket.live_fingerprint):
+            if fingerprint(bucket.live_shard) != bucket.live_fingerprint:
                 log.warning(
                     "thinwire: rank %d: weights between %r and %r were changed outside the optimizer; "
                     "their new values are taken as the fp32 masters",
@@ -407,7 +405,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             grid, codec, n = link.topology, bucket.wire.weights, bucket.shard_numel
             if grid.world_size == 1:
                 bucket.live.copy_(bucket.master)
-                bucket.live_fingerprint = _fingerprint(bucket.live_shard)
+                bucket.live_fingerprint = fingerprint(bucket.live_shard)
                 return
             message, device = bucket.master, bucket.live.device
             with link.timed("encode_s", "weights"):
@@ -422,7 +420,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 for rank in range(grid.world_size):
                     shard = bucket.live[rank * n : (rank + 1) * n]
                     _apply(bucket, gathered[grid.local_rank(rank), grid.node(rank)], shard, link)
-            bucket.live_fingerprint = _fingerprint(bucket.live_shard)
+            bucket.live_fingerprint = fingerprint(bucket.live_shard)
 
         return job
 
@@ -521,31 +519,12 @@ def _describe_strategy(strategy: Strategy, buckets: list[Bucket], comm: Communic
     rows.append(("topology", str(grid), comm.topology_reason))
     if grid.world_size == 1:
         return [*rows, ("compression", "none", "a group of one sends nothing and stays exact")]
-    formats = {"matrices": strategy.matrix(), "norms and biases": strategy.vector()}
-    for kind, wire in formats.items():
-        what = "differences" if wire.differences else "weights"
-        rows.append((f"{kind}: {what}", f"{wire.weights}", f"{wire.weights.bits_per_element:.4g} bits an element"))
-        for hop, codec, partners in (
-            ("inside a node", wire.intra, grid.local_size),
-            ("between nodes", wire.inter, grid.num_nodes),
-        ):
-            effect = f"{codec}" if partners > 1 else "no such hop"
-            why = f"{codec.bits_per_element:.4g} bits an element" if partners > 1 else f"the grid is {grid}"
-            rows.append((f"{kind}: gradients {hop}", effect, why))
+    rows += describe_formats(strategy, grid)
     kernels = {codec.backend(bucket.live.device) for bucket in buckets for codec in bucket.wire.codecs}
     rows.append(("codec kernels", ", ".join(sorted(kernels)), f"on {buckets[0].live.device}"))
     padded, true = sum(b.numel for b in buckets), sum(s.param.numel() for b in buckets for s in b.slots)
     rows.append(("buckets", f"{len(buckets)}, {true:,} parameters", f"{padded / max(true, 1) - 1:.2%} padding"))
     return rows
-
-
-def _fingerprint(values: Tensor) -> Tensor:
-    """A sum over the bits, as 8-byte words, that depends on their place: edits, swaps and flips change it; int64."""
-    words = values.view(torch.int64)
-    whole = words.numel() - words.numel() % FINGERPRINT_COLUMNS
-    columns = words[:whole].view(-1, FINGERPRINT_COLUMNS).sum(0)
-    columns[: words.numel() - whole] += words[whole:]
-    return (columns * torch.arange(1, 2 * FINGERPRINT_COLUMNS, 2, device=values.device)).sum()
 
 
 def _few(names: list[str]) -> str:

@@ -1,0 +1,37 @@
+"""A run that learns nothing any more says so, instead of going on for days."""
+
+from __future__ import annotations
+
+import math
+
+from thinwire.errors import ThinwireError
+
+DEFAULT_DEAD_STEPS = 20
+
+
+class DeadGradientError(ThinwireError, RuntimeError):
+    """The norm of the gradient was zero, or no number, for many steps in a row."""
+
+
+class Watchdog:
+    """Counts steps in a row whose gradient can't teach anything.
+
+    limit: so many of them are one too many; 0 watches nothing.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._in_a_row = 0
+
+    def note(self, norm: float, step: int) -> None:
+        """Take in the global norm of the mean gradient of `step`; raises DeadGradientError at the limit."""
+        is_dead = norm == 0.0 or not math.isfinite(norm)
+        self._in_a_row = self._in_a_row + 1 if is_dead else 0
+        if self.limit and self._in_a_row >= self.limit:
+            why = "is zero: is anything trained, and does the loss depend on it?"
+            if not math.isfinite(norm):
+                why = "is not finite: try a lower learning rate, a longer warm-up, or fp32"
+            raise DeadGradientError(
+                f"{self.limit} steps in a row, up to step {step}, had a dead gradient, and nothing is being learnt: "
+                f"its norm, {norm:g}, {why}"
+            )

@@ -44,7 +44,7 @@ def default_store() -> dist.Store:
     return distributed_c10d._get_default_store()
 
 
-def at_end_of_backward(call: Callable[[], object]) -> bool:
+def at_end_of_backward(call: Callable[[], None]) -> bool:
     """Have `call` made when the backward that is under way on this thread has ended; False if there is none."""
     try:
         Variable._execution_engine.queue_callback(call)
@@ -102,9 +102,12 @@ class FSDPParameter:
 
 @dataclass(frozen=True, eq=False)
 class FSDPGroup:
-    """A module, or several, whose parameters FSDP2 gathers and reduces together."""
+    """A module, or several, whose parameters FSDP2 gathers and reduces together.
 
-    module: FSDPModule
+    module: an nn.Module that is an FSDPModule too, which no type says.
+    """
+
+    module: Any
     _state: Any
     _held: Any
 

@@ -13,7 +13,7 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from thinwire._compat import FSDPGroup, FSDPParameter
 from thinwire.codecs import Cast, Codec, Identity
@@ -230,6 +230,7 @@ def expected_shards(unit: Unit, values: Sequence[Tensor]) -> Tensor:
     for param, value in zip(unit.params, values, strict=True):
         assert isinstance(param.sharded, DTensor)
         (placement,) = param.sharded.placements
+        assert isinstance(placement, Shard)
         pieces = value.chunk(unit.world_size, dim=placement.dim)
         for rank, piece in enumerate(pieces):
             shards[rank, start : start + piece.numel()].copy_(piece.flatten())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,20 +16,11 @@ from thinwire._compat import fsdp_groups
 from thinwire.collectives import Communicator
 from thinwire.data_parallel.agreeing import AgreeingOptimizer
 from thinwire.data_parallel.fsdp.compress import CompressedFSDP, mesh_of
+from thinwire.data_parallel.fsdp.strategies import ShardingStrategy
 from thinwire.data_parallel.replicas import Row, digest, odd_ranks, same_start, trained_parameters
-from thinwire.data_parallel.wire import Strategy
 from thinwire.data_parallel.zero import ReplicaError
 from thinwire.data_parallel.zero.elementwise import check_elementwise
 from thinwire.errors import ConfigError
-
-
-class ShardingStrategy(Strategy, Protocol):
-    """A choice of codecs for FSDP2, and whether whole weights are dropped after forward."""
-
-    @property
-    def reshard_after_forward(self) -> bool:
-        """Whether backward gathers them again."""
-        ...
 
 
 def wrap_fsdp(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -15,6 +15,12 @@ from thinwire.errors import ConfigError, nearest
 
 WIRES: dict[str, Codec] = {"fp32": Identity(), "bf16": Cast("bf16")}
 WIDTHS = {"int8": 8, "int6": 6, "int4": 4, "int3": 3, "int2": 2}
+
+
+class ShardingStrategy(Strategy, Protocol):
+    """A choice of codecs for FSDP2, and whether whole weights are dropped after forward."""
+
+    reshard_after_forward: bool
 
 
 class OnFSDP:
@@ -34,7 +40,7 @@ class OnFSDP:
         return (*self.matrix().codecs, *self.vector().codecs)
 
     def apply(
-        self: Strategy,
+        self: ShardingStrategy,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         *,

@@ -14,8 +14,9 @@ import thinwire
 def main() -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(3)), nn.Linear(128, 16))
-    for block in model[:3]:
+    blocks = [nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(3)]
+    model = nn.Sequential(*blocks, nn.Linear(128, 16))
+    for block in blocks:
         fully_shard(block)
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

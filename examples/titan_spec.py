@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 import thinwire
 from thinwire.adapters.titan import CompressedParallelize
@@ -27,17 +28,17 @@ def parallelize(model: nn.Module, *, parallel_dims: dict[str, Any], **_: Any) ->
     mesh = parallel_dims["fsdp"]
     for block in list(model.children())[:-1]:
         fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
 
 
 def initialise(model: nn.Module) -> None:
     """Weights from one seed, whatever the sharding."""
     generator = torch.Generator().manual_seed(0)
     for param in model.parameters():
+        assert isinstance(param, DTensor)
         whole = torch.randn(param.shape, generator=generator) / param.shape[-1] ** 0.5
-        local = torch.distributed.tensor.distribute_tensor(
-            whole, param.device_mesh, param.placements, src_data_rank=None
-        )
+        local = distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)
         param.data.copy_(local)
 
 
@@ -45,7 +46,9 @@ def main() -> None:
     dist.init_process_group("gloo")
     parallelize_fn = CompressedParallelize(parallelize, thinwire.ZeroPP())
     with torch.device("meta"):
-        model = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(3)), nn.Linear(128, 16))
+        model: nn.Module = nn.Sequential(
+            *(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(3)), nn.Linear(128, 16)
+        )
     model = parallelize_fn(model, parallel_dims={"fsdp": init_device_mesh("cpu", (dist.get_world_size(),))})
     model.to_empty(device="cpu")
     with torch.no_grad():
@@ -62,8 +65,7 @@ def main() -> None:
         if dist.get_rank() == 0 and step % 29 == 0:
             (compressed,) = parallelize_fn.handles
             print(f"step {step}: loss {float(loss):.4f}, {compressed.meter.snapshot().sent_bytes / 1e6:.3f} MB sent")
-    compressed = parallelize_fn.handles[0]
-    compressed.close()
+    parallelize_fn.handles[0].close()
     dist.destroy_process_group()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ class Wrapped(torch.optim.Optimizer):
         self.optimizer = optimizer
 
 
-def small_model() -> nn.Module:
+def small_model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 8))
 
@@ -48,18 +48,20 @@ def by_adapter(rank: int, world_size: int, way: str) -> tuple[list[Tensor], int]
         mesh = init_device_mesh("cpu", (world_size,))
 
         def parallelize(model: nn.Module, *, parallel_dims: Any, dump_folder: str) -> nn.Module:
-            fully_shard(model[0], mesh=parallel_dims)
-            return fully_shard(model, mesh=parallel_dims)
+            fully_shard(next(model.children()), mesh=parallel_dims)
+            fully_shard(model, mesh=parallel_dims)
+            return model
 
         wrapper = CompressedParallelize(parallelize, method, local_size=1, announce=False)
         wrapper(model, parallel_dims=mesh, dump_folder="")
         (handle,) = wrapper.handles
-        module, optimizer = model, torch.optim.SGD(model.parameters(), lr=0.1)
+        module: nn.Module = model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     else:
         fully_shard(model[0])
         fully_shard(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        module = torch.compile(model, backend="eager") if way == "compiled" else model
+        module = cast(nn.Module, torch.compile(model, backend="eager")) if way == "compiled" else model
         handle = thinwire.attach(module, Wrapped(optimizer), method, local_size=1, announce=False)
     weights = weights_after(model, module, optimizer, rank)
     sent = handle.meter.snapshot().sent_bytes
@@ -87,12 +89,20 @@ def test_exact_methods_train_as_plain_fsdp_through_every_adapter() -> None:
                 torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
 
+def first_fsdp(model: nn.Module) -> nn.Module:
+    """As far as anyone can tell without a GPU, on which alone it can be made."""
+    wrapped = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+    nn.Module.__init__(wrapped)
+    wrapped._fsdp_wrapped_module = model
+    return wrapped
+
+
 def refusals(rank: int, world_size: int) -> list[str]:
     messages = []
-    for wrap in (lambda m: m, DistributedDataParallel, FullyShardedDataParallel):
-        model = wrap(small_model())
+    for wrap in (nn.Sequential, DistributedDataParallel, first_fsdp):
+        model = small_model()
         try:
-            thinwire.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), thinwire.ZeroPP())
+            thinwire.attach(wrap(model), torch.optim.SGD(model.parameters(), lr=0.1), thinwire.ZeroPP())
         except ConfigError as error:
             messages.append(str(error))
     return messages
@@ -125,6 +135,11 @@ class Event:
     global_step: int = 0
 
 
+def local_parts(model: nn.Module) -> list[Tensor]:
+    """This rank's part of every parameter."""
+    return [param.to_local().detach() for param in model.parameters() if isinstance(param, DTensor)]
+
+
 def save_and_resume(rank: int, world_size: int, folder: str) -> list[list[Tensor]]:
     """Two steps, a checkpoint, two more; then again from the checkpoint."""
     from thinwire.adapters.trainer import CompressionCallback
@@ -139,9 +154,10 @@ def save_and_resume(rank: int, world_size: int, folder: str) -> list[list[Tensor
         )
         args, state = Event(output_dir=folder), Event(global_step=begin)
         if begin:
-            saved = torch.load(f"{folder}/model-{rank}.pt", weights_only=False)
-            for param, value in zip(model.parameters(), saved, strict=True):
-                param.data.to_local().copy_(value)
+            saved = torch.load(f"{folder}/model-{rank}.pt")
+            with torch.no_grad():
+                for shard, value in zip(local_parts(model), saved, strict=True):
+                    shard.copy_(value)
         callback.on_train_begin(args, state, None, model=model, optimizer=optimizer)
         for step in range(begin, 4):
             x = torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * step + rank))
@@ -149,13 +165,13 @@ def save_and_resume(rank: int, world_size: int, folder: str) -> list[list[Tensor
             optimizer.step()
             optimizer.zero_grad()
             if step == 1:
-                torch.save([p.to_local().clone() for p in model.parameters()], f"{folder}/model-{rank}.pt")
+                torch.save(local_parts(model), f"{folder}/model-{rank}.pt")
                 callback.on_save(args, Event(global_step=2), None)
         logs: dict[str, Any] = {"loss": 1.0}
         callback.on_log(args, state, None, logs=logs)
         assert logs["sent_mb"] > 0
         callback.on_train_end(args, state, None)
-        ends.append([param.to_local().clone() for param in model.parameters()])
+        ends.append([shard.clone() for shard in local_parts(model)])
     return ends
 
 

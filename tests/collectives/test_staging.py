@@ -66,7 +66,7 @@ def test_staged_messages_give_the_same_bits() -> None:
             assert all(torch.equal(one[key], other[key]) for key in one)
 
 
-STRATEGIES = ("zero", "sdp4bit", "ddp-bf16", "powersgd", "fsdp-bf16")
+STRATEGIES = ("zero", "sdp4bit", "ddp-bf16", "powersgd", "fsdp-bf16", "zeropp")
 
 
 def train(rank: int, world_size: int, staged: bool) -> tuple[int, dict[str, tuple[list[Tensor], int]]]:

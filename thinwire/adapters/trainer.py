@@ -14,16 +14,17 @@ from thinwire.errors import ConfigError
 
 log = logging.getLogger("thinwire")
 
+TrainerCallback: Any = object
+missing: ImportError | None = None
 try:
-    from transformers import TrainerCallback
+    import transformers
+
+    TrainerCallback = transformers.TrainerCallback
 except ImportError as error:
-    missing: ImportError | None = error
-    TrainerCallback = object
-else:
-    missing = None
+    missing = error
 
 
-class CompressionCallback(TrainerCallback):  # type: ignore[misc]
+class CompressionCallback(TrainerCallback):
     """`Trainer(..., callbacks=[CompressionCallback(METHOD)])`: compresses what the sharded model exchanges.
 
     method, options: as for `attach`. The Trainer makes its callbacks before it shards the model; this one attaches when

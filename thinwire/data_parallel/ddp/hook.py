@@ -16,7 +16,7 @@ def hand_over(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch
     """
     flat = bucket.buffer()
     state.launch(Bucket(bucket.index(), flat, bucket.gradients(), bucket.is_last()))
-    devices = [flat.device] if flat.is_cuda else []
+    devices: list[int | str | torch.device] = [flat.device] if flat.is_cuda else []
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
     done.set_result(flat)
     return done

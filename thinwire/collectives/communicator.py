@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import queue
 import threading
@@ -30,6 +31,7 @@ from thinwire.errors import ConfigError
 T = TypeVar("T")
 LABEL_BYTES = 64
 DEFAULT_TIMEOUT_S = 600.0
+EXIT_GRACE_S = 10.0
 # Jobs under way at once, on the wire or packing. Two keep a link busy; more help where messages take long to arrive.
 NUM_SLOTS = 4
 
@@ -53,6 +55,7 @@ class CommunicationThread:
     """
 
     def __init__(self) -> None:
+        self._unfinished: set[Future] = set()
         self._inbox: queue.SimpleQueue[tuple[Job, Exception | None]] = queue.SimpleQueue()
         self._awaited: queue.SimpleQueue[tuple[Job, Sequence[Arrival]]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="thinwire-communication", daemon=True).start()
@@ -61,8 +64,14 @@ class CommunicationThread:
     def submit(self, start: Callable[[int], Rounds[T]]) -> Future[T]:
         """Run what `start(slot)` returns, slot in range(NUM_SLOTS), after everything submitted before has started."""
         future: Future[T] = Future()
+        self._unfinished.add(future)
+        future.add_done_callback(self._unfinished.discard)
         self._inbox.put((Job(start, future), None))
         return future
+
+    def drain(self) -> None:
+        """Wait a while for what is under way: a thread that is in gloo when the interpreter ends aborts the process."""
+        wait_for_all(list(self._unfinished), timeout=EXIT_GRACE_S)
 
     def _run(self) -> None:
         submitted: deque[Job] = deque()
@@ -121,6 +130,7 @@ def communication_thread() -> CommunicationThread:
     global _thread
     if _thread is None:
         _thread = CommunicationThread()
+        atexit.register(_thread.drain)
     return _thread
 
 

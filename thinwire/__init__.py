@@ -1,5 +1,6 @@
 """Train large language models on machines joined by slow links."""
 
+from thinwire.adapters import attach
 from thinwire.codecs import (
     Cast,
     Codec,
@@ -85,6 +86,7 @@ __all__ = [
     "ZeroPP",
     "Zstd",
     "compress_ddp",
+    "attach",
     "compress_fsdp",
     "strategy_named",
     "zero",

@@ -163,9 +163,13 @@ class FSDPGroup:
 def fsdp_groups(model: nn.Module) -> list[FSDPGroup]:
     """What of `model` FSDP2 gathers together, in order of registration, each once; only what has parameters."""
     groups: list[FSDPGroup] = []
+    has_values = not any(param.is_meta for param in model.parameters())
     for module in model.modules():
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()
+            for held in _param_groups(state) if has_values else []:
+                # Loaders put other parameters into the modules, which FSDP2 takes up when it is first used.
+                held.lazy_init()
             groups += [FSDPGroup(module, state, held) for held in _param_groups(state)]
     first = {id(group._held): group for group in reversed(groups)}
     return [group for group in groups if first[id(group._held)] is group and group.params]

@@ -40,14 +40,16 @@ __all__ = [
 ]
 
 
-def warm(codecs: Iterable[Codec]) -> None:
-    """Compile, or load from numba's cache on disk, every CPU kernel that `codecs` use: seconds once.
+def warm(codecs: Iterable[Codec], device: torch.device | None = None) -> None:
+    """Compile every kernel that `codecs` use on the device, the CPU by default, or load it from a cache on disk.
 
     A launcher calls it before it starts workers, so that they all load what one process compiled. numba
-    caches beside the package, in a folder of the user where that is read-only, or in NUMBA_CACHE_DIR.
+    caches beside the package, in a folder of the user where that is read-only, or in NUMBA_CACHE_DIR. torch.compile,
+    on CUDA, takes the second size it sees as a sign that sizes vary, and compiles once more.
     """
     for codec in codecs:
-        x = torch.zeros(codec.block)
-        packet = codec.encode(x)
-        codec.decode_add(packet, codec.decode(packet, x.numel()))
-        codec.inner.decode_add(packet, x)
+        for num_blocks in (1,) if device is None or device.type == "cpu" else (2, 3):
+            x = torch.zeros(num_blocks * codec.block, device=device)
+            packet = codec.encode(x)
+            codec.decode_add(packet, codec.decode(packet, x.numel()))
+            codec.inner.decode_add(packet, x)

@@ -17,6 +17,9 @@ from thinwire.codecs import reference
 from thinwire.codecs.layout import packet_sections
 from thinwire.codecs.random import MASK64, noise_keys
 
+# Device type -> the compiler of torch.compile there; eager mode makes a dozen passes over memory.
+COMPILED = {"cuda": "inductor"}
+
 
 @functools.cache
 def cpu_kernels() -> ModuleType | None:
@@ -96,10 +99,14 @@ def encode(
     kernels = cpu_kernels() if x.device.type == "cpu" else None
     if kernels is None:
         if rotation:
-            padded = torch.nn.functional.pad(x, (0, -x.numel() % rotation))
-            x = _plain("hadamard", x.device.type)(padded, rotation)
+            x = torch.nn.functional.pad(x, (0, -x.numel() % rotation))
         keys, low = noise_keys(seed, counter, x.numel(), x.device) if stochastic else (None, None)
-        _plain("encode", x.device.type)(x, out, keys, low, bits, group, bf16)
+
+        def quantise(rows: Tensor, start: int) -> tuple[Tensor, Tensor]:
+            run = _plain("encode_rows", rows, group, rotation, bits, bf16)
+            return run(rows, keys, None if low is None else low + start)
+
+        reference.encode_groups(quantise, x, out, bits, group, bf16)
         return out
     num = x.numel() + (-x.numel() % rotation if rotation else 0)
     packet = out.numpy()
@@ -129,9 +136,12 @@ def decode(packet: Tensor, out: Tensor, *, add: bool, bits: int, group: int, bf1
     """out = values of the packet, or out += them."""
     kernels = cpu_kernels() if packet.device.type == "cpu" else None
     if kernels is None:
-        values = torch.empty_like(out) if add else out
-        _plain("decode", packet.device.type)(packet, values, bits, group, bf16)
-        return out.add_(values) if add else out
+
+        def dequantise(rows: Tensor, scales: Tensor, packed: Tensor) -> None:
+            _plain("decode_rows", rows, group, bits, add)(rows, scales, packed)
+
+        reference.decode_groups(dequantise, packet, out, bits, group, bf16)
+        return out
     num = out.numel()
     scales, codes, _ = sections(packet.numpy(), num, bits, group, bf16)
     scratch = np.empty(min(group, num) + 8, np.uint8)
@@ -144,17 +154,39 @@ def rotate_(x: Tensor, block_size: int) -> Tensor:
     _check("x", x, -(-x.numel() // block_size) * block_size, torch.float32)
     kernels = cpu_kernels() if x.device.type == "cpu" else None
     if kernels is None:
-        return x.copy_(_plain("hadamard", x.device.type)(x, block_size))
+        rows = x.view(-1, block_size)
+        return x.copy_(_plain("hadamard", rows, block_size, block_size)(rows))
     scale = np.float32(block_size**-0.5)
     kernels.rotate_inplace(x.detach().numpy(), block_size, scale, np.empty(4 * max(block_size, 128), np.float32))
     return x
 
 
+def _plain(function: str, rows: Tensor, width: int, *options: int) -> Callable[..., Any]:
+    """`reference.function` with its last arguments, compiled for rows of whole groups where COMPILED says so.
+
+    A tail is shorter than a group, and would only make the compiler give up the constant width.
+    """
+    if rows.device.type in COMPILED and rows.shape[1] == width:
+        return _compiled(function, COMPILED[rows.device.type], width, *options)
+    return _bound(getattr(reference, function), options)
+
+
 @functools.cache
-def _plain(function: str, device_type: str) -> Callable[..., Any]:
-    """A function of `reference`, compiled for CUDA, where eager mode makes a dozen passes over memory."""
-    plain = getattr(reference, function)
-    return torch.compile(plain, dynamic=True) if device_type == "cuda" else plain
+def _compiled(function: str, backend: str, *options: int) -> Callable[..., Any]:
+    """Compiled by itself: a width or number of bits that varies would turn into a variable of the kernel.
+
+    torch.compile remembers what varied, and how often it compiled, by a function's code and name.
+    """
+    run = _bound(getattr(reference, function), options[1:])
+    run.__code__ = run.__code__.replace(co_name="_".join(map(str, (function, *options))))
+    return torch.compile(run, backend=backend, fullgraph=True)
+
+
+def _bound(function: Callable[..., Any], options: tuple[int, ...]) -> Any:
+    def run(*tensors: Tensor | None) -> Any:
+        return function(*tensors, *options)
+
+    return run
 
 
 def sections(

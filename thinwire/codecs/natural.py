@@ -65,12 +65,13 @@ class Natural(Grouped):
         out = backends.packet_buffer(out, self.packet_bytes(num), flat.device)
         kernels = backends.numba_module("grouped", flat.device)
         if kernels is None:
+            keys, low = noise_keys(seed, counter, num, flat.device)
 
-            def quantise(rows: Tensor, random: Tensor | None) -> tuple[Tensor, Tensor]:
+            def quantise(rows: Tensor, start: int) -> tuple[Tensor, Tensor]:
+                random = draws(keys, low + start, rows.numel()).view(rows.shape) if stochastic else None
                 return reference.quantise_powers(rows, random, self.bits, bf16)
 
-            random = draws(*noise_keys(seed, counter, num, flat.device), num) if stochastic else None
-            reference.encode_groups(quantise, flat, random, out, self.bits, self.group, bf16)
+            reference.encode_groups(quantise, flat, out, self.bits, self.group, bf16)
             return out
         scales, codes, rest = backends.sections(out.numpy(), num, self.bits, self.group, bf16)
         rest[:] = 0
@@ -94,12 +95,11 @@ class Natural(Grouped):
         kernels = backends.numba_module("grouped", packet.device)
         if kernels is None:
 
-            def dequantise(scales: Tensor, packed: Tensor, num_elements: int) -> Tensor:
-                return reference.dequantise_powers(scales, packed, num_elements, self.bits)
+            def dequantise(rows: Tensor, scales: Tensor, packed: Tensor) -> None:
+                reference.store(rows, reference.dequantise_powers(scales, packed, rows.shape[1], self.bits), add)
 
-            values = torch.empty_like(out) if add else out
-            reference.decode_groups(dequantise, packet, values, self.bits, self.group, bf16)
-            return out.add_(values) if add else out
+            reference.decode_groups(dequantise, packet, out, self.bits, self.group, bf16)
+            return out
         scales, codes, _ = backends.sections(packet.numpy(), out.numel(), self.bits, self.group, bf16)
         scratch = np.empty(min(self.group, out.numel()) + 8, np.uint8)
         shift = 16 if bf16 else 0

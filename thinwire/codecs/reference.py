@@ -93,19 +93,21 @@ def dequantise(scales: Tensor, packed: Tensor, num_elements: int, bits: int) -> 
     return unpack(packed, num_elements, bits).to(torch.float32) * (scales / ((1 << bits - 1) - 1))
 
 
-def encode(x: Tensor, out: Tensor, keys: Tensor | None, low: Tensor | None, bits: int, group: int, bf16: bool) -> None:
-    """Flat fp32 x -> the packet `out` (uint8), groups of `group` elements, the last perhaps shorter.
+def encode_rows(
+    x: Tensor, keys: Tensor | None, low: Tensor | None, rotation: int, bits: int, bf16: bool
+) -> tuple[Tensor, Tensor]:
+    """`quantise` of rows [rows, n], rotated where `rotation` > 0 divides n.
 
     keys, low: what `random.noise_keys` gives, for stochastic rounding; None for nearest.
     """
-    dither = None if keys is None or low is None else noise(keys, low, x.numel())
-    encode_groups(lambda rows, dithers: quantise(rows, dithers, bits, bf16), x, dither, out, bits, group, bf16)
+    dither = None if keys is None or low is None else noise(keys, low, x.numel()).view(x.shape)
+    rows = hadamard(x.reshape(-1), rotation).view(x.shape) if rotation else x
+    return quantise(rows, dither, bits, bf16)
 
 
 def encode_groups(
-    quantise_rows: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]],
+    quantise_rows: Callable[[Tensor, int], tuple[Tensor, Tensor]],
     x: Tensor,
-    random: Tensor | None,
     out: Tensor,
     bits: int,
     group: int,
@@ -113,51 +115,50 @@ def encode_groups(
 ) -> None:
     """The packet of `layout`: whole groups as the rows of one matrix, then the tail as another of one row.
 
-    quantise_rows: (x [rows, n], random [rows, n] or None) -> (scales fp32 [rows, 1], packed uint8 [rows, bytes]).
+    quantise_rows: (x [rows, n], its first element's number) -> (scales fp32 [rows, 1], packed uint8 [rows, bytes]).
     """
     num = x.numel()
     end_of_scales, used, _ = packet_sections(num, bits, group, 2 if bf16 else 4)
-    whole = num - num % group
-    scale_parts, code_parts = [], []
+    stored = out[:end_of_scales].view(torch.int16 if bf16 else torch.int32)
+    whole, first_scale, first_code = num - num % group, 0, end_of_scales
     for start, stop, width in ((0, whole, group), (whole, num, num - whole)):
         if stop > start:
-            rows = None if random is None else random[start:stop].view(-1, width)
-            scales, packed = quantise_rows(x[start:stop].view(-1, width), rows)
-            scale_parts.append(scales.flatten())
-            code_parts.append(packed.flatten())
-    if scale_parts:
-        stored = torch.cat(scale_parts).view(torch.int32)
-        stored = (stored >> 16).to(torch.int16) if bf16 else stored
-        out[:end_of_scales] = stored.view(torch.uint8)
-        out[end_of_scales:used] = torch.cat(code_parts)
+            scales, packed = quantise_rows(x[start:stop].view(-1, width), start)
+            words = scales.flatten().view(torch.int32)
+            stored[first_scale : first_scale + len(scales)] = words >> 16 if bf16 else words
+            out[first_code : first_code + packed.numel()] = packed.flatten()
+            first_scale, first_code = first_scale + len(scales), first_code + packed.numel()
     out[used:] = 0
 
 
-def decode(packet: Tensor, out: Tensor, bits: int, group: int, bf16: bool) -> None:
-    """The packet -> flat fp32 `out`."""
-    decode_groups(lambda scales, packed, num: dequantise(scales, packed, num, bits), packet, out, bits, group, bf16)
+def decode_rows(out: Tensor, scales: Tensor, packed: Tensor, bits: int, add: bool) -> None:
+    """`dequantise` into `out` [rows, n], or added to it."""
+    store(out, dequantise(scales, packed, out.shape[1], bits), add)
+
+
+def store(out: Tensor, values: Tensor, add: bool) -> None:
+    """out = values, or out += values."""
+    out.add_(values) if add else out.copy_(values)
 
 
 def decode_groups(
-    dequantise_rows: Callable[[Tensor, Tensor, int], Tensor],
+    dequantise_rows: Callable[[Tensor, Tensor, Tensor], None],
     packet: Tensor,
     out: Tensor,
     bits: int,
     group: int,
     bf16: bool,
 ) -> None:
-    """The inverse of `encode_groups`; dequantise_rows: (scales [rows, 1], packed [rows, bytes], n) -> [rows, n]."""
+    """The inverse of `encode_groups`; dequantise_rows(out [rows, n], scales fp32 [rows, 1], packed [rows, bytes])."""
     num = out.numel()
     end_of_scales, used, _ = packet_sections(num, bits, group, 2 if bf16 else 4)
     scales = packet[:end_of_scales].view(torch.bfloat16 if bf16 else torch.float32).to(torch.float32).view(-1, 1)
     full = num // group
     whole, middle = full * group, end_of_scales + full * group_bytes(group, bits)
     if full:
-        packed = packet[end_of_scales:middle].view(full, -1)
-        out[:whole] = dequantise_rows(scales[:full], packed, group).flatten()
+        dequantise_rows(out[:whole].view(full, group), scales[:full], packet[end_of_scales:middle].view(full, -1))
     if whole < num:
-        packed = packet[middle:used].view(1, -1)
-        out[whole:] = dequantise_rows(scales[full:], packed, num - whole).flatten()
+        dequantise_rows(out[whole:].view(1, -1), scales[full:], packet[middle:used].view(1, -1))
 
 
 def fold(x: Tensor) -> Tensor:

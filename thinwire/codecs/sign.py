@@ -59,10 +59,10 @@ class Sign(Grouped):
         kernels = backends.numba_module("grouped", flat.device)
         if kernels is None:
 
-            def quantise(rows: Tensor, _: Tensor | None) -> tuple[Tensor, Tensor]:
+            def quantise(rows: Tensor, _: int) -> tuple[Tensor, Tensor]:
                 return reference.quantise_signs(rows, squared, bf16)
 
-            reference.encode_groups(quantise, flat, None, out, 1, self.group, bf16)
+            reference.encode_groups(quantise, flat, out, 1, self.group, bf16)
             return out
         scales, codes, rest = backends.sections(out.numpy(), num, 1, self.group, bf16)
         rest[:] = 0
@@ -74,9 +74,12 @@ class Sign(Grouped):
         bf16 = self.scale == "bf16"
         kernels = backends.numba_module("grouped", packet.device)
         if kernels is None:
-            values = torch.empty_like(out) if add else out
-            reference.decode_groups(reference.dequantise_signs, packet, values, 1, self.group, bf16)
-            return out.add_(values) if add else out
+
+            def dequantise(rows: Tensor, scales: Tensor, packed: Tensor) -> None:
+                reference.store(rows, reference.dequantise_signs(scales, packed, rows.shape[1]), add)
+
+            reference.decode_groups(dequantise, packet, out, 1, self.group, bf16)
+            return out
         scales, codes, _ = backends.sections(packet.numpy(), out.numel(), 1, self.group, bf16)
         kernels.decode_signs(scales, codes, out.detach().numpy(), self.group, 16 if bf16 else 0, add)
         return out

@@ -1,8 +1,9 @@
 """The third noun: who sends which packet to whom, in what order, and in which precision the sum is taken.
 
 Generators over a Link, driven by the communication thread, which goes on with another job while one waits for its
-messages. Every sum is taken in fp32 in rank order, so results do not depend on which message arrives first. A caller's
-tensor is written only after all messages of the operation have arrived.
+messages. Packets lie where the tensors do, on the CPU or a CUDA device. Every sum is taken in fp32 in rank order, so
+results do not depend on which message arrives first. A caller's tensor is written only after all messages of the
+operation have arrived.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec, derive_seed, paired_seed
-from thinwire.collectives.exchange import ROUNDS_OF_A_PART, Arrival, Exchange, Rounds, Wire
+from thinwire.collectives import staging
+from thinwire.collectives.exchange import ROUNDS_OF_A_PART, Exchange, Wire
+from thinwire.collectives.rounds import Arrival, Rounds
 from thinwire.collectives.topology import Topology
 
 HOP_INTRA, HOP_INTER = 1, 2
@@ -63,14 +66,16 @@ class Link:
         grid = self.topology
         return [grid.rank(self.node, (self.local_rank + step) % grid.local_size) for step in range(1, grid.local_size)]
 
-    def scratch(self, name: str, *shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+    def scratch(
+        self, name: str, *shape: int, dtype: torch.dtype = torch.uint8, device: torch.device = staging.CPU
+    ) -> Tensor:
         """A tensor with undefined content that lives until the same name is asked for again."""
         num_bytes = dtype.itemsize
         for length in shape:
             num_bytes *= length
         held = self.memory.get(self.prefix + name)
-        if held is None or held.numel() < num_bytes:
-            held = self.memory[self.prefix + name] = torch.empty(num_bytes, dtype=torch.uint8)
+        if held is None or held.numel() < num_bytes or held.device != device:
+            held = self.memory[self.prefix + name] = staging.allocate(num_bytes, device)
         return held[:num_bytes].view(dtype).view(shape)
 
     def part(self, number: int) -> Link:
@@ -83,7 +88,8 @@ class Link:
     ) -> Exchange:
         """Open the job's next round of messages; see Exchange."""
         level = self.inside if level == "intra" else level
-        return Exchange(self.wire, self.number, next(self.rounds), operation, level, receives, length)
+        number = next(self.rounds)
+        return Exchange(self.wire, self.number, number, operation, level, receives, length, self.scratch)
 
     def among(self, members: Sequence[int], inside: str = "intra") -> Link:
         """The link as some of the ranks see it: a collective over it is one of theirs alone, slices in their order.
@@ -143,19 +149,20 @@ class Lost:
         return encode_with(codec, x, None if held is None else held[number], seed, counter, out)
 
     @classmethod
-    def zeros(cls, grid: Topology, num_elements: int) -> Lost:
+    def zeros(cls, grid: Topology, num_elements: int, device: torch.device = staging.CPU) -> Lost:
         """Nothing lost yet of slices of `num_elements`, on the hops that this grid has."""
         return cls(
-            torch.zeros(grid.num_nodes, grid.local_size, num_elements) if grid.local_size > 1 else None,
-            torch.zeros(grid.num_nodes, num_elements) if grid.num_nodes > 1 else None,
-            torch.zeros(num_elements),
+            torch.zeros(grid.num_nodes, grid.local_size, num_elements, device=device) if grid.local_size > 1 else None,
+            torch.zeros(grid.num_nodes, num_elements, device=device) if grid.num_nodes > 1 else None,
+            torch.zeros(num_elements, device=device),
         )
 
     def by_slices(self, grid: Topology, rank: int) -> Tensor:
         """All of it in the elements' own places, fp32 [num_nodes, local_size, n]."""
-        num_elements = next(t.shape[-1] for t in (self.gather, self.inter, self.intra) if t is not None)
+        held = next(t for t in (self.gather, self.inter, self.intra) if t is not None)
+        num_elements, device = held.shape[-1], held.device
         node, local_rank = grid.node(rank), grid.local_rank(rank)
-        whole = torch.zeros(grid.num_nodes, grid.local_size, num_elements)
+        whole = torch.zeros(grid.num_nodes, grid.local_size, num_elements, device=device)
         if self.intra is not None:
             whole.add_(self.intra)
         if self.inter is not None:
@@ -221,7 +228,7 @@ def all_gather_packets(
     Between nodes a packet is cut to its `length`.
     """
     grid = link.topology
-    gathered = link.scratch("gathered", grid.local_size, grid.num_nodes, packet.numel())
+    gathered = link.scratch("gathered", grid.local_size, grid.num_nodes, packet.numel(), device=packet.device)
     if packet.numel() == 0:
         return gathered
     yield from gather_across_nodes(link, packet, gathered[link.local_rank], operation, length)
@@ -273,10 +280,10 @@ def all_gather(
     """
     grid, num_elements = link.topology, shard.numel()
     with link.timed("encode_s", operation):
-        packet = link.scratch("shard", codec.packet_bytes(num_elements))
+        packet = link.scratch("shard", codec.packet_bytes(num_elements), device=shard.device)
         encode_with(codec, shard.view(-1), lost, derive_seed(seed, link.rank), counter, packet)
     gathered = yield from all_gather_packets(link, packet, operation, codec.length)
-    out = torch.empty(grid.world_size, num_elements)
+    out = torch.empty(grid.world_size, num_elements, device=shard.device)
     with link.timed("decode_s", operation):
         for rank in range(grid.world_size):
             codec.decode(gathered[grid.local_rank(rank), grid.node(rank)], num_elements, out=out[rank])
@@ -347,9 +354,10 @@ def _hop_intra(
     """Sum over the node, rotated: fp32 [num_nodes, n], the partial sums of this local rank's slices."""
     num_nodes, local_size, num_elements = slices.shape
     packet_bytes = codec.packet_bytes(num_elements)
-    sends = link.scratch("intra_send", local_size, num_nodes, packet_bytes)
-    receives = link.scratch("intra_receive", local_size, num_nodes, packet_bytes)
-    total = link.scratch("intra_sum", num_nodes, num_elements, dtype=torch.float32)
+    device = slices.device
+    sends = link.scratch("intra_send", local_size, num_nodes, packet_bytes, device=device)
+    receives = link.scratch("intra_receive", local_size, num_nodes, packet_bytes, device=device)
+    total = link.scratch("intra_sum", num_nodes, num_elements, dtype=torch.float32, device=device)
     grid = link.topology
     buffers = {peer: receives[grid.local_rank(peer)].view(-1) for peer in link.local_peers()}
     round_ = link.exchange(operation, "intra", buffers)
@@ -382,9 +390,10 @@ def _hop_inter(
     """Sum over the nodes, rotated: fp32 [n], this rank's slice."""
     num_nodes, num_elements = partial.shape
     packet_bytes = codec.packet_bytes(num_elements)
-    sends = link.scratch("inter_send", num_nodes, packet_bytes)
-    receives = link.scratch("inter_receive", num_nodes, packet_bytes)
-    total = link.scratch("inter_sum", num_elements, dtype=torch.float32)
+    device = partial.device
+    sends = link.scratch("inter_send", num_nodes, packet_bytes, device=device)
+    receives = link.scratch("inter_receive", num_nodes, packet_bytes, device=device)
+    total = link.scratch("inter_sum", num_elements, dtype=torch.float32, device=device)
     grid = link.topology
     buffers = {peer: receives[grid.node(peer)] for peer in link.node_peers()}
     round_ = link.exchange(operation, "inter", buffers, codec.length)
@@ -435,7 +444,8 @@ def all_reduce(
     world_size = link.topology.world_size
     if world_size == 1:
         return x.float().clone()
-    padded = torch.zeros(world_size * slice_length(x.numel(), world_size, intra, inter, gather))
+    length = slice_length(x.numel(), world_size, intra, inter, gather)
+    padded = torch.zeros(world_size * length, device=x.device)
     padded[: x.numel()].copy_(x.reshape(-1))
     shard = yield from reduce_scatter(link, padded, intra, inter, seed=seed, operation=operation, lost=lost)
     own = lost.gather if lost is not None else None
@@ -461,7 +471,7 @@ def broadcast_(link: Link, x: Tensor, source: int) -> Rounds[Tensor]:
         return x
     grid = link.topology
     message = x.view(-1).view(torch.uint8)
-    received = link.scratch("broadcast", message.numel())
+    received = link.scratch("broadcast", message.numel(), device=x.device)
     held = message if link.rank == source else received
     for level in ("inter", "intra"):
         if level == "inter":

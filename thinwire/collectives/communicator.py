@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import queue
 import threading
@@ -19,16 +20,18 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.codecs import Codec
-from thinwire.collectives import algorithms
+from thinwire.collectives import algorithms, staging
 from thinwire.collectives.algorithms import Link
-from thinwire.collectives.exchange import Arrival, Rounds, Wire
+from thinwire.collectives.exchange import Wire
 from thinwire.collectives.meter import Meter
+from thinwire.collectives.rounds import Arrival, Rounds
 from thinwire.collectives.topology import Topology, node_label
 from thinwire.errors import ConfigError
 
 T = TypeVar("T")
 LABEL_BYTES = 64
 DEFAULT_TIMEOUT_S = 600.0
+EXIT_GRACE_S = 10.0
 # Jobs under way at once, on the wire or packing. Two keep a link busy; more help where messages take long to arrive.
 NUM_SLOTS = 4
 
@@ -52,6 +55,7 @@ class CommunicationThread:
     """
 
     def __init__(self) -> None:
+        self._unfinished: set[Future] = set()
         self._inbox: queue.SimpleQueue[tuple[Job, Exception | None]] = queue.SimpleQueue()
         self._awaited: queue.SimpleQueue[tuple[Job, Sequence[Arrival]]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="thinwire-communication", daemon=True).start()
@@ -60,8 +64,14 @@ class CommunicationThread:
     def submit(self, start: Callable[[int], Rounds[T]]) -> Future[T]:
         """Run what `start(slot)` returns, slot in range(NUM_SLOTS), after everything submitted before has started."""
         future: Future[T] = Future()
+        self._unfinished.add(future)
+        future.add_done_callback(self._unfinished.discard)
         self._inbox.put((Job(start, future), None))
         return future
+
+    def drain(self) -> None:
+        """Wait a while for what is under way: a thread that is in gloo when the interpreter ends aborts the process."""
+        wait_for_all(list(self._unfinished), timeout=EXIT_GRACE_S)
 
     def _run(self) -> None:
         submitted: deque[Job] = deque()
@@ -120,6 +130,7 @@ def communication_thread() -> CommunicationThread:
     global _thread
     if _thread is None:
         _thread = CommunicationThread()
+        atexit.register(_thread.drain)
     return _thread
 
 
@@ -167,7 +178,8 @@ class Communicator:
         """
         self._num_jobs += 1
         number = self._num_jobs
-        future = communication_thread().submit(lambda slot: self._guarded(job, slot, number))
+        origin = staging.Origin.here()
+        future = communication_thread().submit(lambda slot: self._guarded(job, slot, number, origin))
         self._unfinished.add(future)
         future.add_done_callback(self._unfinished.discard)
         return future
@@ -232,11 +244,14 @@ class Communicator:
             _idle_groups.setdefault((dist.group.WORLD, tuple(self.global_ranks)), []).append(self._group)
         self._broken = self._broken or RuntimeError("this communicator is closed")
 
-    def _guarded(self, job: Callable[[Link], Rounds[T]], slot: int, number: int) -> Rounds[T]:
+    def _guarded(
+        self, job: Callable[[Link], Rounds[T]], slot: int, number: int, origin: staging.Origin | None
+    ) -> Rounds[T]:
         if self._broken is not None:
             raise self._broken
         try:
-            return (yield from job(Link(self._wire, self.topology, number, self._memory[slot])))
+            link = Link(self._wire, self.topology, number, self._memory[slot])
+            return (yield from staging.beside(job(link), origin, slot))
         except Exception as error:
             # After a failed message the ranks no longer agree on what comes next.
             self._broken = self._broken or error

@@ -7,17 +7,18 @@ import json
 import struct
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from thinwire import _compat
+from thinwire.collectives import staging
 from thinwire.collectives.meter import Meter
+from thinwire.collectives.rounds import Rounds
 from thinwire.errors import MismatchError, PeerLostError
 
 HEADER = struct.Struct("<qq48s")
@@ -25,7 +26,6 @@ GRACE_S = 2.0
 # Rounds of one job: an all_reduce over two levels needs four, and a job may be made of many parts.
 ROUNDS_OF_A_PART = 8
 MAX_ROUNDS = 1024 * ROUNDS_OF_A_PART
-T = TypeVar("T")
 
 
 class Wire:
@@ -107,58 +107,76 @@ class Pending:
                 raise own.wire.lost(own.operation, own.number, self.peer, error) from None
 
 
-class Arrival(Protocol):
-    """Something on its way that a job needs before it can go on."""
-
-    def wait(self) -> None:
-        """Block until it is there; raises what keeps it from coming."""
-        ...
-
-
-# A job that is under way: it gives up the thread until all that it needs has arrived, and ends with its result. Once a
-# round, not once a message: on busy cores it takes milliseconds until the thread runs again.
-Rounds = Generator[Sequence[Arrival], None, T]
-
-
 class Exchange:
     """One round of messages of the job `number`: send to some peers, receive from others, finish.
 
     receives: the buffer that each peer's message goes into; a message may be shorter. length: how many bytes of a
     filled buffer came, where that is not all of it. All messages carry the tag (number, round), so several jobs may be
     under way at once, and ranks need not agree which of them is ahead.
+
+    A message on a CUDA device travels from and to its copy on the CPU, in memory that `host(name, num_bytes)` gives:
+    it is posted when the round is finished, and `finish` queues the copies back on the current stream.
     """
 
     def __init__(
         self, wire: Wire, number: int, round_: int, operation: str, level: str, receives: Mapping[int, Tensor],
-        length: Callable[[Tensor], int] = Tensor.numel,
+        length: Callable[[Tensor], int], host: Callable[[str, int], Tensor],
     ) -> None:  # fmt: skip
         assert round_ < MAX_ROUNDS
         self.wire, self.number, self.operation, self.level = wire, number, operation, level
         self.label = f"{operation} {number}"
         self._tag = (number * MAX_ROUNDS + round_) % (1 << 30)
         self._buffers = dict(receives)
+        self._host = lambda name, num_bytes: host(f"{name} of round {round_}", num_bytes)
+        self._landings = {
+            peer: self._host(f"message from {peer}", buffer.numel()) if staging.must_stage(buffer) else buffer
+            for peer, buffer in self._buffers.items()
+        }
+        self._copies: dict[int, Tensor] = {}
+        self._departing: list[tuple[int, Tensor]] = []
         self._sends: list[Pending] = []
         self._sent_headers: list[Pending] = []
         self._length = length
         self._sent_bytes = 0
         # A checked message is asked for when its header has been read.
-        self._receives = [] if wire.checked else self._post(self._buffers)
+        self._receives = [] if wire.checked else self._post(self._landings)
 
     def send(self, peer: int, message: Tensor) -> None:
         """Start sending a uint8 tensor, cut to its length; it must stay unchanged until the round has finished."""
         if self.wire.checked:
             self._sent_headers.append(self._isend(peer, self._header(message.numel())))
+        if staging.must_stage(message):
+            self._departing.append((peer, self._host_copy(message)))
+        else:
+            self._depart(peer, message)
+
+    def _host_copy(self, message: Tensor) -> Tensor:
+        """The message on the CPU, when the copy that is queued here is done; one for all peers that it goes to."""
+        held = self._copies.get(message.data_ptr())
+        if held is None:
+            held = self._copies[message.data_ptr()] = self._host(f"message {len(self._copies)}", message.numel())
+            staging.to_host(message, held)
+        return held
+
+    def _depart(self, peer: int, message: Tensor) -> None:
         num_bytes = self._length(message)
         self._sends.append(self._isend(peer, message[:num_bytes]))
         self._sent_bytes += num_bytes
 
     def finish(self) -> Rounds[None]:
         """Wait for all messages, sent and received, and count their bytes."""
+        if self._departing:
+            yield staging.queued()
+            for peer, message in self._departing:
+                self._depart(peer, message)
         if self.wire.checked:
             yield from self._check_headers()
-            self._receives = self._post(self._buffers)
+            self._receives = self._post(self._landings)
         yield [*self._receives, *self._sends]
-        received = sum(map(self._length, self._buffers.values()))
+        received = sum(map(self._length, self._landings.values()))
+        for peer, landing in self._landings.items():
+            if landing is not self._buffers[peer]:
+                staging.to_device(landing, self._buffers[peer])
         self.wire.meter.count(self.operation, self.level, self._sent_bytes, received)
 
     def _post(self, buffers: Mapping[int, Tensor]) -> list[Pending]:

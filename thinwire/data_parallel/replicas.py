@@ -23,7 +23,7 @@ def digest(parts: Iterable[bytes | memoryview | Tensor]) -> Tensor:
     state = hashlib.blake2b(digest_size=16)
     for part in parts:
         if isinstance(part, Tensor):
-            part = part.detach().contiguous().view(-1).view(torch.uint8).numpy().data
+            part = part.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().data
         state.update(part)
     return torch.frombuffer(bytearray(state.digest()), dtype=torch.uint8)
 
@@ -74,10 +74,29 @@ def trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
         raise ConfigError("the optimizer holds a parameter that the model does not have")
     if not named:
         raise ConfigError("no parameter requires a gradient: nothing to train")
+    check_device(named)
     for name, param in named.items():
-        if param.dtype != torch.float32 or param.device.type != "cpu":
-            raise ConfigError(f"{name!r} is {param.dtype} on {param.device}: must be float32 on the CPU")
+        if param.dtype != torch.float32:
+            raise ConfigError(f"{name!r} is {param.dtype}: must be float32")
     return named
+
+
+def check_device(named: Mapping[str, nn.Parameter]) -> torch.device:
+    """The device of all these parameters: the CPU, or the current CUDA device. Raises ConfigError for another."""
+    device = next(iter(named.values())).device
+    for name, param in named.items():
+        if isinstance(param, nn.parameter.UninitializedParameter) or param.device.type not in ("cpu", "cuda"):
+            raise ConfigError(
+                f"{name!r} is on device {param.device}: it must be materialised on the CPU or a CUDA device"
+            )
+        if param.device != device:
+            raise ConfigError(f"{name!r} is on {param.device} and others are on {device}: one process trains on one")
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        raise ConfigError(
+            f"the model is on {device} and the current device is cuda:{torch.cuda.current_device()}: "
+            f"call torch.cuda.set_device({device.index}) first"
+        )
+    return device
 
 
 def same_start(model: nn.Module, comm: Communicator) -> Row:

@@ -49,6 +49,11 @@ def compress_ddp(
             f"compress_ddp got a {type(model).__name__}: wrap it in torch.nn.parallel.DistributedDataParallel first; "
             "for fully_shard there is compress_fsdp"
         )
+    if not isinstance(method, OnDDP):
+        raise ConfigError(
+            f"{type(method).__name__} does not average gradients in DistributedDataParallel: give a method that does, such "
+            "as thinwire.PowerSGD(), or shard the model with fully_shard, for which there is compress_fsdp"
+        )
     trained = {name: param for name, param in model.module.named_parameters() if param.requires_grad}
     for name, param in trained.items():
         if param.dtype != torch.float32:

@@ -13,6 +13,8 @@ def hand_over(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch
     complete bucket comes after that, or is nothing where gradients are views into it.
     """
     state.launch(bucket)
-    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    done.set_result(bucket.buffer())
+    flat = bucket.buffer()
+    devices: list[int | str | torch.device] = [flat.device] if flat.is_cuda else []
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+    done.set_result(flat)
     return done

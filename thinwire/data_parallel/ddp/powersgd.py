@@ -13,7 +13,7 @@ from torch import Tensor
 from thinwire.codecs import Cast, Codec
 from thinwire.collectives import Topology
 from thinwire.collectives.algorithms import Link, Lost, added, together
-from thinwire.collectives.exchange import Rounds
+from thinwire.collectives.rounds import Rounds
 from thinwire.data_parallel.ddp.reductions import (
     FP32,
     FP32_BYTES,

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from thinwire.collectives import Communicator
+from thinwire.collectives import Communicator, staging
 from thinwire.collectives.algorithms import Link, all_gather_exact
+from thinwire.data_parallel.ddp.on_host import on_host
 from thinwire.data_parallel.ddp.reductions import Bucket, Reduction, Step
 
 
@@ -59,7 +60,10 @@ class BucketReducer:
     def _job(self, bucket: Bucket, step: Step) -> Callable[[Link], Generator[Any, None, None]]:
         def job(link: Link) -> Generator[Any, None, None]:
             try:
-                yield from self.reduction.run(link, bucket, step)
+                held = yield from on_host(link, bucket)
+                yield from self.reduction.run(link, held, step)
+                if held is not bucket:
+                    staging.to_device(held.flat, bucket.flat)
             except RuntimeError:
                 # gloo does not say which rank is missing; asking each of them for a message does.
                 yield from all_gather_exact(link, torch.zeros(1))

@@ -15,7 +15,7 @@ from torch import Tensor
 from thinwire.codecs import Codec, Identity, derive_seed
 from thinwire.collectives import Topology
 from thinwire.collectives.algorithms import Link, Lost, all_reduce, all_reduce_bytes, slice_length
-from thinwire.collectives.exchange import Rounds
+from thinwire.collectives.rounds import Rounds
 
 FP32 = Identity()
 FP32_BYTES, BF16_BYTES = 4, 2

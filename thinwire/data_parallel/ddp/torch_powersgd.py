@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 from thinwire.collectives import Topology
 from thinwire.collectives.algorithms import Link
-from thinwire.collectives.exchange import Rounds
+from thinwire.collectives.rounds import Rounds
 from thinwire.data_parallel.ddp.reductions import (
     BY_FORMULA,
     FP32_BYTES,

@@ -21,7 +21,7 @@ from thinwire.collectives.algorithms import (
     slice_length,
     together,
 )
-from thinwire.collectives.exchange import Rounds
+from thinwire.collectives.rounds import Rounds
 from thinwire.data_parallel.ddp.reductions import (
     FP32,
     OPERATION,

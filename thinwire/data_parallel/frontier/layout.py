@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from thinwire.codecs import Codec, derive_seed
 from thinwire.collectives import Communicator
 from thinwire.collectives.algorithms import Link, all_gather_packets, gather_bytes, reduce_bytes, reduce_scatter
-from thinwire.collectives.exchange import Rounds
+from thinwire.collectives.rounds import Rounds
 from thinwire.data_parallel.frontier.levels import Levels
 from thinwire.data_parallel.frontier.strategies import Frontier, LevelFormat
 from thinwire.data_parallel.zero.layout import Bucket, Slot, build_buckets
@@ -58,7 +58,7 @@ class Part(Bucket):
         self.shard = self.live
         if levels.weights_over > 1:
             self.shard = self.live.view(levels.num_rows, levels.weights_over, -1)[:, column].reshape(-1).clone()
-        self.sums = self.shard_grad if levels.num_blocks == 1 else torch.zeros(self.row_numel)
+        self.sums = self.shard_grad if levels.num_blocks == 1 else torch.zeros(self.row_numel, device=self.live.device)
         self.note_versions()
 
     def set_whole(self, is_whole: bool) -> None:

@@ -23,7 +23,7 @@ from thinwire.collectives.algorithms import (
     gather_inside_node,
     reduce_scatter,
 )  # fmt: skip
-from thinwire.collectives.exchange import Rounds
+from thinwire.collectives.rounds import Rounds
 from thinwire.data_parallel.fsdp.layout import LayoutError, Sections, StaleWeightsError, Unit, Version, at_most
 from thinwire.data_parallel.fsdp.loco import LoCo
 
@@ -151,7 +151,7 @@ class AllGather(Plug):
 
     def _encode(self, link: Link, shard: Tensor, seed: int) -> Tensor:
         with link.timed("encode_s", "weights"):
-            packet = link.scratch("weights", self.codec.packet_bytes(shard.numel()))
+            packet = link.scratch("weights", self.codec.packet_bytes(shard.numel()), device=shard.device)
             return self.codec.encode(shard, seed=derive_seed(seed, link.rank), out=packet)
 
     def _decode(self, link: Link, gathered: Tensor, whole: Tensor) -> None:
@@ -162,7 +162,8 @@ class AllGather(Plug):
                 if whole.dtype == torch.float32:
                     self.codec.decode(packet, n, out=shard)
                 else:
-                    shard.copy_(self.codec.decode(packet, n, out=link.scratch("decoded", n, dtype=torch.float32)))
+                    values = link.scratch("decoded", n, dtype=torch.float32, device=whole.device)
+                    shard.copy_(self.codec.decode(packet, n, out=values))
 
     def _gather(self, link: Link, whole: Tensor, shard: Tensor, seed: int) -> Rounds[None]:
         packet = self._encode(link, shard, seed)
@@ -171,7 +172,7 @@ class AllGather(Plug):
     def _gather_and_keep(self, link: Link, whole: Tensor, shard: Tensor, seed: int) -> Rounds[None]:
         packet = self._encode(link, shard, seed)
         if self._kept is None:
-            self._kept = torch.empty(link.topology.num_nodes, packet.numel(), dtype=torch.uint8)
+            self._kept = packet.new_empty(link.topology.num_nodes, packet.numel())
         yield from gather_across_nodes(link, packet, self._kept, "weights")
         yield from self._spread(link, whole, "weights")
 
@@ -180,7 +181,7 @@ class AllGather(Plug):
 
     def _spread(self, link: Link, whole: Tensor, operation: str) -> Rounds[None]:
         assert self._kept is not None
-        gathered = link.scratch("gathered", link.topology.local_size, *self._kept.shape)
+        gathered = link.scratch("gathered", link.topology.local_size, *self._kept.shape, device=whole.device)
         gathered[link.local_rank].copy_(self._kept)
         yield from gather_inside_node(link, gathered, operation)
         self._decode(link, gathered, whole)
@@ -234,12 +235,12 @@ class DifferenceGather(AllGather):
     def _gather_and_keep(self, link: Link, whole: Tensor, shard: Tensor, seed: int) -> Rounds[None]:
         codec, n, num_nodes = self.codec, self.codec.numel, link.topology.num_nodes
         if self._reference is None:
-            self._reference, codec = torch.zeros(num_nodes, n), self._exact
+            self._reference, codec = torch.zeros(num_nodes, n, device=shard.device), self._exact
         reference = self._reference
         with link.timed("encode_s", "weights"):
-            packet = link.scratch("weights", codec.packet_bytes(n))
+            packet = link.scratch("weights", codec.packet_bytes(n), device=shard.device)
             codec.encode(shard - reference[link.node], seed=derive_seed(seed, link.rank), out=packet)
-        packets = link.scratch("packets", num_nodes, packet.numel())
+        packets = link.scratch("packets", num_nodes, packet.numel(), device=shard.device)
         yield from gather_across_nodes(link, packet, packets, "weights")
         with link.timed("decode_s", "weights"):
             for node in range(num_nodes):
@@ -249,7 +250,7 @@ class DifferenceGather(AllGather):
     def _spread(self, link: Link, whole: Tensor, operation: str) -> Rounds[None]:
         assert self._reference is not None
         grid, n, num_bytes = link.topology, self.codec.numel, self.codec.numel * whole.itemsize
-        gathered = link.scratch("gathered", grid.local_size, grid.num_nodes, num_bytes)
+        gathered = link.scratch("gathered", grid.local_size, grid.num_nodes, num_bytes, device=whole.device)
         gathered[link.local_rank].view(whole.dtype).copy_(self._reference)
         yield from gather_inside_node(link, gathered, operation)
         for rank in range(grid.world_size):
@@ -265,7 +266,7 @@ def gather_exact(link: Link, whole: Tensor, shard: Tensor, ranks: Sequence[int])
     pieces = whole.view(len(ranks), -1).view(torch.uint8)
     peers = [rank for rank in ranks if rank != link.rank]
     nodes = {link.topology.node(rank) for rank in ranks}
-    received = {peer: link.scratch(f"from {peer}", pieces.shape[1]) for peer in peers}
+    received = {peer: link.scratch(f"from {peer}", pieces.shape[1], device=whole.device) for peer in peers}
     round_ = link.exchange("weights_again", "intra" if len(nodes) == 1 else "inter", received)
     own = shard.view(torch.uint8)
     for peer in peers:

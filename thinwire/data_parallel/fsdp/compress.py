@@ -133,7 +133,7 @@ class CompressedFSDP:
         self.units = build_units(model, groups, strategy, comm.world_size)
         for unit in self.units:
             check_layout_of(unit)
-        warm((*strategy.matrix().codecs, *strategy.vector().codecs))
+        warm((*strategy.matrix().codecs, *strategy.vector().codecs), self.units[0].params[0].sharded.device)
         under_way: deque[Future[None]] = deque()
         self.differences = strategy.matrix().differences or strategy.vector().differences
         kind = DifferenceGather if self.differences else AllGather

@@ -13,6 +13,8 @@ from thinwire.collectives.algorithms import gather_bytes, reduce_bytes
 from thinwire.data_parallel.fsdp.strategies import OnFSDP, ShardingStrategy
 from thinwire.data_parallel.interface import Footprint, agreement_sent, footprint
 
+AGAIN = "weights_again"
+
 
 @footprint.register
 def fsdp_footprint(strategy: OnFSDP, model: nn.Module, topology: Topology, micro_batches: int) -> Footprint:
@@ -38,7 +40,8 @@ def fsdp_footprint(strategy: OnFSDP, model: nn.Module, topology: Topology, micro
                 again["inter"] = 0
             # Accumulation keeps the weights whole until the last backward.
             for level, num_bytes in gather_bytes(topology, packet).items():
-                sent["weights", level] += num_bytes + again[level] * strategy.reshard_after_forward
+                sent["weights", level] += num_bytes
+                sent[AGAIN, level] += again[level] * strategy.reshard_after_forward
             for level, num_bytes in reduce_bytes(topology, n, wire.intra, wire.inter).items():
                 sent["gradients", level] += num_bytes
             unit_numel += n

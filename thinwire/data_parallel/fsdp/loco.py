@@ -68,18 +68,19 @@ class Pieces:
         """Pack x + e, and keep what that loses."""
         if codec.traits.lossless:
             return codec.encode(x, seed=seed, counter=counter, out=out)
-        error = self._error(piece)
+        error = self._error(piece, x.device)
         wanted = error + x
         codec.encode(wanted, seed=seed, counter=counter, out=out)
         lost = wanted.sub_(codec.decode(out, wanted.numel()))
         self._keep(piece, error.mul_(self.loco.beta).add_(lost, alpha=1.0 - self.loco.beta))
         return out
 
-    def _error(self, piece: tuple[int, int]) -> Tensor:
+    def _error(self, piece: tuple[int, int], device: torch.device) -> Tensor:
         parts = []
         for number in self.present:
             packet, length = self.loco.errors.get((*piece, number)), self.loco.numels[number]
-            parts.append(torch.zeros(length) if packet is None else STORED.decode(packet, length))
+            fresh = torch.zeros(length, device=device)
+            parts.append(fresh if packet is None else STORED.decode(packet.to(device), length))
         return torch.cat(parts)
 
     def _keep(self, piece: tuple[int, int], error: Tensor) -> None:

@@ -67,7 +67,7 @@ def wrap_fsdp(
 def shard_modules(model: nn.Module, world_size: int, reshard_after_forward: bool) -> list[nn.Module]:
     """Give the model's parts to fully_shard; the root first, then in order of forward."""
     frozen = {param for param in model.parameters() if not param.requires_grad}
-    mesh = init_device_mesh("cpu", (world_size,))
+    mesh = init_device_mesh(next(model.parameters()).device.type, (world_size,))
     modules = wrap_modules(model)
     for module in (*modules, model):
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward, ignored_params=frozen)

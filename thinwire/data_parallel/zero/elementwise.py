@@ -35,9 +35,10 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _stepped(optimizer: torch.optim.Optimizer, group: dict, pieces: list[slice]) -> Tensor:
-    """The values after two steps of a twin of `optimizer` that shares nothing with it."""
-    values = torch.linspace(-1.0, 1.0, 8)
-    gradients = torch.tensor([1e-3, -2e-3, 3e-3, 1e-3, 2.0, -1.0, 4.0, 3.0])
+    """The values after two steps of a twin of `optimizer` that shares nothing with it, on its device."""
+    device = group["params"][0].device if group["params"] else None
+    values = torch.linspace(-1.0, 1.0, 8, device=device)
+    gradients = torch.tensor([1e-3, -2e-3, 3e-3, 1e-3, 2.0, -1.0, 4.0, 3.0], device=device)
     params = [values[piece].clone() for piece in pieces]
     twin = object.__new__(type(optimizer))
     # An instance attribute `step` is a scheduler's wrapper around the original, not part of the optimizer.

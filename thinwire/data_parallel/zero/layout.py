@@ -111,7 +111,7 @@ class Bucket:
 
     def flat_gradient(self, link: Link, grads: Sequence[Tensor | None]) -> Tensor:
         """The gradients of the slots, fp32 [numel] in scratch memory, zero where there is none."""
-        flat = link.scratch("gradient", self.numel, dtype=torch.float32)
+        flat = link.scratch("gradient", self.numel, dtype=torch.float32, device=self.live.device)
         ends = [*(slot.start for slot in self.slots[1:]), self.numel]
         for slot, grad, end in zip(self.slots, grads, ends, strict=True):
             if grad is None:
@@ -128,14 +128,14 @@ class Bucket:
 
     def allocate(self) -> None:
         """Move the parameters into one flat tensor and make this rank's shards; padding is zero everywhere."""
-        self.live = torch.zeros(self.numel, dtype=self.dtype)
+        self.live = torch.zeros(self.numel, dtype=self.dtype, device=self.slots[0].param.device)
         for slot in self.slots:
             slot.view(self.live).copy_(slot.param.data)
             slot.param.data = slot.view(self.live)
         self.master = self.live_shard.float().clone()
-        self.shard_grad = torch.zeros(self.shard_numel)
+        self.shard_grad = torch.zeros_like(self.master)
         if self.lost_numel:
-            lost = Lost.zeros(self.comm.topology, self.shard_numel)
+            lost = Lost.zeros(self.comm.topology, self.shard_numel, self.live.device)
             self.lost = Lost(None if self.wire.intra.traits.lossless else lost.intra, lost.inter)
 
     @property

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from thinwire.codecs import derive_seed
 from thinwire.collectives import Communicator, Meter
 from thinwire.collectives.algorithms import Link, all_gather_packets, reduce_scatter
-from thinwire.collectives.exchange import Rounds
+from thinwire.collectives.rounds import Rounds
 from thinwire.data_parallel.replicas import check_layout, digest, fingerprint, odd_ranks
 from thinwire.data_parallel.wire import Strategy, describe_formats
 from thinwire.data_parallel.zero.elementwise import is_elementwise
@@ -339,7 +339,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         total = torch.zeros(1, dtype=torch.float64)
         if comm is self.comm and self._launched:
             for bucket in self.buckets:
-                total += torch.linalg.vector_norm(bucket.shard_grad, dtype=torch.float64) ** 2
+                total += torch.linalg.vector_norm(bucket.shard_grad, dtype=torch.float64).cpu() ** 2
         used = [slot.param.grad is not None for slot in self._slots if slot.bucket.comm is comm]
         bits = torch.from_numpy(np.packbits(np.array(used, dtype=np.uint8)))
         numbers = torch.cat([total, torch.tensor([self._loss], dtype=torch.float64)])
@@ -414,13 +414,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 bucket.live.copy_(bucket.master)
                 bucket.live_fingerprint = fingerprint(bucket.live_shard)
                 return
-            message = bucket.master
+            message, device = bucket.master, bucket.live.device
             with link.timed("encode_s", "weights"):
                 if bucket.wire.differences:
-                    message = link.scratch("difference", n, dtype=torch.float32)
+                    message = link.scratch("difference", n, dtype=torch.float32, device=device)
                     torch.sub(bucket.master, bucket.live_shard, out=message)
                 counter = bucket.first_counter + bucket.shard_start
-                packet = link.scratch("weights", codec.packet_bytes(n))
+                packet = link.scratch("weights", codec.packet_bytes(n), device=device)
                 codec.encode(message, seed=seed, counter=counter, out=packet)
             gathered = yield from all_gather_packets(link, packet, "weights", codec.length)
             with link.timed("decode_s", "weights"):
@@ -489,7 +489,7 @@ def _apply(bucket: Bucket, packet: Tensor, shard: Tensor, link: Link) -> None:
     elif exact:
         codec.decode(packet, shard.numel(), out=shard)
     else:
-        values = link.scratch("decoded", shard.numel(), dtype=torch.float32)
+        values = link.scratch("decoded", shard.numel(), dtype=torch.float32, device=shard.device)
         codec.decode(packet, shard.numel(), out=values)
         shard.copy_(values.add_(shard) if bucket.wire.differences else values)
 
@@ -533,8 +533,8 @@ def _describe_strategy(strategy: Strategy, buckets: list[Bucket], comm: Communic
         if wire.feedback:
             held = sum(error.nbytes for bucket in buckets if bucket.wire == wire for error in bucket.errors)
             rows.append((f"{kind}: error feedback", "on", f"{held / 1e6:.3f} MB on this rank"))
-    kernels = {codec.backend(torch.device("cpu")) for bucket in buckets for codec in bucket.wire.codecs}
-    rows.append(("codec kernels", ", ".join(sorted(kernels)), ""))
+    kernels = {codec.backend(bucket.live.device) for bucket in buckets for codec in bucket.wire.codecs}
+    rows.append(("codec kernels", ", ".join(sorted(kernels)), f"on {buckets[0].live.device}"))
     padded, true = sum(b.numel for b in buckets), sum(s.param.numel() for b in buckets for s in b.slots)
     rows.append(("buckets", f"{len(buckets)}, {true:,} parameters", f"{padded / max(true, 1) - 1:.2%} padding"))
     return rows

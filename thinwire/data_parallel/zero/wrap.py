@@ -12,9 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.codecs import warm
 from thinwire.collectives import Communicator
 from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
-from thinwire.data_parallel.replicas import digest, odd_ranks
+from thinwire.data_parallel.replicas import check_device, digest, odd_ranks
 from thinwire.data_parallel.strategies import SDP4Bit
 from thinwire.data_parallel.table import announce as announce_table
 from thinwire.data_parallel.wire import Strategy
@@ -73,6 +74,10 @@ def zero(
         return comms[id(special)]
 
     chosen = {id(param): comm_for(name, param) for name, param in model.named_parameters()}
+    device = named[0][1].device
+    if device.type == "cuda":
+        # On the CPU the launcher has done it, or the first message waits a second.
+        warm({*strategy.matrix().codecs, *strategy.vector().codecs}, device)
     notes = _same_start(model, named, strategy, comm, chosen)
     notes += _notes_on_parameters(model, named, overlap)
     buckets: list[Bucket] = build_buckets(named, strategy, lambda _, param: chosen[id(param)], bucket_numel, Bucket)
@@ -110,12 +115,11 @@ def _trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> l
     named = [(name, param) for name, param in named if param.requires_grad]
     if not named:
         raise ConfigError("the optimizer holds no parameter that requires a gradient: nothing to train")
+    check_device(dict(named))
     memory: dict[int, str] = {}
     for name, param in named:
         if isinstance(param, DTensor):
             raise ConfigError(f"{name!r} is a DTensor, sharded already; zero() takes whole parameters")
-        if isinstance(param, nn.parameter.UninitializedParameter) or param.device.type != "cpu":
-            raise ConfigError(f"{name!r} is on device {param.device}: zero() trains materialised CPU parameters")
         if param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ConfigError(f"{name!r} is {param.dtype}; zero() takes float32, bfloat16 and float16")
         twin = memory.setdefault(param.data_ptr(), name) if param.numel() else name
@@ -132,17 +136,17 @@ def _same_start(
     chosen: dict[int, Communicator],
 ) -> list[tuple[str, str, str]]:
     """Make all ranks start from rank 0's weights and buffers, sending them only where they differ."""
-    shapes = repr([(name, tuple(p.shape), str(p.dtype)) for name, p in named])
+    # Decoding rounds differently on another kind of device, and replicas would drift apart.
+    kind = torch.cuda.get_device_name(named[0][1].device) if named[0][1].is_cuda else "cpu"
+    shapes = kind + repr([(name, tuple(p.shape), str(p.dtype)) for name, p in named])
     shapes += repr((strategy.matrix(), strategy.vector()))
     if odd := odd_ranks(comm, digest([shapes.encode()])):
         raise ConfigError(
-            f"rank {odd[0]} has other parameters or another strategy than rank {comm.global_ranks[0]}: names, shapes, "
-            "dtypes and options must be the same on all ranks"
+            f"rank {odd[0]} has other parameters, another strategy or another kind of device than rank "
+            f"{comm.global_ranks[0]}: names, shapes, dtypes, options and devices must be the same on all ranks"
         )
     sent: list[str] = []
-    everything = [
-        (name, t.data) for name, t in [*model.named_parameters(), *model.named_buffers()] if t.device.type == "cpu"
-    ]
+    everything = [(name, t.data) for name, t in [*model.named_parameters(), *model.named_buffers()] if not t.is_meta]
     by_comm: dict[Communicator, list[tuple[str, torch.Tensor]]] = {comm: []}
     special = {name: chosen[id(param)] for name, param in model.named_parameters()}
     for name, tensor in everything:

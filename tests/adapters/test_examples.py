@@ -1,0 +1,45 @@
+"""Every program in examples/ runs on two processes, learns, and sends less than fp32 would."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.workers import free_port
+
+ROOT = Path(__file__).parents[2]
+NEEDS = {"accelerate_loop": "accelerate", "hf_trainer": "transformers.distributed"}
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
+def test_example_trains_compressed(example: Path, tmp_path: Path) -> None:
+    needed = NEEDS.get(example.stem, "torch")
+    if importlib.util.find_spec(needed) is None:
+        pytest.skip(f"{needed} is not installed")
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
+    done = subprocess.run(
+        [sys.executable, *launcher, str(example)],
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    # Plain programs print "loss 0.8", the Trainer prints a dict.
+    losses = [float(loss) for loss in re.findall(r"loss'?:? '?([\d.]+)", done.stdout)]
+    sent_mb = [
+        float(sent)
+        for pair in re.findall(r"'sent_mb': '?([\d.]+)|([\d.]+) MB sent", done.stdout)
+        for sent in pair
+        if sent
+    ]
+    assert losses[1] < 0.8 * losses[0], done.stdout
+    assert sent_mb[1] > sent_mb[0] >= 0
+    assert "strategy zeropp" in done.stderr

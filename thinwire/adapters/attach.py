@@ -1,0 +1,43 @@
+"""Compress what a model exchanges that Accelerate, or anyone, has wrapped already."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.data_parallel import CompressedDDP, CompressedFSDP, compress_ddp, compress_fsdp
+from thinwire.errors import ConfigError
+
+
+def attach(
+    model: nn.Module, optimizer: torch.optim.Optimizer, method: Any, **options: Any
+) -> CompressedFSDP | CompressedDDP:
+    """Give a wrapped model's communication to `method`, a collective over its ranks; returns the handle.
+
+    model, optimizer: what `accelerator.prepare` returned, or a model given by hand to `fully_shard` or to
+    DistributedDataParallel. method, options: as for `compress_fsdp` where FSDP2 modules are found, else as for
+    `compress_ddp`. The wrappers and the training loop stay.
+
+    Raises ConfigError where nothing that can be compressed is found: FSDP1, a model that is not wrapped.
+    """
+    # torch.compile's wrapper holds the module that it calls, which is the one that was sharded.
+    module = getattr(model, "_orig_mod", model)
+    held = getattr(optimizer, "optimizer", None)
+    stepped = held if isinstance(held, torch.optim.Optimizer) else optimizer
+    if any(isinstance(part, FSDPModule) for part in module.modules()):
+        return compress_fsdp(module, method, optimizer=stepped, **options)
+    if any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):
+        raise ConfigError(
+            "the model is in FullyShardedDataParallel, the first FSDP, which has no place for other collectives: use "
+            "FSDP2, in Accelerate FullyShardedDataParallelPlugin(fsdp_version=2)"
+        )
+    if isinstance(module, DistributedDataParallel):
+        return compress_ddp(module, method, stepped, **options)
+    raise ConfigError(
+        f"nothing of this {type(module).__name__} is sharded: call accelerator.prepare(model, optimizer) or "
+        "torch.distributed.fsdp.fully_shard first"
+    )

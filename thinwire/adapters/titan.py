@@ -1,0 +1,45 @@
+"""torchtitan: a model's parallelize function, with compressed collectives on what it sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from thinwire.data_parallel import CompressedFSDP, compress_fsdp
+
+
+class CompressedParallelize:
+    """`parallelize_fn=CompressedParallelize(parallelize_llama, METHOD)` in the model's spec.
+
+    It calls the function as torchtitan does, whatever its arguments, then `compress_fsdp(model, method, **options)`.
+    torchtitan shards a model on the meta device and gives it memory later: such a model is compressed in its first
+    forward, when it has its weights. `handles`: one for each model it was called for, as they are compressed.
+    """
+
+    def __init__(self, parallelize: Callable[..., nn.Module], method: Any, **options: Any) -> None:
+        self.parallelize = parallelize
+        self.method = method
+        self.options = options
+        self.handles: list[CompressedFSDP] = []
+
+    def __call__(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """The model, parallelized; raises ConfigError, now or in the first forward, as `compress_fsdp` does."""
+        sharded = self.parallelize(model, *args, **kwargs)
+        if any(param.is_meta for param in sharded.parameters()):
+            self._compress_later(sharded)
+        else:
+            self._compress(sharded)
+        return sharded
+
+    def _compress(self, model: nn.Module) -> None:
+        self.handles.append(compress_fsdp(model, self.method, **self.options))
+
+    def _compress_later(self, model: nn.Module) -> None:
+        def before_forward(*_: Any) -> None:
+            hook.remove()
+            self._compress(model)
+
+        # Before FSDP2's own hook, which gathers the first weights.
+        hook = model.register_forward_pre_hook(before_forward, prepend=True)

@@ -1,0 +1,73 @@
+"""The Hugging Face Trainer: a callback that compresses what its model exchanges."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from thinwire.adapters.attach import attach
+from thinwire.data_parallel import CompressedDDP, CompressedFSDP
+from thinwire.errors import ConfigError
+
+log = logging.getLogger("thinwire")
+
+TrainerCallback: Any = object
+missing: ImportError | None = None
+try:
+    import transformers
+
+    TrainerCallback = transformers.TrainerCallback
+except ImportError as error:
+    missing = error
+
+
+class CompressionCallback(TrainerCallback):
+    """`Trainer(..., callbacks=[CompressionCallback(METHOD)])`: compresses what the sharded model exchanges.
+
+    method, options: as for `attach`. The Trainer makes its callbacks before it shards the model; this one attaches when
+    training begins, and lets go when it ends, so `handle` is None before. Logs get `sent_mb`, the payload of the first
+    rank since training began. What the method remembers is saved in every checkpoint of the Trainer, a file a rank.
+
+    Raises ConfigError where transformers is not installed.
+    """
+
+    def __init__(self, method: Any, **options: Any) -> None:
+        if missing is not None:
+            raise ConfigError(f"the callback needs transformers: pip install 'thinwire[hf]' ({missing})")
+        self.method = method
+        self.options = options
+        self.handle: CompressedFSDP | CompressedDDP | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **held: Any) -> None:
+        """Attach, and take up what a checkpoint holds; raises ConfigError as `attach` does."""
+        handle = self.handle = attach(held["model"], held["optimizer"], self.method, **self.options)
+        saved = self._state_file(args, state)
+        if state.global_step and saved.exists():
+            handle.load_state_dict(torch.load(saved))
+        elif state.global_step:
+            log.warning("thinwire: %s is not there: the method goes on without what it remembered", saved)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **held: Any) -> None:
+        """Say what was sent, beside the loss."""
+        if self.handle is not None and logs is not None:
+            logs["sent_mb"] = round(self.handle.meter.snapshot().sent_bytes / 1e6, 3)
+
+    def on_save(self, args: Any, state: Any, control: Any, **held: Any) -> None:
+        """Save what the method remembers on this rank beside the Trainer's own files."""
+        if self.handle is not None:
+            saved = self._state_file(args, state)
+            saved.parent.mkdir(parents=True, exist_ok=True)
+            torch.save(self.handle.state_dict(), saved)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **held: Any) -> None:
+        """Give FSDP2 its own collectives back."""
+        if self.handle is not None:
+            self.handle.close()
+
+    def _state_file(self, args: Any, state: Any) -> Path:
+        assert self.handle is not None
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        return folder / f"thinwire-rank{self.handle.comm.rank}.pt"

@@ -1,0 +1,21 @@
+"""What a job is to the communication thread."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Protocol, TypeVar
+
+T = TypeVar("T")
+
+
+class Arrival(Protocol):
+    """Something on its way that a job needs before it can go on."""
+
+    def wait(self) -> None:
+        """Block until it is there; raises what keeps it from coming."""
+        ...
+
+
+# A job that is under way: it gives up the thread until all that it needs has arrived, and ends with its result. Once a
+# round, not once a message: on busy cores it takes milliseconds until the thread runs again.
+Rounds = Generator[Sequence[Arrival], None, T]

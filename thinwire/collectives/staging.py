@@ -1,0 +1,123 @@
+"""CUDA tensors on the communication thread: streams beside the training's, and pinned memory towards the network.
+
+gloo reads and writes the memory of the CPU. Codecs run on the device, on a side stream, and only their packets are
+copied, to pinned memory; a message is posted when its copy is there. Without CUDA nothing here does anything.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from thinwire.collectives.rounds import Arrival, Rounds
+from thinwire.errors import ConfigError
+
+CPU = torch.device("cpu")
+T = TypeVar("T")
+
+
+def allocate(num_bytes: int, device: torch.device) -> Tensor:
+    """uint8 memory; in a process that uses CUDA the CPU's is pinned, so that copies need no thread to wait for them."""
+    pinned = device == CPU and torch.cuda.is_initialized()
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+
+
+def must_stage(tensor: Tensor) -> bool:
+    """Whether the tensor travels through a copy on the CPU. Raises ConfigError for a device that no job runs on."""
+    if tensor.device == CPU:
+        return False
+    if not tensor.is_cuda or tensor.device.index != torch.cuda.current_device():
+        raise ConfigError(
+            f"a tensor on {tensor.device} can't be sent: it must be on the CPU or on the current CUDA device; "
+            "call torch.cuda.set_device first"
+        )
+    return True
+
+
+def to_host(message: Tensor, held: Tensor) -> None:
+    """Queue a copy from the device to pinned memory on the current stream; it is there when `queued` has arrived."""
+    held.copy_(message, non_blocking=True)
+
+
+def to_device(held: Tensor, message: Tensor) -> None:
+    """Queue a copy from pinned memory to the device on the current stream."""
+    message.copy_(held, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class Done:
+    """All that was queued on a stream up to now."""
+
+    event: torch.cuda.Event
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+
+def queued() -> list[Arrival]:
+    """What is not done yet of the current stream's work."""
+    return unfinished(torch.cuda.current_stream()) if torch.cuda.is_initialized() else []
+
+
+def unfinished(stream: torch.cuda.Stream) -> list[Arrival]:
+    event = torch.cuda.Event(blocking=True)
+    event.record(stream)
+    return [] if event.query() else [Done(event)]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The stream of the thread that submits a job, and how far it had come."""
+
+    stream: torch.cuda.Stream
+    event: torch.cuda.Event
+
+    @classmethod
+    def here(cls) -> Origin | None:
+        """Of this thread; None where CUDA is not in use."""
+        if not torch.cuda.is_initialized():
+            return None
+        stream = torch.cuda.current_stream()
+        return cls(stream, stream.record_event())
+
+
+@functools.cache
+def side_stream(device: torch.device, slot: int) -> torch.cuda.Stream:
+    """One for each slot: a job must not wait for the gradients of the next one."""
+    return torch.cuda.Stream(device)
+
+
+def beside(rounds: Rounds[T], origin: Origin | None, slot: int) -> Rounds[T]:
+    """The job with its device work on a side stream, after what `origin` had queued; it ends when that work is done.
+
+    So whoever has the result may use it on any stream, and what the job holds may be freed. The result's own memory
+    belongs to the side stream: it is marked as used on the origin's.
+    """
+    if origin is None:
+        return (yield from rounds)
+    stream = side_stream(origin.stream.device, slot)
+    stream.wait_event(origin.event)
+    error: Exception | None = None
+    while True:
+        try:
+            with torch.cuda.stream(stream):
+                awaited = next(rounds) if error is None else rounds.throw(error)
+        except StopIteration as end:
+            if waiting := unfinished(stream):
+                yield waiting
+            _mark_used(end.value, origin.stream)
+            return end.value
+        try:
+            yield awaited
+            error = None
+        except Exception as failure:
+            error = failure
+
+
+def _mark_used(result: Any, stream: torch.cuda.Stream) -> None:
+    if isinstance(result, Tensor) and result.is_cuda:
+        result.record_stream(stream)

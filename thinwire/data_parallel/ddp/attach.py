@@ -51,8 +51,8 @@ def compress_ddp(
         )
     if not isinstance(method, OnDDP):
         raise ConfigError(
-            f"{type(method).__name__} does not average gradients in DistributedDataParallel: give a method that does, such "
-            "as thinwire.PowerSGD(), or shard the model with fully_shard, for which there is compress_fsdp"
+            f"{type(method).__name__} does not average gradients in DistributedDataParallel: give a method that does, "
+            "such as thinwire.PowerSGD(), or shard the model with fully_shard, for which there is compress_fsdp"
         )
     trained = {name: param for name, param in model.module.named_parameters() if param.requires_grad}
     for name, param in trained.items():

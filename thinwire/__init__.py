@@ -18,9 +18,11 @@ from thinwire.codecs import (
 from thinwire.collectives import Communicator, Topology
 from thinwire.data_parallel import (
     DDP,
+    DGC,
     FSDP,
     STRATEGIES,
     CompressedDDP,
+    OneBitAdam,
     PowerSGD,
     SDP4Bit,
     Strategy,
@@ -33,12 +35,14 @@ from thinwire.data_parallel import (
     zero,
 )
 from thinwire.errors import ConfigError, MismatchError, PeerLostError, ThinwireError
-from thinwire.optim import LANS
+from thinwire.optim import DGCSGD, LANS, OneBitAdamW
 
 __version__ = "0.1.0"
 
 __all__ = [
     "DDP",
+    "DGC",
+    "DGCSGD",
     "FSDP",
     "LANS",
     "STRATEGIES",
@@ -54,6 +58,8 @@ __all__ = [
     "Integer",
     "MismatchError",
     "Natural",
+    "OneBitAdam",
+    "OneBitAdamW",
     "PeerLostError",
     "PowerSGD",
     "RandomK",

@@ -54,10 +54,25 @@ class Row:
     bucket_error: float = 0.0
 
 
+# fmt: off
 ROWS: dict[str, Row] = {
     "ddp": Row(thinwire.DDP(), 0.0, owes=False, bucket_error=1e-6),
     "ddp-bf16": Row(thinwire.DDP(wire="bf16"), 0.02, owes=False, grid=(2, 1), bucket_error=0.1),
+    # Without momentum and clipping it is gradients that are accumulated.
+    "dgc": Row(
+        thinwire.DGC(density=0.1, momentum=0.0, clip=0.0, warmup=(0.5,), warmup_steps=2, values="bf16"), 2.0, warmup=2
+    ),
+    "dgc-momentum": Row(
+        thinwire.DGC(density=0.02, nesterov=True, clip=2.0, warmup=(0.25,), warmup_steps=2), 0.0, owes=False,
+        grid=(3, 1), optimizer=lambda params: thinwire.DGCSGD(params, lr=0.1, nesterov=True),
+        averages_gradients=False, warmup=2,
+    ),
+    "onebit-adam": Row(
+        thinwire.OneBitAdam(freeze=2, clip=30.0), 0.0, owes=False,
+        optimizer=lambda params: thinwire.OneBitAdamW(params, lr=0.01), averages_gradients=False, warmup=2,
+    ),
 }
+# fmt: on
 
 
 class Numbers(nn.Module):

@@ -4,7 +4,7 @@ Those of our own sharded optimizer lie in `zero`, those of torch's wrappers in `
 strategy must offer, `strategies` lists those that `--strategy` knows.
 """
 
-from thinwire.data_parallel.ddp import DDP, CompressedDDP, PowerSGD, compress_ddp
+from thinwire.data_parallel.ddp import DDP, DGC, CompressedDDP, OneBitAdam, PowerSGD, compress_ddp
 from thinwire.data_parallel.fsdp import FSDP
 from thinwire.data_parallel.interface import ParallelOptimizer, TrainingStrategy
 from thinwire.data_parallel.strategies import STRATEGIES, SDP4Bit, Strategy, Zero, ZeroBF16, strategy_named
@@ -12,9 +12,11 @@ from thinwire.data_parallel.zero import ReplicaError, ZeroOptimizer, zero
 
 __all__ = [
     "DDP",
+    "DGC",
     "FSDP",
     "STRATEGIES",
     "CompressedDDP",
+    "OneBitAdam",
     "ParallelOptimizer",
     "PowerSGD",
     "ReplicaError",

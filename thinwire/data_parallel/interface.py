@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -155,5 +155,17 @@ class TrainingStrategy(Protocol):
 
         `model` itself shares the trained weights and may be called where nothing is trained. local_size: ranks per
         node. overlap: weights may arrive during the next forward. Raises ConfigError for what can't be trained so.
+        """
+        ...
+
+
+@runtime_checkable
+class PlannedByRun(Protocol):
+    """A strategy whose options may be shares of a run."""
+
+    def for_run(self, num_steps: int, num_warmup_steps: int) -> TrainingStrategy:
+        """The strategy for a run of so many steps, during the first of which the learning rate rises.
+
+        Raises ConfigError where its options do not fit them.
         """
         ...

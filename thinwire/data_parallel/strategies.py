@@ -16,6 +16,8 @@ import torch
 from torch import nn
 
 from thinwire.codecs import Cast, Codec, Hadamard, Identity, Integer, Zstd
+from thinwire.data_parallel.ddp.dgc import DGC
+from thinwire.data_parallel.ddp.onebit_adam import OneBitAdam
 from thinwire.data_parallel.ddp.strategies import DDP, PowerSGD
 from thinwire.data_parallel.fsdp.strategies import FSDP
 from thinwire.data_parallel.interface import CUTS_TENSORS, ParallelOptimizer, TrainingStrategy
@@ -213,6 +215,8 @@ STRATEGIES: dict[str, Callable[..., TrainingStrategy]] = {
     "ddp": DDP,
     "ddp-bf16": partial(DDP, wire="bf16"),
     "powersgd": PowerSGD,
+    "dgc": DGC,
+    "onebit-adam": OneBitAdam,
     "fsdp": FSDP,
     "fsdp-bf16": partial(FSDP, wire="bf16"),
 }

@@ -58,6 +58,13 @@ class Row:
 ROWS: dict[str, Row] = {
     "ddp": Row(thinwire.DDP(), 0.0, owes=False, bucket_error=1e-6),
     "ddp-bf16": Row(thinwire.DDP(wire="bf16"), 0.02, owes=False, grid=(2, 1), bucket_error=0.1),
+    "powersgd": Row(thinwire.PowerSGD(start_step=2), 1.0, warmup=2),
+    "powersgd-bf16": Row(thinwire.PowerSGD(rank=2, start_step=0, wire="bf16"), 1.0, grid=(2, 1)),
+    "two-way-sign": Row(thinwire.TwoWay(min_bytes=500), 1.0),
+    "two-way-topk": Row(thinwire.TwoWay("topk", 0.1, min_bytes=500), 1.0, grid=(4, 1)),
+    "two-way-randomk": Row(thinwire.TwoWay("randomk", 0.25, min_bytes=500), 1.5, grid=(2, 2)),
+    "two-way-natural": Row(thinwire.TwoWay("natural", min_bytes=500), 0.4, owes=False, grid=(2, 1)),
+    "two-way-integer": Row(thinwire.TwoWay("integer", bits=2, error_feedback=True, min_bytes=500), 1.0, grid=(2, 1)),
     # Without momentum and clipping it is gradients that are accumulated.
     "dgc": Row(
         thinwire.DGC(density=0.1, momentum=0.0, clip=0.0, warmup=(0.5,), warmup_steps=2, values="bf16"), 2.0, warmup=2

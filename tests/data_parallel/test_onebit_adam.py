@@ -100,7 +100,7 @@ def given(step: int, rank: int, name: str) -> Tensor:
 
 def error(told: list[dict[str, Any]], step: int, name: str, kind: str, length: int) -> Tensor:
     """What a rank keeps after a step; zeros before the first compressed one."""
-    return told[step]["memory"].get(name, {}).get(kind, torch.zeros(length))
+    return told[step]["memory"].get(name, {}).get(kind, torch.zeros(length)).view(-1)
 
 
 @pytest.mark.parametrize("local_size", [1, 2])

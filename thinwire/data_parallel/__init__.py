@@ -4,7 +4,16 @@ Those of our own sharded optimizer lie in `zero`, those of torch's wrappers in `
 strategy must offer, `strategies` lists those that `--strategy` knows.
 """
 
-from thinwire.data_parallel.ddp import DDP, DGC, CompressedDDP, OneBitAdam, PowerSGD, compress_ddp
+from thinwire.data_parallel.ddp import (
+    DDP,
+    DGC,
+    CompressedDDP,
+    OneBitAdam,
+    PowerSGD,
+    TorchPowerSGD,
+    TwoWay,
+    compress_ddp,
+)
 from thinwire.data_parallel.fsdp import FSDP
 from thinwire.data_parallel.interface import ParallelOptimizer, TrainingStrategy
 from thinwire.data_parallel.strategies import STRATEGIES, SDP4Bit, Strategy, Zero, ZeroBF16, strategy_named
@@ -22,7 +31,9 @@ __all__ = [
     "ReplicaError",
     "SDP4Bit",
     "Strategy",
+    "TorchPowerSGD",
     "TrainingStrategy",
+    "TwoWay",
     "Zero",
     "ZeroBF16",
     "ZeroOptimizer",

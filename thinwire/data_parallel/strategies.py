@@ -18,7 +18,10 @@ from torch import nn
 from thinwire.codecs import Cast, Codec, Hadamard, Identity, Integer, Zstd
 from thinwire.data_parallel.ddp.dgc import DGC
 from thinwire.data_parallel.ddp.onebit_adam import OneBitAdam
-from thinwire.data_parallel.ddp.strategies import DDP, PowerSGD
+from thinwire.data_parallel.ddp.powersgd import PowerSGD
+from thinwire.data_parallel.ddp.strategies import DDP
+from thinwire.data_parallel.ddp.torch_powersgd import TorchPowerSGD
+from thinwire.data_parallel.ddp.two_way import TwoWay
 from thinwire.data_parallel.fsdp.strategies import FSDP
 from thinwire.data_parallel.interface import CUTS_TENSORS, ParallelOptimizer, TrainingStrategy
 from thinwire.errors import ConfigError, nearest
@@ -215,6 +218,8 @@ STRATEGIES: dict[str, Callable[..., TrainingStrategy]] = {
     "ddp": DDP,
     "ddp-bf16": partial(DDP, wire="bf16"),
     "powersgd": PowerSGD,
+    "powersgd-torch": TorchPowerSGD,
+    "two-way": TwoWay,
     "dgc": DGC,
     "onebit-adam": OneBitAdam,
     "fsdp": FSDP,

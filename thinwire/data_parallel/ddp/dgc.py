@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from thinwire.codecs import Cast, Codec, Identity, Threshold, TopK, derive_seed
+from thinwire.codecs import Cast, Codec, Identity, Threshold, TopK
 from thinwire.collectives import Topology
 from thinwire.collectives.algorithms import Link, all_gather_packets
 from thinwire.collectives.exchange import Rounds
-from thinwire.collectives.payload import all_gather_bytes, all_reduce_bytes
-from thinwire.data_parallel.ddp.reductions import OPERATION, Step
-from thinwire.data_parallel.ddp.whole_step import OnWholeStep, WholeStep, check_clip, is_compressed
+from thinwire.data_parallel.ddp.reductions import OPERATION, Step, seed_of
+from thinwire.data_parallel.ddp.whole_step import Compressed, OnWholeStep, WholeStep, check_clip, is_compressed
 from thinwire.data_parallel.table import Row
 from thinwire.errors import ConfigError, nearest
 from thinwire.optim import DGCSGD
@@ -143,62 +142,61 @@ class SparseMean(WholeStep):
             self._unchecked = [("momentum of weight decay", ", ".join(f"{m:g}" for m in sorted(momenta)), reason)]
 
     def reduce(self, link: Link, grads: dict[str, Tensor], step: Step) -> Rounds[None]:
-        scale, codec = self.local_scale(grads), self.method.codec(self.method.density_at(step.number))
-        dense = {name: grad for name, grad in grads.items() if not is_compressed(grad.shape)}
-        sparse = {name: grad for name, grad in grads.items() if is_compressed(grad.shape)}
-        means, _ = yield from self.dense_mean(link, dense, scale)
-        fresh = yield from self.node_mean(link, sparse, scale)
-        total = link.scratch("accumulated", sum(g.numel() for g in fresh.values()), dtype=torch.float32)
-        sums = dict(zip(fresh, total.split([g.numel() for g in fresh.values()]), strict=True))
-        packet = link.scratch("packet", sum(codec.packet_bytes(g.numel()) for g in fresh.values()))
+        means, outs, is_finite = yield from self.exchange(link, grads, self.local_scale(grads), step)
+        with link.timed("decode_s", OPERATION):
+            for name, mean in means.items():
+                outs[name] = self._contribution(name, mean)
+                if is_finite:
+                    self._advance(name, mean)
+            for name, out in outs.items():
+                grads[name].copy_(out)
+
+    def compress(self, link: Link, grads: dict[str, Tensor], scale: float, step: Step) -> Rounds[Compressed]:
+        codec = self.method.codec(self.method.density_at(step.number))
+        fresh = yield from self.node_mean(link, grads, scale)
+        sizes = [g.numel() for g in fresh.values()]
+        total = link.scratch("accumulated", sum(sizes), dtype=torch.float32)
+        sums = dict(zip(fresh, total.split(sizes), strict=True))
+        packet = link.scratch("packet", sum(map(codec.packet_bytes, sizes)))
         with link.timed("encode_s", OPERATION):
             for name, part in self._parts(packet, fresh, codec).items():
-                self._accumulate(name, fresh[name], sums[name])
-                seed = derive_seed(self.seed, step.number, zlib.crc32(name.encode()))
-                codec.encode(sums[name], seed=seed, out=part)
+                self._contribution(name, fresh[name], sums[name]).add_(self._unsent(name, fresh[name]))
+                codec.encode(sums[name], seed=seed_of(self.seed, step.number, name), out=part)
         gathered = yield from all_gather_packets(link, packet, OPERATION)
         with link.timed("decode_s", OPERATION):
-            outs = {name: self._velocity_after(name, mean) for name, mean in means.items()}
-            outs |= self._mean_of(gathered, fresh, codec)
-            if all(bool(torch.isfinite(out).all()) for out in outs.values()):
-                self._remember(self._parts(gathered[link.local_rank, link.node], fresh, codec), fresh, sums, codec)
-                for name in dense:
-                    self._advance(self._velocity(name, means[name]), means[name])
-            for name, out in outs.items():
-                grads[name].copy_(out.view(-1)[: grads[name].numel()].view(grads[name].shape))
+            outs = self._mean_of(gathered, fresh, codec)
+        sent = self._parts(gathered[link.local_rank, link.node], fresh, codec)
+        return outs, partial(self._remember, sent, fresh, sums, codec)
 
     # ---------------------------------------------------------------- momentum
 
     def _velocity(self, name: str, like: Tensor) -> Tensor:
         return self.memory.get(name, VELOCITY, *like.shape)
 
-    def _velocity_after(self, name: str, g: Tensor, out: Tensor | None = None) -> Tensor:
-        """What this step adds to a tensor: m u + g, or m (u + g) + g."""
-        u = self._velocity(name, g)
+    def _unsent(self, name: str, like: Tensor) -> Tensor:
+        return self.memory.get(name, UNSENT, *like.shape)
+
+    def _contribution(self, name: str, g: Tensor, out: Tensor | None = None) -> Tensor:
+        """What this step adds: m u + g, or m (u + g) + g. Memory stays as it is until the step is known to be sound."""
         out = torch.empty_like(g) if out is None else out
-        torch.add(u, g, out=out) if self.method.nesterov else out.copy_(u)
+        out.copy_(self._velocity(name, g))
+        if self.method.nesterov:
+            out.add_(g)
         return out.mul_(self.method.momentum).add_(g)
 
-    def _advance(self, u: Tensor, g: Tensor) -> None:
+    def _advance(self, name: str, g: Tensor) -> Tensor:
         """u <- m u + g, or m (u + g)."""
-        if self.method.nesterov:
-            u.add_(g).mul_(self.method.momentum)
-        else:
-            u.mul_(self.method.momentum).add_(g)
-
-    def _accumulate(self, name: str, g: Tensor, out: Tensor) -> None:
-        """out = v + what this step adds to it; memory stays as it is until the step is known to be sound."""
-        self._velocity_after(name, g, out).add_(self.memory.get(name, UNSENT, g.numel()))
+        u = self._velocity(name, g)
+        return u.add_(g).mul_(self.method.momentum) if self.method.nesterov else u.mul_(self.method.momentum).add_(g)
 
     def _remember(
         self, sent: Mapping[str, Tensor], fresh: Mapping[str, Tensor], sums: Mapping[str, Tensor], codec: Codec
     ) -> None:
         """Advance u and v, and clear what was sent; v keeps what the rounding of values has lost."""
         for name, g in fresh.items():
-            u, v = self._velocity(name, g), self.memory.get(name, UNSENT, g.numel())
-            self._advance(u, g)
+            u = self._advance(name, g)
             values = codec.decode(sent[name], g.numel())
-            torch.sub(sums[name], values, out=v)
+            torch.sub(sums[name], values, out=self._unsent(name, g))
             if self.method.factor_masking:
                 u.masked_fill_(values != 0, 0.0)
 
@@ -210,25 +208,23 @@ class SparseMean(WholeStep):
         return dict(zip(fresh, packet.split(sizes, dim=-1), strict=True))
 
     def _mean_of(self, gathered: Tensor, fresh: Mapping[str, Tensor], codec: Codec) -> dict[str, Tensor]:
-        """All slices of each parameter, flat: what all nodes sent, added in their order, over their number."""
+        """What all nodes sent, added in their order, over their number; whole parameters."""
         grid, outs = self.grid, {}
         for name, parts in self._parts(gathered, fresh, codec).items():
             out = torch.zeros(grid.local_size, fresh[name].numel())
             for node in range(grid.num_nodes):
                 for i in range(grid.local_size):
                     codec.decode_add(parts[i, node], out[i])
-            outs[name] = out.div_(grid.num_nodes).view(-1)
+            shape = self.shapes[name]
+            outs[name] = out.div_(grid.num_nodes).view(-1)[: shape.numel()].view(shape)
         return outs
 
     # ---------------------------------------------------------------- of every Reduction
 
     def sent_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> int:
-        sparse = {name: shape for name, shape in shapes.items() if is_compressed(shape)}
-        codec, num_dense = self.method.codec(self.method.density), sum(s.numel() for s in shapes.values())
-        num_dense -= sum(shape.numel() for shape in sparse.values())
-        packet = sum(codec.packet_bytes(self.slice_length(shape, grid)) for shape in sparse.values())
-        # The dense message carries one number more.
-        return all_reduce_bytes(grid, num_dense + 1) + self.node_bytes(sparse, grid) + all_gather_bytes(grid, packet)
+        codec = self.method.codec(self.method.density)
+        slices = [self.slice_length(shape, grid) for shape in shapes.values() if is_compressed(shape)]
+        return self.exact_bytes(shapes, grid) + (grid.world_size - 1) * sum(map(codec.packet_bytes, slices))
 
     def rows(self, shapes: Mapping[str, torch.Size]) -> list[Row]:
         method, num_sparse = self.method, sum(map(is_compressed, shapes.values()))

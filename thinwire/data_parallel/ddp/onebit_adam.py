@@ -15,9 +15,8 @@ from thinwire.codecs import Codec, Sign
 from thinwire.collectives import Topology
 from thinwire.collectives.algorithms import Link, all_gather_packets, all_to_all_nodes
 from thinwire.collectives.exchange import Rounds
-from thinwire.collectives.payload import all_gather_bytes, all_reduce_bytes, all_to_all_nodes_bytes
 from thinwire.data_parallel.ddp.reductions import OPERATION, Step
-from thinwire.data_parallel.ddp.whole_step import OnWholeStep, WholeStep, check_clip, is_compressed
+from thinwire.data_parallel.ddp.whole_step import Compressed, OnWholeStep, WholeStep, check_clip, is_compressed
 from thinwire.data_parallel.table import Row
 from thinwire.errors import ConfigError
 from thinwire.optim import OneBitAdamW
@@ -145,9 +144,8 @@ class OneBitMean(WholeStep):
         scale = self.local_scale(grads)
         if self.is_frozen:
             self._tell(step)
-            dense = {name: grad for name, grad in grads.items() if name not in self._params}
-            outs, _ = yield from self.dense_mean(link, dense, scale)
-            outs |= yield from self._momenta(link, {name: grads[name] for name in self._params}, scale)
+            means, outs, _ = yield from self.exchange(link, grads, scale, step)
+            outs |= means
         else:
             outs, votes = yield from self.dense_mean(link, grads, scale, vote=float(self._is_ready(step)))
             # All ranks, or none: their processors may have rounded differently.
@@ -161,7 +159,7 @@ class OneBitMean(WholeStep):
         if self._is_told or self.rank:
             return
         self._is_told = True
-        never = sum(int((self.optimizer.state[p]["exp_avg_sq"] == 0).sum()) for p in self._params.values())
+        never = sum(int((self._state(name)["exp_avg_sq"] == 0).sum()) for name in self._params)
         log.warning("thinwire: onebit-adam: 1-bit momenta from step %d on", step.number + 1)
         if never:
             log.warning("thinwire: onebit-adam: %d elements have had no gradient so far and stay as they are", never)
@@ -187,7 +185,7 @@ class OneBitMean(WholeStep):
 
     def _has_settled(self) -> bool:
         """Whether |v|_1 has kept 0.96 of what it was 1 / (1 - b2) steps before."""
-        states = [(self.optimizer.state[param], self._betas[name][1]) for name, param in self._params.items()]
+        states = [(self._state(name), self._betas[name][1]) for name in self._params]
         if not all(state for state, _ in states):
             return False
         sums = [float(s["exp_avg_sq"].sum(dtype=torch.float64)) / (1 - beta2 ** s["step"]) for s, beta2 in states]
@@ -197,41 +195,46 @@ class OneBitMean(WholeStep):
 
     # ---------------------------------------------------------------- compressed momenta
 
-    def _momenta(self, link: Link, grads: dict[str, Tensor], scale: float) -> Rounds[dict[str, Tensor]]:
-        """The momenta that all ranks take over, whole, by name."""
+    def compress(self, link: Link, grads: dict[str, Tensor], scale: float, step: Step) -> Rounds[Compressed]:
+        """The momenta that all ranks take over."""
         num_nodes = link.topology.num_nodes
         fresh = yield from self.node_mean(link, grads, scale)
-        seen = {name: self.slice_of(self.optimizer.state[self._params[name]]["exp_avg_sq"]) > 0 for name in grads}
+        seen = {name: (self.slice_of(self._state(name)["exp_avg_sq"]) > 0).view(num_nodes, -1) for name in grads}
+        given: dict[str, Tensor] = {}
         pushed = link.scratch("pushed", num_nodes, self._answer_bytes(self.shapes, self.grid))
-        owed: dict[str, Tensor] = {}
         with link.timed("encode_s", OPERATION):
-            for name, part in self._parts(pushed).items():
-                owed[name] = self._local_momentum(name, fresh[name]).mul_(seen[name])
-                for node, chunk in enumerate(owed[name].view(num_nodes, -1)):
-                    self.codec.encode(chunk, out=part[node])
+            for name, packets in self._parts(pushed).items():
+                given[name] = self._local_momentum(name, fresh[name]).mul_(seen[name])
+                for chunk, packet in zip(given[name], packets, strict=True):
+                    self.codec.encode(chunk, out=packet)
         received = yield from all_to_all_nodes(link, pushed, operation=OPERATION)
-        answer, served = link.scratch("answer", pushed.shape[1]), {}
+        served: dict[str, Tensor] = {}
+        answer = link.scratch("answer", pushed.shape[1])
         with link.timed("decode_s", OPERATION):
-            answers = self._parts(answer)
-            for name, part in self._parts(received).items():
-                served[name] = self._served(name, part).mul_(seen[name].view(num_nodes, -1)[link.node])
-                self.codec.encode(served[name], out=answers[name])
+            for name, packets in self._parts(received).items():
+                served[name] = self._served(name, packets).mul_(seen[name][link.node])
+        with link.timed("encode_s", OPERATION):
+            for name, packet in self._parts(answer).items():
+                self.codec.encode(served[name], out=packet)
         gathered = yield from all_gather_packets(link, answer, OPERATION)
         with link.timed("decode_s", OPERATION):
-            outs = {name: self._decoded(name, part) for name, part in self._parts(gathered).items()}
-            if all(bool(torch.isfinite(out).all()) for out in outs.values()):
-                for name, part in self._parts(pushed).items():
-                    self._keep(name, WORKER, owed[name], self._decoded(name, part), seen[name])
-                for name, part in answers.items():
-                    own = seen[name].view(num_nodes, -1)[link.node]
-                    self._keep(name, SERVER, served[name], self._decoded(name, part), own)
-            return {name: self._masked(name, out) for name, out in outs.items()}
+            outs = {name: self._whole_momentum(name, packets) for name, packets in self._parts(gathered).items()}
+
+        def remember() -> None:
+            for name in grads:
+                self._keep(name, WORKER, given[name], self._parts(pushed)[name], seen[name])
+                self._keep(name, SERVER, served[name], self._parts(answer)[name], seen[name][link.node])
+
+        return outs, remember
+
+    def _state(self, name: str) -> dict[str, Tensor]:
+        return self.optimizer.state[self._params[name]]
 
     def _local_momentum(self, name: str, g: Tensor) -> Tensor:
-        """b1 m + (1 - b1) g + e, this local rank's slice."""
-        beta1 = self._betas[name][0]
-        momentum = self.slice_of(self.optimizer.state[self._params[name]]["exp_avg"])
-        return torch.lerp(momentum, g, 1 - beta1).add_(self.memory.get(name, WORKER, g.numel()))
+        """b1 m + (1 - b1) g + e, of this local rank's slice: fp32 [num_nodes, n], a row for each server."""
+        momentum = self.slice_of(self._state(name)["exp_avg"])
+        mixed = torch.lerp(momentum, g, 1 - self._betas[name][0]).view(self.grid.num_nodes, -1)
+        return mixed.add_(self.memory.get(name, WORKER, *mixed.shape))
 
     def _served(self, name: str, packets: Tensor) -> Tensor:
         """The mean of the nodes' packets, in their order, and what the last answer left out."""
@@ -240,8 +243,9 @@ class OneBitMean(WholeStep):
             self.codec.decode_add(packet, total)
         return total.div_(len(packets)).add_(self.memory.get(name, SERVER, total.numel()))
 
-    def _keep(self, name: str, kind: str, given: Tensor, sent: Tensor, seen: Tensor) -> None:
+    def _keep(self, name: str, kind: str, given: Tensor, packets: Tensor, seen: Tensor) -> None:
         """The error: what was given less what was sent, where there is a variance to divide by."""
+        sent = self._decoded(name, packets).view(given.shape)
         self.memory.put(name, kind, given.sub_(sent).mul_(seen))
 
     def _decoded(self, name: str, packets: Tensor) -> Tensor:
@@ -249,10 +253,11 @@ class OneBitMean(WholeStep):
         rows = packets.reshape(-1, packets.shape[-1])
         return torch.cat([self.codec.decode(row, self._chunk_length(name)) for row in rows])
 
-    def _masked(self, name: str, flat: Tensor) -> Tensor:
+    def _whole_momentum(self, name: str, packets: Tensor) -> Tensor:
         """In the parameter's shape, 0 where it never had a gradient: signs can't say 0, and v is 0 there."""
-        shape, variance = self.shapes[name], self.optimizer.state[self._params[name]]["exp_avg_sq"]
-        return flat[: shape.numel()].view(shape) * (variance > 0)
+        shape = self.shapes[name]
+        momentum = self._decoded(name, packets)[: shape.numel()].view(shape)
+        return momentum * (self._state(name)["exp_avg_sq"] > 0)
 
     def _chunk_length(self, name: str) -> int:
         """Elements of a slice for which one node is the server."""
@@ -271,12 +276,8 @@ class OneBitMean(WholeStep):
     # ---------------------------------------------------------------- of every Reduction
 
     def sent_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> int:
-        thin = {name: shape for name, shape in shapes.items() if is_compressed(shape)}
-        num_dense = sum(shape.numel() for shape in shapes.values()) - sum(shape.numel() for shape in thin.values())
-        packet = self._answer_bytes(thin, grid)
-        there_and_back = all_to_all_nodes_bytes(grid, packet) + all_gather_bytes(grid, packet)
-        # The dense message carries one number more.
-        return all_reduce_bytes(grid, num_dense + 1) + self.node_bytes(thin, grid) + there_and_back
+        there_and_back = (grid.num_nodes - 1) + (grid.world_size - 1)
+        return self.exact_bytes(shapes, grid) + there_and_back * self._answer_bytes(shapes, grid)
 
     def rows(self, shapes: Mapping[str, torch.Size]) -> list[Row]:
         effect = f"{len(self._params)} of {len(shapes)} as 1-bit momenta both ways, the others as fp32 gradients"
@@ -296,9 +297,9 @@ class OneBitMean(WholeStep):
         owed = {name: torch.zeros(shape) for name, shape in self.shapes.items()}
         for name, kinds in self.memory.held.items():
             both = kinds[WORKER] * self.grid.local_size
-            # One server holds what all were owed.
-            both.view(self.grid.num_nodes, -1)[self.grid.node(self.rank)] += kinds[SERVER] * self.grid.world_size
-            owed[name] = self.whole(both, name)
+            # One server holds what all are owed.
+            both[self.grid.node(self.rank)] += kinds[SERVER] * self.grid.world_size
+            owed[name] = self.whole(both.view(-1), name)
         return owed
 
     def state_dict(self) -> dict[str, Any]:

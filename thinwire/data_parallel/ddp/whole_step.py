@@ -8,24 +8,34 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from thinwire.codecs import Identity
 from thinwire.collectives import Communicator, Topology
-from thinwire.collectives.algorithms import Link, all_reduce, reduce_in_node
+from thinwire.collectives.algorithms import Link, all_reduce_bytes, reduce_in_node, together
 from thinwire.collectives.exchange import Rounds
-from thinwire.collectives.payload import reduce_in_node_bytes
-from thinwire.data_parallel.ddp.reductions import Bucket, Memory, Reduction, Step
+from thinwire.data_parallel.ddp.reductions import (
+    FP32,
+    FP32_BYTES,
+    OPERATION,
+    Bucket,
+    Memory,
+    Reduction,
+    Step,
+    sum_over_ranks,
+)
 from thinwire.data_parallel.ddp.strategies import OnDDP
 from thinwire.data_parallel.table import Row
 from thinwire.errors import ConfigError
 
-EXACT = Identity()
+# What came out, whole, by name; and what to call once it is known to be finite, before memory of the link is reused.
+Compressed = tuple[dict[str, Tensor], Callable[[], None]]
+# (dense means, what came out, whether all of it is finite)
+Exchanged = tuple[dict[str, Tensor], dict[str, Tensor], bool]
 
 
 class OnWholeStep(OnDDP):
@@ -75,6 +85,10 @@ class WholeStep:
     def reduce(self, link: Link, grads: dict[str, Tensor], step: Step) -> Rounds[None]:
         """Overwrite the gradients of a step, by name in the model's order, once all messages have arrived."""
 
+    @abstractmethod
+    def compress(self, link: Link, grads: dict[str, Tensor], scale: float, step: Step) -> Rounds[Compressed]:
+        """What comes out for the compressed parameters."""
+
     def unit(self, grid: Topology) -> int:
         """Slices are multiples of so many elements."""
         return 1
@@ -97,12 +111,21 @@ class WholeStep:
 
     def dense_mean(self, link: Link, grads: Mapping[str, Tensor], scale: float, vote: float = 0.0) -> Rounds[Any]:
         """({name: mean over ranks}, sum of votes) by one all_reduce in fp32."""
-        sizes = [grad.numel() for grad in grads.values()]
-        flat = torch.cat([*(grad.reshape(-1) for grad in grads.values()), torch.zeros(1)]).mul_(scale)
-        flat[-1] = vote
-        total = yield from all_reduce(link, flat, EXACT, EXACT, EXACT)
-        parts = total[:-1].div(link.topology.world_size).split(sizes)
-        return {name: part.view(grads[name].shape) for name, part in zip(grads, parts, strict=True)}, float(total[-1])
+        own = [grad.mul(scale) for grad in grads.values()]
+        *sums, votes = yield from sum_over_ranks(link, [*own, torch.tensor([vote])])
+        means = {name: total.div_(link.topology.world_size) for name, total in zip(grads, sums, strict=True)}
+        return means, float(votes)
+
+    def exchange(self, link: Link, grads: dict[str, Tensor], scale: float, step: Step) -> Rounds[Exchanged]:
+        """Dense means and compressed outputs, side by side, and whether all of them are finite."""
+        dense = {name: grad for name, grad in grads.items() if not is_compressed(grad.shape)}
+        large = {name: grad for name, grad in grads.items() if is_compressed(grad.shape)}
+        (means, _), (outs, remember) = yield from together(
+            self.dense_mean(link.part(0), dense, scale), self.compress(link.part(1), large, scale, step)
+        )
+        if is_finite := all(bool(torch.isfinite(out).all()) for out in [*means.values(), *outs.values()]):
+            remember()
+        return means, outs, is_finite
 
     def node_mean(self, link: Link, grads: Mapping[str, Tensor], scale: float) -> Rounds[dict[str, Tensor]]:
         """This local rank's slices, by name, of the mean over the node; scratch of the link."""
@@ -113,7 +136,7 @@ class WholeStep:
             torch.mul(
                 F.pad(grad.reshape(-1), (0, size * lengths[name] - grad.numel())).view(size, -1), scale, out=columns
             )
-        mean = (yield from reduce_in_node(link, laid.view(-1), operation="gradients")).div_(size)
+        mean = (yield from reduce_in_node(link, laid.view(-1), operation=OPERATION)).div_(size)
         return dict(zip(grads, mean.split(list(lengths.values())), strict=True))
 
     def slice_length(self, shape: torch.Size, grid: Topology) -> int:
@@ -136,9 +159,12 @@ class WholeStep:
 
     # ---------------------------------------------------------------- of every Reduction
 
-    def node_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> int:
-        """Payload of `node_mean`."""
-        return reduce_in_node_bytes(grid, sum(self.slice_length(shape, grid) for shape in shapes.values()))
+    def exact_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> int:
+        """Payload of `dense_mean`, which carries one number more, and of `node_mean`."""
+        dense = sum(shape.numel() for shape in shapes.values() if not is_compressed(shape))
+        slices = sum(self.slice_length(shape, grid) for shape in shapes.values() if is_compressed(shape))
+        inside = (grid.local_size - 1) * FP32_BYTES * slices
+        return all_reduce_bytes(dense + 1, grid, FP32, FP32, FP32) + inside
 
     def common_rows(self) -> list[Row]:
         """Rows on clipping and nodes."""

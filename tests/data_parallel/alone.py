@@ -21,7 +21,7 @@ class Alone:
     ) -> None:  # fmt: skip
         self.comm = Communicator(local_size=local_size, timeout_s=30)
         self.params, self.optimizer, self.steps = dict(params), optimizer, 0
-        method.check(nn.ParameterDict(params), optimizer)
+        method.check(nn.Module(), optimizer)
         self.reduction = method.reduction(self.comm.world_size, 3)
         method.bind(self.reduction, params, optimizer, self.comm)
 

@@ -69,7 +69,7 @@ def test_all_that_was_put_in_comes_out_or_is_still_held(values: str, stride: int
         out += alone.put(gradients(params, step))["matrix"].view(-1)
         put_in += gradients(params, step)["matrix"].view(-1)
     held = alone.reduction.memory.held["matrix"]
-    assert 0 < float((held[UNSENT] == 0).float().mean()) < 0.6
+    assert float(held[UNSENT].norm()) > float(out.norm()) / 10
     torch.testing.assert_close(0.1 * (out + held[UNSENT]) + 0.9 * held[VELOCITY], put_in, rtol=0, atol=1e-5)
     torch.testing.assert_close(alone.reduction.residuals()["matrix"].view(-1), held[UNSENT])
 

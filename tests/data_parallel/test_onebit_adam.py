@@ -127,7 +127,7 @@ def test_exact_steps_are_those_of_adamw() -> None:
     alone, twin = made(OneBitAdam(freeze=1000, clip=0.0)), parameters(**SHAPES)
     reference = torch.optim.AdamW(twin.values(), lr=0.01, weight_decay=0.1)
     for step in range(8):
-        alone.put(gradients(alone.params, step))
+        alone.put(gradients(alone.params, step), 0.01)
         for name, grad in gradients(twin, step).items():
             twin[name].grad = grad
         reference.step()
@@ -140,7 +140,7 @@ def test_without_compression_it_is_adam_with_a_frozen_variance() -> None:
     m = {name: torch.zeros_like(param) for name, param in twin.items()}
     v = {name: torch.zeros_like(param) for name, param in twin.items()}
     for step in range(8):
-        alone.put(gradients(alone.params, step))
+        alone.put(gradients(alone.params, step), 0.01)
         for name, grad in gradients(twin, step).items():
             m[name] = 0.9 * m[name] + 0.1 * grad
             is_frozen = step >= FREEZE and name in MATRICES
@@ -209,10 +209,7 @@ def test_it_freezes_when_told_to_or_when_the_variance_has_settled() -> None:
     # Not while the learning rate rises.
     assert first_frozen(with_window(OneBitAdam()), [0.01 * step for step in range(1, 18)] + [0.17] * 5) in (18, 19, 20)
     # Gradients that shrink by a tenth a step shrink the variance far below 0.96 of what it was.
-    assert first_frozen(with_window(OneBitAdam()), [0.1] * 30, lambda step: 0.9 ** min(step, 20)) in (
-        None,
-        *range(27, 31),
-    )
+    assert first_frozen(with_window(OneBitAdam(clip=0.0)), [0.1] * 25, lambda step: 0.9**step) is None
 
 
 def rising(rank: int, world_size: int) -> str:

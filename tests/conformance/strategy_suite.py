@@ -22,7 +22,7 @@ from torch import nn
 
 import thinwire
 from tests.workers import run_workers
-from thinwire.data_parallel import DDP, FSDP, PowerSGD, TorchPowerSGD, TwoWay, Zero, ZeroBF16
+from thinwire.data_parallel import DDP, FSDP, PowerSGD, TorchPowerSGD, TwoWay, Zero, ZeroBF16, ZeroCompressed
 from thinwire.data_parallel.interface import ParallelOptimizer
 
 STEPS = 20
@@ -50,10 +50,11 @@ class Row:
     averages_gradients: bool = True
 
 
-# fmt: off
 ROWS = {
     "zero": Row(Zero(), 0.0),
     "zero-bf16": Row(ZeroBF16(), 0.05),
+    "zero-compressed": Row(ZeroCompressed(), 0.9, ((1, 1), (2, 1), (4, 2))),
+    "zero-topk": Row(ZeroCompressed("topk", 0.2, weights="bf16"), 0.6, ((4, 1),)),
     "sdp4bit": Row(thinwire.SDP4Bit(), 0.45),
     "sdp4bit-weights": Row(thinwire.SDP4Bit(gradients=False), 0.2),
     "sdp4bit-gradients": Row(thinwire.SDP4Bit(weights=False), 0.45),
@@ -76,36 +77,45 @@ ROWS = {
     "two-way": Row(TwoWay(min_bytes=0), 0.9, ((1, 1), (2, 1), (4, 2), (4, 4)), may_skip_parameters=False),
     "two-way-integer": Row(TwoWay(codec="integer", min_bytes=0, find_unused_parameters=True), 0.45, ((2, 1),)),
     "dgc": Row(
-        thinwire.DGC(density=0.2, clip=0.0, warmup=(0.5,), warmup_steps=4), 0.5, ((2, 1), (4, 2)), range(4, STEPS),
-        may_skip_parameters=False, optimizer="dgc-sgd", reference="sgd", clip=math.inf, averages_gradients=False,
+        thinwire.DGC(density=0.2, clip=0.0, warmup=(0.5,), warmup_steps=4),
+        0.5,
+        ((2, 1), (4, 2)),
+        range(4, STEPS),
+        may_skip_parameters=False,
+        optimizer="dgc-sgd",
+        reference="sgd",
+        clip=math.inf,
+        averages_gradients=False,
     ),
     "dgc-everything": Row(
-        thinwire.DGC(density=1.0, clip=0.0, factor_masking=False, warmup=()), 0.0, ((1, 1), (4, 2)),
-        may_skip_parameters=False, optimizer="dgc-sgd", reference="sgd", clip=math.inf,
+        thinwire.DGC(density=1.0, clip=0.0, factor_masking=False, warmup=()),
+        0.0,
+        ((1, 1), (4, 2)),
+        may_skip_parameters=False,
+        optimizer="dgc-sgd",
+        reference="sgd",
+        clip=math.inf,
     ),
     "onebit-adam": Row(
-        thinwire.OneBitAdam(freeze=4, clip=0.0), 0.8, ((2, 1), (4, 1), (4, 2)), range(4, STEPS),
-        may_skip_parameters=False, optimizer="onebit-adam", reference="adamw", clip=math.inf,
+        thinwire.OneBitAdam(freeze=4, clip=0.0),
+        0.8,
+        ((2, 1), (4, 1), (4, 2)),
+        range(4, STEPS),
+        may_skip_parameters=False,
+        optimizer="onebit-adam",
+        reference="adamw",
+        clip=math.inf,
     ),
     # The first step gathers the weights twice; FSDP2 sends no gradients for what a step leaves out.
     "fsdp": Row(FSDP(), 0.0, ((1, 1), (2, 1), (4, 2)), range(1, STEPS, 2)),
     "fsdp-bf16": Row(FSDP(wire="bf16"), 0.05, ((4, 2),), range(1, STEPS, 2)),
 }
-# fmt: on
 # One row of each kind of state, and of each way to average gradients.
 STATEFUL = [
-    "zero",
-    "zero-bf16",
-    "sdp4bit",
-    "ddp",
-    "powersgd",
-    "powersgd-torch",
-    "two-way",
-    "dgc",
-    "onebit-adam",
+    "zero", "zero-bf16", "sdp4bit", "zero-compressed", "ddp", "powersgd", "powersgd-torch", "two-way", "dgc", "onebit-adam",
     "fsdp-bf16",
-]
-REDUCING = ["sdp4bit", "ddp", "powersgd", "powersgd-torch", "two-way", "dgc", "onebit-adam", "fsdp"]
+]  # fmt: skip
+REDUCING = ["sdp4bit", "zero-compressed", "ddp", "powersgd", "powersgd-torch", "two-way", "dgc", "onebit-adam", "fsdp"]
 
 
 class Net(nn.Module):

@@ -28,6 +28,8 @@ class OnDDP:
     # been sent can't be scaled any more; in a world of one too, for the method replaces a part of the optimizer.
     whole_step = False
     find_unused_parameters: bool
+    # Why thinwire.zero can't host it, to follow its name.
+    not_on_zero: ClassVar[str] = "averages whole gradients, and zero gives every rank a slice"
     # Whether it weighs what it remembers by the learning rate.
     uses_learning_rates = False
     optimizers: ClassVar[tuple[str, ...]] = GENERAL

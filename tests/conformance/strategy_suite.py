@@ -112,8 +112,8 @@ ROWS = {
 }
 # One row of each kind of state, and of each way to average gradients.
 STATEFUL = [
-    "zero", "zero-bf16", "sdp4bit", "zero-compressed", "ddp", "powersgd", "powersgd-torch", "two-way", "dgc", "onebit-adam",
-    "fsdp-bf16",
+    "zero", "zero-bf16", "sdp4bit", "zero-compressed", "ddp", "powersgd", "powersgd-torch", "two-way", "dgc",
+    "onebit-adam", "fsdp-bf16",
 ]  # fmt: skip
 REDUCING = ["sdp4bit", "zero-compressed", "ddp", "powersgd", "powersgd-torch", "two-way", "dgc", "onebit-adam", "fsdp"]
 

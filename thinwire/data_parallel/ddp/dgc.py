@@ -47,6 +47,7 @@ class DGC(OnWholeStep):
 
     optimizers: ClassVar[tuple[str, ...]] = ("dgc-sgd", "sgd-plain")
     optimizers_reason: ClassVar[str] = "keeps the momentum of SGD itself"
+    not_on_zero: ClassVar[str] = "keeps gradients back on every node, while zero knows only the sum of what it is given"
 
     density: float = 0.001
     momentum: float = 0.9

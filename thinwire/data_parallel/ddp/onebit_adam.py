@@ -47,6 +47,7 @@ class OneBitAdam(OnWholeStep):
 
     optimizers: ClassVar[tuple[str, ...]] = ("onebit-adam",)
     optimizers_reason: ClassVar[str] = "exchanges the momentum that its own optimizer keeps"
+    not_on_zero: ClassVar[str] = "needs the whole momentum on every rank, of which zero keeps a slice"
 
     freeze: float | None = None
     clip: float = 1.0

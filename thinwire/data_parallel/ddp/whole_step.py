@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from thinwire.collectives import Communicator, Topology
-from thinwire.collectives.algorithms import Link, all_reduce_bytes, reduce_in_node, together
+from thinwire.collectives.algorithms import Link, reduce_in_node, together
 from thinwire.collectives.exchange import Rounds
 from thinwire.data_parallel.ddp.reductions import (
     FP32,
@@ -25,6 +25,7 @@ from thinwire.data_parallel.ddp.reductions import (
     Bucket,
     Memory,
     Reduction,
+    Slices,
     Step,
     sum_over_ranks,
 )
@@ -161,10 +162,10 @@ class WholeStep:
 
     def exact_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> int:
         """Payload of `dense_mean`, which carries one number more, and of `node_mean`."""
-        dense = sum(shape.numel() for shape in shapes.values() if not is_compressed(shape))
+        dense = [*(shape.numel() for shape in shapes.values() if not is_compressed(shape)), 1]
         slices = sum(self.slice_length(shape, grid) for shape in shapes.values() if is_compressed(shape))
         inside = (grid.local_size - 1) * FP32_BYTES * slices
-        return all_reduce_bytes(dense + 1, grid, FP32, FP32, FP32) + inside
+        return Slices.of(dense, grid.world_size, FP32).all_reduce_bytes(grid, FP32) + inside
 
     def common_rows(self) -> list[Row]:
         """Rows on clipping and nodes."""

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ from tests.docs.pages import PAGES, ROOT, Block, anchors, blocks, links, table_r
 from thinwire.compare import RaceConfig
 from thinwire.compare.contestants import read_contestants
 from thinwire.compare.options import read_race
+from thinwire.data_parallel import DGC, OneBitAdam
 from thinwire.data_parallel.strategies import STRATEGIES, SDP4Bit
 from thinwire.lab import LabSpec
 from thinwire.lab.command import LabOptions
@@ -187,10 +189,11 @@ def test_every_metric_is_documented() -> None:
     assert documented == [item.name for item in fields(StepMetrics)]
 
 
-def test_every_option_of_sdp4bit_is_documented() -> None:
-    rows = table_rows(ROOT / "docs/methods/sdp4bit.md", "Options")
+@pytest.mark.parametrize(("page", "strategy"), [("sdp4bit", SDP4Bit), ("dgc", DGC), ("onebit-adam", OneBitAdam)])
+def test_every_option_of_a_strategy_is_documented(page: str, strategy: Any) -> None:
+    rows = table_rows(ROOT / f"docs/methods/{page}.md", "Options")
     documented = [name for row in rows for name in re.findall(r"\w+", row[0])]
-    assert sorted(documented) == sorted(item.name for item in fields(SDP4Bit))
+    assert sorted(documented) == sorted(item.name for item in fields(strategy))
 
 
 def test_every_strategy_is_documented() -> None:

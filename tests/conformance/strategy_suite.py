@@ -46,15 +46,15 @@ class Row:
     optimizer: str = "adamw"
     reference: str = ""
     clip: float = 1.0
-    # Whether what comes out is the mean gradient, and so has its norm.
-    averages_gradients: bool = True
+    # Largest relative error of the first step's norm; signs and sparse values shorten a gradient by design.
+    norm_error: float = 0.1
 
 
 ROWS = {
     "zero": Row(Zero(), 0.0),
     "zero-bf16": Row(ZeroBF16(), 0.05),
-    "zero-compressed": Row(ZeroCompressed(), 0.9, ((1, 1), (2, 1), (4, 2))),
-    "zero-topk": Row(ZeroCompressed("topk", 0.2, weights="bf16"), 0.6, ((4, 1),)),
+    "zero-compressed": Row(ZeroCompressed(), 0.9, ((1, 1), (2, 1), (4, 2)), norm_error=0.5),
+    "zero-topk": Row(ZeroCompressed("topk", 0.2, weights="bf16"), 0.6, ((4, 1),), norm_error=0.5),
     "sdp4bit": Row(thinwire.SDP4Bit(), 0.45),
     "sdp4bit-weights": Row(thinwire.SDP4Bit(gradients=False), 0.2),
     "sdp4bit-gradients": Row(thinwire.SDP4Bit(weights=False), 0.45),
@@ -74,7 +74,9 @@ ROWS = {
     ),
     "powersgd-torch": Row(TorchPowerSGD(start_step=4), 0.25, ((2, 1),), range(4, STEPS), may_skip_parameters=False),
     # Groups of 512 signs, and matrices of some hundred elements.
-    "two-way": Row(TwoWay(min_bytes=0), 0.9, ((1, 1), (2, 1), (4, 2), (4, 4)), may_skip_parameters=False),
+    "two-way": Row(
+        TwoWay(min_bytes=0), 0.9, ((1, 1), (2, 1), (4, 2), (4, 4)), may_skip_parameters=False, norm_error=0.5
+    ),
     "two-way-integer": Row(TwoWay(codec="integer", min_bytes=0, find_unused_parameters=True), 0.45, ((2, 1),)),
     "dgc": Row(
         thinwire.DGC(density=0.2, clip=0.0, warmup=(0.5,), warmup_steps=4),
@@ -85,7 +87,7 @@ ROWS = {
         optimizer="dgc-sgd",
         reference="sgd",
         clip=math.inf,
-        averages_gradients=False,
+        norm_error=0.5,
     ),
     "dgc-everything": Row(
         thinwire.DGC(density=1.0, clip=0.0, factor_masking=False, warmup=()),
@@ -312,8 +314,8 @@ class StrategySuite:
             assert result["hashes"] == results[0]["hashes"], "replicas differ"
             assert set(result["sent"]) == {result["formula"]}, "bytes sent are not what the formula says"
             assert result["uncompressed"] == pytest.approx(8 * num_trained * (world_size - 1) / world_size)
-            norm = pytest.approx(first_norm(row.may_skip_parameters), rel=0.1 if row.drift else 1e-5)
-            assert result["norm"] == norm or not row.averages_gradients
+            norm = pytest.approx(first_norm(row.may_skip_parameters), rel=row.norm_error if row.drift else 1e-5)
+            assert result["norm"] == norm
             if row.drift == 0.0 or world_size == 1:
                 for key, weight in result["weights"].items():
                     torch.testing.assert_close(weight, reference[key], rtol=0, atol=1e-6)

@@ -87,7 +87,8 @@ def _check_strategy(strategy: Strategy) -> None:
         why = getattr(strategy, "not_on_zero", "belongs to another wrapper")
         way = "thinwire.compress_ddp or " if hasattr(strategy, "not_on_zero") else ""
         raise ConfigError(
-            f"thinwire.zero can't run {strategy.name}, which {why}; use {way}`thinwire train --strategy {strategy.name}`"
+            f"thinwire.zero can't run {strategy.name}, which {why}; "
+            f"use {way}`thinwire train --strategy {strategy.name}`"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ class Alone:
         self.comm = Communicator(local_size=local_size, timeout_s=30)
         self.params, self.optimizer, self.steps = dict(params), optimizer, 0
         method.check(nn.Module(), optimizer)
-        self.reduction = method.reduction(self.comm.world_size, 3)
+        self.reduction: Any = method.reduction(self.comm.world_size, 3)
         method.bind(self.reduction, params, optimizer, self.comm)
 
     def put(self, gradients: Mapping[str, Tensor], lr: float = 0.1, *, skip: bool = False) -> dict[str, Tensor]:

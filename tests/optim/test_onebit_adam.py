@@ -42,7 +42,7 @@ def test_a_frozen_state_loads_as_frozen_and_goes_on_bit_for_bit() -> None:
         optimizer.step()
         second.step()
     assert torch.equal(x, y)
-    assert torch.equal(optimizer.state[x]["exp_avg"], x.grad)
+    assert torch.equal(optimizer.state[x]["exp_avg"], torch.tensor([0.2, 0.4, 0.0]))
 
 
 @pytest.mark.parametrize(

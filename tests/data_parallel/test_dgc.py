@@ -123,8 +123,8 @@ def test_densities_fall_as_the_warm_up_says() -> None:
     assert sent == [500, 200, 20, 20]
 
 
-def demo_bytes(rank: int, world_size: int) -> tuple[int, int, int]:
-    """(bytes of gradients in fp32, bytes of gradients sent, by formula) for the demo model's shapes, over two nodes."""
+def demo_bytes(rank: int, world_size: int) -> tuple[int, int, int, float]:
+    """For the demo model: (bytes of gradients in fp32, bytes sent, by formula, what scales a norm of 10)."""
     model = build_model("demo", 256, 256, 0)
     alone = Alone(DGC(warmup=()), dict(model.named_parameters()))
     before = alone.comm.meter.snapshot()
@@ -132,12 +132,15 @@ def demo_bytes(rank: int, world_size: int) -> tuple[int, int, int]:
     sent = (alone.comm.meter.snapshot() - before).sent_bytes
     shapes = {name: param.shape for name, param in alone.params.items()}
     formula = alone.reduction.sent_bytes(shapes, alone.comm.topology)
-    return 4 * sum(map(torch.Size.numel, shapes.values())), sent, formula
+    scale = alone.reduction.local_scale({"any": torch.tensor([6.0, 8.0])})
+    return 4 * sum(map(torch.Size.numel, shapes.values())), sent, formula, scale
 
 
 def test_a_thousandth_sends_270_to_600_times_less() -> None:
-    for plain, sent, formula in run_workers(demo_bytes, 2):
+    for plain, sent, formula, scale in run_workers(demo_bytes, 2):
         assert sent == formula
+        # c sqrt(P) over the norm: two such gradients that are independent have a mean of norm c.
+        assert scale == pytest.approx(2**0.5 / 10)
         assert 270 <= plain / sent <= 600
 
 

@@ -7,7 +7,7 @@ is held once a node, in local_size parts. What crosses between nodes is the meth
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -56,14 +56,14 @@ class OnWholeStep(OnDDP):
         reduction.bind(trained, optimizer, comm)
 
 
-class WholeStep:
+class WholeStep(ABC):
     """A Reduction that holds buckets until the last has come, then takes all gradients of the step in one job.
 
     So results and messages do not depend on buckets, a rank's gradient can be clipped by its whole norm, and memory
     changes only where all that was received is finite: a step that is skipped leaves it as it was.
 
     clip: c > 0: every rank's gradient is scaled to a 2-norm of at most c sqrt(P) before anything else. P independent
-    gradients of that norm have a mean of norm c. 0: no clipping. unit: slices are multiples of it.
+    gradients of that norm have a mean of norm c. 0: no clipping.
     Source: DGC (ICLR 2018), section 3.2: there gradients count 1/P of the mean, and are clipped at c / sqrt(P).
     """
 
@@ -134,9 +134,8 @@ class WholeStep:
         lengths = {name: self.slice_length(grad.shape, self.grid) for name, grad in grads.items()}
         laid = link.scratch("laid", size, sum(lengths.values()), dtype=torch.float32)
         for (name, grad), columns in zip(grads.items(), laid.split(list(lengths.values()), dim=1), strict=True):
-            torch.mul(
-                F.pad(grad.reshape(-1), (0, size * lengths[name] - grad.numel())).view(size, -1), scale, out=columns
-            )
+            padded = F.pad(grad.reshape(-1), (0, size * lengths[name] - grad.numel()))
+            torch.mul(padded.view(size, -1), scale, out=columns)
         mean = (yield from reduce_in_node(link, laid.view(-1), operation=OPERATION)).div_(size)
         return dict(zip(grads, mean.split(list(lengths.values())), strict=True))
 

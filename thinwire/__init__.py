@@ -19,12 +19,14 @@ from thinwire.codecs import (
 from thinwire.collectives import Communicator, Topology
 from thinwire.data_parallel import (
     DDP,
+    DGC,
     FSDP,
     STRATEGIES,
     CompressedDDP,
     CompressedFSDP,
     DeadGradientError,
     Frontier,
+    OneBitAdam,
     PowerSGD,
     SDP4Bit,
     Strategy,
@@ -42,12 +44,14 @@ from thinwire.data_parallel import (
     zero,
 )
 from thinwire.errors import ConfigError, MismatchError, PeerLostError, ThinwireError
-from thinwire.optim import LANS
+from thinwire.optim import DGCSGD, LANS, OneBitAdamW
 
 __version__ = "0.1.0"
 
 __all__ = [
     "DDP",
+    "DGC",
+    "DGCSGD",
     "FSDP",
     "LANS",
     "STRATEGIES",
@@ -66,6 +70,8 @@ __all__ = [
     "Integer",
     "MismatchError",
     "Natural",
+    "OneBitAdam",
+    "OneBitAdamW",
     "PeerLostError",
     "PowerSGD",
     "RandomK",

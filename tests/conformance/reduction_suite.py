@@ -6,6 +6,7 @@ can be held against what it was given.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -68,6 +69,28 @@ ROWS: dict[str, Row] = {
     "two-way-integer": Row(
         thinwire.TwoWay("integer", error_feedback=True, min_bytes=500), 0.5, grid=(2, 1), variant=True
     ),
+    # Without momentum and clipping it is gradients that are accumulated.
+    "dgc": Row(
+        thinwire.DGC(density=0.1, momentum=0.0, clip=0.0, warmup=(0.5,), warmup_steps=2, values="bf16"), 2.0, warmup=2
+    ),
+    "dgc-momentum": Row(
+        thinwire.DGC(density=0.02, nesterov=True, clip=2.0, warmup=(0.25,), warmup_steps=2),
+        0.0,
+        owes=False,
+        grid=(3, 1),
+        optimizer=lambda params: thinwire.DGCSGD(params, lr=0.1, nesterov=True),
+        averages_gradients=False,
+        warmup=2,
+        variant=True,
+    ),
+    "onebit-adam": Row(
+        thinwire.OneBitAdam(freeze=2, clip=30.0),
+        0.0,
+        owes=False,
+        optimizer=lambda params: thinwire.OneBitAdamW(params, lr=0.01),
+        averages_gradients=False,
+        warmup=2,
+    ),
 }
 
 
@@ -116,7 +139,7 @@ class Harness:
             given["up"][3, 3] = math.nan
         self.ddp(given).backward()
         out = {name: param.grad.clone() for name, param in self.model.numbers.items() if param.grad is not None}
-        if not spoil:
+        if all(bool(torch.isfinite(grad).all()) for grad in out.values()):
             self.optimizer.step()
         self.optimizer.zero_grad()
         return out
@@ -141,7 +164,7 @@ def as_reported(rank: int, world_size: int, name: str) -> dict[str, Any]:
         told["outs"].append(plain.put(step))
         told["sent"].append(plain.handle.meter.snapshot().sent_bytes - before)
         if step == STEPS // 2 - 1:
-            saved = plain.handle.state_dict(), plain.optimizer.state_dict()
+            saved = plain.handle.state_dict(), copy.deepcopy(plain.optimizer.state_dict())
             saved_weights = {key: value.clone() for key, value in plain.model.state_dict().items()}
     told["formula"] = plain.handle.bytes_per_step
     told["owed"] = plain.owed()

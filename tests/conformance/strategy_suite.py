@@ -53,6 +53,10 @@ class Row:
     counted: Sequence[int] = range(STEPS)
     # Whether some steps may leave parameters out.
     may_skip_parameters: bool = True
+    # The optimizer, the single process's where that differs, and the norm to which the single process clips.
+    optimizer: str = "adamw"
+    reference: str = ""
+    clip: float = 1.0
     # Largest relative error of the first step's norm; signs and sparse values shorten a gradient by design.
     norm_error: float = 0.1
 
@@ -85,6 +89,36 @@ ROWS = {
         TwoWay(min_bytes=0), 0.9, ((1, 1), (2, 1), (4, 2), (4, 4)), may_skip_parameters=False, norm_error=0.5
     ),
     "two-way-integer": Row(TwoWay(codec="integer", min_bytes=0, find_unused_parameters=True), 0.45, ((2, 1),)),
+    "dgc": Row(
+        thinwire.DGC(density=0.2, clip=0.0, warmup=(0.5,), warmup_steps=4),
+        0.5,
+        ((2, 1), (4, 2)),
+        range(4, STEPS),
+        may_skip_parameters=False,
+        optimizer="dgc-sgd",
+        reference="sgd",
+        clip=math.inf,
+        norm_error=0.5,
+    ),
+    "dgc-everything": Row(
+        thinwire.DGC(density=1.0, clip=0.0, factor_masking=False, warmup=()),
+        0.0,
+        ((1, 1), (4, 2)),
+        may_skip_parameters=False,
+        optimizer="dgc-sgd",
+        reference="sgd",
+        clip=math.inf,
+    ),
+    "onebit-adam": Row(
+        thinwire.OneBitAdam(freeze=4, clip=0.0),
+        0.8,
+        ((2, 1), (4, 1), (4, 2)),
+        range(4, STEPS),
+        may_skip_parameters=False,
+        optimizer="onebit-adam",
+        reference="adamw",
+        clip=math.inf,
+    ),
     # The first step gathers the weights twice; FSDP2 sends no gradients for what a step leaves out.
     "fsdp": Row(FSDP(), 0.0, ((1, 1), (2, 1), (4, 2)), range(1, STEPS, 2)),
     "fsdp-bf16": Row(FSDP(wire="bf16"), 0.05, ((4, 2),), range(1, STEPS, 2)),
@@ -105,11 +139,12 @@ ROWS = {
 }
 # One row of each kind of state, and of each way to average gradients.
 STATEFUL = [
-    "zero", "zero-bf16", "sdp4bit", "zero-compressed", "ddp", "powersgd", "powersgd-torch", "two-way", "fsdp-bf16",
-    "frontier", "zeropp-loco",
+    "zero", "zero-bf16", "sdp4bit", "zero-compressed", "ddp", "powersgd", "powersgd-torch", "two-way", "dgc",
+    "onebit-adam", "fsdp-bf16", "frontier", "zeropp-loco",
 ]  # fmt: skip
 REDUCING = [
-    "sdp4bit", "zero-compressed", "ddp", "powersgd", "powersgd-torch", "two-way", "fsdp", "frontier", "zeropp-loco",
+    "sdp4bit", "zero-compressed", "ddp", "powersgd", "powersgd-torch", "two-way", "dgc", "onebit-adam", "fsdp",
+    "frontier", "zeropp-loco",
 ]  # fmt: skip
 
 
@@ -149,6 +184,10 @@ def make_optimizer(model: nn.Module, kind: str = "adamw") -> torch.optim.Optimiz
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
     if kind == "sgd":
         return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+    if kind == "dgc-sgd":
+        return thinwire.DGCSGD(groups, lr=0.05)
+    if kind == "onebit-adam":
+        return thinwire.OneBitAdamW(groups, lr=3e-3, eps=1e-4)
     if kind == "adagrad":
         return torch.optim.Adagrad(groups, lr=0.01, eps=1e-4, initial_accumulator_value=0.1)
     if kind == "amsgrad":
@@ -201,8 +240,8 @@ class Replica:
         self.wrapped: nn.Module
         self.optimizer: ParallelOptimizer
         self.wrapped, self.optimizer = self.row.strategy.apply(
-            self.model, make_optimizer(self.model), local_size=local_size, seed=0, timeout_s=30, checked=True,
-            overlap=True,
+            self.model, make_optimizer(self.model, self.row.optimizer), local_size=local_size, seed=0, timeout_s=30,
+            checked=True, overlap=True,
         )  # fmt: skip
 
     def backward(self, step: int, micro_batches: int = 1, scale: float = 1.0) -> None:
@@ -296,7 +335,8 @@ class StrategySuite:
     def test_follows_single_process_with_equal_replicas(self, name: str, grid: tuple[int, int]) -> None:
         row, (world_size, local_size) = ROWS[name], grid
         results = run_workers(train, world_size, name, local_size)
-        reference = single_process(may_skip_parameters=row.may_skip_parameters)
+        kind = row.reference or row.optimizer
+        reference = single_process(kind, row.clip, may_skip_parameters=row.may_skip_parameters)
         num_trained = sum(p.numel() for p in Net(0).parameters() if p.requires_grad)
         for result in results:
             assert result["hashes"] == results[0]["hashes"], "replicas differ"

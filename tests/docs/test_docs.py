@@ -11,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ from tests.docs.pages import PAGES, ROOT, Block, anchors, blocks, links, table_r
 from thinwire.compare import RaceConfig
 from thinwire.compare.contestants import read_contestants
 from thinwire.compare.options import read_race
+from thinwire.data_parallel import DGC, OneBitAdam
 from thinwire.data_parallel.strategies import STRATEGIES, Frontier, SDP4Bit, ZeroPP
 from thinwire.lab import LabSpec
 from thinwire.lab.command import LabOptions
@@ -208,9 +210,9 @@ def test_every_metric_is_documented() -> None:
     assert documented == [item.name for item in fields(StepMetrics)]
 
 
-@pytest.mark.parametrize("strategy", [SDP4Bit, Frontier, ZeroPP])
-def test_every_option_is_documented(strategy: type[SDP4Bit | Frontier | ZeroPP]) -> None:
-    rows = table_rows(ROOT / f"docs/methods/{strategy.name}.md", "Options")
+@pytest.mark.parametrize("strategy", [SDP4Bit, Frontier, ZeroPP, DGC, OneBitAdam])
+def test_every_option_is_documented(strategy: Any) -> None:
+    rows = table_rows(ROOT / f"docs/methods/{strategy().name}.md", "Options")
     documented = [name for row in rows for name in re.findall(r"\w+", row[0])]
     assert sorted(documented) == sorted(item.name for item in fields(strategy))
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from thinwire.codecs import Codec, derive_seed, paired_seed
+from thinwire.codecs import Codec, Identity, derive_seed, paired_seed
 from thinwire.collectives import staging
 from thinwire.collectives.exchange import ROUNDS_OF_A_PART, Exchange, Wire
 from thinwire.collectives.rounds import Arrival, Rounds
@@ -340,6 +340,32 @@ def reduce_scatter(
     assert rotated_by is not None
     with link.timed("decode_s", operation):
         return rotated_by.unrotate_(partial.view(-1))
+
+
+def reduce_in_node(link: Link, x: Tensor, *, operation: str = "reduce_scatter") -> Rounds[Tensor]:
+    """This local rank's slice of the sum over its node of flat fp32 `x`: fp32 [n / local_size], scratch of the link."""
+    grid = link.topology
+    slices = x.view(1, grid.local_size, -1)
+    if grid.local_size == 1 or x.numel() == 0:
+        return slices[0, 0]
+    total = yield from _hop_intra(link, slices, Identity(), 0, [[0] * grid.local_size], operation, None)
+    return total[0]
+
+
+def all_to_all_nodes(link: Link, sends: Tensor, *, operation: str = "all_to_all") -> Rounds[Tensor]:
+    """Row y of uint8 `sends` [num_nodes, bytes] to node y, between ranks of one local rank; scratch of the link.
+
+    Row y of the result, of the same shape, came from node y.
+    """
+    received = link.scratch("exchanged", *sends.shape)
+    received[link.node].copy_(sends[link.node])
+    if link.topology.num_nodes > 1 and sends.numel():
+        receives = {peer: received[link.topology.node(peer)] for peer in link.node_peers()}
+        round_ = link.exchange(operation, "inter", receives)
+        for peer in receives:
+            round_.send(peer, sends[link.topology.node(peer)])
+        yield from round_.finish()
+    return received
 
 
 def _hop_intra(

@@ -4,7 +4,16 @@ Those of our own sharded optimizer lie in `zero`, those of torch's wrappers in `
 `frontier`. `interface` says what a strategy must offer, `strategies` lists those that `--strategy` knows.
 """
 
-from thinwire.data_parallel.ddp import DDP, CompressedDDP, PowerSGD, TorchPowerSGD, TwoWay, compress_ddp
+from thinwire.data_parallel.ddp import (
+    DDP,
+    DGC,
+    CompressedDDP,
+    OneBitAdam,
+    PowerSGD,
+    TorchPowerSGD,
+    TwoWay,
+    compress_ddp,
+)
 from thinwire.data_parallel.frontier import Frontier
 from thinwire.data_parallel.frontier.footprint import frontier_footprint as frontier_footprint
 from thinwire.data_parallel.fsdp import FSDP, ZeroPP
@@ -33,12 +42,14 @@ __all__ = [
     "DDP",
     "DeadGradientError",
     "CompressedFSDP",
+    "DGC",
     "FSDP",
     "Footprint",
     "Frontier",
     "NotExplainedError",
     "STRATEGIES",
     "CompressedDDP",
+    "OneBitAdam",
     "ParallelOptimizer",
     "PowerSGD",
     "ReplicaError",

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import singledispatch
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -217,3 +217,15 @@ def trained_shapes(model: nn.Module) -> dict[str, torch.Size]:
 def agreement_sent(topology: Topology, word_bytes: int = 24) -> dict[tuple[str, str], int]:
     """What the ranks' words about a step take, by the meter's (operation, level)."""
     return {("all_gather_exact", level): sent for level, sent in gather_bytes(topology, word_bytes).items()}
+
+
+@runtime_checkable
+class PlannedByRun(Protocol):
+    """A strategy whose options may be shares of a run."""
+
+    def for_run(self, num_steps: int, num_warmup_steps: int) -> TrainingStrategy:
+        """The strategy for a run of so many steps, during the first of which the learning rate rises.
+
+        Raises ConfigError where its options do not fit them.
+        """
+        ...

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 
 from thinwire.codecs import Cast, Codec, Hadamard, Identity, Integer, Zstd
+from thinwire.data_parallel.ddp.dgc import DGC
+from thinwire.data_parallel.ddp.onebit_adam import OneBitAdam
 from thinwire.data_parallel.ddp.powersgd import PowerSGD
 from thinwire.data_parallel.ddp.strategies import DDP
 from thinwire.data_parallel.ddp.torch_powersgd import TorchPowerSGD
@@ -209,6 +211,8 @@ STRATEGIES: dict[str, Callable[..., TrainingStrategy]] = {
     "powersgd": PowerSGD,
     "powersgd-torch": TorchPowerSGD,
     "two-way": TwoWay,
+    "dgc": DGC,
+    "onebit-adam": OneBitAdam,
     "fsdp": FSDP,
     "fsdp-bf16": partial(FSDP, wire="bf16"),
     "frontier": Frontier,

@@ -9,13 +9,17 @@ from typing import Any
 import torch
 
 from thinwire.errors import ConfigError, nearest
+from thinwire.optim.dgc_sgd import DGCSGD
 from thinwire.optim.lans import LANS
+from thinwire.optim.onebit_adam import OneBitAdamW
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": partial(torch.optim.AdamW, betas=(0.9, 0.95), fused=True),
     "sgd": partial(torch.optim.SGD, momentum=0.9),
     "sgd-plain": torch.optim.SGD,
     "lans": LANS,
+    "dgc-sgd": DGCSGD,
+    "onebit-adam": OneBitAdamW,
 }
 # Those whose update of an element depends on that element alone, so that a tensor can be cut anywhere.
 ELEMENTWISE = ("adamw", "sgd", "sgd-plain")

@@ -52,7 +52,8 @@ class TrainConfig:
     micro_batch: int = 8
     """Most sequences that fit into one forward pass of one worker; the accumulation follows from it."""
     optimizer: str | None = None
-    """adamw (betas 0.9 and 0.95), sgd (momentum 0.9), sgd-plain or lans; by default the strategy's own choice."""
+    """adamw (betas 0.9 and 0.95), sgd (momentum 0.9), sgd-plain, lans, dgc-sgd or onebit-adam; by default the
+    strategy's own choice."""
     lr: float = 3e-4
     """Peak learning rate; it warms up linearly, then falls as a cosine to a tenth."""
     weight_decay: float = 0.1

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from thinwire.training.config import DEFAULTS, FIXED_ON_RESUME, Batch, TrainConfig, flag
-from thinwire.training.settings import NOT_WRITTEN, used_tables
+from thinwire.training.settings import NOT_WRITTEN, build_strategy, used_tables
 
 # (asked for, in effect, why they differ or how it was found)
 Row = tuple[str, str, str]
@@ -29,10 +29,12 @@ def unused_rows(config: TrainConfig) -> Iterator[Row]:
         for option in config.tables[table]:
             yield flag(f"{table}.{option}"), NONE, f"{owner} does not use it"
     reads_fields = config.data.startswith("hf:") or config.data.endswith((".jsonl", ".parquet"))
+    clips = getattr(build_strategy(config), "whole_step", False)
     pointless = {
         "text_field": (not reads_fields and not folder_like(config.data), f"data {config.data} has no fields"),
         "join": (config.nodes == 1, "there is one machine"),
         "prompt": (config.sample_tokens == 0, "no tokens are generated"),
+        "grad_clip": (clips, f"strategy {config.strategy} clips each rank's gradient, by an option of its own"),
         "weight_decay": (config.lr == 0, "the learning rate is 0"),
     }
     for name, (is_pointless, reason) in pointless.items():

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import tyro
 
 from thinwire.data_parallel import STRATEGIES, TrainingStrategy
+from thinwire.data_parallel.interface import PlannedByRun
 from thinwire.errors import ConfigError, nearest
 from thinwire.models.llama import LlamaConfig
 from thinwire.optim import OPTIMIZERS
@@ -46,10 +47,14 @@ def used_tables(config: TrainConfig) -> set[str]:
 
 
 def build_strategy(config: TrainConfig) -> TrainingStrategy:
-    """The strategy with its options; raises ConfigError for an unknown name or a refused option."""
+    """The strategy with its options, for a run of this length.
+
+    Raises ConfigError for an unknown name, a refused option, or one that does not fit the run.
+    """
     if config.strategy not in STRATEGIES:
         raise ConfigError(f"--strategy {config.strategy}: no such strategy{nearest(config.strategy, STRATEGIES)}")
-    return STRATEGIES[config.strategy](**config.tables.get(strategy_table(config.strategy) or "", {}))
+    strategy = STRATEGIES[config.strategy](**config.tables.get(strategy_table(config.strategy) or "", {}))
+    return strategy.for_run(config.steps, config.num_warmup_steps) if isinstance(strategy, PlannedByRun) else strategy
 
 
 def with_optimizer(config: TrainConfig) -> TrainConfig:
@@ -209,7 +214,7 @@ def fits(value: Any, hint: Any) -> bool:
     if get_origin(hint) is Literal:
         return value in get_args(hint)
     if get_origin(hint) is tuple:
-        return isinstance(value, list) and all(isinstance(item, str) for item in value)
+        return isinstance(value, list) and all(fits(item, get_args(hint)[0]) for item in value)
     if hint is float:
         return type(value) in (int, float)
     return type(value) is hint
@@ -221,7 +226,7 @@ def type_name(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return "one of " + ", ".join(map(str, get_args(hint)))
     names: dict[Any, str] = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
-    return names.get(hint, "a list of strings")
+    return names.get(hint) or f"a list of {type_name(get_args(hint)[0]).removeprefix('a ')}s"
 
 
 def to_toml(config: TrainConfig) -> str:

@@ -58,6 +58,11 @@ def compress_ddp(
     for name, param in trained.items():
         if param.dtype != torch.float32:
             raise ConfigError(f"{name!r} is {param.dtype}: gradients of parameters must be float32; use autocast")
+    if method.whole_step and model.find_unused_parameters:
+        raise ConfigError(
+            f"{method.name} may pass on what an earlier step held back of any parameter, so all must take part in "
+            "every step: give DDP find_unused_parameters=False"
+        )
     method.check(model.module, optimizer)
     comm = Communicator(model.process_group, local_size=local_size, timeout_s=timeout_s, checked=checked)
     handle = CompressedDDP(model, method, optimizer, comm, seed)
@@ -84,7 +89,8 @@ class CompressedDDP:
         self._trained = trained
         self._shapes = {name: param.shape for name, param in trained.items()}
         self.reduction = method.reduction(comm.world_size, seed)
-        self._reducer = BucketReducer(comm, self.reduction, trained, self._lrs)
+        method.bind(self.reduction, trained, optimizer, comm)
+        self._reducer = BucketReducer(comm, self.reduction, trained, self._lrs, alone=method.whole_step)
         self._waits = False
         try:
             model.register_comm_hook(self, hand_over)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.collectives import Communicator
@@ -60,6 +61,7 @@ def wrap_ddp(
     comm = Communicator(local_size=local_size, timeout_s=timeout_s, checked=checked)
     shapes = {name: param.shape for name, param in trained.items()}
     reduction = strategy.reduction(comm.world_size, seed)
+    strategy.bind(reduction, trained, optimizer, comm)
     rows: list[Row] = [(f"strategy {strategy.name}", "torch's DistributedDataParallel", ""), *reduction.rows(shapes)]
     if checked and BY_FORMULA in rows:
         rows.append(("--checked", "no effect on gradients", "torch's collectives put nothing in front of a message"))
@@ -77,7 +79,7 @@ def wrap_ddp(
             find_unused_parameters=strategy.find_unused_parameters,
             bucket_cap_mb=whole_mb if strategy.single_bucket else None,
         )
-    wrapped = DDPOptimizer(model, optimizer, comm, trained, ddp, reduction, rows)
+    wrapped = DDPOptimizer(model, optimizer, comm, trained, ddp, reduction, rows, whole_step=strategy.whole_step)
     if not strategy.find_unused_parameters:
         wrapped.settle_buckets(entry)
     return ddp, wrapped
@@ -95,10 +97,15 @@ class DDPOptimizer(AgreeingOptimizer):
         ddp: DistributedDataParallel,
         reduction: Reduction,
         rows: list[Row],
+        *,
+        whole_step: bool,
     ) -> None:
         super().__init__(model, inner, comm, dict(trained), sum(p.numel() for p in trained.values()), rows)
         self.ddp = ddp
-        self._reducer = BucketReducer(comm, reduction, trained, lambda: learning_rates(trained, inner))
+        self._clips = not whole_step
+        self._reducer = BucketReducer(
+            comm, reduction, trained, lambda: learning_rates(trained, inner), alone=whole_step
+        )
         ddp.register_comm_hook(self, hand_over)
 
     def settle_buckets(self, entry: Entry) -> None:
@@ -125,6 +132,10 @@ class DDPOptimizer(AgreeingOptimizer):
     def no_sync(self) -> AbstractContextManager[None]:
         """Forward and backward passes inside only accumulate gradients."""
         return self.ddp.no_sync()
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """As AgreeingOptimizer's, but only measured where the method has clipped before it compressed."""
+        return super().clip_grad_norm_(max_norm if self._clips else math.inf)
 
     def synchronize(self) -> None:
         """Every rank holds the whole weights at all times."""

@@ -20,7 +20,8 @@ class BucketReducer:
     """Runs a reduction on every bucket that DDP completes, on the communication thread.
 
     names: of the trained parameters, as the reduction shall know them. lrs: the learning rates by those names, asked
-    for once a step. The thread that trains must call `finish` between the backward and the use of gradients.
+    for once a step. alone: run it in a world of one too. The thread that trains must call `finish` between the backward
+    and the use of gradients.
     """
 
     def __init__(
@@ -29,6 +30,8 @@ class BucketReducer:
         reduction: Reduction,
         trained: Mapping[str, nn.Parameter],
         lrs: Callable[[], Mapping[str, float]],
+        *,
+        alone: bool = False,
     ) -> None:
         self.comm = comm
         self.reduction = reduction
@@ -37,6 +40,7 @@ class BucketReducer:
         self.all_launched = False
         self._names = {id(param): name for name, param in trained.items()}
         self._lrs = lrs
+        self._alone = alone
         self._step: Step | None = None
         self._reducing: dict[int, tuple[Bucket, Future[None]]] = {}
 
@@ -47,7 +51,7 @@ class BucketReducer:
         names = [self._names[id(param)] for param in grads.parameters()]
         bucket = Bucket(grads.index(), names, grads.buffer(), grads.gradients(), grads.is_last())
         self.all_launched = self.all_launched or bucket.last
-        if self.comm.world_size == 1:
+        if self.comm.world_size == 1 and not self._alone:
             return
         if bucket.number in self._reducing:
             raise RuntimeError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from thinwire.codecs import Codec
-from thinwire.collectives import Topology
+from thinwire.collectives import Communicator, Topology
 from thinwire.data_parallel.ddp.reductions import BY_FORMULA, OPERATION, CastMean, Mean, Reduction
 from thinwire.data_parallel.interface import (
     Footprint,
@@ -29,6 +30,9 @@ class OnDDP:
 
     # Buckets of gradients are reduced while backward goes on, unless the method wants all of them at once.
     single_bucket = False
+    # The gradients of a step are reduced together when the last has come, and clipped by the method, since what has
+    # been sent can't be scaled any more; in a world of one too, for the method replaces a part of the optimizer.
+    whole_step = False
     find_unused_parameters: bool
     # Why thinwire.zero can't host it, to follow its name.
     not_on_zero: ClassVar[str] = "averages whole gradients, and zero gives every rank a slice"
@@ -58,6 +62,15 @@ class OnDDP:
     def reduction(self, world_size: int, seed: int) -> Reduction:
         """How one bucket is averaged, with its state."""
         raise NotImplementedError
+
+    def bind(
+        self,
+        reduction: Reduction,
+        trained: Mapping[str, nn.Parameter],
+        optimizer: torch.optim.Optimizer | None,
+        comm: Communicator,
+    ) -> None:
+        """Show a reduction that asks for it what it works with; before the first step, on every rank."""
 
     def apply(
         self,

@@ -1,7 +1,8 @@
 """Every strategy is held to single-process training: add a row here and it inherits all of these tests.
 
 A row says which class of equality holds: an exact strategy follows the single process within 1e-6, a compressed one
-stays within a stated relative distance of it after 20 steps.
+stays within a stated relative distance of it after 20 steps. Where gradients are estimates of few samples, only the
+ranks are compared with each other; the method's own tests hold the estimate to the gradient.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import nn
 
 import thinwire
 from tests.workers import run_workers
-from thinwire.data_parallel import DDP, FSDP, PowerSGD, Zero, ZeroBF16
+from thinwire.data_parallel import DDP, FSDP, OneByte, PowerSGD, Zero, ZeroBF16
 from thinwire.data_parallel.interface import ParallelOptimizer
 
 STEPS = 20
@@ -34,8 +35,8 @@ FLAT_GRIDS = ((1, 1), (2, 1), (4, 1))
 class Row:
     # A TrainingStrategy; those of thinwire.zero are also Strategies.
     strategy: Any
-    # Largest |w - w_single| / |w_single - w_start| over all weights after 20 steps; 0 means: within 1e-6.
-    drift: float
+    # Largest |w - w_single| / |w_single - w_start| over all weights after 20 steps; 0 means: within 1e-6; None: any.
+    drift: float | None
     # (world size, ranks per node) to run on.
     grids: tuple[tuple[int, int], ...] = ALL_GRIDS
     # Steps whose bytes are those of the formula.
@@ -65,9 +66,10 @@ ROWS = {
     # The first step gathers the weights twice; FSDP2 sends no gradients for what a step leaves out.
     "fsdp": Row(FSDP(), 0.0, ((1, 1), (2, 1), (4, 2)), range(1, STEPS, 2)),
     "fsdp-bf16": Row(FSDP(wire="bf16"), 0.05, ((4, 2),), range(1, STEPS, 2)),
+    "one-byte": Row(OneByte(samples=3), None, ((1, 1), (2, 1), (4, 2))),
 }
 # One row of each kind of state, and of each way to average gradients.
-STATEFUL = ["zero", "zero-bf16", "sdp4bit", "ddp", "powersgd", "fsdp-bf16"]
+STATEFUL = ["zero", "zero-bf16", "sdp4bit", "ddp", "powersgd", "fsdp-bf16", "one-byte"]
 REDUCING = ["sdp4bit", "ddp", "powersgd", "fsdp"]
 
 
@@ -260,6 +262,8 @@ class StrategySuite:
             assert result["hashes"] == results[0]["hashes"], "replicas differ"
             assert set(result["sent"]) == {result["formula"]}, "bytes sent are not what the formula says"
             assert result["uncompressed"] == pytest.approx(8 * num_trained * (world_size - 1) / world_size)
+            if row.drift is None:
+                continue
             norm = pytest.approx(first_norm(row.may_skip_parameters), rel=0.1 if row.drift else 1e-5)
             assert result["norm"] == norm
             if row.drift == 0.0 or world_size == 1:

@@ -1,12 +1,13 @@
 """Second floor: strategies, each a choice of codecs, state and collectives.
 
-Those of our own sharded optimizer lie in `zero`, those of torch's wrappers in `ddp` and `fsdp`. `interface` says what a
-strategy must offer, `strategies` lists those that `--strategy` knows.
+Those of our own sharded optimizer lie in `zero`, those of torch's wrappers in `ddp` and `fsdp`, fine-tuning by losses
+alone in `one_byte`. `interface` says what a strategy must offer, `strategies` lists those that `--strategy` knows.
 """
 
 from thinwire.data_parallel.ddp import DDP, CompressedDDP, PowerSGD, compress_ddp
 from thinwire.data_parallel.fsdp import FSDP
 from thinwire.data_parallel.interface import ParallelOptimizer, TrainingStrategy
+from thinwire.data_parallel.one_byte import OneByte, OneByteLog, OneByteOptimizer, one_byte
 from thinwire.data_parallel.strategies import STRATEGIES, SDP4Bit, Strategy, Zero, ZeroBF16, strategy_named
 from thinwire.data_parallel.zero import ReplicaError, ZeroOptimizer, zero
 
@@ -15,6 +16,9 @@ __all__ = [
     "FSDP",
     "STRATEGIES",
     "CompressedDDP",
+    "OneByte",
+    "OneByteLog",
+    "OneByteOptimizer",
     "ParallelOptimizer",
     "PowerSGD",
     "ReplicaError",
@@ -25,6 +29,7 @@ __all__ = [
     "ZeroBF16",
     "ZeroOptimizer",
     "compress_ddp",
+    "one_byte",
     "strategy_named",
     "zero",
 ]

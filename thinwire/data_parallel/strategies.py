@@ -1,6 +1,7 @@
 """What each strategy sends: one frozen dataclass a strategy, one row in STRATEGIES.
 
-Those of `thinwire.zero` are below; those of DistributedDataParallel and FSDP2 lie in their rooms, `ddp` and `fsdp`.
+Those of `thinwire.zero` are below; those of DistributedDataParallel and FSDP2 lie in their rooms, `ddp` and `fsdp`;
+gradients of one byte in `one_byte`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from thinwire.codecs import Cast, Codec, Hadamard, Identity, Integer, Zstd
 from thinwire.data_parallel.ddp.strategies import DDP, PowerSGD
 from thinwire.data_parallel.fsdp.strategies import FSDP
 from thinwire.data_parallel.interface import ParallelOptimizer, TrainingStrategy
+from thinwire.data_parallel.one_byte.strategy import OneByte
 from thinwire.errors import ConfigError, nearest
 
 
@@ -212,6 +214,7 @@ STRATEGIES: dict[str, Callable[..., TrainingStrategy]] = {
     "powersgd": PowerSGD,
     "fsdp": FSDP,
     "fsdp-bf16": partial(FSDP, wire="bf16"),
+    "one-byte": OneByte,
 }
 
 

@@ -1,0 +1,268 @@
+"""One-byte gradients: the byte, the estimate, and ranks that come late, drop out or repeat it all from the log."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.conformance.strategy_suite import Net, batch, hash_of
+from tests.workers import run_workers
+from thinwire import ConfigError, OneByte, OneByteLog, OneByteOptimizer, derive_seed, one_byte
+from thinwire.codecs.normals import normals
+from thinwire.data_parallel import ReplicaError
+from thinwire.data_parallel.one_byte import byte
+from thinwire.models.llama import LlamaConfig
+
+# ---------------------------------------------------------------- the byte
+
+
+def test_a_byte_holds_a_slope_within_its_bound() -> None:
+    sizes = torch.logspace(math.log10(4e-4), math.log10(2600), 5000, dtype=torch.float64)
+    slopes = torch.cat([sizes, -sizes])
+    decoded = byte.decode(byte.encode(slopes))
+    relative = decoded / slopes - 1
+    assert 0.06 < relative.abs().max() < 0.0645 + 2**-15
+    # Rounding the logarithm to nearest is biased by delta^2 / 24 only.
+    assert abs(relative.mean()) < 1e-3
+
+
+def test_bytes_are_ordered_stable_and_bounded() -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    table = byte.decode(codes)
+    assert (table[1:128].diff() > 0).all() and torch.equal(table[128:], -table[:128])
+    assert byte.encode(table)[1:128].tolist() == list(range(1, 128))
+    assert byte.encode(table)[129:].tolist() == list(range(129, 256))
+    assert byte.decode(byte.encode(torch.tensor([1e9, -1e9], dtype=torch.float64))).abs().tolist() == [table[127]] * 2
+    assert table[127] == pytest.approx(byte.MAX_SLOPE, rel=2**-15)
+
+
+def test_what_is_no_slope_is_skipped() -> None:
+    slopes = torch.tensor([0.0, -0.0, math.nan, math.inf, -math.inf, 3e-4, -1e-300], dtype=torch.float64)
+    assert byte.encode(slopes).tolist() == [byte.SKIP] * 7
+    assert byte.decode(torch.tensor([0, 128], dtype=torch.uint8)).tolist() == [0.0, 0.0]
+
+
+# ---------------------------------------------------------------- the estimate
+
+
+class Weights(nn.Module):
+    """d trained numbers in two tensors, and one that is frozen."""
+
+    def __init__(self, size: int, seed: int = 0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.first = nn.Parameter(torch.randn(size // 2, generator=generator))
+        self.second = nn.Parameter(torch.randn(size - size // 2, generator=generator).view(1, -1).t())
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def whole(self) -> Tensor:
+        return torch.cat([self.first, self.second.flatten()])
+
+
+def descent(model: nn.Module, lr: float = 1.0, momentum: float = 0.0) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr, momentum=momentum)
+
+
+def test_the_estimate_is_unbiased_and_as_noisy_as_derived() -> None:
+    """|g_hat - g|^2 = (d + 1)/S |g|^2 for a linear function, S samples."""
+    size, samples = 60, 3000
+    model = Weights(size)
+    slope, before = torch.randn(size, generator=torch.Generator().manual_seed(1)), model.whole().detach()
+    optimizer = one_byte(model, descent(model), OneByte(samples=samples, eps=0.01), announce=False)
+    optimizer.measure(lambda: (model.whole().double() * slope).sum()).backward()
+    norm = optimizer.clip_grad_norm_(math.inf)
+    optimizer.step()
+    estimate = before - model.whole().detach()
+    error = float((estimate - slope).square().sum() / slope.square().sum())
+    assert 0.6 * (size + 1) / samples < error < 1.5 * (size + 1) / samples
+    assert float(norm) == pytest.approx(float(slope.norm()), rel=0.06)
+    assert torch.equal(model.frozen, torch.ones(3))
+
+
+@pytest.mark.parametrize("average", ["mean", "sqrt"])
+def test_a_step_is_its_formula_bit_for_bit(average: str) -> None:
+    """Central differences are exact on quadratics, so here the slopes are known beforehand."""
+    samples, seed, eps, lr = 5, 9, 1e-2, 0.1
+    model = Weights(40).double().float()
+    start, target = model.whole().detach().clone(), torch.linspace(-1, 1, 40)
+    optimizer = one_byte(model, descent(model, lr), OneByte(samples, eps, average), seed=seed, announce=False)
+    loss = optimizer.measure(lambda: 0.5 * (model.whole() - target).double().square().sum())
+    # Two micro-batches of half the weight are one.
+    (loss * 0.5).backward(retain_graph=True)
+    (loss * 0.5).backward()
+    optimizer.step()
+    expected = torch.zeros(40)
+    for k in range(samples):
+        z = normals(derive_seed(seed, 0, 0, k), 0, 40)
+        slope = ((start - target).double() * z).sum()
+        value = byte.decode(byte.encode(slope.view(1)))[0]
+        expected += z * float((value * (1 / samples if average == "mean" else samples**-0.5)).float())
+    reference = start.add(expected, alpha=-lr)
+    assert torch.equal(model.whole().detach(), reference)
+    assert float(loss.detach()) == pytest.approx(float(0.5 * (start - target).square().sum()), rel=1e-2)
+
+
+def test_measuring_leaves_no_trace_in_the_weights() -> None:
+    model = nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.5), nn.Linear(32, 1))
+    before, memory = hash_of(model), [p.data_ptr() for p in model.parameters()]
+    optimizer = one_byte(model, descent(model), OneByte(samples=2, eps=1e-3), announce=False)
+    for _ in range(200):
+        optimizer.measure(lambda: model(torch.ones(4, 16)).mean())
+    with pytest.raises(ZeroDivisionError):
+        optimizer.measure(lambda: torch.tensor(1 / 0))
+    assert hash_of(model) == before and [p.data_ptr() for p in model.parameters()] == memory
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_both_sides_see_the_same_dropout() -> None:
+    """A loss that is noise alone has no slope, and the next sample sees other noise."""
+    seen: list[float] = []
+
+    def noise() -> Tensor:
+        seen.append(float(torch.rand(())))
+        return torch.tensor(seen[-1])
+
+    model = Weights(4)
+    optimizer = one_byte(model, descent(model), OneByte(samples=2), announce=False)
+    optimizer.measure(noise).backward()
+    assert seen[0] == seen[1] and seen[2] == seen[3] and seen[0] != seen[2]
+    before = hash_of(model)
+    optimizer.step()
+    assert hash_of(model) == before and optimizer.skipped_steps == 1 and optimizer.log.entries[0].factor == 0.0
+
+
+def test_clipping_takes_the_gradients_norm_and_the_cap_each_sample() -> None:
+    steps = []
+    for method, max_norm in ((OneByte(4), math.inf), (OneByte(4), 2.0), (OneByte(4, cap=3.0), math.inf)):
+        model = Weights(20)
+        before = model.whole().detach()
+        optimizer = one_byte(model, descent(model), method, announce=False)
+        optimizer.measure(lambda model=model: 30 * model.whole().double().sum()).backward()
+        norm = float(optimizer.clip_grad_norm_(max_norm))
+        optimizer.step()
+        steps.append((norm, before - model.whole().detach()))
+    (norm, plain), (same, clipped), (capped_norm, capped) = steps
+    assert norm == same and norm > 10 and capped_norm == 3.0
+    torch.testing.assert_close(clipped, plain * 2.0 / norm, rtol=1e-4, atol=1e-5)
+    directions = torch.stack([normals(derive_seed(0, 0, 0, k), 0, 20) for k in range(4)])
+    at_the_cap = (3.0 * directions.sum(1, keepdim=True).sign() * directions).mean(0)
+    torch.testing.assert_close(capped, at_the_cap, rtol=1e-4, atol=1e-5)
+
+
+# ---------------------------------------------------------------- many ranks
+
+
+METHOD = OneByte(samples=2, eps=1e-3, check_every=4)
+
+
+def fresh(seed: int = 0) -> tuple[Net, torch.optim.Optimizer]:
+    model = Net(seed)
+    groups = [{"params": [p]} for p in model.parameters() if p.requires_grad]
+    return model, torch.optim.SGD(groups, lr=1e-3, momentum=0.9, weight_decay=0.01)
+
+
+def advance(
+    model: Net, optimizer: OneByteOptimizer, steps: range, loss_scale: Callable[[int], float] = lambda step: 1.0
+) -> None:
+    """Steps with a learning rate of their own each; where the loss is scaled by 0, nothing is measured."""
+    for step in steps:
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 / (1 + step)
+        scale = loss_scale(step)
+        if scale:
+            tokens = batch(step).chunk(4)[optimizer.comm.rank]
+            (optimizer.measure(lambda tokens=tokens: model(tokens, True)) * scale).backward()
+        optimizer.note_loss(1.0)
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def late_and_lossy(rank: int, world_size: int) -> dict[str, Any]:
+    """Ranks 0 to 2 train, while rank 2 misses step 3 and has no number in step 5; then rank 3 joins from the log."""
+    founders = dist.new_group([0, 1, 2])
+    model, inner = fresh()
+    parcel: list[Any] = [None]
+    log: OneByteLog | None = None
+    if rank < 3:
+        optimizer = one_byte(model, inner, METHOD, group=founders, seed=5, announce=False)
+        advance(model, optimizer, range(10), lambda s: {3: 0.0, 5: math.nan}.get(s, 1.0) if rank == 2 else 1.0)
+        log = optimizer.log
+        optimizer.close()
+        file = io.BytesIO()
+        log.save(file)
+        parcel = [file.getvalue()]
+    dist.broadcast_object_list(parcel, 0)
+    if log is None:
+        log = OneByteLog.load(io.BytesIO(parcel[0]))
+        log.replay(model, inner)
+    caught_up = hash_of(model)
+    joined = one_byte(model, inner, METHOD, log=log, announce=False)
+    advance(model, joined, range(10, 14))
+    again, optimizer = fresh()
+    OneByteLog.from_state_dict(joined.state_dict()["log"]).replay(again, optimizer)
+    return {
+        "caught_up": caught_up,
+        "start": [row[1] for row in joined.describe() if row[0] == "equal replicas at start"],
+        "end": hash_of(model),
+        "again": hash_of(again),
+        "skips": [(entry.codes == byte.SKIP).nonzero().tolist() for entry in log.entries],
+        "ranks": [len(entry.codes) for entry in log.entries],
+        "parcel": len(parcel[0]),
+        "steps": joined.steps,
+    }
+
+
+def test_a_late_rank_catches_up_from_the_log_and_a_lost_one_is_left_out() -> None:
+    results = run_workers(late_and_lossy, 4)
+    first = results[0]
+    for result in results:
+        assert result["caught_up"] == first["caught_up"] and result["start"] == ["nothing sent"]
+        assert result["end"] == result["again"] == first["end"] != first["caught_up"]
+        assert result["skips"] == [[[2, 0], [2, 1]] if step in (3, 5) else [] for step in range(14)]
+        assert result["ranks"] == [3] * 10 + [4] * 4
+        assert result["steps"] == 14
+
+
+def drifting(rank: int, world_size: int) -> tuple[str, str]:
+    model, inner = fresh()
+    optimizer = one_byte(model, inner, METHOD, announce=False)
+    advance(model, optimizer, range(2))
+    if rank == 1:
+        with torch.no_grad():
+            model.norm.bias[3] += 1e-7
+    with pytest.raises(ReplicaError) as drift:
+        advance(model, optimizer, range(2, 10))
+    with pytest.raises(ConfigError) as options:
+        one_byte(model, inner, OneByte(samples=1 + rank), announce=False)
+    return f"{optimizer.steps} {drift.value}", str(options.value)
+
+
+def test_replicas_that_drift_and_ranks_that_disagree_are_named() -> None:
+    for drift, options in run_workers(drifting, 2):
+        assert drift == "4 after step 4 the weights of rank(s) [1] differ from rank 0's"
+        assert "rank 1 asks for other options than rank 0" in options and "samples=" in options
+
+
+# ---------------------------------------------------------------- learning
+
+
+SIZES = LlamaConfig(64, 32, 64, 2, 2, 1, 16)
+COUNT = 24
+
+
+def sentences(step: int, shift: int) -> tuple[Tensor, Tensor]:
+    """16 sequences of a noisy walk over 64 tokens; `shift` is the length of its usual step."""
+    generator = torch.Generator().manual_seed(1000 * shift + step)
+    start = torch.randint(64, (COUNT, 1), generator=generator)
+    noise = torch.rand(COUNT, 16, generator=generator) < 0.1
+    steps = torch.where(noise, torch.randint(64, (COUNT, 16), generator=generator), shift)
+    tokens = torch.cat([start, start + steps.cumsum(1)], 1) % 64
+    return tokens[:, :-1], tokens[:, 1:]

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from tests.conformance.strategy_suite import Net, batch, hash_of
 from tests.workers import run_workers
-from thinwire import ConfigError, OneByte, OneByteLog, OneByteOptimizer, derive_seed, one_byte
+from thinwire import ConfigError, OneByte, OneByteLog, OneByteOptimizer, one_byte
+from thinwire.codecs import derive_seed
 from thinwire.codecs.normals import normals
 from thinwire.data_parallel import ReplicaError
 from thinwire.data_parallel.one_byte import byte

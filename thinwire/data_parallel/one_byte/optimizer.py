@@ -188,7 +188,7 @@ class OneByteOptimizer(AgreeingOptimizer):
 
     def _hear(self) -> Tensor:
         assert self._heard is not None
-        losses = self._heard[:, -WORD_BYTES:-1].contiguous().view(torch.float32)
+        losses = self._heard[:, -WORD_BYTES:-1].clone(memory_format=torch.contiguous_format).view(torch.float32)
         self.mean_loss = float(losses.double().mean())
         self.stop_requested = self.stop_requested or bool(self._heard[:, -1].any())
         return losses

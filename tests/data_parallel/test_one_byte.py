@@ -19,7 +19,8 @@ from thinwire.codecs import derive_seed
 from thinwire.codecs.normals import normals
 from thinwire.data_parallel import ReplicaError
 from thinwire.data_parallel.one_byte import byte
-from thinwire.models.llama import LlamaConfig
+from thinwire.data_parallel.one_byte.directions import Directions
+from thinwire.models.llama import Llama, LlamaConfig
 
 # ---------------------------------------------------------------- the byte
 
@@ -255,15 +256,102 @@ def test_replicas_that_drift_and_ranks_that_disagree_are_named() -> None:
 # ---------------------------------------------------------------- learning
 
 
-SIZES = LlamaConfig(64, 32, 64, 2, 2, 1, 16)
-COUNT = 24
-
-
-def sentences(step: int, shift: int) -> tuple[Tensor, Tensor]:
-    """16 sequences of a noisy walk over 64 tokens; `shift` is the length of its usual step."""
-    generator = torch.Generator().manual_seed(1000 * shift + step)
-    start = torch.randint(64, (COUNT, 1), generator=generator)
-    noise = torch.rand(COUNT, 16, generator=generator) < 0.1
-    steps = torch.where(noise, torch.randint(64, (COUNT, 16), generator=generator), shift)
-    tokens = torch.cat([start, start + steps.cumsum(1)], 1) % 64
+def walks(step: int, stride: int) -> tuple[Tensor, Tensor]:
+    """24 walks over 32 tokens by `stride`, one step in ten at random: tokens and targets, [24, 15]."""
+    generator = torch.Generator().manual_seed(1000 * stride + step)
+    start = torch.randint(32, (24, 1), generator=generator)
+    wander = torch.rand(24, 16, generator=generator) < 0.1
+    strides = torch.where(wander, torch.randint(32, (24, 16), generator=generator), stride)
+    tokens = torch.cat([start, start + strides.cumsum(1)], 1) % 32
     return tokens[:, :-1], tokens[:, 1:]
+
+
+def pretrained() -> Llama:
+    """20,640 parameters that know walks by 1, and have seen some by 2."""
+    model = Llama(LlamaConfig(32, 32, 64, 2, 2, 1, 16))
+    model.init_weights(torch.Generator().manual_seed(0))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for step in range(300):
+        model(*walks(step, 2 if step % 16 == 5 else 1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+@torch.no_grad()
+def heldout(model: nn.Module) -> float:
+    return sum(float(model(*walks(10**6 + i, 2))) for i in range(8)) / 8
+
+
+def test_a_trained_model_learns_another_text_as_well_as_from_exact_slopes() -> None:
+    model, reference, samples, eps = pretrained(), pretrained(), 4, 1e-3
+    optimizer = one_byte(model, descent(model, 2e-3), OneByte(samples=samples, eps=eps), announce=False)
+    directions, exact = Directions(dict(reference.named_parameters()), 0), descent(reference, 2e-3)
+    course = [heldout(model)]
+    for step in range(200):
+        tokens, targets = walks(step, 2)
+        optimizer.measure(lambda tokens=tokens, targets=targets: model(tokens, targets)).backward()
+        optimizer.step()
+        slopes = []
+        for k in range(samples):
+            losses = []
+            for distance in (eps, -eps):
+                with torch.no_grad(), directions.moved(step, (0, k), distance):
+                    losses.append(float(reference(tokens, targets)))
+            slopes.append((losses[0] - losses[1]) / (2 * eps) / samples)
+        with directions.gradient(step, [(0, k) for k in range(samples)], slopes):
+            exact.step()
+        if step % 50 == 49:
+            course.append(heldout(model))
+    assert course == sorted(course, reverse=True) and course[-1] < course[0] - 0.15
+    assert abs(course[-1] - heldout(reference)) < 0.05
+
+
+# ---------------------------------------------------------------- what is refused, what is said
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"samples": 0}, "samples 0 of one-byte: must be at least 1; nearest: 1"),
+        ({"check_every": -1}, "check_every -1 of one-byte: must be at least 0"),
+        ({"eps": 0.0}, "eps 0.0 of one-byte: must be above 0"),
+        ({"cap": 3000.0}, "cap 3000.0 of one-byte: .* at most 2630"),
+        ({"average": "sqr"}, "'sqr' of one-byte.*did you mean 'sqrt'"),
+    ],
+)
+def test_refused_options_say_why(options: dict, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        OneByte(**options)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = one_byte(model, descent(model), announce=False)
+    with pytest.raises(ConfigError, match=r"the loss itself, one number, not \(4, 2\)"):
+        optimizer.measure(lambda: model(torch.ones(4, 3)))
+    other = nn.Linear(3, 3)
+    with pytest.raises(ConfigError, match="parameters: saved"):
+        optimizer.log.replay(other, descent(other))
+    with pytest.raises(ConfigError, match="after 1: the log holds the steps from 0 to 0"):
+        optimizer.log.replay(model, descent(model), after=1)
+    with pytest.raises(ConfigError, match="cap: saved"):
+        one_byte(model, descent(model), OneByte(cap=2.0), log=optimizer.log, announce=False)
+    optimizer.measure(lambda: model(torch.ones(4, 3)).sum()).backward()
+    optimizer.step()
+    two = torch.optim.SGD([{"params": [p]} for p in model.parameters()], lr=0.1)
+    with pytest.raises(ConfigError, match="the optimizer has 2 groups; the run's had 1"):
+        optimizer.log.replay(model, two)
+
+
+def test_the_start_says_what_it_is_for() -> None:
+    model = nn.Linear(3, 2)
+    rows = {row[0]: row for row in one_byte(model, descent(model), OneByte(samples=3), announce=False).describe()}
+    assert rows["strategy one-byte"][1].startswith("3 sample(s)") and "fine-tuning" in rows["strategy one-byte"][2]
+    assert rows["normal numbers per step"][1].startswith("72 ")
+    assert rows["sent per rank and step"][1] == "0 bytes"
+
+
+def test_every_option_is_documented() -> None:
+    documented = [row[0] for row in table_rows(ROOT / "docs/methods/one-byte.md", "Options")]
+    assert documented == [item.name for item in fields(OneByte)]

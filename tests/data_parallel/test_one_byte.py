@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Callable
+from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.conformance.strategy_suite import Net, batch, hash_of
+from tests.docs.pages import ROOT, table_rows
 from tests.workers import run_workers
 from thinwire import ConfigError, OneByte, OneByteLog, OneByteOptimizer, one_byte
 from thinwire.codecs import derive_seed
@@ -140,13 +143,17 @@ def test_both_sides_see_the_same_dropout() -> None:
     assert hash_of(model) == before and optimizer.skipped_steps == 1 and optimizer.log.entries[0].factor == 0.0
 
 
+def steep(model: Weights) -> Tensor:
+    return 30 * model.whole().double().sum()
+
+
 def test_clipping_takes_the_gradients_norm_and_the_cap_each_sample() -> None:
     steps = []
     for method, max_norm in ((OneByte(4), math.inf), (OneByte(4), 2.0), (OneByte(4, cap=3.0), math.inf)):
         model = Weights(20)
         before = model.whole().detach()
         optimizer = one_byte(model, descent(model), method, announce=False)
-        optimizer.measure(lambda model=model: 30 * model.whole().double().sum()).backward()
+        optimizer.measure(partial(steep, model)).backward()
         norm = float(optimizer.clip_grad_norm_(max_norm))
         optimizer.step()
         steps.append((norm, before - model.whole().detach()))
@@ -180,7 +187,7 @@ def advance(
         scale = loss_scale(step)
         if scale:
             tokens = batch(step).chunk(4)[optimizer.comm.rank]
-            (optimizer.measure(lambda tokens=tokens: model(tokens, True)) * scale).backward()
+            (optimizer.measure(partial(model, tokens, True)) * scale).backward()
         optimizer.note_loss(1.0)
         optimizer.clip_grad_norm_(1.0)
         optimizer.step()
@@ -208,8 +215,8 @@ def late_and_lossy(rank: int, world_size: int) -> dict[str, Any]:
     caught_up = hash_of(model)
     joined = one_byte(model, inner, METHOD, log=log, announce=False)
     advance(model, joined, range(10, 14))
-    again, optimizer = fresh()
-    OneByteLog.from_state_dict(joined.state_dict()["log"]).replay(again, optimizer)
+    again, its_inner = fresh()
+    OneByteLog.from_state_dict(joined.state_dict()["log"]).replay(again, its_inner)
     return {
         "caught_up": caught_up,
         "start": [row[1] for row in joined.describe() if row[0] == "equal replicas at start"],
@@ -290,7 +297,7 @@ def test_a_trained_model_learns_another_text_as_well_as_from_exact_slopes() -> N
     course = [heldout(model)]
     for step in range(200):
         tokens, targets = walks(step, 2)
-        optimizer.measure(lambda tokens=tokens, targets=targets: model(tokens, targets)).backward()
+        optimizer.measure(partial(model, tokens, targets)).backward()
         optimizer.step()
         slopes = []
         for k in range(samples):

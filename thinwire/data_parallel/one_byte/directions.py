@@ -63,7 +63,11 @@ class Directions:
 
     def _add(self, bases: Sequence[Tensor], step: int, samples: Sequence[Sample], scales: Sequence[float]) -> None:
         seeds = [derive_seed(self.seed, step, rank, k) for rank, k in samples]
-        list(self._map(lambda piece: add_normals(*piece, seeds, scales), self._pieces(bases)))
+
+        def add(piece: tuple[int, Tensor, Tensor]) -> None:
+            add_normals(*piece, seeds, scales)
+
+        list(self._map(add, self._pieces(bases)))
 
     def _pieces(self, bases: Sequence[Tensor]) -> Iterator[tuple[int, Tensor, Tensor]]:
         """(number of the first element, base, buffer): cuts, which change no bit."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor, nn
@@ -105,11 +105,11 @@ class OneByteLog:
         ]
         return log
 
-    def save(self, path: str | Path) -> None:
+    def save(self, file: str | Path | IO[bytes]) -> None:
         """Write the log to a file."""
-        torch.save(self.state_dict(), path)
+        torch.save(self.state_dict(), file)
 
     @classmethod
-    def load(cls, path: str | Path) -> OneByteLog:
+    def load(cls, file: str | Path | IO[bytes]) -> OneByteLog:
         """Read what `save` wrote."""
-        return cls.from_state_dict(torch.load(path, weights_only=True))
+        return cls.from_state_dict(torch.load(file, weights_only=True))

@@ -292,7 +292,7 @@ class StrategySuite:
             for key, weight in result["weights"].items():
                 torch.testing.assert_close(weight, reference[key], rtol=0, atol=1e-6)
 
-    @pytest.mark.parametrize("name", ["ddp", "powersgd", "fsdp"])
+    @pytest.mark.parametrize("name", ["ddp", "powersgd", "fsdp", "one-byte"])
     def test_survivors_of_a_killed_rank_name_it(self, name: str) -> None:
         results = run_workers(one_rank_dies, 4, name, may_die=(1,), timeout_s=60)
         assert all("rank 1 is missing" in results[rank] for rank in (0, 2, 3)), results

@@ -19,10 +19,10 @@ from tests.docs.pages import ROOT, table_rows
 from tests.workers import run_workers
 from thinwire import ConfigError, OneByte, OneByteLog, OneByteOptimizer, one_byte
 from thinwire.codecs import derive_seed
-from thinwire.codecs.normals import normals
+from thinwire.codecs.normals import add_normals, normals
 from thinwire.data_parallel import ReplicaError
 from thinwire.data_parallel.one_byte import byte
-from thinwire.data_parallel.one_byte.directions import Directions
+from thinwire.data_parallel.one_byte.directions import PIECE, Directions
 from thinwire.models.llama import Llama, LlamaConfig
 
 # ---------------------------------------------------------------- the byte
@@ -124,6 +124,16 @@ def test_measuring_leaves_no_trace_in_the_weights() -> None:
         optimizer.measure(lambda: torch.tensor(1 / 0))
     assert hash_of(model) == before and [p.data_ptr() for p in model.parameters()] == memory
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_threads_and_pieces_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = {"a": torch.ones(PIECE + 5), "b": torch.ones(3, 7), "c": torch.ones(2 * PIECE)}
+    start = torch.cat([tensor.flatten() for tensor in weights.values()])
+    expected = add_normals(0, start, torch.empty_like(start), [derive_seed(4, 2, 1, 0)], [0.25])
+    for threads in (1, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        with Directions(weights, 4).moved(2, (1, 0), 0.25):
+            assert torch.equal(torch.cat([tensor.flatten() for tensor in weights.values()]), expected)
 
 
 def test_both_sides_see_the_same_dropout() -> None:

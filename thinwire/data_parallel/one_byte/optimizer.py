@@ -215,7 +215,7 @@ class OneByteOptimizer(AgreeingOptimizer):
             (
                 f"strategy {method.name}",
                 f"{method.samples} sample(s) of one byte per rank and step, two forward passes each, no backward",
-                "for fine-tuning: from random weights it learns next to nothing; start from a trained model",
+                "for fine-tuning: from random weights it is hopelessly slow; start from a trained model",
             ),
             *self._rows,
             ("optimizer", type(self.inner).__name__, "plain SGD is the published choice"),

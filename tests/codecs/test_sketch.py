@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.conformance.codec_suite import gaussian, round_trip
 from thinwire.codecs import CountSketch, GaussianSketch
-from thinwire.codecs.gaussian_sketch import quantiles
+from thinwire.codecs.normals import quantiles
 from thinwire.codecs.random import draws, noise_keys
 from thinwire.codecs.sketch import Sketch
 from thinwire.errors import ConfigError

@@ -1,7 +1,8 @@
 """Every strategy is held to single-process training: add a row here and it inherits all of these tests.
 
 A row says which class of equality holds: an exact strategy follows the single process within 1e-6, a compressed one
-stays within a stated relative distance of it after 20 steps.
+stays within a stated relative distance of it after 20 steps. Where gradients are estimates of few samples, only the
+ranks are compared with each other; the method's own tests hold the estimate to the gradient.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from thinwire.data_parallel import (
     DDP,
     FSDP,
     Frontier,
+    OneByte,
     PowerSGD,
     TorchPowerSGD,
     TwoWay,
@@ -45,8 +47,8 @@ FLAT_GRIDS = ((1, 1), (2, 1), (4, 1))
 class Row:
     # A TrainingStrategy; those of thinwire.zero are also Strategies.
     strategy: Any
-    # Largest |w - w_single| / |w_single - w_start| over all weights after 20 steps; 0 means: within 1e-6.
-    drift: float
+    # Largest |w - w_single| / |w_single - w_start| over all weights after 20 steps; 0 means: within 1e-6; None: any.
+    drift: float | None
     # (world size, ranks per node) to run on.
     grids: tuple[tuple[int, int], ...] = ALL_GRIDS
     # Steps whose bytes are those of the formula.
@@ -135,12 +137,13 @@ ROWS = {
     "frontier": Row(Frontier(), 0.45, ((2, 1), (4, 2)), range(1, STEPS)),
     "zeropp": Row(ZeroPP(), 0.5, ((2, 1), (4, 2)), range(1, STEPS, 2)),
     "zeropp-exact": Row(ZeroPP(weights="fp32", gradients="fp32", vectors="fp32"), 0.0, ((4, 2),), range(1, STEPS, 2)),
+    "one-byte": Row(OneByte(samples=3), None, ((1, 1), (2, 1), (4, 2))),
     "zeropp-loco": Row(ZeroPP(loco=True, rounding="stochastic"), 0.5, ((4, 2),), range(1, STEPS, 2)),
 }
 # One row of each kind of state, and of each way to average gradients.
 STATEFUL = [
     "zero", "zero-bf16", "sdp4bit", "zero-compressed", "ddp", "powersgd", "powersgd-torch", "two-way", "dgc",
-    "onebit-adam", "fsdp-bf16", "frontier", "zeropp-loco",
+    "onebit-adam", "fsdp-bf16", "frontier", "zeropp-loco", "one-byte",
 ]  # fmt: skip
 REDUCING = [
     "sdp4bit", "zero-compressed", "ddp", "powersgd", "powersgd-torch", "two-way", "dgc", "onebit-adam", "fsdp",
@@ -342,6 +345,8 @@ class StrategySuite:
             assert result["hashes"] == results[0]["hashes"], "replicas differ"
             assert set(result["sent"]) == {result["formula"]}, "bytes sent are not what the formula says"
             assert result["uncompressed"] == pytest.approx(8 * num_trained * (world_size - 1) / world_size)
+            if row.drift is None:
+                continue
             norm = pytest.approx(first_norm(row.may_skip_parameters), rel=row.norm_error if row.drift else 1e-5)
             assert result["norm"] == norm
             if row.drift == 0.0 or world_size == 1:
@@ -370,7 +375,7 @@ class StrategySuite:
             for key, weight in result["weights"].items():
                 torch.testing.assert_close(weight, reference[key], rtol=0, atol=1e-6)
 
-    @pytest.mark.parametrize("name", ["ddp", "powersgd", "fsdp", "frontier"])
+    @pytest.mark.parametrize("name", ["ddp", "powersgd", "fsdp", "frontier", "one-byte"])
     def test_survivors_of_a_killed_rank_name_it(self, name: str) -> None:
         results = run_workers(one_rank_dies, 4, name, may_die=(1,), timeout_s=60)
         assert all("rank 1 is missing" in results[rank] for rank in (0, 2, 3)), results

@@ -1,4 +1,4 @@
-"""torch's own strategies, and sessions that end by --stop-at, through the command line."""
+"""torch's own strategies, one-byte gradients, and sessions that end by --stop-at, through the command line."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from tests.training.commands import Runner, finish
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 POWERSGD = {"strategy": "powersgd-torch", "torchpowersgd.start_step": 2}
+ONE_BYTE = {
+    "strategy": "one-byte", "onebyte.samples": 2, "optimizer": "sgd", "lr": 1e-4, "tokens_per_step": 128,
+}  # fmt: skip
 FSDP = {"strategy": "fsdp-bf16", "tokens_per_step": 128}
 
 
@@ -25,7 +28,7 @@ def losses(runner: Runner, name: str) -> list[tuple[int, float, float]]:
     return [(line["step"], line["loss"], line["grad_norm"]) for line in runner.metrics(name)]
 
 
-@pytest.mark.parametrize("flags", [POWERSGD, FSDP], ids=lambda flags: flags["strategy"])
+@pytest.mark.parametrize("flags", [POWERSGD, FSDP, ONE_BYTE], ids=lambda flags: flags["strategy"])
 def test_a_run_in_two_sessions_equals_one_in_one(runner: Runner, flags: dict[str, object]) -> None:
     whole, halves = f"{flags['strategy']}-whole", f"{flags['strategy']}-halves"
     code, out, err = finish(runner.train(whole, **flags))

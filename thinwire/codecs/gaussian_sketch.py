@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
-from statistics import NormalDist
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from thinwire.codecs import backends, checks
-from thinwire.codecs.random import MASK64, draws, noise_keys
+from thinwire.codecs.normals import add_normals
 from thinwire.codecs.sketch import Sketch
 
-QUANTILE_BITS = 12
 MAX_GROUP = 4096  # its matrix takes 4 group^2 / ratio bytes
-
-
-@functools.cache
-def quantiles() -> Tensor:
-    """The 4096 mid-quantiles of the normal distribution, scaled to unit variance, in multiples of 2^-16: fp32.
-
-    Rounded so coarsely that the last bits of a machine's logarithm can't be seen: all machines draw the same matrix.
-    """
-    count = 1 << QUANTILE_BITS
-    exact = torch.tensor([NormalDist().inv_cdf((i + 0.5) / count) for i in range(count)], dtype=torch.float64)
-    return ((exact / exact.square().mean().sqrt() * 2**16).round() / 2**16).to(torch.float32)
 
 
 @dataclass(frozen=True)
@@ -53,16 +39,10 @@ class GaussianSketch(Sketch):
         return num_buckets / (num_buckets + size + 1)
 
     def _matrix(self, seed: int, device: torch.device) -> Tensor:
-        """G^T, fp32 [n, b]: entry (j, k) is the quantile that draw j b + k of the seed points at."""
+        """G^T, fp32 [n, b]: entry (j, k) is the normal number j b + k of the seed."""
         buckets = self.group // self.ratio
-        num = self.group * buckets
-        kernels = backends.numba_module("sketch", device)
-        if kernels is None:
-            random = draws(*noise_keys(seed, 0, num, device), num)
-            return quantiles().to(device)[random >> 23 - QUANTILE_BITS].view(self.group, buckets)
-        matrix, scratch = torch.empty(self.group, buckets), np.empty(num, np.int32)
-        kernels.fill_matrix(matrix.view(-1).numpy(), quantiles().numpy(), np.uint64(seed & MASK64), scratch)
-        return matrix
+        matrix = torch.zeros(self.group * buckets, device=device)
+        return add_normals(0, matrix, matrix, [seed], [1.0]).view(self.group, buckets)
 
     def _project(self, x: Tensor, sums: Tensor, seed: int, counter: int) -> None:
         matrix = self._matrix(seed, x.device)

@@ -7,7 +7,7 @@ import numpy as np
 from thinwire.codecs.kernels import F32, FOUR, ONE, THREE, U64, ZERO, Array, fill_draws, inlined, kernel
 
 TWO = np.uint64(2)
-BUCKET_SHIFT, QUANTILE_SHIFT, LOWEST = np.uint64(22), np.int32(11), np.int32(1)
+BUCKET_SHIFT, LOWEST = np.uint64(22), np.int32(1)
 
 
 @inlined
@@ -57,15 +57,6 @@ def uncount(
             value = np.float32(_signed(sums[first + place], draws[j]) * factor)
             out[start + j] = out[start + j] + value if add else value
         start, first = start + size, first + buckets
-
-
-@kernel
-def fill_matrix(matrix: Array, quantiles: Array, seed: U64, draws: Array) -> None:
-    """matrix = the quantiles that the seed's draws point at. draws: int32 scratch of its size."""
-    num = np.uint64(matrix.size)
-    fill_draws(draws, num, seed, ZERO)
-    for j in range(num):
-        matrix[j] = quantiles[np.uint64(draws[j] >> QUANTILE_SHIFT)]
 
 
 @kernel

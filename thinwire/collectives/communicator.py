@@ -292,7 +292,9 @@ def _own_group(
     idle = _idle_groups.get((dist.group.WORLD, tuple(ranks)))
     if idle:
         return idle.pop(0), list(ranks)
-    own = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), backend="gloo", use_local_synchronization=True)
+    # Among some ranks only, torch names a group by how many its maker is in, and hangs where that differs.
+    local = len(ranks) < dist.get_world_size()
+    own = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), backend="gloo", use_local_synchronization=local)
     return own, list(ranks)
 
 

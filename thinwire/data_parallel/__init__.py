@@ -1,7 +1,8 @@
 """Second floor: strategies, each a choice of codecs, state and collectives.
 
 Those of our own sharded optimizer lie in `zero`, those of torch's wrappers in `ddp` and `fsdp`, three-level sharding in
-`frontier`. `interface` says what a strategy must offer, `strategies` lists those that `--strategy` knows.
+`frontier`, fine-tuning by losses alone in `one_byte`. `interface` says what a strategy must offer, `strategies` lists
+those that `--strategy` knows.
 """
 
 from thinwire.data_parallel.ddp import (
@@ -26,6 +27,7 @@ from thinwire.data_parallel.interface import (
     TrainingStrategy,
     footprint,
 )
+from thinwire.data_parallel.one_byte import OneByte, OneByteLog, OneByteOptimizer, one_byte
 from thinwire.data_parallel.strategies import (
     STRATEGIES,
     SDP4Bit,
@@ -50,6 +52,9 @@ __all__ = [
     "STRATEGIES",
     "CompressedDDP",
     "OneBitAdam",
+    "OneByte",
+    "OneByteLog",
+    "OneByteOptimizer",
     "ParallelOptimizer",
     "PowerSGD",
     "ReplicaError",
@@ -66,6 +71,7 @@ __all__ = [
     "compress_ddp",
     "compress_fsdp",
     "footprint",
+    "one_byte",
     "strategy_named",
     "zero",
 ]

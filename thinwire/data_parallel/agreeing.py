@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 from concurrent.futures import Future
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.collectives import Communicator, Meter
-from thinwire.data_parallel.replicas import check_layout
+from thinwire.data_parallel.replicas import check_layout, shapes_digest
 from thinwire.data_parallel.table import Row
 
 log = logging.getLogger("thinwire")
@@ -87,10 +86,9 @@ class AgreeingOptimizer:
         """Scale the mean gradient to a global 2-norm of at most `max_norm`; returns the norm before (fp64 scalar)."""
         norm = self._finish_backward()
         if math.isfinite(norm) and norm > max_norm:
-            for tensor in self.trained.values():
-                if tensor.grad is not None:
-                    tensor.grad.mul_(max_norm / (norm + 1e-6))
-            self._grad_norm = norm * max_norm / (norm + 1e-6)
+            factor = max_norm / (norm + 1e-6)
+            self._scale(float(factor))
+            self._grad_norm = norm * factor
         return norm
 
     @torch.no_grad()
@@ -108,6 +106,12 @@ class AgreeingOptimizer:
         """Forget the gradients."""
         for tensor in self.trained.values():
             tensor.grad = None
+
+    def _scale(self, factor: float) -> None:
+        """Multiply the mean gradient by `factor`."""
+        for tensor in self.trained.values():
+            if tensor.grad is not None:
+                tensor.grad.mul_(factor)
 
     def _update(self) -> None:
         self.inner.step()
@@ -203,11 +207,10 @@ class AgreeingOptimizer:
         self.zero_grad()
 
     def _layout(self) -> dict[str, Any]:
-        shapes = repr([(name, tuple(tensor.shape)) for name, tensor in self.trained.items()])
         return {
             "rank": self.comm.rank,
             "world_size": self.comm.world_size,
             "local_size": self.comm.topology.local_size,
             "kind": type(self).__name__,
-            "parameters": hashlib.sha256(shapes.encode()).hexdigest()[:16],
+            "parameters": shapes_digest(self.trained),
         }

@@ -12,7 +12,12 @@ from torch import Tensor, nn
 
 from thinwire.collectives import Communicator
 from thinwire.data_parallel.table import Row
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, ThinwireError
+
+
+class ReplicaError(ThinwireError, RuntimeError):
+    """The replicas of the model are no longer the same bits on all ranks."""
+
 
 # A prime, so that the rows of no usual matrix fall on the same columns.
 FINGERPRINT_COLUMNS = 1021
@@ -51,6 +56,19 @@ def odd_ranks(comm: Communicator, mine: Tensor) -> list[int]:
     return [comm.global_ranks[r] for r in range(comm.world_size) if not torch.equal(digests[r], digests[0])]
 
 
+def compare_replicas(comm: Communicator, tensors: Iterable[Tensor], step: int) -> None:
+    """Raise ReplicaError that names the ranks whose tensors are not the first rank's, bit for bit; a collective."""
+    if odd := odd_ranks(comm, digest(tensors)):
+        first = comm.global_ranks[0]
+        raise ReplicaError(f"after step {step} the weights of rank(s) {odd} differ from rank {first}'s")
+
+
+def shapes_digest(trained: Mapping[str, Tensor]) -> str:
+    """16 hexadecimal digits that stand for the names and shapes of the trained tensors."""
+    shapes = repr([(name, tuple(tensor.shape)) for name, tensor in trained.items()])
+    return hashlib.sha256(shapes.encode()).hexdigest()[:16]
+
+
 def check_layout(here: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     """Raise ConfigError with every entry in which a saved state's layout differs from the one here."""
     differing = [f"{key}: saved {saved.get(key)!r}, here {here[key]!r}" for key in here if here[key] != saved.get(key)]
@@ -59,12 +77,14 @@ def check_layout(here: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
 
 
 def trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
-    """The model's parameters that are trained, by name; raises ConfigError where the optimizer does not fit them.
-
-    Also where torch.distributed, on which torch's wrappers stand, has not been initialised.
-    """
+    """As `fitting_parameters`; raises ConfigError also where torch.distributed has not been initialised."""
     if not dist.is_initialized():
         raise ConfigError("torch's wrappers need a process group: call torch.distributed.init_process_group first")
+    return fitting_parameters(model, optimizer)
+
+
+def fitting_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+    """The model's parameters that are trained, by name; raises ConfigError where the optimizer does not fit them."""
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
     named = {name: param for name, param in model.named_parameters() if param.requires_grad}
     missing = [name for name, param in named.items() if id(param) not in held]

@@ -1,6 +1,7 @@
 """What each strategy sends: one frozen dataclass a strategy, one row in STRATEGIES.
 
-Those of `thinwire.zero` are below; those of DistributedDataParallel and FSDP2 lie in their rooms, `ddp` and `fsdp`.
+Those of `thinwire.zero` are below; those of DistributedDataParallel and FSDP2 lie in their rooms, `ddp` and `fsdp`;
+gradients of one byte in `one_byte`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from thinwire.data_parallel.frontier.strategies import Frontier
 from thinwire.data_parallel.fsdp.strategies import FSDP, ZeroPP
 from thinwire.data_parallel.gradient_codecs import GradientCodec
 from thinwire.data_parallel.interface import CUTS_TENSORS, ParallelOptimizer, TrainingStrategy
+from thinwire.data_parallel.one_byte.strategy import OneByte
 from thinwire.data_parallel.wire import Strategy, WireFormat
 from thinwire.errors import ConfigError, nearest
 from thinwire.optim import ELEMENTWISE
@@ -217,6 +219,7 @@ STRATEGIES: dict[str, Callable[..., TrainingStrategy]] = {
     "fsdp-bf16": partial(FSDP, wire="bf16"),
     "frontier": Frontier,
     "zeropp": ZeroPP,
+    "one-byte": OneByte,
 }
 
 

@@ -18,9 +18,8 @@ from thinwire.data_parallel.ddp.hook import hand_over
 from thinwire.data_parallel.ddp.reducer import BucketReducer, learning_rates
 from thinwire.data_parallel.ddp.reductions import BY_FORMULA, Reduction
 from thinwire.data_parallel.ddp.strategies import OnDDP
-from thinwire.data_parallel.replicas import digest, odd_ranks, same_start, trained_parameters
+from thinwire.data_parallel.replicas import compare_replicas, same_start, trained_parameters
 from thinwire.data_parallel.table import Row
-from thinwire.data_parallel.zero import ReplicaError
 from thinwire.errors import ConfigError
 
 MIB = 1 << 20
@@ -142,8 +141,7 @@ class DDPOptimizer(AgreeingOptimizer):
 
     def check_replicas(self) -> None:
         """Compare the weights of all ranks bit for bit; raises ReplicaError that names the ranks; a collective."""
-        if odd := odd_ranks(self.comm, digest(self.trained.values())):
-            raise ReplicaError(f"after step {self.steps} the weights of rank(s) {odd} differ from rank 0's")
+        compare_replicas(self.comm, self.trained.values(), self.steps)
 
     def _reduce(self) -> None:
         if not self._reducer.all_launched:

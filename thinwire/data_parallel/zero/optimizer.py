@@ -19,20 +19,15 @@ from thinwire.codecs import derive_seed
 from thinwire.collectives import Communicator, Meter
 from thinwire.collectives.algorithms import Link, all_gather_packets, reduce_scatter
 from thinwire.collectives.rounds import Rounds
-from thinwire.data_parallel.replicas import check_layout, digest, fingerprint, odd_ranks
+from thinwire.data_parallel.replicas import check_layout, compare_replicas, fingerprint
 from thinwire.data_parallel.wire import Strategy, describe_formats
 from thinwire.data_parallel.zero.elementwise import is_elementwise
 from thinwire.data_parallel.zero.guard import guard
 from thinwire.data_parallel.zero.layout import Bucket, SentGradient, Slot
-from thinwire.errors import ThinwireError
 
 log = logging.getLogger("thinwire")
 GRADIENTS, WEIGHTS = 0, 1
 STOP = 1
-
-
-class ReplicaError(ThinwireError, RuntimeError):
-    """The replicas of the model are no longer the same bits on all ranks."""
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -185,9 +180,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Compare the weights of all ranks bit for bit; raises ReplicaError that names the ranks; a collective."""
         self.synchronize()
         for comm in self._comms:
-            mine = digest(bucket.live for bucket in self.buckets if bucket.comm is comm)
-            if odd := odd_ranks(comm, mine):
-                raise ReplicaError(f"after step {self.steps} the weights of rank(s) {odd} differ from rank 0's")
+            compare_replicas(comm, (bucket.live for bucket in self.buckets if bucket.comm is comm), self.steps)
 
     @property
     def meter(self) -> Meter:

@@ -35,6 +35,7 @@ class OnDDP:
     whole_step = False
     find_unused_parameters: bool
     # Why thinwire.zero can't host it, to follow its name.
+    own_way: ClassVar[str] = "compress_ddp"
     not_on_zero: ClassVar[str] = "averages whole gradients, and zero gives every rank a slice"
     # Whether it weighs what it remembers by the learning rate.
     uses_learning_rates = False

@@ -32,6 +32,8 @@ class OnFSDP:
     """
 
     settled_after: ClassVar[int] = 0
+    own_way: ClassVar[str] = "compress_fsdp"
+    not_on_zero: ClassVar[str] = "belongs to torch's wrapper"
     optimizers: ClassVar[tuple[str, ...]] = ELEMENTWISE
     optimizers_reason: ClassVar[str] = CUTS_TENSORS
 

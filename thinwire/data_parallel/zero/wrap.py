@@ -91,9 +91,9 @@ def zero(
 
 def _check_strategy(strategy: Strategy) -> None:
     """Raise ConfigError for a method of another host."""
-    if not hasattr(strategy, "matrix"):
-        why = getattr(strategy, "not_on_zero", "belongs to another wrapper")
-        way = "thinwire.compress_ddp or " if hasattr(strategy, "not_on_zero") else ""
+    why = getattr(strategy, "not_on_zero", "" if hasattr(strategy, "matrix") else "belongs to another wrapper")
+    if why:
+        way = f"thinwire.{strategy.own_way} or " if hasattr(strategy, "own_way") else ""
         raise ConfigError(
             f"thinwire.zero can't run {strategy.name}, which {why}; "
             f"use {way}`thinwire train --strategy {strategy.name}`"

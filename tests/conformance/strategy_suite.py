@@ -65,9 +65,9 @@ ROWS = {
     # The first step gathers the weights twice; FSDP2 sends no gradients for what a step leaves out.
     "fsdp": Row(FSDP(), 0.0, ((1, 1), (2, 1), (4, 2)), range(1, STEPS, 2)),
     "fsdp-bf16": Row(FSDP(wire="bf16"), 0.05, ((4, 2),), range(1, STEPS, 2)),
-    "zeropp": Row(ZeroPP(), 0.5, ((2, 1), (4, 2)), range(1, STEPS, 2)),
+    "zeropp": Row(ZeroPP(), 0.2, ((2, 1), (4, 2)), range(1, STEPS, 2)),
     "zeropp-exact": Row(ZeroPP(weights="fp32", gradients="fp32", vectors="fp32"), 0.0, ((4, 2),), range(1, STEPS, 2)),
-    "zeropp-loco": Row(ZeroPP(loco=True, rounding="stochastic"), 0.5, ((4, 2),), range(1, STEPS, 2)),
+    "zeropp-loco": Row(ZeroPP(loco=True, rounding="stochastic"), 0.2, ((4, 2),), range(1, STEPS, 2)),
 }
 # One row of each kind of state, and of each way to average gradients.
 STATEFUL = ["zero", "zero-bf16", "sdp4bit", "ddp", "powersgd", "fsdp-bf16", "zeropp-loco"]

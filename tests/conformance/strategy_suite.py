@@ -135,10 +135,10 @@ ROWS = {
         Frontier(weights="bf16", intra="bf16", inter="bf16", refresh="bf16"), 0.05, ((4, 2),), range(1, STEPS)
     ),
     "frontier": Row(Frontier(), 0.45, ((2, 1), (4, 2)), range(1, STEPS)),
-    "zeropp": Row(ZeroPP(), 0.5, ((2, 1), (4, 2)), range(1, STEPS, 2)),
+    "zeropp": Row(ZeroPP(), 0.2, ((2, 1), (4, 2)), range(1, STEPS, 2)),
     "zeropp-exact": Row(ZeroPP(weights="fp32", gradients="fp32", vectors="fp32"), 0.0, ((4, 2),), range(1, STEPS, 2)),
     "one-byte": Row(OneByte(samples=3), None, ((1, 1), (2, 1), (4, 2))),
-    "zeropp-loco": Row(ZeroPP(loco=True, rounding="stochastic"), 0.5, ((4, 2),), range(1, STEPS, 2)),
+    "zeropp-loco": Row(ZeroPP(loco=True, rounding="stochastic"), 0.2, ((4, 2),), range(1, STEPS, 2)),
 }
 # One row of each kind of state, and of each way to average gradients.
 STATEFUL = [

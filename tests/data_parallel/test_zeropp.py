@@ -481,25 +481,31 @@ def test_differences_to_a_reference_of_the_node() -> None:
 
 
 def error_returns(rank: int, world_size: int) -> None:
-    """A gradient too small for its group is lost again and again, unless it is remembered."""
-    sums = {}
-    for loco in (False, True):
+    """A gradient too small for its group is lost again and again, unless it is remembered, or rounded by chance."""
+    sums, differ = {}, {}
+    for kind in ("nearest", "stochastic", "loco"):
         net: Any = fully_shard(nn.Linear(64, 2 * world_size, bias=False))
-        strategy = ZeroPP(gradients="int4", gradient_group=64, loco=loco, loco_beta=0.5)
+        rounding = "stochastic" if kind == "stochastic" else "nearest"
+        strategy = ZeroPP(gradient_group=64, loco=kind == "loco", loco_beta=0.5, rounding=rounding)
         compressed = compress_fsdp(net, strategy, local_size=1, announce=False)
         code = torch.full((2 * world_size, 64), 0.03)
         code[:, 0] = 1.0
-        total = torch.zeros(2 * world_size, 64)
+        total, seen = torch.zeros(2 * world_size, 64), set()
         for _ in range(40):
             net.zero_grad()
             x = torch.eye(64)
             (net(x) * code.T).sum().backward()
-            total += net.weight.grad.full_tensor()
-        sums[loco] = total / 40
+            gradient = net.weight.grad.full_tensor()
+            total += gradient
+            seen.add(gradient.numpy().tobytes())
+        sums[kind], differ[kind] = total[:, 1:] / 40, len(seen)
         compressed.close()
-    assert float(sums[False][:, 1:].abs().max()) == 0.0
-    assert float((sums[True][:, 1:] - 0.03).abs().max()) < 0.03
-    assert float(sums[True][:, 1:].mean()) > 0.01
+    assert float(sums["nearest"].abs().max()) == 0.0
+    assert float((sums["loco"] - 0.03).abs().max()) < 0.03
+    assert float(sums["loco"].mean()) > 0.01
+    # Every step draws anew.
+    assert differ["stochastic"] == 40
+    assert float(sums["stochastic"].mean()) == pytest.approx(0.03, rel=0.2)
 
 
 def test_loco_brings_back_what_was_lost() -> None:

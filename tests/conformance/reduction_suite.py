@@ -57,6 +57,13 @@ class Row:
 ROWS: dict[str, Row] = {
     "ddp": Row(thinwire.DDP(), 0.0, owes=False, bucket_error=1e-6),
     "ddp-bf16": Row(thinwire.DDP(wire="bf16"), 0.02, owes=False, grid=(2, 1), bucket_error=0.1),
+    "ef-topk": Row(thinwire.EFTopK(density=0.1), 1.5),
+    "ef-integer": Row(thinwire.EFInteger(), 0.2, grid=(2, 1)),
+    # Planned after the second step, on both steps' gradients.
+    "lgreco-ef-topk": Row(thinwire.LGreCo(thinwire.EFTopK(density=0.1), start=2, every=4, samples=2), 1.5, warmup=2),
+    "lgreco-ef-integer": Row(thinwire.LGreCo(thinwire.EFInteger(), start=2, samples=2), 0.3, grid=(2, 1), warmup=2),
+    "sketch": Row(thinwire.Sketch(ratio=4), 4.0, owes=False),
+    "sketch-feedback": Row(thinwire.Sketch(ratio=4, kind="gaussian", feedback=True), 1.5, grid=(2, 1)),
 }
 
 

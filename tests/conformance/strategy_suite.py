@@ -62,13 +62,20 @@ ROWS = {
     # Net's matrices have 24 to 50 rows: rank 4 is little compression, and enough to see the error come back.
     "powersgd": Row(PowerSGD(start_step=4), 0.25, FLAT_GRIDS, range(4, STEPS), may_skip_parameters=False),
     "powersgd-1": Row(PowerSGD(rank=1, start_step=4, find_unused_parameters=True), 0.5, ((2, 1),), range(4, STEPS)),
+    "ef-topk": Row(thinwire.EFTopK(density=0.1), 0.6, ((1, 1), (4, 2)), may_skip_parameters=False),
+    "ef-integer": Row(thinwire.EFInteger(find_unused_parameters=True), 0.1, ((2, 1),)),
+    "lgreco-ef-topk": Row(
+        thinwire.LGreCo(thinwire.EFTopK(density=0.1), start=5, every=5, samples=3), 0.6, ((4, 2),), range(15, 19),
+        may_skip_parameters=False,
+    ),  # fmt: skip
+    "sketch": Row(thinwire.Sketch(ratio=2), 0.9, ((1, 1), (4, 2)), may_skip_parameters=False),
     # The first step gathers the weights twice; FSDP2 sends no gradients for what a step leaves out.
     "fsdp": Row(FSDP(), 0.0, ((1, 1), (2, 1), (4, 2)), range(1, STEPS, 2)),
     "fsdp-bf16": Row(FSDP(wire="bf16"), 0.05, ((4, 2),), range(1, STEPS, 2)),
 }
 # One row of each kind of state, and of each way to average gradients.
-STATEFUL = ["zero", "zero-bf16", "sdp4bit", "ddp", "powersgd", "fsdp-bf16"]
-REDUCING = ["sdp4bit", "ddp", "powersgd", "fsdp"]
+STATEFUL = ["zero", "zero-bf16", "sdp4bit", "ddp", "powersgd", "lgreco-ef-topk", "fsdp-bf16"]
+REDUCING = ["sdp4bit", "ddp", "powersgd", "ef-topk", "sketch", "fsdp"]
 
 
 class Net(nn.Module):

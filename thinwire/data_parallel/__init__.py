@@ -4,7 +4,16 @@ Those of our own sharded optimizer lie in `zero`, those of torch's wrappers in `
 strategy must offer, `strategies` lists those that `--strategy` knows.
 """
 
-from thinwire.data_parallel.ddp import DDP, CompressedDDP, PowerSGD, compress_ddp
+from thinwire.data_parallel.ddp import (
+    DDP,
+    CompressedDDP,
+    EFInteger,
+    EFTopK,
+    LGreCo,
+    PowerSGD,
+    Sketch,
+    compress_ddp,
+)
 from thinwire.data_parallel.fsdp import FSDP
 from thinwire.data_parallel.interface import ParallelOptimizer, TrainingStrategy
 from thinwire.data_parallel.strategies import STRATEGIES, SDP4Bit, Strategy, Zero, ZeroBF16, strategy_named
@@ -15,10 +24,14 @@ __all__ = [
     "FSDP",
     "STRATEGIES",
     "CompressedDDP",
+    "EFInteger",
+    "EFTopK",
+    "LGreCo",
     "ParallelOptimizer",
     "PowerSGD",
     "ReplicaError",
     "SDP4Bit",
+    "Sketch",
     "Strategy",
     "TrainingStrategy",
     "Zero",

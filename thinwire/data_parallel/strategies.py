@@ -16,6 +16,9 @@ import torch
 from torch import nn
 
 from thinwire.codecs import Cast, Codec, Hadamard, Identity, Integer, Zstd
+from thinwire.data_parallel.ddp.feedback import EFInteger, EFTopK
+from thinwire.data_parallel.ddp.lgreco import LGreCo
+from thinwire.data_parallel.ddp.sketch import Sketch
 from thinwire.data_parallel.ddp.strategies import DDP, PowerSGD
 from thinwire.data_parallel.fsdp.strategies import FSDP
 from thinwire.data_parallel.interface import ParallelOptimizer, TrainingStrategy
@@ -210,6 +213,11 @@ STRATEGIES: dict[str, Callable[..., TrainingStrategy]] = {
     "ddp": DDP,
     "ddp-bf16": partial(DDP, wire="bf16"),
     "powersgd": PowerSGD,
+    "ef-topk": EFTopK,
+    "ef-integer": EFInteger,
+    "lgreco-ef-topk": LGreCo,
+    "lgreco-ef-integer": partial(LGreCo, base=EFInteger()),
+    "sketch": Sketch,
     "fsdp": FSDP,
     "fsdp-bf16": partial(FSDP, wire="bf16"),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
+from thinwire.codecs import derive_seed
 from thinwire.collectives import Topology
 from thinwire.collectives.algorithms import Link
 from thinwire.collectives.exchange import Rounds
@@ -75,6 +77,11 @@ class AllReduce:
         with self.link.timed("wait_s", OPERATION):
             self.work.wait(timedelta(seconds=self.link.wire.timeout_s))
         count_ring(self.link, self.tensor.nbytes)
+
+
+def parameter_seed(seed: int, step: int, name: str) -> int:
+    """A seed for one parameter in one step: the same on every rank, on every machine and in any bucket."""
+    return derive_seed(seed, step, zlib.crc32(name.encode()))
 
 
 def ring_bytes(num_bytes: int, world_size: int) -> int:

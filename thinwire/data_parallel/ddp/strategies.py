@@ -18,14 +18,20 @@ REDUCTIONS: dict[str, type[Mean]] = {"fp32": Mean, "bf16": CastMean}
 class OnDDP:
     """What makes a way to average gradients a TrainingStrategy: it is applied by `wrap_ddp`."""
 
-    # Buckets of gradients are reduced while backward goes on, unless the method wants all of them at once.
-    single_bucket = False
-    find_unused_parameters: bool
-
     @property
     def name(self) -> str:
         """What `--strategy` calls it."""
         raise NotImplementedError
+
+    @property
+    def find_unused_parameters(self) -> bool:
+        """DDP's option of that name."""
+        raise NotImplementedError
+
+    @property
+    def single_bucket(self) -> bool:
+        """Whether the method wants all gradients at once; else buckets are reduced while backward goes on."""
+        return False
 
     @property
     def codecs(self) -> tuple[Codec, ...]:

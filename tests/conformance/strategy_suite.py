@@ -65,9 +65,12 @@ ROWS = {
     "ef-topk": Row(thinwire.EFTopK(density=0.1), 0.6, ((1, 1), (4, 2)), may_skip_parameters=False),
     "ef-integer": Row(thinwire.EFInteger(find_unused_parameters=True), 0.1, ((2, 1),)),
     "lgreco-ef-topk": Row(
-        thinwire.LGreCo(thinwire.EFTopK(density=0.1), start=5, every=5, samples=3), 0.6, ((4, 2),), range(15, 19),
+        thinwire.LGreCo(thinwire.EFTopK(density=0.1), start=5, samples=3),
+        0.6,
+        ((4, 2),),
+        range(5, STEPS),
         may_skip_parameters=False,
-    ),  # fmt: skip
+    ),
     "sketch": Row(thinwire.Sketch(ratio=2), 0.9, ((1, 1), (4, 2)), may_skip_parameters=False),
     # The first step gathers the weights twice; FSDP2 sends no gradients for what a step leaves out.
     "fsdp": Row(FSDP(), 0.0, ((1, 1), (2, 1), (4, 2)), range(1, STEPS, 2)),

@@ -186,8 +186,8 @@ def test_all_ranks_follow_rank_0s_plan_from_the_same_step() -> None:
         for step in (1, 3, 4):
             assert one["sent"][step] == one["formula"][step]
         assert one["formula"][3] < one["formula"][0]
-    # Two settings and two errors, 8 bytes each, from rank 0 alone.
-    assert told[0]["sent"][2] - told[0]["sent"][1] == 32 and told[1]["sent"][2] == told[1]["sent"][1]
+    # Two settings and three errors, 8 bytes each, from rank 0 alone.
+    assert told[0]["sent"][2] - told[0]["sent"][1] == 40 and told[1]["sent"][2] == told[1]["sent"][1]
     effects = {asked: effect for asked, effect, _ in told[0]["rows"]}
     assert effects["plan: numbers.sparse"] == f"{plans[6]['numbers.sparse']:g}"
     assert any(asked == "plan in effect" and effect.startswith("none yet") for asked, effect, _ in told[0]["first"])

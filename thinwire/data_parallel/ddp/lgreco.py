@@ -195,12 +195,17 @@ class LGreCo(OnDDP):
 
 @dataclass(frozen=True)
 class Plan:
-    """What was chosen after a step. settings: by parameter. error, uniform_error: sums of norms over the parameters."""
+    """What was chosen after a step. settings: by parameter.
+
+    error: the sum of norms over the parameters; uniform_error: that of the uniform setting; previous_error: that of the
+    settings in effect until then; all on the same samples.
+    """
 
     step: int
     settings: dict[str, float]
     error: float
     uniform_error: float
+    previous_error: float
 
 
 class LGreCoMean:
@@ -236,15 +241,15 @@ class LGreCoMean:
     def _renew(self, link: Link, number: int) -> Rounds[None]:
         """Plan on rank 0, tell all, and switch; without finite samples everything stays as it is."""
         options = self._options(self._shapes)
-        words = torch.full((len(options) + 2,), math.nan, dtype=torch.float64)
+        words = torch.full((len(options) + 3,), math.nan, dtype=torch.float64)
         if link.rank == 0:
             with link.timed("encode_s", OPERATION):
                 self._choose(options, words)
         self.samples = Memory()
         yield from broadcast_(link, words, 0)
-        *settings, error, uniform_error = words.tolist()
-        if options and math.isfinite(error):
-            plan = Plan(number + 1, dict(zip(options, settings, strict=True)), error, uniform_error)
+        settings, totals = words[:-3].tolist(), words[-3:].tolist()
+        if options and math.isfinite(totals[0]):
+            plan = Plan(number + 1, dict(zip(options, settings, strict=True)), *totals)
             if link.rank == 0:
                 self._report(plan)
             self._switch(plan)
@@ -257,17 +262,20 @@ class LGreCoMean:
         return {name: candidates for name, candidates in found.items() if candidates}
 
     def _choose(self, options: Mapping[str, list[float]], words: Tensor) -> None:
-        """words = [setting of each parameter, error, error of the uniform settings]; left alone without samples."""
+        """words = [setting of each parameter, then the three errors of Plan]; left alone without finite samples."""
         base = self.method.base
         sums = {name: kinds["sum"] for name, kinds in self.samples.held.items()}
         if not sums or not all(bool(torch.isfinite(total).all()) for total in sums.values()):
             return
-        errors = [base.errors(sums[name], candidates) for name, candidates in options.items()]
+        held = [self.base.settings.get(name, base.uniform) for name in options]
+        rows = [base.errors(sums[name], [*options[name], one]) for name, one in zip(options, held, strict=True)]
+        errors, previous = [row[:-1] for row in rows], math.fsum(row[-1] for row in rows)
         sizes = [[base.size(self._shapes[name], one) for one in candidates] for name, candidates in options.items()]
         uniform = [candidates.index(base.uniform) for candidates in options.values()]
         chosen = knapsack(errors, sizes, uniform, alpha=self.method.alpha)
         settings = [candidates[choice] for candidates, choice in zip(options.values(), chosen, strict=True)]
         totals = [math.fsum(row[one] for row, one in zip(errors, choice, strict=True)) for choice in (chosen, uniform)]
+        totals.append(previous)
         words.copy_(torch.tensor([*settings, *totals], dtype=torch.float64))
 
     def _report(self, plan: Plan) -> None:

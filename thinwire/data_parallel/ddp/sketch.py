@@ -142,7 +142,7 @@ class SketchMean:
                 packets[place.name] = packet
                 if self.method.feedback:
                     errors[place.name] = x.sub_(self.codec.decode(packet, x.numel())).view(place.grad.shape)
-            self._protect_(values, link.rank, step.number)
+            self.protect_(values, link.rank, step.number)
         exact = Identity()
         mean = (yield from all_reduce(link, values, exact, exact, exact)).div_(self.world_size)
         with link.timed("decode_s", OPERATION):
@@ -169,7 +169,7 @@ class SketchMean:
     def _error(self, place: Place) -> Tensor | float:
         return self.memory.get(place.name, "error", *place.grad.shape) if self.method.feedback else 0.0
 
-    def _protect_(self, values: Tensor, rank: int, step: int) -> None:
+    def protect_(self, values: Tensor, rank: int, step: int) -> None:
         """Clip what leaves this rank, and add its part of the noise: a P-th of the variance."""
         if self.method.clip:
             clip_(values, self.method.clip)

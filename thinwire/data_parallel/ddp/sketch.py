@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec, CountSketch, GaussianSketch, Identity, checks, derive_seed
-from thinwire.codecs import sketch as codecs
+from thinwire.codecs.sketch import Sketch as LinearCodec
 from thinwire.collectives import Topology
 from thinwire.collectives.algorithms import Link, all_reduce
 from thinwire.collectives.exchange import Rounds
@@ -23,7 +23,7 @@ from thinwire.data_parallel.privacy import check_accountant, epsilon
 from thinwire.data_parallel.table import Row
 from thinwire.errors import ConfigError
 
-KINDS: dict[str, type[codecs.Sketch]] = {"count": CountSketch, "gaussian": GaussianSketch}
+KINDS: dict[str, type[LinearCodec]] = {"count": CountSketch, "gaussian": GaussianSketch}
 RATIOS = tuple(2**power for power in range(1, 9))
 # For how many steps the table says an epsilon before the first one.
 FORESEEN_STEPS = (100, 1000, 10_000)
@@ -90,7 +90,7 @@ class Sketch(OnDDP):
         """A norm over all that is sent needs all of it."""
         return self.clip > 0
 
-    def codec(self) -> codecs.Sketch:
+    def codec(self) -> LinearCodec:
         """What a matrix goes through."""
         return KINDS[self.kind](ratio=self.ratio, unbiased=not self.feedback)
 

@@ -28,7 +28,9 @@ from thinwire.data_parallel import (
     SDP4Bit,
     Sketch,
     Strategy,
+    TorchPowerSGD,
     TrainingStrategy,
+    TwoWay,
     Zero,
     ZeroBF16,
     ZeroOptimizer,
@@ -37,12 +39,14 @@ from thinwire.data_parallel import (
     zero,
 )
 from thinwire.errors import ConfigError, MismatchError, PeerLostError, ThinwireError
+from thinwire.optim import LANS
 
 __version__ = "0.1.0"
 
 __all__ = [
     "DDP",
     "FSDP",
+    "LANS",
     "STRATEGIES",
     "Cast",
     "Codec",
@@ -70,7 +74,9 @@ __all__ = [
     "Threshold",
     "TopK",
     "Topology",
+    "TorchPowerSGD",
     "TrainingStrategy",
+    "TwoWay",
     "Zero",
     "ZeroBF16",
     "ZeroOptimizer",

@@ -62,8 +62,18 @@ ROWS: dict[str, Row] = {
     # Planned after the second step, on both steps' gradients.
     "lgreco-ef-topk": Row(thinwire.LGreCo(thinwire.EFTopK(density=0.1), start=2, every=4, samples=2), 1.5, warmup=2),
     "lgreco-ef-integer": Row(thinwire.LGreCo(thinwire.EFInteger(), start=2, samples=2), 0.3, grid=(2, 1), warmup=2),
+    "lgreco-powersgd": Row(
+        thinwire.LGreCo(thinwire.PowerSGD(rank=2, start_step=1), start=3, samples=2), 1.0, grid=(2, 1), warmup=3
+    ),
     "sketch": Row(thinwire.Sketch(ratio=4), 4.0, owes=False),
     "sketch-feedback": Row(thinwire.Sketch(ratio=4, kind="gaussian", feedback=True), 1.5, grid=(2, 1)),
+    "powersgd": Row(thinwire.PowerSGD(start_step=2), 1.0, warmup=2),
+    "powersgd-bf16": Row(thinwire.PowerSGD(rank=2, start_step=0, wire="bf16"), 1.0, grid=(2, 1)),
+    "two-way-sign": Row(thinwire.TwoWay(min_bytes=500), 1.0),
+    "two-way-topk": Row(thinwire.TwoWay("topk", 0.1, min_bytes=500), 1.0, grid=(4, 1)),
+    "two-way-randomk": Row(thinwire.TwoWay("randomk", 0.25, min_bytes=500), 1.5, grid=(2, 2)),
+    "two-way-natural": Row(thinwire.TwoWay("natural", min_bytes=500), 0.4, owes=False, grid=(2, 1)),
+    "two-way-integer": Row(thinwire.TwoWay("integer", bits=2, error_feedback=True, min_bytes=500), 1.0, grid=(2, 1)),
 }
 
 

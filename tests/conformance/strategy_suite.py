@@ -22,7 +22,7 @@ from torch import nn
 
 import thinwire
 from tests.workers import run_workers
-from thinwire.data_parallel import DDP, FSDP, PowerSGD, Zero, ZeroBF16
+from thinwire.data_parallel import DDP, FSDP, PowerSGD, TorchPowerSGD, TwoWay, Zero, ZeroBF16
 from thinwire.data_parallel.interface import ParallelOptimizer
 
 STEPS = 20
@@ -60,8 +60,14 @@ ROWS = {
     "ddp-unused": Row(DDP(find_unused_parameters=True), 0.0, ((2, 1),)),
     "ddp-bf16": Row(DDP(wire="bf16"), 0.005, ((4, 1),), may_skip_parameters=False),
     # Net's matrices have 24 to 50 rows: rank 4 is little compression, and enough to see the error come back.
-    "powersgd": Row(PowerSGD(start_step=4), 0.25, FLAT_GRIDS, range(4, STEPS), may_skip_parameters=False),
-    "powersgd-1": Row(PowerSGD(rank=1, start_step=4, find_unused_parameters=True), 0.5, ((2, 1),), range(4, STEPS)),
+    "powersgd": Row(PowerSGD(start_step=4), 0.25, (*FLAT_GRIDS, (4, 2)), range(4, STEPS), may_skip_parameters=False),
+    "powersgd-1": Row(
+        PowerSGD(rank=1, start_step=4, wire="bf16", find_unused_parameters=True), 0.5, ((2, 1), (4, 2)), range(4, STEPS)
+    ),
+    "powersgd-torch": Row(TorchPowerSGD(start_step=4), 0.25, ((2, 1),), range(4, STEPS), may_skip_parameters=False),
+    # Groups of 512 signs, and matrices of some hundred elements.
+    "two-way": Row(TwoWay(min_bytes=0), 0.9, ((1, 1), (2, 1), (4, 2), (4, 4)), may_skip_parameters=False),
+    "two-way-integer": Row(TwoWay(codec="integer", min_bytes=0, find_unused_parameters=True), 0.45, ((2, 1),)),
     "ef-topk": Row(thinwire.EFTopK(density=0.1), 0.6, ((1, 1), (4, 2)), may_skip_parameters=False),
     "ef-integer": Row(thinwire.EFInteger(find_unused_parameters=True), 0.1, ((2, 1),)),
     "lgreco-ef-topk": Row(
@@ -77,8 +83,18 @@ ROWS = {
     "fsdp-bf16": Row(FSDP(wire="bf16"), 0.05, ((4, 2),), range(1, STEPS, 2)),
 }
 # One row of each kind of state, and of each way to average gradients.
-STATEFUL = ["zero", "zero-bf16", "sdp4bit", "ddp", "powersgd", "lgreco-ef-topk", "fsdp-bf16"]
-REDUCING = ["sdp4bit", "ddp", "powersgd", "ef-topk", "sketch", "fsdp"]
+STATEFUL = [
+    "zero",
+    "zero-bf16",
+    "sdp4bit",
+    "ddp",
+    "powersgd",
+    "powersgd-torch",
+    "two-way",
+    "lgreco-ef-topk",
+    "fsdp-bf16",
+]
+REDUCING = ["sdp4bit", "ddp", "powersgd", "powersgd-torch", "two-way", "ef-topk", "sketch", "fsdp"]
 
 
 class Net(nn.Module):

@@ -9,7 +9,7 @@ from torch import nn
 from tests.conformance.strategy_suite import Net, Replica, batch, make_optimizer
 from tests.workers import run_workers
 from thinwire import ConfigError
-from thinwire.data_parallel import DDP, PowerSGD, strategy_named
+from thinwire.data_parallel import DDP, TorchPowerSGD, strategy_named
 from thinwire.data_parallel.interface import TrainingStrategy
 
 
@@ -18,7 +18,16 @@ from thinwire.data_parallel.interface import TrainingStrategy
     [
         ("ddp", {"wire": "bf61"}, "'bf61' of ddp.*did you mean 'bf16'"),
         ("powersgd", {"rank": 0}, "rank 0 of powersgd: must be at least 1; nearest: 1"),
-        ("powersgd", {"start_step": 1}, "start_step 1 of powersgd: must be at least 2"),
+        ("powersgd", {"start_step": -1}, "start_step -1 of powersgd: must be at least 0"),
+        ("powersgd", {"wire": "bf61"}, "'bf61' of powersgd.*did you mean 'bf16'"),
+        ("powersgd-torch", {"start_step": 1}, "start_step 1 of powersgd-torch: must be at least 2"),
+        ("two-way", {"codec": "topc"}, "'topc' of two-way.*did you mean 'topk'"),
+        ("two-way", {"density": 0.1}, "density 0.1 of two-way: sign has none; topk and randomk do"),
+        ("two-way", {"codec": "topk", "bits": 4}, "bits 4 of two-way: topk has none"),
+        ("two-way", {"codec": "topk", "error_feedback": False}, "topk has no unbiased form"),
+        ("two-way", {"codec": "integer", "bits": 5}, "bits 5.*nearest is 4"),
+        ("two-way", {"codec": "randomk", "density": 0.9}, "density 0.9 of two-way: randomk takes 1 of 2"),
+        ("two-way", {"threads": 0}, "threads 0 of two-way: must be at least 1"),
         ("powersgd", {"min_compression": float("nan")}, "min_compression nan"),
         ("fsdp", {"wire": "fp16"}, "'fp16' of fsdp"),
     ],
@@ -29,7 +38,7 @@ def test_refused_options_say_why(strategy: str, options: dict, words: str) -> No
 
 
 def test_names_are_those_of_the_command_line() -> None:
-    for name in ("ddp", "ddp-bf16", "powersgd", "fsdp", "fsdp-bf16"):
+    for name in ("ddp", "ddp-bf16", "powersgd", "powersgd-torch", "two-way", "fsdp", "fsdp-bf16"):
         assert strategy_named(name).name == name
 
 
@@ -54,7 +63,7 @@ def num_reductions(rank: int, world_size: int, strategy: TrainingStrategy) -> li
     return calls
 
 
-@pytest.mark.parametrize(("strategy", "expected"), [(DDP(), [2, 2, 2]), (PowerSGD(start_step=2), [1, 1, 1])])
+@pytest.mark.parametrize(("strategy", "expected"), [(DDP(), [2, 2, 2]), (TorchPowerSGD(start_step=2), [1, 1, 1])])
 def test_buckets_are_laid_out_before_the_first_step(strategy: TrainingStrategy, expected: list[int]) -> None:
     """Of DDP several, so that they overlap with backward; PowerSGD's hook is safe with a single one."""
     for calls in run_workers(num_reductions, 2, strategy):
@@ -105,7 +114,7 @@ def test_a_process_group_is_needed() -> None:
 
 
 def rows(rank: int, world_size: int) -> list[tuple[str, str, str]]:
-    return wrapped(nn.Linear(64, 64), PowerSGD(), checked=True)[1].describe()
+    return wrapped(nn.Linear(64, 64), TorchPowerSGD(), checked=True)[1].describe()
 
 
 def test_the_start_table_says_what_is_in_effect() -> None:

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from tests.workers import run_workers
-from thinwire import ConfigError, EFInteger, EFTopK, LGreCo
+from thinwire import ConfigError, EFInteger, EFTopK, LGreCo, PowerSGD
 from thinwire.data_parallel.ddp.lgreco import knapsack
 from thinwire.training.config import TrainConfig
 from thinwire.training.settings import build_strategy, used_tables
@@ -77,9 +77,10 @@ def test_errors_that_are_not_finite_are_refused() -> None:
     ("make", "words"),
     [
         (lambda: LGreCo(thinwire.DDP()), "can't plan 'ddp'.*EFTopK"),
-        (lambda: LGreCo(alpha=0.9), "alpha 0.9 of lgreco-ef-topk: must be at least 1; nearest: 1"),
+        (lambda: LGreCo(alpha=0.9), "alpha 0.9 of lgreco-powersgd: must be at least 1; nearest: 1"),
         (lambda: LGreCo(span=0.5), "span 0.5"),
-        (lambda: LGreCo(start=3), "start 3 of lgreco-ef-topk: must be at least 10"),
+        (lambda: LGreCo(EFTopK(), start=3), "start 3 of lgreco-ef-topk: must be at least 10"),
+        (lambda: LGreCo(PowerSGD(start_step=15)), "start 20 of lgreco-powersgd: must be at least 25"),
         (lambda: LGreCo(every=9), "every 9 .* at least 10"),
         (lambda: LGreCo(EFInteger(), samples=0), "samples 0 of lgreco-ef-integer"),
         (lambda: EFTopK(density=2.0), "density 2.0"),
@@ -97,7 +98,9 @@ def test_plans_come_at_their_steps() -> None:
     assert [step for step in range(60) if method.steps_to_plan(step) < method.samples] == list(range(10, 20))
 
 
-@pytest.mark.parametrize(("method", "setting"), [(EFTopK(density=0.02), 0.02), (EFInteger(bits=4), 4)])
+@pytest.mark.parametrize(
+    ("method", "setting"), [(EFTopK(density=0.02), 0.02), (EFInteger(bits=4), 4), (PowerSGD(rank=3), 3)]
+)
 def test_candidates_hold_the_uniform_setting_and_their_errors_fall(method: Any, setting: float) -> None:
     x = torch.randn(64, 80, generator=torch.Generator().manual_seed(0))
     candidates = method.candidates(x.shape, 4.0)
@@ -107,6 +110,26 @@ def test_candidates_hold_the_uniform_setting_and_their_errors_fall(method: Any, 
     assert errors == sorted(errors, reverse=True) and sizes == sorted(sizes)
     assert method.candidates(torch.Size([5120]), 4.0) == []
     assert method.candidates(torch.Size([5, 5]), 4.0) == []
+
+
+def test_the_tensor_that_is_of_low_rank_gets_a_low_rank() -> None:
+    """Two matrices of 128 x 128, one of rank 2, one of noise; uniformly rank 4."""
+    random = torch.Generator().manual_seed(0)
+    low = 20 * torch.randn(128, 2, generator=random) @ torch.randn(2, 128, generator=random)
+    noise = torch.randn(128, 128, generator=random)
+    method = PowerSGD(rank=4)
+    candidates = method.candidates(low.shape, 2.0)
+    assert candidates == [2, 3, 4, 5, 6, 7, 8]
+    errors = [method.errors(x, candidates) for x in (low, noise)]
+    for x, row in ((low, errors[0]), (noise, errors[1])):
+        singular = torch.linalg.svdvals(x.double())
+        expected = [float(singular[int(rank) :].norm()) for rank in candidates]
+        assert row == pytest.approx(expected, abs=1e-4 * float(singular[0]))
+    sizes = [[method.size(low.shape, rank) for rank in candidates]] * 2
+    assert sizes[0][0] == 4 * 2 * (128 + 128)
+    # Rounding to fp32 leaves the matrix of rank 2 a rest, so that rank 2 loses a little more than rank 4.
+    assert [candidates[choice] for choice in knapsack(errors, sizes, [2, 2], alpha=1.001)] == [2, 4]
+    assert [candidates[choice] for choice in knapsack(errors, sizes, [2, 2])] == [2, 5]
 
 
 def test_flags_reach_the_method_underneath() -> None:

@@ -15,7 +15,7 @@ import thinwire
 from tests.workers import run_workers
 from thinwire import ConfigError, Sketch
 from thinwire.codecs import CountSketch
-from thinwire.data_parallel.ddp.reductions import parameter_seed
+from thinwire.data_parallel.ddp.reductions import seed_of
 from thinwire.data_parallel.ddp.sketch import SketchMean
 from thinwire.data_parallel.privacy import epsilon
 
@@ -104,7 +104,7 @@ def test_what_comes_back_is_the_decoded_sketch_of_the_mean(told: list[dict[str, 
     means = [torch.stack(parts).mean(0) for parts in zip(*map(gradient, range(2)), strict=True)]
     codec = CountSketch(8)
     for step, (matrix, vector) in enumerate(told[0]["outs"]):
-        packet = codec.encode(means[0], seed=parameter_seed(5, step, "matrix"))
+        packet = codec.encode(means[0], seed=seed_of(5, step, "matrix"))
         torch.testing.assert_close(matrix.flatten(), codec.decode(packet, SIDE * SIDE), rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(vector, means[1], rtol=1e-6, atol=1e-6)
         assert torch.equal(matrix, told[1]["outs"][step][0])
@@ -197,7 +197,7 @@ def hits(method: Sketch) -> float:
     num_hits = 0
     for trial in range(TRIALS):
         grad, label = one_example(trial)
-        packet = codec.encode(grad, seed=parameter_seed(0, trial, "weight"))
+        packet = codec.encode(grad, seed=seed_of(0, trial, "weight"))
         sums = codec.sums(packet).clone()
         reduction.protect_(sums, 0, trial)
         num_hits += guessed(sums, packet, codec) == label

@@ -226,6 +226,7 @@ def mistakes(rank: int, world_size: int) -> dict[str, str]:
     for name, candidate in {
         "lbfgs": torch.optim.LBFGS(held.parameters()),
         "adafactor": torch.optim.Adafactor(held.parameters()),
+        "lans": thinwire.LANS(held.parameters()),
         "muon": torch.optim.Muon([p for p in held.parameters() if p.dim() == 2]),
     }.items():
         with pytest.raises(thinwire.ConfigError) as refused:
@@ -240,7 +241,7 @@ def test_mistakes_are_refused_with_the_way_out() -> None:
         assert "no_sync" in found["no_sync"]
         assert "frozen when zero() was called" in found["thawed"]
         assert "before calling zero()" in found["added"]
-        for name in ("lbfgs", "adafactor", "muon"):
+        for name in ("lbfgs", "adafactor", "lans", "muon"):
             assert "can't be sharded" in found[name], found[name]
 
 

@@ -7,7 +7,7 @@ import pytest
 from thinwire.errors import ConfigError
 from thinwire.training.config import TrainConfig
 from thinwire.training.problems import Problems
-from thinwire.training.settings import build_strategy, read_config, to_toml
+from thinwire.training.settings import build_strategy, read_config, to_toml, with_optimizer
 
 
 def read(*args: str) -> TrainConfig:
@@ -111,3 +111,12 @@ def test_strategies_take_their_table() -> None:
         build_strategy(TrainConfig(strategy="sdp4bits"))
     with pytest.raises(ConfigError):
         build_strategy(read("--sdp4bit.inter-group", "100"))
+
+
+def test_a_strategy_chooses_its_optimizer_and_refuses_what_it_cannot_drive() -> None:
+    assert with_optimizer(read()).optimizer == "adamw"
+    assert with_optimizer(read("--strategy", "ddp", "--optimizer", "lans")).optimizer == "lans"
+    with pytest.raises(ConfigError, match=r"--optimizer adam: no such optimizer; did you mean 'adamw'"):
+        with_optimizer(read("--optimizer", "adam"))
+    with pytest.raises(ConfigError, match=r"lans does not fit strategy zero, which cuts tensors.*choose one of adamw"):
+        with_optimizer(read("--strategy", "zero", "--optimizer", "lans"))

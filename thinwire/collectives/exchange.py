@@ -21,8 +21,9 @@ from thinwire.errors import MismatchError, PeerLostError
 
 HEADER = struct.Struct("<qq48s")
 GRACE_S = 2.0
-# Rounds of one job: an all_reduce over two levels needs four.
-MAX_ROUNDS = 16
+# Rounds of one job: an all_reduce over two levels needs four, and a job may be made of many parts.
+ROUNDS_OF_A_PART = 8
+MAX_ROUNDS = 1024 * ROUNDS_OF_A_PART
 T = TypeVar("T")
 
 

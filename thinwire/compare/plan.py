@@ -20,7 +20,7 @@ from thinwire.training.effects import Row, unused_rows
 from thinwire.training.hardware import choose_dtype, threads_per_worker
 from thinwire.training.prepare import check
 from thinwire.training.problems import Problems
-from thinwire.training.settings import build_strategy, used_tables
+from thinwire.training.settings import used_tables, with_optimizer
 
 DEFAULT_SMOOTH = 20
 # What the race decides itself; a configuration that states one of them is told so.
@@ -128,7 +128,7 @@ def check_training(train: TrainConfig, contestants: list[Contestant], problems: 
     check(replace(first, run_dir=str(Path(tempfile.gettempdir(), uuid.uuid4().hex))), problems)
     for contestant in own[1:]:
         with problems.collect():
-            build_strategy(contestant.config(train))
+            with_optimizer(contestant.config(train))
     # Contestants that share a wrong table of options have the same to say about it.
     problems.messages = list(dict.fromkeys(problems.messages))
 

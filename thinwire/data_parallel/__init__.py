@@ -12,6 +12,8 @@ from thinwire.data_parallel.ddp import (
     LGreCo,
     PowerSGD,
     Sketch,
+    TorchPowerSGD,
+    TwoWay,
     compress_ddp,
 )
 from thinwire.data_parallel.fsdp import FSDP
@@ -33,7 +35,9 @@ __all__ = [
     "SDP4Bit",
     "Sketch",
     "Strategy",
+    "TorchPowerSGD",
     "TrainingStrategy",
+    "TwoWay",
     "Zero",
     "ZeroBF16",
     "ZeroOptimizer",

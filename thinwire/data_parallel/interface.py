@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from thinwire.codecs import Codec
 from thinwire.collectives import Communicator, Meter
 
+# The reason of strategies that shard the optimizer.
+CUTS_TENSORS = "cuts tensors anywhere, so that the update of one element must not depend on others"
+
 
 class ParallelOptimizer(Protocol):
     """An optimizer whose step is one step of all ranks.
@@ -120,6 +123,16 @@ class TrainingStrategy(Protocol):
     @property
     def codecs(self) -> tuple[Codec, ...]:
         """Whose kernels are compiled before the workers start."""
+        ...
+
+    @property
+    def optimizers(self) -> tuple[str, ...]:
+        """Names in `thinwire.optim.OPTIMIZERS` that it can drive; the first is its own choice."""
+        ...
+
+    @property
+    def optimizers_reason(self) -> str:
+        """Why it can't drive others, to follow "a strategy that ..."."""
         ...
 
     @property

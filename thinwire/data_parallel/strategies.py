@@ -18,11 +18,15 @@ from torch import nn
 from thinwire.codecs import Cast, Codec, Hadamard, Identity, Integer, Zstd
 from thinwire.data_parallel.ddp.feedback import EFInteger, EFTopK
 from thinwire.data_parallel.ddp.lgreco import LGreCo
+from thinwire.data_parallel.ddp.powersgd import PowerSGD
 from thinwire.data_parallel.ddp.sketch import Sketch
-from thinwire.data_parallel.ddp.strategies import DDP, PowerSGD
+from thinwire.data_parallel.ddp.strategies import DDP
+from thinwire.data_parallel.ddp.torch_powersgd import TorchPowerSGD
+from thinwire.data_parallel.ddp.two_way import TwoWay
 from thinwire.data_parallel.fsdp.strategies import FSDP
-from thinwire.data_parallel.interface import ParallelOptimizer, TrainingStrategy
+from thinwire.data_parallel.interface import CUTS_TENSORS, ParallelOptimizer, TrainingStrategy
 from thinwire.errors import ConfigError, nearest
+from thinwire.optim import ELEMENTWISE
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,8 @@ class OnZero:
     """What makes a choice of codecs a TrainingStrategy: it is applied by `thinwire.zero`."""
 
     settled_after: ClassVar[int] = 0
+    optimizers: ClassVar[tuple[str, ...]] = ELEMENTWISE
+    optimizers_reason: ClassVar[str] = CUTS_TENSORS
 
     @property
     def codecs(self: Strategy) -> tuple[Codec, ...]:
@@ -213,9 +219,12 @@ STRATEGIES: dict[str, Callable[..., TrainingStrategy]] = {
     "ddp": DDP,
     "ddp-bf16": partial(DDP, wire="bf16"),
     "powersgd": PowerSGD,
+    "powersgd-torch": TorchPowerSGD,
+    "two-way": TwoWay,
     "ef-topk": EFTopK,
     "ef-integer": EFInteger,
-    "lgreco-ef-topk": LGreCo,
+    "lgreco-powersgd": LGreCo,
+    "lgreco-ef-topk": partial(LGreCo, base=EFTopK()),
     "lgreco-ef-integer": partial(LGreCo, base=EFInteger()),
     "sketch": Sketch,
     "fsdp": FSDP,

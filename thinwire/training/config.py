@@ -30,8 +30,8 @@ class TrainConfig:
     cache_dir: str | None = None
     """Where tokenised data is kept; by default thinwire's folder in the user's cache."""
     strategy: str = "sdp4bit"
-    """zero, zero-bf16, sdp4bit, sdp4bit-weights, sdp4bit-gradients, ddp, ddp-bf16, powersgd, ef-topk, ef-integer,
-    lgreco-ef-topk, lgreco-ef-integer, sketch, fsdp or fsdp-bf16."""
+    """zero, zero-bf16, sdp4bit, sdp4bit-weights, sdp4bit-gradients, ddp, ddp-bf16, powersgd, powersgd-torch, two-way,
+    ef-topk, ef-integer, lgreco-powersgd, lgreco-ef-topk, lgreco-ef-integer, sketch, fsdp or fsdp-bf16."""
     workers: int = 1
     """Worker processes to start on this machine."""
     local_size: int | None = None
@@ -52,8 +52,8 @@ class TrainConfig:
     """Tokens of one sequence."""
     micro_batch: int = 8
     """Most sequences that fit into one forward pass of one worker; the accumulation follows from it."""
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    """adamw (betas 0.9 and 0.95) or sgd (momentum 0.9)."""
+    optimizer: str | None = None
+    """adamw (betas 0.9 and 0.95), sgd (momentum 0.9), sgd-plain or lans; by default the strategy's own choice."""
     lr: float = 3e-4
     """Peak learning rate; it warms up linearly, then falls as a cosine to a tenth."""
     weight_decay: float = 0.1

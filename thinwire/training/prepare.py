@@ -23,7 +23,7 @@ from thinwire.training.effects import Row, batch_row, resume_rows, unused_rows
 from thinwire.training.hardware import choose_dtype, free_port, port_is_free, threads_per_worker
 from thinwire.training.problems import Problems
 from thinwire.training.run_dir import RunDir
-from thinwire.training.settings import build_strategy, read_toml, to_toml, used_tables
+from thinwire.training.settings import build_strategy, read_toml, to_toml, used_tables, with_optimizer
 from thinwire.training.trackers import check_trackers
 
 
@@ -50,7 +50,7 @@ def check(config: TrainConfig, problems: Problems) -> None:
     wrong_numbers = list(range_errors(config))
     problems.messages += wrong_numbers
     with problems.collect():
-        build_strategy(config)
+        with_optimizer(config)
     if not wrong_numbers:
         with problems.collect():
             derive(config, config.world_size)
@@ -107,9 +107,12 @@ def resolve(config: TrainConfig, threads: int) -> tuple[TrainConfig, list[Row]]:
     dtype, reason = choose_dtype(config.dtype, threads)
     rows: list[Row] = [(f"dtype {config.dtype}", dtype, reason), batch_row(config, batch, config.world_size)]
     rows += unused_rows(config)
+    chosen = with_optimizer(config)
+    if config.optimizer is None:
+        rows.append(("--optimizer", f"{chosen.optimizer}", f"the choice of strategy {config.strategy}"))
     if torch.cuda.is_available():
         rows.append(("device any", "cpu", "this version trains on the CPU; the GPU it sees is left alone"))
-    return replace(with_derived(config), dtype=dtype), rows
+    return replace(with_derived(chosen), dtype=dtype), rows
 
 
 def prepare(config: TrainConfig, problems: Problems) -> tuple[TrainConfig, Start]:

@@ -16,6 +16,7 @@ import tyro
 from thinwire.data_parallel import STRATEGIES, TrainingStrategy
 from thinwire.errors import ConfigError, nearest
 from thinwire.models.llama import LlamaConfig
+from thinwire.optim import OPTIMIZERS
 from thinwire.training.config import TrainConfig, flag
 from thinwire.training.problems import Problems
 from thinwire.training.run_dir import RunDir
@@ -65,6 +66,22 @@ def build_strategy(config: TrainConfig) -> TrainingStrategy:
     if stated := config.tables.get(base_table(config.strategy) or ""):
         return make(**options, **{BASE: replace(getattr(make(), BASE), **stated)})
     return make(**options)
+
+
+def with_optimizer(config: TrainConfig) -> TrainConfig:
+    """The configuration with its strategy's own choice where no optimizer is stated.
+
+    Raises ConfigError for what build_strategy refuses, and for an optimizer that the strategy can't drive.
+    """
+    strategy, name = build_strategy(config), config.optimizer
+    if name is not None and name not in OPTIMIZERS:
+        raise ConfigError(f"--optimizer {name}: no such optimizer{nearest(name, strategy.optimizers)}")
+    if name is not None and name not in strategy.optimizers:
+        raise ConfigError(
+            f"--optimizer {name} does not fit strategy {strategy.name}, which {strategy.optimizers_reason}"
+            f"{nearest(name, strategy.optimizers)}"
+        )
+    return replace(config, optimizer=name or strategy.optimizers[0])
 
 
 def read_config(args: Sequence[str], problems: Problems) -> TrainConfig:

@@ -18,6 +18,7 @@ from thinwire.data import BatchLoader, heldout_batches, load_tokenizer
 from thinwire.data import prepare as prepare_tokens
 from thinwire.errors import ConfigError, ThinwireError
 from thinwire.models import build_model, generate
+from thinwire.optim import make_optimizer
 from thinwire.training import checkpoint
 from thinwire.training.advice import advise
 from thinwire.training.agreement import agree
@@ -251,9 +252,8 @@ def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimi
     matrices = {"params": [p for p in params if p.dim() >= 2], "weight_decay": config.weight_decay}
     vectors = {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0}
     groups = [group for group in (matrices, vectors) if group["params"]]
-    if config.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=config.lr, momentum=0.9)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
+    assert config.optimizer is not None, "resolved by with_optimizer"
+    return make_optimizer(config.optimizer, groups, config.lr)
 
 
 def untrained_state(model: nn.Module) -> dict[str, Any]:

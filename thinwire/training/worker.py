@@ -18,7 +18,7 @@ from thinwire.training.config import TrainConfig, with_derived
 from thinwire.training.hardware import threads_per_worker
 from thinwire.training.prepare import Start
 from thinwire.training.problems import Problems
-from thinwire.training.settings import read_config
+from thinwire.training.settings import read_config, with_optimizer
 from thinwire.training.signals import StopFlag
 from thinwire.training.trainer import Place, Trainer
 
@@ -40,7 +40,7 @@ def work(config: TrainConfig, place: Place, start: Start | None) -> int:
     # Not before: a worker that still waits for the others, who may never come, must die of SIGTERM.
     stop = StopFlag()
     start = start or Start()
-    trainer = Trainer(with_derived(config), place, stop, start.dtype, start.effects)
+    trainer = Trainer(with_optimizer(with_derived(config)), place, stop, start.dtype, start.effects)
     try:
         trainer.run()
     finally:

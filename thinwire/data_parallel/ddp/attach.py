@@ -98,9 +98,7 @@ class CompressedDDP:
     def finish(self) -> None:
         """Return when every gradient of this backward is the mean; backward itself calls this at its end."""
         self._waits = False
-        self._reducer.finish()
-        grads = [param.grad for param in self._trained.values() if param.grad is not None]
-        if self.comm.world_size > 1 and not all(bool(torch.isfinite(grad.sum())) for grad in grads):
+        if not all(bool(torch.isfinite(mean.sum())) for mean in self._reducer.finish()):
             forgotten = self.reduction.forget()
             log.warning("thinwire: a mean gradient is not finite; memory of %d parameter(s) dropped", len(forgotten))
 
@@ -121,13 +119,23 @@ class CompressedDDP:
             ("topology", str(self.comm.topology), self.comm.topology_reason),
             (f"method {self.method.name}", "hook of DistributedDataParallel", ""),
             *self.reduction.rows(self._shapes),
+            *self._rows_on_learning_rates(),
             ("overlap", "buckets travel while backward goes on", "backward ends when all have arrived"),
             ("sent per rank and step", f"{self.bytes_per_step / 1e6:.3f} MB", f"{plain:.3f} MB in fp32"),
         ]
 
+    def _rows_on_learning_rates(self) -> list[Row]:
+        if not self.method.uses_learning_rates or self.optimizer is not None:
+            return []
+        return [("errors weighed by learning rates", "not weighed", "give compress_ddp the optimizer")]
+
     def residuals(self) -> dict[str, torch.Tensor]:
         """By parameter, what this rank's gradients held and the method has not passed on yet."""
-        return self.reduction.residuals()
+        held = self.reduction.residuals()
+        return {
+            name: held[name].view(-1)[: shape.numel()].view(shape) if name in held else torch.zeros(shape)
+            for name, shape in self._shapes.items()
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """What the method remembers on this rank; to be saved by every rank beside model and optimizer."""

@@ -15,7 +15,7 @@ from thinwire.codecs.integer import WIDTHS
 from thinwire.collectives import Topology
 from thinwire.collectives.algorithms import Link, all_gather_packets
 from thinwire.collectives.exchange import Rounds
-from thinwire.data_parallel.ddp.reductions import FP32_BYTES, OPERATION, Bucket, Memory, Step, parameter_seed
+from thinwire.data_parallel.ddp.reductions import FP32_BYTES, OPERATION, Bucket, Memory, Step, seed_of
 from thinwire.data_parallel.ddp.strategies import OnDDP
 
 # Vectors and smaller tensors are not worth a codec: they travel as they are.
@@ -166,7 +166,7 @@ class FeedbackMean:
         with link.timed("encode_s", OPERATION):
             for (name, section), grad in zip(sections.items(), bucket.grads, strict=True):
                 x = (grad + self._error(name, grad.shape)).reshape(-1)
-                seed = derive_seed(parameter_seed(self.seed, step.number, name), link.rank)
+                seed = derive_seed(seed_of(self.seed, step.number, name), link.rank)
                 packet = section.codec.encode(x, seed=seed, out=section.of(message))
                 if not section.codec.traits.lossless:
                     errors[name] = x.sub_(section.codec.decode(packet, x.numel())).view(grad.shape)

@@ -16,7 +16,7 @@ from thinwire.codecs import Codec
 from thinwire.collectives import Topology
 from thinwire.collectives.algorithms import Link, broadcast_
 from thinwire.collectives.exchange import Rounds
-from thinwire.data_parallel.ddp.feedback import EFTopK
+from thinwire.data_parallel.ddp.powersgd import PowerSGD
 from thinwire.data_parallel.ddp.reductions import OPERATION, Bucket, Memory, Reduction, Step
 from thinwire.data_parallel.ddp.strategies import OnDDP
 from thinwire.data_parallel.table import Row
@@ -141,7 +141,7 @@ class LGreCo(OnDDP):
     Source: Alimohammadi et al., "L-GreCo: Layerwise-Adaptive Gradient Compression" (MLSys 2024), section 3.
     """
 
-    base: Plannable = field(default_factory=EFTopK)
+    base: Plannable = field(default_factory=PowerSGD)
     alpha: float = 1.0
     span: float = 4.0
     start: int = 20
@@ -152,7 +152,7 @@ class LGreCo(OnDDP):
         if not isinstance(self.base, Plannable):
             raise ConfigError(
                 f"lgreco can't plan {getattr(self.base, 'name', self.base)!r}: it must offer candidates, errors and "
-                "sizes, as EFTopK and EFInteger do"
+                "sizes, as PowerSGD, EFTopK and EFInteger do"
             )
         lowest = {"alpha": 1, "span": 1, "samples": 1, "every": self.samples}
         lowest["start"] = self.base.settled_after + self.samples

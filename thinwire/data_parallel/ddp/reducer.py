@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from thinwire.collectives import Communicator
 from thinwire.collectives.algorithms import Link, all_gather_exact
@@ -37,7 +37,7 @@ class BucketReducer:
         self._names = {id(param): name for name, param in trained.items()}
         self._lrs = lrs
         self._step: Step | None = None
-        self._reducing: dict[int, Future[None]] = {}
+        self._reducing: dict[int, tuple[Bucket, Future[None]]] = {}
 
     def launch(self, grads: dist.GradBucket) -> None:
         """Average a complete bucket in the background; called by DDP's hook. Does nothing while `is_idle`."""
@@ -54,7 +54,7 @@ class BucketReducer:
                 "last of a step in `with optimizer.no_sync():`"
             )
         self._step = self._step or Step(self.steps, self._lrs())
-        self._reducing[bucket.number] = self.comm.submit(self._job(bucket, self._step))
+        self._reducing[bucket.number] = bucket, self.comm.submit(self._job(bucket, self._step))
 
     def _job(self, bucket: Bucket, step: Step) -> Callable[[Link], Generator[Any, None, None]]:
         def job(link: Link) -> Generator[Any, None, None]:
@@ -67,14 +67,20 @@ class BucketReducer:
 
         return job
 
-    def finish(self) -> None:
-        """Return when every bucket holds its mean; raises what a reduction raised."""
-        for reducing in self._reducing.values():
+    def finish(self) -> list[Tensor]:
+        """The buckets, flat, once every one holds its mean; raises what a reduction raised.
+
+        Where gradients are no views into them, DDP copies them back only after this.
+        """
+        means = []
+        for bucket, reducing in self._reducing.values():
             self.comm.wait(reducing)
+            means.append(bucket.flat)
         self._reducing.clear()
         self._step = None
         self.all_launched = False
         self.steps += 1
+        return means
 
     def state_dict(self) -> dict[str, Any]:
         """What the reduction remembers on this rank."""

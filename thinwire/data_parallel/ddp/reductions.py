@@ -1,25 +1,23 @@
-"""How the gradients of one bucket become their mean over the ranks: torch's collectives as communication jobs."""
+"""How the gradients of one bucket become their mean over the ranks, as communication jobs; what all ways share."""
 
 from __future__ import annotations
 
-import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from thinwire.codecs import derive_seed
+from thinwire.codecs import Codec, Identity, derive_seed
 from thinwire.collectives import Topology
-from thinwire.collectives.algorithms import Link
+from thinwire.collectives.algorithms import Link, Lost, all_reduce
 from thinwire.collectives.exchange import Rounds
 
+FP32 = Identity()
 FP32_BYTES, BF16_BYTES = 4, 2
 OPERATION = "gradients"
 BY_FORMULA = ("bytes sent", "by formula: 2 (P-1)/P of what is reduced", "torch's collectives are not metered")
@@ -79,11 +77,6 @@ class AllReduce:
         count_ring(self.link, self.tensor.nbytes)
 
 
-def parameter_seed(seed: int, step: int, name: str) -> int:
-    """A seed for one parameter in one step: the same on every rank, on every machine and in any bucket."""
-    return derive_seed(seed, step, zlib.crc32(name.encode()))
-
-
 def ring_bytes(num_bytes: int, world_size: int) -> int:
     """Payload that one rank sends for a ring all_reduce: P-1 of P parts to sum, then again to spread."""
     return 2 * (world_size - 1) * num_bytes // world_size
@@ -136,6 +129,10 @@ class Memory:
     def __init__(self) -> None:
         self.held: dict[str, dict[str, Tensor]] = {}
 
+    def peek(self, name: str, kind: str) -> Tensor | None:
+        """The tensor that is held, if any."""
+        return self.held.get(name, {}).get(kind)
+
     def get(self, name: str, kind: str, *shape: int) -> Tensor:
         """The fp32 tensor of this shape that is held, zeros the first time."""
         kinds = self.held.setdefault(name, {})
@@ -166,6 +163,23 @@ class Memory:
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Hold copies of what state_dict gave, and nothing else."""
         self.held = {name: {kind: t.clone() for kind, t in kinds.items()} for name, kinds in state.items()}
+
+
+def seed_of(seed: int, step: int, name: str) -> int:
+    """A seed that all ranks share for one parameter in one step, whatever bucket it lies in."""
+    return derive_seed(seed, step, zlib.crc32(name.encode()))
+
+
+def sum_over_ranks(
+    link: Link, tensors: Sequence[Tensor], codec: Codec = FP32, lost: Lost | None = None
+) -> Rounds[list[Tensor]]:
+    """The sums of tensors of any shapes, fp32 in their shapes, in one message a hop, each in `codec`."""
+    if not tensors:
+        return []
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    total = yield from all_reduce(link, flat, codec, codec, codec, operation=OPERATION, lost=lost)
+    pieces = total.split([tensor.numel() for tensor in tensors])
+    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
 
 
 class Mean:
@@ -208,79 +222,3 @@ class CastMean(Mean):
 
     def rows(self, shapes: Mapping[str, torch.Size]) -> list[tuple[str, str, str]]:
         return [("gradients", "all_reduce in bf16", "by gloo, which sums in bf16"), BY_FORMULA]
-
-
-class PowerSGDMean:
-    """torch's powerSGD_hook, which starts one collective from the end of another.
-
-    That is safe as long as nobody else uses the group meanwhile: the communication thread stands still for it.
-    """
-
-    def __init__(self, rank: int, start_step: int, min_compression: float, seed: int) -> None:
-        self.state = PowerSGDState(
-            process_group=None,
-            matrix_approximation_rank=rank,
-            start_powerSGD_iter=start_step,
-            min_compression_rate=min_compression,
-            # A column of zeros has no direction: without it, 0/0 where rank is 1 or 2. Higher ranks take a QR.
-            orthogonalization_epsilon=1e-8,
-            random_seed=seed % (1 << 32),
-        )
-
-    def run(self, link: Link, bucket: Bucket, step: Step) -> Rounds[None]:
-        yield from ()
-        state = self.state
-        state.process_group = link.wire.group
-        is_plain, before = state.iter < state.start_powerSGD_iter, state.total_numel_after_compression
-        with link.timed("wait_s", OPERATION):
-            powerSGD_hook(state, cast(dist.GradBucket, bucket)).wait()
-        thin_bytes = FP32_BYTES * (state.total_numel_after_compression - before)
-        count_ring(link, bucket.flat.nbytes if is_plain else thin_bytes)
-
-    def sent_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> int:
-        return ring_bytes(FP32_BYTES * sum(self._num_sent(shape) for shape in shapes.values()), grid.world_size)
-
-    def rows(self, shapes: Mapping[str, torch.Size]) -> list[tuple[str, str, str]]:
-        rank, start = self.state.matrix_approximation_rank, self.state.start_powerSGD_iter
-        thin = sum(self._num_sent(shape) < shape.numel() for shape in shapes.values())
-        return [
-            ("gradients", f"{thin} of {len(shapes)} as factors of rank {rank}, the others in fp32", "by torch's hook"),
-            ("steps in fp32", f"the first {start}", "start_step"),
-            BY_FORMULA,
-        ]
-
-    def forget(self) -> list[str]:
-        for held in (self.state.error_dict, self.state.p_memory_dict, self.state.q_memory_dict):
-            held.clear()
-        return ["all"]
-
-    def residuals(self) -> dict[str, Tensor]:
-        # Torch keeps them by bucket, of which there is one.
-        return {}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Keys are buckets; `rng` is numpy's Mersenne Twister, its 624 words and the position."""
-        rng = self.state.rng.get_state(legacy=False)["state"]
-        return {
-            "iter": self.state.iter,
-            "error": dict(self.state.error_dict),
-            "p": dict(self.state.p_memory_dict),
-            "q": dict(self.state.q_memory_dict),
-            "rng": torch.from_numpy(rng["key"].astype(np.int64)),
-            "rng_position": int(rng["pos"]),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state.iter = state["iter"]
-        self.state.error_dict = {key: value.clone() for key, value in state["error"].items()}
-        self.state.p_memory_dict = {key: value.clone() for key, value in state["p"].items()}
-        self.state.q_memory_dict = {key: value.clone() for key, value in state["q"].items()}
-        key = state["rng"].numpy().astype(np.uint32)
-        self.state.rng.set_state({"bit_generator": "MT19937", "state": {"key": key, "pos": state["rng_position"]}})
-
-    def _num_sent(self, shape: torch.Size) -> int:
-        """Elements that travel for one gradient: r (n + m), or all n m of them where that saves too little."""
-        n = shape[0] if shape else 1
-        m = math.prod(shape[1:])
-        factors = (n + m) * min(n, m, self.state.matrix_approximation_rank)
-        return factors if factors * self.state.min_compression_rate < n * m else n * m

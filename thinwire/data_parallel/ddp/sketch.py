@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.codecs import Codec, CountSketch, GaussianSketch, Identity, checks, derive_seed
+from thinwire.codecs import Codec, CountSketch, GaussianSketch, checks, derive_seed
 from thinwire.codecs.sketch import Sketch as LinearCodec
 from thinwire.collectives import Topology
-from thinwire.collectives.algorithms import Link, all_reduce
+from thinwire.collectives.algorithms import Link, all_reduce_bytes
 from thinwire.collectives.exchange import Rounds
 from thinwire.data_parallel.ddp.feedback import is_compressed
-from thinwire.data_parallel.ddp.reductions import FP32_BYTES, OPERATION, Bucket, Memory, Step, parameter_seed
+from thinwire.data_parallel.ddp.reductions import FP32, OPERATION, Bucket, Memory, Step, seed_of, sum_over_ranks
 from thinwire.data_parallel.ddp.strategies import OnDDP
 from thinwire.data_parallel.privacy import check_accountant, epsilon
 from thinwire.data_parallel.table import Row
@@ -137,14 +137,14 @@ class SketchMean:
                     values[place.values] = place.grad.reshape(-1)
                     continue
                 x = (place.grad + self._error(place)).reshape(-1)
-                packet = self.codec.encode(x, seed=parameter_seed(self.seed, step.number, place.name))
+                packet = self.codec.encode(x, seed=seed_of(self.seed, step.number, place.name))
                 values[place.values] = self.codec.sums(packet)
                 packets[place.name] = packet
                 if self.method.feedback:
                     errors[place.name] = x.sub_(self.codec.decode(packet, x.numel())).view(place.grad.shape)
             self.protect_(values, link.rank, step.number)
-        exact = Identity()
-        mean = (yield from all_reduce(link, values, exact, exact, exact)).div_(self.world_size)
+        (total,) = yield from sum_over_ranks(link, [values])
+        mean = total.div_(self.world_size)
         with link.timed("decode_s", OPERATION):
             for place in places:
                 out = mean[place.values]
@@ -180,7 +180,7 @@ class SketchMean:
 
     def sent_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> int:
         num_values = sum(map(self._num_values, shapes.values()))
-        return 2 * (grid.world_size - 1) * FP32_BYTES * -(-num_values // grid.world_size)
+        return all_reduce_bytes(num_values, grid, FP32, FP32, FP32)
 
     def rows(self, shapes: Mapping[str, torch.Size]) -> list[Row]:
         thin = sum(map(is_compressed, shapes.values()))

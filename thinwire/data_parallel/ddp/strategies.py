@@ -1,22 +1,29 @@
-"""The strategies that run on DistributedDataParallel."""
+"""What the strategies on DistributedDataParallel share, and the plain one; the others have a file each."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import nn
 
 from thinwire.codecs import Codec
-from thinwire.data_parallel.ddp.reductions import CastMean, Mean, PowerSGDMean, Reduction
+from thinwire.data_parallel.ddp.reductions import CastMean, Mean, Reduction
 from thinwire.data_parallel.interface import ParallelOptimizer
 from thinwire.errors import ConfigError, nearest
+from thinwire.optim import GENERAL
 
 REDUCTIONS: dict[str, type[Mean]] = {"fp32": Mean, "bf16": CastMean}
 
 
 class OnDDP:
     """What makes a way to average gradients a TrainingStrategy: it is applied by `wrap_ddp`."""
+
+    # Whether it weighs what it remembers by the learning rate.
+    uses_learning_rates = False
+    optimizers: ClassVar[tuple[str, ...]] = GENERAL
+    optimizers_reason: ClassVar[str] = "brings no optimizer of its own"
 
     @property
     def name(self) -> str:
@@ -92,41 +99,3 @@ class DDP(OnDDP):
 
     def reduction(self, world_size: int, seed: int) -> Reduction:
         return REDUCTIONS[self.wire]()
-
-
-@dataclass(frozen=True)
-class PowerSGD(OnDDP):
-    """torch's PowerSGD hook: each gradient matrix travels as two thin ones, and what they lose is added the next time.
-
-    M (n x m) is sent as P = M Q (n x r) and Q = M^T P (m x r), P orthonormal, both summed over ranks; M is replaced by
-    P Q^T and M - P Q^T is kept. rank: r. start_step: the first step that is compressed; those before it are plain fp32.
-    min_compression: matrices for which (n + m) r is not this much smaller than n m, and vectors, travel in fp32.
-    find_unused_parameters: as for ddp. All gradients are one bucket, reduced after backward.
-
-    Raises ConfigError for a rank below 1, a start_step below 2, a min_compression below 1.
-    Source: Vogels et al., "PowerSGD", NeurIPS 2019, algorithm 1 and 2.
-    """
-
-    single_bucket = True
-
-    rank: int = 4
-    start_step: int = 10
-    min_compression: float = 2.0
-    find_unused_parameters: bool = False
-
-    def __post_init__(self) -> None:
-        for option, lowest in (("rank", 1), ("start_step", 2), ("min_compression", 1)):
-            value = getattr(self, option)
-            if not lowest <= value < float("inf"):
-                raise ConfigError(f"{option} {value} of powersgd: must be at least {lowest}; nearest: {lowest}")
-
-    @property
-    def name(self) -> str:
-        return "powersgd"
-
-    @property
-    def settled_after(self) -> int:
-        return self.start_step
-
-    def reduction(self, world_size: int, seed: int) -> Reduction:
-        return PowerSGDMean(self.rank, self.start_step, self.min_compression, seed)

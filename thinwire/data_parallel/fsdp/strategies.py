@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from thinwire.codecs import Cast, Codec, Identity
-from thinwire.data_parallel.interface import ParallelOptimizer
+from thinwire.data_parallel.interface import CUTS_TENSORS, ParallelOptimizer
 from thinwire.errors import ConfigError, nearest
+from thinwire.optim import ELEMENTWISE
 
 WIRES: dict[str, Codec] = {"fp32": Identity(), "bf16": Cast("bf16")}
 
@@ -27,6 +28,8 @@ class FSDP:
     """
 
     settled_after: ClassVar[int] = 0
+    optimizers: ClassVar[tuple[str, ...]] = ELEMENTWISE
+    optimizers_reason: ClassVar[str] = CUTS_TENSORS
 
     wire: str = "fp32"
 

@@ -1,0 +1,30 @@
+"""The optimizers that `--optimizer` knows, each with the settings that suit language models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from thinwire.errors import ConfigError, nearest
+from thinwire.optim.lans import LANS
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": partial(torch.optim.AdamW, betas=(0.9, 0.95), fused=True),
+    "sgd": partial(torch.optim.SGD, momentum=0.9),
+    "sgd-plain": torch.optim.SGD,
+    "lans": LANS,
+}
+# Those whose update of an element depends on that element alone, so that a tensor can be cut anywhere.
+ELEMENTWISE = ("adamw", "sgd", "sgd-plain")
+# Those that take any gradient and bring no communication of their own.
+GENERAL = (*ELEMENTWISE, "lans")
+
+
+def make_optimizer(name: str, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
+    """The optimizer registered under `name` over these parameter groups; raises ConfigError that names the nearest."""
+    if name not in OPTIMIZERS:
+        raise ConfigError(f"unknown optimizer {name!r}{nearest(name, OPTIMIZERS)}")
+    return OPTIMIZERS[name](groups, lr=lr)

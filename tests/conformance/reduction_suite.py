@@ -60,10 +60,10 @@ ROWS: dict[str, Row] = {
     "ef-topk": Row(thinwire.EFTopK(density=0.1), 1.5),
     "ef-integer": Row(thinwire.EFInteger(), 0.2, grid=(2, 1)),
     # Planned after the second step, on both steps' gradients.
-    "lgreco-ef-topk": Row(thinwire.LGreCo(thinwire.EFTopK(density=0.1), start=2, every=4, samples=2), 1.5, warmup=2),
+    "lgreco-ef-topk": Row(thinwire.LGreCo(thinwire.EFTopK(density=0.1), start=2, samples=2), 1.5, warmup=2),
     "lgreco-ef-integer": Row(thinwire.LGreCo(thinwire.EFInteger(), start=2, samples=2), 0.3, grid=(2, 1), warmup=2),
     "lgreco-powersgd": Row(
-        thinwire.LGreCo(thinwire.PowerSGD(rank=2, start_step=1), start=3, samples=2), 1.0, grid=(2, 1), warmup=3
+        thinwire.LGreCo(thinwire.PowerSGD(rank=2, start_step=1), start=3, samples=2), 1.2, grid=(2, 1), warmup=3
     ),
     "sketch": Row(thinwire.Sketch(ratio=4), 4.0, owes=False),
     "sketch-feedback": Row(thinwire.Sketch(ratio=4, kind="gaussian", feedback=True), 1.5, grid=(2, 1)),
@@ -129,7 +129,7 @@ class Harness:
 
     def owed(self) -> dict[str, Tensor]:
         """What this rank has been given and not passed on, in units of a rank's gradient."""
-        return self.handle.residuals()
+        return {name.removeprefix("numbers."): owed for name, owed in self.handle.residuals().items()}
 
     def close(self) -> None:
         self.handle.close()

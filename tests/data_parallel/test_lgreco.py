@@ -183,13 +183,15 @@ def planned(rank: int, world_size: int) -> dict[str, Any]:
     told["rows"] = handle.describe()
     handle.close()
 
-    ddp = DistributedDataParallel(Numbers(), bucket_cap_mb=0.01)
+    model = Numbers()
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.01)
     handle = thinwire.compress_ddp(ddp, METHOD, seed=1, announce=False)
     handle.load_state_dict(told.pop("saved"))
     assert handle.reduction.base.settings == told["plans"][3]
     told["resumed"] = []
     for step in range(4, 7):
         ddp(gradient(rank, step)).backward()
+        model.zero_grad()
         told["resumed"].append(dict(handle.reduction.base.settings))
     handle.close()
     return told

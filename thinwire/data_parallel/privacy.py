@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 
 from thinwire.errors import ConfigError
 
@@ -17,12 +18,11 @@ def epsilon(noise: float, num_steps: int, delta: float) -> float:
     """The least epsilon for which `num_steps` noisy sums are (epsilon, delta)-differentially private.
 
     Each sum has Gaussian noise of standard deviation `noise` times the most, in 2-norm, that one unit adds to it. Every
-    unit takes part in every step, so nothing is amplified by sampling.
-    Source: the privacy loss distribution of Koskela, Jälkö and Honkela (AISTATS 2020), as dp-accounting composes it.
+    unit takes part in every step, so nothing is amplified by sampling, and T such sums tell as much as a single one
+    with noise / sqrt(T) does, whose epsilon is known exactly.
+    Source: Dong, Roth and Su, "Gaussian differential privacy" (2019), corollary 2; Balle and Wang, "Improving the
+    Gaussian mechanism" (ICML 2018), as dp-accounting computes it.
     """
-    from dp_accounting import GaussianDpEvent
-    from dp_accounting.pld import PLDAccountant
+    from dp_accounting import get_epsilon_gaussian
 
-    if num_steps == 0:
-        return 0.0
-    return float(PLDAccountant().compose(GaussianDpEvent(noise), num_steps).get_epsilon(delta))
+    return float(get_epsilon_gaussian(noise / math.sqrt(num_steps), delta)) if num_steps else 0.0

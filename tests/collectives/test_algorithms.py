@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from tests.workers import run_workers
 from thinwire.codecs import Hadamard, Identity, Integer
 from thinwire.collectives import Communicator
+from thinwire.collectives.algorithms import Lost, all_reduce, slice_length
 from thinwire.errors import ConfigError
 
 GRIDS = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]
@@ -163,3 +165,31 @@ def test_misfits_are_refused_with_the_nearest_fit() -> None:
         assert "local size 3" in grid
         assert "nearest that does: 2" in grid
         assert "pad to 256" in slices
+
+
+def feed_back(rank: int, world_size: int, local_size: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Totals of five sums with codecs of 2 and 3 bits, and what this rank is owed after them."""
+    comm = Communicator(local_size=local_size, timeout_s=30)
+    fine, coarse = Integer(3, 16, "nearest"), Integer(2, 8, "nearest")
+    lost = Lost.zeros(comm.topology, slice_length(100, world_size, fine, coarse))
+    totals = []
+    for step in range(5):
+        job = partial(all_reduce, x=own_input(rank, step), intra=fine, inter=coarse, gather=coarse, lost=lost)
+        totals.append(comm.wait(comm.submit(job)))
+    owed = lost.by_slices(comm.topology, rank).view(-1)[:100]
+    comm.close()
+    return totals, owed
+
+
+def own_input(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(100, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+@pytest.mark.parametrize("grid", [(2, 1), (2, 2), (4, 2)])
+def test_what_a_sum_loses_comes_back(grid: tuple[int, int]) -> None:
+    told = run_workers(feed_back, grid[0], grid[1])
+    put_in = sum(own_input(rank, step) for rank in range(grid[0]) for step in range(5))
+    came_out, owed = sum(told[0][0]), sum(one[1] for one in told)
+    assert float(owed.norm()) > 1
+    torch.testing.assert_close(came_out + owed, put_in, rtol=0, atol=1e-4)
+    assert all(torch.equal(a, b) for one in told for a, b in zip(one[0], told[0][0], strict=True))

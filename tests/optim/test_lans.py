@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -80,7 +81,7 @@ def test_a_saved_state_goes_on_bit_for_bit() -> None:
     drive(first, [x], gradients[:3])
     y = x.clone()
     second = LANS([y])
-    second.load_state_dict(first.state_dict())
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
     drive(first, [x], gradients[3:])
     drive(second, [y], gradients[3:])
     assert torch.equal(x, y)

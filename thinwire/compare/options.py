@@ -20,7 +20,7 @@ class RaceConfig:
     CONFIG.toml is that of `thinwire train`, whose flags may follow after `--`.
     """
 
-    strategies: str = "ddp,ddp-bf16,fsdp-bf16,powersgd,zero,sdp4bit"
+    strategies: str = "ddp,ddp-bf16,fsdp-bf16,powersgd-torch,powersgd,zero,sdp4bit"
     """Who races, separated by commas: STRATEGY, NAME=STRATEGY[option=value,...] or cmd:NAME=COMMAND."""
     lab: str = "nodes=2,rate=100mbit"
     """The network: nodes=N,rate=R and, where wanted, local_size=L,slow=NODE:R,delay=T,loss=P."""

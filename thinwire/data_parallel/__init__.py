@@ -18,7 +18,15 @@ from thinwire.data_parallel.ddp import (
 )
 from thinwire.data_parallel.fsdp import FSDP
 from thinwire.data_parallel.interface import ParallelOptimizer, TrainingStrategy
-from thinwire.data_parallel.strategies import STRATEGIES, SDP4Bit, Strategy, Zero, ZeroBF16, strategy_named
+from thinwire.data_parallel.strategies import (
+    STRATEGIES,
+    SDP4Bit,
+    Strategy,
+    Zero,
+    ZeroBF16,
+    ZeroCompressed,
+    strategy_named,
+)
 from thinwire.data_parallel.zero import ReplicaError, ZeroOptimizer, zero
 
 __all__ = [
@@ -40,6 +48,7 @@ __all__ = [
     "TwoWay",
     "Zero",
     "ZeroBF16",
+    "ZeroCompressed",
     "ZeroOptimizer",
     "compress_ddp",
     "strategy_named",

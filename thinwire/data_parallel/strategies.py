@@ -24,6 +24,7 @@ from thinwire.data_parallel.ddp.strategies import DDP
 from thinwire.data_parallel.ddp.torch_powersgd import TorchPowerSGD
 from thinwire.data_parallel.ddp.two_way import TwoWay
 from thinwire.data_parallel.fsdp.strategies import FSDP
+from thinwire.data_parallel.gradient_codecs import GradientCodec
 from thinwire.data_parallel.interface import CUTS_TENSORS, ParallelOptimizer, TrainingStrategy
 from thinwire.errors import ConfigError, nearest
 from thinwire.optim import ELEMENTWISE
@@ -34,7 +35,8 @@ class WireFormat:
     """How one kind of parameter travels.
 
     weights: codec of the all_gather; differences: send master - replica instead of the master itself.
-    intra, inter: codecs of the gradient's hop inside a node and between nodes.
+    intra, inter: codecs of the gradient's hop inside a node and between nodes. feedback: what they lose is kept, and
+    added to the next gradient.
     Raises ConfigError for a combination that can't work.
     """
 
@@ -42,8 +44,15 @@ class WireFormat:
     differences: bool
     intra: Codec
     inter: Codec
+    feedback: bool = False
 
     def __post_init__(self) -> None:
+        for codec in (self.intra, self.inter):
+            if self.feedback and not codec.traits.contraction:
+                raise ConfigError(
+                    f"{codec} can't have error feedback: where it loses more than it sends, what is owed grows; use "
+                    "rounding 'nearest', an unscaled random-k, or no feedback"
+                )
         lost = 0.0 if self.weights.traits.contraction else _lost_energy(self.weights)
         if self.differences and lost >= 1.0:
             raise ConfigError(
@@ -210,9 +219,57 @@ class SDP4Bit(OnZero):
         )
 
 
+@dataclass(frozen=True)
+class ZeroCompressed(OnZero):
+    """Sparse or few-bit gradients between nodes on the sharded optimizer, with error feedback; fp32 inside a node.
+
+    codec: of the gradients of matrices: "sign", "topk", "randomk", "natural" or "integer". density: of topk and
+    randomk, 0.01 by default. bits: of natural and integer, 4 by default. error_feedback: on by default for sign, topk
+    and randomk; off, randomk, natural and integer take their unbiased form. weights: "int4" differences as SDP4Bit's,
+    "bf16" or "fp32". Gradients of norms and biases travel in fp32.
+
+    Raises ConfigError for values that do not fit each other. Source: Karimireddy et al., "Error feedback fixes SignSGD"
+    (ICML 2019), on every hop of a sharded sum.
+    """
+
+    name: ClassVar[str] = "zero-compressed"
+
+    codec: str = "sign"
+    density: float | None = None
+    bits: int | None = None
+    error_feedback: bool | None = None
+    weights: str = "int4"
+
+    def __post_init__(self) -> None:
+        if self.weights not in WEIGHTS:
+            raise ConfigError(f"weights {self.weights!r} of zero-compressed: unknown{nearest(self.weights, WEIGHTS)}")
+        self.matrix()
+
+    def matrix(self) -> WireFormat:
+        gradients = GradientCodec(self.name, self.codec, self.density, self.bits, self.error_feedback)
+        return WireFormat(
+            WEIGHTS[self.weights][0],
+            differences=self.weights == "int4",
+            intra=Identity(),
+            inter=gradients.make(),
+            feedback=gradients.feeds_back,
+        )
+
+    def vector(self) -> WireFormat:
+        return WireFormat(WEIGHTS[self.weights][1], self.weights == "int4", intra=Identity(), inter=Identity())
+
+
+# Codecs of the weights of matrices, and of norms and biases.
+WEIGHTS: dict[str, tuple[Codec, Codec]] = {
+    "int4": (Integer(4, 2048), Integer(8, 128)),
+    "bf16": (Cast("bf16"), Cast("bf16")),
+    "fp32": (Identity(), Identity()),
+}
+
 STRATEGIES: dict[str, Callable[..., TrainingStrategy]] = {
     "zero": Zero,
     "zero-bf16": ZeroBF16,
+    "zero-compressed": ZeroCompressed,
     "sdp4bit": SDP4Bit,
     "sdp4bit-weights": partial(SDP4Bit, gradients=False),
     "sdp4bit-gradients": partial(SDP4Bit, weights=False),

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from thinwire.codecs import Cast, Codec
 from thinwire.collectives import Topology
-from thinwire.collectives.algorithms import Link, Lost, all_reduce_bytes, slice_length, together
+from thinwire.collectives.algorithms import Link, Lost, together
 from thinwire.collectives.exchange import Rounds
-from thinwire.data_parallel.ddp.reductions import FP32, Bucket, Memory, Step, seed_of, sum_over_ranks
+from thinwire.data_parallel.ddp.reductions import FP32, Bucket, Memory, Slices, Step, seed_of, sum_over_ranks
 from thinwire.data_parallel.ddp.strategies import OnDDP
 from thinwire.errors import ConfigError, nearest
 
@@ -37,6 +37,8 @@ class PowerSGD(OnDDP):
     Raises ConfigError for a rank below 1, a start_step below 0, a min_compression below 1, another wire.
     Source: Vogels et al., "PowerSGD", NeurIPS 2019, algorithms 1 and 2.
     """
+
+    not_on_zero = "needs whole matrices, which zero cuts anywhere"
 
     rank: int = 4
     start_step: int = 10
@@ -158,23 +160,27 @@ class LowRankMean:
         return fresh if held is None else torch.cat([held, fresh[:, held.shape[1] :]], dim=1)
 
     def _lost(self, grid: Topology, q_own: list[Tensor]) -> Lost | None:
-        if self.wire.traits.lossless or not q_own:
-            return None
-        return Lost.zeros(grid, slice_length(sum(q.numel() for q in q_own), grid.world_size, self.wire))
+        return None if self.wire.traits.lossless else Lost.zeros(grid, self._slices(q_own, grid.world_size).length)
 
     def _less(self, q_own: list[Tensor], lost: Lost, link: Link) -> list[Tensor]:
         """What of Q really went into the sum: this rank's part of it less what codecs lost here."""
-        flat = lost.by_slices(link.topology, link.rank).view(-1)
-        pieces = flat[: sum(q.numel() for q in q_own)].split([q.numel() for q in q_own])
-        return [q - piece.view(q.shape) for q, piece in zip(q_own, pieces, strict=True)]
+        lost_here = self._slices(q_own, link.topology.world_size).unpack(lost.by_slices(link.topology, link.rank))
+        return [q - loss.view(q.shape) for q, loss in zip(q_own, lost_here, strict=True)]
+
+    def _slices(self, q_own: list[Tensor], world_size: int) -> Slices:
+        return Slices.of((q.numel() for q in q_own), world_size, self.wire)
 
     def sent_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> int:
         ranks = {name: self._rank_of(name, shape) for name, shape in shapes.items()}
-        whole = sum(shape.numel() for name, shape in shapes.items() if not ranks[name])
-        p = sum(ranks[name] * shape[0] for name, shape in shapes.items() if ranks[name])
-        q = sum(ranks[name] * math.prod(shape[1:]) for name, shape in shapes.items() if ranks[name])
-        factors = sum(all_reduce_bytes(num, grid, self.wire, self.wire, self.wire) for num in (p, q))
-        return all_reduce_bytes(whole, grid, FP32, FP32, FP32) + factors
+        thin = [(ranks[name], shape) for name, shape in shapes.items() if ranks[name]]
+        messages = (
+            ([shape.numel() for name, shape in shapes.items() if not ranks[name]], FP32),
+            ([rank * shape[0] for rank, shape in thin], self.wire),
+            ([rank * math.prod(shape[1:]) for rank, shape in thin], self.wire),
+        )
+        return sum(
+            Slices.of(numels, grid.world_size, codec).all_reduce_bytes(grid, codec) for numels, codec in messages
+        )
 
     def rows(self, shapes: Mapping[str, torch.Size]) -> list[tuple[str, str, str]]:
         method = self.method

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from thinwire.codecs import Codec, Identity, derive_seed
 from thinwire.collectives import Topology
-from thinwire.collectives.algorithms import Link, Lost, all_reduce
+from thinwire.collectives.algorithms import Link, Lost, all_reduce, all_reduce_bytes, slice_length
 from thinwire.collectives.exchange import Rounds
 
 FP32 = Identity()
@@ -170,16 +170,55 @@ def seed_of(seed: int, step: int, name: str) -> int:
     return derive_seed(seed, step, zlib.crc32(name.encode()))
 
 
+@dataclass(frozen=True)
+class Slices:
+    """How tensors lie in one message: each cut into a slice for every rank, fp32 [world_size, sum of lengths].
+
+    Who owns an element then depends on its tensor alone, not on the bucket. numels, lengths: elements of each tensor,
+    and of each of its slices, the last ones filled up with zeros.
+    """
+
+    world_size: int
+    numels: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def of(cls, numels: Iterable[int], world_size: int, *codecs: Codec) -> Slices:
+        numels = tuple(numels)
+        return cls(world_size, numels, tuple(slice_length(numel, world_size, *codecs) for numel in numels))
+
+    @property
+    def length(self) -> int:
+        """Elements of a rank's slice of the message."""
+        return sum(self.lengths)
+
+    def pack(self, tensors: Iterable[Tensor], out: Tensor) -> Tensor:
+        """Copy the tensors, flat or not, into the message `out`."""
+        for tensor, place in zip(tensors, out.split(self.lengths, dim=1), strict=True):
+            padded = torch.nn.functional.pad(tensor.reshape(-1), (0, place.numel() - tensor.numel()))
+            place.copy_(padded.view(place.shape))
+        return out
+
+    def unpack(self, message: Tensor) -> list[Tensor]:
+        """Flat copies of the tensors: where in memory factors lie may change how a matrix product is rounded."""
+        parts = message.view(self.world_size, -1).split(self.lengths, dim=1)
+        return [part.reshape(-1)[:numel].clone() for part, numel in zip(parts, self.numels, strict=True)]
+
+    def all_reduce_bytes(self, grid: Topology, codec: Codec) -> int:
+        """Payload of a rank for the message's sum, all of it in `codec`."""
+        return all_reduce_bytes(self.world_size * self.length, grid, codec, codec, codec)
+
+
 def sum_over_ranks(
     link: Link, tensors: Sequence[Tensor], codec: Codec = FP32, lost: Lost | None = None
 ) -> Rounds[list[Tensor]]:
-    """The sums of tensors of any shapes, fp32 in their shapes, in one message a hop, each in `codec`."""
+    """The sums of tensors of any shapes, fp32 in their shapes, in one message a hop, each in `codec`; see Slices."""
     if not tensors:
         return []
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    total = yield from all_reduce(link, flat, codec, codec, codec, operation=OPERATION, lost=lost)
-    pieces = total.split([tensor.numel() for tensor in tensors])
-    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
+    slices = Slices.of((tensor.numel() for tensor in tensors), link.topology.world_size, codec)
+    message = slices.pack(tensors, torch.empty(slices.world_size, slices.length))
+    total = yield from all_reduce(link, message, codec, codec, codec, operation=OPERATION, lost=lost)
+    return [whole.view(tensor.shape) for whole, tensor in zip(slices.unpack(total), tensors, strict=True)]
 
 
 class Mean:

@@ -14,10 +14,10 @@ from torch import Tensor
 from thinwire.codecs import Codec, CountSketch, GaussianSketch, checks, derive_seed
 from thinwire.codecs.sketch import Sketch as LinearCodec
 from thinwire.collectives import Topology
-from thinwire.collectives.algorithms import Link, all_reduce_bytes
+from thinwire.collectives.algorithms import Link
 from thinwire.collectives.exchange import Rounds
 from thinwire.data_parallel.ddp.feedback import is_compressed
-from thinwire.data_parallel.ddp.reductions import FP32, OPERATION, Bucket, Memory, Step, seed_of, sum_over_ranks
+from thinwire.data_parallel.ddp.reductions import FP32, OPERATION, Bucket, Memory, Slices, Step, seed_of, sum_over_ranks
 from thinwire.data_parallel.ddp.strategies import OnDDP
 from thinwire.data_parallel.privacy import check_accountant, epsilon
 from thinwire.data_parallel.table import Row
@@ -143,11 +143,10 @@ class SketchMean:
                 if self.method.feedback:
                     errors[place.name] = x.sub_(self.codec.decode(packet, x.numel())).view(place.grad.shape)
             self.protect_(values, link.rank, step.number)
-        (total,) = yield from sum_over_ranks(link, [values])
-        mean = total.div_(self.world_size)
+        sums = yield from sum_over_ranks(link, [values[place.values] for place in places])
         with link.timed("decode_s", OPERATION):
-            for place in places:
-                out = mean[place.values]
+            for place, total in zip(places, sums, strict=True):
+                out = total.div_(self.world_size)
                 if place.compressed:
                     self.codec.sums(packets[place.name]).copy_(out)
                     out = self.codec.decode(packets[place.name], place.grad.numel())
@@ -179,8 +178,7 @@ class SketchMean:
             values.add_(torch.randn(values.shape, generator=generator), alpha=part)
 
     def sent_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> int:
-        num_values = sum(map(self._num_values, shapes.values()))
-        return all_reduce_bytes(num_values, grid, FP32, FP32, FP32)
+        return Slices.of(map(self._num_values, shapes.values()), grid.world_size, FP32).all_reduce_bytes(grid, FP32)
 
     def rows(self, shapes: Mapping[str, torch.Size]) -> list[Row]:
         thin = sum(map(is_compressed, shapes.values()))

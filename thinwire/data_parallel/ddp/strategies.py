@@ -20,6 +20,8 @@ REDUCTIONS: dict[str, type[Mean]] = {"fp32": Mean, "bf16": CastMean}
 class OnDDP:
     """What makes a way to average gradients a TrainingStrategy: it is applied by `wrap_ddp`."""
 
+    # Why thinwire.zero can't host it, to follow its name.
+    not_on_zero: ClassVar[str] = "averages whole gradients, and zero gives every rank a slice"
     # Whether it weighs what it remembers by the learning rate.
     uses_learning_rates = False
     optimizers: ClassVar[tuple[str, ...]] = GENERAL

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from thinwire.data_parallel.ddp.reductions import (
     Bucket,
     Memory,
     Reduction,
+    Slices,
     Step,
     seed_of,
     sum_over_ranks,
@@ -61,6 +62,7 @@ class TwoWay(OnDDP):
     """
 
     uses_learning_rates = True
+    not_on_zero = "sends gradients back, which zero does not; ZeroCompressed is its way there"
 
     codec: str = "sign"
     density: float | None = None
@@ -113,13 +115,16 @@ class TwoWay(OnDDP):
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements [start, end) of a parameter, in one slice of `length` for each rank; zeros fill up the last ones."""
+    """Elements [start, end) of a parameter."""
 
     name: str
     number: int
     start: int
     end: int
-    length: int
+
+    def of(self, grads: Mapping[str, Tensor]) -> Tensor:
+        """The piece of its gradient, flat, a view."""
+        return grads[self.name].view(-1)[self.start : self.end]
 
 
 class TwoWayMean:
@@ -151,39 +156,36 @@ class TwoWayMean:
         with link.timed("decode_s", OPERATION):
             for grad, total in zip(dense, sums, strict=True):
                 grad.copy_(total)
-            for chunk, slices in zip(chunks, totals, strict=True):
-                for piece, part in zip(chunk, slices.split([piece.length for piece in chunk], dim=1), strict=True):
-                    whole = part.reshape(-1)[: piece.end - piece.start]
-                    grads[piece.name].view(-1)[piece.start : piece.end].copy_(whole)
+            for chunk, total in zip(chunks, totals, strict=True):
+                for piece, whole in zip(chunk, self._slices(chunk, link.topology).unpack(total), strict=True):
+                    piece.of(grads).copy_(whole)
             bucket.flat.div_(link.topology.world_size)
 
     def _sum(
         self, link: Link, chunk: list[Piece], grads: dict[str, Tensor], step: Step, ratios: dict[str, float]
     ) -> Rounds[Tensor]:
         """The sum over ranks of some pieces, slice by slice: fp32 [world_size, n]."""
-        grid, operation = link.topology, OPERATION
-        lengths = tuple(piece.length for piece in chunk)
+        grid, operation, slices = link.topology, OPERATION, self._slices(chunk, link.topology)
+        between = grid.num_nodes > 1
         seeds = tuple(derive_seed(seed_of(self.seed, step.number, piece.name), piece.number) for piece in chunk)
         is_shared, threads = self.method.codec == "randomk", self.method.threads
-        push = Segments(self.push, lengths, seeds, is_shared, threads)
-        pull = Segments(self.pull, lengths, seeds, is_shared, threads)
+        push = Segments(self.push, slices.lengths, seeds, is_shared, threads)
+        pull = Segments(self.pull, slices.lengths, seeds, is_shared, threads)
         with link.timed("encode_s", operation):
-            own = link.scratch("own", grid.world_size, sum(lengths), dtype=torch.float32)
-            for piece, place in zip(chunk, own.split(lengths, dim=1), strict=True):
-                grad = grads[piece.name].view(-1)[piece.start : piece.end]
-                padded = torch.nn.functional.pad(grad, (0, place.numel() - grad.numel()))
-                place.copy_(padded.view(place.shape))
+            own = link.scratch("own", grid.world_size, slices.length, dtype=torch.float32)
+            slices.pack((piece.of(grads) for piece in chunk), own)
             lost = self._lost(link, chunk, ratios) if self.method.feeds_back else None
-        between = grid.num_nodes > 1
         shard = yield from reduce_scatter(
             link, own.view(-1), FP32 if between else push, push, seed=self.seed, operation=operation, lost=lost
         )
         total = yield from all_gather(
-            link, shard, pull, seed=self.seed, counter=link.rank * sum(lengths), operation=operation,
+            link, shard, pull, seed=self.seed, counter=link.rank * slices.length, operation=operation,
             lost=None if lost is None else lost.gather,
         )  # fmt: skip
         if lost is not None:
-            self._keep(chunk, lost)
+            for piece, worker, server in self._by_piece(chunk, lost, grid):
+                self.memory.put(piece.name, f"worker {piece.number}", worker.clone())
+                self.memory.put(piece.name, f"server {piece.number}", server.clone())
         return total
 
     # ---------------------------------------------------------------- what travels together
@@ -198,9 +200,10 @@ class TwoWayMean:
         unit = slice_length(1, grid.world_size, self.push, self.pull) * grid.world_size
         most = max(unit, self.method.chunk_bytes // FP32_BYTES // unit * unit)
         for number, start in enumerate(range(0, shape.numel(), most)):
-            end = min(start + most, shape.numel())
-            length = slice_length(end - start, grid.world_size, self.push, self.pull)
-            yield Piece(name, number, start, end, length)
+            yield Piece(name, number, start, min(start + most, shape.numel()))
+
+    def _slices(self, chunk: Sequence[Piece], grid: Topology) -> Slices:
+        return Slices.of((piece.end - piece.start for piece in chunk), grid.world_size, self.push, self.pull)
 
     def _chunks(self, pieces: list[Piece]) -> Iterator[list[Piece]]:
         """Neighbours that make up about chunk_bytes."""
@@ -226,19 +229,21 @@ class TwoWayMean:
         """The errors of a chunk's pieces side by side, worth what they are at this step's learning rate."""
         grid = link.topology
         between = grid.num_nodes > 1
-        lost = Lost.zeros(grid, sum(piece.length for piece in chunk))
+        lost = Lost.zeros(grid, self._slices(chunk, grid).length)
         lost = Lost(None if between else lost.intra, lost.inter, lost.gather)
-        for piece, worker, server in _by_piece(chunk, lost):
+        for piece, worker, server in self._by_piece(chunk, lost, grid):
             for kind, place in (("worker", worker), ("server", server)):
                 held = self.memory.peek(piece.name, f"{kind} {piece.number}")
                 if held is not None:
                     torch.mul(held, ratios[piece.name], out=place)
         return lost
 
-    def _keep(self, chunk: list[Piece], lost: Lost) -> None:
-        for piece, worker, server in _by_piece(chunk, lost):
-            self.memory.put(piece.name, f"worker {piece.number}", worker.clone())
-            self.memory.put(piece.name, f"server {piece.number}", server.clone())
+    def _by_piece(self, chunk: list[Piece], lost: Lost, grid: Topology) -> Iterator[tuple[Piece, Tensor, Tensor]]:
+        """Each piece with its part of what workers lost and of what the server lost, as views."""
+        worker = lost.inter if lost.inter is not None else lost.intra
+        assert worker is not None and lost.gather is not None
+        lengths = self._slices(chunk, grid).lengths
+        yield from zip(chunk, worker.split(lengths, dim=-1), lost.gather.split(lengths), strict=True)
 
     def residuals(self) -> dict[str, Tensor]:
         found: dict[str, list[Tensor]] = {}
@@ -262,12 +267,13 @@ class TwoWayMean:
     # ---------------------------------------------------------------- what is said of it
 
     def sent_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> int:
-        dense = sum(shape.numel() for shape in shapes.values() if not self._is_compressed(shape))
-        total = all_reduce_bytes(dense, grid, FP32, FP32, FP32)
+        dense = [shape.numel() for shape in shapes.values() if not self._is_compressed(shape)]
+        total = Slices.of(dense, grid.world_size, FP32).all_reduce_bytes(grid, FP32)
         for name, shape in shapes.items():
             for piece in self._pieces(name, shape, grid):
                 intra = FP32 if grid.num_nodes > 1 else self.push
-                total += all_reduce_bytes(grid.world_size * piece.length, grid, intra, self.push, self.pull)
+                length = self._slices([piece], grid).length
+                total += all_reduce_bytes(grid.world_size * length, grid, intra, self.push, self.pull)
         return total
 
     def rows(self, shapes: Mapping[str, torch.Size]) -> list[tuple[str, str, str]]:
@@ -285,11 +291,3 @@ class TwoWayMean:
             ("error feedback, both sides", *feedback),
             ("messages", f"of {method.chunk_bytes:,} bytes before compression", f"by {method.threads} thread(s)"),
         ]
-
-
-def _by_piece(chunk: list[Piece], lost: Lost) -> Iterator[tuple[Piece, Tensor, Tensor]]:
-    """Each piece with its part of what workers lost and of what the server lost."""
-    worker = lost.inter if lost.inter is not None else lost.intra
-    assert worker is not None and lost.gather is not None
-    lengths = [piece.length for piece in chunk]
-    yield from zip(chunk, worker.split(lengths, dim=-1), lost.gather.split(lengths), strict=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.collectives import Communicator
-from thinwire.collectives.algorithms import Link
+from thinwire.collectives.algorithms import Link, Lost
 from thinwire.data_parallel.strategies import Strategy, WireFormat
 
 # Padding at a bucket's end is half of world_size * block elements on average: below 1 percent with this many.
@@ -75,6 +75,8 @@ class Bucket:
     sent: list[SentGradient] = field(default_factory=list)
     reducing: Future | None = None
     gathering: Future | None = None
+    # What the gradients' codecs lost on this rank; None without error feedback.
+    lost: Lost | None = None
     live_fingerprint: int = 0
 
     @property
@@ -106,6 +108,11 @@ class Bucket:
             slot.view(flat).copy_(sent.grad)
             flat[slot.end : end].zero_()
         return flat
+
+    @property
+    def errors(self) -> list[Tensor]:
+        """The tensors of `lost`: those of the hops that lose something."""
+        return [] if self.lost is None else [error for error in (self.lost.intra, self.lost.inter) if error is not None]
 
     def reduce_bytes(self) -> int:
         """Payload this rank sends for the gradients: hop 1, then hop 2."""
@@ -163,6 +170,9 @@ def _allocate(bucket: Bucket) -> None:
         slot.param.data = slot.view(bucket.live)
     bucket.master = bucket.live_shard.float().clone()
     bucket.shard_grad = torch.zeros(bucket.shard_numel)
+    if bucket.wire.feedback and bucket.comm.world_size > 1:
+        lost = Lost.zeros(bucket.comm.topology, bucket.shard_numel)
+        bucket.lost = Lost(None if bucket.wire.intra.traits.lossless else lost.intra, lost.inter)
 
 
 def _round_up(value: int, unit: int) -> int:

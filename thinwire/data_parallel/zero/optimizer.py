@@ -47,6 +47,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     All ranks add the same decoded packets, so replicas stay equal bit for bit. What C_w loses stays in
     master - replica and comes back in the next difference.
 
+    With error feedback, what C_g loses is added to the next gradient on the hop that lost it.
+
     A step whose gradients hold an infinity or NaN on any rank is skipped on all ranks, with a warning. `param_groups`
     and `state` are those of the user's optimizer, over flat fp32 pieces of the parameters that this rank owns.
     """
@@ -232,6 +234,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             "masters": [bucket.master for bucket in self.buckets],
             # Copies: torch.save would write the whole replica for a view of it.
             "replica_shards": [bucket.live_shard.clone() for bucket in self.buckets],
+            "errors": [bucket.errors for bucket in self.buckets],
             "steps": self.steps,
             "skipped_steps": self.skipped_steps,
             "seed": self.seed,
@@ -257,6 +260,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
             shards = bucket.comm.wait(bucket.comm.all_gather_exact(shard.to(bucket.dtype)))
             bucket.live.copy_(shards.view(-1))
             bucket.live_fingerprint = _fingerprint(bucket.live_shard)
+        for bucket, saved in zip(self.buckets, state_dict["errors"], strict=True):
+            for error, value in zip(bucket.errors, saved, strict=True):
+                error.copy_(value)
         self._reset()
 
     def _layout(self) -> dict[str, Any]:
@@ -310,7 +316,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             wire = bucket.wire
             total = yield from reduce_scatter(
                 link, bucket.flat_gradient(link), wire.intra, wire.inter, seed=seed, counter=bucket.first_counter,
-                operation="gradients",
+                operation="gradients", lost=bucket.lost,
             )  # fmt: skip
             torch.mul(total, 1.0 / bucket.comm.world_size, out=bucket.shard_grad)
 
@@ -450,6 +456,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _skip(self) -> None:
         self.skipped_steps += 1
+        for error in (error for bucket in self.buckets for error in bucket.errors):
+            torch.nan_to_num(error, nan=0.0, posinf=0.0, neginf=0.0, out=error)
         bad = [
             slot.name
             for slot in self._slots
@@ -532,6 +540,9 @@ def _describe_strategy(strategy: Strategy, buckets: list[Bucket], comm: Communic
             effect = f"{codec}" if partners > 1 else "no such hop"
             why = f"{codec.bits_per_element:.4g} bits an element" if partners > 1 else f"the grid is {grid}"
             rows.append((f"{kind}: gradients {hop}", effect, why))
+        if wire.feedback:
+            held = sum(error.nbytes for bucket in buckets if bucket.wire == wire for error in bucket.errors)
+            rows.append((f"{kind}: error feedback", "on", f"{held / 1e6:.3f} MB on this rank"))
     kernels = {codec.backend(torch.device("cpu")) for bucket in buckets for codec in bucket.wire.codecs}
     rows.append(("codec kernels", ", ".join(sorted(kernels)), ""))
     padded, true = sum(b.numel for b in buckets), sum(s.param.numel() for b in buckets for s in b.slots)

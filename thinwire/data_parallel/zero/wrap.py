@@ -57,6 +57,7 @@ def zero(
     Source: ZeRO (SC 2020), stages 1 and 2; SDP4Bit (NeurIPS 2024) for the default strategy.
     """
     strategy = strategy if strategy is not None else SDP4Bit()
+    _check_strategy(strategy)
     named = _trained_parameters(model, optimizer)
     check_elementwise(optimizer)
     comm = Communicator(group, local_size=local_size, timeout_s=timeout_s, checked=checked)
@@ -78,6 +79,17 @@ def zero(
     if announce and comm.rank == 0:
         announce_table(sharded.describe())
     return model, sharded
+
+
+def _check_strategy(strategy: Strategy) -> None:
+    """Raise ConfigError for a method of another host."""
+    if not hasattr(strategy, "matrix"):
+        why = getattr(strategy, "not_on_zero", "belongs to another wrapper")
+        way = "thinwire.compress_ddp or " if hasattr(strategy, "not_on_zero") else ""
+        raise ConfigError(
+            f"thinwire.zero can't run {strategy.name}, which {why}; "
+            f"use {way}`thinwire train --strategy {strategy.name}`"
+        )
 
 
 def _trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:

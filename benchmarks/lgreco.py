@@ -1,6 +1,6 @@
 """What a setting for each tensor saves: bytes of L-GreCo's plans against one setting for all, at equal error.
 
-    python benchmarks/lgreco.py [--steps 60] [--plans 3] [--json FILE]
+    python benchmarks/lgreco.py [--steps 40] [--plans 2] [--json FILE]
 
 Two workers train the demo model on the standard library's sources and plan every --steps / --plans steps, on real
 gradients with what error feedback added. Prints for each plan the bytes of the uniform setting over the plan's, the
@@ -29,14 +29,17 @@ from thinwire.data_parallel.ddp.lgreco import LGreCoMean, Plan, Plannable
 from thinwire.models import build_model
 
 SEQ_LEN, MICRO_BATCH = 256, 2
-BASES: tuple[Plannable, ...] = (
-    thinwire.EFTopK(density=0.01),
-    thinwire.EFTopK(density=0.1),
-    thinwire.EFInteger(bits=4),
+# A uniform setting, and how far from it a plan may go.
+METHODS: tuple[tuple[Plannable, float], ...] = (
+    (thinwire.PowerSGD(rank=4, start_step=0), 4),
+    (thinwire.PowerSGD(rank=32, start_step=0), 32),
+    (thinwire.EFTopK(density=0.01), 4),
+    (thinwire.EFTopK(density=0.01), 32),
+    (thinwire.EFInteger(bits=4), 4),
 )
 
 
-def worker(rank: int, world_size: int, base: Plannable, steps: int, every: int, folder: str) -> None:
+def worker(rank: int, world_size: int, base: Plannable, span: float, steps: int, every: int, folder: str) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
@@ -46,7 +49,7 @@ def worker(rank: int, world_size: int, base: Plannable, steps: int, every: int, 
     model = build_model("demo", tokenizer.vocab_size, SEQ_LEN)
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    method = thinwire.LGreCo(base, start=every, every=every, samples=min(10, every))
+    method = thinwire.LGreCo(base, span=span, start=every, every=every, samples=min(10, every))
     handle = thinwire.compress_ddp(ddp, method, optimizer, local_size=1, announce=False)
     reduction = handle.reduction
     assert isinstance(reduction, LGreCoMean)
@@ -73,19 +76,19 @@ def saved(base: Plannable, plan: Plan, shapes: dict[str, torch.Size]) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--plans", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--plans", type=int, default=2)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     rows = []
-    for base in BASES:
+    for base, span in METHODS:
         with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(worker, (2, base, arguments.steps, arguments.steps // arguments.plans, folder), nprocs=2)
+            mp.spawn(worker, (2, base, span, arguments.steps, arguments.steps // arguments.plans, folder), nprocs=2)
             plans: list[tuple[Plan, float]] = torch.load(f"{folder}/plans", weights_only=False)
         for plan, ratio in plans:
             share, stale = plan.error / plan.uniform_error, plan.previous_error / plan.uniform_error
             print(
-                f"{base.name} {base.uniform:g}: plan after step {plan.step}: {ratio:.2f} times fewer bytes at "
+                f"{base.name} {base.uniform:g}, span {span:g}: plan after step {plan.step}: {ratio:.2f} times fewer bytes at "
                 f"{share:.3f} of the uniform error; the settings before it now make {stale:.3f}",
                 flush=True,
             )

@@ -64,7 +64,9 @@ ROWS: dict[str, Row] = {
     "ef-topk": Row(thinwire.EFTopK(density=0.1), 1.5),
     "ef-integer": Row(thinwire.EFInteger(), 0.2, grid=(2, 1), variant=True),
     # Planned after the second step, on both steps' gradients.
-    "lgreco-ef-topk": Row(thinwire.LGreCo(thinwire.EFTopK(density=0.1), start=2, samples=2), 1.5, warmup=2),
+    "lgreco-ef-topk": Row(
+        thinwire.LGreCo(thinwire.EFTopK(density=0.1), start=2, samples=2), 1.5, warmup=2, variant=True
+    ),
     "lgreco-ef-integer": Row(
         thinwire.LGreCo(thinwire.EFInteger(), start=2, samples=2), 0.3, grid=(2, 1), warmup=2, variant=True
     ),

@@ -88,8 +88,9 @@ def main() -> int:
         for plan, ratio in plans:
             share, stale = plan.error / plan.uniform_error, plan.previous_error / plan.uniform_error
             print(
-                f"{base.name} {base.uniform:g}, span {span:g}: plan after step {plan.step}: {ratio:.2f} times fewer bytes at "
-                f"{share:.3f} of the uniform error; the settings before it now make {stale:.3f}",
+                f"{base.name} {base.uniform:g}, span {span:g}: plan after step {plan.step}: "
+                f"{ratio:.2f} times fewer bytes at {share:.3f} of the uniform error; "
+                f"the settings before it now make {stale:.3f}",
                 flush=True,
             )
         settings = sorted(plans[-1][0].settings.values())

@@ -179,29 +179,38 @@ def planned(rank: int, world_size: int) -> dict[str, Any]:
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.01)
     handle = thinwire.compress_ddp(ddp, METHOD, seed=1, announce=False)
     told: dict[str, Any] = {"plans": [], "sent": [], "formula": [], "first": handle.describe()}
+    sampled = {name: torch.zeros(64, 64) for name in ("sparse", "dense")}
     for step in range(7):
+        for name, summed in sampled.items() if step in (1, 2) else ():
+            summed += gradient(rank, step)[name] + handle.residuals()[f"numbers.{name}"]
         before = handle.meter.snapshot().sent_bytes
         ddp(gradient(rank, step)).backward()
         model.zero_grad()
         told["plans"].append(settings_of(handle))
         told["sent"].append(handle.meter.snapshot().sent_bytes - before)
         told["formula"].append(handle.bytes_per_step)
-        if step == 3:
+        if step == 4:
             # In the middle of a sampling window.
             told["saved"] = handle.state_dict()
+        if step == 2:
+            assert isinstance(handle.reduction, LGreCoMean) and handle.reduction.plan is not None
+            told["uniform_error"] = handle.reduction.plan.uniform_error
+    told["expected_error"] = sum(METHOD.base.errors(x, [0.1])[0] for x in sampled.values())
     told["rows"] = handle.describe()
+    told["last"] = handle.reduction.state_dict()["plan"]
     handle.close()
 
     model = Numbers()
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.01)
     handle = thinwire.compress_ddp(ddp, METHOD, seed=1, announce=False)
     handle.load_state_dict(told.pop("saved"))
-    assert settings_of(handle) == told["plans"][3]
+    assert settings_of(handle) == told["plans"][4]
     told["resumed"] = []
-    for step in range(4, 7):
+    for step in range(5, 7):
         ddp(gradient(rank, step)).backward()
         model.zero_grad()
         told["resumed"].append(settings_of(handle))
+    assert handle.reduction.state_dict()["plan"] == told["last"]
     handle.close()
     return told
 
@@ -212,11 +221,14 @@ def test_all_ranks_follow_rank_0s_plan_from_the_same_step() -> None:
     assert told[1]["plans"] == plans
     # After steps 2 and 5, numbered from 0.
     assert plans[:2] == [{}, {}] and plans[2] == plans[4] and plans[5] == plans[6]
+    # What rank 0 put in after the first step, with what it owed from before.
+    assert told[0]["uniform_error"] == pytest.approx(told[0]["expected_error"], rel=1e-5)
+    assert told[1]["uniform_error"] == told[0]["uniform_error"] != pytest.approx(told[1]["expected_error"], rel=1e-3)
     plan = plans[2]
     # 3 of 64 hold all of one matrix, so that the other may lose less at the same bytes; on rank 1 it is the reverse.
     assert plan["numbers.sparse"] < 0.1
     for one in told:
-        assert one["resumed"] == plans[4:]
+        assert one["resumed"] == plans[5:]
         for step in (1, 3, 4):
             assert one["sent"][step] == one["formula"][step]
         assert one["formula"][3] < one["formula"][0]

@@ -10,7 +10,7 @@ import pytest
 from tests.training.commands import Runner, finish
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
-POWERSGD = {"strategy": "powersgd", "powersgd.start_step": 2}
+POWERSGD = {"strategy": "powersgd-torch", "torchpowersgd.start_step": 2}
 FSDP = {"strategy": "fsdp-bf16", "tokens_per_step": 128}
 
 

@@ -16,6 +16,7 @@ from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
 from thinwire.data_parallel.ddp.hook import hand_over
 from thinwire.data_parallel.ddp.reducer import BucketReducer, learning_rates
 from thinwire.data_parallel.ddp.strategies import OnDDP
+from thinwire.data_parallel.replicas import check_layout
 from thinwire.data_parallel.table import Row
 from thinwire.data_parallel.table import announce as announce_table
 from thinwire.errors import ConfigError
@@ -139,17 +140,20 @@ class CompressedDDP:
 
     def state_dict(self) -> dict[str, Any]:
         """What the method remembers on this rank; to be saved by every rank beside model and optimizer."""
-        return {"method": self.method.name, "world_size": self.comm.world_size, "rank": self.comm.rank} | (
-            self._reducer.state_dict()
-        )
+        return self._place() | self._reducer.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what state_dict gave; raises ConfigError for the state of another method, world or rank."""
-        here = {"method": self.method.name, "world_size": self.comm.world_size, "rank": self.comm.rank}
-        for key, value in here.items():
-            if state[key] != value:
-                raise ConfigError(f"this state does not fit: {key}: saved {state[key]!r}, here {value!r}")
+        """Restore what state_dict gave; raises ConfigError for the state of other options, another world or rank."""
+        check_layout(self._place(), state)
         self._reducer.load_state_dict(state)
+
+    def _place(self) -> dict[str, Any]:
+        return {
+            "method": repr(self.method),
+            "world_size": self.comm.world_size,
+            "local_size": self.comm.topology.local_size,
+            "rank": self.comm.rank,
+        }
 
     def close(self) -> None:
         """Wait for all communication and give the process group back."""

@@ -62,6 +62,24 @@ ROWS: dict[str, Row] = {
     "ddp-bf16": Row(thinwire.DDP(wire="bf16"), 0.02, owes=False, grid=(2, 1), bucket_error=0.1, variant=True),
     "powersgd": Row(thinwire.PowerSGD(start_step=2), 1.2, warmup=2),
     "powersgd-bf16": Row(thinwire.PowerSGD(rank=2, start_step=0, wire="bf16"), 1.2, grid=(2, 1), variant=True),
+    "ef-topk": Row(thinwire.EFTopK(density=0.1), 1.5),
+    "ef-integer": Row(thinwire.EFInteger(), 0.2, grid=(2, 1), variant=True),
+    # Planned after the second step, on both steps' gradients.
+    "lgreco-ef-topk": Row(
+        thinwire.LGreCo(thinwire.EFTopK(density=0.1), start=2, samples=2), 1.5, warmup=2, variant=True
+    ),
+    "lgreco-ef-integer": Row(
+        thinwire.LGreCo(thinwire.EFInteger(), start=2, samples=2), 0.3, grid=(2, 1), warmup=2, variant=True
+    ),
+    "lgreco-powersgd": Row(
+        thinwire.LGreCo(thinwire.PowerSGD(rank=2, start_step=1), start=3, samples=2),
+        1.2,
+        grid=(2, 1),
+        warmup=3,
+        variant=True,
+    ),
+    "sketch": Row(thinwire.Sketch(ratio=4), 4.0, owes=False),
+    "sketch-feedback": Row(thinwire.Sketch(ratio=4, kind="gaussian", feedback=True), 1.5, grid=(2, 1), variant=True),
     "two-way-sign": Row(thinwire.TwoWay(min_bytes=500), 1.0),
     "two-way-topk": Row(thinwire.TwoWay("topk", 0.1, min_bytes=500), 1.0, grid=(4, 1), variant=True),
     "two-way-randomk": Row(thinwire.TwoWay("randomk", 0.25, min_bytes=500), 1.5, grid=(2, 2), variant=True),

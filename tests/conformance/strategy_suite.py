@@ -111,6 +111,18 @@ ROWS = {
         reference="sgd",
         clip=math.inf,
     ),
+    "ef-topk": Row(thinwire.EFTopK(density=0.1), 0.6, ((1, 1), (4, 2)), may_skip_parameters=False, norm_error=0.5),
+    "ef-integer": Row(thinwire.EFInteger(find_unused_parameters=True), 0.1, ((2, 1),)),
+    "lgreco-ef-topk": Row(
+        thinwire.LGreCo(thinwire.EFTopK(density=0.1), start=5, samples=3),
+        0.6,
+        ((4, 2),),
+        range(5, STEPS),
+        may_skip_parameters=False,
+        norm_error=0.5,
+    ),
+    # A decoded sketch is longer than what it stands for, by sqrt(1 + ratio) where all is sketched.
+    "sketch": Row(thinwire.Sketch(ratio=2), 0.9, ((1, 1), (4, 2)), may_skip_parameters=False, norm_error=1.0),
     "onebit-adam": Row(
         thinwire.OneBitAdam(freeze=4, clip=0.0),
         0.8,
@@ -144,10 +156,11 @@ ROWS = {
 STATEFUL = [
     "zero", "zero-bf16", "sdp4bit", "zero-compressed", "ddp", "powersgd", "powersgd-torch", "two-way", "dgc",
     "onebit-adam", "fsdp-bf16", "frontier", "zeropp-loco", "one-byte",
+    "lgreco-ef-topk",
 ]  # fmt: skip
 REDUCING = [
     "sdp4bit", "zero-compressed", "ddp", "powersgd", "powersgd-torch", "two-way", "dgc", "onebit-adam", "fsdp",
-    "frontier", "zeropp-loco",
+    "frontier", "zeropp-loco", "ef-topk", "sketch",
 ]  # fmt: skip
 
 

@@ -18,13 +18,16 @@ from thinwire.planner.command import run_explain
 OPTIONS: dict[str, dict[str, Any]] = {"powersgd": {"start_step": 2}, "powersgd-torch": {"start_step": 2}}
 
 
+OPTIMIZER = {"dgc": "dgc-sgd", "onebit-adam": "onebit-adam"}
+
+
 def run(rank: int, world_size: int) -> dict[str, list[tuple[dict, dict]]]:
     """Bytes by operation and level: of the meter for steps of 1 and 2 micro-batches, and of the formula."""
     found = {}
     for name, make in STRATEGIES.items():
         strategy, model = make(**OPTIONS.get(name, {})), Net(0)
         wrapped, optimizer = strategy.apply(
-            model, make_optimizer(model), local_size=2, seed=0, timeout_s=30, checked=False, overlap=False
+            model, make_optimizer(model, OPTIMIZER.get(name, "adamw")), local_size=2, seed=0, timeout_s=30, checked=False, overlap=False
         )
         optimizer_bytes = []
         # A method's first steps may differ from those that follow.

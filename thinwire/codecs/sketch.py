@@ -65,6 +65,10 @@ class Sketch(Codec):
     def packet_bytes(self, num_elements: int) -> int:
         return shared.HEADER_BYTES + 4 * self._num_buckets(num_elements)
 
+    def sums(self, packet: Tensor) -> Tensor:
+        """The packet's y = R x, a view: fp32 [ceil(n / ratio)]. What adds up, where both sides know the header."""
+        return packet[shared.HEADER_BYTES :].view(torch.float32)
+
     def _num_buckets(self, num_elements: int) -> int:
         return -(-num_elements // self.ratio)  # the ratio divides the group
 
@@ -95,7 +99,7 @@ class Sketch(Codec):
         flat = backends.flat_fp32(x)
         out = backends.packet_buffer(out, self.packet_bytes(flat.numel()), flat.device)
         shared.write_header(seed, counter, out)
-        self._project(flat, out[shared.HEADER_BYTES :].view(torch.float32), seed, counter)
+        self._project(flat, self.sums(out), seed, counter)
         return out
 
     def decode(self, packet: Tensor, num_elements: int, *, out: Tensor | None = None) -> Tensor:
@@ -109,14 +113,12 @@ class Sketch(Codec):
     def _decode(self, packet: Tensor, out: Tensor, *, add: bool) -> Tensor:
         backends.check_buffers(packet, self.packet_bytes(out.numel()), out, out.numel())
         seed, counter = shared.read_header(packet)
-        sums = packet[shared.HEADER_BYTES :].view(torch.float32)
-        self._estimate(sums, out, seed, counter, add=add)
+        self._estimate(self.sums(packet), out, seed, counter, add=add)
         return out
 
     def packet_add(self, packet: Tensor, out: Tensor) -> Tensor:
         shared.check_headers(packet, out)
-        sums = out[shared.HEADER_BYTES :].view(torch.float32)
-        sums.add_(packet[shared.HEADER_BYTES :].view(torch.float32))
+        self.sums(out).add_(self.sums(packet))
         return out
 
     def backend(self, device: torch.device) -> str:

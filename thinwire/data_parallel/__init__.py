@@ -9,8 +9,12 @@ from thinwire.data_parallel.ddp import (
     DDP,
     DGC,
     CompressedDDP,
+    EFInteger,
+    EFTopK,
+    LGreCo,
     OneBitAdam,
     PowerSGD,
+    Sketch,
     TorchPowerSGD,
     TwoWay,
     compress_ddp,
@@ -41,6 +45,9 @@ from thinwire.data_parallel.wire import Strategy
 from thinwire.data_parallel.zero import ReplicaError, ZeroOptimizer, zero
 
 __all__ = [
+    "LGreCo",
+    "EFTopK",
+    "EFInteger",
     "DDP",
     "DeadGradientError",
     "CompressedFSDP",
@@ -59,6 +66,7 @@ __all__ = [
     "PowerSGD",
     "ReplicaError",
     "SDP4Bit",
+    "Sketch",
     "Strategy",
     "TorchPowerSGD",
     "TrainingStrategy",

@@ -16,8 +16,11 @@ from torch import nn
 
 from thinwire.codecs import Cast, Codec, Hadamard, Identity, Integer, Zstd
 from thinwire.data_parallel.ddp.dgc import DGC
+from thinwire.data_parallel.ddp.feedback import EFInteger, EFTopK
+from thinwire.data_parallel.ddp.lgreco import LGreCo
 from thinwire.data_parallel.ddp.onebit_adam import OneBitAdam
 from thinwire.data_parallel.ddp.powersgd import PowerSGD
+from thinwire.data_parallel.ddp.sketch import Sketch
 from thinwire.data_parallel.ddp.strategies import DDP
 from thinwire.data_parallel.ddp.torch_powersgd import TorchPowerSGD
 from thinwire.data_parallel.ddp.two_way import TwoWay
@@ -215,6 +218,12 @@ STRATEGIES: dict[str, Callable[..., TrainingStrategy]] = {
     "two-way": TwoWay,
     "dgc": DGC,
     "onebit-adam": OneBitAdam,
+    "ef-topk": EFTopK,
+    "ef-integer": EFInteger,
+    "lgreco-powersgd": LGreCo,
+    "lgreco-ef-topk": partial(LGreCo, base=EFTopK()),
+    "lgreco-ef-integer": partial(LGreCo, base=EFInteger()),
+    "sketch": Sketch,
     "fsdp": FSDP,
     "fsdp-bf16": partial(FSDP, wire="bf16"),
     "frontier": Frontier,

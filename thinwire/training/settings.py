@@ -25,13 +25,20 @@ from thinwire.training.run_dir import RunDir
 # Of one start only: a run repeated from its config.toml must not delete or move another.
 NOT_WRITTEN = ("resume", "overwrite", "stop_at", "node", "tables")
 HELP_FLAGS = ("--help", "-h")
+# The field of a strategy that holds another one.
+BASE = "base"
 
 
 def option_tables() -> dict[str, type]:
     """The dataclass behind each table of options: [llama], and one for every strategy that has options."""
     strategies = {type(make()) for make in STRATEGIES.values()}
-    with_options = sorted((cls for cls in strategies if is_dataclass(cls) and fields(cls)), key=lambda c: c.__name__)
+    with_options = sorted((cls for cls in strategies if options_of(cls)), key=lambda c: c.__name__)
     return {"llama": LlamaConfig} | {cls.__name__.lower(): cls for cls in with_options}
+
+
+def options_of(cls: type) -> list[Field]:
+    """The fields that a table has: all but the strategy that another one stands on, which has its own table."""
+    return [item for item in fields(cls) if item.name != BASE] if is_dataclass(cls) else []
 
 
 def strategy_table(strategy: str) -> str | None:
@@ -40,10 +47,16 @@ def strategy_table(strategy: str) -> str | None:
     return name if name in option_tables() else None
 
 
+def base_table(strategy: str) -> str | None:
+    """The name of the table of the strategy that `strategy` stands on, if any."""
+    base = getattr(STRATEGIES[strategy](), BASE, None)
+    return type(base).__name__.lower() if base is not None else None
+
+
 def used_tables(config: TrainConfig) -> set[str]:
     """The tables of options that have an effect in this run."""
-    tables = [None if config.model.startswith("hf:") else "llama", strategy_table(config.strategy)]
-    return {table for table in tables if table}
+    llama = None if config.model.startswith("hf:") else "llama"
+    return {table for table in (llama, strategy_table(config.strategy), base_table(config.strategy)) if table}
 
 
 def build_strategy(config: TrainConfig) -> TrainingStrategy:
@@ -53,7 +66,10 @@ def build_strategy(config: TrainConfig) -> TrainingStrategy:
     """
     if config.strategy not in STRATEGIES:
         raise ConfigError(f"--strategy {config.strategy}: no such strategy{nearest(config.strategy, STRATEGIES)}")
-    strategy = STRATEGIES[config.strategy](**config.tables.get(strategy_table(config.strategy) or "", {}))
+    make, options = STRATEGIES[config.strategy], config.tables.get(strategy_table(config.strategy) or "", {})
+    if stated := config.tables.get(base_table(config.strategy) or ""):
+        options = {**options, BASE: replace(getattr(make(), BASE), **stated)}
+    strategy = make(**options)
     return strategy.for_run(config.steps, config.num_warmup_steps) if isinstance(strategy, PlannedByRun) else strategy
 
 
@@ -132,7 +148,7 @@ def optional_clone(cls: type) -> type:
         note = tyro.conf.arg(help=f"{item.name.replace('_', ' ')}; by default {shown_default(cls, item)}")
         return item.name, Annotated[hints[item.name] | None, note], field(default=None)
 
-    clone = make_dataclass(cls.__name__, [cloned(item) for item in fields(cls)])
+    clone = make_dataclass(cls.__name__, [cloned(item) for item in options_of(cls)])
     clone.__doc__ = (cls.__doc__ or "").split("\n")[0]
     return clone
 
@@ -149,7 +165,7 @@ def known_flags() -> list[str]:
 
 def table_flags() -> list[str]:
     """The flags of all tables of options."""
-    return [flag(f"{name}.{item.name}") for name, cls in option_tables().items() for item in fields(cls)]
+    return [flag(f"{name}.{item.name}") for name, cls in option_tables().items() for item in options_of(cls)]
 
 
 def without_unknown_flags(args: Sequence[str], problems: Problems, known: Sequence[str]) -> Iterator[str]:
@@ -194,7 +210,7 @@ def checked_values(
         problems.messages.append(f"{note}must be a table of options, not {content!r}")
         return {}
     hints = {name: hint for name, hint in get_type_hints(cls).items() if name not in skip}
-    names = {item.name for item in fields(cls)} & hints.keys()
+    names = {item.name for item in options_of(cls)} & hints.keys()
     good: dict[str, Any] = {}
     for raw, value in content.items():
         key = raw.replace("-", "_")

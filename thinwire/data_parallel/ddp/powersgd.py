@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,6 @@ from thinwire.data_parallel.ddp.reductions import (
     FP32_BYTES,
     Bucket,
     Memory,
-    Reduction,
     Slices,
     Step,
     seed_of,
@@ -72,16 +71,46 @@ class PowerSGD(OnDDP):
     def settled_after(self) -> int:
         return self.start_step
 
-    def reduction(self, world_size: int, seed: int) -> Reduction:
+    def reduction(self, world_size: int, seed: int) -> LowRankMean:
         return LowRankMean(self, seed)
 
     def rank_of(self, shape: torch.Size) -> int:
         """r for a gradient of this shape; 0 where it travels whole."""
+        return self.rank if self._saves(shape, self.rank) else 0
+
+    def _saves(self, shape: torch.Size, rank: int) -> bool:
+        """Whether factors of that rank are so much smaller than the matrix; with them, it is below both dimensions."""
         if len(shape) < 2:
-            return 0
+            return False
         n, m = shape[0], math.prod(shape[1:])
-        rank = min(n, m, self.rank)
-        return rank if (n + m) * rank * self.min_compression < n * m else 0
+        return (n + m) * rank * self.min_compression < n * m
+
+    # ---------------------------------------------------------------- for L-GreCo
+
+    @property
+    def uniform(self) -> float:
+        """The rank of a parameter for which none is chosen."""
+        return self.rank
+
+    def candidates(self, shape: torch.Size, span: float) -> list[float]:
+        """The ranks from rank / span to rank * span that save enough of this shape; none where it travels whole."""
+        if not self.rank_of(shape):
+            return []
+        ranks = range(math.ceil(self.rank / span), math.floor(self.rank * span) + 1)
+        return [rank for rank in ranks if self._saves(shape, rank)]
+
+    def errors(self, x: Tensor, settings: Sequence[float]) -> list[float]:
+        """|x - the best approximation of that rank|: the root of the sum of the squared singular values beyond it."""
+        matrix = x.reshape(x.shape[0], -1).double()
+        gram = matrix @ matrix.T if matrix.shape[0] <= matrix.shape[1] else matrix.T @ matrix
+        ascending = torch.linalg.eigvalsh(gram).clamp_(min=0)
+        lost = ascending.cumsum(0).sqrt().tolist()
+        return [lost[-1 - int(rank)] for rank in settings]
+
+    def size(self, shape: torch.Size, setting: float) -> int:
+        """Bytes of both factors, without the zeros that fill up a message."""
+        num_elements = int(setting) * (shape[0] + math.prod(shape[1:]))
+        return round(num_elements * WIRES[self.wire].bits_per_element / 8)
 
 
 class LowRankMean:
@@ -92,11 +121,13 @@ class LowRankMean:
         self.wire = WIRES[method.wire]
         self.seed = seed
         self.memory = Memory()
+        # Ranks chosen for single parameters, by name.
+        self.settings: dict[str, float] = {}
 
     def run(self, link: Link, bucket: Bucket, step: Step) -> Rounds[None]:
         is_plain = step.number < self.method.start_step
         grads = dict(zip(bucket.names, bucket.grads, strict=True))
-        ranks = {name: 0 if is_plain else self.method.rank_of(grad.shape) for name, grad in grads.items()}
+        ranks = {name: 0 if is_plain else self._rank_of(name, grad.shape) for name, grad in grads.items()}
         whole = [grad for name, grad in grads.items() if not ranks[name]]
         thin = {name: grad for name, grad in grads.items() if ranks[name]}
         with link.timed("encode_s", "gradients"):
@@ -125,12 +156,17 @@ class LowRankMean:
         n = grad.shape[0]
         return self.memory.get(name, "error", n, grad.numel() // n) + grad.reshape(n, -1)
 
+    def _rank_of(self, name: str, shape: torch.Size) -> int:
+        return int(self.settings.get(name, self.method.rank_of(shape)))
+
     def _q(self, name: str, num_columns: int, rank: int) -> Tensor:
+        """Q of the last step, at first random; for a smaller rank less its last columns, for a larger one with more."""
         held = self.memory.peek(name, "q")
-        if held is not None:
-            return held
+        if held is not None and held.shape[1] >= rank:
+            return held[:, :rank]
         generator = torch.Generator().manual_seed(seed_of(self.seed, 0, name) >> 1)
-        return torch.randn(num_columns, rank, generator=generator)
+        fresh = torch.randn(num_columns, rank, generator=generator)
+        return fresh if held is None else torch.cat([held, fresh[:, held.shape[1] :]], dim=1)
 
     def _lost(self, grid: Topology, q_own: list[Tensor]) -> Lost | None:
         return None if self.wire.traits.lossless else Lost.zeros(grid, self._slices(q_own, grid.world_size).length)
@@ -144,12 +180,12 @@ class LowRankMean:
         return Slices.of((q.numel() for q in q_own), world_size, self.wire)
 
     def sent_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> dict[str, int]:
-        ranks = {shape: self.method.rank_of(shape) for shape in shapes.values()}
-        thin = [shape for shape in shapes.values() if ranks[shape]]
+        ranks = {name: self._rank_of(name, shape) for name, shape in shapes.items()}
+        thin = [(ranks[name], shape) for name, shape in shapes.items() if ranks[name]]
         messages = (
-            ([shape.numel() for shape in shapes.values() if not ranks[shape]], FP32),
-            ([ranks[shape] * shape[0] for shape in thin], self.wire),
-            ([ranks[shape] * math.prod(shape[1:]) for shape in thin], self.wire),
+            ([shape.numel() for name, shape in shapes.items() if not ranks[name]], FP32),
+            ([rank * shape[0] for rank, shape in thin], self.wire),
+            ([rank * math.prod(shape[1:]) for rank, shape in thin], self.wire),
         )
         return added(
             *(Slices.of(numels, grid.world_size, codec).all_reduce_bytes(grid, codec) for numels, codec in messages)

@@ -28,12 +28,9 @@ REDUCTIONS: dict[str, type[Mean]] = {"fp32": Mean, "bf16": CastMean}
 class OnDDP:
     """What makes a way to average gradients a TrainingStrategy: it is applied by `wrap_ddp`."""
 
-    # Buckets of gradients are reduced while backward goes on, unless the method wants all of them at once.
-    single_bucket = False
     # The gradients of a step are reduced together when the last has come, and clipped by the method, since what has
     # been sent can't be scaled any more; in a world of one too, for the method replaces a part of the optimizer.
     whole_step = False
-    find_unused_parameters: bool
     # Why thinwire.zero can't host it, to follow its name.
     own_way: ClassVar[str] = "compress_ddp"
     not_on_zero: ClassVar[str] = "averages whole gradients, and zero gives every rank a slice"
@@ -46,6 +43,16 @@ class OnDDP:
     def name(self) -> str:
         """What `--strategy` calls it."""
         raise NotImplementedError
+
+    @property
+    def find_unused_parameters(self) -> bool:
+        """DDP's option of that name."""
+        raise NotImplementedError
+
+    @property
+    def single_bucket(self) -> bool:
+        """Whether the method wants all gradients at once; else buckets are reduced while backward goes on."""
+        return False
 
     @property
     def codecs(self) -> tuple[Codec, ...]:

@@ -43,7 +43,7 @@ class OnWholeStep(OnDDP):
     """A method on DDP whose reduction is a WholeStep; all parameters must be used in every step."""
 
     whole_step = True
-    find_unused_parameters: ClassVar[bool] = False  # type: ignore[misc]
+    find_unused_parameters: ClassVar[bool] = False
 
     def bind(
         self,

@@ -126,7 +126,7 @@ ROWS = {
     "onebit-adam": Row(
         thinwire.OneBitAdam(freeze=4, clip=0.0),
         0.8,
-        ((2, 1), (4, 1), (4, 2)),
+        ((4, 1), (4, 2)),
         range(4, STEPS),
         may_skip_parameters=False,
         optimizer="onebit-adam",

@@ -81,7 +81,7 @@ class Rank:
     def __init__(self, strategy: Frontier, rank: int, world_size: int, **options: Any) -> None:
         self.rank, self.world_size = rank, world_size
         self.model = Stack(options.pop("seed", 0), options.pop("recompute", False))
-        settings = {"local_size": 4, "seed": 0, "timeout_s": 30, "checked": True, "overlap": False} | options
+        settings = {"local_size": 4, "seed": 0, "timeout_s": 60, "checked": True, "overlap": False} | options
         self.wrapped, optimizer = strategy.apply(self.model, make_optimizer(self.model), **settings)
         assert isinstance(optimizer, FrontierOptimizer)
         self.optimizer = optimizer

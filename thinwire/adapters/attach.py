@@ -9,18 +9,18 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.data_parallel import CompressedDDP, CompressedFSDP, compress_ddp, compress_fsdp
+from thinwire.data_parallel import CompressedDDP, CompressedFSDP, ZeroPP, compress_ddp, compress_fsdp
 from thinwire.errors import ConfigError
 
 
 def attach(
-    model: nn.Module, optimizer: torch.optim.Optimizer, method: Any, **options: Any
+    model: nn.Module, optimizer: torch.optim.Optimizer, method: Any = None, **options: Any
 ) -> CompressedFSDP | CompressedDDP:
     """Give a wrapped model's communication to `method`, a collective over its ranks; returns the handle.
 
     model, optimizer: what `accelerator.prepare` returned, or a model given by hand to `fully_shard` or to
-    DistributedDataParallel. method, options: as for `compress_fsdp` where FSDP2 modules are found, else as for
-    `compress_ddp`. The wrappers and the training loop stay.
+    DistributedDataParallel. method, options: as for `compress_fsdp` where FSDP2 modules are found, by default
+    `ZeroPP()`; else as for `compress_ddp`, where there is no default. The wrappers and the training loop stay.
 
     Raises ConfigError where nothing that can be compressed is found: FSDP1, a model that is not wrapped.
     """
@@ -29,7 +29,7 @@ def attach(
     held = getattr(optimizer, "optimizer", None)
     stepped = held if isinstance(held, torch.optim.Optimizer) else optimizer
     if any(isinstance(part, FSDPModule) for part in module.modules()):
-        return compress_fsdp(module, method, optimizer=stepped, **options)
+        return compress_fsdp(module, method or ZeroPP(), optimizer=stepped, **options)
     if any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):
         raise ConfigError(
             "the model is in FullyShardedDataParallel, the first FSDP, which has no place for other collectives: use "

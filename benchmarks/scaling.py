@@ -89,19 +89,11 @@ def measure(sweep: str, place: tuple[int, str, int], strategies: list[str], step
         )  # fmt: skip
         rows = race(config, train).contestants
         figures = [(row.name, row.mean) for row in rows if row.mean.step_s and row.mean.kernel_sent_bytes_per_step]
-        found = [
-            Point(
-                sweep,
-                nodes,
-                rate,
-                size,
-                name,
-                f.step_s or 0.0,
-                f.kernel_sent_bytes_per_step or 0.0,
-                (f.bound_s or 0.0) + (f.unhidden_s or 0.0),
-            )  # fmt: skip
-            for name, f in figures
-        ]
+        found = []
+        for name, f in figures:
+            least_s = (f.bound_s or 0.0) + (f.unhidden_s or 0.0)
+            sent_bytes = f.kernel_sent_bytes_per_step or 0.0
+            found.append(Point(sweep, nodes, rate, size, name, f.step_s or 0.0, sent_bytes, least_s))
         results.write_text(json.dumps([asdict(point) for point in found], indent=1))
     return [Point(**{**values, "sweep": sweep}) for values in json.loads(results.read_text())]
 

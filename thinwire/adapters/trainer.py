@@ -69,5 +69,7 @@ class CompressionCallback(TrainerCallback):
 
     def _state_file(self, args: Any, state: Any) -> Path:
         assert self.handle is not None
-        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        name = f"checkpoint-{state.global_step}"
+        resumed = Path(str(args.resume_from_checkpoint or ""))
+        folder = resumed if resumed.name == name else Path(args.output_dir) / name
         return folder / f"thinwire-rank{self.handle.comm.rank}.pt"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from collections import defaultdict, deque
@@ -72,6 +73,10 @@ class StopWish(AbstractContextManager["StopWish"]):
         self.signum = signum
 
 
+# torch's own log lines, of which the common one is about names of hosts.
+TORCH_WARNING = re.compile(r"\s*(\[rank\d+\]:)?\[W\d{4} ")
+
+
 class Output:
     """Keeps what the ranks print: all of it in a file, the last lines for the reason of a failure."""
 
@@ -81,7 +86,7 @@ class Output:
 
     def line(self, rank: int, text: str) -> None:
         self._file.write(f"[{rank}] {text}\n")
-        if text.strip():
+        if text.strip() and not TORCH_WARNING.match(text):
             self._last[rank].append(text.strip())
 
     def reason(self, rank: int) -> str:

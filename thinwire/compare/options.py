@@ -10,7 +10,7 @@ import tyro
 
 from thinwire.training.config import TrainConfig, flag
 from thinwire.training.problems import Problems
-from thinwire.training.settings import HELP_FLAGS, read_config, without_unknown_flags
+from thinwire.training.settings import HELP_FLAGS, known_flags, read_config, without_unknown_flags
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,9 @@ def read_race(args: Sequence[str], problems: Problems) -> tuple[RaceConfig, Trai
         cut = own.index("--")
         own, train_args = own[:cut], own[cut + 1 :]
     known = [*(flag(item.name) for item in fields(RaceConfig)), *HELP_FLAGS]
+    trains = dict.fromkeys(known_flags(), ": it is one of `thinwire train`, whose flags follow after --")
     parsed = tyro.cli(
-        _Race, args=list(without_unknown_flags(own, problems, known)), prog="thinwire compare",
+        _Race, args=list(without_unknown_flags(own, problems, known, trains)), prog="thinwire compare",
         description=RaceConfig.__doc__, config=(tyro.conf.FlagCreatePairsOff,),
     )  # fmt: skip
     return parsed.race, read_config([*filter(None, [parsed.config_file]), *train_args], problems)

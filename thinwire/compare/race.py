@@ -20,6 +20,7 @@ from thinwire.compare.options import RaceConfig
 from thinwire.compare.plan import Plan, make_plan
 from thinwire.compare.record import Alone, Record, delete_race, load_record, recorded_dtype
 from thinwire.compare.table import Board
+from thinwire.errors import ConfigError
 from thinwire.lab import Network
 from thinwire.report import write_race_report
 from thinwire.report.run import number
@@ -53,7 +54,10 @@ def race(
     with StopWish() as wish, Network(plan.lab) as network:
         if config.overwrite:
             delete_race(plan.out)
-        plan.out.mkdir(parents=True, exist_ok=True)
+        try:
+            plan.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--out {plan.out}: can't be made ({error.strerror}); give another folder") from None
         board = board or Board()
         with closing(board):
             Runner(plan, record, network, wish, board).run()

@@ -9,6 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from thinwire.errors import ConfigError
 from thinwire.lab.network import Network
@@ -187,4 +188,6 @@ def check_command(command: Sequence[str], env: Mapping[str, str]) -> None:
     if not command:
         raise ConfigError("no command to run: give one after --, such as: -- python train.py")
     if shutil.which(command[0], path=env.get("PATH")) is None:
+        if Path(command[0]).is_file():
+            raise ConfigError(f"command {command[0]!r} is not executable: chmod +x it, or name its interpreter first")
         raise ConfigError(f"command {command[0]!r} was not found, neither as a file nor on PATH")

@@ -168,15 +168,21 @@ def table_flags() -> list[str]:
     return [flag(f"{name}.{item.name}") for name, cls in option_tables().items() for item in options_of(cls)]
 
 
-def without_unknown_flags(args: Sequence[str], problems: Problems, known: Sequence[str]) -> Iterator[str]:
-    """The arguments less flags that are not `known` and their values, each of which becomes a problem."""
+def without_unknown_flags(
+    args: Sequence[str], problems: Problems, known: Sequence[str], elsewhere: Mapping[str, str] | None = None
+) -> Iterator[str]:
+    """The arguments less flags that are not `known` and their values, each of which becomes a problem.
+
+    elsewhere: what to say of flags that have another place.
+    """
     skipping = False
     for arg in args:
         if arg.startswith("--"):
             name = arg.partition("=")[0].replace("_", "-")
             skipping = name not in known
             if skipping:
-                problems.messages.append(f"unknown flag {name}{nearest(name, known)}")
+                hint = (elsewhere or {}).get(name) or nearest(name, known)
+                problems.messages.append(f"unknown flag {name}{hint}")
         if not skipping:
             yield arg
 

@@ -57,7 +57,9 @@ class Plug:
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for a buffer; FSDP2 asks for it."""
-        return torch.empty(*size, dtype=dtype, device=device)
+        # An evaluation may run in inference mode, and the communication thread, which writes to this, does not.
+        with torch.inference_mode(False):
+            return torch.empty(*size, dtype=dtype, device=device)
 
     def next_seed(self, kind: int) -> int:
         """Another one for every collective of new values."""

@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from thinwire._compat import FSDPGroup, fsdp_groups
 from thinwire.codecs import warm
 from thinwire.collectives import Communicator, Meter
 from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
+from thinwire.data_parallel.frontier.strategies import Frontier
 from thinwire.data_parallel.fsdp.collectives import AllGather, DifferenceGather, ReduceScatter
 from thinwire.data_parallel.fsdp.layout import Unit, check_layout_of
 from thinwire.data_parallel.fsdp.loco import LoCo
@@ -60,7 +61,7 @@ def compress_fsdp(
     FSDP2's buffers in an unknown way.
     Source: ZeRO++ (ICLR 2024).
     """
-    strategy = strategy if strategy is not None else ZeroPP()
+    strategy = _checked(strategy if strategy is not None else ZeroPP())
     groups = fsdp_groups(model)
     comm = Communicator(mesh_of(model, groups), local_size=local_size, timeout_s=timeout_s, checked=checked)
     compressed = CompressedFSDP(model, groups, strategy, comm, seed=seed, overlap=overlap)
@@ -70,6 +71,19 @@ def compress_fsdp(
         for asked, effect, reason in compressed.describe():
             print(f"thinwire: {asked}: {effect}" + (f" ({reason})" if reason else ""), file=sys.stderr)
     return compressed
+
+
+def _checked(strategy: object) -> Strategy:
+    """The strategy; raises ConfigError for what gives no codecs for FSDP2's collectives."""
+    if isinstance(strategy, type) or not (hasattr(strategy, "matrix") and hasattr(strategy, "vector")):
+        given = strategy.__name__ if isinstance(strategy, type) else repr(strategy)
+        raise ConfigError(
+            f"compress_fsdp got {given}: must be a strategy of codecs for weights and gradients, such as "
+            "thinwire.ZeroPP() or thinwire.SDP4Bit()"
+        )
+    if isinstance(strategy, Frontier):
+        raise ConfigError("frontier cuts a model in its own way, not FSDP2's: use `thinwire train --strategy frontier`")
+    return cast(Strategy, strategy)
 
 
 def mesh_of(model: nn.Module, groups: Sequence[FSDPGroup]) -> DeviceMesh:

@@ -38,7 +38,7 @@ def fsdp_footprint(strategy: OnFSDP, model: nn.Module, topology: Topology, micro
             if strategy.secondary and topology.num_nodes > 1:
                 kept += topology.num_nodes * packet
                 again["inter"] = 0
-            # Accumulation keeps the weights whole until the last backward.
+            # Accumulation keeps the weights whole until the last forward.
             for level, num_bytes in gather_bytes(topology, packet).items():
                 sent["weights", level] += num_bytes
                 sent[AGAIN, level] += again[level] * strategy.reshard_after_forward

@@ -145,15 +145,22 @@ class FSDPOptimizer(AgreeingOptimizer):
         root = self.modules[0]
         root.set_requires_gradient_sync(False)
         root.set_reshard_after_backward(False)
+        self._drop_after_forward(False)
         try:
             yield
         finally:
             root.set_requires_gradient_sync(True)
             root.set_reshard_after_backward(True)
+            self._drop_after_forward(True)
+
+    def _drop_after_forward(self, drop: bool) -> None:
+        if self.reshard_after_forward:
+            self.modules[0].set_reshard_after_forward(drop)
 
     def step(self) -> None:
         """Update this rank's shards, unless the gradient is not finite, and send them; a collective over all ranks."""
         super().step()
+        self._drop_after_forward(True)
         # A rank whose shards are all empty has written nothing, and yet the weights have changed.
         self.compressed.weights_changed(replaced=False)
         if not self.reshard_after_forward:
@@ -168,6 +175,7 @@ class FSDPOptimizer(AgreeingOptimizer):
 
     def synchronize(self) -> None:
         """Bring the whole weights to every rank, where they stay until the next backward."""
+        self._drop_after_forward(False)
         for module in self.modules:
             module.unshard()
 

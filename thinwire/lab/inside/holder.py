@@ -48,6 +48,8 @@ def own_namespaces() -> int:
         unshare(CLONE_NEWNET, "CLONE_NEWNET")
         return -1
     except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise Refused(f"no more network namespaces are permitted{namespace_settings()}") from None
         if error.errno != errno.EPERM:
             raise Refused(f"this system has no network namespaces ({error.strerror})") from None
     uid, gid = os.getuid(), os.getgid()

@@ -515,6 +515,19 @@ def test_loco_brings_back_what_was_lost() -> None:
 # ---------------------------------------------------------------- refused
 
 
+def evaluated(rank: int, world_size: int) -> None:
+    net = sharded(Net())
+    compress_fsdp(net, announce=False)
+    net(inputs(0, rank)).backward()
+    with torch.inference_mode():
+        loss = float(net(inputs(1, rank)))
+    assert loss == float(net(inputs(1, rank)))
+
+
+def test_evaluation_may_run_in_inference_mode() -> None:
+    run_workers(evaluated, 2, local_size=1)
+
+
 def refused(rank: int, world_size: int) -> None:
     def words(net: Any, kind: type[Exception] = ConfigError, strategy: Any = None, **options: Any) -> str:
         with pytest.raises(kind) as caught:
@@ -531,6 +544,9 @@ def refused(rank: int, world_size: int) -> None:
     mixed = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).to(torch.bfloat16).requires_grad_(False))
     assert "several types" in words(fully_shard(mixed))
     net = sharded(Net())
+    for nothing in ("zeropp", ZeroPP, thinwire.DDP()):
+        assert "must be a strategy of codecs" in words(net, strategy=nothing)
+    assert "frontier cuts a model in its own way" in words(net, strategy=thinwire.Frontier())
     compressed = compress_fsdp(net, announce=False)
     assert "compressed already" in words(net)
     compressed.close()

@@ -11,7 +11,8 @@ import torch
 from tests.workers import run_workers
 from thinwire.codecs import Hadamard, Identity, Integer
 from thinwire.collectives import Communicator
-from thinwire.collectives.algorithms import Lost, all_reduce, slice_length
+from thinwire.collectives.algorithms import Link, Lost, all_reduce, slice_length
+from thinwire.collectives.rounds import Rounds
 from thinwire.errors import ConfigError
 
 GRIDS = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]
@@ -193,3 +194,28 @@ def test_what_a_sum_loses_comes_back(grid: tuple[int, int]) -> None:
     assert float(owed.norm()) > 1
     torch.testing.assert_close(came_out + owed, put_in, rtol=0, atol=1e-4)
     assert all(torch.equal(a, b) for one in told for a, b in zip(one[0], told[0][0], strict=True))
+
+
+def in_three_rounds(link: Link) -> Rounds[torch.Tensor]:
+    """Pass bytes to and fro, each message made of the one before."""
+    peer, passed = 1 - link.rank, torch.full((4,), link.rank, dtype=torch.uint8)
+    for _ in range(3):
+        arrived = torch.empty(4, dtype=torch.uint8)
+        round_ = link.exchange("to and fro", "inter", {peer: arrived})
+        round_.send(peer, passed)
+        yield from round_.finish()
+        passed = arrived + 1
+    return passed
+
+
+def ahead_of_the_other(rank: int, world_size: int) -> list[int]:
+    comm = Communicator(local_size=1, timeout_s=10)
+    first = comm.submit(in_three_rounds)
+    if rank == 1:
+        comm.wait(first)
+    second = comm.submit(in_three_rounds)
+    return [int(comm.wait(future)[0]) for future in (first, second)]
+
+
+def test_a_rank_may_submit_more_before_the_other_has_its_result() -> None:
+    assert run_workers(ahead_of_the_other, 2) == [[4, 4], [3, 3]]

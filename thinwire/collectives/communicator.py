@@ -51,15 +51,19 @@ class CommunicationThread:
 
     A job that waits for its messages gives way to the next one, which packs and posts its own meanwhile, so that the
     link stays busy. All messages are posted from this thread: gloo groups that are used from several threads hang,
-    abort or diverge silently. A second thread only waits for arrivals, which needs no lock of the group.
+    abort or diverge silently. Other threads only wait for arrivals, which needs no lock of the group: one for each
+    slot, since a job may not wait behind another one's messages. Those of a later job may only come once a peer has
+    the result of the earlier job, whose own next messages would then never leave.
     """
 
     def __init__(self) -> None:
         self._unfinished: set[Future] = set()
         self._inbox: queue.SimpleQueue[tuple[Job, Exception | None]] = queue.SimpleQueue()
-        self._awaited: queue.SimpleQueue[tuple[Job, Sequence[Arrival]]] = queue.SimpleQueue()
+        self._awaited: list[queue.SimpleQueue[tuple[Job, Sequence[Arrival]]]] = []
+        for slot in range(NUM_SLOTS):
+            self._awaited.append(queue.SimpleQueue())
+            threading.Thread(target=self._watch, args=(slot,), name=f"thinwire-arrivals-{slot}", daemon=True).start()
         threading.Thread(target=self._run, name="thinwire-communication", daemon=True).start()
-        threading.Thread(target=self._watch, name="thinwire-arrivals", daemon=True).start()
 
     def submit(self, start: Callable[[int], Rounds[T]]) -> Future[T]:
         """Run what `start(slot)` returns, slot in range(NUM_SLOTS), after everything submitted before has started."""
@@ -102,13 +106,13 @@ class CommunicationThread:
         except BaseException as failure:
             job.future.set_exception(failure)
         else:
-            self._awaited.put((job, awaited))
+            self._awaited[job.slot].put((job, awaited))
             return False
         return True
 
-    def _watch(self) -> None:
+    def _watch(self, slot: int) -> None:
         while True:
-            job, awaited = self._awaited.get()
+            job, awaited = self._awaited[slot].get()
             error = None
             try:
                 for arrival in awaited:

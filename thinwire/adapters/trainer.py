@@ -70,6 +70,6 @@ class CompressionCallback(TrainerCallback):
     def _state_file(self, args: Any, state: Any) -> Path:
         assert self.handle is not None
         name = f"checkpoint-{state.global_step}"
-        resumed = Path(str(args.resume_from_checkpoint or ""))
+        resumed = Path(str(getattr(args, "resume_from_checkpoint", None) or ""))
         folder = resumed if resumed.name == name else Path(args.output_dir) / name
         return folder / f"thinwire-rank{self.handle.comm.rank}.pt"

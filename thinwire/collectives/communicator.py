@@ -58,12 +58,18 @@ class CommunicationThread:
 
     def __init__(self) -> None:
         self._unfinished: set[Future] = set()
-        self._inbox: queue.SimpleQueue[tuple[Job, Exception | None]] = queue.SimpleQueue()
-        self._awaited: list[queue.SimpleQueue[tuple[Job, Sequence[Arrival]]]] = []
-        for slot in range(NUM_SLOTS):
-            self._awaited.append(queue.SimpleQueue())
-            threading.Thread(target=self._watch, args=(slot,), name=f"thinwire-arrivals-{slot}", daemon=True).start()
-        threading.Thread(target=self._run, name="thinwire-communication", daemon=True).start()
+        # None ends a thread.
+        self._inbox: queue.SimpleQueue[tuple[Job, Exception | None] | None] = queue.SimpleQueue()
+        self._awaited: list[queue.SimpleQueue[tuple[Job, Sequence[Arrival]] | None]] = [
+            queue.SimpleQueue() for _ in range(NUM_SLOTS)
+        ]
+        self._threads = [
+            threading.Thread(target=self._watch, args=(slot,), name=f"thinwire-arrivals-{slot}", daemon=True)
+            for slot in range(NUM_SLOTS)
+        ]
+        self._threads.append(threading.Thread(target=self._run, name="thinwire-communication", daemon=True))
+        for thread in self._threads:
+            thread.start()
 
     def submit(self, start: Callable[[int], Rounds[T]]) -> Future[T]:
         """Run what `start(slot)` returns, slot in range(NUM_SLOTS), after everything submitted before has started."""
@@ -73,15 +79,26 @@ class CommunicationThread:
         self._inbox.put((Job(start, future), None))
         return future
 
-    def drain(self) -> None:
-        """Wait a while for what is under way: a thread that is in gloo when the interpreter ends aborts the process."""
+    def end(self) -> None:
+        """Wait a while for what is under way, and end the threads.
+
+        One that is in gloo, or frees what gloo gave it, when the interpreter ends aborts the process.
+        """
         wait_for_all(list(self._unfinished), timeout=EXIT_GRACE_S)
+        self._inbox.put(None)
+        for awaited in self._awaited:
+            awaited.put(None)
+        for thread in self._threads:
+            thread.join(timeout=1.0)
 
     def _run(self) -> None:
         submitted: deque[Job] = deque()
         free_slots = list(range(NUM_SLOTS))
         while True:
-            job, error = self._inbox.get()
+            arrived = self._inbox.get()
+            if arrived is None:
+                return
+            job, error = arrived
             if job.rounds is None:
                 submitted.append(job)
             elif self._ends(job, error):
@@ -94,7 +111,7 @@ class CommunicationThread:
                     free_slots.append(started.slot)
                 del started
             # A finished job's tensors must not live until the next job arrives.
-            del job, error
+            del arrived, job, error
 
     def _ends(self, job: Job, error: Exception | None) -> bool:
         """Take the job to where it waits next; whether it has ended instead."""
@@ -112,7 +129,10 @@ class CommunicationThread:
 
     def _watch(self, slot: int) -> None:
         while True:
-            job, awaited = self._awaited[slot].get()
+            given = self._awaited[slot].get()
+            if given is None:
+                return
+            job, awaited = given
             error = None
             try:
                 for arrival in awaited:
@@ -120,7 +140,7 @@ class CommunicationThread:
             except Exception as failure:
                 error = failure
             self._inbox.put((job, error))
-            del job, awaited, error
+            del given, job, awaited, error
 
 
 _thread: CommunicationThread | None = None
@@ -129,12 +149,19 @@ _thread: CommunicationThread | None = None
 _idle_groups: dict[tuple[object, tuple[int, ...]], list[dist.ProcessGroup]] = {}
 
 
+def _end() -> None:
+    global _thread
+    if _thread is not None:
+        _thread.end()
+        _thread = None
+
+
 def communication_thread() -> CommunicationThread:
     """The process's communication thread, started at the first call."""
     global _thread
     if _thread is None:
         _thread = CommunicationThread()
-        atexit.register(_thread.drain)
+        atexit.register(_end)
     return _thread
 
 

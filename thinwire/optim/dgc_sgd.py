@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from thinwire.errors import ConfigError
+from thinwire.optim.parameterwise import Parameterwise
 
 
-class DGCSGD(torch.optim.Optimizer):
+class DGCSGD(Parameterwise):
     """Per tensor x with a gradient G that is a sum of momenta already:
 
         d <- m d + decay x          x <- x - lr (G + d)          with nesterov: x <- x - lr (G + decay x + m d)
@@ -41,19 +42,6 @@ class DGCSGD(torch.optim.Optimizer):
             ):
                 if not is_good:
                     raise ConfigError(f"dgc-sgd {name} {group[name]}: must be {rule}")
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._update(param, param.grad, group)
-        return loss
 
     def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         if group["weight_decay"]:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from thinwire.errors import ConfigError
+from thinwire.optim.parameterwise import Parameterwise
 
 
-class LANS(torch.optim.Optimizer):
+class LANS(Parameterwise):
     """Per tensor x with gradient g, t steps so far:
 
         g <- g / (|g| + eps)
@@ -40,19 +41,6 @@ class LANS(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         for group in self.param_groups:
             _check(group)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._update(param, param.grad, group)
-        return loss
 
     def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         (beta1, beta2), eps, decay = group["betas"], group["eps"], group["weight_decay"]

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import ConfigError
+from thinwire.optim.parameterwise import Parameterwise
 
 
-class OneBitAdamW(torch.optim.Optimizer):
+class OneBitAdamW(Parameterwise):
     """AdamW as torch's, until `freeze_after_step` names a tensor. From then on, for tensor x at its step t:
 
         m <- x.grad           x <- x - lr (m / (1 - b1^t) / (sqrt(v) + eps) + decay x)
@@ -49,15 +50,8 @@ class OneBitAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._update(param, param.grad, group)
+        """Update every parameter that has a gradient, then freeze what was asked for."""
+        loss = super().step(closure)
         for group in self.param_groups:
             for param in group["params"]:
                 if id(param) in self._freezing and self.state[param]:

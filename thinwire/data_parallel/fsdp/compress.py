@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
@@ -27,6 +26,7 @@ from thinwire.data_parallel.fsdp.layout import Unit, check_layout_of
 from thinwire.data_parallel.fsdp.loco import LoCo
 from thinwire.data_parallel.fsdp.strategies import ZeroPP
 from thinwire.data_parallel.replicas import Row, check_layout
+from thinwire.data_parallel.table import announce as announce_table
 from thinwire.data_parallel.watchdog import DEFAULT_DEAD_STEPS, Watchdog
 from thinwire.data_parallel.wire import Strategy, describe_formats
 from thinwire.errors import ConfigError
@@ -68,8 +68,7 @@ def compress_fsdp(
     if optimizer is not None:
         compressed.watch(optimizer, dead_steps)
     if announce and comm.rank == 0:
-        for asked, effect, reason in compressed.describe():
-            print(f"thinwire: {asked}: {effect}" + (f" ({reason})" if reason else ""), file=sys.stderr)
+        announce_table(compressed.describe())
     return compressed
 
 

@@ -54,6 +54,9 @@ def test_options_stand_over_those_of_the_configuration() -> None:
     (named,) = contestants("s=sdp4bit[hadamard=32]")
     assert named.config(base).tables == {"sdp4bit": {"inter_bits": 8, "hadamard": 32}}
     assert contestants("zero")[0].config(base).strategy == "zero"
+    tuned = contestants("sdp4bit[lr=2e-3,hadamard=32]")[0].config(base)
+    assert tuned.lr == 2e-3 and tuned.tables == named.config(base).tables
+    assert contestants("zero[lr=1,weight_decay=0.0]")[0].config(base).weight_decay == 0.0
 
 
 def test_a_placeholder_that_is_empty_leaves_no_word() -> None:
@@ -71,7 +74,10 @@ def test_a_placeholder_that_is_empty_leaves_no_word() -> None:
         ("sdp4bit[inter_bits=many]", "inter_bits = 'many': must be a whole number"),
         ("sdp4bit[inter_bits]", "'inter_bits' must be option=value"),
         ("sdp4bit[inter_group=100]", "inter_group=100|multiple of 32|100.*32"),
-        ("zero[bits=3]", "zero has no options; write zero"),
+        ("zero[bits=3]", "zero has no option 'bits'; choose one of grad_clip, lr, optimizer, weight_decay"),
+        ("sdp4bit[lr=-1]", "--lr -1: must be above 0"),
+        ("zero[lr=fast]", "lr = 'fast': must be a number"),
+        ("zero[optimizer=dgc-sgd]", "--optimizer dgc-sgd does not fit"),
         ("zero,sdp4bit,zero", "'zero' is there 2 times"),
         ("zero[a=1", "a bracket has no partner"),
         ("a/b=zero", "must be STRATEGY, NAME=STRATEGY"),

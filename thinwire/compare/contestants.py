@@ -7,16 +7,18 @@ import shlex
 import shutil
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from thinwire.data_parallel import STRATEGIES
 from thinwire.errors import ConfigError, nearest
-from thinwire.training.config import TrainConfig
+from thinwire.training.config import TrainConfig, range_errors
 from thinwire.training.problems import Problems
-from thinwire.training.settings import build_strategy, checked_values, option_tables, strategy_table
+from thinwire.training.settings import build_strategy, checked_values, option_tables, strategy_table, with_optimizer
 
 PLACEHOLDERS = ("run_dir", "steps", "seed", "config", "resume", "stop_at")
+# What a contestant may state for itself besides its strategy's options: methods differ in what they are tuned to.
+TUNED = ("lr", "optimizer", "weight_decay", "grad_clip")
 # The folder and the row of the measurement that is no contestant.
 COMPUTE = "compute"
 _NAME = r"[A-Za-z0-9][\w.+-]*"
@@ -47,11 +49,13 @@ class Contestant:
         """The configuration with this strategy; an outside program gets the base's."""
         if self.command:
             return base
+        tuned = {name: value for name, value in self.options.items() if name in TUNED}
+        config = replace(base, strategy=self.strategy, **tuned)
         table = strategy_table(self.strategy)
         if table is None:
-            return replace(base, strategy=self.strategy)
-        options = {**base.tables.get(table, {}), **self.options}
-        return replace(base, strategy=self.strategy, tables={**base.tables, table: options})
+            return config
+        own = {name: value for name, value in self.options.items() if name not in TUNED}
+        return replace(config, tables={**base.tables, table: {**base.tables.get(table, {}), **own}})
 
     def settled_after(self, base: TrainConfig) -> int:
         """Steps at the start of a run that are not yet the strategy's own; 0 for an outside program."""
@@ -137,14 +141,25 @@ def read_strategy(text: str, problems: Problems) -> Contestant:
         raise ConfigError(f"--strategies {text}: unknown strategy {strategy!r}{nearest(strategy, STRATEGIES)}")
     options: dict[str, Any] = {}
     if match["options"] is not None:
-        table = strategy_table(strategy)
-        if table is None:
-            raise ConfigError(f"--strategies {text}: {strategy} has no options; write {text.partition('[')[0]}")
         stated = dict(_option(part, text) for part in match["options"].split(",") if part.strip())
-        options = checked_values(option_tables()[table], stated, f"--strategies {text}: ", problems)
+        options = checked_options(strategy, stated, f"--strategies {text}: ", problems)
     contestant = Contestant(_usable(match["name"] or strategy), strategy, options)
-    build_strategy(contestant.config(TrainConfig()))
+    with_optimizer(contestant.config(TrainConfig()))
     return contestant
+
+
+def checked_options(strategy: str, stated: Mapping[str, Any], note: str, problems: Problems) -> dict[str, Any]:
+    """The options that are the strategy's, and those of the training that a contestant may have for itself."""
+    table = strategy_table(strategy)
+    own = {name: value for name, value in stated.items() if name.replace("-", "_") not in TUNED}
+    tuned = {name.replace("-", "_"): value for name, value in stated.items() if name not in own}
+    for name in own if table is None else ():
+        problems.messages.append(f"{note}{strategy} has no option {name!r}{nearest(name, TUNED)}")
+    options = {} if table is None else checked_values(option_tables()[table], own, note, problems, others=TUNED)
+    skip = [item.name for item in fields(TrainConfig) if item.name not in TUNED]
+    tuned = checked_values(TrainConfig, tuned, note, problems, skip=skip)
+    problems.messages += [note + message for message in range_errors(replace(TrainConfig(), **tuned))]
+    return options | tuned
 
 
 def _option(part: str, text: str) -> tuple[str, Any]:

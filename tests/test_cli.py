@@ -149,3 +149,12 @@ def test_errors_exit_with_2_and_no_traceback(flags: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert flags[0] in done.stderr and "Traceback" not in done.stderr and not done.stdout
+
+
+def test_a_reader_who_leaves_early_leaves_no_traceback() -> None:
+    command = [sys.executable, "-m", "thinwire", "--help"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        errors = process.stderr.read()
+    assert process.returncode == 141 and not errors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
@@ -99,10 +100,15 @@ def main() -> None:
     """The console script; errors of the user are one message and an exit code, without a traceback."""
     try:
         code = run(sys.argv[1:])
+        sys.stdout.flush()
     except ThinwireError as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"thinwire: {error}", file=sys.stderr)
         code = error.exit_code
     except KeyboardInterrupt:
         code = 130
+    except BrokenPipeError:
+        # Who read our output has gone, as `head` does; what is still in the buffer has nowhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 128 + signal.SIGPIPE
     sys.exit(code)

@@ -8,6 +8,8 @@ STAMP  := $(VENV)/.installed
 DEMO_RUN   ?= runs/demo
 DEMO_STEPS ?= 200
 DEMO_FLAGS ?=
+# What `make test` hands pytest, such as TESTS=tests/codecs; by default all tests.
+TESTS      ?=
 
 .PHONY: help demo test check bench format docs clean
 
@@ -25,7 +27,7 @@ demo: $(STAMP)
 	  --micro-batch 4 --lr 1e-3 --steps $(DEMO_STEPS) --run-dir $(DEMO_RUN) --overwrite $(DEMO_FLAGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(TESTS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from functools import cache
 from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -19,7 +18,7 @@ def check_types(options: Any) -> None:
 
     "no" is true, and 2.5 bits or a group of True would go a long way before anything is wrong.
     """
-    hints = _hints(type(options))
+    hints = get_type_hints(type(options))
     for item in fields(options):
         value = getattr(options, item.name)
         if not fits(value, hints[item.name]):
@@ -50,8 +49,3 @@ def type_name(hint: Any) -> str:
         return f"a list of {type_name(get_args(hint)[0]).removeprefix('a ')}s"
     names = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
     return names.get(hint) or f"a {hint.__name__}"
-
-
-@cache
-def _hints(cls: type) -> dict[str, Any]:
-    return get_type_hints(cls)

@@ -9,12 +9,13 @@ DEMO_RUN   ?= runs/demo
 DEMO_STEPS ?= 200
 DEMO_FLAGS ?=
 
-.PHONY: help demo test check bench format docs clean
+.PHONY: help demo test lint check bench format docs clean
 
 help:
 	@echo 'make demo    train a 10M-parameter model on 4 processes with 4-bit communication, then write a report'
 	@echo 'make test    run every test'
-	@echo 'make check   ruff, mypy and the tests of the documentation'
+	@echo 'make lint    ruff and mypy'
+	@echo 'make check   the same, and the tests of the documentation'
 	@echo 'make bench   run the benchmarks and write their figures into README.md'
 	@echo 'make format  let ruff format and fix what it can'
 	@echo 'make docs    build the documentation into site/'
@@ -27,10 +28,12 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest
 
-check: $(STAMP)
+lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+check: lint
 	$(BIN)/python -m pytest tests/docs
 
 bench: $(STAMP)

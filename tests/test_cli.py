@@ -144,11 +144,21 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("flags", [["--stepps", "3"], ["--steps", "many"], ["--workers", "0"]])
-def test_errors_exit_with_2_and_no_traceback(flags: list[str]) -> None:
-    command = [sys.executable, "-m", "thinwire", "train", *flags]
+def test_errors_exit_with_2(
+    flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["thinwire", "train", *flags])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    said = capsys.readouterr()
+    assert stopped.value.code == 2 and flags[0] in said.err and not said.out
+
+
+def test_errors_come_without_a_traceback() -> None:
+    command = [sys.executable, "-m", "thinwire", "train", "--workers", "0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
-    assert flags[0] in done.stderr and "Traceback" not in done.stderr and not done.stdout
+    assert "--workers" in done.stderr and "Traceback" not in done.stderr and not done.stdout
 
 
 def test_a_reader_who_leaves_early_leaves_no_traceback() -> None:

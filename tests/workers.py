@@ -1,4 +1,4 @@
-"""Real processes with real gloo sockets for tests: forked from one server that has torch loaded already."""
+"""Real processes with real gloo sockets for tests: forked from one server that has loaded what they need."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import socket
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -17,7 +18,12 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "numba", "thinwire", "thinwire.codecs"])
+# Loaded once and inherited, and not by every worker anew; torch loads its compiler in the first step of an optimizer.
+_context.set_forkserver_preload([
+    "torch", "torch.distributed", "torch._dynamo", "numba", "thinwire", "thinwire.codecs.kernels",
+    "thinwire.codecs.kernels_grouped", "thinwire.codecs.kernels_sparse", "thinwire.codecs.kernels_normals",
+    "thinwire.codecs.kernels_sketch",
+])  # fmt: skip
 
 
 class WorkerFailed(AssertionError):
@@ -130,3 +136,55 @@ def run_workers(
     if failures:
         raise WorkerFailed("\n".join(failures))
     return results
+
+
+@dataclass(frozen=True)
+class RowFailed:
+    """What a rank has to say of a row in which it raised."""
+
+    traceback: str
+
+
+class Rows:
+    """The ranks' results for several rows that shared one start of the processes."""
+
+    def __init__(self, told: list[dict[str, Any]]) -> None:
+        self.told = told
+
+    def of(self, name: str) -> list[Any]:
+        """The results for a row in rank order; raises WorkerFailed where it failed, or one before it."""
+        failed = [f"rank {rank}, {name}:\n{found.traceback}" for rank, name, found in self._failures()]
+        if failed and any(name not in told or isinstance(told[name], RowFailed) for told in self.told):
+            raise WorkerFailed("\n".join(failed))
+        return [told[name] for told in self.told]
+
+    def _failures(self) -> list[tuple[int, str, RowFailed]]:
+        rows = [(rank, name, found) for rank, told in enumerate(self.told) for name, found in told.items()]
+        return [row for row in rows if isinstance(row[2], RowFailed)]
+
+
+def run_rows(
+    function: Callable[..., Any],
+    names: Sequence[str],
+    world_size: int,
+    *args: Any,
+    local_size: int | None = None,
+    timeout_s: float = 90.0,
+) -> Rows:
+    """Call function(rank, world_size, name, *args) for one name after the other in the same processes.
+
+    The first row that fails is the last: its processes no longer agree what comes next. timeout_s: for all rows.
+    """
+    told = run_workers(_rows, world_size, function, names, args, local_size=local_size, timeout_s=timeout_s)
+    return Rows(told)
+
+
+def _rows(rank: int, world_size: int, function: Callable, names: Sequence[str], args: tuple) -> dict[str, Any]:
+    told: dict[str, Any] = {}
+    for name in names:
+        try:
+            told[name] = function(rank, world_size, name, *args)
+        except BaseException:
+            told[name] = RowFailed(traceback.format_exc())
+            break
+    return told

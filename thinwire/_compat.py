@@ -22,6 +22,8 @@ from torch.autograd import Variable
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 
+from thinwire.errors import ConfigError
+
 
 def all_gather_single(
     output: Tensor, input: Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False
@@ -168,11 +170,24 @@ def fsdp_groups(model: nn.Module) -> list[FSDPGroup]:
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()
             for held in _param_groups(state) if has_values else []:
-                # Loaders put other parameters into the modules, which FSDP2 takes up when it is first used.
-                held.lazy_init()
+                _take_up(module, held)
             groups += [FSDPGroup(module, state, held) for held in _param_groups(state)]
     first = {id(group._held): group for group in reversed(groups)}
     return [group for group in groups if first[id(group._held)] is group and group.params]
+
+
+def _take_up(module: nn.Module, held: Any) -> None:
+    """Have FSDP2 look at the module's parameters, as its first forward does: loaders may have put others there.
+
+    Raises ConfigError for parameters that FSDP2 can't reduce together.
+    """
+    try:
+        held.lazy_init()
+    except AssertionError as error:
+        raise ConfigError(
+            f"FSDP2 refuses the parameters of a {type(module).__name__.removeprefix('FSDP')}: {error}; make them of "
+            "one type, or give the parts of each type to fully_shard by themselves first"
+        ) from error
 
 
 def _param_groups(state: Any) -> list[Any]:

@@ -107,15 +107,21 @@ def refusals(rank: int, world_size: int) -> list[str]:
             thinwire.attach(wrap(model), torch.optim.SGD(model.parameters(), lr=0.1), thinwire.ZeroPP())
         except ConfigError as error:
             messages.append(str(error))
+    others = torch.optim.SGD(small_model().parameters(), lr=0.1)
+    try:
+        thinwire.attach(DistributedDataParallel(small_model()), others, thinwire.PowerSGD())
+    except ConfigError as error:
+        messages.append(str(error))
     return messages
 
 
 def test_what_is_not_sharded_by_fsdp2_is_refused_with_the_way_out() -> None:
     for messages in run_workers(refusals, 2):
-        assert len(messages) == 3
+        assert len(messages) == 4
         assert "nothing of this Sequential is sharded" in messages[0]
         assert "ZeroPP does not average gradients in DistributedDataParallel" in messages[1]
         assert "fsdp_version=2" in messages[2]
+        assert "holds no parameter of this model: make it from model.parameters(), after Distr" in messages[3]
 
 
 def test_adapters_import_without_transformers() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from tests.workers import run_workers
+from tests.workers import Rows, run_rows, run_workers
 from thinwire.data_parallel.ddp.strategies import OnDDP
 
 SHAPES = {
@@ -32,6 +32,8 @@ SHAPES = {
     "head": (24, 37),
 }
 STEPS = 6
+# Seconds for all rows of one grid, on a busy machine.
+BATCH_S = 170
 
 
 @dataclass(frozen=True)
@@ -207,10 +209,19 @@ def as_reported(rank: int, world_size: int, name: str) -> dict[str, Any]:
     return told
 
 
+# What rows told that shared a start of the processes, by their grid.
+_told: dict[tuple[int, int], Rows] = {}
+
+
 @pytest.fixture(scope="module", params=ROWS)
 def reported(request: pytest.FixtureRequest) -> tuple[Row, list[dict[str, Any]]]:
-    row = ROWS[request.param]
-    return row, run_workers(as_reported, row.grid[0], request.param, local_size=row.grid[1], timeout_s=120)
+    grid = ROWS[request.param].grid
+    if grid not in _told:
+        cases: list[Any] = [getattr(item, "callspec", None) for item in request.session.items]
+        selected = {case.params["reported"] for case in cases if case and "reported" in case.params}
+        names = [name for name, row in ROWS.items() if name in selected and row.grid == grid]
+        _told[grid] = run_rows(as_reported, names, grid[0], local_size=grid[1], timeout_s=BATCH_S)
+    return ROWS[request.param], _told[grid].of(request.param)
 
 
 Reported = tuple[Row, list[dict[str, Any]]]

@@ -7,13 +7,14 @@ ranks are compared with each other; the method's own tests hold the estimate to 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import math
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch
 from torch import nn
 
 import thinwire
-from tests.workers import run_workers
+from tests.workers import Rows, run_rows, run_workers
 from thinwire.data_parallel import (
     DDP,
     FSDP,
@@ -39,6 +40,8 @@ from thinwire.data_parallel import (
 from thinwire.data_parallel.interface import ParallelOptimizer
 
 STEPS = 20
+# Seconds for all rows of one grid, on a busy machine.
+BATCH_S = 600
 ALL_GRIDS = ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4))
 FLAT_GRIDS = ((1, 1), (2, 1), (4, 1))
 
@@ -212,6 +215,7 @@ def make_optimizer(model: nn.Module, kind: str = "adamw") -> torch.optim.Optimiz
     return torch.optim.AdamW(groups, lr=3e-3, eps=1e-4)
 
 
+@functools.cache
 def single_process(
     kind: str = "adamw", clip: float = 1.0, steps: int = STEPS, may_skip_parameters: bool = True
 ) -> dict[str, torch.Tensor]:
@@ -295,7 +299,7 @@ def train(rank: int, world_size: int, name: str, local_size: int, micro_batches:
         optimizer.check_replicas()
     assert optimizer.stop_requested and optimizer.mean_loss == (world_size - 1) / 2
     assert optimizer.all_mean(rank) == (world_size - 1) / 2
-    return {
+    told = {
         "weights": {key: p.detach().clone() for key, p in replica.model.named_parameters()},
         "hashes": hashes,
         "norm": replica.norms[0],
@@ -303,6 +307,8 @@ def train(rank: int, world_size: int, name: str, local_size: int, micro_batches:
         "formula": optimizer.bytes_per_step,
         "uncompressed": optimizer.uncompressed_bytes_per_step,
     }
+    optimizer.close()
+    return told
 
 
 def stop_and_go_on(rank: int, world_size: int, name: str) -> tuple[list[str], list[str]]:
@@ -313,11 +319,14 @@ def stop_and_go_on(rank: int, world_size: int, name: str) -> tuple[list[str], li
     file = io.BytesIO()
     torch.save((first.optimizer.state_dict(), first.model.fixed.state_dict()), file)
     uninterrupted = [first.step(step) for step in range(7, 11)]
+    first.optimizer.close()
     second = Replica(name, rank, world_size, seed=9, local_size=2)
     state, frozen = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
     second.optimizer.load_state_dict(state)
     second.model.fixed.load_state_dict(frozen)
-    return uninterrupted, [second.step(step) for step in range(7, 11)]
+    resumed = [second.step(step) for step in range(7, 11)]
+    second.optimizer.close()
+    return uninterrupted, resumed
 
 
 def nan_on_one_rank(rank: int, world_size: int, name: str) -> tuple[list[str], int, float]:
@@ -328,6 +337,7 @@ def nan_on_one_rank(rank: int, world_size: int, name: str) -> tuple[list[str], i
     hashes += [replica.step(step) for step in range(7, 10)]
     with torch.no_grad():
         loss = float(replica.model(batch(0), True))
+    replica.optimizer.close()
     return hashes, replica.optimizer.skipped_steps, loss
 
 
@@ -344,13 +354,32 @@ def one_rank_dies(rank: int, world_size: int, name: str) -> str:
     return str(caught.value)
 
 
+# What rows told that shared a start of the processes, by what they have in common.
+_told: dict[tuple, Rows] = {}
+
+
+def together(request: pytest.FixtureRequest, function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+    """What the ranks say of this test's row; with it run the rows of the test's other cases that were selected."""
+    this: Any = request.node
+    key = (function, world_size, *args)
+    if key not in _told:
+        selected: list[Any] = [item for item in request.session.items if item.parent is this.parent]
+        cases = [item.callspec.params for item in selected if item.originalname == this.originalname]
+        names = [case["name"] for case in cases if case.get("grid") == this.callspec.params.get("grid")]
+        _told[key] = run_rows(function, names, world_size, *args, timeout_s=BATCH_S)
+    return _told[key].of(this.callspec.params["name"])
+
+
 class StrategySuite:
     """Inherit, and every row is tested."""
 
+    @pytest.mark.timeout(BATCH_S)
     @pytest.mark.parametrize(("name", "grid"), [(name, grid) for name in ROWS for grid in ROWS[name].grids])
-    def test_follows_single_process_with_equal_replicas(self, name: str, grid: tuple[int, int]) -> None:
+    def test_follows_single_process_with_equal_replicas(
+        self, request: pytest.FixtureRequest, name: str, grid: tuple[int, int]
+    ) -> None:
         row, (world_size, local_size) = ROWS[name], grid
-        results = run_workers(train, world_size, name, local_size)
+        results = together(request, train, world_size, local_size)
         kind = row.reference or row.optimizer
         reference = single_process(kind, row.clip, may_skip_parameters=row.may_skip_parameters)
         num_trained = sum(p.numel() for p in Net(0).parameters() if p.requires_grad)
@@ -368,22 +397,24 @@ class StrategySuite:
             else:
                 assert 1e-6 < distance(result["weights"], reference) < row.drift
 
+    @pytest.mark.timeout(BATCH_S)
     @pytest.mark.parametrize("name", STATEFUL)
-    def test_a_loaded_state_goes_on_bit_for_bit(self, name: str) -> None:
-        for uninterrupted, resumed in run_workers(stop_and_go_on, 4, name):
+    def test_a_loaded_state_goes_on_bit_for_bit(self, request: pytest.FixtureRequest, name: str) -> None:
+        for uninterrupted, resumed in together(request, stop_and_go_on, 4):
             assert uninterrupted == resumed
 
+    @pytest.mark.timeout(BATCH_S)
     @pytest.mark.parametrize("name", REDUCING)
-    def test_a_nan_on_one_rank_skips_the_step_on_all(self, name: str) -> None:
-        for hashes, num_skipped, loss in run_workers(nan_on_one_rank, 2, name):
+    def test_a_nan_on_one_rank_skips_the_step_on_all(self, request: pytest.FixtureRequest, name: str) -> None:
+        for hashes, num_skipped, loss in together(request, nan_on_one_rank, 2):
             assert num_skipped == 1
             assert hashes[6] == hashes[5] and len(set(hashes)) == 9
             assert math.isfinite(loss)
 
     @pytest.mark.parametrize("name", ["ddp", "fsdp"])
-    def test_accumulated_micro_batches_equal_the_whole(self, name: str) -> None:
+    def test_accumulated_micro_batches_equal_the_whole(self, request: pytest.FixtureRequest, name: str) -> None:
         reference = single_process(may_skip_parameters=ROWS[name].may_skip_parameters)
-        for result in run_workers(train, 2, name, 1, 2):
+        for result in together(request, train, 2, 1, 2):
             assert set(result["sent"]) == {result["formula"]}
             for key, weight in result["weights"].items():
                 torch.testing.assert_close(weight, reference[key], rtol=0, atol=1e-6)

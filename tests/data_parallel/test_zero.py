@@ -66,41 +66,58 @@ def train(
         optimizer.synchronize()
         hashes.append(hash_of(model))
         sent.append((optimizer.meter.snapshot() - before).sent_bytes)
-    return {
+    told = {
         "weights": {key: p.detach().clone() for key, p in model.named_parameters()},
         "hashes": hashes,
         "sent": sent,
         "formula": optimizer.bytes_per_step,
     }
+    optimizer.close()
+    return told
+
+
+def trainings(rank: int, world_size: int, ways: list[dict[str, Any]]) -> list[dict]:
+    """One training after the other in the same processes; each with its options of `train`."""
+    return [train(rank, world_size, **way) for way in ways]
 
 
 @pytest.mark.parametrize("name", ["zero", "sdp4bit"])
 def test_overlap_and_accumulation_change_nothing(name: str) -> None:
-    plain = run_workers(train, 2, name, 1)
-    overlapped = run_workers(train, 2, name, 1, None, True)
-    accumulated = run_workers(train, 2, name, 1, None, True, "adamw", 2)
-    assert plain[0]["hashes"] == overlapped[0]["hashes"]
+    plain: dict[str, Any] = {"name": name, "local_size": 1}
+    ways = [plain, plain | {"overlap": True}, plain | {"overlap": True, "micro_batches": 2}]
+    alone, overlapped, accumulated = run_workers(trainings, 2, ways)[0]
+    assert alone["hashes"] == overlapped["hashes"]
     tolerance = 1e-5 if name == "zero" else 0.45
-    assert distance(accumulated[0]["weights"], plain[0]["weights"]) < tolerance
+    assert distance(accumulated["weights"], alone["weights"]) < tolerance
 
 
-@pytest.mark.parametrize("name", ["zero", "sdp4bit-small-groups"])
-@pytest.mark.parametrize("local_size", [1, 2])
-def test_bucket_size_does_not_matter(name: str, local_size: int) -> None:
-    one = run_workers(train, 4, name, local_size, 1 << 20)
-    many = run_workers(train, 4, name, local_size, 1)
-    assert many[0]["formula"] != one[0]["formula"], "the bucket size was not used"
-    assert distance(many[0]["weights"], one[0]["weights"]) < 1e-5
+def test_bucket_size_does_not_matter() -> None:
+    grids = [(name, local_size) for name in ("zero", "sdp4bit-small-groups") for local_size in (1, 2)]
+    ways = [
+        {"name": name, "local_size": local_size, "bucket_numel": bucket_numel}
+        for name, local_size in grids
+        for bucket_numel in (1 << 20, 1)
+    ]
+    results = run_workers(trainings, 4, ways)[0]
+    for grid, one, many in zip(grids, results[::2], results[1::2], strict=True):
+        assert many["formula"] != one["formula"], "the bucket size was not used"
+        assert distance(many["weights"], one["weights"]) < 1e-5, grid
 
 
-def test_sgd_with_momentum_follows_too() -> None:
-    reference = single_process("sgd")
-    for result in run_workers(train, 2, "zero", 1, None, False, "sgd"):
-        for key, weight in result["weights"].items():
-            torch.testing.assert_close(weight, reference[key], rtol=0, atol=1e-6)
+def test_elementwise_optimizers_follow_too() -> None:
+    kinds = ("sgd", "adagrad", "amsgrad")
+    for results in run_workers(trainings, 2, [{"name": "zero", "local_size": 1, "kind": kind} for kind in kinds]):
+        for kind, result in zip(kinds, results, strict=True):
+            for key, weight in result["weights"].items():
+                torch.testing.assert_close(weight, single_process(kind)[key], rtol=0, atol=1e-6)
 
 
-def send_large(rank: int, world_size: int, local_size: int, papers: bool) -> tuple[int, int, float]:
+def send_large(rank: int, world_size: int, ways: list[tuple[int, bool]]) -> list[tuple[int, int, float]]:
+    """Bytes of a step that are sent, received, and sent without compression, for every (local size, papers)."""
+    return [send_one_step(*way) for way in ways]
+
+
+def send_one_step(local_size: int, papers: bool) -> tuple[int, int, float]:
     model = nn.Sequential(nn.Linear(512, 1024, bias=False), nn.Linear(1024, 512, bias=False))
     model, optimizer = thinwire.zero(
         model,
@@ -111,21 +128,23 @@ def send_large(rank: int, world_size: int, local_size: int, papers: bool) -> tup
     before = optimizer.meter.snapshot()
     model(torch.randn(4, 512)).square().mean().backward()
     optimizer.step()
+    optimizer.close()
     reading = optimizer.meter.snapshot() - before
     return reading.sent_bytes, reading.received_bytes, optimizer.uncompressed_bytes_per_step
 
 
-@pytest.mark.parametrize("papers", [False, True])
-@pytest.mark.parametrize(("world_size", "local_size"), [(2, 1), (4, 1), (4, 2), (4, 4)])
-def test_bytes_are_those_of_the_paper(world_size: int, local_size: int, papers: bool) -> None:
+@pytest.mark.parametrize(("world_size", "local_sizes"), [(2, (1,)), (4, (1, 2, 4))])
+def test_bytes_are_those_of_the_paper(world_size: int, local_sizes: tuple[int, ...]) -> None:
     """Weights 4 + 32/2048 bits, hop one 8.25 bits on (D-1)/D, hop two 4.25 bits on (1/D)(Y-1)/Y, all of N = 2^20."""
-    n, nodes = 1 << 20, world_size // local_size
-    gradients = n * (local_size - 1) / local_size * 8.25 + n / local_size * (nodes - 1) / nodes * 4.25
-    weights = n * (world_size - 1) / world_size * (4 + 32 / 2048)
-    for sent, received, uncompressed in run_workers(send_large, world_size, local_size, papers):
-        assert sent == pytest.approx((gradients + weights) / 8, rel=0.01)
-        assert received == sent
-        assert uncompressed == 8 * n * (world_size - 1) / world_size
+    ways = [(local_size, papers) for local_size in local_sizes for papers in (False, True)]
+    for results in run_workers(send_large, world_size, ways):
+        for (local_size, _), (sent, received, uncompressed) in zip(ways, results, strict=True):
+            n, nodes = 1 << 20, world_size // local_size
+            gradients = n * (local_size - 1) / local_size * 8.25 + n / local_size * (nodes - 1) / nodes * 4.25
+            weights = n * (world_size - 1) / world_size * (4 + 32 / 2048)
+            assert sent == pytest.approx((gradients + weights) / 8, rel=0.01), local_size
+            assert received == sent
+            assert uncompressed == 8 * n * (world_size - 1) / world_size
 
 
 class TwoNumbers(nn.Module):
@@ -146,7 +165,11 @@ class Ternary:
     vector = matrix
 
 
-def toy(rank: int, world_size: int, direct: bool) -> list[float]:
+def both_toys(rank: int, world_size: int) -> tuple[list[float], list[float]]:
+    return toy(True), toy(False)
+
+
+def toy(direct: bool) -> list[float]:
     """f(w) = |w|^2 with gradient (4 w1, 0) or (0, 4 w2), step 0.1; direct: the weights themselves are quantised."""
     model = TwoNumbers()
     model, optimizer = thinwire.zero(model, torch.optim.SGD(model.parameters(), lr=0.1), Ternary(), local_size=1)
@@ -164,9 +187,8 @@ def toy(rank: int, world_size: int, direct: bool) -> list[float]:
 
 
 def test_direct_weight_quantisation_sticks_and_differences_converge() -> None:
-    for stuck in run_workers(toy, 2, True):
+    for stuck, converged in run_workers(both_toys, 2):
         assert stuck == [1.0, -1.0]
-    for converged in run_workers(toy, 2, False):
         assert max(map(abs, converged)) < 1e-3
 
 
@@ -296,7 +318,11 @@ class Reader(nn.Module):
         return penalty + self.rest(self.child(x)).square().mean()
 
 
-def read_early(rank: int, world_size: int, overlap: bool) -> list:
+def both_read_early(rank: int, world_size: int) -> list[list]:
+    return [read_early(rank, overlap) for overlap in (False, True)]
+
+
+def read_early(rank: int, overlap: bool) -> list:
     model: Any = Reader()
     model, optimizer = thinwire.zero(
         model, torch.optim.SGD(model.parameters(), lr=0.02), local_size=1, overlap=overlap, timeout_s=30
@@ -316,9 +342,9 @@ def read_early(rank: int, world_size: int, overlap: bool) -> list:
 
 
 def test_overlapped_weights_are_waited_for_by_whoever_reads_them() -> None:
-    plain, overlapped = run_workers(read_early, 2, False), run_workers(read_early, 2, True)
-    assert plain == overlapped
-    assert plain[0][-1] is True
+    for plain, overlapped in run_workers(both_read_early, 2):
+        assert plain == overlapped
+        assert plain[-1] is True
 
 
 def by_hand(rank: int, world_size: int) -> dict:
@@ -356,14 +382,6 @@ def test_weights_and_gradients_handled_by_hand() -> None:
         assert "no longer lies where zero() put it" in found["moved"]
 
 
-@pytest.mark.parametrize("kind", ["adagrad", "amsgrad"])
-def test_other_elementwise_optimizers_follow_too(kind: str) -> None:
-    reference = single_process(kind)
-    for result in run_workers(train, 2, "zero", 1, None, False, kind):
-        for key, weight in result["weights"].items():
-            torch.testing.assert_close(weight, reference[key], rtol=0, atol=1e-6)
-
-
 class WithExperts(nn.Module):
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -373,7 +391,11 @@ class WithExperts(nn.Module):
         self.expert = nn.Linear(8, 8)
 
 
-def own_group_for_experts(rank: int, world_size: int, use_mesh: bool) -> tuple:
+def own_groups_for_experts(rank: int, world_size: int) -> list[tuple]:
+    return [own_group_for_experts(rank, use_mesh) for use_mesh in (False, True)]
+
+
+def own_group_for_experts(rank: int, use_mesh: bool) -> tuple:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -401,18 +423,18 @@ def own_group_for_experts(rank: int, world_size: int, use_mesh: bool) -> tuple:
     return before, own, {name: p.detach().clone() for name, p in model.named_parameters()}, float(norm)
 
 
-@pytest.mark.parametrize("use_mesh", [False, True])
-def test_some_parameters_in_a_group_of_their_own(use_mesh: bool) -> None:
-    results = run_workers(own_group_for_experts, 4, use_mesh)
-    squares = 0.0
-    for rank, (before, _, after, norm) in enumerate(results):
-        for name in before:
-            members = [r for r in range(4) if r % 2 == rank % 2] if name.startswith("expert") else range(4)
-            mean = torch.stack([results[r][1][name] for r in members]).mean(0)
-            torch.testing.assert_close(after[name], before[name] - 0.1 * mean, rtol=1e-5, atol=1e-6)
-            squares += float(mean.square().sum()) / len(list(members))
-        assert norm == results[0][3]
-    assert results[0][3] == pytest.approx(math.sqrt(squares), rel=1e-5)
+def test_some_parameters_in_a_group_of_their_own() -> None:
+    told = run_workers(own_groups_for_experts, 4)
+    for results in zip(*told, strict=True):
+        squares = 0.0
+        for rank, (before, _, after, norm) in enumerate(results):
+            for name in before:
+                members = [r for r in range(4) if r % 2 == rank % 2] if name.startswith("expert") else range(4)
+                mean = torch.stack([results[r][1][name] for r in members]).mean(0)
+                torch.testing.assert_close(after[name], before[name] - 0.1 * mean, rtol=1e-5, atol=1e-6)
+                squares += float(mean.square().sum()) / len(list(members))
+            assert norm == results[0][3]
+        assert results[0][3] == pytest.approx(math.sqrt(squares), rel=1e-5)
 
 
 def test_world_of_one_without_torch_distributed() -> None:

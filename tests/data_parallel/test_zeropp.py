@@ -543,7 +543,21 @@ def refused(rank: int, world_size: int) -> None:
     assert "does not fit a world of 2" in words(fully_shard(nn.Linear(4, 4)), local_size=3)
     mixed = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).to(torch.bfloat16).requires_grad_(False))
     assert "several types" in words(fully_shard(mixed))
-    net = sharded(Net())
+    assert "gathered as torch.float64, and codecs take at most 32 bits" in words(fully_shard(nn.Linear(4, 4).double()))
+    trained = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).to(torch.bfloat16)))
+    assert "FSDP2 refuses the parameters of a Sequential" in words(trained)
+    too_early = Net()
+    made_before = torch.optim.SGD(too_early.parameters(), lr=0.1)
+    net = sharded(too_early)
+    others = torch.optim.SGD(sharded(Net()).parameters(), lr=0.1)
+    for wrong_one in (made_before, others):
+        assert "holds no parameter of this model: make it from model.parameters(), after" in words(
+            net, optimizer=wrong_one
+        )
+        with pytest.raises(ConfigError, match="holds no parameter of this model"):
+            thinwire.attach(net, wrong_one)
+    assert "optimizer is a list: must be" in words(net, optimizer=list(net.parameters()))
+    assert "dead_steps -1: must be at least 0" in words(net, dead_steps=-1)
     for nothing in ("zeropp", ZeroPP, thinwire.DDP()):
         assert "must be a strategy of codecs" in words(net, strategy=nothing)
     assert "frontier cuts a model in its own way" in words(net, strategy=thinwire.Frontier())
@@ -562,6 +576,11 @@ def refused(rank: int, world_size: int) -> None:
         assert "does not know" in words(net, LayoutError)
     layout.expected_shards = right
     assert all(map(torch.equal, weights, whole(net)))
+    converted = sharded(Net())
+    compress_fsdp(converted, announce=False)
+    converted.to(torch.bfloat16)
+    with pytest.raises(ConfigError, match="convert the model before it"):
+        converted(inputs(0, rank).to(torch.bfloat16))
     # The other half of the layout is seen when the first gradient arrives.
     compressed = compress_fsdp(net, announce=False, optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
     for reduction in compressed.reductions:

@@ -133,6 +133,15 @@ def test_all_mistakes_are_reported_at_once() -> None:
     assert "5 problems" in text and caught.value.exit_code == 2
     for part in ("did you mean 'sdp4bit'", "--nodes 0: must be from 1", "rate 'fast'", "weights 'int3'", "--noodes"):
         assert part in text
+    for args, words in (
+        (["--nodes", "0"], "--nodes 0: must be from 1 to 1,000,000; nearest: 1"),
+        (["--nodes", "1234567"], "--nodes 1,234,567: must be from 1 to 1,000,000; nearest: 1,000,000"),
+        (["--parameters", "1.5"], "--parameters 1.5: must be a whole number; nearest: 2"),
+        (["--parameters", "0.5"], "--parameters 0.5: must be from 1 to 1,000,000,000,000,000; nearest: 1"),
+        (["--parameters", "nan"], "--parameters nan: must be from 1"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            run_explain(args)
     with pytest.raises(ConfigError, match="weights_over 3 of frontier does not fit"):
         run_explain(["--strategy", "frontier", "--frontier.weights-over", "3"])
     with pytest.raises(ConfigError, match="did you mean 'demo'"):

@@ -26,17 +26,15 @@ def attach(
     """
     # torch.compile's wrapper holds the module that it calls, which is the one that was sharded.
     module = getattr(model, "_orig_mod", model)
-    held = getattr(optimizer, "optimizer", None)
-    stepped = held if isinstance(held, torch.optim.Optimizer) else optimizer
     if any(isinstance(part, FSDPModule) for part in module.modules()):
-        return compress_fsdp(module, method or ZeroPP(), optimizer=stepped, **options)
+        return compress_fsdp(module, method or ZeroPP(), optimizer=optimizer, **options)
     if any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):
         raise ConfigError(
             "the model is in FullyShardedDataParallel, the first FSDP, which has no place for other collectives: use "
             "FSDP2, in Accelerate FullyShardedDataParallelPlugin(fsdp_version=2)"
         )
     if isinstance(module, DistributedDataParallel):
-        return compress_ddp(module, method, stepped, **options)
+        return compress_ddp(module, method, optimizer, **options)
     raise ConfigError(
         f"nothing of this {type(module).__name__} is sharded: call accelerator.prepare(model, optimizer) or "
         "torch.distributed.fsdp.fully_shard first"

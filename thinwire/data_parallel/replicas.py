@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from thinwire.collectives import Communicator
 from thinwire.data_parallel.table import Row
@@ -99,6 +100,38 @@ def fitting_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
         if param.dtype != torch.float32:
             raise ConfigError(f"{name!r} is {param.dtype}: must be float32")
     return named
+
+
+def updates_any(optimizer: torch.optim.Optimizer, tensors: Sequence[Tensor]) -> bool:
+    """Whether the optimizer holds one of these tensors, or a plain one in the memory of one."""
+    own = {id(tensor) for tensor in tensors}
+    memory = {tensor.untyped_storage().data_ptr() for tensor in tensors if not isinstance(tensor, DTensor)}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            shares = not isinstance(param, DTensor) and param.untyped_storage().data_ptr() in memory
+            if id(param) in own or shares:
+                return True
+    return False
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer whose steps change weights, behind a wrapper such as Accelerate's."""
+    held = getattr(optimizer, "optimizer", None)
+    return held if isinstance(held, torch.optim.Optimizer) else optimizer
+
+
+def check_updates(optimizer: object, tensors: Sequence[Tensor], wrapped_by: str) -> None:
+    """Raise ConfigError for what is no optimizer, or one that holds none of the model's parameters.
+
+    tensors: the model's parameters, and plain tensors in their memory. wrapped_by: what may have replaced them.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"optimizer is a {type(optimizer).__name__}: must be the torch.optim.Optimizer of this model")
+    if not updates_any(optimizer, tensors):
+        raise ConfigError(
+            f"the optimizer, {type(optimizer).__name__}, holds no parameter of this model: make it from "
+            f"model.parameters(), after {wrapped_by}"
+        )
 
 
 def check_device(named: Mapping[str, nn.Parameter]) -> torch.device:

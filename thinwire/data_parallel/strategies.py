@@ -29,6 +29,7 @@ from thinwire.data_parallel.fsdp.strategies import FSDP, ZeroPP
 from thinwire.data_parallel.gradient_codecs import GradientCodec
 from thinwire.data_parallel.interface import CUTS_TENSORS, ParallelOptimizer, TrainingStrategy
 from thinwire.data_parallel.one_byte.strategy import OneByte
+from thinwire.data_parallel.options import check_types
 from thinwire.data_parallel.wire import Strategy, WireFormat
 from thinwire.errors import ConfigError, nearest
 from thinwire.optim import ELEMENTWISE
@@ -125,6 +126,7 @@ class SDP4Bit(OnZero):
     entropy_coding: bool = False
 
     def __post_init__(self) -> None:
+        check_types(self)
         if not (self.weights or self.gradients):
             raise ConfigError("sdp4bit with weights and gradients both off compresses nothing; use strategy 'zero'")
         self.matrix()
@@ -179,6 +181,7 @@ class ZeroCompressed(OnZero):
     weights: str = "int4"
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.weights not in WEIGHTS:
             raise ConfigError(f"weights {self.weights!r} of zero-compressed: unknown{nearest(self.weights, WEIGHTS)}")
         self.matrix()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from thinwire.errors import ThinwireError
+from thinwire.errors import ConfigError, ThinwireError
 
 DEFAULT_DEAD_STEPS = 20
 
@@ -16,10 +16,12 @@ class DeadGradientError(ThinwireError, RuntimeError):
 class Watchdog:
     """Counts steps in a row whose gradient can't teach anything.
 
-    limit: so many of them are one too many; 0 watches nothing.
+    limit: so many of them are one too many; 0 watches nothing. Raises ConfigError for a limit below 0.
     """
 
     def __init__(self, limit: int) -> None:
+        if limit < 0:
+            raise ConfigError(f"dead_steps {limit}: must be at least 0; nearest: 0, which watches nothing")
         self.limit = limit
         self._in_a_row = 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, make_dataclass, replace
 from typing import Annotated, Any
@@ -75,4 +76,7 @@ def range_errors(config: ExplainConfig) -> Iterator[str]:
         value = getattr(config, name)
         if value is not None and not lowest <= value <= highest:
             close = highest if value > highest else lowest
-            yield f"{flag(name)} {value:g}: must be from {lowest} to {highest:g}; nearest: {close:g}"
+            yield f"{flag(name)} {value:,}: must be from {lowest} to {highest:,}; nearest: {close:,}"
+    parameters = config.parameters
+    if parameters is not None and parameters > 1 and math.isfinite(parameters) and not parameters.is_integer():
+        yield f"--parameters {parameters}: must be a whole number; nearest: {round(parameters)}"

@@ -8,13 +8,13 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, asdict, field, fields, is_dataclass, make_dataclass, replace
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import tyro
 
 from thinwire.data_parallel import STRATEGIES, TrainingStrategy
 from thinwire.data_parallel.interface import PlannedByRun
+from thinwire.data_parallel.options import fits, type_name
 from thinwire.errors import ConfigError, nearest
 from thinwire.models.llama import LlamaConfig
 from thinwire.optim import OPTIMIZERS
@@ -227,28 +227,6 @@ def checked_values(
         else:
             good[key] = tuple(value) if isinstance(value, list) else value
     return good
-
-
-def fits(value: Any, hint: Any) -> bool:
-    """Whether a TOML value may stand for a field of this type."""
-    if get_origin(hint) in (Union, UnionType):
-        return any(fits(value, option) for option in get_args(hint))
-    if get_origin(hint) is Literal:
-        return value in get_args(hint)
-    if get_origin(hint) is tuple:
-        return isinstance(value, list) and all(fits(item, get_args(hint)[0]) for item in value)
-    if hint is float:
-        return type(value) in (int, float)
-    return type(value) is hint
-
-
-def type_name(hint: Any) -> str:
-    if get_origin(hint) in (Union, UnionType):
-        return " or ".join(type_name(option) for option in get_args(hint) if option is not NoneType)
-    if get_origin(hint) is Literal:
-        return "one of " + ", ".join(map(str, get_args(hint)))
-    names: dict[Any, str] = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
-    return names.get(hint) or f"a list of {type_name(get_args(hint)[0]).removeprefix('a ')}s"
 
 
 def to_toml(config: TrainConfig) -> str:

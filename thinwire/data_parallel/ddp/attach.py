@@ -16,7 +16,7 @@ from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
 from thinwire.data_parallel.ddp.hook import hand_over
 from thinwire.data_parallel.ddp.reducer import BucketReducer, learning_rates
 from thinwire.data_parallel.ddp.strategies import OnDDP
-from thinwire.data_parallel.replicas import check_layout
+from thinwire.data_parallel.replicas import check_layout, check_updates, unwrapped
 from thinwire.data_parallel.table import Row
 from thinwire.data_parallel.table import announce as announce_table
 from thinwire.errors import ConfigError
@@ -63,6 +63,9 @@ def compress_ddp(
             f"{method.name} may pass on what an earlier step held back of any parameter, so all must take part in "
             "every step: give DDP find_unused_parameters=False"
         )
+    optimizer = unwrapped(optimizer)
+    if optimizer is not None:
+        check_updates(optimizer, list(model.module.parameters()), "DistributedDataParallel")
     method.check(model.module, optimizer)
     comm = Communicator(model.process_group, local_size=local_size, timeout_s=timeout_s, checked=checked)
     handle = CompressedDDP(model, method, optimizer, comm, seed)

@@ -16,6 +16,7 @@ from thinwire.collectives.algorithms import Link, added, all_gather_packets, gat
 from thinwire.collectives.rounds import Rounds
 from thinwire.data_parallel.ddp.reductions import FP32_BYTES, OPERATION, Step, seed_of
 from thinwire.data_parallel.ddp.whole_step import Compressed, OnWholeStep, WholeStep, check_clip, is_compressed
+from thinwire.data_parallel.options import check_types
 from thinwire.data_parallel.table import Row
 from thinwire.errors import ConfigError, nearest
 from thinwire.optim import DGCSGD
@@ -61,6 +62,7 @@ class DGC(OnWholeStep):
     stride: int = 32
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.values not in VALUES:
             raise ConfigError(f"values {self.values!r} of dgc: must be fp32 or bf16{nearest(self.values, VALUES)}")
         if not 0 <= self.momentum < 1:

@@ -17,6 +17,7 @@ from thinwire.collectives.algorithms import Link, all_gather_packets, gather_byt
 from thinwire.collectives.rounds import Rounds
 from thinwire.data_parallel.ddp.reductions import FP32_BYTES, OPERATION, Bucket, Memory, Step, seed_of
 from thinwire.data_parallel.ddp.strategies import OnDDP
+from thinwire.data_parallel.options import check_types
 
 # Vectors and smaller tensors are not worth a codec: they travel as they are.
 MIN_ELEMENTS = 256
@@ -82,6 +83,7 @@ class EFTopK(WithFeedback):
     find_unused_parameters: bool = False
 
     def __post_init__(self) -> None:
+        check_types(self)
         self.codec(self.density)
 
     @property
@@ -116,6 +118,7 @@ class EFInteger(WithFeedback):
     find_unused_parameters: bool = False
 
     def __post_init__(self) -> None:
+        check_types(self)
         self.codec(self.bits)
 
     @property

@@ -19,6 +19,7 @@ from thinwire.collectives.rounds import Rounds
 from thinwire.data_parallel.ddp.powersgd import PowerSGD
 from thinwire.data_parallel.ddp.reductions import FP32_BYTES, OPERATION, Bucket, Memory, Reduction, Step
 from thinwire.data_parallel.ddp.strategies import OnDDP
+from thinwire.data_parallel.options import check_types
 from thinwire.data_parallel.table import Row
 from thinwire.errors import ConfigError
 
@@ -154,6 +155,7 @@ class LGreCo(OnDDP):
                 f"lgreco can't plan {getattr(self.base, 'name', self.base)!r}: it must offer candidates, errors and "
                 "sizes, as PowerSGD, EFTopK and EFInteger do"
             )
+        check_types(self)
         lowest = {"alpha": 1, "span": 1, "samples": 1, "every": self.samples}
         lowest["start"] = self.base.settled_after + self.samples
         for option, least in lowest.items():

@@ -17,6 +17,7 @@ from thinwire.collectives.algorithms import Link, added, all_gather_packets, all
 from thinwire.collectives.rounds import Rounds
 from thinwire.data_parallel.ddp.reductions import FP32_BYTES, OPERATION, Step
 from thinwire.data_parallel.ddp.whole_step import Compressed, OnWholeStep, WholeStep, check_clip, is_compressed
+from thinwire.data_parallel.options import check_types
 from thinwire.data_parallel.table import Row
 from thinwire.errors import ConfigError
 from thinwire.optim import OneBitAdamW
@@ -53,6 +54,7 @@ class OneBitAdam(OnWholeStep):
     clip: float = 1.0
 
     def __post_init__(self) -> None:
+        check_types(self)
         freeze = self.freeze
         if freeze is not None and not (0 <= freeze < 1 or (2 <= freeze < float("inf") and freeze == int(freeze))):
             raise ConfigError(

@@ -25,6 +25,7 @@ from thinwire.data_parallel.ddp.reductions import (
     sum_over_ranks,
 )
 from thinwire.data_parallel.ddp.strategies import OnDDP
+from thinwire.data_parallel.options import check_types
 from thinwire.errors import ConfigError, nearest
 
 WIRES: dict[str, Codec] = {"fp32": FP32, "bf16": Cast("bf16")}
@@ -56,6 +57,7 @@ class PowerSGD(OnDDP):
     find_unused_parameters: bool = False
 
     def __post_init__(self) -> None:
+        check_types(self)
         for option, lowest in (("rank", 1), ("start_step", 0), ("min_compression", 1)):
             value = getattr(self, option)
             if not lowest <= value < math.inf:

@@ -29,6 +29,7 @@ from thinwire.data_parallel.ddp.reductions import (
     sum_over_ranks,
 )
 from thinwire.data_parallel.ddp.strategies import OnDDP
+from thinwire.data_parallel.options import check_types
 from thinwire.data_parallel.privacy import check_accountant, epsilon
 from thinwire.data_parallel.table import Row
 from thinwire.errors import ConfigError
@@ -70,6 +71,7 @@ class Sketch(OnDDP):
     find_unused_parameters: bool = False
 
     def __post_init__(self) -> None:
+        check_types(self)
         checks.one_of("sketch kind", self.kind, sorted(KINDS))
         checks.width("sketch ratio", self.ratio, RATIOS)
         for option in ("clip", "noise"):

@@ -19,6 +19,7 @@ from thinwire.data_parallel.interface import (
     footprint,
     trained_shapes,
 )
+from thinwire.data_parallel.options import check_types
 from thinwire.errors import ConfigError, nearest
 from thinwire.optim import GENERAL
 
@@ -113,6 +114,7 @@ class DDP(OnDDP):
     find_unused_parameters: bool = False
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.wire not in REDUCTIONS:
             raise ConfigError(f"wire {self.wire!r} of ddp: must be fp32 or bf16{nearest(self.wire, REDUCTIONS)}")
 

@@ -27,6 +27,7 @@ from thinwire.data_parallel.ddp.reductions import (
     ring_bytes,
 )
 from thinwire.data_parallel.ddp.strategies import OnDDP
+from thinwire.data_parallel.options import check_types
 from thinwire.errors import ConfigError
 
 
@@ -51,6 +52,7 @@ class TorchPowerSGD(OnDDP):
     find_unused_parameters: bool = False
 
     def __post_init__(self) -> None:
+        check_types(self)
         for option, lowest in (("rank", 1), ("start_step", 2), ("min_compression", 1)):
             value = getattr(self, option)
             if not lowest <= value < float("inf"):

@@ -36,6 +36,7 @@ from thinwire.data_parallel.ddp.reductions import (
 from thinwire.data_parallel.ddp.segments import Segments
 from thinwire.data_parallel.ddp.strategies import OnDDP
 from thinwire.data_parallel.gradient_codecs import GradientCodec
+from thinwire.data_parallel.options import check_types
 from thinwire.errors import ConfigError
 
 FP32_BYTES = 4
@@ -75,6 +76,7 @@ class TwoWay(OnDDP):
     find_unused_parameters: bool = False
 
     def __post_init__(self) -> None:
+        check_types(self)
         self.push  # noqa: B018  what does not fit each other shall be said now
         for option, lowest in (("min_bytes", 0), ("chunk_bytes", 1 << 16), ("threads", 1)):
             value = getattr(self, option)

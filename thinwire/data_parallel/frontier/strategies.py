@@ -13,6 +13,7 @@ from thinwire.codecs import Cast, Codec, Hadamard, Identity, Integer
 from thinwire.collectives import Topology
 from thinwire.data_parallel.frontier.levels import Levels, levels_on
 from thinwire.data_parallel.interface import CUTS_TENSORS, ParallelOptimizer
+from thinwire.data_parallel.options import check_types
 from thinwire.data_parallel.wire import WireFormat
 from thinwire.errors import ConfigError, nearest
 from thinwire.optim import ELEMENTWISE
@@ -81,6 +82,7 @@ class Frontier:
     differences: bool = True
 
     def __post_init__(self) -> None:
+        check_types(self)
         for option, widths in WIDTHS.items():
             value = getattr(self, option)
             if value not in widths:

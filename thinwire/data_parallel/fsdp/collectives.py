@@ -26,6 +26,7 @@ from thinwire.collectives.algorithms import (
 from thinwire.collectives.rounds import Rounds
 from thinwire.data_parallel.fsdp.layout import LayoutError, Sections, StaleWeightsError, Unit, Version, at_most
 from thinwire.data_parallel.fsdp.loco import LoCo
+from thinwire.errors import ConfigError
 
 GRADIENTS, WEIGHTS = 0, 1
 # Whole gradients that may wait for the link at once; backward stands still for more.
@@ -91,6 +92,11 @@ class AllGather(Plug):
     ) -> dist.Work | None:
         """Fill output_tensor, [world_size * n], from input_tensor, [n], which is a view into it."""
         self._called(self.unit)
+        if output_tensor.dtype != self.unit.dtype:
+            raise ConfigError(
+                f"{self.unit.names[0]!r} is gathered as {output_tensor.dtype} and was as {self.unit.dtype} when "
+                "compress_fsdp was called: convert the model before it"
+            )
         if self.comm.world_size == 1:
             return None
         job = self._job_of(output_tensor, input_tensor, group)

@@ -25,7 +25,7 @@ from thinwire.data_parallel.fsdp.collectives import AllGather, DifferenceGather,
 from thinwire.data_parallel.fsdp.layout import Unit, check_layout_of
 from thinwire.data_parallel.fsdp.loco import LoCo
 from thinwire.data_parallel.fsdp.strategies import ZeroPP
-from thinwire.data_parallel.replicas import Row, check_layout
+from thinwire.data_parallel.replicas import Row, check_layout, check_updates, unwrapped, updates_any
 from thinwire.data_parallel.table import announce as announce_table
 from thinwire.data_parallel.watchdog import DEFAULT_DEAD_STEPS, Watchdog
 from thinwire.data_parallel.wire import Strategy, describe_formats
@@ -63,10 +63,14 @@ def compress_fsdp(
     """
     strategy = _checked(strategy if strategy is not None else ZeroPP())
     groups = fsdp_groups(model)
-    comm = Communicator(mesh_of(model, groups), local_size=local_size, timeout_s=timeout_s, checked=checked)
+    mesh, dog = mesh_of(model, groups), Watchdog(dead_steps)
+    optimizer = unwrapped(optimizer)
+    if optimizer is not None:
+        check_updates(optimizer, weights_of(groups), "fully_shard")
+    comm = Communicator(mesh, local_size=local_size, timeout_s=timeout_s, checked=checked)
     compressed = CompressedFSDP(model, groups, strategy, comm, seed=seed, overlap=overlap)
     if optimizer is not None:
-        compressed.watch(optimizer, dead_steps)
+        compressed.watch(optimizer, dog)
     if announce and comm.rank == 0:
         announce_table(compressed.describe())
     return compressed
@@ -108,6 +112,11 @@ def mesh_of(model: nn.Module, groups: Sequence[FSDPGroup]) -> DeviceMesh:
             "the model's parameters are sharded over several meshes: compress each part with its own call"
         )
     return meshes[0]
+
+
+def weights_of(groups: Iterable[FSDPGroup]) -> list[Tensor]:
+    """The user's parameters, and this rank's parts of them, in whose memory they lie."""
+    return [tensor for group in groups for param in group.params for tensor in (param.sharded, param.shard_data)]
 
 
 def _mesh_of_parameter(param: nn.Parameter) -> DeviceMesh:
@@ -186,10 +195,10 @@ class CompressedFSDP:
         for gather in self.gathers:
             gather.forget(replaced=replaced)
 
-    def watch(self, optimizer: torch.optim.Optimizer, dead_steps: int) -> None:
-        """Stop with DeadGradientError when the gradient was zero or not finite `dead_steps` times in a row."""
-        if dead_steps:
-            self._watched = Watched(self, Watchdog(dead_steps))
+    def watch(self, optimizer: torch.optim.Optimizer, dog: Watchdog) -> None:
+        """Stop with DeadGradientError when the gradient was zero or not finite too often in a row."""
+        if dog.limit:
+            self._watched = Watched(self, dog)
             self._hooks.append(optimizer.register_step_pre_hook(self._watched.before_step))
 
     @property
@@ -291,15 +300,8 @@ class CompressedFSDP:
 
     def _note_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """After a step of any optimizer: fused ones don't count their writes."""
-        params = [param for unit in self.units for param in unit.params]
-        own = {id(param.sharded) for param in params}
-        memory = {param.shard_data.untyped_storage().data_ptr() for param in params}
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                shares = not isinstance(param, DTensor) and param.untyped_storage().data_ptr() in memory
-                if id(param) in own or shares:
-                    self.weights_changed(replaced=False)
-                    return
+        if updates_any(optimizer, weights_of(unit.group for unit in self.units)):
+            self.weights_changed(replaced=False)
 
     def _note_load(self, *_: object) -> None:
         self.weights_changed()

@@ -258,9 +258,11 @@ def check_layout_of(unit: Unit) -> None:
         def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: object, async_op: bool = False) -> None:
             unit.dtype = output_tensor.dtype
             if unit.dtype not in FLOATS:
+                # FSDP2 gathers parameters of several types together as bytes.
+                what = "they are of several types" if unit.dtype == torch.uint8 else "codecs take at most 32 bits"
                 raise ConfigError(
-                    f"the parameters of {unit.names[0]!r}'s module are gathered as {unit.dtype}, since they are of "
-                    "several types: make them one, or set param_dtype in MixedPrecisionPolicy"
+                    f"the parameters of {unit.names[0]!r}'s module are gathered as {unit.dtype}, and {what}: make "
+                    "them float32, bfloat16 or float16, or set param_dtype in MixedPrecisionPolicy"
                 )
             if output_tensor.numel() != shards.numel():
                 handed.append(f"a buffer of {output_tensor.numel()} elements, not {shards.numel()}")

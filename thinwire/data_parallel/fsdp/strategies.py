@@ -10,6 +10,7 @@ from torch import nn
 
 from thinwire.codecs import Cast, Codec, Hadamard, Identity, Integer
 from thinwire.data_parallel.interface import CUTS_TENSORS, ParallelOptimizer
+from thinwire.data_parallel.options import check_types
 from thinwire.data_parallel.wire import Strategy, WireFormat
 from thinwire.errors import ConfigError, nearest
 from thinwire.optim import ELEMENTWISE
@@ -80,6 +81,7 @@ class FSDP(OnFSDP):
     wire: str = "fp32"
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.wire not in WIRES:
             raise ConfigError(f"wire {self.wire!r} of fsdp: must be fp32 or bf16{nearest(self.wire, WIRES)}")
 
@@ -127,6 +129,7 @@ class ZeroPP(OnFSDP):
     reshard_after_forward: bool = True
 
     def __post_init__(self) -> None:
+        check_types(self)
         if not 0.0 <= self.loco_beta < 1.0:
             raise ConfigError(f"zeropp loco_beta {self.loco_beta}: must be at least 0 and below 1; the paper's is 0.8")
         if self.loco_reset < 1:

@@ -14,6 +14,7 @@ from thinwire.collectives import Topology
 from thinwire.collectives.algorithms import gather_bytes
 from thinwire.data_parallel.interface import Footprint, ParallelOptimizer, footprint, trained_shapes
 from thinwire.data_parallel.one_byte.byte import MAX_SLOPE
+from thinwire.data_parallel.options import check_types
 from thinwire.errors import ConfigError, nearest
 from thinwire.optim import GENERAL
 
@@ -52,6 +53,7 @@ class OneByte:
     check_every: int = 64
 
     def __post_init__(self) -> None:
+        check_types(self)
         for option, lowest in (("samples", 1), ("check_every", 0)):
             if getattr(self, option) < lowest:
                 raise ConfigError(

@@ -16,8 +16,6 @@ from thinwire.codecs.random import derive_seed
 from thinwire.errors import ConfigError
 
 SMALLEST = 2.0**-100
-# What is left of a column, as a share of it, where it depends on those before.
-DEPENDENT = 1e-4
 PROJECTION = 3  # part of the projection's seed
 
 
@@ -124,18 +122,15 @@ def _factors(blocks: Tensor, projection: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _orthonormal(columns: Tensor) -> Tensor:
-    """An orthonormal basis of the columns of each [n, r], with zeros in place of those that depend on others."""
+    """Orthonormal columns that span those of each [n, r], zeros where nothing is left of one."""
     basis = torch.zeros_like(columns)
     for k in range(columns.shape[-1]):
         column = columns[..., k : k + 1]
-        before = _norm(column)
         # Once leaves what rounding made of the rest in the direction of the others.
         for _ in range(2):
             column = column - _product(basis[..., :k], _product(basis[..., :k].transpose(-1, -2), column))
         norm = _norm(column)
-        # A NaN is no less than anything, and stays.
-        is_dependent = norm <= DEPENDENT * before
-        basis[..., k : k + 1] = torch.where(is_dependent, 0.0, column / norm.masked_fill(is_dependent, 1.0))
+        basis[..., k : k + 1] = column / norm.masked_fill(norm == 0, 1.0)
     return basis
 
 

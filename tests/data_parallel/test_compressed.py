@@ -149,7 +149,7 @@ def threads_that_pack(rank: int, world_size: int) -> set[str]:
         seen.add(threading.current_thread().name.rpartition("_")[0])
         return plain(self, x, **options)
 
-    thinwire.Sign.encode = noted  # type: ignore[method-assign, assignment]
+    thinwire.Sign.encode = noted  # type: ignore[method-assign]
     outputs(METHOD, SHAPES, rank)
     return seen
 

@@ -1,11 +1,13 @@
 """What a setting for each tensor saves: bytes of L-GreCo's plans against one setting for all, at equal error.
 
-    python benchmarks/lgreco.py [--steps 40] [--plans 2] [--json FILE]
+    python benchmarks/lgreco.py [--steps 40] [--plans 2] [--loss-steps 200] [--json FILE]
 
 Two workers train the demo model on the standard library's sources and plan every --steps / --plans steps, on real
 gradients with what error feedback added. Prints for each plan the bytes of the uniform setting over the plan's, the
 plan's error over the uniform setting's on the gradients it was made from, and that of the plan before it on the
-same gradients, which it has not seen.
+same gradients, which it has not seen. Then --loss-steps of the tiny model by `thinwire train`, with one setting for
+all and with plans: the held-out loss and the bytes of a step. --steps 0 leaves out the first part, --loss-steps 0 the
+second.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import argparse
 import json
 import os
 import platform
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -25,7 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from thinwire.data import BatchLoader, ByteTokenizer, prepare
-from thinwire.data_parallel.ddp.lgreco import LGreCoMean, Plan, Plannable
+from thinwire.data_parallel.ddp.lgreco import LGreCoMean, Plan
+from thinwire.data_parallel.ddp.plannable import Plannable
 from thinwire.models import build_model
 
 SEQ_LEN, MICRO_BATCH = 256, 2
@@ -36,6 +40,14 @@ METHODS: tuple[tuple[Plannable, float], ...] = (
     (thinwire.EFTopK(density=0.01), 4),
     (thinwire.EFTopK(density=0.01), 32),
     (thinwire.EFInteger(bits=4), 4),
+)
+# Strategies with one setting for all, each with the learning rate and options for it and for its planned form.
+TRAINED = (
+    ("powersgd", "3e-3", ["--powersgd.rank", "4"]),
+    ("ef-topk", "3e-3", ["--eftopk.density", "0.01"]),
+    ("ef-topk", "3e-3", ["--eftopk.density", "0.01", "--eftopk.stride", "32"]),
+    ("ef-integer", "3e-3", ["--efinteger.bits", "4"]),
+    ("dgc", "0.3", ["--dgc.density", "0.01"]),
 )
 
 
@@ -74,16 +86,12 @@ def saved(base: Plannable, plan: Plan, shapes: dict[str, torch.Size]) -> float:
     return uniform / sum(base.size(shapes[name], setting) for name, setting in plan.settings.items())
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--plans", type=int, default=2)
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+def plan_rows(steps: int, num_plans: int) -> list[list[str]]:
+    """Bytes and errors of plans, printed; the rows of the README's table."""
     rows = []
     for base, span in METHODS:
         with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(worker, (2, base, span, arguments.steps, arguments.steps // arguments.plans, folder), nprocs=2)
+            mp.spawn(worker, (2, base, span, steps, steps // num_plans, folder), nprocs=2)
             plans: list[tuple[Plan, float]] = torch.load(f"{folder}/plans", weights_only=False)
         for plan, ratio in plans:
             share, stale = plan.error / plan.uniform_error, plan.previous_error / plan.uniform_error
@@ -99,6 +107,39 @@ def main() -> int:
             f"lgreco on {base.name} {base.uniform:g}: uniform bytes over the plan's at equal error, {len(plans)} plans"
         )
         rows.append([what, ", ".join(f"{ratio:.2f}" for _, ratio in plans)])
+    return rows
+
+
+def loss_rows(steps: int) -> list[list[str]]:
+    """Loss and bytes of a step with one setting for all and with plans, printed; the rows of the README's table."""
+    rows = []
+    for strategy, lr, options in TRAINED:
+        found = []
+        for name, plans in ((strategy, []), (f"lgreco-{strategy}", ["--lgreco.every", "50"])):
+            with tempfile.TemporaryDirectory() as folder:
+                command = [
+                    sys.executable, "-m", "thinwire", "train", "--model", "tiny", "--strategy", name, *options, *plans,
+                    "--workers", "2", "--local-size", "1", "--seq-len", "64", "--micro-batch", "8", "--lr", lr,
+                    "--weight-decay", "0", "--steps", str(steps), "--dtype", "fp32", "--sample-tokens", "0",
+                    "--eval-sequences", "256", "--run-dir", f"{folder}/run",
+                ]  # fmt: skip
+                subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+                summary = json.loads(Path(f"{folder}/run/summary.json").read_text())
+            found.append(f"{summary['heldout_loss']:.3f} at {summary['sent_bytes_per_step'] / 1e3:.1f} kB a step")
+            print(f"{name} {' '.join(options)}: held-out loss {found[-1]}", flush=True)
+        rows.append([f"{strategy} {' '.join(options)}, {steps} steps: one setting, then planned", "; ".join(found)])
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--plans", type=int, default=2)
+    parser.add_argument("--loss-steps", type=int, default=200)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    rows = plan_rows(arguments.steps, arguments.plans) if arguments.steps else []
+    rows += loss_rows(arguments.loss_steps) if arguments.loss_steps else []
     if arguments.json:
         machine = f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}"
         result = {"command": "python benchmarks/lgreco.py", "machine": machine, "readme": rows}

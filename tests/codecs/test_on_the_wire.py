@@ -15,6 +15,7 @@ from thinwire.codecs import (
     GaussianSketch,
     Identity,
     Integer,
+    LowRank,
     Natural,
     RandomK,
     Sign,
@@ -37,6 +38,7 @@ CODECS: list[Codec] = [
     Natural(4, 64),
     CountSketch(4, 64),
     GaussianSketch(4, 64, unbiased=False),
+    LowRank(2, 8, 10),
 ]
 LINEAR: list[Codec] = [Identity(), RandomK(8), CountSketch(4, 64), GaussianSketch(4, 64)]
 WORLD_SIZE = 2

@@ -16,6 +16,7 @@ from thinwire.codecs import (
     Hadamard,
     Identity,
     Integer,
+    LowRank,
     Natural,
     RandomK,
     Sign,
@@ -89,6 +90,8 @@ CASES = [
     Case(CountSketch(8, 96, unbiased=False), 0.96),
     Case(GaussianSketch(4, 128), 2.1),
     Case(GaussianSketch(8, 64, unbiased=False), 0.96),
+    Case(LowRank(3, 16, 20), 0.85),
+    Case(LowRank(1, 8, 5), 0.85),
 ]
 
 

@@ -103,6 +103,14 @@ ROWS: dict[str, Row] = {
         warmup=2,
         variant=True,
     ),
+    "lgreco-dgc": Row(
+        thinwire.LGreCo(
+            thinwire.DGC(density=0.1, momentum=0.0, clip=0.0, warmup=(0.5,), warmup_steps=1), start=3, samples=2
+        ),
+        2.0,
+        warmup=3,
+        variant=True,
+    ),
     "onebit-adam": Row(
         thinwire.OneBitAdam(freeze=2, clip=30.0),
         0.0,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -139,10 +141,26 @@ def test_two_way() -> None:
     torch.testing.assert_close(first[drawn], 4 * mean[drawn], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-def test_segments_are_coded_as_if_alone(threads: int) -> None:
+def threads_that_pack(rank: int, world_size: int) -> set[str]:
+    seen: set[str] = set()
+    plain = thinwire.Sign.encode
+
+    def noted(self: thinwire.Sign, x: Tensor, **options: Any) -> Tensor:
+        seen.add(threading.current_thread().name.rpartition("_")[0])
+        return plain(self, x, **options)
+
+    thinwire.Sign.encode = noted  # type: ignore[method-assign]
+    outputs(METHOD, SHAPES, rank)
+    return seen
+
+
+def test_the_communication_thread_packs_no_signs() -> None:
+    assert run_workers(threads_that_pack, 2, local_size=1) == [{"thinwire-codec"}] * 2
+
+
+def test_segments_are_coded_as_if_alone() -> None:
     codec, lengths, seeds = thinwire.Integer(4, 16), (32, 16, 48), (5, 6, 7)
-    segments = Segments(codec, lengths, seeds, is_shared=True, threads=threads)
+    segments = Segments(codec, lengths, seeds, is_shared=True)
     x = torch.randn(96)
     packet = segments.encode(x, seed=1, counter=2 * 96)
     assert packet.numel() == segments.packet_bytes(96)

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from tests.workers import run_workers
-from thinwire import ConfigError, EFInteger, EFTopK, LGreCo, PowerSGD
+from thinwire import DGC, ConfigError, EFInteger, EFTopK, LGreCo, PowerSGD, Threshold
 from thinwire.data_parallel.ddp.lgreco import LGreCoMean, knapsack
 from thinwire.training.config import TrainConfig
 from thinwire.training.settings import build_strategy, used_tables
@@ -83,7 +83,11 @@ def test_errors_that_are_not_finite_are_refused() -> None:
         (lambda: LGreCo(alpha=0.9), "alpha 0.9 of lgreco-powersgd: must be at least 1; nearest: 1"),
         (lambda: LGreCo(span=0.5), "span 0.5"),
         (lambda: LGreCo(EFTopK(), start=3), "start 3 of lgreco-ef-topk: must be at least 10"),
-        (lambda: LGreCo(PowerSGD(start_step=15)), "start 20 of lgreco-powersgd: must be at least 25"),
+        (lambda: LGreCo(PowerSGD(start_step=15), start=20), "start 20 of lgreco-powersgd: must be at least 25"),
+        (
+            lambda: LGreCo(DGC(), start=40).for_run(1000, 100),
+            "start 40 of lgreco-dgc: must be at least 110; nearest: 110",
+        ),
         (lambda: LGreCo(every=9), "every 9 .* at least 10"),
         (lambda: LGreCo(EFInteger(), samples=0), "samples 0 of lgreco-ef-integer"),
         (lambda: EFTopK(density=2.0), "density 2.0"),
@@ -101,8 +105,21 @@ def test_plans_come_at_their_steps() -> None:
     assert [step for step in range(60) if method.steps_to_plan(step) < method.samples] == list(range(10, 20))
 
 
+def test_the_first_plan_waits_until_the_method_has_settled() -> None:
+    assert LGreCo().settled_after == 20 and LGreCo(PowerSGD(start_step=15)).settled_after == 25
+    # A tenth of the run at other densities, then ten steps of samples.
+    assert LGreCo(DGC()).for_run(400, 40).settled_after == 50
+
+
 @pytest.mark.parametrize(
-    ("method", "setting"), [(EFTopK(density=0.02), 0.02), (EFInteger(bits=4), 4), (PowerSGD(rank=3), 3)]
+    ("method", "setting"),
+    [
+        (EFTopK(density=0.02), 0.02),
+        (EFTopK(density=0.02, stride=8), 0.02),
+        (EFInteger(bits=4), 4),
+        (PowerSGD(rank=3), 3),
+        (DGC(density=0.02, stride=1), 0.02),
+    ],
 )
 def test_candidates_hold_the_uniform_setting_and_their_errors_fall(method: Any, setting: float) -> None:
     x = torch.randn(64, 80, generator=torch.Generator().manual_seed(0))
@@ -112,7 +129,8 @@ def test_candidates_hold_the_uniform_setting_and_their_errors_fall(method: Any, 
     sizes = [method.size(x.shape, one) for one in candidates]
     assert errors == sorted(errors, reverse=True) and sizes == sorted(sizes)
     assert method.candidates(torch.Size([5120]), 4.0) == []
-    assert method.candidates(torch.Size([5, 5]), 4.0) == []
+    # DGC compresses every matrix.
+    assert method.candidates(torch.Size([5, 5]), 4.0) == [] or isinstance(method, DGC)
 
 
 def test_the_tensor_that_is_of_low_rank_gets_a_low_rank() -> None:
@@ -133,6 +151,10 @@ def test_the_tensor_that_is_of_low_rank_gets_a_low_rank() -> None:
     # Rounding to fp32 leaves the matrix of rank 2 a rest, so that rank 2 loses a little more than rank 4.
     assert [candidates[choice] for choice in knapsack(errors, sizes, [2, 2], alpha=1.001)] == [2, 4]
     assert [candidates[choice] for choice in knapsack(errors, sizes, [2, 2])] == [2, 5]
+
+
+def test_a_stride_estimates_the_bound() -> None:
+    assert EFTopK(stride=32).codec(0.05) == Threshold(0.05, 4096, stride=32)
 
 
 def test_flags_reach_the_method_underneath() -> None:
@@ -237,6 +259,45 @@ def test_all_ranks_follow_rank_0s_plan_from_the_same_step() -> None:
     effects = {asked: effect for asked, effect, _ in told[0]["rows"]}
     assert effects["plan: numbers.sparse"] == f"{plans[6]['numbers.sparse']:g}"
     assert any(asked == "plan in effect" and effect.startswith("none yet") for asked, effect, _ in told[0]["first"])
+
+
+def planned_dgc(rank: int, world_size: int) -> dict[str, Any]:
+    """DGC on two nodes of two ranks, which hold slices of what is accumulated."""
+    model = Numbers()
+    base = DGC(density=0.1, momentum=0.0, clip=0.0, warmup=(0.5,), warmup_steps=1, group=64, stride=1)
+    method = LGreCo(base, start=3, every=3, samples=2)
+    optimizer = thinwire.DGCSGD(model.parameters(), lr=0.1)
+    ddp = DistributedDataParallel(model)
+    handle = thinwire.compress_ddp(ddp, method, optimizer, local_size=2, announce=False)
+    told: dict[str, Any] = {"plans": [], "sent": [], "formula": []}
+    accumulated = {name: torch.zeros(2048) for name in ("sparse", "dense")}
+    for step in range(5):
+        for name, total in accumulated.items() if step in (1, 2) else ():
+            mean = torch.stack([gradient(peer, step)[name] for peer in (0, 1)]).mean(0).view(-1)
+            unsent = handle.residuals()[f"numbers.{name}"].view(-1) / 2
+            total += (mean + unsent)[:2048]
+        before = handle.meter.snapshot().sent_bytes
+        ddp(gradient(rank, step)).backward()
+        model.zero_grad()
+        told["plans"].append(settings_of(handle))
+        told["sent"].append(handle.meter.snapshot().sent_bytes - before)
+        told["formula"].append(handle.bytes_per_step)
+    assert isinstance(handle.reduction, LGreCoMean) and handle.reduction.plan is not None
+    told["uniform_error"] = handle.reduction.plan.uniform_error
+    told["expected_error"] = sum(base.errors(x, [0.1])[0] for x in accumulated.values())
+    handle.close()
+    return told
+
+
+def test_dgc_gets_a_density_for_each_tensor() -> None:
+    told = run_workers(planned_dgc, 4, local_size=2)
+    plan = told[0]["plans"][2]
+    # In rank 0's node half of the mean of one matrix is in 3 of 64 columns.
+    assert plan["numbers.sparse"] != plan["numbers.dense"] and told[0]["plans"][1] == {}
+    for one in told:
+        assert one["plans"] == told[0]["plans"]
+        assert one["sent"][3:] == one["formula"][3:] and one["formula"][4] < one["formula"][1]
+    assert told[0]["uniform_error"] == pytest.approx(told[0]["expected_error"], rel=1e-5)
 
 
 def spoiled(rank: int, world_size: int) -> list[dict[str, float]]:

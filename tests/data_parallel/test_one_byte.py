@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import io
 import math
+import os
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 from tests.conformance.strategy_suite import Net, batch, hash_of
 from tests.docs.pages import ROOT, table_rows
 from tests.workers import run_workers
-from thinwire import ConfigError, OneByte, OneByteLog, OneByteOptimizer, one_byte
+from thinwire import ConfigError, OneByte, OneByteLog, OneByteOptimizer, PeerLostError, one_byte
 from thinwire.codecs import derive_seed
 from thinwire.codecs.normals import add_normals, normals
 from thinwire.data_parallel import ReplicaError
@@ -269,6 +271,33 @@ def test_replicas_that_drift_and_ranks_that_disagree_are_named() -> None:
     for drift, options in run_workers(drifting, 2):
         assert drift == "4 after step 4 the weights of rank(s) [1] differ from rank 0's"
         assert "rank 1 asks for other options than rank 0" in options and "samples=" in options
+
+
+def left_alone(rank: int, world_size: int, file: str) -> str:
+    """Rank 1 dies after three steps that no comparison has followed; the bits that rank 0 has then."""
+    model, inner = fresh()
+    method = replace(METHOD, check_every=0, log=file)
+    optimizer = one_byte(model, inner, method, timeout_s=20, announce=False)
+    assert optimizer.catch_up() == 0
+    advance(model, optimizer, range(3))
+    if rank == 1:
+        os._exit(0)
+    with pytest.raises(PeerLostError, match="rank 1"):
+        advance(model, optimizer, range(3, 5))
+    return hash_of(model)
+
+
+def test_the_log_of_the_survivors_holds_every_step(tmp_path: Path) -> None:
+    file = tmp_path / "logs" / "one-byte.log"
+    bits, _ = run_workers(left_alone, 2, str(file), may_die=(1,), timeout_s=60)
+    model, inner = fresh()
+    again = one_byte(model, inner, replace(METHOD, log=str(file)), announce=False)
+    assert again.catch_up() == again.steps == 3 and hash_of(model) == bits
+    rows = {asked: effect for asked, effect, _ in again.describe()}
+    assert rows[f"log {file}"].startswith("goes on after step 3")
+    other, its_inner = fresh()
+    with pytest.raises(ConfigError, match="seed: saved 0, here 8"):
+        one_byte(other, its_inner, replace(METHOD, log=str(file)), seed=8, announce=False).catch_up()
 
 
 # ---------------------------------------------------------------- learning

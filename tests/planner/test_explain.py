@@ -10,7 +10,7 @@ import torch
 from tests.conformance.strategy_suite import Net, batch, make_optimizer
 from tests.workers import run_workers
 from thinwire.collectives import Topology
-from thinwire.data_parallel import DDP, STRATEGIES, PowerSGD, footprint
+from thinwire.data_parallel import DDP, DGC, STRATEGIES, PowerSGD, footprint
 from thinwire.data_parallel.interface import NotExplainedError
 from thinwire.errors import ConfigError
 from thinwire.planner.command import run_explain
@@ -20,12 +20,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "powersgd": {"start_step": 2},
     "powersgd-torch": {"start_step": 2},
     "lgreco-powersgd": {"base": PowerSGD(start_step=2)},
+    "lgreco-dgc": {"base": DGC(warmup=())},
     "dgc": {"warmup": ()},
     "onebit-adam": {"freeze": 2},
 }
 
 
-OPTIMIZER = {"dgc": "dgc-sgd", "onebit-adam": "onebit-adam"}
+OPTIMIZER = {"dgc": "dgc-sgd", "lgreco-dgc": "dgc-sgd", "onebit-adam": "onebit-adam"}
 
 
 def run(rank: int, world_size: int) -> dict[str, list[tuple[dict, dict]]]:

@@ -11,6 +11,7 @@ from thinwire.codecs.gaussian_sketch import GaussianSketch
 from thinwire.codecs.hadamard import Hadamard
 from thinwire.codecs.identity import Identity
 from thinwire.codecs.integer import Integer
+from thinwire.codecs.low_rank import LowRank
 from thinwire.codecs.natural import Natural
 from thinwire.codecs.random import derive_seed, paired_seed
 from thinwire.codecs.random_k import RandomK
@@ -27,6 +28,7 @@ __all__ = [
     "Hadamard",
     "Identity",
     "Integer",
+    "LowRank",
     "Natural",
     "RandomK",
     "Sign",

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import lcm
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,17 +23,19 @@ from torch import Tensor
 from thinwire.codecs import Codec, Identity, derive_seed, paired_seed
 from thinwire.collectives import staging
 from thinwire.collectives.exchange import ROUNDS_OF_A_PART, Exchange, Wire
-from thinwire.collectives.rounds import Arrival, Rounds
+from thinwire.collectives.rounds import Arrival, Computed, Rounds
 from thinwire.collectives.topology import Topology
 
 HOP_INTRA, HOP_INTER = 1, 2
+T = TypeVar("T")
 
 
 @dataclass
 class Link:
     """What one job needs: the wire, the grid, its number among the jobs of the group, and scratch memory.
 
-    The memory is reused from job to job, but never by two that are under way at once.
+    The memory is reused from job to job, but never by two that are under way at once. pool: threads that pack and
+    unpack tensors of the CPU in the communication thread's place.
     """
 
     wire: Wire
@@ -43,6 +47,7 @@ class Link:
     rounds: Iterator[int] = field(default_factory=itertools.count)
     # What the meter calls the level inside a node.
     inside: str = "intra"
+    pool: Executor | None = None
 
     @property
     def rank(self) -> int:
@@ -102,6 +107,19 @@ class Link:
     def timed(self, kind: str, operation: str) -> AbstractContextManager[None]:
         """Count a block's seconds; see Meter."""
         return self.wire.meter.timed(kind, f"{operation} {self.number}")
+
+    def work(self, kind: str, operation: str, task: Callable[[], T]) -> Rounds[T]:
+        """The task's result, its seconds counted: done at once, or on the pool while other jobs go on."""
+
+        def timed() -> T:
+            with self.timed(kind, operation):
+                return task()
+
+        if self.pool is None:
+            return timed()
+        future = self.pool.submit(timed)
+        yield [Computed(future)]
+        return future.result()
 
 
 class Feedback(Protocol):
@@ -175,20 +193,28 @@ class Lost:
 def together(*jobs: Rounds[Any]) -> Rounds[list[Any]]:
     """Run parts of one job side by side, each on a `Link.part` of its own; their results.
 
-    While the messages of one travel, the next one packs.
+    While the messages of one travel, the next one packs. What they compute on a pool it computes at once, and each goes
+    on when its own is ready, in the order in which they asked.
     """
     results: list[Any] = [None] * len(jobs)
-    active = dict(enumerate(jobs))
-    while active:
-        awaited: list[Arrival] = []
-        for number, job in list(active.items()):
-            try:
-                awaited += next(job)
-            except StopIteration as end:
-                results[number] = end.value
-                del active[number]
-        if awaited:
+    waiting: dict[int, Sequence[Arrival]] = {}
+
+    def advance(number: int) -> None:
+        waiting.pop(number, None)
+        try:
+            waiting[number] = next(jobs[number])
+        except StopIteration as end:
+            results[number] = end.value
+
+    for number in range(len(jobs)):
+        advance(number)
+    while waiting:
+        computing = [n for n, awaited in waiting.items() if any(isinstance(one, Computed) for one in awaited)]
+        ready = computing[:1] or list(waiting)
+        if awaited := [arrival for number in ready for arrival in waiting[number]]:
             yield awaited
+        for number in ready:
+            advance(number)
     return results
 
 
@@ -279,15 +305,18 @@ def all_gather(
     `counter` numbers the first element of the shard for the codec's randomness. lost: see Lost.gather.
     """
     grid, num_elements = link.topology, shard.numel()
-    with link.timed("encode_s", operation):
-        packet = link.scratch("shard", codec.packet_bytes(num_elements), device=shard.device)
-        encode_with(codec, shard.view(-1), lost, derive_seed(seed, link.rank), counter, packet)
+    packet = link.scratch("shard", codec.packet_bytes(num_elements), device=shard.device)
+    pack = partial(encode_with, codec, shard.view(-1), lost, derive_seed(seed, link.rank), counter, packet)
+    yield from link.work("encode_s", operation, pack)
     gathered = yield from all_gather_packets(link, packet, operation, codec.length)
-    out = torch.empty(grid.world_size, num_elements, device=shard.device)
-    with link.timed("decode_s", operation):
+
+    def unpack() -> Tensor:
+        out = torch.empty(grid.world_size, num_elements, device=shard.device)
         for rank in range(grid.world_size):
             codec.decode(gathered[grid.local_rank(rank), grid.node(rank)], num_elements, out=out[rank])
-    return out
+        return out
+
+    return (yield from link.work("decode_s", operation, unpack))
 
 
 def reduce_scatter(
@@ -319,27 +348,27 @@ def reduce_scatter(
     if grid.world_size == 1 or num_elements == 0:
         return x.view(-1)
     rotated_by: Codec | None = None
-    partial = slices[:, 0]
+    sums = slices[:, 0]
     counters = [
         [counter + (y * grid.local_size + i) * num_elements for i in range(grid.local_size)]
         for y in range(grid.num_nodes)
     ]
     if grid.local_size > 1:
         own_seed = paired_seed(derive_seed(seed, HOP_INTRA), link.rank)
-        partial = yield from _hop_intra(link, slices, intra, own_seed, counters, operation, lost)
+        sums = yield from _hop_intra(link, slices, intra, own_seed, counters, operation, lost)
         rotated_by = intra
     if grid.num_nodes > 1:
         if rotated_by is not None and (rotated_by.rotation != inter.rotation or (lost and not lost.is_rotated)):
-            rotated_by.unrotate_(partial.view(-1))
+            rotated_by.unrotate_(sums.view(-1))
             rotated_by = None
         codec = inter if rotated_by is None else inter.inner
         node_counters = [row[link.local_rank] for row in counters]
         own_seed = paired_seed(derive_seed(seed, HOP_INTER), link.node)
-        partial = yield from _hop_inter(link, partial, codec, own_seed, node_counters, operation, lost)
+        sums = yield from _hop_inter(link, sums, codec, own_seed, node_counters, operation, lost)
         rotated_by = inter
     assert rotated_by is not None
     with link.timed("decode_s", operation):
-        return rotated_by.unrotate_(partial.view(-1))
+        return rotated_by.unrotate_(sums.view(-1))
 
 
 def reduce_in_node(link: Link, x: Tensor, *, operation: str = "reduce_scatter") -> Rounds[Tensor]:
@@ -386,27 +415,33 @@ def _hop_intra(
     total = link.scratch("intra_sum", num_nodes, num_elements, dtype=torch.float32, device=device)
     grid = link.topology
     buffers = {peer: receives[grid.local_rank(peer)].view(-1) for peer in link.local_peers()}
+
+    def pack(i: int) -> None:
+        for y in range(num_nodes):
+            piece = (HOP_INTRA, grid.rank(y, i))
+            _encode(codec, lost, slices[y, i], piece, seed, counters[y][i], sends[i, y])
+
     round_ = link.exchange(operation, "intra", buffers)
     for peer in [*link.local_peers(), link.rank]:
         i = grid.local_rank(peer)
-        with link.timed("encode_s", operation):
-            for y in range(num_nodes):
-                piece = (HOP_INTRA, grid.rank(y, i))
-                _encode(codec, lost, slices[y, i], piece, seed, counters[y][i], sends[i, y])
+        yield from link.work("encode_s", operation, partial(pack, i))
         if peer != link.rank:
             round_.send(peer, sends[i].view(-1))
     yield from round_.finish()
-    for i in range(local_size):
-        packets = sends[i] if i == link.local_rank else receives[i]
-        with link.timed("decode_s", operation):
+
+    def add_up() -> None:
+        for i in range(local_size):
+            packets = sends[i] if i == link.local_rank else receives[i]
             for y in range(num_nodes):
                 _accumulate(codec.inner, packets[y], total[y], first=i == 0)
+
+    yield from link.work("decode_s", operation, add_up)
     return total
 
 
 def _hop_inter(
     link: Link,
-    partial: Tensor,
+    sums: Tensor,
     codec: Codec,
     seed: int,
     counters: list[int],
@@ -414,9 +449,9 @@ def _hop_inter(
     lost: Feedback | None,
 ) -> Rounds[Tensor]:
     """Sum over the nodes, rotated: fp32 [n], this rank's slice."""
-    num_nodes, num_elements = partial.shape
+    num_nodes, num_elements = sums.shape
     packet_bytes = codec.packet_bytes(num_elements)
-    device = partial.device
+    device = sums.device
     sends = link.scratch("inter_send", num_nodes, packet_bytes, device=device)
     receives = link.scratch("inter_receive", num_nodes, packet_bytes, device=device)
     total = link.scratch("inter_sum", num_elements, dtype=torch.float32, device=device)
@@ -425,14 +460,17 @@ def _hop_inter(
     round_ = link.exchange(operation, "inter", buffers, codec.length)
     for peer in [*link.node_peers(), link.rank]:
         y = grid.node(peer)
-        with link.timed("encode_s", operation):
-            _encode(codec, lost, partial[y], (HOP_INTER, y), seed, counters[y], sends[y])
+        pack = partial(_encode, codec, lost, sums[y], (HOP_INTER, y), seed, counters[y], sends[y])
+        yield from link.work("encode_s", operation, pack)
         if peer != link.rank:
             round_.send(peer, sends[y])
     yield from round_.finish()
-    for y in range(num_nodes):
-        with link.timed("decode_s", operation):
+
+    def add_up() -> None:
+        for y in range(num_nodes):
             _accumulate(codec.inner, sends[y] if y == link.node else receives[y], total, first=y == 0)
+
+    yield from link.work("decode_s", operation, add_up)
     return total
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from typing import Protocol, TypeVar
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
 
@@ -14,6 +16,16 @@ class Arrival(Protocol):
     def wait(self) -> None:
         """Block until it is there; raises what keeps it from coming."""
         ...
+
+
+@dataclass(frozen=True)
+class Computed:
+    """Work of a job on other threads of this process."""
+
+    future: Future[Any]
+
+    def wait(self) -> None:
+        self.future.result()
 
 
 # A job that is under way: it gives up the thread until all that it needs has arrived, and ends with its result. Once a

@@ -220,6 +220,15 @@ def agreement_sent(topology: Topology, word_bytes: int = 24) -> dict[tuple[str, 
 
 
 @runtime_checkable
+class CatchesUp(Protocol):
+    """An optimizer that may begin with steps that others took, where no checkpoint is loaded."""
+
+    def catch_up(self) -> int:
+        """Take them; the number of steps done; a collective."""
+        ...
+
+
+@runtime_checkable
 class PlannedByRun(Protocol):
     """A strategy whose options may be shares of a run."""
 

@@ -226,6 +226,7 @@ STRATEGIES: dict[str, Callable[..., TrainingStrategy]] = {
     "lgreco-powersgd": LGreCo,
     "lgreco-ef-topk": partial(LGreCo, base=EFTopK()),
     "lgreco-ef-integer": partial(LGreCo, base=EFInteger()),
+    "lgreco-dgc": partial(LGreCo, base=DGC()),
     "sketch": Sketch,
     "fsdp": FSDP,
     "fsdp-bf16": partial(FSDP, wire="bf16"),

@@ -16,6 +16,7 @@ from torch import nn
 from thinwire.codecs import derive_seed
 from thinwire.data import BatchLoader, heldout_batches, load_tokenizer
 from thinwire.data import prepare as prepare_tokens
+from thinwire.data_parallel.interface import CatchesUp
 from thinwire.data_parallel.watchdog import Watchdog
 from thinwire.errors import ConfigError
 from thinwire.models import build_model, generate
@@ -82,7 +83,7 @@ class Trainer:
             accumulation=self.batch.accumulation, rank=place.rank, world_size=place.world_size, seed=config.seed,
         )  # fmt: skip
         torch.manual_seed(derive_seed(config.seed, place.rank) >> 1)
-        self.step = self._load(saved) if saved else 0
+        self.step = self._load(saved) if saved else self._catch_up()
         self._watchdog = Watchdog(config.dead_steps)
         self._traffic = self.optimizer.meter.snapshot()
         self.reporter: Reporter | None = None
@@ -223,6 +224,14 @@ class Trainer:
             self.run_dir.checkpoints, self.step, self.place.rank, state,
             is_leader=self.place.local_rank == 0, barrier=lambda: self.optimizer.all_mean(0.0),
         )  # fmt: skip
+
+    def _catch_up(self) -> int:
+        """The step after which a run without a checkpoint begins: 0, but for strategies that repeat what others did."""
+        if not isinstance(self.optimizer, CatchesUp):
+            return 0
+        step = self.optimizer.catch_up()
+        self.loader.skip(step)
+        return step
 
     def _load(self, saved: Path) -> int:
         """Continue from a checkpoint; returns its step."""

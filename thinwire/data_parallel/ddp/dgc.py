@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -14,6 +14,7 @@ from thinwire.codecs import Cast, Codec, Identity, Threshold, TopK
 from thinwire.collectives import Topology
 from thinwire.collectives.algorithms import Link, added, all_gather_packets, gather_bytes
 from thinwire.collectives.rounds import Rounds
+from thinwire.data_parallel.ddp.plannable import Plannable, codec_errors, densities
 from thinwire.data_parallel.ddp.reductions import FP32_BYTES, OPERATION, Step, seed_of
 from thinwire.data_parallel.ddp.whole_step import Compressed, OnWholeStep, WholeStep, check_clip, is_compressed
 from thinwire.data_parallel.options import check_types
@@ -29,7 +30,7 @@ WARMUP_SHARE = 0.1
 
 
 @dataclass(frozen=True)
-class DGC(OnWholeStep):
+class DGC(OnWholeStep, Plannable):
     """Sparse gradients with momentum correction: every node sends the largest `density` of what it has accumulated.
 
         g  local gradient, clipped                            u <- m u + g          v <- v + u
@@ -102,6 +103,23 @@ class DGC(OnWholeStep):
         stage = step // self.stage_steps
         return self.warmup[stage] if stage < len(self.warmup) else self.density
 
+    # ---------------------------------------------------------------- for L-GreCo
+
+    @property
+    def uniform(self) -> float:
+        return self.density
+
+    def candidates(self, shape: torch.Size, span: float) -> list[float]:
+        return densities(self.density, span, self.group) if is_compressed(shape) else []
+
+    def errors(self, x: Tensor, settings: Sequence[float]) -> list[float]:
+        return codec_errors(x, [self.codec(density) for density in settings])
+
+    def size(self, shape: torch.Size, setting: float) -> int:
+        return self.codec(setting).packet_bytes(shape.numel())
+
+    # ---------------------------------------------------------------- in a run
+
     def for_run(self, num_steps: int, num_warmup_steps: int) -> DGC:
         """With the length of the warm-up's stages, where none is stated; see PlannedByRun."""
         if self.warmup_steps is not None or not self.warmup:
@@ -133,6 +151,9 @@ class SparseMean(WholeStep):
     def __init__(self, method: DGC, seed: int) -> None:
         super().__init__(method.clip)
         self.method, self.seed = method, seed
+        # Densities chosen for single parameters, by name.
+        self.settings: dict[str, float] = {}
+        self.watch: Callable[[str, Tensor], None] | None = None
         self._unchecked: list[Row] = []
 
     def bind(self, trained: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer | None, comm: Any) -> None:
@@ -155,21 +176,29 @@ class SparseMean(WholeStep):
                 grads[name].copy_(out)
 
     def compress(self, link: Link, grads: dict[str, Tensor], scale: float, step: Step) -> Rounds[Compressed]:
-        codec = self.method.codec(self.method.density_at(step.number))
+        codecs = self._codecs(grads, step.number)
         fresh = yield from self.node_mean(link, grads, scale)
         sizes = [g.numel() for g in fresh.values()]
         total = link.scratch("accumulated", sum(sizes), dtype=torch.float32)
         sums = dict(zip(fresh, total.split(sizes), strict=True))
-        packet = link.scratch("packet", sum(map(codec.packet_bytes, sizes)))
+        packet = link.scratch("packet", sum(codecs[name].packet_bytes(g.numel()) for name, g in fresh.items()))
         with link.timed("encode_s", OPERATION):
-            for name, part in self._parts(packet, fresh, codec).items():
+            for name, part in self._parts(packet, fresh, codecs).items():
                 self._contribution(name, fresh[name], sums[name]).add_(self._unsent(name, fresh[name]))
-                codec.encode(sums[name], seed=seed_of(self.seed, step.number, name), out=part)
+                if self.watch:
+                    self.watch(name, sums[name])
+                codecs[name].encode(sums[name], seed=seed_of(self.seed, step.number, name), out=part)
         gathered = yield from all_gather_packets(link, packet, OPERATION)
         with link.timed("decode_s", OPERATION):
-            outs = self._mean_of(gathered, fresh, codec)
-        sent = self._parts(gathered[link.local_rank, link.node], fresh, codec)
-        return outs, partial(self._remember, sent, fresh, sums, codec)
+            outs = self._mean_of(gathered, fresh, codecs)
+        sent = self._parts(gathered[link.local_rank, link.node], fresh, codecs)
+        return outs, partial(self._remember, sent, fresh, sums, codecs)
+
+    def _codecs(self, names: Iterable[str], step: int) -> dict[str, Codec]:
+        """What packs each compressed parameter in a step: after the warm-up at the density chosen for it, if any."""
+        method = self.method
+        chosen = {} if step < method.settled_after else self.settings
+        return {name: method.codec(chosen.get(name, method.density_at(step))) for name in names}
 
     # ---------------------------------------------------------------- momentum
 
@@ -193,31 +222,35 @@ class SparseMean(WholeStep):
         return u.add_(g).mul_(self.method.momentum) if self.method.nesterov else u.mul_(self.method.momentum).add_(g)
 
     def _remember(
-        self, sent: Mapping[str, Tensor], fresh: Mapping[str, Tensor], sums: Mapping[str, Tensor], codec: Codec
+        self,
+        sent: Mapping[str, Tensor],
+        fresh: Mapping[str, Tensor],
+        sums: Mapping[str, Tensor],
+        codecs: Mapping[str, Codec],
     ) -> None:
         """Advance u and v, and clear what was sent; v keeps what the rounding of values has lost."""
         for name, g in fresh.items():
             u = self._advance(name, g)
-            values = codec.decode(sent[name], g.numel())
+            values = codecs[name].decode(sent[name], g.numel())
             torch.sub(sums[name], values, out=self._unsent(name, g))
             if self.method.factor_masking:
                 u.masked_fill_(values != 0, 0.0)
 
     # ---------------------------------------------------------------- packets
 
-    def _parts(self, packet: Tensor, fresh: Mapping[str, Tensor], codec: Codec) -> dict[str, Tensor]:
+    def _parts(self, packet: Tensor, fresh: Mapping[str, Tensor], codecs: Mapping[str, Codec]) -> dict[str, Tensor]:
         """Each parameter's part of the last dimension, by name."""
-        sizes = [codec.packet_bytes(g.numel()) for g in fresh.values()]
+        sizes = [codecs[name].packet_bytes(g.numel()) for name, g in fresh.items()]
         return dict(zip(fresh, packet.split(sizes, dim=-1), strict=True))
 
-    def _mean_of(self, gathered: Tensor, fresh: Mapping[str, Tensor], codec: Codec) -> dict[str, Tensor]:
+    def _mean_of(self, gathered: Tensor, fresh: Mapping[str, Tensor], codecs: Mapping[str, Codec]) -> dict[str, Tensor]:
         """What all nodes sent, added in their order, over their number; whole parameters."""
         grid, outs = self.grid, {}
-        for name, parts in self._parts(gathered, fresh, codec).items():
+        for name, parts in self._parts(gathered, fresh, codecs).items():
             out = torch.zeros(grid.local_size, fresh[name].numel())
             for node in range(grid.num_nodes):
                 for i in range(grid.local_size):
-                    codec.decode_add(parts[i, node], out[i])
+                    codecs[name].decode_add(parts[i, node], out[i])
             shape = self.shapes[name]
             outs[name] = out.div_(grid.num_nodes).view(-1)[: shape.numel()].view(shape)
         return outs
@@ -225,9 +258,10 @@ class SparseMean(WholeStep):
     # ---------------------------------------------------------------- of every Reduction
 
     def sent_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> dict[str, int]:
-        codec = self.method.codec(self.method.density)
-        slices = [self.slice_length(shape, grid) for shape in shapes.values() if is_compressed(shape)]
-        return added(self.exact_bytes(shapes, grid), gather_bytes(grid, sum(map(codec.packet_bytes, slices))))
+        slices = {name: self.slice_length(shape, grid) for name, shape in shapes.items() if is_compressed(shape)}
+        codecs = self._codecs(slices, self.method.settled_after)
+        packet_bytes = sum(codecs[name].packet_bytes(length) for name, length in slices.items())
+        return added(self.exact_bytes(shapes, grid), gather_bytes(grid, packet_bytes))
 
     def kept_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> dict[str, int]:
         slices = sum(self.slice_length(shape, grid) for shape in shapes.values() if is_compressed(shape))

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from thinwire.codecs import Codec, Identity, Integer, TopK, derive_seed
+from thinwire.codecs import Codec, Identity, Integer, Threshold, TopK, derive_seed
 from thinwire.codecs.integer import WIDTHS
 from thinwire.collectives import Topology
 from thinwire.collectives.algorithms import Link, all_gather_packets, gather_bytes
 from thinwire.collectives.rounds import Rounds
+from thinwire.data_parallel.ddp.plannable import Plannable, codec_errors, densities
 from thinwire.data_parallel.ddp.reductions import FP32_BYTES, OPERATION, Bucket, Memory, Step, seed_of
-from thinwire.data_parallel.ddp.strategies import OnDDP
 from thinwire.data_parallel.options import check_types
 
 # Vectors and smaller tensors are not worth a codec: they travel as they are.
@@ -30,13 +29,8 @@ def is_compressed(shape: torch.Size) -> bool:
     return len(shape) >= 2 and shape.numel() >= MIN_ELEMENTS
 
 
-class WithFeedback(OnDDP):
+class WithFeedback(Plannable):
     """What makes a codec with one number to set a method on DDP, and one that L-GreCo can plan."""
-
-    @property
-    def uniform(self) -> float:
-        """The setting of a parameter for which none is chosen."""
-        raise NotImplementedError
 
     def codec(self, setting: float) -> Codec:
         """The codec at a setting."""
@@ -52,17 +46,12 @@ class WithFeedback(OnDDP):
         return (self.codec(self.uniform),)
 
     def candidates(self, shape: torch.Size, span: float) -> list[float]:
-        """What a gradient of this shape may be set to; nothing where it travels whole."""
         return self.settings(span) if is_compressed(shape) else []
 
     def errors(self, x: Tensor, settings: Sequence[float]) -> list[float]:
-        """|x - C(x)| for the codec at each of the settings."""
-        flat = x.reshape(-1)
-        codecs = [self.codec(setting) for setting in settings]
-        return [float((flat - codec.decode(codec.encode(flat), flat.numel())).norm()) for codec in codecs]
+        return codec_errors(x, [self.codec(setting) for setting in settings])
 
     def size(self, shape: torch.Size, setting: float) -> int:
-        """Bytes of one gradient's packet."""
         return self.codec(setting).packet_bytes(shape.numel())
 
     def reduction(self, world_size: int, seed: int) -> FeedbackMean:
@@ -73,13 +62,15 @@ class WithFeedback(OnDDP):
 class EFTopK(WithFeedback):
     """Top-k with error feedback: the largest part of each gradient travels, the rest waits for the next step.
 
-    density: k / n, in every group of `group` elements of a matrix; values travel as bf16. Vectors and tensors under 256
+    density: k / n, in every group of `group` elements of a matrix; values travel as bf16. stride: the bound on what
+    travels is estimated from every stride-th element, as DGC's; 1: the exact largest. Vectors and tensors under 256
     elements travel in fp32. find_unused_parameters: as for ddp. Raises ConfigError for what the codec refuses.
     Source: Stich, Cordonnier and Jaggi, "Sparsified SGD with memory" (NeurIPS 2018).
     """
 
     density: float = 0.01
     group: int = 4096
+    stride: int = 1
     find_unused_parameters: bool = False
 
     def __post_init__(self) -> None:
@@ -95,13 +86,10 @@ class EFTopK(WithFeedback):
         return self.density
 
     def codec(self, setting: float) -> Codec:
-        return TopK(setting, self.group)
+        return TopK(setting, self.group) if self.stride == 1 else Threshold(setting, self.group, stride=self.stride)
 
     def settings(self, span: float) -> list[float]:
-        """Steps of sqrt(2), as far as the codec goes."""
-        steps = math.floor(2 * math.log2(span) + 1e-9)
-        ladder = [self.density * 2 ** (step / 2) for step in range(-steps, steps + 1)]
-        return [density for density in ladder if 1 / self.group <= density <= 1]
+        return densities(self.density, span, self.group)
 
 
 @dataclass(frozen=True)
@@ -161,6 +149,7 @@ class FeedbackMean:
         self.seed = seed
         self.memory = Memory()
         self.settings: dict[str, float] = {}
+        self.watch: Callable[[str, Tensor], None] | None = None
 
     def run(self, link: Link, bucket: Bucket, step: Step) -> Rounds[None]:
         sections = self._sections({name: grad.shape for name, grad in zip(bucket.names, bucket.grads, strict=True)})
@@ -169,6 +158,8 @@ class FeedbackMean:
         with link.timed("encode_s", OPERATION):
             for (name, section), grad in zip(sections.items(), bucket.grads, strict=True):
                 x = (grad + self._error(name, grad.shape)).reshape(-1)
+                if self.watch:
+                    self.watch(name, x)
                 seed = derive_seed(seed_of(self.seed, step.number, name), link.rank)
                 packet = section.codec.encode(x, seed=seed, out=section.of(message))
                 if not section.codec.traits.lossless:

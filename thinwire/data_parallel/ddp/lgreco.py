@@ -5,20 +5,22 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from thinwire.codecs import Codec
-from thinwire.collectives import Topology
+from thinwire.collectives import Communicator, Topology
 from thinwire.collectives.algorithms import Link, broadcast_
 from thinwire.collectives.rounds import Rounds
+from thinwire.data_parallel.ddp.plannable import Plannable, Tunable
 from thinwire.data_parallel.ddp.powersgd import PowerSGD
 from thinwire.data_parallel.ddp.reductions import FP32_BYTES, OPERATION, Bucket, Memory, Reduction, Step
 from thinwire.data_parallel.ddp.strategies import OnDDP
+from thinwire.data_parallel.interface import PlannedByRun
 from thinwire.data_parallel.options import check_types
 from thinwire.data_parallel.table import Row
 from thinwire.errors import ConfigError
@@ -76,64 +78,15 @@ def _bins(error: float, budget: float, num_bins: int) -> int:
     return math.ceil(error / budget * num_bins) if error else 0
 
 
-class Tunable(Reduction, Protocol):
-    """A reduction with a setting of its own for every parameter, by name; `run` reads them once, where it begins."""
-
-    settings: dict[str, float]
-
-
-@runtime_checkable
-class Plannable(Protocol):
-    """A method with one number to set, such as a rank, a density or bits: what L-GreCo can plan for each parameter."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def find_unused_parameters(self) -> bool: ...
-
-    @property
-    def codecs(self) -> tuple[Codec, ...]: ...
-
-    @property
-    def settled_after(self) -> int: ...
-
-    @property
-    def single_bucket(self) -> bool: ...
-
-    @property
-    def uniform(self) -> float:
-        """The setting that the method has by itself."""
-        ...
-
-    def check(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None: ...
-
-    def candidates(self, shape: torch.Size, span: float) -> list[float]:
-        """Settings for a gradient of this shape, from uniform / span to uniform * span, the uniform one among them.
-
-        None where it is not compressed.
-        """
-        ...
-
-    def errors(self, x: Tensor, settings: Sequence[float]) -> list[float]:
-        """|x - C(x)|, the 2-norm, for each of the settings."""
-        ...
-
-    def size(self, shape: torch.Size, setting: float) -> int:
-        """Bytes in which one gradient travels."""
-        ...
-
-    def reduction(self, world_size: int, seed: int) -> Tunable: ...
-
-
 @dataclass(frozen=True)
 class LGreCo(OnDDP):
     """A setting for each parameter, planned anew from time to time, in place of one for all.
 
     base: the method that compresses, which is planned; its own setting is the uniform one. Candidates reach from
-    uniform / span to uniform * span. start: steps before the first plan; every: steps from one to the next; samples:
-    steps before a plan whose gradients, errors of the method fed back, are added up to measure on. alpha: how much
-    error a plan may make, in multiples of the uniform setting's.
+    uniform / span to uniform * span. start: steps before the first plan; None: 20, or as many as the method takes to
+    settle and to be sampled; every: steps from one to the next; samples: steps before a plan in which what is
+    compressed, memory included, is added up to measure on. alpha: how much error a plan may make, in multiples of the
+    uniform setting's. Where ranks share a node and the method compresses its mean, rank 0 measures on its slice of it.
 
     Rank 0 measures and chooses; the others get the choice. The tables take as long as compressing each gradient once
     for every candidate; rank 0 holds the sum of the samples, 4 bytes an element, while it samples.
@@ -145,7 +98,7 @@ class LGreCo(OnDDP):
     base: Plannable = field(default_factory=PowerSGD)
     alpha: float = 1.0
     span: float = 4.0
-    start: int = 20
+    start: int | None = None
     every: int = 100
     samples: int = 10
 
@@ -153,15 +106,27 @@ class LGreCo(OnDDP):
         if not isinstance(self.base, Plannable):
             raise ConfigError(
                 f"lgreco can't plan {getattr(self.base, 'name', self.base)!r}: it must offer candidates, errors and "
-                "sizes, as PowerSGD, EFTopK and EFInteger do"
+                "sizes, as PowerSGD, EFTopK, EFInteger and DGC do"
             )
         check_types(self)
-        lowest = {"alpha": 1, "span": 1, "samples": 1, "every": self.samples}
-        lowest["start"] = self.base.settled_after + self.samples
+        self._check_least(alpha=1, span=1, samples=1, every=self.samples)
+        if not isinstance(self.base, PlannedByRun):
+            self._check_start()
+
+    def _check_least(self, **lowest: int) -> None:
         for option, least in lowest.items():
             value = getattr(self, option)
             if not least <= value < math.inf:
                 raise ConfigError(f"{option} {value} of {self.name}: must be at least {least}; nearest: {least}")
+
+    def _check_start(self) -> None:
+        """Raise ConfigError for a first plan before the method has settled, once it is known when that is."""
+        if self.start is not None:
+            self._check_least(start=self._earliest_plan)
+
+    @property
+    def _earliest_plan(self) -> int:
+        return self.base.settled_after + self.samples
 
     @property
     def name(self) -> str:
@@ -180,18 +145,52 @@ class LGreCo(OnDDP):
         return self.base.find_unused_parameters
 
     @property
+    def whole_step(self) -> bool:
+        return self.base.whole_step
+
+    @property
+    def optimizers(self) -> tuple[str, ...]:
+        return self.base.optimizers
+
+    @property
+    def optimizers_reason(self) -> str:
+        return self.base.optimizers_reason
+
+    @property
     def settled_after(self) -> int:
-        return self.start
+        """The step of the first plan."""
+        return max(20, self._earliest_plan) if self.start is None else self.start
+
+    def for_run(self, num_steps: int, num_warmup_steps: int) -> LGreCo:
+        """With the method as it is in such a run; see PlannedByRun."""
+        if not isinstance(self.base, PlannedByRun):
+            return self
+        base = self.base.for_run(num_steps, num_warmup_steps)
+        assert isinstance(base, Plannable)
+        planned = replace(self, base=base)
+        planned._check_start()
+        return planned
 
     def check(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        self._check_start()
         self.base.check(model, optimizer)
+
+    def bind(
+        self,
+        reduction: Reduction,
+        trained: Mapping[str, nn.Parameter],
+        optimizer: torch.optim.Optimizer | None,
+        comm: Communicator,
+    ) -> None:
+        assert isinstance(reduction, LGreCoMean)
+        self.base.bind(reduction.base, trained, optimizer, comm)
 
     def reduction(self, world_size: int, seed: int) -> LGreCoMean:
         return LGreCoMean(self, self.base.reduction(world_size, seed))
 
     def steps_to_plan(self, step: int) -> int:
         """0 for a step that ends with a plan; the first step is number 0."""
-        ahead = self.start - 1 - step
+        ahead = self.settled_after - 1 - step
         return ahead if ahead >= 0 else ahead % self.every
 
 
@@ -223,22 +222,16 @@ class LGreCoMean:
     def run(self, link: Link, bucket: Bucket, step: Step) -> Rounds[None]:
         self._shapes |= {name: grad.shape for name, grad in zip(bucket.names, bucket.grads, strict=True)}
         steps_left = self.method.steps_to_plan(step.number)
-        if link.rank == 0 and steps_left < self.method.samples:
-            with link.timed("encode_s", OPERATION):
-                self._sample(bucket)
+        self.base.watch = self._sample if link.rank == 0 and steps_left < self.method.samples else None
         yield from self.base.run(link, bucket, step)
         # The jobs of all other buckets have begun, and so have read their settings.
         if bucket.last and steps_left == 0:
             yield from self._renew(link, step.number)
 
-    def _sample(self, bucket: Bucket) -> None:
+    def _sample(self, name: str, x: Tensor) -> None:
         """Add up what the base is about to compress."""
-        owed = self.base.residuals()
-        for name, grad in zip(bucket.names, bucket.grads, strict=True):
-            if self.method.base.candidates(grad.shape, self.method.span):
-                total = self.samples.get(name, "sum", *grad.shape).add_(grad)
-                if name in owed:
-                    total.add_(owed[name].view(grad.shape))
+        if self.method.base.candidates(self._shapes[name], self.method.span):
+            self.samples.get(name, "sum", *x.shape).add_(x)
 
     def _renew(self, link: Link, number: int) -> Rounds[None]:
         """Plan on rank 0, tell all, and switch; without finite samples everything stays as it is."""
@@ -317,7 +310,7 @@ class LGreCoMean:
     def rows(self, shapes: Mapping[str, torch.Size]) -> list[Row]:
         self._shapes |= shapes
         method, options = self.method, self._options(shapes)
-        times = f"after {method.start} steps, then every {method.every}"
+        times = f"after {method.settled_after} steps, then every {method.every}"
         rows = [*self.base.rows(shapes), ("plan", f"for {len(options)} of {len(shapes)} gradients", times)]
         if self.plan is None:
             return [*rows, ("plan in effect", f"none yet: {method.base.uniform:g} for all", "")]

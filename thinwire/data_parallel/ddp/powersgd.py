@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from thinwire.codecs import Cast, Codec
 from thinwire.collectives import Topology
 from thinwire.collectives.algorithms import Link, Lost, added, together
 from thinwire.collectives.rounds import Rounds
+from thinwire.data_parallel.ddp.plannable import Plannable
 from thinwire.data_parallel.ddp.reductions import (
     FP32,
     FP32_BYTES,
@@ -24,7 +25,6 @@ from thinwire.data_parallel.ddp.reductions import (
     seed_of,
     sum_over_ranks,
 )
-from thinwire.data_parallel.ddp.strategies import OnDDP
 from thinwire.data_parallel.options import check_types
 from thinwire.errors import ConfigError, nearest
 
@@ -32,7 +32,7 @@ WIRES: dict[str, Codec] = {"fp32": FP32, "bf16": Cast("bf16")}
 
 
 @dataclass(frozen=True)
-class PowerSGD(OnDDP):
+class PowerSGD(Plannable):
     """Rank-r gradients with error feedback, in any number of buckets.
 
     For a gradient matrix G (n x m; further dimensions count as columns), E and Q kept from the last step:
@@ -91,7 +91,6 @@ class PowerSGD(OnDDP):
 
     @property
     def uniform(self) -> float:
-        """The rank of a parameter for which none is chosen."""
         return self.rank
 
     def candidates(self, shape: torch.Size, span: float) -> list[float]:
@@ -125,6 +124,7 @@ class LowRankMean:
         self.memory = Memory()
         # Ranks chosen for single parameters, by name.
         self.settings: dict[str, float] = {}
+        self.watch: Callable[[str, Tensor], None] | None = None
 
     def run(self, link: Link, bucket: Bucket, step: Step) -> Rounds[None]:
         is_plain = step.number < self.method.start_step
@@ -134,6 +134,9 @@ class LowRankMean:
         thin = {name: grad for name, grad in grads.items() if ranks[name]}
         with link.timed("encode_s", "gradients"):
             matrices = {name: self._matrix(name, grad) for name, grad in thin.items()}
+            if self.watch:
+                for name, matrix in matrices.items():
+                    self.watch(name, matrix)
             p_own = [matrix @ self._q(name, matrix.shape[1], ranks[name]) for name, matrix in matrices.items()]
         sums, p_sums = yield from together(
             sum_over_ranks(link.part(0), whole), sum_over_ranks(link.part(1), p_own, self.wire)

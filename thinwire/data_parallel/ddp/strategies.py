@@ -29,16 +29,11 @@ REDUCTIONS: dict[str, type[Mean]] = {"fp32": Mean, "bf16": CastMean}
 class OnDDP:
     """What makes a way to average gradients a TrainingStrategy: it is applied by `wrap_ddp`."""
 
-    # The gradients of a step are reduced together when the last has come, and clipped by the method, since what has
-    # been sent can't be scaled any more; in a world of one too, for the method replaces a part of the optimizer.
-    whole_step = False
     # Why thinwire.zero can't host it, to follow its name.
     own_way: ClassVar[str] = "compress_ddp"
     not_on_zero: ClassVar[str] = "averages whole gradients, and zero gives every rank a slice"
     # Whether it weighs what it remembers by the learning rate.
     uses_learning_rates = False
-    optimizers: ClassVar[tuple[str, ...]] = GENERAL
-    optimizers_reason: ClassVar[str] = "brings no optimizer of its own"
 
     @property
     def name(self) -> str:
@@ -54,6 +49,25 @@ class OnDDP:
     def single_bucket(self) -> bool:
         """Whether the method wants all gradients at once; else buckets are reduced while backward goes on."""
         return False
+
+    @property
+    def whole_step(self) -> bool:
+        """Whether gradients are reduced together when the last of a step has come, and clipped by the method.
+
+        Then what has been sent can't be scaled any more; in a world of one too, for the method replaces a part of the
+        optimizer.
+        """
+        return False
+
+    @property
+    def optimizers(self) -> tuple[str, ...]:
+        """See TrainingStrategy."""
+        return GENERAL
+
+    @property
+    def optimizers_reason(self) -> str:
+        """See TrainingStrategy."""
+        return "brings no optimizer of its own"
 
     @property
     def codecs(self) -> tuple[Codec, ...]:

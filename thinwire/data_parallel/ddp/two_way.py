@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,8 +57,8 @@ class TwoWay(OnDDP):
     density: of topk and randomk, 0.01 by default. bits: of natural and integer, 4 by default. error_feedback: keep e_i
     and e. By default on for sign, topk and randomk; off, randomk, natural and integer take their unbiased form.
     min_bytes: smaller tensors, and vectors, travel in fp32. chunk_bytes: large tensors are cut, and small ones put
-    together, into messages of about so much fp32; while one travels the next is compressed. threads: that compress.
-    find_unused_parameters: as for ddp.
+    together, into messages of about so much fp32. threads: that compress, a message each; one that is ready travels
+    while others are compressed, and the communication thread serves other jobs. find_unused_parameters: as for ddp.
 
     Raises ConfigError for values that the codec refuses or does not take.
     Source: Zhong, Xie, Zheng and Lin, "Compressed Communication for Distributed Training: Adaptive Methods and System"
@@ -152,9 +154,10 @@ class TwoWayMean:
         if self.method.feeds_back:
             ratios = {name: self._ratio(name, step) for name in ratios}
         chunks = list(self._chunks(pieces))
+        helped = replace(link, pool=_pool(self.method.threads))
         sums, *totals = yield from together(
             sum_over_ranks(link.part(0), dense),
-            *(self._sum(link.part(n), chunk, grads, step, ratios) for n, chunk in enumerate(chunks, 1)),
+            *(self._sum(helped.part(n), chunk, grads, step, ratios) for n, chunk in enumerate(chunks, 1)),
         )
         with link.timed("decode_s", OPERATION):
             for grad, total in zip(dense, sums, strict=True):
@@ -171,13 +174,16 @@ class TwoWayMean:
         grid, operation, slices = link.topology, OPERATION, self._slices(chunk, link.topology)
         between = grid.num_nodes > 1
         seeds = tuple(derive_seed(seed_of(self.seed, step.number, piece.name), piece.number) for piece in chunk)
-        is_shared, threads = self.method.codec == "randomk", self.method.threads
-        push = Segments(self.push, slices.lengths, seeds, is_shared, threads)
-        pull = Segments(self.pull, slices.lengths, seeds, is_shared, threads)
-        with link.timed("encode_s", operation):
-            own = link.scratch("own", grid.world_size, slices.length, dtype=torch.float32)
+        is_shared = self.method.codec == "randomk"
+        push = Segments(self.push, slices.lengths, seeds, is_shared)
+        pull = Segments(self.pull, slices.lengths, seeds, is_shared)
+        own = link.scratch("own", grid.world_size, slices.length, dtype=torch.float32)
+
+        def lay_out() -> Lost | None:
             slices.pack((piece.of(grads) for piece in chunk), own)
-            lost = self._lost(link, chunk, ratios) if self.method.feeds_back else None
+            return self._lost(link, chunk, ratios) if self.method.feeds_back else None
+
+        lost = yield from link.work("encode_s", operation, lay_out)
         shard = yield from reduce_scatter(
             link, own.view(-1), FP32 if between else push, push, seed=self.seed, operation=operation, lost=lost
         )
@@ -302,3 +308,9 @@ class TwoWayMean:
             ("error feedback, both sides", *feedback),
             ("messages", f"of {method.chunk_bytes:,} bytes before compression", f"by {method.threads} thread(s)"),
         ]
+
+
+@functools.cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    """Threads of this process that pack and unpack; the kernels leave Python's lock alone."""
+    return ThreadPoolExecutor(threads, thread_name_prefix="thinwire-codec")

@@ -42,7 +42,7 @@ Exchanged = tuple[dict[str, Tensor], dict[str, Tensor], bool]
 class OnWholeStep(OnDDP):
     """A method on DDP whose reduction is a WholeStep; all parameters must be used in every step."""
 
-    whole_step = True
+    whole_step: ClassVar[bool] = True
     find_unused_parameters: ClassVar[bool] = False
 
     def bind(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import logging
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +34,7 @@ from thinwire.data_parallel.replicas import (
 )
 from thinwire.data_parallel.table import Row
 from thinwire.data_parallel.table import announce as announce_table
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, PeerLostError
 
 logger = logging.getLogger("thinwire")
 
@@ -151,15 +154,25 @@ class OneByteOptimizer(AgreeingOptimizer):
         """Every rank holds the whole weights at all times."""
 
     def check_replicas(self) -> None:
-        """Compare the weights of all ranks bit for bit; raises ReplicaError that names the ranks; a collective."""
+        """Compare the weights of all ranks bit for bit, then keep the log; a collective.
+
+        Raises ReplicaError that names the ranks.
+        """
         compare_replicas(self.comm, self.trained.values(), self.steps)
+        self.log.seal(self.trained.values())
+        self._keep_log()
 
     def _finish_backward(self) -> Tensor:
         """An estimate of the gradient's norm, once a step: E[p^2] = |grad|^2. NaN where all samples are left out."""
         if self._grad_norm is None:
             words = [torch.tensor([self._loss], dtype=torch.float32), torch.tensor([self._stop], dtype=torch.uint8)]
             message = torch.cat([byte.encode(self._slopes), *(word.view(torch.uint8) for word in words)])
-            self._heard = self.comm.wait(self.comm.all_gather_exact(message))
+            try:
+                self._heard = self.comm.wait(self.comm.all_gather_exact(message))
+            except PeerLostError:
+                # All that was done together so far can be repeated by those who start again.
+                self._keep_log()
+                raise
             self._slopes.zero_()
             slopes = self.log.slopes(self._codes)
             applied = slopes[slopes != 0]
@@ -195,6 +208,50 @@ class OneByteOptimizer(AgreeingOptimizer):
         if torch.is_autocast_enabled("cpu") and not self._has_warned and self.comm.rank == 0:
             logger.warning("thinwire: one-byte takes differences of losses, which bf16 rounds: try --dtype fp32")
         self._has_warned = True
+
+    # ---------------------------------------------------------------- the log in a file
+
+    def catch_up(self) -> int:
+        """Before the first step: repeat what the file `method.log` of the first rank holds; the number of steps done.
+
+        All ranks get the log from the first, and nothing else; without such a file there is nothing to repeat. A
+        collective. Raises ConfigError for a file that can't be read or written and for the log of another run,
+        ReplicaError for other weights than those it began from.
+        """
+        if not self.method.log or self.steps:
+            return self.steps
+        own = self._read_log() if self.comm.rank == 0 else b""
+        length = int(self.comm.wait(self.comm.all_gather_exact(torch.tensor([len(own)])))[0])
+        effect = "new: rank 0 writes it whenever the replicas were compared"
+        if length:
+            message = torch.tensor(list(own or bytes(length)), dtype=torch.uint8)
+            self.comm.wait(self.comm.broadcast_(message))
+            log = OneByteLog.load(io.BytesIO(bytes(message.tolist())))
+            check_layout(self.log.layout, log.layout)
+            log.repeat(self.directions, self.inner, log.first_step)
+            self.log, self.steps = log, log.end
+            self.skipped_steps = sum(entry.factor == 0.0 for entry in log.entries)
+            effect = f"goes on after step {log.end}, repeated from {length} bytes; rank 0 writes what follows"
+        self._rows.append((f"log {self.method.log}", effect, "delete the file to begin anew"))
+        return self.steps
+
+    def _read_log(self) -> bytes:
+        """The file's content once it is known to be a log; nothing where there is no file yet."""
+        path = Path(self.method.log)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"log {path} of one-byte: its folder can't be made: {error.strerror}") from None
+        if not os.access(path.parent, os.W_OK | os.X_OK):
+            raise ConfigError(f"log {path} of one-byte: its folder is not writable by this user; choose another")
+        if not path.exists():
+            return b""
+        OneByteLog.load(path)
+        return path.read_bytes()
+
+    def _keep_log(self) -> None:
+        if self.method.log and self.comm.rank == 0:
+            self.log.save(self.method.log)
 
     # ---------------------------------------------------------------- what is known
 

@@ -34,7 +34,8 @@ class OneByte:
 
     samples: of each rank in one step; each costs two forward passes per micro-batch. eps: how far weights are moved.
     average: "mean" divides by n, "sqrt" by the root of n, as published: its step grows with the ranks. cap: the largest
-    |p| that any rank applies. check_every: steps between comparisons of the replicas; 0: none.
+    |p| that any rank applies. check_every: steps between comparisons of the replicas; 0: none. log: file in which the
+    first rank keeps the log (OneByteLog); where it exists, `catch_up` begins with its steps; empty: none.
 
     Raises ConfigError for values out of range. Source: Zelikman, Huang, Liang, Haber and Goodman, "Just One Byte (per
     gradient)" (2023); Malladi et al., "Fine-Tuning Language Models with Just Forward Passes" (NeurIPS 2023), algorithm
@@ -51,6 +52,7 @@ class OneByte:
     average: str = "mean"
     cap: float = MAX_SLOPE
     check_every: int = 64
+    log: str = ""
 
     def __post_init__(self) -> None:
         check_types(self)

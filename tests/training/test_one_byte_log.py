@@ -1,0 +1,83 @@
+"""One-byte fine-tuning from the command line: a worker joins late, and catches up from the log alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.training.commands import THINWIRE, Runner, finish
+from thinwire import ConfigError, OneByteLog
+from thinwire.data_parallel import ReplicaError
+from thinwire.models import build_model
+from thinwire.training.config import TrainConfig
+from thinwire.training.trainer import build_optimizer
+
+FLAGS = {"strategy": "one-byte", "optimizer": "sgd", "lr": 1e-3}
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+    runner = Runner(tmp_path_factory.mktemp("one-byte"))
+    yield runner
+    runner.close()
+
+
+def train(runner: Runner, name: str, log: Path, **more: object) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a run that keeps its log in this file."""
+    flags = runner.flags(name, **FLAGS, **more)
+    return finish(runner.start(*THINWIRE, "train", *flags, "--onebyte.log", str(log)))
+
+
+def shortened(log: OneByteLog, num_steps: int, file: Path) -> Path:
+    """A file with the first steps of a log."""
+    part = copy.copy(log)
+    part.entries, part.seal_digest = log.entries[:num_steps], ""
+    part.save(file)
+    return file
+
+
+def test_a_late_worker_catches_up_from_the_log_and_a_short_one_goes_on_bit_for_bit(runner: Runner) -> None:
+    folder = runner.folder
+    code, out, err = train(runner, "whole", folder / "logs" / "whole.log")
+    assert code == 0 and "new: rank 0 writes it" in out, err
+    whole = OneByteLog.load(folder / "logs" / "whole.log")
+    assert [tuple(entry.codes.shape) for entry in whole.entries] == [(2, 1)] * 6 and whole.sealed_step == 6
+
+    code, out, err = train(runner, "again", shortened(whole, 3, folder / "again.log"))
+    assert code == 0 and "goes on after step 3" in out, err
+    same = ("step", "loss", "lr", "grad_norm", "tokens")
+    lines = [[{key: line[key] for key in same} for line in runner.metrics(name)] for name in ("whole", "again")]
+    assert lines[1] == lines[0][3:] and len(lines[1]) == 3
+    again = OneByteLog.load(folder / "again.log")
+    assert again.seal_digest == whole.seal_digest and again.sealed_step == 6
+    assert runner.summary("again")["heldout_loss"] == runner.summary("whole")["heldout_loss"]
+
+    code, _, err = train(runner, "joined", shortened(whole, 3, folder / "joined.log"), workers=3)
+    assert code == 0, err
+    joined = OneByteLog.load(folder / "joined.log")
+    assert [tuple(entry.codes.shape) for entry in joined.entries] == [(2, 1)] * 3 + [(3, 1)] * 3
+    assert [line["step"] for line in runner.metrics("joined")] == [4, 5, 6]
+
+    # Whoever has the original has the result, and another original is noticed.
+    config = TrainConfig(optimizer="sgd", lr=1e-3)
+    model = build_model("tiny", 256, 16)
+    joined.replay(model, build_optimizer(config, model))
+    other = build_model("tiny", 256, 16)
+    with torch.no_grad():
+        next(other.parameters()).view(-1)[5] += 1e-6
+    with pytest.raises(ReplicaError, match="after step 6 of the log the weights are not those of the run"):
+        joined.replay(other, build_optimizer(config, other))
+
+
+def test_a_file_that_is_no_log_is_refused(runner: Runner) -> None:
+    broken = runner.folder / "broken.log"
+    broken.write_bytes(b"nothing of the kind")
+    with pytest.raises(ConfigError, match="is no readable log"):
+        OneByteLog.load(broken)
+    code, _, err = train(runner, "broken", broken, workers=1)
+    assert code == 2 and "broken.log is no readable log" in err and "Traceback" not in err
+    assert broken.read_bytes() == b"nothing of the kind"

@@ -18,6 +18,7 @@ from thinwire.codecs import (
 )
 from thinwire.collectives import Communicator, Topology
 from thinwire.data_parallel import (
+    DADAO,
     DDP,
     DGC,
     FSDP,
@@ -27,7 +28,9 @@ from thinwire.data_parallel import (
     DeadGradientError,
     EFInteger,
     EFTopK,
+    FedFix,
     Frontier,
+    Gossip,
     LGreCo,
     OneBitAdam,
     OneByte,
@@ -57,6 +60,7 @@ from thinwire.optim import DGCSGD, LANS, OneBitAdamW
 __version__ = "0.1.0"
 
 __all__ = [
+    "DADAO",
     "DDP",
     "DGC",
     "DGCSGD",
@@ -74,7 +78,9 @@ __all__ = [
     "DeadGradientError",
     "EFInteger",
     "EFTopK",
+    "FedFix",
     "GaussianSketch",
+    "Gossip",
     "Hadamard",
     "Identity",
     "Integer",

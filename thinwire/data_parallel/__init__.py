@@ -31,6 +31,7 @@ from thinwire.data_parallel.interface import (
     TrainingStrategy,
     footprint,
 )
+from thinwire.data_parallel.islands import DADAO, FedFix, Gossip
 from thinwire.data_parallel.one_byte import OneByte, OneByteLog, OneByteOptimizer, one_byte
 from thinwire.data_parallel.strategies import (
     STRATEGIES,
@@ -45,6 +46,9 @@ from thinwire.data_parallel.wire import Strategy
 from thinwire.data_parallel.zero import ReplicaError, ZeroOptimizer, zero
 
 __all__ = [
+    "DADAO",
+    "FedFix",
+    "Gossip",
     "LGreCo",
     "EFTopK",
     "EFInteger",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from thinwire.data_parallel.table import Row
 from thinwire.data_parallel.table import announce as announce_table
 from thinwire.errors import ConfigError, nearest
 
+log = logging.getLogger("thinwire")
 WEIGHTS = ("ticks", "estimated", "importance")
 CLOCK = 0
 CLOCK_BYTES, WORD_BYTES = 1, 2
@@ -80,7 +82,7 @@ class FedFix:
         weights: str = "ticks",
         importance: Sequence[float] | None = None,
         outer_lr: float = 1.0,
-        max_ticks: int = 100,
+        max_ticks: int = 10,
         codec: Codec | None = None,
         overlap: bool = False,
         on_tick: Callable[[Tick], None] | None = None,
@@ -115,6 +117,7 @@ class FedFix:
         self._delta: Tensor | None = None
         self._sent: Tensor | None = None
         self._is_leaving = False
+        self._warned: set[int] = set()
         self.jobs = 0
         self._background = Background("thinwire-ticks", self._tick_until_all_leave)
         self._hook: Any = None
@@ -220,7 +223,19 @@ class FedFix:
             return fedavg_weights(p)
         if self.weights == "estimated":
             return estimated_weights(p, n, [self.participations[rank] + 1 for rank in finished], self.max_ticks)
-        return tick_weights(p, [min(n - self._born[rank], self.max_ticks) for rank in finished])
+        ticks = [n - self._born[rank] for rank in finished]
+        self._warn_of(finished, ticks)
+        return tick_weights(p, [min(count, self.max_ticks) for count in ticks])
+
+    def _warn_of(self, finished: Sequence[int], ticks: Sequence[int]) -> None:
+        for rank, count in zip(finished, ticks, strict=True):
+            if count > self.max_ticks and rank not in self._warned and self.comm.rank == CLOCK:
+                self._warned.add(rank)
+                log.warning(
+                    "thinwire: a job of rank %d took %d ticks and counts as %d, as max_ticks says, so it counts too "
+                    "little: raise max_ticks or interval_s",
+                    self.comm.global_ranks[rank], count, self.max_ticks,
+                )  # fmt: skip
 
     def _apply(self, tick: Tick, total: Tensor) -> None:
         """Take the step, and send the new model to those who have finished: every rank has it already."""

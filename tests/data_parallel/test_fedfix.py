@@ -283,7 +283,7 @@ def islands(rank: int, world_size: int) -> dict[str, Any]:
     def mse() -> Tensor:
         return (model(x) - y).square().mean()
 
-    losses, moved = [float(mse())], torch.zeros(())
+    losses, moved = [float(mse().detach())], torch.zeros(())
     with Recorded(model, optimizer, **options) as fed:
         while fed.ticks < 60:
             optimizer.zero_grad()
@@ -294,7 +294,7 @@ def islands(rank: int, world_size: int) -> dict[str, Any]:
             moved = moved + (fed._model.read() - before)
             fed._after_step()
             time.sleep(0.004 if rank == 3 else 0.0)
-    losses.append(float(mse()))
+    losses.append(float(mse().detach()))
     state = fed.state_dict()
     again = FedFix(model, optimizer, announce=False, **options)
     # The ranks' states are some ticks apart in a run; the newest is taken.

@@ -320,7 +320,7 @@ def network(rank: int, graph: Any) -> dict[str, Any]:
                 optimizer.zero_grad()
                 loss().backward()
                 optimizer.step()
-            before = float(loss())
+            before = float(loss().detach())
         saved = gossip.state_dict()
         gossip.state.zero_()
         gossip.load_state_dict(saved)
@@ -332,7 +332,7 @@ def network(rank: int, graph: Any) -> dict[str, Any]:
         "hash": hash_of(model),
         "steps": gossip.steps,
         "before": before,
-        "after": float(loss()),
+        "after": float(loss().detach()),
     }
 
 

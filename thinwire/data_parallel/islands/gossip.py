@@ -33,8 +33,9 @@ from thinwire.data_parallel.table import Row
 from thinwire.data_parallel.table import announce as announce_table
 from thinwire.errors import ConfigError
 
-# Jobs of one pair have the meeting's number, since ranks submit different ones; these come before and after them.
-FIRST_MEETING, AT_THE_END = 1 << 10, (1 << 10) - 1
+# Ranks submit different jobs, so a job has the number of what it is for, the same on those who take part in it.
+FIRST_MEETING = 1 << 10
+AT_THE_START, AT_THE_END = FIRST_MEETING - 2, FIRST_MEETING - 1
 
 
 class Law(Protocol):
@@ -158,7 +159,7 @@ class PairwiseGossip:
         self._left = torch.zeros(self.graph.num_nodes, dtype=torch.uint8)
         self.entered += 1
         self._is_inside = True
-        self.comm.barrier()
+        self.comm.wait(self.comm.submit(self._start))
         self._begin_s = time.monotonic()
         self._background.start()
         return self
@@ -225,6 +226,9 @@ class PairwiseGossip:
             self._left |= left
             self.meetings += 1
         return bool(left.all())
+
+    def _start(self, link: Link) -> Rounds[Tensor]:
+        return (yield from all_gather_exact(replace(link, number=AT_THE_START), torch.zeros(1, dtype=torch.uint8)))
 
     def _end(self, link: Link) -> Rounds[tuple[float, Tensor]]:
         """The latest time of all nodes, and the sum of all x, both at that time."""

@@ -19,6 +19,7 @@ from thinwire.codecs import (
 )
 from thinwire.collectives import Communicator, Topology
 from thinwire.data_parallel import (
+    DADAO,
     DDP,
     DGC,
     FSDP,
@@ -28,7 +29,9 @@ from thinwire.data_parallel import (
     DeadGradientError,
     EFInteger,
     EFTopK,
+    FedFix,
     Frontier,
+    Gossip,
     LGreCo,
     OneBitAdam,
     OneByte,
@@ -58,6 +61,7 @@ from thinwire.optim import DGCSGD, LANS, OneBitAdamW
 __version__ = "0.1.0"
 
 __all__ = [
+    "DADAO",
     "DDP",
     "DGC",
     "DGCSGD",
@@ -75,7 +79,9 @@ __all__ = [
     "DeadGradientError",
     "EFInteger",
     "EFTopK",
+    "FedFix",
     "GaussianSketch",
+    "Gossip",
     "Hadamard",
     "Identity",
     "Integer",

@@ -1,8 +1,8 @@
 """Second floor: strategies, each a choice of codecs, state and collectives.
 
 Those of our own sharded optimizer lie in `zero`, those of torch's wrappers in `ddp` and `fsdp`, three-level sharding in
-`frontier`, fine-tuning by losses alone in `one_byte`. `interface` says what a strategy must offer, `strategies` lists
-those that `--strategy` knows.
+`frontier`, fine-tuning by losses alone in `one_byte`, what has no common step in `islands`. `interface` says what a
+strategy must offer, `strategies` lists those that `--strategy` knows.
 """
 
 from thinwire.data_parallel.ddp import (
@@ -31,6 +31,7 @@ from thinwire.data_parallel.interface import (
     TrainingStrategy,
     footprint,
 )
+from thinwire.data_parallel.islands import DADAO, FedFix, Gossip
 from thinwire.data_parallel.one_byte import OneByte, OneByteLog, OneByteOptimizer, one_byte
 from thinwire.data_parallel.strategies import (
     STRATEGIES,
@@ -45,6 +46,9 @@ from thinwire.data_parallel.wire import Strategy
 from thinwire.data_parallel.zero import ReplicaError, ZeroOptimizer, zero
 
 __all__ = [
+    "DADAO",
+    "FedFix",
+    "Gossip",
     "LGreCo",
     "EFTopK",
     "EFInteger",

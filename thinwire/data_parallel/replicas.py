@@ -57,6 +57,12 @@ def odd_ranks(comm: Communicator, mine: Tensor) -> list[int]:
     return [comm.global_ranks[r] for r in range(comm.world_size) if not torch.equal(digests[r], digests[0])]
 
 
+def same_options(comm: Communicator, asked: str) -> None:
+    """Raise ConfigError where ranks ask for different things; a collective."""
+    if odd := odd_ranks(comm, digest([asked.encode()])):
+        raise ConfigError(f"rank {odd[0]} asks for other options than rank {comm.global_ranks[0]}; here: {asked}")
+
+
 def compare_replicas(comm: Communicator, tensors: Iterable[Tensor], step: int) -> None:
     """Raise ReplicaError that names the ranks whose tensors are not the first rank's, bit for bit; a collective."""
     if odd := odd_ranks(comm, digest(tensors)):

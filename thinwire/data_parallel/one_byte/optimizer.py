@@ -26,9 +26,8 @@ from thinwire.data_parallel.one_byte.strategy import WORD_BYTES, OneByte
 from thinwire.data_parallel.replicas import (
     check_layout,
     compare_replicas,
-    digest,
     fitting_parameters,
-    odd_ranks,
+    same_options,
     same_start,
     shapes_digest,
 )
@@ -68,9 +67,7 @@ def one_byte(
     if log is not None:
         check_layout(own.layout, log.layout)
     log = log or own
-    asked = f"{method}, seed {log.seed}, {log.end} steps done"
-    if odd := odd_ranks(comm, digest([asked.encode()])):
-        raise ConfigError(f"rank {odd[0]} asks for other options than rank {comm.global_ranks[0]}; here: {asked}")
+    same_options(comm, f"{method}, seed {log.seed}, {log.end} steps done")
     wrapped = OneByteOptimizer(model, optimizer, comm, trained, method, log, [same_start(model, comm)])
     if announce and comm.rank == 0:
         announce_table(wrapped.describe())

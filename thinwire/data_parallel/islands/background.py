@@ -1,0 +1,70 @@
+"""What methods without a common step share: a thread beside training, and the model as one vector."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+
+class Background:
+    """A thread beside training. What it raises comes out of `check`, and wakes whoever waits for `changed`."""
+
+    def __init__(self, name: str, run: Callable[[], None]) -> None:
+        self.changed = threading.Condition()
+        self._run = run
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._guarded, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise what has ended the thread."""
+        if self._error is not None:
+            raise self._error
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Block until the condition holds, with `changed` held; raises what has ended the thread."""
+        self.changed.wait_for(lambda: self._error is not None or condition())
+        self.check()
+
+    def join(self) -> None:
+        """Wait until the thread has ended; raises what ended it."""
+        self._thread.join()
+        self.check()
+
+    def _guarded(self) -> None:
+        try:
+            self._run()
+        except BaseException as error:
+            with self.changed:
+                self._error = error
+                self.changed.notify_all()
+
+
+class FlatModel:
+    """The trained parameters as one flat fp32 vector on the CPU."""
+
+    def __init__(self, trained: Mapping[str, Tensor]) -> None:
+        self.tensors = list(trained.values())
+        self.lengths = tuple(tensor.numel() for tensor in self.tensors)
+        self.numel = sum(self.lengths)
+
+    @torch.no_grad()
+    def read(self) -> Tensor:
+        """A copy of the parameters."""
+        return torch.cat([tensor.detach().reshape(-1).cpu() for tensor in self.tensors])
+
+    @torch.no_grad()
+    def write(self, values: Tensor) -> None:
+        """Overwrite the parameters."""
+        for tensor, part in zip(self.tensors, values.split(self.lengths), strict=True):
+            tensor.copy_(part.view(tensor.shape))
+
+    def gradient(self) -> Tensor:
+        """A copy of the gradients; zero where there is none."""
+        grads = [torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in self.tensors]
+        return torch.cat([grad.reshape(-1).cpu() for grad in grads])

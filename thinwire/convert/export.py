@@ -124,7 +124,7 @@ def check_tokenizer(folder: Path, ours: Tokenizer, texts: list[Tensor]) -> None:
     theirs = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     for text in (ours.decode(row.tolist()) for batch in texts for row in batch):
         expected = np.asarray(ours.encode(text)).tolist()
-        found = theirs(text, add_special_tokens=False)["input_ids"]
+        found = theirs(text, add_special_tokens=False, verbose=False)["input_ids"]
         if found != expected:
             pairs = zip(found, expected, strict=False)
             place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(found), len(expected)))

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from thinwire.checkpoint.folder import new_folder, write_weights
 from thinwire.checkpoint.foreign import (
     Averaged,
     Fused,
@@ -25,6 +24,7 @@ from thinwire.checkpoint.foreign import (
     left_out,
 )
 from thinwire.checkpoint.foreign.sources import join_flat, piece_numel
+from thinwire.checkpoint.weights_folder import new_folder, write_weights
 from thinwire.errors import ConfigError, ThinwireError
 
 

@@ -115,7 +115,7 @@ def test_weights_of_every_host_are_put_together(runs: Runs) -> None:
 
 @pytest.fixture
 def loud(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs whose matrices are larger: after two steps attention is almost even, and hides a wrong table of positions."""
+    """Larger matrices: after two steps attention is almost even, and hides a wrong table of positions."""
 
     def load_loud(path: str) -> SavedRun:
         run = load_run(path)

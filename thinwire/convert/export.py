@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from thinwire.checkpoint.folder import new_folder, write_weights
+from thinwire.checkpoint.weights_folder import new_folder, write_weights
 from thinwire.convert.options import ExportConfig
 from thinwire.convert.saved import SavedRun, load_run
 from thinwire.convert.tokenizer import write_tokenizer

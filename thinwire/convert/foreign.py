@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from thinwire.checkpoint.folder import new_folder, write_weights
 from thinwire.checkpoint.foreign import FORMATS, Sizes, consolidate, detect
 from thinwire.checkpoint.foreign.rules import shown
+from thinwire.checkpoint.weights_folder import new_folder, write_weights
 from thinwire.convert.options import ImportConfig
 from thinwire.convert.tokenizer import copy_beside
 from thinwire.errors import ConfigError, nearest

@@ -10,10 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, ThinwireError
 
 SHARD_BYTES = 2 << 30
 
@@ -22,7 +23,7 @@ SHARD_BYTES = 2 << 30
 def new_folder(target: Path) -> Iterator[Path]:
     """A folder under another name beside `target`, which gets its own when the block has succeeded, else is deleted.
 
-    Raises ConfigError where `target` holds something already, or can't be written.
+    Raises ConfigError where `target` holds something already, ThinwireError where it can't be written.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         number = 2
@@ -30,16 +31,24 @@ def new_folder(target: Path) -> Iterator[Path]:
             number += 1
         raise ConfigError(f"{target} is there already: delete it, or choose another folder, such as {free}")
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
+    with explained(target):
         temporary.mkdir(parents=True)
+    try:
         yield temporary
-        if target.exists():
-            target.rmdir()
-        temporary.rename(target)
-    except OSError as error:
-        raise ConfigError(f"{target} can't be written: {error.strerror or error}") from error
+        with explained(target):
+            # An empty folder gives way.
+            temporary.replace(target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def explained(folder: Path) -> Iterator[None]:
+    """Turn the errors of a disk into a ThinwireError of one line."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise ThinwireError(f"{folder} can't be written: {getattr(error, 'strerror', None) or error}") from error
 
 
 def write_weights(
@@ -47,7 +56,8 @@ def write_weights(
 ) -> dict[str, torch.Size]:
     """Write named tensors as .safetensors files of at most `shard_bytes` or one tensor; returns their shapes.
 
-    At most one file's tensors are in memory. With more than one file, `model.safetensors.index.json` names them.
+    At most one file's tensors are in memory. With more than one file, `model.safetensors.index.json` names them. Raises
+    ThinwireError where the disk is full.
     """
     shapes: dict[str, torch.Size] = {}
     files: list[list[str]] = []
@@ -55,7 +65,8 @@ def write_weights(
     total_bytes = pending_bytes = 0
 
     def flush() -> None:
-        save_file(pending, folder / part_name(len(files)), metadata={"format": "pt"})
+        with explained(folder):
+            save_file(pending, folder / part_name(len(files)), metadata={"format": "pt"})
         files.append(list(pending))
         pending.clear()
 

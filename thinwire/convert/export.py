@@ -139,12 +139,11 @@ def reload(folder: Path) -> Any:
     import transformers
 
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, use_safetensors=True, local_files_only=True, trust_remote_code=False,
-        output_loading_info=True,
-    )  # fmt: skip
+        folder, use_safetensors=True, local_files_only=True, trust_remote_code=False, output_loading_info=True
+    )
     kinds = ("missing_keys", "unexpected_keys", "mismatched_keys")
     if odd := [f"{kind.partition('_')[0]} {name}" for kind in kinds for name in islice(info[kind], 3)]:
         raise UnfaithfulError(
             f"transformers finds other weights than it needs: {', '.join(odd)}; the folder was deleted"
         )
-    return model.eval()
+    return model.float().eval()

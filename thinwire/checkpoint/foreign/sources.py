@@ -206,7 +206,9 @@ class Zero3Source:
         models = [load_pt(path) for path in by_rank(folder, "model_states")]
         states = [load_pt(path)["optimizer_state_dict"] for path in by_rank(folder, "optim_states")]
         check_complete(folder, models, states)
-        self._shapes = {name: shape for group in models[0]["param_shapes"] for name, shape in group.items()}
+        self._shapes: dict[str, torch.Size] = {}
+        for group in models[0]["param_shapes"]:
+            self._shapes |= group
         self._frozen: dict[str, torch.Size] = models[0].get("frozen_param_shapes") or {}
         self._fragments = [model.get("frozen_param_fragments") or {} for model in models]
         self._groups: list[list[Tensor]] = [state["fp32_flat_groups"] for state in states]

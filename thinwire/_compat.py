@@ -6,6 +6,7 @@
 - FSDPGroup, FSDPParameter: what FSDP2 keeps of a module that was given to fully_shard, private. Only here does thinwire
   learn in which order parameters lie in FSDP2's buffers; whoever relies on it checks it (data_parallel/fsdp/layout.py).
 - at_end_of_backward: the autograd engine's queue_callback, private, as FSDP2 itself uses it.
+- DCP_METADATA_CLASSES: what a checkpoint's .metadata, a pickle, consists of, by name; three of the names are private.
 - factor_of: the state of a ReduceOp, for the factor of a PREMUL_SUM.
 """
 
@@ -23,6 +24,25 @@ from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 
 from thinwire.errors import ConfigError
+
+DCP_METADATA_CLASSES = frozenset(
+    {
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in (
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+    }
+    | {("torch.distributed.checkpoint.filesystem", name) for name in ("_StorageInfo", "_StoragePrefix")}
+    | {("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")}
+    | {("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")}
+)
 
 
 def all_gather_single(

@@ -58,11 +58,35 @@ def explain(args: Sequence[str]) -> int:
     return run_explain(args)
 
 
+def export(args: Sequence[str]) -> int:
+    """Write a run's last checkpoint as a folder for transformers, and compare what it loads."""
+    from thinwire.convert.command import run_export
+
+    return run_export(args)
+
+
+def import_checkpoint(args: Sequence[str]) -> int:
+    """Turn another program's checkpoint into a folder that `--model hf:DIR` starts from."""
+    from thinwire.convert.command import run_import
+
+    return run_import(args)
+
+
+def generate(args: Sequence[str]) -> int:
+    """Let a run's last checkpoint, or a folder for transformers, continue a text."""
+    from thinwire.convert.command import run_generate
+
+    return run_generate(args)
+
+
 # A command is one row.
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
     "compare": compare,
     "explain": explain,
+    "generate": generate,
+    "export": export,
+    "import": import_checkpoint,
     "lab": lab,
 }
 

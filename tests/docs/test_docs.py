@@ -9,7 +9,7 @@ import re
 import socket
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from tests.docs.pages import PAGES, ROOT, Block, anchors, blocks, links, table_r
 from thinwire.compare import RaceConfig
 from thinwire.compare.contestants import read_contestants
 from thinwire.compare.options import read_race
+from thinwire.convert import ExportConfig, GenerateConfig, ImportConfig
+from thinwire.convert.options import read as read_conversion
 from thinwire.data_parallel import DGC, OneBitAdam
 from thinwire.data_parallel.strategies import STRATEGIES, Frontier, SDP4Bit, ZeroPP
 from thinwire.lab import LabSpec
@@ -32,6 +34,7 @@ from thinwire.training.problems import Problems
 from thinwire.training.settings import read_config
 
 TIMEOUT_S = 120
+CONVERSIONS: dict[str, Any] = {"export": ExportConfig, "import": ImportConfig, "generate": GenerateConfig}
 CLI_PAGE = ROOT / "docs/reference/cli.md"
 RUN_DIR_PAGE = ROOT / "docs/reference/run-directory.md"
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -60,6 +63,8 @@ def test_commands_are_understood(block: Block) -> None:
             understand_explain(words[2:])
         elif words[:2] == ["thinwire", "lab"]:
             understand_lab(words[2:])
+        elif words[0] == "thinwire" and words[1] in CONVERSIONS:
+            understand_conversion(words[1], words[2:])
         elif "train" in words:
             understand_train(words[words.index("train") + 1 :])
         else:
@@ -78,6 +83,11 @@ def understand_train(args: list[str]) -> None:
     config = read_config(args, problems)
     assert not problems.messages
     assert config.strategy in STRATEGIES
+
+
+def understand_conversion(command: str, args: list[str]) -> None:
+    if args != ["--help"]:
+        read_conversion(CONVERSIONS[command], args, command)
 
 
 def understand_compare(args: list[str]) -> None:
@@ -197,6 +207,13 @@ def test_every_flag_of_an_explanation_is_documented_with_its_default() -> None:
 def test_every_flag_of_the_lab_is_documented_with_its_default() -> None:
     documented = {row[0]: row[1].strip("`") for row in table_rows(CLI_PAGE, "Flags of `thinwire lab`")}
     assert documented == {flag(item.name): shown(item.default) for item in fields(LabOptions)}
+
+
+@pytest.mark.parametrize("command", CONVERSIONS)
+def test_every_flag_of_a_conversion_is_documented_with_its_default(command: str) -> None:
+    documented = {row[0]: row[1].strip("`") for row in table_rows(CLI_PAGE, f"Flags of `thinwire {command}`")}
+    named = [item for item in fields(CONVERSIONS[command]) if item.default is not MISSING]
+    assert documented == {flag(item.name): shown(item.default) for item in named}
 
 
 def shown(default: object) -> str:

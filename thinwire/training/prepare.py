@@ -19,7 +19,7 @@ from thinwire.data import prepare as prepare_tokens
 from thinwire.data_parallel import NotExplainedError, TrainingStrategy, footprint
 from thinwire.errors import ConfigError
 from thinwire.models import build_model
-from thinwire.models.hf import check_hf
+from thinwire.models.hf import check_hf, look_into
 from thinwire.training import checkpoint
 from thinwire.training.config import FIXED_ON_RESUME, TrainConfig, derive, range_errors, with_derived
 from thinwire.training.effects import Row, batch_row, resume_rows, unused_rows
@@ -114,13 +114,22 @@ def check_join(config: TrainConfig) -> None:
         )
 
 
+def model_rows(config: TrainConfig) -> list[Row]:
+    """Where the weights of a model of transformers come from."""
+    if not config.model.startswith("hf:"):
+        return []
+    if look_into(Path(config.model.removeprefix("hf:")).expanduser()):
+        return [(f"--model {config.model}", "starts from the folder's weights", "")]
+    return [(f"--model {config.model}", "starts at random", "the folder holds no .safetensors file")]
+
+
 def resolve(config: TrainConfig, threads: int) -> tuple[TrainConfig, list[Row]]:
     """The configuration with everything derived filled in, and the rows that say so."""
     batch = derive(config, config.world_size)
     dtype: Any
     dtype, reason = choose_dtype(config.dtype, threads)
     rows: list[Row] = [(f"dtype {config.dtype}", dtype, reason), batch_row(config, batch, config.world_size)]
-    rows += unused_rows(config)
+    rows += [*model_rows(config), *unused_rows(config)]
     chosen = with_optimizer(config)
     if config.optimizer is None:
         rows.append(("--optimizer", f"{chosen.optimizer}", f"the choice of strategy {config.strategy}"))

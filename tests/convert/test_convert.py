@@ -1,0 +1,291 @@
+"""Runs that leave for transformers: weights of every host, the folder, the comparison, and a quick look."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.workers import run_workers
+from thinwire import cli
+from thinwire.convert import ExportConfig
+from thinwire.convert.export import export
+from thinwire.convert.saved import SavedRun, load_run
+from thinwire.convert.verify import Fidelity, UnfaithfulError, compare
+from thinwire.data import ByteTokenizer
+from thinwire.errors import ConfigError
+from thinwire.models import HFCausalLM, build_model
+from thinwire.training.config import TrainConfig, with_derived
+from thinwire.training.prepare import Start, model_rows, prepare
+from thinwire.training.problems import Problems
+from thinwire.training.settings import with_optimizer
+from thinwire.training.signals import StopFlag
+from thinwire.training.trainer import Place, Trainer
+
+transformers = pytest.importorskip("transformers")
+# A base of the rotary table and an epsilon that are nobody's default.
+LLAMA = {"rope_theta": 700.0, "rms_norm_eps": 1e-3}
+QWEN = {
+    "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": 256, "hidden_size": 32,
+    "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 64, "tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": 255,
+}  # fmt: skip
+LR = 1e-3
+STEPS = 2
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Run directories by name, and the weights that the trainer of each run ended with."""
+
+    folder: Path
+    weights: dict[str, dict[str, Tensor]]
+
+    def path(self, name: str) -> str:
+        return str(self.folder / name)
+
+
+def train_all(rank: int, world_size: int, starts: list[tuple[str, TrainConfig, Start]]) -> dict[str, dict[str, Tensor]]:
+    """One run after another; what the model of each ends with, as rank 0 sees it."""
+    ended = {}
+    for name, config, start in starts:
+        trainer = Trainer(
+            with_optimizer(with_derived(config)), Place(rank, rank, world_size), StopFlag(), start.dtype, start.effects
+        )
+        trainer.run()
+        if trainer.reporter is not None:
+            trainer.reporter.close()
+        is_whole = not config.strategy.startswith(("fsdp", "frontier"))
+        ended[name] = {n: p.detach().clone() for n, p in trainer.model.named_parameters()} if is_whole else {}
+    return ended
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "data.txt").write_text("".join(f"line {n} of {n * n} lines, très long\n" for n in range(2000)))
+    (folder / "qwen").mkdir()
+    (folder / "qwen/config.json").write_text(json.dumps(QWEN))
+    starts = []
+    for name, strategy, model, options in (
+        ("ddp", "ddp", "tiny", LLAMA | {"tie_word_embeddings": True}),
+        ("zero", "zero", "tiny", LLAMA | {"tie_word_embeddings": True}),
+        ("sdp4bit", "sdp4bit", "tiny", LLAMA),
+        ("fsdp", "fsdp", "tiny", LLAMA | {"tie_word_embeddings": True}),
+        ("frontier", "frontier", "tiny", LLAMA | {"tie_word_embeddings": True}),
+        ("qwen", "zero", f"hf:{folder / 'qwen'}", None),
+    ):
+        config = TrainConfig(
+            model=model, data=str(folder / "data.txt"), cache_dir=str(folder / "cache"), strategy=strategy, workers=2,
+            steps=STEPS, warmup_steps=0, seq_len=32, micro_batch=2, lr=LR, dtype="fp32", eval_sequences=0,
+            sample_tokens=0, run_dir=str(folder / name), timeout=60, tables={"llama": options} if options else {},
+        )  # fmt: skip
+        starts.append((name, *prepare(config, Problems())))
+    weights = run_workers(train_all, 2, starts, timeout_s=150)[0]
+    return Runs(folder, weights)
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+def furthest(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return max(float((a[name] - b[name]).abs().max()) for name in a)
+
+
+def test_weights_of_every_host_are_put_together(runs: Runs) -> None:
+    loaded = {name: load_run(runs.path(name)) for name in ("ddp", "zero", "sdp4bit", "fsdp", "frontier", "qwen")}
+    found = {name: weights_of(run.model) for name, run in loaded.items()}
+    assert {run.step for run in loaded.values()} == {STEPS}
+    for name in ("ddp", "zero", "qwen"):
+        assert furthest(found[name], runs.weights[name]) == 0
+    # Masters: what the replicas were before they were rounded for the wire.
+    assert 0 < furthest(found["sdp4bit"], runs.weights["sdp4bit"]) < LR
+    assert furthest(found["fsdp"], found["ddp"]) < 1e-5
+    # Adam moves a weight by at most about the learning rate a step; weights in a wrong place would differ by tenths.
+    assert furthest(found["frontier"], found["ddp"]) < 3 * STEPS * LR
+
+
+@pytest.fixture
+def loud(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Larger matrices: after two steps attention is almost even, and hides a wrong table of positions."""
+
+    def load_loud(path: str) -> SavedRun:
+        run = load_run(path)
+        with torch.no_grad():
+            for param in run.model.parameters():
+                param.mul_(8 if param.ndim > 1 else 1)
+        return run
+
+    monkeypatch.setattr("thinwire.convert.export.load_run", load_loud)
+
+
+def exported(runs: Runs, name: str, tmp_path: Path, **options: Any) -> tuple[Path, Fidelity]:
+    done = export(ExportConfig(runs.path(name), str(tmp_path / "out"), **options))
+    return tmp_path / "out", done.fidelity
+
+
+@pytest.mark.parametrize("name", ["sdp4bit", "zero", "qwen"])
+def test_transformers_computes_what_was_trained(runs: Runs, name: str, tmp_path: Path, loud: None) -> None:
+    _, fidelity = exported(runs, name, tmp_path)
+    assert fidelity.kl < 1e-8 and fidelity.agreement > 0.998 and fidelity.num_tokens == 16 * 32
+
+
+@pytest.mark.parametrize("name", ["sdp4bit", "zero", "qwen"])
+def test_transformers_loads_what_was_trained(runs: Runs, name: str, tmp_path: Path) -> None:
+    folder, _ = exported(runs, name, tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert type(theirs).__name__ == ("Qwen2ForCausalLM" if name == "qwen" else "LlamaForCausalLM")
+    assert {param.dtype for param in theirs.parameters()} == {torch.float32}
+    assert theirs.config.eos_token_id == 255
+    files = {path.name for path in folder.iterdir()}
+    assert files == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    # And back: --model hf:DIR starts from these weights, bit for bit, and says so.
+    again = build_model(f"hf:{folder}", 256, 32)
+    assert isinstance(again, HFCausalLM)
+    run = load_run(runs.path(name)).model
+    original = run.model if isinstance(run, HFCausalLM) else run
+    assert isinstance(original, nn.Module)
+    assert furthest(weights_of(again.model), weights_of(original)) == 0
+    assert model_rows(TrainConfig(model=f"hf:{folder}"))[0][1] == "starts from the folder's weights"
+
+
+def test_a_folder_without_weights_is_announced(runs: Runs) -> None:
+    rows = model_rows(TrainConfig(model=f"hf:{runs.path('qwen')}/../qwen"))
+    assert rows[0][1:] == ("starts at random", "the folder holds no .safetensors file")
+    assert model_rows(TrainConfig()) == []
+
+
+def test_bytes_are_the_same_tokens_for_transformers(runs: Runs, tmp_path: Path) -> None:
+    folder, _ = exported(runs, "ddp", tmp_path, sequences=1)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    for text in ("def f(x):\n\treturn x", "ÿ þ <|endoftext|> é 漢字 \x00\x7f  \r\n", "", "\ufffd"):
+        ids = theirs(text, add_special_tokens=False)["input_ids"]
+        assert ids == ByteTokenizer().encode(text).tolist()
+        assert theirs.decode(ids) == text
+    assert (theirs.eos_token, theirs.eos_token_id) == ("<|endoftext|>", ByteTokenizer.end_of_document)
+
+
+def test_a_rounded_model_is_measured_and_refused_above_the_limit(runs: Runs, tmp_path: Path) -> None:
+    folder, fidelity = exported(runs, "ddp", tmp_path, dtype="bf16", min_agreement=0.9)
+    assert 1e-9 < fidelity.kl < 1e-3
+    assert json.loads((folder / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    assert transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").dtype == torch.bfloat16
+    strict = [str(tmp_path / "strict"), "--dtype", "bf16", "--max-kl", "1e-12"]
+    with pytest.raises(UnfaithfulError, match=r"KL .* the limits are --max-kl 1e-12") as caught:
+        cli.run(["export", runs.path("ddp"), "--to", "hf", *strict])
+    assert caught.value.exit_code == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("change", [{"rope_theta": 70000.0}, {"rms_norm_eps": 0.5}, {"tie_word_embeddings": False}])
+def test_a_wrong_config_is_noticed(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loud: None, change: dict[str, Any]
+) -> None:
+    from thinwire.convert import export as module
+
+    right = module.llama_config
+    monkeypatch.setattr(module, "llama_config", lambda *args: right(*args) | change)
+    with pytest.raises(UnfaithfulError, match="the folder was deleted"):
+        exported(runs, "ddp", tmp_path, max_kl=1e-6)
+    assert not any(tmp_path.iterdir())
+
+
+def test_another_tokenizer_is_noticed(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("thinwire.convert.tokenizer.byte_symbol", lambda byte: chr(0x100 + byte))
+    with pytest.raises(UnfaithfulError, match="tokenizer differs from the run's at token 0"):
+        exported(runs, "ddp", tmp_path)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_tokenizer_file_is_taken_along(tmp_path: Path) -> None:
+    from thinwire.convert.tokenizer import write_tokenizer
+
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<unk>": 0, "a": 1, "</s>": 2}, unk_token="<unk>"))
+    words.add_special_tokens(["</s>"])
+    (tmp_path / "own").mkdir()
+    (tmp_path / "out").mkdir()
+    words.save(str(tmp_path / "own/tokenizer.json"))
+    write_tokenizer(str(tmp_path / "own"), 32, tmp_path / "out")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (theirs.eos_token, theirs.model_max_length) == ("</s>", 32)
+    (tmp_path / "own/tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    (tmp_path / "out/tokenizer_config.json").unlink()
+    write_tokenizer(str(tmp_path / "own/tokenizer.json"), 32, tmp_path / "out")
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").eos_token is None
+
+
+def test_generate_takes_a_run_or_a_folder(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, _ = exported(runs, "zero", tmp_path, sequences=1)
+    flags = ["--prompt", "line 7", "--tokens", "20", "--temperature", "0"]
+    texts = []
+    for source in (runs.path("zero"), str(folder)):
+        assert cli.run(["generate", source, *flags]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] and texts[0].startswith("line 7") and len(texts[0]) > 10
+    warm = ["--temperature", "2", "--tokens", "40"]
+    draws = [
+        (cli.run(["generate", runs.path("zero"), *warm, "--seed", seed]), capsys.readouterr().out) for seed in "112"
+    ]
+    assert draws[0] == draws[1] != draws[2]
+
+
+def test_divergence_and_agreement_are_what_they_say() -> None:
+    class Fixed(nn.Module):
+        def __init__(self, probabilities: list[list[float]]) -> None:
+            super().__init__()
+            self.logits = torch.tensor([probabilities]).log()
+
+        def forward(self, tokens: Tensor | None = None, **rest: Any) -> Any:
+            return self.logits
+
+    class Theirs(Fixed):
+        def forward(self, tokens: Tensor | None = None, **rest: Any) -> Any:
+            return transformers.modeling_outputs.CausalLMOutput(logits=self.logits)
+
+    ours, theirs = Fixed([[0.5, 0.5 - 1e-6, 1e-6], [0.7, 0.2, 0.1]]), Theirs([[0.2, 0.7, 0.1], [0.7, 0.2, 0.1]])
+    found = compare(ours, theirs, [torch.zeros(1, 2, dtype=torch.int64)])
+    p, q = np.array([0.5, 0.5 - 1e-6, 1e-6]), np.array([0.2, 0.7, 0.1])
+    assert found.kl == pytest.approx((p * np.log(p / q)).sum() / 2, rel=1e-5)
+    assert (found.agreement, found.num_tokens) == (0.5, 2)
+    with pytest.raises(UnfaithfulError):
+        Fidelity(float("nan"), 1.0, 1).check(1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["export", "RUN", "--too", "hf", "out"], "unknown flag --too; did you mean '--to'"),
+        (["export", "RUN", "out", "--max-kl", "-1"], "--max-kl -1: must be from 0 to"),
+        (["export", "RUN", "RUN"], "ddp is there already"),
+        (["export", "RUN2", "out"], "holds no run"),
+        (["export", "EMPTY", "out"], "holds no checkpoint yet"),
+        (["generate", "CHECKPOINTS"], "is neither a run directory nor a folder with a config.json"),
+        (["generate", "QWEN"], "holds no tokenizer.json"),
+    ],
+)
+def test_what_can_not_be_done_is_said(runs: Runs, tmp_path: Path, command: list[str], message: str) -> None:
+    (runs.folder / "empty/checkpoints").mkdir(parents=True, exist_ok=True)
+    (runs.folder / "empty/config.toml").write_text('model = "tiny"\n')
+    names = {
+        "RUN2": "ddp-2",
+        "RUN": "ddp",
+        "EMPTY": "empty",
+        "CHECKPOINTS": "empty/checkpoints",
+        "QWEN": "plain",
+        "out": str(tmp_path / "out"),
+    }
+    (runs.folder / "plain").mkdir(exist_ok=True)
+    (runs.folder / "plain/config.json").write_text(json.dumps(QWEN))
+    args = [str(runs.folder / names[word]) if word in names else word for word in command]
+    with pytest.raises(ConfigError, match=message):
+        cli.run(args)
+    assert not any(tmp_path.iterdir())

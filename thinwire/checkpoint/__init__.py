@@ -1,0 +1,1 @@
+"""Checkpoints: those of other programs, and folders of safetensors."""

@@ -1,0 +1,96 @@
+"""The pattern language: which parameters a rule is about, how ranks hold them, what becomes of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from thinwire.checkpoint.foreign.layouts import Layout, Unique
+from thinwire.checkpoint.foreign.sources import Source
+from thinwire.errors import ConfigError
+
+NUM_SHOWN = 5
+
+
+def whole(tensor: Tensor) -> list[Tensor]:
+    """The tensor, as one part."""
+    return [tensor]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What is done with the parameters whose whole name matches the regular expression `pattern`.
+
+    layout: how ranks hold them. num_rows: rows that are kept of dimension 0; the rest is padding of a vocabulary.
+    cut: turns the whole tensor into as many parts as `to` has names. to: the new names, where \\1 is the first group of
+    the pattern; with none, such parameters are read by nobody.
+    """
+
+    pattern: str
+    to: tuple[str, ...] = (r"\g<0>",)
+    layout: Layout = field(default_factory=Unique)
+    num_rows: int | None = None
+    cut: Callable[[Tensor], Sequence[Tensor]] = whole
+
+    def names(self, name: str) -> list[str]:
+        """The new names of a parameter that matches."""
+        match = re.fullmatch(self.pattern, name)
+        assert match is not None
+        return [match.expand(target) for target in self.to]
+
+    def parts(self, shards: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The whole tensors, one for each new name, in the dtype of the shards."""
+        joined = self.layout.join(shards)
+        if self.num_rows is not None:
+            if len(joined) < self.num_rows:
+                raise ConfigError(f"{len(joined)} rows, and the config asks for {self.num_rows}")
+            joined = joined[: self.num_rows]
+        return self.cut(joined)
+
+
+def left_out(pattern: str) -> Rule:
+    """A rule for what is no weight: optimizer states, tables that are computed anew."""
+    return Rule(pattern, to=())
+
+
+def assign(names: Iterable[str], rules: Sequence[Rule]) -> dict[str, Rule]:
+    """The rule of each name. Raises ConfigError with the names that no rule matches, or more than one."""
+    found = {name: [rule for rule in rules if re.fullmatch(rule.pattern, name)] for name in names}
+    if unknown := [name for name, matches in found.items() if not matches]:
+        raise ConfigError(f"no rule matches {shown(unknown)}: add one that says how ranks hold them, or leave them out")
+    if doubtful := [name for name, matches in found.items() if len(matches) > 1]:
+        patterns = ", ".join(repr(rule.pattern) for rule in found[doubtful[0]])
+        raise ConfigError(
+            f"more than one rule matches {shown(doubtful)} ({patterns}): make the patterns exclude each other"
+        )
+    return {name: matches[0] for name, matches in found.items()}
+
+
+def consolidate(source: Source, rules: Sequence[Rule]) -> Iterator[tuple[str, Tensor]]:
+    """(new name, whole fp32 tensor), one parameter after another: no more than one is in memory at a time.
+
+    Raises ConfigError, before anything is read, for names that `assign` refuses and for two parameters with the same
+    new name; then for shards that contradict their rule, with the parameter's name.
+    """
+    assigned = {name: rule for name, rule in assign(source.names(), rules).items() if rule.to}
+    givers: dict[str, str] = {}
+    for name, rule in assigned.items():
+        for target in rule.names(name):
+            if (other := givers.setdefault(target, name)) != name:
+                raise ConfigError(f"both {other} and {name} would become {target}: leave one of them out")
+    for name, rule in assigned.items():
+        try:
+            parts = rule.parts(source.shards(name))
+        except (ConfigError, RuntimeError) as error:
+            raise ConfigError(f"{name}: {error}") from error
+        for target, part in zip(rule.names(name), parts, strict=True):
+            yield target, part.float()
+
+
+def shown(names: Sequence[str]) -> str:
+    """The first few names, and how many more there are."""
+    more = len(names) - NUM_SHOWN
+    return ", ".join(names[:NUM_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,101 @@
+"""A folder that transformers loads: written one tensor after another, and complete or absent."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from thinwire.errors import ConfigError, ThinwireError
+
+SHARD_BYTES = 2 << 30
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A folder under another name beside `target`, which gets its own when the block has succeeded, else is deleted.
+
+    Raises ConfigError where `target` holds something already, ThinwireError where it can't be written.
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        number = 2
+        while (free := target.with_name(f"{target.name}-{number}")).exists():
+            number += 1
+        raise ConfigError(f"{target} is there already: delete it, or choose another folder, such as {free}")
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    with explained(target):
+        temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        with explained(target):
+            # An empty folder gives way.
+            temporary.replace(target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def explained(folder: Path) -> Iterator[None]:
+    """Turn the errors of a disk into a ThinwireError of one line."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise ThinwireError(f"{folder} can't be written: {getattr(error, 'strerror', None) or error}") from error
+
+
+def write_weights(
+    folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int = SHARD_BYTES
+) -> dict[str, torch.Size]:
+    """Write named tensors as .safetensors files of at most `shard_bytes` or one tensor; returns their shapes.
+
+    At most one file's tensors are in memory. With more than one file, `model.safetensors.index.json` names them. Raises
+    ThinwireError where the disk is full.
+    """
+    shapes: dict[str, torch.Size] = {}
+    files: list[list[str]] = []
+    pending: dict[str, Tensor] = {}
+    total_bytes = pending_bytes = 0
+
+    def flush() -> None:
+        with explained(folder):
+            save_file(pending, folder / part_name(len(files)), metadata={"format": "pt"})
+        files.append(list(pending))
+        pending.clear()
+
+    for name, tensor in tensors:
+        if pending and pending_bytes + tensor.nbytes > shard_bytes:
+            flush()
+            pending_bytes = 0
+        # A copy: safetensors refuses tensors that share memory, and a view of one read from disk is not read yet.
+        pending[name], shapes[name] = tensor.clone(memory_format=torch.contiguous_format), tensor.shape
+        pending_bytes += tensor.nbytes
+        total_bytes += tensor.nbytes
+    flush()
+    name_files(folder, files, total_bytes)
+    return shapes
+
+
+def part_name(number: int) -> str:
+    return f"part-{number}.tmp"
+
+
+def name_files(folder: Path, files: list[list[str]], total_bytes: int) -> None:
+    """Give the parts the names that transformers looks for, now that their number is known."""
+    if len(files) == 1:
+        (folder / part_name(0)).rename(folder / "model.safetensors")
+        return
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(files):
+        file = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
+        (folder / part_name(number)).rename(folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")

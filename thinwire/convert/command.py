@@ -1,0 +1,75 @@
+"""`thinwire export`, `thinwire import` and `thinwire generate` as commands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from thinwire.convert.options import ExportConfig, GenerateConfig, ImportConfig, read
+from thinwire.convert.saved import load_run
+from thinwire.data import Tokenizer, load_tokenizer
+from thinwire.errors import ConfigError
+from thinwire.models import build_model, generate
+from thinwire.report.units import short
+from thinwire.training.run_dir import RunDir
+
+
+def run_export(args: Sequence[str]) -> int:
+    """Write the folder and say how well it agrees with the run."""
+    config = read(ExportConfig, args, "export")
+    from thinwire.convert.export import export
+
+    done = export(config)
+    print(
+        f"{config.folder}: {done.architecture}, {short(done.num_parameters)} parameters in {config.dtype}, "
+        f"from {config.run} after step {done.step}"
+    )
+    print(
+        f"loaded again by transformers, compared on {done.fidelity.num_tokens:,} held-out tokens: {done.fidelity} "
+        f"(limits {config.max_kl:g} and {100 * config.min_agreement:g} %)"
+    )
+    return 0
+
+
+def run_import(args: Sequence[str]) -> int:
+    """Write the folder and say what was found."""
+    config = read(ImportConfig, args, "import")
+    from thinwire.convert.foreign import import_checkpoint
+
+    done = import_checkpoint(config)
+    print(
+        f"{config.folder}: {done.architecture}, {short(done.num_parameters)} parameters in {done.num_tensors} tensors "
+        f"of fp32, from {config.source} ({done.format})"
+    )
+    print(f"train it: thinwire train --model hf:{config.folder}")
+    return 0
+
+
+def run_generate(args: Sequence[str]) -> int:
+    """Print the prompt and what the model makes of it."""
+    config = read(GenerateConfig, args, "generate")
+    model, tokenizer = load_source(config.source)
+    prompt = [int(token) for token in tokenizer.encode(config.prompt)] or [tokenizer.end_of_document or 0]
+    generator = torch.Generator().manual_seed(config.seed)
+    tokens = generate(model, torch.tensor([prompt]), config.tokens, config.temperature, generator)
+    print(tokenizer.decode(tokens[0].tolist()))
+    return 0
+
+
+def load_source(source: str) -> tuple[nn.Module, Tokenizer]:
+    """The model and the tokenizer of a run directory or of a folder of transformers. Raises ConfigError for neither."""
+    if RunDir(source).config().is_file():
+        run = load_run(source)
+        return run.model, run.tokenizer
+    folder = Path(source)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{source} is neither a run directory nor a folder with a config.json")
+    if not (folder / "tokenizer.json").is_file():
+        raise ConfigError(f"{source} holds no tokenizer.json: copy the model's own into it")
+    if not any(folder.glob("*.safetensors")):
+        raise ConfigError(f"{source} holds no .safetensors file, and a model with random weights has nothing to say")
+    tokenizer = load_tokenizer(str(folder / "tokenizer.json"))
+    return build_model(f"hf:{source}", tokenizer.vocab_size, 1), tokenizer

@@ -1,0 +1,149 @@
+"""From a run to a folder that transformers loads, which is then compared with the run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from thinwire.checkpoint.weights_folder import new_folder, write_weights
+from thinwire.convert.options import ExportConfig
+from thinwire.convert.saved import SavedRun, load_run
+from thinwire.convert.tokenizer import write_tokenizer
+from thinwire.convert.verify import Fidelity, UnfaithfulError, compare
+from thinwire.data import Tokenizer, heldout_batches
+from thinwire.data import prepare as prepare_tokens
+from thinwire.errors import ConfigError
+from thinwire.models import HFCausalLM, Llama
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+MICRO_BATCH = 4
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written, and how well it agrees with the run."""
+
+    step: int
+    num_parameters: int
+    architecture: str
+    fidelity: Fidelity
+
+
+def export(config: ExportConfig) -> Exported:
+    """Write the folder, load it again with transformers, and compare; it is kept only where it agrees.
+
+    Raises ConfigError for a run that can't be read or a folder that is in use; UnfaithfulError where the tokenizer or
+    the model that transformers loads differs from the run's.
+    """
+    check_transformers()
+    run = load_run(config.run)
+    texts = list(heldout(run, config))
+    with new_folder(Path(config.folder)) as folder:
+        write_model(run, DTYPES[config.dtype], folder)
+        write_tokenizer(run.config.tokenizer, run.config.seq_len, folder)
+        check_tokenizer(folder, run.tokenizer, texts)
+        theirs = reload(folder)
+        fidelity = compare(run.model, theirs, texts)
+        fidelity.check(config.max_kl, config.min_agreement)
+    return Exported(run.step, theirs.num_parameters(), type(theirs).__name__, fidelity)
+
+
+def check_transformers() -> None:
+    try:
+        import transformers  # noqa: F401
+    except ImportError:
+        raise ConfigError("export loads what it has written with transformers: pip install thinwire[hf]") from None
+
+
+def heldout(run: SavedRun, config: ExportConfig) -> Iterator[Tensor]:
+    """Held-out tokens of the run's data or of --data, int64 [<= MICRO_BATCH, seq_len]."""
+    cache_dir = Path(run.config.cache_dir) if run.config.cache_dir else None
+    tokens = prepare_tokens(
+        config.data or run.config.data, run.tokenizer, text_field=run.config.text_field, cache_dir=cache_dir
+    )
+    _, last = tokens.split(run.config.seq_len)
+    batches = heldout_batches(last, seq_len=run.config.seq_len, micro_batch=MICRO_BATCH, max_sequences=config.sequences)
+    return (inputs for inputs, _ in batches)
+
+
+def write_model(run: SavedRun, dtype: torch.dtype, folder: Path) -> None:
+    """config.json and the weights."""
+    model: nn.Module = run.model
+    if isinstance(model, HFCausalLM):
+        model = model.model
+        settings = model.config.to_dict()
+        settings.pop("dtype", None)
+    else:
+        assert isinstance(model, Llama)
+        settings = llama_config(model, run.tokenizer)
+    settings["torch_dtype"] = str(dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    tied, state = tied_names(model), model.state_dict()
+    write_weights(folder, ((name, as_dtype(tensor, dtype)) for name, tensor in state.items() if name not in tied))
+
+
+def as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def tied_names(model: nn.Module) -> set[str]:
+    """Further names of parameters that have one already: they are written once."""
+    first = {name for name, _ in model.named_parameters()}
+    return {name for name, _ in model.named_parameters(remove_duplicate=False)} - first
+
+
+def llama_config(model: Llama, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What `config.json` says of our Llama-shaped model, in the form that old and new versions of transformers read."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        **asdict(model.config),
+        "head_dim": model.config.head_size,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        # Theirs would be tokens 1 and 2.
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.end_of_document,
+        "pad_token_id": None,
+    }
+
+
+def check_tokenizer(folder: Path, ours: Tokenizer, texts: list[Tensor]) -> None:
+    """Raise UnfaithfulError unless transformers' tokenizer gives the same ids for the held-out text."""
+    import transformers
+
+    theirs = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    for text in (ours.decode(row.tolist()) for batch in texts for row in batch):
+        expected = np.asarray(ours.encode(text)).tolist()
+        found = theirs(text, add_special_tokens=False, verbose=False)["input_ids"]
+        if found != expected:
+            pairs = zip(found, expected, strict=False)
+            place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(found), len(expected)))
+            raise UnfaithfulError(
+                f"transformers' tokenizer differs from the run's at token {place} of a held-out text: "
+                f"{found[place : place + 4]} where training had {expected[place : place + 4]}; the folder was deleted"
+            )
+
+
+def reload(folder: Path) -> Any:
+    """The folder's model in fp32, as transformers loads it. Raises UnfaithfulError for weights that do not fit."""
+    import transformers
+
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, use_safetensors=True, local_files_only=True, trust_remote_code=False, output_loading_info=True
+    )
+    kinds = ("missing_keys", "unexpected_keys", "mismatched_keys")
+    if odd := [f"{kind.partition('_')[0]} {name}" for kind in kinds for name in islice(info[kind], 3)]:
+        raise UnfaithfulError(
+            f"transformers finds other weights than it needs: {', '.join(odd)}; the folder was deleted"
+        )
+    return model.float().eval()

@@ -1,0 +1,102 @@
+"""From another program's checkpoint to a folder that `--model hf:DIR` starts from."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from thinwire.checkpoint.foreign import FORMATS, Sizes, consolidate, detect
+from thinwire.checkpoint.foreign.rules import shown
+from thinwire.checkpoint.weights_folder import new_folder, write_weights
+from thinwire.convert.options import ImportConfig
+from thinwire.convert.tokenizer import copy_beside
+from thinwire.errors import ConfigError, nearest
+from thinwire.models.hf import skeleton_hf
+
+CONFIG = "config.json"
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What was found and written."""
+
+    format: str
+    num_tensors: int
+    num_parameters: int
+    architecture: str
+
+
+def import_checkpoint(config: ImportConfig) -> Imported:
+    """Write the folder; its names and shapes are those that transformers' model asks for.
+
+    Raises ConfigError for a checkpoint that is incomplete, of no known format, or of another model than config.json.
+    """
+    source = Path(config.source)
+    if not source.is_dir():
+        raise ConfigError(f"{source}: no such folder")
+    name = detect(source) if config.format == "auto" else config.format
+    if name not in FORMATS:
+        raise ConfigError(f"--format {name}: no such format{nearest(name, [*FORMATS, 'auto'])}")
+    config_file = find_config(source, config.config)
+    settings = read_config(config_file)
+    known = FORMATS[name]
+    rules = known.rules(Sizes.from_config(settings))
+    tensors = consolidate(known.open(source), rules)
+    with new_folder(Path(config.folder)) as folder:
+        (folder / CONFIG).write_text(json.dumps(settings | {"torch_dtype": "float32"}, indent=2) + "\n")
+        shapes = write_weights(folder, tensors)
+        check_fits(folder, shapes)
+        copy_tokenizer(config_file.parent, folder)
+    num_parameters = sum(shape.numel() for shape in shapes.values())
+    architecture = ", ".join(settings.get("architectures") or [str(settings.get("model_type"))])
+    return Imported(name, len(shapes), num_parameters, architecture)
+
+
+def find_config(source: Path, stated: str | None) -> Path:
+    """The model's config.json. Raises ConfigError where there is none."""
+    path = Path(stated) if stated else source / CONFIG
+    path = path / CONFIG if path.is_dir() else path
+    if not path.is_file():
+        raise ConfigError(
+            f"{path} is not there: the shapes of the model, in Hugging Face's form, are needed; say --config FILE"
+        )
+    return path
+
+
+def read_config(path: Path) -> Mapping[str, Any]:
+    """The settings, without the older names of what is written anew."""
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is no JSON: {error}") from None
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{path} must hold an object, not a {type(settings).__name__}")
+    return {key: value for key, value in settings.items() if key not in ("dtype", "torch_dtype")}
+
+
+def check_fits(folder: Path, shapes: Mapping[str, torch.Size]) -> None:
+    """Raise ConfigError unless names and shapes are those of the model that config.json describes."""
+    model = skeleton_hf(str(folder), 0, 0, {}).model
+    wanted = {name: param.shape for name, param in model.named_parameters()}
+    if missing := sorted(wanted.keys() - shapes.keys()):
+        raise ConfigError(f"the checkpoint lacks {shown(missing)}, which the model of config.json has")
+    if unknown := sorted(shapes.keys() - wanted.keys()):
+        raise ConfigError(f"the checkpoint has {shown(unknown)}, which the model of config.json has not")
+    odd = [
+        f"{name} is {tuple(shapes[name])}, not {tuple(wanted[name])}" for name in wanted if shapes[name] != wanted[name]
+    ]
+    if odd:
+        raise ConfigError(f"the checkpoint does not fit config.json: {shown(odd)}")
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Copy the tokenizer that lies beside the model's config.json, if one does."""
+    if (source / "tokenizer.json").is_file():
+        shutil.copy(source / "tokenizer.json", folder / "tokenizer.json")
+        copy_beside(source, folder)

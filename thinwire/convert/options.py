@@ -1,0 +1,99 @@
+"""The command lines of `thinwire export`, `import` and `generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal, TypeVar, cast
+
+import tyro
+
+from thinwire.training.config import flag
+from thinwire.training.problems import Problems
+from thinwire.training.settings import HELP_FLAGS, without_unknown_flags
+
+Source = Annotated[str, tyro.conf.Positional]
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """Write a run's last checkpoint as a folder for transformers, and compare what transformers loads with the run."""
+
+    run: Annotated[Source, tyro.conf.arg(metavar="RUN")]
+    """The run directory."""
+    folder: Annotated[Source, tyro.conf.arg(metavar="DIR")]
+    """The folder to write; it must not hold anything."""
+    to: Literal["hf"] = "hf"
+    """hf: .safetensors, config.json and a tokenizer, which transformers loads."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Type of the weights; bf16 rounds them and takes half the space."""
+    data: str | None = None
+    """Text to compare on, as for `thinwire train`; by default the run's own, of which the held-out part is taken."""
+    sequences: int = 16
+    """Most held-out sequences to compare on."""
+    max_kl: float = 1e-3
+    """Largest mean KL divergence from the run's model, nats per token, with which the folder is kept."""
+    min_agreement: float = 0.99
+    """Smallest part of the tokens whose likeliest successor must be the same."""
+
+
+@dataclass(frozen=True)
+class ImportConfig:
+    """Turn another program's checkpoint into a folder that `thinwire train --model hf:DIR` starts from."""
+
+    source: Annotated[Source, tyro.conf.arg(metavar="FROM")]
+    """The folder of the checkpoint."""
+    folder: Annotated[Source, tyro.conf.arg(metavar="DIR")]
+    """The folder to write; it must not hold anything."""
+    format: str = "auto"
+    """hf, torchtitan, megatron or zero3; auto goes by the files."""
+    config: str | None = None
+    """config.json of the model, in Hugging Face's form; by default the one beside the checkpoint."""
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    """Let a run's last checkpoint, or a folder of transformers, continue a text."""
+
+    source: Annotated[Source, tyro.conf.arg(metavar="RUN|DIR")]
+    """The run directory, or the folder."""
+    prompt: str = "def "
+    """Start of the text."""
+    tokens: int = 200
+    """Tokens to generate."""
+    temperature: float = 0.8
+    """Softmax temperature of the draws; 0: always the likeliest token."""
+    seed: int = 0
+    """Seeds the draws."""
+
+
+AnyConfig = TypeVar("AnyConfig", ExportConfig, ImportConfig, GenerateConfig)
+
+
+def read(cls: type[AnyConfig], args: Sequence[str], command: str) -> AnyConfig:
+    """What the command line asks for. Raises ConfigError with everything that is wrong; SystemExit after --help."""
+    problems = Problems()
+    known = [*(flag(item.name) for item in fields(cls)), *HELP_FLAGS]
+    args = list(without_unknown_flags(args, problems, known))
+    problems.raise_any()
+    parsed: Any = tyro.cli(cls, args=args, prog=f"thinwire {command}", config=(tyro.conf.FlagCreatePairsOff,))
+    problems.messages += range_errors(parsed)
+    problems.raise_any()
+    return cast(AnyConfig, parsed)
+
+
+# The smallest and the largest value that a number may have.
+LIMITS = {
+    "sequences": (1, 10**9), "max_kl": (0, 1e9), "min_agreement": (0, 1), "tokens": (1, 10**9),
+    "temperature": (0, 1e9), "seed": (0, (1 << 63) - 1),
+}  # fmt: skip
+
+
+def range_errors(config: object) -> Iterator[str]:
+    """One message for each number that is out of its range."""
+    for name, (lowest, highest) in LIMITS.items():
+        value = getattr(config, name, None)
+        # Not value < lowest: that would let NaN pass.
+        if value is not None and not lowest <= value <= highest:
+            close = highest if value > highest else lowest
+            yield f"{flag(name)} {value:g}: must be from {lowest} to {highest:g}; nearest: {close:g}"

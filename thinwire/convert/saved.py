@@ -1,0 +1,47 @@
+"""A run as its directory has it: the model with the weights of the last checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from thinwire.convert.weights import full_weights
+from thinwire.data import Tokenizer, load_tokenizer
+from thinwire.errors import ConfigError, nearest
+from thinwire.models import build_model
+from thinwire.training.config import TrainConfig
+from thinwire.training.problems import Problems
+from thinwire.training.run_dir import RunDir
+from thinwire.training.settings import read_toml, used_tables
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """A run's configuration and tokenizer, and its model in evaluation mode, as it was after `step`."""
+
+    config: TrainConfig
+    tokenizer: Tokenizer
+    model: nn.Module
+    step: int
+
+
+def load_run(path: str) -> SavedRun:
+    """The run in a directory. Raises ConfigError for one that holds none, or no checkpoint yet."""
+    run_dir, problems = RunDir(path), Problems()
+    if not run_dir.config().is_file():
+        parent = Path(path).absolute().parent
+        runs = [str(Path(path).parent / p.name) for p in parent.glob("*/") if RunDir(p).config().is_file()]
+        raise ConfigError(f"{path} holds no run{nearest(path, runs) if runs else ''}")
+    config = read_toml(run_dir.config(), problems)
+    problems.raise_any()
+    tokenizer = load_tokenizer(config.tokenizer)
+    fields = config.tables.get("llama") if "llama" in used_tables(config) else None
+    model = build_model(config.model, tokenizer.vocab_size, config.seq_len, config.seed, fields)
+    step, weights = full_weights(run_dir, config, model)
+    missing = {name for name, _ in model.named_parameters()} - weights.keys()
+    unknown = model.load_state_dict(weights, strict=False).unexpected_keys
+    if missing or unknown:
+        raise ConfigError(f"{run_dir.checkpoints} is not of model {config.model}: {sorted(missing | {*unknown})[0]}")
+    return SavedRun(config, tokenizer, model.eval(), step)

@@ -1,0 +1,55 @@
+"""Whether an exported model is the run's: both read the same held-out text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.errors import ThinwireError
+
+
+class UnfaithfulError(ThinwireError):
+    """What was written is not what was asked for; nothing is kept of it (exit code 2)."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """kl: mean over tokens of KL(run || export) in nats; agreement: part of them with the same likeliest successor."""
+
+    kl: float
+    agreement: float
+    num_tokens: int
+
+    def __str__(self) -> str:
+        return f"KL {self.kl:.3g} nats per token, greedy agreement {100 * self.agreement:.2f} %"
+
+    def check(self, max_kl: float, min_agreement: float) -> None:
+        """Raise UnfaithfulError unless both are within their limits; NaN is not."""
+        if not (self.kl <= max_kl and self.agreement >= min_agreement):
+            raise UnfaithfulError(
+                f"the exported model differs from the run: {self} over {self.num_tokens:,} tokens; the limits are "
+                f"--max-kl {max_kl:g} and --min-agreement {min_agreement:g}; the folder was deleted"
+            )
+
+
+@torch.no_grad()
+def compare(ours: nn.Module, theirs: Any, batches: Iterable[Tensor]) -> Fidelity:
+    """Both models on batches of tokens, int64 [batch, seq].
+
+    ours(tokens) gives logits [batch, seq, vocab]; theirs is a causal LM of transformers. The divergence is the sum over
+    the vocabulary of p (log p - log q), p of ours, in fp64.
+    """
+    divergence, num_same, num_tokens = 0.0, 0, 0
+    for tokens in batches:
+        p = ours(tokens).double().log_softmax(-1)
+        q = theirs(input_ids=tokens, use_cache=False).logits.double().log_softmax(-1)
+        divergence += float((p.exp() * (p - q)).sum())
+        num_same += int((p.argmax(-1) == q.argmax(-1)).sum())
+        num_tokens += tokens.numel()
+    return Fidelity(divergence / num_tokens, num_same / num_tokens, num_tokens)

@@ -3,6 +3,17 @@
 from thinwire.collectives.communicator import Communicator, communication_thread
 from thinwire.collectives.exchange import Wire
 from thinwire.collectives.meter import Meter, MeterReading, OpReading
+from thinwire.collectives.peers import Peers, WorldPeers
 from thinwire.collectives.topology import Topology
 
-__all__ = ["Communicator", "Meter", "MeterReading", "OpReading", "Topology", "Wire", "communication_thread"]
+__all__ = [
+    "Communicator",
+    "Meter",
+    "MeterReading",
+    "OpReading",
+    "Peers",
+    "Topology",
+    "Wire",
+    "WorldPeers",
+    "communication_thread",
+]

@@ -42,6 +42,13 @@ class Peers(Protocol):
         ...
 
 
+def alone() -> WorldPeers:
+    """The peers of an island that is the only one; made by its first rank."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return WorldPeers()
+    return WorldPeers(dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True))
+
+
 class WorldPeers:
     """The ranks of a process group, each an island, from the start to the end.
 

@@ -31,6 +31,7 @@ from thinwire.data_parallel.interface import (
     TrainingStrategy,
     footprint,
 )
+from thinwire.data_parallel.islands import DiLoCo, Islands, LocalSGD, StreamingDiLoCo
 from thinwire.data_parallel.one_byte import OneByte, OneByteLog, OneByteOptimizer, one_byte
 from thinwire.data_parallel.strategies import (
     STRATEGIES,
@@ -52,6 +53,10 @@ __all__ = [
     "DeadGradientError",
     "CompressedFSDP",
     "DGC",
+    "DiLoCo",
+    "Islands",
+    "LocalSGD",
+    "StreamingDiLoCo",
     "FSDP",
     "Footprint",
     "Frontier",

@@ -1,0 +1,199 @@
+"""DiLoCo and its relatives around a loop: held to references in one process, on real islands of one rank each."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import thinwire
+from tests.workers import run_workers
+from thinwire.data_parallel.islands.exchange import message_bytes
+from thinwire.data_parallel.islands.fragments import cut
+from thinwire.data_parallel.islands.loop import OuterLoop
+from thinwire.data_parallel.islands.schedule import Schedule
+from thinwire.errors import ConfigError
+
+LAYERS = 4
+
+
+class Net(nn.Module):
+    """Layers in a ModuleList, an embedding that is tied to the head, and a norm."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.embed = nn.Embedding(29, 16)
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 20), nn.Tanh(), nn.Linear(20, 16)) for _ in range(LAYERS))
+            self.norm = nn.LayerNorm(16)
+            self.head = nn.Linear(16, 29, bias=False)
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return nn.functional.cross_entropy(self.head(self.norm(x))[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def batch(step: int) -> Tensor:
+    """Eight sequences in which each token follows from the one before; islands take equal parts."""
+    start = torch.randint(0, 29, (8, 1), generator=torch.Generator().manual_seed(step))
+    return (start + 3 * torch.arange(9)) % 29
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, part: int = 0, parts: int = 1) -> list[float]:
+    losses = []
+    for step in steps:
+        loss = model(batch(step).chunk(parts)[part])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def outer_hash(loop: OuterLoop) -> list[int]:
+    return [outer.fingerprint for outer in loop.outer]
+
+
+# ---------------------------------------------------------------- what is sent when
+
+
+def test_layers_are_dealt_out_strided_or_in_order() -> None:
+    strided = cut(Net(), 2, "strided", 1)
+    assert [sorted({name.split(".")[1] for name in f.names if "blocks" in name}) for f in strided] == [["0", "2"], ["1", "3"]]
+    ordered = cut(Net(), 2, "sequential", 1)
+    assert [sorted({name.split(".")[1] for name in f.names if "blocks" in name}) for f in ordered] == [["0", "1"], ["2", "3"]]
+    for fragments in (strided, ordered):
+        names = [name for fragment in fragments for name in fragment.names]
+        assert sorted(names) == sorted(name for name, _ in Net().named_parameters()), "a tied parameter is there once"
+        assert {"embed.weight", "norm.weight", "norm.bias"} <= set(fragments[0].names)
+    # Three layers to a fragment, where it isn't stated.
+    assert len(cut(Net(), None, "strided", 1)) == 2
+    padded = cut(Net(), 1, "strided", 64)[0]
+    values = weights_of(Net())
+    flat = padded.flat(values)
+    assert flat.numel() % 64 == 0 and all(torch.equal(view, values[name]) for name, view in padded.views(flat).items())
+
+
+def test_every_fragment_has_its_turn_and_no_two_meet() -> None:
+    for every, num in ((30, 4), (10, 10), (7, 3), (100, 3), (5, 4)):
+        schedule = Schedule(every, num)
+        due = [schedule.due(step) for step in range(1, 10 * every + 1)]
+        assert max(map(len, due)) == 1
+        for fragment in range(num):
+            turns = [step for step, fragments in enumerate(due, start=1) if fragment in fragments]
+            assert 9 <= len(turns) <= 10
+            assert all(later - earlier == every for earlier, later in zip(turns, turns[1:], strict=False))
+    post_local = Schedule(4, start_after=6)
+    assert [step for step in range(1, 17) if post_local.due(step)] == [1, 2, 3, 4, 5, 6, 10, 14]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sync_every": 0}, "sync_every 0: must be at least 1"),
+        ({"sync_every": 4, "overlap_steps": 4}, "nearest: 3"),
+        ({"mix": 1.0}, "mix 1.0"),
+        ({"outer_lr": 0.0}, "outer_lr 0.0"),
+        ({"outer_momentum": 1.0}, "outer_momentum 1.0"),
+        ({"codec": "e3m1"}, "did you mean 'e3m0'"),
+        ({"num_fragments": 9}, "nearest: 4"),
+        ({"pattern": "stridde"}, "did you mean 'strided'"),
+    ],
+)
+def test_what_can_not_work_is_refused(options: dict[str, Any], message: str) -> None:
+    model = Net()
+    with pytest.raises(ConfigError, match=message):
+        thinwire.StreamingDiLoCo(model, sgd(model), **options, announce=False)
+
+
+# ---------------------------------------------------------------- reductions to known methods
+
+
+def simulate_diloco(num_islands: int, every: int, num_steps: int, lr: float, momentum: float) -> dict[str, Tensor]:
+    """DiLoCo in one process, its outer step by torch.optim.SGD(nesterov=True) on the mean difference."""
+    outer = Net()
+    rule = torch.optim.SGD(outer.parameters(), lr=lr, momentum=momentum, nesterov=True)
+    islands = [copy.deepcopy(outer) for _ in range(num_islands)]
+    optimizers = [adamw(island) for island in islands]
+    for step in range(num_steps):
+        for number, (island, optimizer) in enumerate(zip(islands, optimizers, strict=True)):
+            train(island, optimizer, range(step, step + 1), number, num_islands)
+        if (step + 1) % every == 0:
+            for x, *ws in zip(outer.parameters(), *(island.parameters() for island in islands), strict=True):
+                x.grad = torch.stack([x.detach() - w.detach() for w in ws]).sum(0) / num_islands
+            rule.step()
+            for island in islands:
+                island.load_state_dict(outer.state_dict())
+    return weights_of(outer)
+
+
+def reductions(rank: int, world_size: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, make, options in (
+        # Islands that start from different weights take the first one's.
+        ("averaging", thinwire.LocalSGD, {"sync_every": 1}),
+        ("diloco", thinwire.DiLoCo, {"sync_every": 4, "outer_lr": 0.7}),
+        ("one fragment", thinwire.StreamingDiLoCo,
+         {"sync_every": 4, "num_fragments": 1, "overlap_steps": 0, "mix": 0.0, "outer_lr": 0.7, "codec": "fp32"}),
+    ):  # fmt: skip
+        model = Net(seed=rank)
+        optimizer = sgd(model) if name == "averaging" else adamw(model)
+        with make(model, optimizer, **options, announce=False) as islands:
+            before = islands.meter.snapshot()
+            train(model, optimizer, range(12), rank, world_size)
+            sent = (islands.meter.snapshot() - before).sent_bytes
+            numel = islands.loop.fragments[0].numel
+            codec = islands.loop.method.codec
+            rounds = 12 // options["sync_every"]
+            assert sent == rounds * islands.bytes_per_round
+            assert islands.bytes_per_round == (world_size - 1) * (message_bytes(codec, numel) + 1)
+            assert 4 * numel + 32 <= message_bytes(codec, numel) < 4 * numel + 40
+            hashes = outer_hash(islands.loop)
+        found[name] = weights_of(model), hashes
+    return found
+
+
+def test_reductions_to_known_methods() -> None:
+    results = run_workers(reductions, 2)
+    whole = Net()
+    optimizer = sgd(whole)
+    train(whole, optimizer, range(12))
+    references = {"averaging": weights_of(whole), "diloco": simulate_diloco(2, 4, 12, 0.7, 0.9)}
+    for result in results:
+        for name, reference in references.items():
+            for key, value in reference.items():
+                torch.testing.assert_close(result[name][0][key], value, rtol=0, atol=2e-6)
+        for name in result:
+            assert result[name][1] == results[0][name][1]
+            assert all(torch.equal(result[name][0][key], results[0][name][0][key]) for key in result[name][0])
+        assert all(torch.equal(value, result["diloco"][0][key]) for key, value in result["one fragment"][0].items())
+
+
+def test_one_island_trains_as_ever() -> None:
+    plain, alone = Net(), Net()
+    train(plain, adamw(plain), range(20))
+    optimizer = adamw(alone)
+    with thinwire.LocalSGD(alone, optimizer, sync_every=5, announce=False):
+        train(alone, optimizer, range(20))
+    for key, value in weights_of(plain).items():
+        torch.testing.assert_close(weights_of(alone)[key], value, rtol=0, atol=1e-6)

@@ -31,10 +31,13 @@ class TrainConfig:
     """Where tokenised data is kept; by default thinwire's folder in the user's cache."""
     strategy: str = "sdp4bit"
     """How ranks share the work, such as sdp4bit, zero, ddp or fsdp; `thinwire explain` lists all."""
+    inner: str | None = None
+    """Strategy inside an island, for diloco, streaming-diloco and local-sgd; by default ddp."""
     workers: int = 1
     """Worker processes to start on this machine."""
     local_size: int | None = None
-    """Ranks that share a fast link ("node"); by default the workers of one machine. 1: every rank is a node."""
+    """Ranks that share a fast link ("node"); by default the workers of one machine. 1: every rank is a node.
+    A node is an island where the strategy has islands; then by default 1 on a single machine."""
     join: str | None = None
     """HOST:PORT of node 0, for a run over several machines; the same on all of them."""
     nodes: int = 1
@@ -115,7 +118,7 @@ PER_MACHINE = {
 }  # fmt: skip
 # A resumed run must be the same in these; a change of any other is announced.
 FIXED_ON_RESUME = (
-    "model", "tokenizer", "strategy", "optimizer", "weight_decay", "data", "seq_len", "seed", "tokens_per_step",
+    "model", "tokenizer", "strategy", "inner", "optimizer", "weight_decay", "data", "seq_len", "seed", "tokens_per_step",
     "world_size", "local_size",
 )  # fmt: skip
 

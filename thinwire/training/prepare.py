@@ -7,7 +7,7 @@ import logging
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -26,8 +26,24 @@ from thinwire.training.effects import Row, batch_row, resume_rows, unused_rows
 from thinwire.training.hardware import choose_dtype, free_port, port_is_free, threads_per_worker
 from thinwire.training.problems import Problems
 from thinwire.training.run_dir import RunDir
-from thinwire.training.settings import build_strategy, read_toml, to_toml, used_tables, with_optimizer
+from thinwire.training.settings import (
+    build_strategy,
+    has_islands,
+    island_size,
+    read_toml,
+    to_toml,
+    used_tables,
+    with_optimizer,
+)
 from thinwire.training.trackers import check_trackers
+
+
+class Island(NamedTuple):
+    """One of the worlds that train together. meet: HOST:PORT where their first ranks meet; empty for the only one."""
+
+    number: int = 0
+    num_islands: int = 1
+    meet: str = ""
 
 
 @dataclass(frozen=True)
@@ -38,14 +54,16 @@ class Start:
     threads: int = 1
     effects: list[Row] = field(default_factory=list)
     stop_at: int | None = None
+    island: Island | None = None
 
     def to_json(self) -> str:
-        return json.dumps([self.dtype, self.threads, self.effects, self.stop_at])
+        return json.dumps([self.dtype, self.threads, self.effects, self.stop_at, self.island])
 
     @classmethod
     def from_json(cls, text: str) -> Start:
-        dtype, threads, effects, stop_at = json.loads(text)
-        return cls(dtype, threads, [(asked, effect, reason) for asked, effect, reason in effects], stop_at)
+        dtype, threads, effects, stop_at, island = json.loads(text)
+        rows = [(asked, effect, reason) for asked, effect, reason in effects]
+        return cls(dtype, threads, rows, stop_at, Island(*island) if island else None)
 
 
 def check(config: TrainConfig, problems: Problems) -> None:
@@ -60,7 +78,10 @@ def check(config: TrainConfig, problems: Problems) -> None:
         with problems.collect():
             derive(config, config.world_size)
         with problems.collect():
-            topology = Topology.stated(config.world_size, config.local_size or config.workers)
+            if strategy is not None and has_islands(config.strategy):
+                topology = Topology.stated(config.world_size, island_size(config))
+            else:
+                topology = Topology.stated(config.world_size, config.local_size or config.workers)
     if strategy is not None and topology is not None:
         with problems.collect():
             check_grid(strategy, topology)
@@ -122,6 +143,12 @@ def resolve(config: TrainConfig, threads: int) -> tuple[TrainConfig, list[Row]]:
     rows: list[Row] = [(f"dtype {config.dtype}", dtype, reason), batch_row(config, batch, config.world_size)]
     rows += unused_rows(config)
     chosen = with_optimizer(config)
+    if has_islands(config.strategy):
+        size = island_size(config)
+        chosen = replace(chosen, local_size=size)
+        asked = f"--local-size {config.local_size or 'any'}"
+        why = "" if config.local_size else "every worker of a single machine, else every machine, is an island"
+        rows.append((asked, f"{config.world_size // size} island(s) of {size} rank(s)", why))
     if config.optimizer is None:
         rows.append(("--optimizer", f"{chosen.optimizer}", f"the choice of strategy {config.strategy}"))
     if torch.cuda.is_available():

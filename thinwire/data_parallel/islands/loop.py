@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,7 +22,7 @@ from thinwire.data_parallel.islands.method import OuterMethod
 from thinwire.data_parallel.islands.outer import OuterFragment, merged
 from thinwire.data_parallel.replicas import check_layout, digest, odd_ranks
 from thinwire.data_parallel.table import Row
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, PeerLostError
 
 
 class Host(Protocol):
@@ -53,6 +53,7 @@ class OuterLoop:
 
     All ranks of an island have one and call it alike; its first rank alone has peers, and the outer state, fp32 on the
     CPU. weight: of this island in the means. torch_optimizer: the one whose gradients a correction is added to.
+    terms: what else all islands must have in common.
 
     Every island must take the same steps. Raises ConfigError where islands train different models or by other options.
     """
@@ -65,9 +66,10 @@ class OuterLoop:
         peers: Peers | None,
         *,
         torch_optimizer: torch.optim.Optimizer,
+        terms: str = "",
         seed: int = 0,
     ) -> None:
-        self.host, self.model, self.method, self.seed = host, model, method, seed
+        self.host, self.model, self.method, self.terms, self.seed = host, model, method, terms, seed
         self.fragments = cut(model, method.num_fragments, method.pattern, method.codec.block)
         self.schedule = method.schedule(len(self.fragments))
         self.is_first = host.comm is None or host.comm.rank == 0
@@ -220,8 +222,8 @@ class OuterLoop:
         comm = self.peers.comm
         if odd := odd_ranks(comm, digest([self._asked().encode()])):
             raise ConfigError(
-                f"island {odd[0]} trains another model, or by other options, than island {self.peers.members[0]}: "
-                "start all with the same"
+                f"island {odd[0]} trains another model, on other data or by other options than island "
+                f"{self.peers.members[0]}: start all with the same"
             )
         if not odd_ranks(comm, digest(outer.parameters for outer in self.outer)):
             return False
@@ -350,12 +352,15 @@ class OuterLoop:
     def _asked(self) -> str:
         """What all islands must have in common."""
         shapes = [[(name, tuple(shape)) for name, shape in fragment.shapes.items()] for fragment in self.fragments]
-        return repr((shapes, self.method))
+        return repr((shapes, self.method, self.terms))
 
     def close(self) -> None:
         """Wait for what is under way, and leave the other islands."""
         self.drain_silently()
         if self.peers is not None:
+            # Whoever leaves breaks connections that a slower one may still wait on; if one is gone, that is over.
+            with suppress(PeerLostError):
+                self.peers.comm.barrier()
             self.peers.close()
 
 

@@ -21,6 +21,7 @@ def wrap_islands(
     optimizer: torch.optim.Optimizer,
     strategy: OnIslands,
     peers: Peers | None,
+    terms: str,
     *,
     local_size: int | None,
     seed: int,
@@ -36,7 +37,7 @@ def wrap_islands(
     wrapped, inner = strategy.inner.apply(
         model, optimizer, local_size=local_size, seed=seed, timeout_s=timeout_s, checked=checked, overlap=overlap
     )
-    loop = OuterLoop(inner, model, strategy.method(), peers, torch_optimizer=optimizer, seed=seed)
+    loop = OuterLoop(inner, model, strategy.method(), peers, terms=terms, torch_optimizer=optimizer, seed=seed)
     return wrapped, IslandsOptimizer(inner, loop, strategy)
 
 

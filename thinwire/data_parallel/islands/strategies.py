@@ -83,9 +83,12 @@ class OnIslands:
         """As of the inner strategy."""
         return self.inner.settled_after
 
-    def among(self, peers: Peers | None) -> AmongIslands:
-        """The strategy of an island that has peers, which its first rank alone knows."""
-        return AmongIslands(self, peers)
+    def among(self, peers: Peers | None, terms: str = "") -> AmongIslands:
+        """The strategy of an island that has peers, which its first rank alone knows.
+
+        terms: what all islands must have in common, besides the model and the options.
+        """
+        return AmongIslands(self, peers, terms)
 
     def apply(
         self,
@@ -110,6 +113,7 @@ class AmongIslands:
 
     strategy: OnIslands
     peers: Peers | None
+    terms: str = ""
 
     def apply(
         self,
@@ -127,8 +131,8 @@ class AmongIslands:
         from thinwire.data_parallel.islands.optimizer import wrap_islands
 
         return wrap_islands(
-            model, optimizer, self.strategy, self.peers, local_size=local_size, seed=seed, timeout_s=timeout_s,
-            checked=checked, overlap=overlap,
+            model, optimizer, self.strategy, self.peers, self.terms, local_size=local_size, seed=seed,
+            timeout_s=timeout_s, checked=checked, overlap=overlap,
         )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from thinwire.codecs import (
     TopK,
     Zstd,
 )
-from thinwire.collectives import Communicator, Topology
+from thinwire.collectives import Communicator, ElasticPeers, Topology, faults, host_meeting
 from thinwire.data_parallel import (
     DDP,
     DGC,
@@ -51,7 +51,7 @@ from thinwire.data_parallel import (
     strategy_named,
     zero,
 )
-from thinwire.errors import ConfigError, MismatchError, PeerLostError, ThinwireError
+from thinwire.errors import ConfigError, CorruptMessageError, MismatchError, PeerLostError, ThinwireError
 from thinwire.optim import DGCSGD, LANS, OneBitAdamW
 
 __version__ = "0.1.0"
@@ -68,12 +68,14 @@ __all__ = [
     "Communicator",
     "CompressedDDP",
     "ConfigError",
+    "CorruptMessageError",
     "CountSketch",
     "Frontier",
     "CompressedFSDP",
     "DeadGradientError",
     "EFInteger",
     "EFTopK",
+    "ElasticPeers",
     "GaussianSketch",
     "Hadamard",
     "Identity",
@@ -109,6 +111,8 @@ __all__ = [
     "compress_ddp",
     "attach",
     "compress_fsdp",
+    "faults",
+    "host_meeting",
     "one_byte",
     "strategy_named",
     "zero",

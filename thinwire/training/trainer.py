@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -14,6 +16,7 @@ import torch
 from torch import nn
 
 from thinwire.codecs import derive_seed
+from thinwire.collectives import faults
 from thinwire.data import BatchLoader, heldout_batches, load_tokenizer
 from thinwire.data import prepare as prepare_tokens
 from thinwire.data_parallel.watchdog import Watchdog
@@ -93,6 +96,7 @@ class Trainer:
                 uncompressed_bytes=self.optimizer.uncompressed_bytes_per_step,
                 rows=[data_row, *rows, *self.optimizer.describe(), *link_rows],
             )  # fmt: skip
+        self._arm_faults()
 
     def run(self) -> None:
         """Take the remaining steps, then measure, save and report; ends early where any rank was asked to stop."""
@@ -110,6 +114,8 @@ class Trainer:
         if not stopped:
             self.optimizer.synchronize()
             heldout_loss = self._evaluate() if self.config.eval_sequences else None
+        for fault in faults.disarm():
+            print(f"thinwire: rank {self.place.rank}: --inject {str(fault)!r} never happened", file=sys.stderr)
         peak_rss = max_over_ranks(peak_rss_bytes())
         self.optimizer.close()
         if self.reporter is not None:
@@ -119,7 +125,14 @@ class Trainer:
                 parameters=self.num_parameters, peak_rss_bytes=peak_rss,
             )  # fmt: skip
 
+    def _arm_faults(self) -> None:
+        """Let the faults happen that are this process's; one that was started again has had its own."""
+        if not int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
+            announce = faults.say if self.reporter is None else self.reporter.progress.warn
+            faults.arm(map(faults.parse, self.config.inject), rank=self.place.rank, announce=announce)
+
     def _take_step(self) -> None:
+        faults.at_step(self.step + 1)
         start = time.perf_counter()
         optimizer, before = self.optimizer, self.optimizer.meter.snapshot()
         lr = lr_at(

@@ -16,7 +16,7 @@ from thinwire.codecs import (
     TopK,
     Zstd,
 )
-from thinwire.collectives import Communicator, Peers, Topology, WorldPeers
+from thinwire.collectives import Communicator, ElasticPeers, Peers, Topology, WorldPeers, faults, host_meeting
 from thinwire.data_parallel import (
     DDP,
     DGC,
@@ -55,7 +55,7 @@ from thinwire.data_parallel import (
     strategy_named,
     zero,
 )
-from thinwire.errors import ConfigError, MismatchError, PeerLostError, ThinwireError
+from thinwire.errors import ConfigError, CorruptMessageError, MismatchError, PeerLostError, ThinwireError
 from thinwire.optim import DGCSGD, LANS, OneBitAdamW
 
 __version__ = "0.1.0"
@@ -72,12 +72,14 @@ __all__ = [
     "Communicator",
     "CompressedDDP",
     "ConfigError",
+    "CorruptMessageError",
     "CountSketch",
     "Frontier",
     "CompressedFSDP",
     "DeadGradientError",
     "EFInteger",
     "EFTopK",
+    "ElasticPeers",
     "GaussianSketch",
     "Hadamard",
     "Identity",
@@ -119,6 +121,8 @@ __all__ = [
     "compress_ddp",
     "attach",
     "compress_fsdp",
+    "faults",
+    "host_meeting",
     "one_byte",
     "strategy_named",
     "zero",

@@ -1,4 +1,4 @@
-"""Islands of one machine: each a world of its own, with a launcher of its own, that meets the others through a store."""
+"""The islands of one machine: each a world of its own with a launcher of its own."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def launch_islands(config: TrainConfig, start: Start) -> int:
             run_dir.claim(0, to_toml(own), overwrite=config.overwrite)
         island = Island(number, count, meet)
         command = [sys.executable, "-m", "thinwire.training.islands", str(run_dir.config())]
-        with open(run_dir.logs / "launcher.out", "w") as output:
+        with (run_dir.logs / "launcher.out").open("w") as output:
             children.start(number, [*command, replace(start, island=island).to_json()], output if number else None)
     return watch(children, meeting)
 

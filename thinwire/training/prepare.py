@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from thinwire.codecs import warm
+from thinwire.collectives import faults
 from thinwire.collectives.topology import Topology
 from thinwire.data import documents, load_tokenizer
 from thinwire.data import prepare as prepare_tokens
@@ -54,16 +55,17 @@ class Start:
     threads: int = 1
     effects: list[Row] = field(default_factory=list)
     stop_at: int | None = None
+    inject: tuple[str, ...] = ()
     island: Island | None = None
 
     def to_json(self) -> str:
-        return json.dumps([self.dtype, self.threads, self.effects, self.stop_at, self.island])
+        return json.dumps([self.dtype, self.threads, self.effects, self.stop_at, self.inject, self.island])
 
     @classmethod
     def from_json(cls, text: str) -> Start:
-        dtype, threads, effects, stop_at, island = json.loads(text)
+        dtype, threads, effects, stop_at, inject, island = json.loads(text)
         rows = [(asked, effect, reason) for asked, effect, reason in effects]
-        return cls(dtype, threads, rows, stop_at, Island(*island) if island else None)
+        return cls(dtype, threads, rows, stop_at, tuple(inject), Island(*island) if island else None)
 
 
 def check(config: TrainConfig, problems: Problems) -> None:
@@ -89,6 +91,9 @@ def check(config: TrainConfig, problems: Problems) -> None:
         check_trackers(config.track)
     with problems.collect():
         RunDir(config.run_dir).check(config.node, resume=config.resume, overwrite=config.overwrite)
+    for text in config.inject:
+        with problems.collect():
+            check_fault(text, config)
     with problems.collect():
         check_join(config)
     with problems.collect():
@@ -101,6 +106,15 @@ def check_grid(strategy: TrainingStrategy, topology: Topology) -> None:
     """Raise ConfigError where the strategy can't run on such a grid, whatever the model."""
     with suppress(NotExplainedError):
         footprint(strategy, nn.Module(), topology, 1)
+
+
+def check_fault(text: str, config: TrainConfig) -> None:
+    """Raise ConfigError for a fault that can't be read, or can't fire in this run."""
+    fault = faults.parse(text)
+    if fault.rank is not None and fault.rank >= config.world_size:
+        raise ConfigError(f"--inject {text!r}: ranks are numbered from 0 to {config.world_size - 1}")
+    if fault.step is not None and fault.step > config.steps:
+        raise ConfigError(f"--inject {text!r}: the run ends after step {config.steps}")
 
 
 def check_data(config: TrainConfig) -> None:
@@ -175,7 +189,8 @@ def prepare(config: TrainConfig, problems: Problems) -> tuple[TrainConfig, Start
     tokens.split(config.seq_len)
     warm_kernels(resolved)
     run_dir.claim(config.node, to_toml(resolved), overwrite=config.overwrite)
-    return resolved, Start(resolved.dtype, threads, rows, config.stop_at)
+    rows += [(f"--inject {text!r}", "armed", faults.KINDS[faults.parse(text).kind]) for text in config.inject]
+    return resolved, Start(resolved.dtype, threads, rows, config.stop_at, config.inject)
 
 
 def warm_kernels(config: TrainConfig) -> None:

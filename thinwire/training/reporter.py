@@ -16,7 +16,7 @@ import thinwire
 from thinwire.report import write_report
 from thinwire.training.config import TrainConfig
 from thinwire.training.effects import Row
-from thinwire.training.metrics import MetricsWriter, StepMetrics, medians
+from thinwire.training.metrics import MembershipEvent, MetricsWriter, StepMetrics, medians
 from thinwire.training.progress import Progress
 from thinwire.training.run_dir import RunDir
 from thinwire.training.trackers import open_trackers
@@ -44,6 +44,17 @@ class Reporter:
         self.metrics.write(record)
         self.progress.step(record)
         self.trackers.log(record.step, {k: v for k, v in asdict(record).items() if k != "step"})
+
+    def membership(self, event: MembershipEvent) -> None:
+        """Record and say that the islands which train together have changed."""
+        self.metrics.write(event)
+        changes = [f"island {island} is lost" for island in event.lost]
+        changes += [f"island {island} joins" for island in event.joined]
+        members = ", ".join(map(str, event.members))
+        self.progress.say(
+            f"generation {event.generation}: {'; '.join(changes) or 'as before'}; islands {members} go on after step "
+            f"{event.after_step}; it took {event.cost_s:.1f} s" + (f" ({event.reason})" if event.reason else "")
+        )
 
     def finish(
         self, *, step: int, skipped_steps: int, heldout_loss: float | None, stopped: str, sample: str, parameters: int,

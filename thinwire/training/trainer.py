@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch
 from torch import nn
 
 from thinwire.codecs import derive_seed
-from thinwire.collectives import ElasticPeers, Peers
+from thinwire.collectives import ElasticPeers, Peers, faults
 from thinwire.data import BatchLoader, heldout_batches, load_tokenizer
 from thinwire.data import prepare as prepare_tokens
 from thinwire.data_parallel.interface import Finishing
@@ -45,7 +47,7 @@ class Place:
     rank: int
     local_rank: int
     world_size: int
-    island: Island = Island()
+    island: Island = field(default_factory=Island)
 
     @property
     def num_ranks(self) -> int:
@@ -111,6 +113,7 @@ class Trainer:
                 uncompressed_bytes=self.optimizer.uncompressed_bytes_per_step,
                 rows=[data_row, *rows, *self.optimizer.describe(), *link_rows],
             )  # fmt: skip
+        self._arm_faults()
 
     def run(self) -> None:
         """Take the remaining steps, then measure, save and report; ends early where any rank was asked to stop."""
@@ -130,6 +133,8 @@ class Trainer:
         if not stopped:
             self.optimizer.synchronize()
             heldout_loss = self._evaluate() if self.config.eval_sequences else None
+        for fault in faults.disarm():
+            print(f"thinwire: rank {self.place.rank}: --inject {str(fault)!r} never happened", file=sys.stderr)
         peak_rss = max_over_ranks(peak_rss_bytes())
         self.optimizer.close()
         if self.reporter is not None:
@@ -139,7 +144,14 @@ class Trainer:
                 parameters=self.num_parameters, peak_rss_bytes=peak_rss,
             )  # fmt: skip
 
+    def _arm_faults(self) -> None:
+        """Let the faults happen that are this process's; one that was started again has had its own."""
+        if not int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
+            announce = faults.say if self.reporter is None else self.reporter.progress.warn
+            faults.arm(map(faults.parse, self.config.inject), rank=self.place.rank, announce=announce)
+
     def _take_step(self) -> None:
+        faults.at_step(self.step + 1)
         start = time.perf_counter()
         optimizer, before = self.optimizer, self.optimizer.meter.snapshot()
         lr = lr_at(

@@ -111,7 +111,7 @@ def main() -> NoReturn:
     config = read_config([config_path], problems)
     problems.raise_any()
     found = Start.from_json(start)
-    exit_after(replace(config, stop_at=found.stop_at), place, found, trace=True)
+    exit_after(replace(config, stop_at=found.stop_at, inject=found.inject), place, found, trace=True)
 
 
 if __name__ == "__main__":

@@ -54,7 +54,9 @@ def hand_over(rank: int, world_size: int) -> dict[str, Any]:
         before = optimizer.meter.snapshot()
         values = optimizer.masters(names[1:])
         read = (optimizer.meter.snapshot() - before).sent_bytes
-        values = {n: v + 0.01 * torch.randn(v.shape, generator=torch.Generator().manual_seed(1)) for n, v in values.items()}
+        values = {
+            n: v + 0.01 * torch.randn(v.shape, generator=torch.Generator().manual_seed(1)) for n, v in values.items()
+        }
         before = optimizer.meter.snapshot()
         optimizer.adopt_weights(values)
         # What a module asks for next is counted with the step.
@@ -97,5 +99,3 @@ def test_adopted_weights_are_the_weights(world_size: int) -> None:
             assert loss == pytest.approx(reference, rel=INNER[name]), name
             assert went_on == results[0][name][2], name
             assert name not in EXACT or went_on == fresh, name
-
-

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from typing import Any
 
 import pytest
@@ -29,7 +28,9 @@ class Net(nn.Module):
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             self.embed = nn.Embedding(29, 16)
-            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 20), nn.Tanh(), nn.Linear(20, 16)) for _ in range(LAYERS))
+            self.blocks = nn.ModuleList(
+                nn.Sequential(nn.Linear(16, 20), nn.Tanh(), nn.Linear(20, 16)) for _ in range(LAYERS)
+            )
             self.norm = nn.LayerNorm(16)
             self.head = nn.Linear(16, 29, bias=False)
             self.head.weight = self.embed.weight
@@ -55,7 +56,9 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=3e-3)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, part: int = 0, parts: int = 1) -> list[float]:
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, part: int = 0, parts: int = 1
+) -> list[float]:
     losses = []
     for step in steps:
         loss = model(batch(step).chunk(parts)[part])
@@ -79,9 +82,15 @@ def outer_hash(loop: OuterLoop) -> list[int]:
 
 def test_layers_are_dealt_out_strided_or_in_order() -> None:
     strided = cut(Net(), 2, "strided", 1)
-    assert [sorted({name.split(".")[1] for name in f.names if "blocks" in name}) for f in strided] == [["0", "2"], ["1", "3"]]
+    assert [sorted({name.split(".")[1] for name in f.names if "blocks" in name}) for f in strided] == [
+        ["0", "2"],
+        ["1", "3"],
+    ]
     ordered = cut(Net(), 2, "sequential", 1)
-    assert [sorted({name.split(".")[1] for name in f.names if "blocks" in name}) for f in ordered] == [["0", "1"], ["2", "3"]]
+    assert [sorted({name.split(".")[1] for name in f.names if "blocks" in name}) for f in ordered] == [
+        ["0", "1"],
+        ["2", "3"],
+    ]
     for fragments in (strided, ordered):
         names = [name for fragment in fragments for name in fragment.names]
         assert sorted(names) == sorted(name for name, _ in Net().named_parameters()), "a tied parameter is there once"

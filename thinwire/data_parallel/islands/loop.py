@@ -212,8 +212,10 @@ class OuterLoop:
         if bool(shared[0]):
             for number in range(len(self.fragments)):
                 self._merge_start(number)
-        return "equal islands at start", "sent by the first" if differ else "nothing sent", (
-            "they differed" if differ else "they were equal already"
+        return (
+            "equal islands at start",
+            "sent by the first" if differ else "nothing sent",
+            ("they differed" if differ else "they were equal already"),
         )
 
     def _level_islands(self) -> bool:

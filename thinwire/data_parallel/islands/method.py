@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from thinwire.codecs import Cast, Codec, Identity, Integer, Natural
 from thinwire.data_parallel.islands.correction import FedSpeed
@@ -48,7 +48,7 @@ class OuterMethod:
     mix: float = 0.0
     outer_lr: float = 1.0
     outer_momentum: float = 0.0
-    codec: Codec = Identity()
+    codec: Codec = field(default_factory=Identity)
     start_after: int = 0
     correction: FedSpeed | None = None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 import torch
@@ -150,7 +150,7 @@ class DiLoCoStrategy(OnIslands):
     name: ClassVar[str] = "diloco"
     table: ClassVar[str] = "diloco"
 
-    inner: TrainingStrategy = DDP()
+    inner: TrainingStrategy = field(default_factory=DDP)
     sync_every: int = 100
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
@@ -183,7 +183,7 @@ class StreamingDiLoCoStrategy(OnIslands):
     name: ClassVar[str] = "streaming-diloco"
     table: ClassVar[str] = "streamingdiloco"
 
-    inner: TrainingStrategy = DDP()
+    inner: TrainingStrategy = field(default_factory=DDP)
     sync_every: int = 100
     num_fragments: int | None = None
     pattern: str = "strided"
@@ -217,7 +217,7 @@ class LocalSGDStrategy(OnIslands):
     name: ClassVar[str] = "local-sgd"
     table: ClassVar[str] = "localsgd"
 
-    inner: TrainingStrategy = DDP()
+    inner: TrainingStrategy = field(default_factory=DDP)
     sync_every: int = 16
     start_after: int = 0
     codec: str = "fp32"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import thinwire
 from tests.workers import run_workers
 from thinwire.data_parallel.islands.exchange import message_bytes
-from thinwire.data_parallel.islands.fragments import cut
+from thinwire.data_parallel.islands.fragments import Fragment, cut
 from thinwire.data_parallel.islands.loop import OuterLoop
 from thinwire.data_parallel.islands.schedule import Schedule
 from thinwire.errors import ConfigError
@@ -80,17 +80,14 @@ def outer_hash(loop: OuterLoop) -> list[int]:
 # ---------------------------------------------------------------- what is sent when
 
 
+def layers_in(fragment: Fragment) -> list[str]:
+    return sorted({name.split(".")[1] for name in fragment.names if "blocks" in name})
+
+
 def test_layers_are_dealt_out_strided_or_in_order() -> None:
-    strided = cut(Net(), 2, "strided", 1)
-    assert [sorted({name.split(".")[1] for name in f.names if "blocks" in name}) for f in strided] == [
-        ["0", "2"],
-        ["1", "3"],
-    ]
-    ordered = cut(Net(), 2, "sequential", 1)
-    assert [sorted({name.split(".")[1] for name in f.names if "blocks" in name}) for f in ordered] == [
-        ["0", "1"],
-        ["2", "3"],
-    ]
+    strided, ordered = cut(Net(), 2, "strided", 1), cut(Net(), 2, "sequential", 1)
+    assert list(map(layers_in, strided)) == [["0", "2"], ["1", "3"]]
+    assert list(map(layers_in, ordered)) == [["0", "1"], ["2", "3"]]
     for fragments in (strided, ordered):
         names = [name for fragment in fragments for name in fragment.names]
         assert sorted(names) == sorted(name for name, _ in Net().named_parameters()), "a tied parameter is there once"
@@ -111,7 +108,7 @@ def test_every_fragment_has_its_turn_and_no_two_meet() -> None:
         for fragment in range(num):
             turns = [step for step, fragments in enumerate(due, start=1) if fragment in fragments]
             assert 9 <= len(turns) <= 10
-            assert all(later - earlier == every for earlier, later in zip(turns, turns[1:], strict=False))
+            assert all(later - earlier == every for earlier, later in itertools.pairwise(turns))
     post_local = Schedule(4, start_after=6)
     assert [step for step in range(1, 17) if post_local.due(step)] == [1, 2, 3, 4, 5, 6, 10, 14]
 
@@ -206,3 +203,114 @@ def test_one_island_trains_as_ever() -> None:
         train(alone, optimizer, range(20))
     for key, value in weights_of(plain).items():
         torch.testing.assert_close(weights_of(alone)[key], value, rtol=0, atol=1e-6)
+
+
+# ---------------------------------------------------------------- overlap, 4 bits, state
+
+
+def streaming(rank: int, world_size: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for codec in ("fp32", "e3m0"):
+        model = Net()
+        optimizer = adamw(model)
+        options = {"sync_every": 10, "num_fragments": 2, "overlap_steps": 3, "codec": codec, "outer_lr": 0.7}
+        with thinwire.StreamingDiLoCo(model, optimizer, **options, announce=False) as islands:
+            losses = train(model, optimizer, range(60), rank, world_size)
+            own = weights_of(model)
+            with islands.outer_parameters():
+                assert any(not torch.equal(own[name], value) for name, value in weights_of(model).items())
+            assert all(torch.equal(own[name], value) for name, value in weights_of(model).items())
+            in_flight, largest = len(islands.loop.flights), max(map(islands.loop.exchange_bytes, range(2)))
+            hashes = outer_hash(islands.loop)
+            numels = [fragment.numel for fragment in islands.loop.fragments]
+        assert largest < 0.75 * sum(message_bytes(islands.loop.method.codec, n) + 1 for n in numels) * (world_size - 1)
+        found[codec] = losses, hashes, weights_of(model), in_flight, islands.loop.steps
+    return found
+
+
+def test_streams_at_four_bits_while_steps_go_on() -> None:
+    results = run_workers(streaming, 4)
+    for found in results:
+        for codec, (losses, hashes, weights, in_flight, steps) in found.items():
+            assert hashes == results[0][codec][1], "outer parameters differ"
+            assert all(torch.equal(value, results[0][codec][2][name]) for name, value in weights.items())
+            assert losses[-1] < 0.5 * losses[0] and in_flight == 1 and steps == 60
+    means = {codec: sum(found[codec][0][-1] for found in results) / 4 for codec in results[0]}
+    assert means["e3m0"] == pytest.approx(means["fp32"], abs=0.05)
+
+
+def stop_and_go_on(rank: int, world_size: int) -> tuple[list[str], list[str]]:
+    """Weights after each of ten steps, uninterrupted and by fresh objects that load a state with messages in flight."""
+
+    def start(seed: int) -> tuple[Net, torch.optim.Optimizer, thinwire.Islands]:
+        model = Net(seed)
+        optimizer = adamw(model)
+        islands = thinwire.StreamingDiLoCo(
+            model, optimizer, sync_every=4, num_fragments=2, overlap_steps=3, announce=False
+        )
+        return model, optimizer, islands
+
+    def go_on(model: Net, optimizer: torch.optim.Optimizer) -> list[str]:
+        hashes = []
+        for step in range(9, 19):
+            train(model, optimizer, range(step, step + 1), rank, world_size)
+            hashes.append(repr([p.sum(dtype=torch.float64).item() for p in model.parameters()]))
+        return hashes
+
+    model, optimizer, islands = start(0)
+    train(model, optimizer, range(9), rank, world_size)
+    file = io.BytesIO()
+    assert islands.loop.flights
+    torch.save((model.state_dict(), optimizer.state_dict(), islands.state_dict()), file)
+    uninterrupted = go_on(model, optimizer)
+    islands.close()
+    other, second, again = start(1)
+    weights, inner, outer = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    other.load_state_dict(weights)
+    second.load_state_dict(inner)
+    again.load_state_dict(outer)
+    resumed = go_on(other, second)
+    again.close()
+    return uninterrupted, resumed
+
+
+def test_a_loaded_state_goes_on_bit_for_bit() -> None:
+    for uninterrupted, resumed in run_workers(stop_and_go_on, 2):
+        assert uninterrupted == resumed
+
+
+# ---------------------------------------------------------------- FedSpeed
+
+CURVATURES, NUM_INNER = (0.5, 3.0), 20
+
+
+def quadratic_islands(rank: int, world_size: int) -> dict[str, float]:
+    """Relative distance to the common optimum of islands whose quadratics differ, after 150 exchanges."""
+    generator = torch.Generator().manual_seed(5)
+    low, high = CURVATURES
+    curvatures = low + (high - low) * torch.rand(world_size, 5, generator=generator)
+    targets = torch.randn(world_size, 5, generator=generator)
+    optimum = (curvatures * targets).sum(0) / curvatures.sum(0)
+    found = {}
+    for name, fedspeed, share in (("plain", None, 1.0), ("corrected", 10.0, 1.0), ("half", 10.0, 0.5)):
+        model = nn.Module()
+        model.w = nn.Parameter(torch.zeros(5))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with thinwire.LocalSGD(model, optimizer, sync_every=NUM_INNER, fedspeed=fedspeed, announce=False) as islands:
+            for round_ in range(150):
+                chosen = torch.randperm(world_size, generator=torch.Generator().manual_seed(round_))
+                islands.weight = float(rank in chosen[: int(share * world_size)].tolist())
+                for _ in range(NUM_INNER):
+                    # An island that is left out in this round stands still.
+                    model.w.grad = islands.weight * curvatures[rank] * (model.w.detach() - targets[rank])
+                    optimizer.param_groups[0]["lr"] = 0.05 * islands.weight
+                    optimizer.step()
+        found[name] = float((model.w.detach() - optimum).norm() / optimum.norm())
+    return found
+
+
+def test_the_correction_takes_the_bias_of_local_steps() -> None:
+    for found in run_workers(quadratic_islands, 4):
+        assert found["plain"] > 1e-2
+        assert found["corrected"] < 1e-4
+        assert found["half"] < 1e-2 and found["half"] < 0.2 * found["plain"]

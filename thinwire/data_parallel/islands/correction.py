@@ -28,9 +28,7 @@ class FedSpeed:
 
     def __post_init__(self) -> None:
         if not 0 < self.lam < math.inf:
-            raise ConfigError(
-                f"lam {self.lam} of the FedSpeed correction: must be above 0 and finite; the paper's is 10"
-            )
+            raise ConfigError(f"lam {self.lam} of the FedSpeed correction: must be above 0 and finite; nearest: 10")
 
 
 class Correction:

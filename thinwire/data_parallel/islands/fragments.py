@@ -69,9 +69,7 @@ def cut(model: nn.Module, num_fragments: int | None, pattern: str, block: int) -
     Source: Douillard et al., "Streaming DiLoCo with overlapping communication" (2025), section 3.1.
     """
     if pattern not in PATTERNS:
-        raise ConfigError(
-            f"pattern {pattern!r} of fragments: must be strided or sequential{nearest(pattern, PATTERNS)}"
-        )
+        raise ConfigError(f"pattern {pattern!r} of fragments is unknown{nearest(pattern, PATTERNS)}")
     layers = layers_of(model)
     num_layers = max(1, len(layers))
     total = -(-num_layers // LAYERS_PER_FRAGMENT) if num_fragments is None else num_fragments

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import itertools
 from typing import Any
 
 import pytest

@@ -32,11 +32,11 @@ TARGET_REFERENCES = ("zero", "ddp")
 class Figures:
     """What is compared; None: not known. Bytes are those a rank sends in a step.
 
-    step_s, compute_s, exposed_comm_s, codec_s: medians over the timed steps, of rank 0; means where islands train. sent_bytes_per_step: payload of
-    rank 0; kernel_sent_bytes_per_step: everything on a node's link over its ranks, mean of the nodes (and of the worst
-    one); both are means over the timed steps of a start, of which the median is taken. bound_s: max(compute alone,
-    bytes / rate); unhidden_s: what must come on top of it, see `least_time`. minutes_to_target: step_s times the steps
-    until the smoothed training loss is at the target.
+    step_s, compute_s, exposed_comm_s, codec_s: medians over the timed steps, of rank 0; means where islands train.
+    sent_bytes_per_step: payload of rank 0; kernel_sent_bytes_per_step: everything on a node's link over its ranks, mean
+    of the nodes (and of the worst one); both are means over the timed steps of a start, of which the median is taken.
+    bound_s: max(compute alone, bytes / rate); unhidden_s: what must come on top of it, see `least_time`.
+    minutes_to_target: step_s times the steps until the smoothed training loss is at the target.
     """
 
     step_s: float | None = None

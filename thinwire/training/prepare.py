@@ -29,6 +29,7 @@ from thinwire.training.hardware import choose_dtype, free_port, port_is_free, th
 from thinwire.training.problems import Problems
 from thinwire.training.run_dir import RunDir
 from thinwire.training.settings import (
+    DEFAULT_INNER,
     build_strategy,
     has_islands,
     island_size,
@@ -162,7 +163,7 @@ def resolve(config: TrainConfig, threads: int) -> tuple[TrainConfig, list[Row]]:
     chosen = with_optimizer(config)
     if has_islands(config.strategy):
         size = island_size(config)
-        chosen = replace(chosen, local_size=size)
+        chosen = replace(chosen, local_size=size, inner=config.inner or DEFAULT_INNER)
         asked = f"--local-size {config.local_size or 'any'}"
         why = "" if config.local_size else "every worker of a single machine, else every machine, is an island"
         rows.append((asked, f"{config.world_size // size} island(s) of {size} rank(s)", why))

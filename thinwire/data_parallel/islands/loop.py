@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -23,6 +24,8 @@ from thinwire.data_parallel.islands.outer import OuterFragment, merged
 from thinwire.data_parallel.replicas import check_layout, digest, odd_ranks
 from thinwire.data_parallel.table import Row
 from thinwire.errors import ConfigError, PeerLostError
+
+log = logging.getLogger("thinwire")
 
 
 class Host(Protocol):
@@ -126,11 +129,16 @@ class OuterLoop:
             assert self.peers is not None
             outer = self.outer[number]
             count = outer.number + 1
-            header = Header(outer.fingerprint, count, number, self.weight, int(self.wishes_stop))
+            delta = outer.parameters - fragment.flat(weights)
+            weight = self.weight
+            if not bool(torch.isfinite(delta.sum())):
+                log.warning("thinwire: island %d is left out of an exchange: not finite", self.peers.island)
+                weight = 0.0
+            header = Header(outer.fingerprint, count, number, weight, int(self.wishes_stop))
             flight.sync = Sync(
                 header, self.method.codec, fragment.numel, self.steps,
                 derive_seed(self.seed, count, number, self.peers.island),
-                delta=outer.parameters - fragment.flat(weights),
+                delta=delta,
             )  # fmt: skip
             flight.members = self.peers.members
             flight.sync.submit(self.peers)

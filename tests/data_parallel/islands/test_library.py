@@ -174,7 +174,7 @@ def reductions(rank: int, world_size: int) -> dict[str, Any]:
             sent = (islands.meter.snapshot() - before).sent_bytes
             numel = islands.loop.fragments[0].numel
             codec = islands.loop.method.codec
-            rounds = 12 // options["sync_every"]
+            rounds = 12 // islands.loop.method.sync_every
             assert sent == rounds * islands.bytes_per_round
             assert islands.bytes_per_round == (world_size - 1) * (message_bytes(codec, numel) + 1)
             assert 4 * numel + 32 <= message_bytes(codec, numel) < 4 * numel + 40
@@ -217,8 +217,8 @@ def streaming(rank: int, world_size: int) -> dict[str, Any]:
     for codec in ("fp32", "e3m0"):
         model = Net()
         optimizer = adamw(model)
-        options = {"sync_every": 10, "num_fragments": 2, "overlap_steps": 3, "codec": codec, "outer_lr": 0.7}
-        with thinwire.StreamingDiLoCo(model, optimizer, **options, announce=False) as islands:
+        options: dict[str, Any] = {"num_fragments": 2, "overlap_steps": 3, "codec": codec, "outer_lr": 0.7}
+        with thinwire.StreamingDiLoCo(model, optimizer, 10, **options, announce=False) as islands:
             losses = train(model, optimizer, range(60), rank, world_size)
             own = weights_of(model)
             with islands.outer_parameters():

@@ -17,7 +17,7 @@ from thinwire.codecs import (
     TopK,
     Zstd,
 )
-from thinwire.collectives import Communicator, Topology
+from thinwire.collectives import Communicator, ElasticPeers, Peers, Topology, WorldPeers, faults, host_meeting
 from thinwire.data_parallel import (
     DADAO,
     DDP,
@@ -27,12 +27,15 @@ from thinwire.data_parallel import (
     CompressedDDP,
     CompressedFSDP,
     DeadGradientError,
+    DiLoCo,
     EFInteger,
     EFTopK,
     FedFix,
     Frontier,
     Gossip,
+    Islands,
     LGreCo,
+    LocalSGD,
     OneBitAdam,
     OneByte,
     OneByteLog,
@@ -41,6 +44,7 @@ from thinwire.data_parallel import (
     SDP4Bit,
     Sketch,
     Strategy,
+    StreamingDiLoCo,
     TorchPowerSGD,
     TrainingStrategy,
     TwoWay,
@@ -55,7 +59,7 @@ from thinwire.data_parallel import (
     strategy_named,
     zero,
 )
-from thinwire.errors import ConfigError, MismatchError, PeerLostError, ThinwireError
+from thinwire.errors import ConfigError, CorruptMessageError, MismatchError, PeerLostError, ThinwireError
 from thinwire.optim import DGCSGD, LANS, OneBitAdamW
 
 __version__ = "0.1.0"
@@ -73,18 +77,24 @@ __all__ = [
     "Communicator",
     "CompressedDDP",
     "ConfigError",
+    "CorruptMessageError",
     "CountSketch",
     "Frontier",
     "CompressedFSDP",
     "DeadGradientError",
     "EFInteger",
     "EFTopK",
+    "ElasticPeers",
     "FedFix",
     "GaussianSketch",
     "Gossip",
     "Hadamard",
     "Identity",
+    "DiLoCo",
     "Integer",
+    "Islands",
+    "LocalSGD",
+    "StreamingDiLoCo",
     "LGreCo",
     "LowRank",
     "MismatchError",
@@ -95,6 +105,7 @@ __all__ = [
     "OneByteLog",
     "OneByteOptimizer",
     "PeerLostError",
+    "Peers",
     "PowerSGD",
     "RandomK",
     "SDP4Bit",
@@ -113,10 +124,13 @@ __all__ = [
     "ZeroCompressed",
     "ZeroOptimizer",
     "ZeroPP",
+    "WorldPeers",
     "Zstd",
     "compress_ddp",
     "attach",
     "compress_fsdp",
+    "faults",
+    "host_meeting",
     "one_byte",
     "strategy_named",
     "zero",

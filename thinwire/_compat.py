@@ -8,12 +8,16 @@
 - at_end_of_backward: the autograd engine's queue_callback, private, as FSDP2 itself uses it.
 - DCP_METADATA_CLASSES: what a checkpoint's .metadata, a pickle, consists of, by name; three of the names are private.
 - factor_of: the state of a ReduceOp, for the factor of a PREMUL_SUM.
+- Rendezvous: torchrun's dynamic rendezvous; who is in it is private, and so is leaving it while others stay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -21,6 +25,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed import distributed_c10d
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 from torch.distributed.fsdp import FSDPModule
 
 from thinwire.errors import ConfigError
@@ -214,3 +221,63 @@ def _param_groups(state: Any) -> list[Any]:
     # Up to 2.11 a state had one group at most, under the singular name.
     held = getattr(state, "_fsdp_param_groups", None)
     return list(held) if held is not None else [g for g in [state._fsdp_param_group] if g is not None]
+
+
+class Rendezvous:
+    """torchrun's dynamic rendezvous among nodes that come and go; raises its RendezvousError.
+
+    state: a store connection of its own, since whoever waits for a key keeps the connection busy, and a node that can't
+    send its heartbeat is dead for the others. store: where the nodes of one round exchange what they like. name: sorts
+    the nodes. A node without a heartbeat for dead_after_s seconds falls out, by the nodes' own clocks. A round is
+    complete last_call_s after the first node came, or when max_nodes are there.
+    """
+
+    def __init__(
+        self, state: dist.Store, store: dist.Store, *, name: str, max_nodes: int, dead_after_s: float,
+        last_call_s: float, patience_s: float,
+    ) -> None:  # fmt: skip
+        backend = C10dRendezvousBackend(state, "thinwire")
+        attempts = 4
+        interval_s: Any = dead_after_s / attempts
+        timeout = RendezvousTimeout(
+            join=timedelta(seconds=patience_s), last_call=timedelta(seconds=last_call_s),
+            heartbeat=timedelta(seconds=dead_after_s),
+        )  # fmt: skip
+        self._handler = DynamicRendezvousHandler.from_backend(
+            "thinwire", store, backend, 1, max_nodes, name, timeout,
+            keep_alive_interval=interval_s, keep_alive_max_attempt=attempts,
+        )  # fmt: skip
+
+    def meet(self) -> tuple[dist.Store, int, int]:
+        """Leave the round that is over, wait for the next one: its store, the own rank in it, how many are in it."""
+        with _store_not_shared():
+            info = self._handler.next_rendezvous()
+        return info.store, info.rank, info.world_size
+
+    def look(self) -> tuple[bool, int, int]:
+        """Whether this node is in the round, how many are, and how many wait for the next one; up to 1 s old."""
+        num_waiting = self._handler.num_nodes_waiting()
+        state, node = self._handler._state_holder.state, self._handler._this_node
+        return node in state.participants, len(state.participants), num_waiting
+
+    def leave(self) -> None:
+        """Fall out at once, and send no more heartbeats."""
+        handler = self._handler
+        handler._stop_heartbeats()
+        deadline = handler._get_deadline(handler.settings.timeout.heartbeat)
+        handler._op_executor.run(dynamic_rendezvous._RendezvousExitOp(), deadline)
+
+
+@contextmanager
+def _store_not_shared() -> Iterator[None]:
+    """A node that is first among others would start a store for their default group, for which newcomers then wait."""
+    name = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -26,6 +26,17 @@ class MismatchError(ThinwireError, RuntimeError):
     """Two ranks disagree about what to send: names both sides' operation, sequence number and size."""
 
 
+class CorruptMessageError(ThinwireError, RuntimeError):
+    """A message did not arrive as it was sent; names sender, receiver, operation and number.
+
+    The sender's message alone is lost: ranks still agree on what comes next, and may ask for it again.
+    """
+
+    def __init__(self, message: str, sender: int) -> None:
+        super().__init__(message)
+        self.sender = sender
+
+
 def nearest(name: str, choices: Iterable[str]) -> str:
     """The tail of an error message: `; did you mean 'x'?` or the list of valid names."""
     known = sorted(choices)

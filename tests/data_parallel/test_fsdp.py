@@ -9,7 +9,7 @@ from torch import nn
 from tests.workers import run_workers
 from thinwire import ConfigError
 from thinwire.data_parallel import FSDP
-from thinwire.data_parallel.fsdp.optimizer import wrap_modules
+from thinwire.data_parallel.layers import layers_of
 
 
 class Stack(nn.Module):
@@ -31,11 +31,11 @@ class Stack(nn.Module):
 
 def test_children_of_the_outermost_lists_are_gathered_one_by_one() -> None:
     model = Stack()
-    assert wrap_modules(model) == list(model.layers)
-    assert wrap_modules(nn.Linear(2, 2)) == []
+    assert layers_of(model) == list(model.layers)
+    assert layers_of(nn.Linear(2, 2)) == []
     # Nobody calls a list; and what lies inside a part is gathered with it.
     experts = nn.ModuleList(nn.ModuleList(Stack() for _ in range(2)) for _ in range(2))
-    assert wrap_modules(nn.Sequential(experts)) == [expert for layer in experts for expert in layer.children()]
+    assert layers_of(nn.Sequential(experts)) == [expert for layer in experts for expert in layer.children()]
 
 
 def inputs(step: int, rank: int) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import queue
 import threading
@@ -10,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_all
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -22,11 +23,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from thinwire.codecs import Codec
 from thinwire.collectives import algorithms, staging
 from thinwire.collectives.algorithms import Link
-from thinwire.collectives.exchange import Wire
+from thinwire.collectives.exchange import Members, Wire
 from thinwire.collectives.meter import Meter
 from thinwire.collectives.rounds import Arrival, Rounds
 from thinwire.collectives.topology import Topology, node_label
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, CorruptMessageError
 
 T = TypeVar("T")
 LABEL_BYTES = 64
@@ -169,27 +170,31 @@ class Communicator:
     """Collectives over a group of ranks, on the communication thread and on a process group of their own.
 
     group: a ProcessGroup, one dimension of a DeviceMesh, or None for the world; without torch.distributed it is a
-    group of one. local_size: ranks per node; None: found from LOCAL_WORLD_SIZE or host names. timeout_s: how long one
-    message may take. checked: put sequence number, operation and length in front of each message. A group of one
-    sends nothing and leaves values exact.
+    group of one. Members: a process group outside of the default world, which is this communicator's own from then on.
+    local_size: ranks per node; None: found from LOCAL_WORLD_SIZE or host names. timeout_s: how long one message may
+    take. checked: put sequence number, operation, length and checksum in front of each message. meter: goes on with
+    the counts of an earlier communicator. A group of one sends nothing and leaves values exact.
 
     Every rank must make the same calls in the same order. Raises ConfigError for a group that does not fit;
     PeerLostError and MismatchError come out of the returned futures, and again out of every later call.
+    CorruptMessageError comes out of one future alone: the job may be run again if it ended in the same round on all
+    ranks.
     """
 
     def __init__(
         self,
-        group: dist.ProcessGroup | DeviceMesh | None = None,
+        group: dist.ProcessGroup | DeviceMesh | Members | None = None,
         *,
         local_size: int | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         checked: bool = False,
+        meter: Meter | None = None,
     ) -> None:
         self._broken: Exception | None = None
-        self._group, ranks = _own_group(group, timeout_s)
-        self._wire = Wire(self._group, ranks, timeout_s, checked)
-        self.global_ranks = ranks
-        self.world_size = len(ranks)
+        self._is_outside = isinstance(group, Members)
+        self._wire = Wire(_own_members(group, timeout_s), timeout_s, checked, meter)
+        self.global_ranks = self._wire.global_ranks
+        self.world_size = len(self.global_ranks)
         self.rank = self._wire.rank
         self._num_jobs = 0
         self._unfinished: set[Future] = set()
@@ -271,9 +276,25 @@ class Communicator:
     def close(self) -> None:
         """Wait for what was submitted, then leave the process group to the next communicator over these ranks."""
         wait_for_all(list(self._unfinished))
-        if self._group is not None and self._broken is None and dist.is_initialized():
-            _idle_groups.setdefault((dist.group.WORLD, tuple(self.global_ranks)), []).append(self._group)
+        group = self._wire.group
+        if group is not None and not self._is_outside and self._broken is None and dist.is_initialized():
+            _idle_groups.setdefault((dist.group.WORLD, tuple(self.global_ranks)), []).append(group)
         self._broken = self._broken or RuntimeError("this communicator is closed")
+
+    def abort(self) -> None:
+        """End what is under way with errors, and give back sockets and threads of a group outside the default world."""
+        assert self._is_outside, "a group of the default world is kept for the next communicator"
+        self._broken = self._broken or RuntimeError("this communicator is closed")
+        if self._wire.group is not None:
+            self._wire.break_off()
+        wait_for_all(list(self._unfinished))
+        # An error holds the frames that it came through, and they the group.
+        error: BaseException | None = self._broken
+        while error is not None:
+            error.__traceback__, error = None, error.__context__
+        self._wire.members = replace(self._wire.members, group=None, store=None)
+        # A round and its messages refer to each other.
+        gc.collect()
 
     def _guarded(
         self, job: Callable[[Link], Rounds[T]], slot: int, number: int, origin: staging.Origin | None
@@ -283,6 +304,8 @@ class Communicator:
         try:
             link = Link(self._wire, self.topology, number, self._memory[slot])
             return (yield from staging.beside(job(link), origin, slot))
+        except CorruptMessageError:
+            raise
         except Exception as error:
             # After a failed message the ranks no longer agree on what comes next.
             self._broken = self._broken or error
@@ -298,10 +321,10 @@ class Communicator:
         return Topology.from_labels([bytes(row.numpy()).rstrip(b"\0").decode() for row in labels])
 
 
-def _own_group(
-    group: dist.ProcessGroup | DeviceMesh | None, timeout_s: float
-) -> tuple[dist.ProcessGroup | None, list[int]]:
-    """A new process group over the same ranks, so that nothing else ever uses it; None for a group of one."""
+def _own_members(group: dist.ProcessGroup | DeviceMesh | Members | None, timeout_s: float) -> Members:
+    """A new process group over the same ranks, so that nothing else ever uses it; none for a group of one."""
+    if isinstance(group, Members):
+        return group
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             names = ", ".join(repr(name) for name in group.mesh_dim_names or ())
@@ -314,19 +337,20 @@ def _own_group(
                 f"torch.distributed is not initialised but WORLD_SIZE is {asked}: "
                 "call torch.distributed.init_process_group('gloo') first"
             )
-        return None, [0]
+        return Members(None, [0], 0)
     ranks = dist.get_process_group_ranks(group) if group is not None else list(range(dist.get_world_size()))
     if dist.get_rank() not in ranks:
         raise ConfigError(f"rank {dist.get_rank()} is not in the group of ranks {ranks} it was asked to join")
+    rank = list(ranks).index(dist.get_rank())
     if len(ranks) == 1:
-        return None, ranks
+        return Members(None, list(ranks), rank)
     idle = _idle_groups.get((dist.group.WORLD, tuple(ranks)))
     if idle:
-        return idle.pop(0), list(ranks)
+        return Members(idle.pop(0), list(ranks), rank)
     # Among some ranks only, torch names a group by how many its maker is in, and hangs where that differs.
     local = len(ranks) < dist.get_world_size()
     own = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), backend="gloo", use_local_synchronization=local)
-    return own, list(ranks)
+    return Members(own, list(ranks), rank)
 
 
 def _check_slices(num_elements: int, topology: Topology, intra: Codec, inter: Codec) -> None:

@@ -7,43 +7,85 @@ import json
 import struct
 import threading
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from thinwire import _compat
-from thinwire.collectives import staging
+from thinwire.collectives import faults, staging
 from thinwire.collectives.meter import Meter
 from thinwire.collectives.rounds import Rounds
-from thinwire.errors import MismatchError, PeerLostError
+from thinwire.errors import CorruptMessageError, MismatchError, PeerLostError
 
+# Number of the job, payload bytes, operation and level; then the CRC-32 of the payload.
 HEADER = struct.Struct("<qq48s")
+CHECKSUM = struct.Struct("<I")
 GRACE_S = 2.0
 # Rounds of one job: an all_reduce over two levels needs four, and a job may be made of many parts.
 ROUNDS_OF_A_PART = 8
 MAX_ROUNDS = 1024 * ROUNDS_OF_A_PART
+# A tag that no message has; those of messages lie below.
+NEVER_SENT = 1 << 30
+
+
+@dataclass(frozen=True)
+class Members:
+    """Who shares a wire, and by what names.
+
+    group: their process group, which nothing else uses; None for a group of one. names: of its ranks, in order; rank:
+    this process's position among them. noun: what a name counts, for messages. store: where they say whom they miss,
+    the default group's if None. grace_s: how long the others' accusations are waited for.
+    """
+
+    group: Any
+    names: list[int]
+    rank: int
+    noun: str = "rank"
+    store: dist.Store | None = None
+    grace_s: float = GRACE_S
 
 
 class Wire:
     """A process group of its own, whose messages are posted by one thread only, with every failure traced to a rank.
 
-    Ranks here are positions in the group. `checked` puts (number of the job, payload bytes, operation) in front of each
-    message, so that ranks which disagree stop with both sides' values instead of a hang or wrong sums.
+    Ranks here are positions in the group. `checked` puts (number of the job, payload bytes, operation, checksum) in
+    front of each message, so that ranks which disagree stop with both sides' values instead of a hang or wrong sums,
+    and a message that was damaged on its way is noticed.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, ranks: list[int], timeout_s: float, checked: bool) -> None:
-        self.group = group
-        self.global_ranks = ranks
+    def __init__(self, members: Members, timeout_s: float, checked: bool, meter: Meter | None = None) -> None:
+        self.members = members
+        self.global_ranks = members.names
         # Where the process group has each rank of this wire.
-        self.positions: Sequence[int] = range(len(ranks))
-        self.rank = ranks.index(dist.get_rank()) if group is not None else 0
+        self.positions: Sequence[int] = range(len(members.names))
+        self.rank = members.rank
         self.timeout_s = timeout_s
         self.checked = checked
-        self.meter = Meter()
+        self.meter = meter or Meter()
+
+    @property
+    def group(self) -> Any:
+        return self.members.group
+
+    def name(self, rank: int) -> str:
+        """What messages call a rank of this wire."""
+        return f"{self.members.noun} {self.global_ranks[rank]}"
+
+    def break_off(self) -> None:
+        """Close all connections, so that whoever waits for a message gets an error, here and at the peers."""
+        for peer in range(len(self.global_ranks)):
+            # gloo can't take a message back, but an operation that runs out of time closes what it belongs to.
+            if peer != self.rank:
+                with suppress(RuntimeError):
+                    never = self.group.recv([torch.empty(1, dtype=torch.uint8)], self.positions[peer], NEVER_SENT)
+                    never.wait(timedelta(milliseconds=1))
 
     def among(self, members: Sequence[int]) -> Wire:
         """The same wire as some of its ranks see it, this one among them: a rank is its position in `members`."""
@@ -59,23 +101,23 @@ class Wire:
         # A store hosted by the lost process can hang, so it is asked from a thread that may be left behind.
         asker = threading.Thread(target=self._follow_blame, args=(blame,), daemon=True)
         asker.start()
-        asker.join(GRACE_S + 1.0)
+        asker.join(self.members.grace_s + 1.0)
         cause = str(error).strip().splitlines()[0][:160] if str(error).strip() else type(error).__name__
         return PeerLostError(
-            f"rank {blame['rank']} is missing: {blame['operation']} (message {blame['sequence']}) on rank "
-            f"{self.global_ranks[self.rank]} did not get its part within the timeout of {self.timeout_s:g} s "
+            f"{self.members.noun} {blame['rank']} is missing: {blame['operation']} (message {blame['sequence']}) on "
+            f"{self.name(self.rank)} did not get its part within the timeout of {self.timeout_s:g} s "
             f"or lost the connection [{cause}]"
         )
 
     def _follow_blame(self, blame: dict[str, int | str]) -> None:
         """Post whom this rank misses; while the accused has posted an accusation too, believe that one instead."""
-        store = _compat.default_store()
+        store = self.members.store or _compat.default_store()
         key = "thinwire/lost/{}".format
         me = self.global_ranks[self.rank]
         try:
             store.set(key(me), json.dumps(blame))
             seen = {me}
-            deadline = time.monotonic() + GRACE_S
+            deadline = time.monotonic() + self.members.grace_s
             while time.monotonic() < deadline:
                 accused = blame["rank"]
                 if accused not in seen and store.check([key(accused)]):
@@ -125,7 +167,7 @@ class Exchange:
         assert round_ < MAX_ROUNDS
         self.wire, self.number, self.operation, self.level = wire, number, operation, level
         self.label = f"{operation} {number}"
-        self._tag = (number * MAX_ROUNDS + round_) % (1 << 30)
+        self._tag = (number * MAX_ROUNDS + round_) % NEVER_SENT
         self._buffers = dict(receives)
         self._host = lambda name, num_bytes: host(f"{name} of round {round_}", num_bytes)
         self._landings = {
@@ -136,6 +178,8 @@ class Exchange:
         self._departing: list[tuple[int, Tensor]] = []
         self._sends: list[Pending] = []
         self._sent_headers: list[Pending] = []
+        # What faults put in place of messages lives as long.
+        self._damaged: list[Tensor] = []
         self._length = length
         self._sent_bytes = 0
         # A checked message is asked for when its header has been read.
@@ -143,8 +187,6 @@ class Exchange:
 
     def send(self, peer: int, message: Tensor) -> None:
         """Start sending a uint8 tensor, cut to its length; it must stay unchanged until the round has finished."""
-        if self.wire.checked:
-            self._sent_headers.append(self._isend(peer, self._header(message.numel())))
         if staging.must_stage(message):
             self._departing.append((peer, self._host_copy(message)))
         else:
@@ -160,8 +202,16 @@ class Exchange:
 
     def _depart(self, peer: int, message: Tensor) -> None:
         num_bytes = self._length(message)
-        self._sends.append(self._isend(peer, message[:num_bytes]))
         self._sent_bytes += num_bytes
+        header = self._header(message.numel(), message[:num_bytes]) if self.wire.checked else None
+        if faults.are_armed():
+            message = faults.on_message(self.operation, message)
+            if message is None:
+                return
+            self._damaged.append(message)
+        if header is not None:
+            self._sent_headers.append(self._isend(peer, header))
+        self._sends.append(self._isend(peer, message[:num_bytes]))
 
     def finish(self) -> Rounds[None]:
         """Wait for all messages, sent and received, and count their bytes."""
@@ -169,10 +219,12 @@ class Exchange:
             yield staging.queued()
             for peer, message in self._departing:
                 self._depart(peer, message)
+        headers: dict[int, Tensor] = {}
         if self.wire.checked:
-            yield from self._check_headers()
+            headers = yield from self._check_headers()
             self._receives = self._post(self._landings)
         yield [*self._receives, *self._sends]
+        self._check_payloads(headers)
         received = sum(map(self._length, self._landings.values()))
         for peer, landing in self._landings.items():
             if landing is not self._buffers[peer]:
@@ -184,38 +236,55 @@ class Exchange:
 
     def _isend(self, peer: int, message: Tensor) -> Pending:
         try:
-            work = dist.isend(message, group=self.wire.group, tag=self._tag, group_dst=self.wire.positions[peer])
+            work = self.wire.group.send([message], self.wire.positions[peer], self._tag)
         except RuntimeError as error:
             raise self.wire.lost(self.operation, self.number, peer, error) from None
-        assert work is not None
         return Pending(self, peer, work, "send_s")
 
     def _irecv(self, peer: int, buffer: Tensor) -> dist.Work:
         try:
-            work = dist.irecv(buffer, group=self.wire.group, tag=self._tag, group_src=self.wire.positions[peer])
+            return self.wire.group.recv([buffer], self.wire.positions[peer], self._tag)
         except RuntimeError as error:
             raise self.wire.lost(self.operation, self.number, peer, error) from None
-        assert work is not None
-        return work
 
-    def _header(self, num_bytes: int) -> Tensor:
+    def _header(self, num_bytes: int, payload: Tensor) -> Tensor:
         name = f"{self.operation}/{self.level}".encode()[:48]
-        return torch.frombuffer(bytearray(HEADER.pack(self.number, num_bytes, name)), dtype=torch.uint8)
+        packed = HEADER.pack(self.number, num_bytes, name) + CHECKSUM.pack(checksum(payload))
+        return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
 
-    def _check_headers(self) -> Rounds[None]:
-        """Raise MismatchError unless every peer is about to send what this rank expects of it."""
-        theirs = {peer: torch.empty(HEADER.size, dtype=torch.uint8) for peer in self._buffers}
+    def _check_headers(self) -> Rounds[dict[int, Tensor]]:
+        """The headers that came; raises MismatchError unless every peer is about to send what this rank expects."""
+        theirs = {peer: torch.empty(HEADER.size + CHECKSUM.size, dtype=torch.uint8) for peer in self._buffers}
         # The own ones too: a rank that stops here must not take its half of the story along.
         yield [*self._post(theirs), *self._sent_headers]
+        nothing = torch.empty(0, dtype=torch.uint8)
         for peer, header in theirs.items():
-            mine, wire = self._header(self._buffers[peer].numel()), self.wire
-            if not torch.equal(mine, header):
+            mine = self._header(self._buffers[peer].numel(), nothing)
+            if not torch.equal(mine[: HEADER.size], header[: HEADER.size]):
                 raise MismatchError(
-                    f"ranks disagree: rank {wire.global_ranks[wire.rank]} expects {_describe(mine)}, "
-                    f"rank {wire.global_ranks[peer]} sends {_describe(header)}"
+                    f"ranks disagree: {self.wire.name(self.wire.rank)} expects {_describe(mine)}, "
+                    f"{self.wire.name(peer)} sends {_describe(header)}"
+                )
+        return theirs
+
+    def _check_payloads(self, headers: Mapping[int, Tensor]) -> None:
+        """Raise CorruptMessageError for a message that is not the one whose checksum came with it."""
+        for peer, header in headers.items():
+            landing, wire = self._landings[peer], self.wire
+            (stated,) = CHECKSUM.unpack_from(bytes(header.numpy()), HEADER.size)
+            if checksum(landing[: self._length(landing)]) != stated:
+                raise CorruptMessageError(
+                    f"a message was damaged on its way: {self.operation}/{self.level} (message {self.number}) from "
+                    f"{wire.name(peer)} to {wire.name(wire.rank)} has another checksum than it was sent with",
+                    wire.global_ranks[peer],
                 )
 
 
+def checksum(payload: Tensor) -> int:
+    """The CRC-32 of uint8 on the CPU."""
+    return zlib.crc32(memoryview(payload.contiguous().numpy()))
+
+
 def _describe(header: Tensor) -> str:
-    number, num_bytes, name = HEADER.unpack(bytes(header.numpy()))
+    number, num_bytes, name = HEADER.unpack_from(bytes(header.numpy()))
     return f"message {number} of {name.rstrip(bytes(1)).decode()} with {num_bytes} bytes"

@@ -56,15 +56,22 @@ class MeterReading:
         """Payload sent by one operation, on all levels."""
         return sum(reading.sent_bytes for (name, _), reading in self.operations.items() if name == operation)
 
-    def __sub__(self, other: MeterReading) -> MeterReading:
+    def __add__(self, other: MeterReading) -> MeterReading:
         operations = {
-            key: self.operations.get(key, OpReading()) + -other.operations.get(key, OpReading())
+            key: self.operations.get(key, OpReading()) + other.operations.get(key, OpReading())
             for key in self.operations | other.operations
         }
         numbers = {
-            f.name: getattr(self, f.name) - getattr(other, f.name) for f in fields(self) if f.name != "operations"
+            f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self) if f.name != "operations"
         }
         return MeterReading(**numbers, operations=operations)
+
+    def __neg__(self) -> MeterReading:
+        numbers = {f.name: -getattr(self, f.name) for f in fields(self) if f.name != "operations"}
+        return MeterReading(**numbers, operations={key: -reading for key, reading in self.operations.items()})
+
+    def __sub__(self, other: MeterReading) -> MeterReading:
+        return self + -other
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Second floor: strategies, each a choice of codecs, state and collectives.
 
 Those of our own sharded optimizer lie in `zero`, those of torch's wrappers in `ddp` and `fsdp`, three-level sharding in
-`frontier`, fine-tuning by losses alone in `one_byte`, what has no common step in `islands`. `interface` says what a
+`frontier`, fine-tuning by losses alone in `one_byte`, methods between islands in `islands`. `interface` says what a
 strategy must offer, `strategies` lists those that `--strategy` knows.
 """
 
@@ -31,7 +31,7 @@ from thinwire.data_parallel.interface import (
     TrainingStrategy,
     footprint,
 )
-from thinwire.data_parallel.islands import DADAO, FedFix, Gossip
+from thinwire.data_parallel.islands import DADAO, DiLoCo, FedFix, Gossip, Islands, LocalSGD, StreamingDiLoCo
 from thinwire.data_parallel.one_byte import OneByte, OneByteLog, OneByteOptimizer, one_byte
 from thinwire.data_parallel.strategies import (
     STRATEGIES,
@@ -56,6 +56,10 @@ __all__ = [
     "DeadGradientError",
     "CompressedFSDP",
     "DGC",
+    "DiLoCo",
+    "Islands",
+    "LocalSGD",
+    "StreamingDiLoCo",
     "FSDP",
     "Footprint",
     "Frontier",

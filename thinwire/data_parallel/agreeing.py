@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -169,6 +170,20 @@ class AgreeingOptimizer:
         """The mean of a number over the ranks, the same bits on all; a collective."""
         values = self.comm.wait(self.comm.all_gather_exact(torch.tensor([value], dtype=torch.float64)))
         return float(values.mean())
+
+    def masters(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Copies of the fp32 weights that are stepped, whole, by parameter name; between steps, a collective."""
+        return {name: self.trained[name].detach().clone() for name in names}
+
+    @torch.no_grad()
+    def adopt_weights(self, values: Mapping[str, Tensor]) -> None:
+        """Take whole weights, the same bits on all ranks, in place of the trained ones; between steps, a collective."""
+        for name, value in values.items():
+            self.trained[name].copy_(value)
+
+    def handover_bytes(self, names: Collection[str]) -> tuple[int, int]:
+        """Payload this rank sends in `masters` and in `adopt_weights`: every rank holds the whole weights."""
+        return 0, 0
 
     def describe(self) -> list[Row]:
         """Rows of (asked for, in effect, why they differ or how it was found)."""

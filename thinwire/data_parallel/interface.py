@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import singledispatch
@@ -27,7 +27,10 @@ class ParallelOptimizer(Protocol):
     A step whose gradient norm is not finite is skipped on all ranks.
     """
 
-    skipped_steps: int
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that were skipped."""
+        ...
 
     @property
     def comm(self) -> Communicator:
@@ -98,6 +101,21 @@ class ParallelOptimizer(Protocol):
 
     def check_replicas(self) -> None:
         """Raise ReplicaError where the ranks no longer hold the same bits; a collective."""
+        ...
+
+    def masters(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Copies of the fp32 weights that are stepped, whole, by parameter name; between steps, a collective."""
+        ...
+
+    def adopt_weights(self, values: Mapping[str, Tensor]) -> None:
+        """Take whole weights, the same bits on all ranks, as masters and replicas; between steps, a collective.
+
+        The optimizer's state stays as it is.
+        """
+        ...
+
+    def handover_bytes(self, names: Collection[str]) -> tuple[int, int]:
+        """Payload this rank sends in `masters` and in `adopt_weights` for these parameters."""
         ...
 
     def describe(self) -> list[tuple[str, str, str]]:
@@ -225,6 +243,15 @@ class CatchesUp(Protocol):
 
     def catch_up(self) -> int:
         """Take them; the number of steps done; a collective."""
+        ...
+
+
+@runtime_checkable
+class Finishing(Protocol):
+    """A ParallelOptimizer whose result is not the weights that it trains on the way."""
+
+    def finish(self) -> None:
+        """Leave the result in the model; training can't go on from there. A collective over all ranks."""
         ...
 
 

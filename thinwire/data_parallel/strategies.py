@@ -28,6 +28,7 @@ from thinwire.data_parallel.frontier.strategies import Frontier
 from thinwire.data_parallel.fsdp.strategies import FSDP, ZeroPP
 from thinwire.data_parallel.gradient_codecs import GradientCodec
 from thinwire.data_parallel.interface import CUTS_TENSORS, ParallelOptimizer, TrainingStrategy
+from thinwire.data_parallel.islands.strategies import ISLANDS
 from thinwire.data_parallel.one_byte.strategy import OneByte
 from thinwire.data_parallel.options import check_types
 from thinwire.data_parallel.wire import Strategy, WireFormat
@@ -233,6 +234,7 @@ STRATEGIES: dict[str, Callable[..., TrainingStrategy]] = {
     "frontier": Frontier,
     "zeropp": ZeroPP,
     "one-byte": OneByte,
+    **ISLANDS,
 }
 
 

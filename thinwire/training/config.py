@@ -31,10 +31,13 @@ class TrainConfig:
     """Where tokenised data is kept; by default thinwire's folder in the user's cache."""
     strategy: str = "sdp4bit"
     """How ranks share the work, such as sdp4bit, zero, ddp or fsdp; `thinwire explain` lists all."""
+    inner: str | None = None
+    """Strategy inside an island, for diloco, streaming-diloco and local-sgd; by default ddp."""
     workers: int = 1
     """Worker processes to start on this machine."""
     local_size: int | None = None
-    """Ranks that share a fast link ("node"); by default the workers of one machine. 1: every rank is a node."""
+    """Ranks that share a fast link ("node"); by default the workers of one machine. 1: every rank is a node.
+    A node is an island where the strategy has islands; then by default 1 on a single machine."""
     join: str | None = None
     """HOST:PORT of node 0, for a run over several machines; the same on all of them."""
     nodes: int = 1
@@ -87,7 +90,9 @@ class TrainConfig:
     timeout: float = 300.0
     """Seconds after which a silent peer is given up; start-up and shutdown follow it."""
     checked: bool = False
-    """Put operation, number and length in front of every message, and compare them."""
+    """Put operation, number, length and checksum in front of every message, and compare them."""
+    inject: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """A fault to inject, such as "kill rank=2 step=40"; may be given several times."""
     tables: Annotated[Mapping[str, Mapping[str, Any]], tyro.conf.Suppress] = field(default_factory=dict)
 
     @property
@@ -111,12 +116,12 @@ LOWEST: dict[str, int | None] = {
 # Machines may differ in these; the rest must be equal on all ranks.
 PER_MACHINE = {
     "model", "data", "tokenizer", "text_field", "cache_dir", "run_dir", "node", "join", "workers", "resume",
-    "overwrite", "track", "prompt", "sample_tokens", "dtype",
+    "overwrite", "track", "prompt", "sample_tokens", "dtype", "inject",
 }  # fmt: skip
 # A resumed run must be the same in these; a change of any other is announced.
 FIXED_ON_RESUME = (
-    "model", "tokenizer", "strategy", "optimizer", "weight_decay", "data", "seq_len", "seed", "tokens_per_step",
-    "world_size", "local_size",
+    "model", "tokenizer", "strategy", "inner", "optimizer", "weight_decay", "data", "seq_len", "seed",
+    "tokens_per_step", "world_size", "local_size",
 )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from thinwire.training.config import DEFAULTS, FIXED_ON_RESUME, Batch, TrainConfig, flag
-from thinwire.training.settings import NOT_WRITTEN, build_strategy, used_tables
+from thinwire.training.settings import NOT_WRITTEN, build_strategy, has_islands, used_tables
 
 # (asked for, in effect, why they differ or how it was found)
 Row = tuple[str, str, str]
@@ -33,6 +33,7 @@ def unused_rows(config: TrainConfig) -> Iterator[Row]:
     pointless = {
         "text_field": (not reads_fields and not folder_like(config.data), f"data {config.data} has no fields"),
         "join": (config.nodes == 1, "there is one machine"),
+        "inner": (not has_islands(config.strategy), f"strategy {config.strategy} has no islands"),
         "prompt": (config.sample_tokens == 0, "no tokens are generated"),
         "grad_clip": (clips, f"strategy {config.strategy} clips each rank's gradient, by an option of its own"),
         "weight_decay": (config.lr == 0, "the learning rate is 0"),

@@ -26,14 +26,17 @@ from thinwire.errors import ConfigError, ThinwireError
 from thinwire.training.checkpoint import latest, step_of
 from thinwire.training.config import TrainConfig
 from thinwire.training.hardware import free_port, interface_towards
+from thinwire.training.islands import launch_islands
 from thinwire.training.metrics import read_metrics
 from thinwire.training.prepare import Start, prepare
 from thinwire.training.problems import Problems
 from thinwire.training.run_dir import RunDir
+from thinwire.training.settings import has_islands, island_size
 from thinwire.training.signals import STOPPING, StoppedError
 
 # Half of the time that torchrun's agent gives workers between asking them to end and killing them.
 AGENT_PATIENCE_S = 15
+LOOPBACK = "127.0.0.1"
 
 
 class RankLogs(LogsSpecs):
@@ -99,9 +102,17 @@ def launch(config: TrainConfig, problems: Problems) -> int:
     """
     relay = Relay()
     config, start = prepare(config, problems)
-    host, port = (config.join or f"127.0.0.1:{free_port()}").rsplit(":", 1)
     os.environ["OMP_NUM_THREADS"] = str(start.threads)
-    start.effects.append(choose_interface(host, config.nodes))
+    start.effects.append(choose_interface((config.join or LOOPBACK).rsplit(":", 1)[0], config.nodes))
+    if has_islands(config.strategy) and island_size(config) < config.world_size:
+        return launch_islands(config, start)
+    return run_workers(config, start, relay)
+
+
+def run_workers(config: TrainConfig, start: Start, relay: Relay | None = None) -> int:
+    """Run a configuration that has been prepared, with its workers on this machine; see `launch`."""
+    relay = relay or Relay()
+    host, port = (config.join or f"{LOOPBACK}:{free_port()}").rsplit(":", 1)
     run_dir = RunDir(config.run_dir)
     # SIGINT and SIGTERM stay ours, and nohup's SIGHUP ignored: the agent would take them over and kill after 30 s.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"

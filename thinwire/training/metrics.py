@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -35,48 +36,92 @@ class StepMetrics:
     sent_weight_bytes: int = 0
 
 
+@dataclass(frozen=True)
+class MembershipEvent:
+    """The islands that train together have changed; a line of its own between those of the steps.
+
+    after_step: the last step that was taken before. members, lost, joined: numbers of islands. cost_s: seconds that
+    this island stood still for it. reason: what made it necessary.
+    """
+
+    event: str = field(default="membership", kw_only=True)
+    after_step: int
+    generation: int
+    members: list[int]
+    lost: list[int]
+    joined: list[int]
+    cost_s: float
+    reason: str = ""
+
+
 class MetricsWriter:
-    """Appends lines that survive the process; `records` holds those of earlier sessions too."""
+    """Appends lines that survive the process; `records` and `events` hold those of earlier sessions too."""
 
     def __init__(self, path: Path, last_step: int) -> None:
         """Open `path`, keeping what lies up to `last_step`: a resumed run writes the later steps anew."""
         self.records = [record for record in read_metrics(path) if record.step <= last_step]
+        self.events = [event for event in read_events(path) if event.after_step <= last_step]
+        lines = sorted([*self.records, *self.events], key=_order)
         temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(map(to_line, self.records)))
+        temporary.write_text("".join(map(to_line, lines)))
         temporary.replace(path)
         self._file = path.open("a", buffering=1)
 
-    def write(self, record: StepMetrics) -> None:
-        self.records.append(record)
+    def write(self, record: StepMetrics | MembershipEvent) -> None:
+        if isinstance(record, StepMetrics):
+            self.records.append(record)
+        else:
+            self.events.append(record)
         self._file.write(to_line(record))
 
     def close(self) -> None:
         self._file.close()
 
 
-def to_line(record: StepMetrics) -> str:
+def _order(record: StepMetrics | MembershipEvent) -> tuple[int, bool]:
+    is_event = isinstance(record, MembershipEvent)
+    return (record.after_step if is_event else record.step), is_event
+
+
+def to_line(record: StepMetrics | MembershipEvent) -> str:
     """One line of strict JSON, in which a number that is not finite is null."""
     values = asdict(record)
-    finite = {k: v if math.isfinite(v) else None for k, v in values.items()}
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
     return json.dumps(finite) + "\n"
 
 
 def read_metrics(path: Path) -> list[StepMetrics]:
     """The steps of a metrics file; a last line cut short by a dying machine is left out, and so are unknown keys."""
-    if not path.exists():
-        return []
     records, known = [], {item.name for item in fields(StepMetrics)}
-    for line in path.read_text().splitlines():
-        try:
-            values = json.loads(line)
-        except json.JSONDecodeError:
-            break
-        numbers: dict[str, Any] = {k: math.nan if v is None else v for k, v in values.items() if k in known}
-        records.append(StepMetrics(**numbers))
+    for values in _lines(path):
+        if "event" not in values:
+            numbers: dict[str, Any] = {k: math.nan if v is None else v for k, v in values.items() if k in known}
+            records.append(StepMetrics(**numbers))
     return records
 
 
-def medians(records: list[StepMetrics], *names: str) -> dict[str, float]:
-    """The median over the steps of each named number; the first step, which warms up, is left out if there are more."""
+def read_events(path: Path) -> list[MembershipEvent]:
+    """The changes of membership that a metrics file tells of."""
+    known = {item.name for item in fields(MembershipEvent)}
+    told = [values for values in _lines(path) if values.get("event") == MembershipEvent.event]
+    return [MembershipEvent(**{k: v for k, v in values.items() if k in known}) for values in told]
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a metrics file, up to one that was cut short."""
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:
+            return
+
+
+def medians(
+    records: list[StepMetrics], *names: str, average: Callable[[Iterable[float]], float] = median
+) -> dict[str, float]:
+    """The median over the steps of each named number; the first step, which warms up, is left out if there are more.
+
+    average: another one, where few steps stand out by design.
+    """
     steady = records[1:] or records
-    return {name: median(getattr(record, name) for record in steady) if steady else 0.0 for name in names}
+    return {name: average([getattr(record, name) for record in steady]) if steady else 0.0 for name in names}

@@ -7,16 +7,18 @@ import logging
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from thinwire.codecs import warm
+from thinwire.collectives import faults
 from thinwire.collectives.topology import Topology
 from thinwire.data import documents, load_tokenizer
 from thinwire.data import prepare as prepare_tokens
 from thinwire.data_parallel import NotExplainedError, TrainingStrategy, footprint
+from thinwire.data_parallel.islands import OnIslands
 from thinwire.errors import ConfigError
 from thinwire.models import build_model
 from thinwire.models.hf import check_hf, look_into
@@ -26,8 +28,25 @@ from thinwire.training.effects import Row, batch_row, resume_rows, unused_rows
 from thinwire.training.hardware import choose_dtype, free_port, port_is_free, threads_per_worker
 from thinwire.training.problems import Problems
 from thinwire.training.run_dir import RunDir
-from thinwire.training.settings import build_strategy, read_toml, to_toml, used_tables, with_optimizer
+from thinwire.training.settings import (
+    DEFAULT_INNER,
+    build_strategy,
+    has_islands,
+    island_size,
+    read_toml,
+    to_toml,
+    used_tables,
+    with_optimizer,
+)
 from thinwire.training.trackers import check_trackers
+
+
+class Island(NamedTuple):
+    """One of the worlds that train together. meet: HOST:PORT where their first ranks meet; empty for the only one."""
+
+    number: int = 0
+    num_islands: int = 1
+    meet: str = ""
 
 
 @dataclass(frozen=True)
@@ -38,14 +57,17 @@ class Start:
     threads: int = 1
     effects: list[Row] = field(default_factory=list)
     stop_at: int | None = None
+    inject: tuple[str, ...] = ()
+    island: Island | None = None
 
     def to_json(self) -> str:
-        return json.dumps([self.dtype, self.threads, self.effects, self.stop_at])
+        return json.dumps([self.dtype, self.threads, self.effects, self.stop_at, self.inject, self.island])
 
     @classmethod
     def from_json(cls, text: str) -> Start:
-        dtype, threads, effects, stop_at = json.loads(text)
-        return cls(dtype, threads, [(asked, effect, reason) for asked, effect, reason in effects], stop_at)
+        dtype, threads, effects, stop_at, inject, island = json.loads(text)
+        rows = [(asked, effect, reason) for asked, effect, reason in effects]
+        return cls(dtype, threads, rows, stop_at, tuple(inject), Island(*island) if island else None)
 
 
 def check(config: TrainConfig, problems: Problems) -> None:
@@ -60,7 +82,10 @@ def check(config: TrainConfig, problems: Problems) -> None:
         with problems.collect():
             derive(config, config.world_size)
         with problems.collect():
-            topology = Topology.stated(config.world_size, config.local_size or config.workers)
+            if strategy is not None and has_islands(config.strategy):
+                topology = Topology.stated(config.world_size, island_size(config))
+            else:
+                topology = Topology.stated(config.world_size, config.local_size or config.workers)
     if strategy is not None and topology is not None:
         with problems.collect():
             check_grid(strategy, topology)
@@ -68,12 +93,17 @@ def check(config: TrainConfig, problems: Problems) -> None:
         check_trackers(config.track)
     with problems.collect():
         RunDir(config.run_dir).check(config.node, resume=config.resume, overwrite=config.overwrite)
+    for text in config.inject:
+        with problems.collect():
+            check_fault(text, config)
     with problems.collect():
         check_join(config)
     with problems.collect():
         check_data(config)
     with problems.collect():
-        check_model(config)
+        model = check_model(config)
+        if isinstance(strategy, OnIslands) and model is not None:
+            strategy.fragments(model)
 
 
 def check_grid(strategy: TrainingStrategy, topology: Topology) -> None:
@@ -82,22 +112,31 @@ def check_grid(strategy: TrainingStrategy, topology: Topology) -> None:
         footprint(strategy, nn.Module(), topology, 1)
 
 
+def check_fault(text: str, config: TrainConfig) -> None:
+    """Raise ConfigError for a fault that can't be read, or can't fire in this run."""
+    fault = faults.parse(text)
+    if fault.rank is not None and fault.rank >= config.world_size:
+        raise ConfigError(f"--inject {text!r}: ranks are numbered from 0 to {config.world_size - 1}")
+    if fault.step is not None and fault.step > config.steps:
+        raise ConfigError(f"--inject {text!r}: the run ends after step {config.steps}")
+
+
 def check_data(config: TrainConfig) -> None:
     """Read the first document; a dataset of the network is left to the tokenising that follows."""
     if not config.data.startswith("hf:"):
         next(documents(config.data, config.text_field), None)
 
 
-def check_model(config: TrainConfig) -> None:
-    """Build the model without memory; of one of transformers, whose weights may be large, check the config alone."""
+def check_model(config: TrainConfig) -> nn.Module | None:
+    """The model without memory; of one of transformers, whose weights may be large, the config alone is checked."""
     tokenizer = load_tokenizer(config.tokenizer)
     if config.seq_len <= 0:
-        return
+        return None
     if config.model.startswith("hf:"):
         check_hf(config.model.removeprefix("hf:"), tokenizer.vocab_size, config.seq_len, {})
-    else:
-        with torch.device("meta"):
-            build_model(config.model, tokenizer.vocab_size, config.seq_len, config.seed, config.tables.get("llama"))
+        return None
+    with torch.device("meta"):
+        return build_model(config.model, tokenizer.vocab_size, config.seq_len, config.seed, config.tables.get("llama"))
 
 
 def check_join(config: TrainConfig) -> None:
@@ -131,6 +170,12 @@ def resolve(config: TrainConfig, threads: int) -> tuple[TrainConfig, list[Row]]:
     rows: list[Row] = [(f"dtype {config.dtype}", dtype, reason), batch_row(config, batch, config.world_size)]
     rows += [*model_rows(config), *unused_rows(config)]
     chosen = with_optimizer(config)
+    if has_islands(config.strategy):
+        size = island_size(config)
+        chosen = replace(chosen, local_size=size, inner=config.inner or DEFAULT_INNER)
+        asked = f"--local-size {config.local_size or 'any'}"
+        why = "" if config.local_size else "every worker of a single machine, else every machine, is an island"
+        rows.append((asked, f"{config.world_size // size} island(s) of {size} rank(s)", why))
     if config.optimizer is None:
         rows.append(("--optimizer", f"{chosen.optimizer}", f"the choice of strategy {config.strategy}"))
     if torch.cuda.is_available():
@@ -157,7 +202,8 @@ def prepare(config: TrainConfig, problems: Problems) -> tuple[TrainConfig, Start
     tokens.split(config.seq_len)
     warm_kernels(resolved)
     run_dir.claim(config.node, to_toml(resolved), overwrite=config.overwrite)
-    return resolved, Start(resolved.dtype, threads, rows, config.stop_at)
+    rows += [(f"--inject {text!r}", "armed", faults.KINDS[faults.parse(text).kind]) for text in config.inject]
+    return resolved, Start(resolved.dtype, threads, rows, config.stop_at, config.inject)
 
 
 def warm_kernels(config: TrainConfig) -> None:

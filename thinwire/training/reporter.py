@@ -8,6 +8,7 @@ import platform
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -16,9 +17,10 @@ import thinwire
 from thinwire.report import write_report
 from thinwire.training.config import TrainConfig
 from thinwire.training.effects import Row
-from thinwire.training.metrics import MetricsWriter, StepMetrics, medians
+from thinwire.training.metrics import MembershipEvent, MetricsWriter, StepMetrics, medians
 from thinwire.training.progress import Progress
 from thinwire.training.run_dir import RunDir
+from thinwire.training.settings import has_islands
 from thinwire.training.trackers import open_trackers
 
 
@@ -45,13 +47,26 @@ class Reporter:
         self.progress.step(record)
         self.trackers.log(record.step, {k: v for k, v in asdict(record).items() if k != "step"})
 
+    def membership(self, event: MembershipEvent) -> None:
+        """Record and say that the islands which train together have changed."""
+        self.metrics.write(event)
+        changes = [f"island {island} is lost" for island in event.lost]
+        changes += [f"island {island} joins" for island in event.joined]
+        members = ", ".join(map(str, event.members))
+        self.progress.say(
+            f"generation {event.generation}: {'; '.join(changes) or 'as before'}; islands {members} go on after step "
+            f"{event.after_step}; it took {event.cost_s:.1f} s" + (f" ({event.reason})" if event.reason else "")
+        )
+
     def finish(
         self, *, step: int, skipped_steps: int, heldout_loss: float | None, stopped: str, sample: str, parameters: int,
         peak_rss_bytes: int,
     ) -> None:  # fmt: skip
         """Write summary.json and report.html, and say where they are."""
         self.close()
-        typical = medians(self.metrics.records, "step_s", "exposed_comm_s", "sent_bytes")
+        # Islands exchange in few of their steps.
+        average = fmean if has_islands(self.config.strategy) else median
+        typical = medians(self.metrics.records, "step_s", "exposed_comm_s", "sent_bytes", average=average)
         summary = {
             "heldout_loss": heldout_loss if heldout_loss is None or math.isfinite(heldout_loss) else None,
             "tokens": step * self.tokens_per_step,

@@ -38,6 +38,10 @@ class RunDir:
     def logs(self) -> Path:
         return self.path / "logs"
 
+    def island(self, number: int) -> RunDir:
+        """What an island writes: the first one here, the others in folders of their own."""
+        return self if number == 0 else RunDir(self.path / f"island-{number}")
+
     def check(self, node: int, *, resume: bool, overwrite: bool) -> None:
         """Raise ConfigError where this run can't be written, or would overwrite another that was not given up."""
         existing = next(path for path in (self.path.absolute(), *self.path.absolute().parents) if path.exists())
@@ -81,6 +85,7 @@ class RunDir:
     def delete(self, node: int) -> None:
         """Delete what a run wrote, and nothing else that lies in the folder."""
         shared = [self.metrics, self.summary, self.report, self.logs] if node == 0 else []
+        shared += self.path.glob("island-*") if node == 0 else []
         for path in (*shared, self.config(node), self.checkpoints):
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ import tyro
 
 from thinwire.data_parallel import STRATEGIES, TrainingStrategy
 from thinwire.data_parallel.interface import PlannedByRun
+from thinwire.data_parallel.islands import ISLANDS
 from thinwire.data_parallel.options import fits, type_name
 from thinwire.errors import ConfigError, nearest
 from thinwire.models.llama import LlamaConfig
@@ -23,40 +25,73 @@ from thinwire.training.problems import Problems
 from thinwire.training.run_dir import RunDir
 
 # Of one start only: a run repeated from its config.toml must not delete or move another.
-NOT_WRITTEN = ("resume", "overwrite", "stop_at", "node", "tables")
+NOT_WRITTEN = ("resume", "overwrite", "stop_at", "inject", "node", "tables")
 HELP_FLAGS = ("--help", "-h")
-# The field of a strategy that holds another one.
-BASE = "base"
+# The fields of a strategy that hold another one: which it stands on, or which runs inside its islands.
+BASE, INNER = "base", "inner"
+DEFAULT_INNER = "ddp"
 
 
 def option_tables() -> dict[str, type]:
     """The dataclass behind each table of options: [llama], and one for every strategy that has options."""
     strategies = {type(make()) for make in STRATEGIES.values()}
     with_options = sorted((cls for cls in strategies if options_of(cls)), key=lambda c: c.__name__)
-    return {"llama": LlamaConfig} | {cls.__name__.lower(): cls for cls in with_options}
+    return {"llama": LlamaConfig} | {table_name(cls): cls for cls in with_options}
+
+
+def table_name(cls: type) -> str:
+    """The name of a class's table: its own, in lower case, unless it states another."""
+    return getattr(cls, "table", cls.__name__.lower())
 
 
 def options_of(cls: type) -> list[Field]:
-    """The fields that a table has: all but the strategy that another one stands on, which has its own table."""
-    return [item for item in fields(cls) if item.name != BASE] if is_dataclass(cls) else []
+    """The fields that a table has: all but strategies that belong to another one, which have tables of their own."""
+    held = (BASE, INNER) if hasattr(cls, "apply") else ()
+    return [item for item in fields(cls) if item.name not in held] if is_dataclass(cls) else []
 
 
 def strategy_table(strategy: str) -> str | None:
     """The name of the table that `strategy` takes its options from, if any."""
-    name = type(STRATEGIES[strategy]()).__name__.lower()
+    name = table_name(type(STRATEGIES[strategy]()))
     return name if name in option_tables() else None
 
 
 def base_table(strategy: str) -> str | None:
     """The name of the table of the strategy that `strategy` stands on, if any."""
     base = getattr(STRATEGIES[strategy](), BASE, None)
-    return type(base).__name__.lower() if base is not None else None
+    return table_name(type(base)) if base is not None else None
+
+
+def has_islands(strategy: str) -> bool:
+    """Whether it trains islands, each by a strategy of its own."""
+    return strategy in ISLANDS
+
+
+def inner_of(config: TrainConfig) -> TrainConfig:
+    """What the islands of this configuration are trained by."""
+    return replace(config, strategy=config.inner or DEFAULT_INNER, inner=None)
+
+
+def island_size(config: TrainConfig) -> int:
+    """Ranks of one island: those that share a fast link. By default a machine's, and 1 where there is one machine.
+
+    Raises ConfigError where islands would not fit into a machine.
+    """
+    machine = int(os.environ.get("LOCAL_WORLD_SIZE", config.workers))
+    size = config.local_size or (machine if machine < config.world_size else 1)
+    if machine % size:
+        raise ConfigError(
+            f"--local-size {size}: an island lies on one machine, which has {machine} workers; nearest: "
+            f"{min((n for n in range(1, machine + 1) if machine % n == 0), key=lambda n: abs(n - size))}"
+        )
+    return size
 
 
 def used_tables(config: TrainConfig) -> set[str]:
     """The tables of options that have an effect in this run."""
     llama = None if config.model.startswith("hf:") else "llama"
-    return {table for table in (llama, strategy_table(config.strategy), base_table(config.strategy)) if table}
+    inner = used_tables(inner_of(config)) if has_islands(config.strategy) else set()
+    return inner | {table for table in (llama, strategy_table(config.strategy), base_table(config.strategy)) if table}
 
 
 def build_strategy(config: TrainConfig) -> TrainingStrategy:
@@ -64,11 +99,15 @@ def build_strategy(config: TrainConfig) -> TrainingStrategy:
 
     Raises ConfigError for an unknown name, a refused option, or one that does not fit the run.
     """
+    if config.inner is not None and config.inner not in STRATEGIES:
+        raise ConfigError(f"--inner {config.inner}: no such strategy{nearest(config.inner, STRATEGIES)}")
     if config.strategy not in STRATEGIES:
         raise ConfigError(f"--strategy {config.strategy}: no such strategy{nearest(config.strategy, STRATEGIES)}")
     make, options = STRATEGIES[config.strategy], config.tables.get(strategy_table(config.strategy) or "", {})
     if stated := config.tables.get(base_table(config.strategy) or ""):
         options = {**options, BASE: replace(getattr(make(), BASE), **stated)}
+    if has_islands(config.strategy):
+        options = {**options, INNER: build_strategy(inner_of(config))}
     strategy = make(**options)
     return strategy.for_run(config.steps, config.num_warmup_steps) if isinstance(strategy, PlannedByRun) else strategy
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,11 @@ import torch
 from torch import nn
 
 from thinwire.codecs import derive_seed
+from thinwire.collectives import ElasticPeers, Peers, faults
 from thinwire.data import BatchLoader, heldout_batches, load_tokenizer
 from thinwire.data import prepare as prepare_tokens
-from thinwire.data_parallel.interface import CatchesUp
+from thinwire.data_parallel.interface import CatchesUp, Finishing
+from thinwire.data_parallel.islands import OnIslands
 from thinwire.data_parallel.watchdog import Watchdog
 from thinwire.errors import ConfigError
 from thinwire.models import build_model, generate
@@ -24,10 +28,11 @@ from thinwire.optim import make_optimizer
 from thinwire.training import checkpoint
 from thinwire.training.advice import advise
 from thinwire.training.agreement import agree
-from thinwire.training.config import TrainConfig, derive
+from thinwire.training.config import PER_MACHINE, TrainConfig, derive
 from thinwire.training.effects import Row
 from thinwire.training.hardware import max_over_ranks, peak_rss_bytes
 from thinwire.training.metrics import StepMetrics
+from thinwire.training.prepare import Island
 from thinwire.training.reporter import Reporter
 from thinwire.training.run_dir import RunDir
 from thinwire.training.schedule import lr_at
@@ -37,11 +42,22 @@ from thinwire.training.signals import StopFlag
 
 @dataclass(frozen=True)
 class Place:
-    """This process among the others."""
+    """This process among the others of its process group: all, or those of its island."""
 
     rank: int
     local_rank: int
     world_size: int
+    island: Island = field(default_factory=Island)
+
+    @property
+    def num_ranks(self) -> int:
+        """Of all islands."""
+        return self.world_size * self.island.num_islands
+
+    @property
+    def number(self) -> int:
+        """This one's, among the ranks of all islands."""
+        return self.island.number * self.world_size + self.rank
 
 
 class Trainer:
@@ -54,7 +70,7 @@ class Trainer:
         self, config: TrainConfig, place: Place, stop: StopFlag, dtype: str | None, rows: Sequence[Row]
     ) -> None:
         self.config, self.place, self.stop = config, place, stop
-        self.batch = derive(config, place.world_size)
+        self.batch = derive(config, place.num_ranks)
         self.run_dir = RunDir(config.run_dir)
         self.tokenizer = load_tokenizer(config.tokenizer)
         cache_dir = Path(config.cache_dir) if config.cache_dir else None
@@ -68,21 +84,24 @@ class Trainer:
         optimizer = build_optimizer(config, self.model)
         self.num_parameters = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
         # In training the wrapped module is called, which may communicate; everywhere else the model itself.
-        self.wrapped, self.optimizer = build_strategy(config).apply(
+        strategy = build_strategy(config)
+        if isinstance(strategy, OnIslands):
+            strategy = strategy.among(meet_others(config, place), terms=common_terms(config, self.digest))
+        self.wrapped, self.optimizer = strategy.apply(
             self.model, optimizer, local_size=config.local_size, seed=config.seed, timeout_s=config.timeout,
             checked=config.checked, overlap=True,
         )  # fmt: skip
         advice = advise(
-            self.optimizer, config.strategy, self.num_parameters, self.batch.tokens_per_step // place.world_size,
+            self.optimizer, config.strategy, self.num_parameters, self.batch.tokens_per_step // place.num_ranks,
             torch.bfloat16 if self.dtype == "bf16" else torch.float32,
         )  # fmt: skip
         # On every rank: they measure together.
         link_rows = list(advice)
         self.loader = BatchLoader(
             train_tokens, seq_len=config.seq_len, micro_batch=self.batch.micro_batch,
-            accumulation=self.batch.accumulation, rank=place.rank, world_size=place.world_size, seed=config.seed,
+            accumulation=self.batch.accumulation, rank=place.number, world_size=place.num_ranks, seed=config.seed,
         )  # fmt: skip
-        torch.manual_seed(derive_seed(config.seed, place.rank) >> 1)
+        torch.manual_seed(derive_seed(config.seed, place.number) >> 1)
         self.step = self._load(saved) if saved else self._catch_up()
         self._watchdog = Watchdog(config.dead_steps)
         self._traffic = self.optimizer.meter.snapshot()
@@ -90,10 +109,11 @@ class Trainer:
         if place.rank == 0:
             data_row = (f"data {config.data}", f"{tokens.info.num_tokens:,} tokens", f"tokenizer {config.tokenizer}")
             self.reporter = Reporter(
-                config, first_step=self.step, world_size=place.world_size,
+                config, first_step=self.step, world_size=place.num_ranks,
                 uncompressed_bytes=self.optimizer.uncompressed_bytes_per_step,
                 rows=[data_row, *rows, *self.optimizer.describe(), *link_rows],
             )  # fmt: skip
+        self._arm_faults()
 
     def run(self) -> None:
         """Take the remaining steps, then measure, save and report; ends early where any rank was asked to stop."""
@@ -108,9 +128,13 @@ class Trainer:
             stopped = f"--stop-at {self.config.stop_at}"
         self._save()
         heldout_loss = None
+        if isinstance(self.optimizer, Finishing):
+            self.optimizer.finish()
         if not stopped:
             self.optimizer.synchronize()
             heldout_loss = self._evaluate() if self.config.eval_sequences else None
+        for fault in faults.disarm():
+            print(f"thinwire: rank {self.place.rank}: --inject {str(fault)!r} never happened", file=sys.stderr)
         peak_rss = max_over_ranks(peak_rss_bytes())
         self.optimizer.close()
         if self.reporter is not None:
@@ -120,7 +144,14 @@ class Trainer:
                 parameters=self.num_parameters, peak_rss_bytes=peak_rss,
             )  # fmt: skip
 
+    def _arm_faults(self) -> None:
+        """Let the faults happen that are this process's; one that was started again has had its own."""
+        if not int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
+            announce = faults.say if self.reporter is None else self.reporter.progress.warn
+            faults.arm(map(faults.parse, self.config.inject), rank=self.place.rank, announce=announce)
+
     def _take_step(self) -> None:
+        faults.at_step(self.step + 1)
         start = time.perf_counter()
         optimizer, before = self.optimizer, self.optimizer.meter.snapshot()
         lr = lr_at(
@@ -138,6 +169,9 @@ class Trainer:
         traffic = optimizer.meter.snapshot()
         optimizer.step()
         optimizer.zero_grad()
+        if isinstance(optimizer, Finishing):
+            # What travels between islands leaves at the end of a step, and is waited for there.
+            traffic = optimizer.meter.snapshot()
         self.step += 1
         spent = optimizer.meter.snapshot() - before
         sent, self._traffic = traffic - self._traffic, traffic
@@ -181,7 +215,7 @@ class Trainer:
 
     @torch.no_grad()
     def _evaluate(self) -> float:
-        """The mean loss on held-out sequences, over all ranks; nats per token."""
+        """The mean loss on held-out sequences, over all ranks, of each island by itself; nats per token."""
         if self.reporter is not None:
             self.reporter.progress.say("measuring the held-out loss ...")
         self.model.eval()
@@ -248,6 +282,20 @@ class Trainer:
         self.loader.load_state_dict(state["loader"])
         torch.set_rng_state(state["rng"])
         return state["step"]
+
+
+def meet_others(config: TrainConfig, place: Place) -> Peers | None:
+    """The other islands, for the first rank of one that has any."""
+    number, num_islands, meet = place.island
+    if place.rank or num_islands == 1:
+        return None
+    return ElasticPeers(meet, number, timeout_s=config.timeout, max_islands=num_islands, min_islands=num_islands)
+
+
+def common_terms(config: TrainConfig, tokens: str) -> str:
+    """What all islands must have in common, besides the model and the method."""
+    shared = {name: value for name, value in asdict(config).items() if name not in PER_MACHINE}
+    return repr((shared, tokens))
 
 
 def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import traceback
@@ -13,12 +14,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from thinwire.collectives import host_meeting
 from thinwire.errors import ThinwireError
 from thinwire.training.config import TrainConfig, with_derived
 from thinwire.training.hardware import threads_per_worker
-from thinwire.training.prepare import Start
+from thinwire.training.prepare import Island, Start
 from thinwire.training.problems import Problems
-from thinwire.training.settings import read_config, with_optimizer
+from thinwire.training.run_dir import RunDir
+from thinwire.training.settings import has_islands, island_size, read_config, to_toml, with_optimizer
 from thinwire.training.signals import StopFlag
 from thinwire.training.trainer import Place, Trainer
 
@@ -36,10 +39,10 @@ def work(config: TrainConfig, place: Place, start: Start | None) -> int:
     start: what was found out before the workers, known at least on rank 0.
     """
     torch.set_num_threads(threads_per_worker(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))[0])
-    dist.init_process_group("gloo", timeout=timedelta(seconds=config.timeout))
+    start = start or Start()
+    config, place, start, held = join_world(config, place, start)
     # Not before: a worker that still waits for the others, who may never come, must die of SIGTERM.
     stop = StopFlag()
-    start = start or Start()
     trainer = Trainer(with_optimizer(with_derived(config)), place, stop, start.dtype, start.effects)
     try:
         trainer.run()
@@ -47,7 +50,37 @@ def work(config: TrainConfig, place: Place, start: Start | None) -> int:
         if trainer.reporter is not None:
             trainer.reporter.close()
     dist.destroy_process_group()
+    del held
     return stop.signum
+
+
+def join_world(config: TrainConfig, place: Place, start: Start) -> tuple[TrainConfig, Place, Start, object]:
+    """Make the default process group: all ranks, or those of this one's island.
+
+    Returns the configuration, the place and what was found out, and what must be held for as long as others may meet.
+    """
+    timeout = timedelta(seconds=config.timeout)
+    size = island_size(config) if has_islands(config.strategy) else place.world_size
+    if has_islands(config.strategy):
+        config = replace(config, local_size=size)
+    if start.island is not None or size == place.world_size:
+        dist.init_process_group("gloo", timeout=timeout)
+        return config, replace(place, island=start.island or Island()), start, None
+    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    number, rank = divmod(place.rank, size)
+    meeting = host_meeting() if place.rank == 0 else None
+    if meeting is not None:
+        # One rank knows which dtype is fast, and all islands are to compute alike.
+        store.set("thinwire/start", json.dumps([f"{os.environ['MASTER_ADDR']}:{meeting.port}", start.dtype]))
+    meet, dtype = json.loads(store.get("thinwire/start"))
+    island = Island(number, place.world_size // size, meet)
+    run_dir = RunDir(config.run_dir).island(number)
+    config = replace(config, run_dir=str(run_dir.path))
+    if number and rank == 0:
+        run_dir.claim(0, to_toml(with_optimizer(with_derived(config))), overwrite=config.overwrite)
+    own = dist.PrefixStore(f"thinwire/island{number}", store)
+    dist.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=timeout)
+    return config, Place(rank, rank, size, island), replace(start, dtype=dtype), (meeting, store)
 
 
 def exit_after(config: TrainConfig, place: Place, start: Start | None, *, trace: bool) -> NoReturn:
@@ -81,7 +114,7 @@ def main() -> NoReturn:
     config = read_config([config_path], problems)
     problems.raise_any()
     found = Start.from_json(start)
-    exit_after(replace(config, stop_at=found.stop_at), place, found, trace=True)
+    exit_after(replace(config, stop_at=found.stop_at, inject=found.inject), place, found, trace=True)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from thinwire.collectives.algorithms import Link, all_gather_packets, gather_byt
 from thinwire.collectives.rounds import Rounds
 from thinwire.data_parallel.frontier.levels import Levels
 from thinwire.data_parallel.frontier.strategies import Frontier, LevelFormat
+from thinwire.data_parallel.layers import layers_of
 from thinwire.data_parallel.zero.layout import Bucket, Slot, build_buckets
 
 
@@ -218,10 +219,7 @@ def lay_out(
 
     A parameter that two units share is the root's.
     """
-    # It imports torch's FSDP2, which a process that trains without need not load.
-    from thinwire.data_parallel.fsdp.optimizer import wrap_modules
-
-    modules = wrap_modules(model)
+    modules = layers_of(model)
     users: dict[nn.Parameter, list[nn.Module]] = {}
     for module in modules:
         for param in module.parameters():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from thinwire.codecs import Identity, derive_seed
 from thinwire.collectives import Communicator
 from thinwire.data_parallel.agreeing import AgreeingOptimizer
-from thinwire.data_parallel.frontier.layout import Unit, sent_by
+from thinwire.data_parallel.frontier.layout import Part, Unit, sent_by
 from thinwire.data_parallel.frontier.levels import Levels
 from thinwire.data_parallel.replicas import digest
 from thinwire.data_parallel.table import Row
@@ -315,6 +315,42 @@ class FrontierOptimizer(AgreeingOptimizer):
         if odd:
             ranks = ", ".join(f"{self.comm.global_ranks[a]} from rank {self.comm.global_ranks[b]}'s" for a, b in odd)
             raise ReplicaError(f"after step {self.steps} weights differ: those of rank {ranks}")
+
+    # ---------------------------------------------------------------- whole weights by hand
+
+    def masters(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Copies of the fp32 masters, whole, by parameter name; between steps, a collective."""
+        found: dict[str, Tensor] = {}
+        for part in self._holding(names):
+            gathered = self.comm.wait(self.comm.all_gather_exact(part.master))
+            whole = torch.empty_like(gathered)
+            for rank, piece in enumerate(gathered):
+                whole[self.levels.piece(rank)] = piece
+            found |= {slot.name: slot.view(whole.view(-1)).clone() for slot in part.slots if slot.name in names}
+        return found
+
+    @torch.no_grad()
+    def adopt_weights(self, values: Mapping[str, Tensor]) -> None:
+        """Take whole weights, the same bits on all ranks, as masters and compute weights; between steps."""
+        self._finish_refresh()
+        for unit in self.units:
+            self._free(unit)
+        for part in self._holding(values):
+            part.set_whole(True)
+            for slot in (slot for slot in part.slots if slot.name in values):
+                slot.view(part.live).copy_(values[slot.name])
+                part.adopt(slot)
+            if self.levels.weights_over > 1:
+                part.set_whole(False)
+            part.note_versions()
+
+    def handover_bytes(self, names: Collection[str]) -> tuple[int, int]:
+        """Payload this rank sends in `masters` and in `adopt_weights` for these parameters."""
+        return sum(4 * part.shard_numel * (self.comm.world_size - 1) for part in self._holding(names)), 0
+
+    def _holding(self, names: Collection[str]) -> list[Part]:
+        """The parts in which any of these parameters lies."""
+        return [part for part in self._parts if any(slot.name in names for slot in part.slots)]
 
     # ---------------------------------------------------------------- what is known
 

@@ -12,6 +12,7 @@ from thinwire.collectives import Topology
 from thinwire.collectives.algorithms import gather_bytes, reduce_bytes
 from thinwire.data_parallel.fsdp.strategies import OnFSDP, ShardingStrategy
 from thinwire.data_parallel.interface import Footprint, agreement_sent, footprint
+from thinwire.data_parallel.layers import layers_of
 
 AGAIN = "weights_again"
 
@@ -19,12 +20,9 @@ AGAIN = "weights_again"
 @footprint.register
 def fsdp_footprint(strategy: OnFSDP, model: nn.Module, topology: Topology, micro_batches: int) -> Footprint:
     """Weights are whole from forward to backward, or one module at a time; gradients accumulate whole."""
-    # It imports torch's FSDP2, which a process that trains without need not load.
-    from thinwire.data_parallel.fsdp.optimizer import wrap_modules
-
     chosen = cast(ShardingStrategy, strategy)
     world_size, matrix, vector = topology.world_size, chosen.matrix(), chosen.vector()
-    modules = wrap_modules(model)
+    modules = layers_of(model)
     inside = {param for module in modules for param in module.parameters()}
     rest = [param for param in model.parameters() if param not in inside]
     sent: Counter[tuple[str, str]] = Counter(agreement_sent(topology))

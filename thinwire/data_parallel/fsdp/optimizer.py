@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from thinwire.collectives import Communicator
 from thinwire.data_parallel.agreeing import AgreeingOptimizer
 from thinwire.data_parallel.fsdp.compress import CompressedFSDP, mesh_of
 from thinwire.data_parallel.fsdp.strategies import ShardingStrategy
+from thinwire.data_parallel.layers import layers_of
 from thinwire.data_parallel.replicas import digest, odd_ranks, same_start, trained_parameters
 from thinwire.data_parallel.table import Row
 from thinwire.data_parallel.zero import ReplicaError
@@ -68,7 +69,7 @@ def shard_modules(model: nn.Module, world_size: int, reshard_after_forward: bool
     """Give the model's parts to fully_shard; the root first, then in order of forward."""
     frozen = {param for param in model.parameters() if not param.requires_grad}
     mesh = init_device_mesh(next(model.parameters()).device.type, (world_size,))
-    modules = wrap_modules(model)
+    modules = layers_of(model)
     for module in (*modules, model):
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward, ignored_params=frozen)
     return [model, *modules]
@@ -85,22 +86,6 @@ def shard_param_groups(
         own = [names[id(param)] for param in group["params"] if id(param) in names]
         group["params"] = [shards[name] for name in own if shards[name].numel()]
     return shards
-
-
-def wrap_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules that are gathered and reduced one by one: children of the outermost ModuleLists, with parameters."""
-    modules: list[nn.Module] = []
-
-    def visit(module: nn.Module) -> None:
-        for child in module.children():
-            is_called = not isinstance(child, nn.ModuleList | nn.ModuleDict)
-            if not (isinstance(module, nn.ModuleList) and is_called):
-                visit(child)
-            elif any(param.requires_grad for param in child.parameters()):
-                modules.append(child)
-
-    visit(model)
-    return list(dict.fromkeys(modules))
 
 
 class FSDPOptimizer(AgreeingOptimizer):
@@ -163,6 +148,10 @@ class FSDPOptimizer(AgreeingOptimizer):
         self._drop_after_forward(True)
         # A rank whose shards are all empty has written nothing, and yet the weights have changed.
         self.compressed.weights_changed(replaced=False)
+        self._start_gathers()
+
+    def _start_gathers(self) -> None:
+        """Where whole weights are kept, those of the next step come at once."""
         if not self.reshard_after_forward:
             for module in self.modules:
                 module.unshard(async_op=self.compressed.overlap)
@@ -183,6 +172,46 @@ class FSDPOptimizer(AgreeingOptimizer):
         """Every weight has one owner, from whom the others take it anew: compares the ranks' numbers of steps."""
         if odd := odd_ranks(self.comm, digest([repr(self.steps).encode()])):
             raise ReplicaError(f"rank(s) {odd} have not taken as many steps as rank 0, which took {self.steps}")
+
+    def masters(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Copies of the fp32 weights that are stepped, whole, by parameter name; between steps, a collective."""
+        mine = torch.cat([self._padded(name) for name in names])
+        gathered = self.comm.wait(self.comm.all_gather_exact(mine))
+        pieces = gathered.split([self._shard_numel(name) for name in names], dim=1)
+        shapes = [self._sharded[name].shape for name in names]
+        return {
+            name: piece.reshape(-1)[: shape.numel()].view(shape).clone()
+            for name, piece, shape in zip(names, pieces, shapes, strict=True)
+        }
+
+    @torch.no_grad()
+    def adopt_weights(self, values: Mapping[str, Tensor]) -> None:
+        """Take whole weights, the same bits on all ranks, as this rank's shards; between steps, a collective."""
+        if not self.reshard_after_forward:
+            # The gather that is under way carries the old ones.
+            self.synchronize()
+        for name, value in values.items():
+            shard, start = self.trained[name], self.comm.rank * self._shard_numel(name)
+            shard.copy_(value.reshape(-1)[start : start + shard.numel()].view_as(shard))
+        self.compressed.weights_changed(replaced=False)
+        for module in self.modules:
+            module.reshard()
+        self._start_gathers()
+
+    def handover_bytes(self, names: Collection[str]) -> tuple[int, int]:
+        """Payload this rank sends in `masters` and in `adopt_weights`, where kept weights are gathered once more."""
+        shards = sum(4 * self._shard_numel(name) for name in names)
+        again = 0 if self.reshard_after_forward else sum(gather.gather_bytes() for gather in self.compressed.gathers)
+        return shards * (self.comm.world_size - 1), again
+
+    def _shard_numel(self, name: str) -> int:
+        """Elements of one rank's rows, padded: the same on all ranks."""
+        shape = self._sharded[name].shape
+        return -(-shape[0] // self.comm.world_size) * shape[1:].numel()
+
+    def _padded(self, name: str) -> Tensor:
+        shard = self.trained[name].detach().reshape(-1)
+        return nn.functional.pad(shard, (0, self._shard_numel(name) - shard.numel()))
 
     def close(self) -> None:
         """Wait for all communication and give the process group back."""

@@ -1,7 +1,9 @@
-"""Islands that talk rarely, or that have no common step at all."""
+"""Islands that exchange rarely, or have no common step at all; any strategy inside an island."""
 
 from thinwire.data_parallel.islands.dadao import DADAO
 from thinwire.data_parallel.islands.fedfix import FedFix
 from thinwire.data_parallel.islands.gossip import Gossip
+from thinwire.data_parallel.islands.library import DiLoCo, Islands, LocalSGD, StreamingDiLoCo
+from thinwire.data_parallel.islands.strategies import ISLANDS, OnIslands
 
-__all__ = ["DADAO", "FedFix", "Gossip"]
+__all__ = ["DADAO", "ISLANDS", "DiLoCo", "FedFix", "Gossip", "Islands", "LocalSGD", "OnIslands", "StreamingDiLoCo"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
@@ -197,6 +197,36 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def uncompressed_bytes_per_step(self) -> float:
         """What fp32 gradients and fp32 weights would need: 8 (P-1)/P bytes per parameter, without padding."""
         return sum(8 * s.param.numel() * (1 - 1 / s.bucket.comm.world_size) for s in self._slots)
+
+    def masters(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Copies of the fp32 masters, whole, by parameter name; between steps, a collective."""
+        found: dict[str, Tensor] = {}
+        for bucket in self._holding(names):
+            whole = bucket.comm.wait(bucket.comm.all_gather_exact(bucket.master)).view(-1)
+            found |= {slot.name: slot.view(whole).clone() for slot in bucket.slots if slot.name in names}
+        return found
+
+    @torch.no_grad()
+    def adopt_weights(self, values: Mapping[str, Tensor]) -> None:
+        """Take whole weights, the same bits on all ranks, as masters and replicas; between steps, a collective."""
+        self.synchronize()
+        for bucket in self._holding(values):
+            for slot in (slot for slot in bucket.slots if slot.name in values):
+                value = values[slot.name]
+                slot.view(bucket.live).copy_(value)
+                start, end = bucket.shard_range(slot)
+                first = start + bucket.shard_start - slot.start
+                bucket.master[start:end].copy_(value.flatten()[first : first + end - start])
+            bucket.live_fingerprint = fingerprint(bucket.live_shard)
+
+    def handover_bytes(self, names: Collection[str]) -> tuple[int, int]:
+        """Payload this rank sends in `masters` and in `adopt_weights` for these parameters."""
+        held = self._holding(names)
+        return sum(4 * bucket.shard_numel * (bucket.comm.world_size - 1) for bucket in held), 0
+
+    def _holding(self, names: Collection[str]) -> list[Bucket]:
+        """The buckets in which any of these parameters lies."""
+        return [bucket for bucket in self.buckets if any(slot.name in names for slot in bucket.slots)]
 
     def describe(self) -> list[tuple[str, str, str]]:
         """Rows of (asked for, in effect, why they differ or how it was found)."""

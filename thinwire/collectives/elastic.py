@@ -1,0 +1,250 @@
+"""Islands that come and go: who is present is settled by torchrun's own rendezvous, one generation after another."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import RendezvousError
+
+from thinwire import _compat
+from thinwire.collectives.communicator import Communicator
+from thinwire.collectives.exchange import GRACE_S, Members
+from thinwire.collectives.faults import say
+from thinwire.collectives.meter import Meter
+from thinwire.errors import ConfigError, PeerLostError, ThinwireError
+
+# The rendezvous looks once a second; whoever waited for the last round must have looked before the next is complete.
+LAST_CALL_S = 2.5
+LOOK_EVERY_S = 1.0
+DEFAULT_TIMEOUT_S = 60.0
+MAX_ISLANDS = 64
+# An island that is alive may be in the middle of a long step.
+PATIENCE_S = 1800.0
+NUM_ATTEMPTS = 5
+BEGUN = "thinwire/begun"
+
+
+@dataclass(frozen=True)
+class Membership:
+    """Who is present from some moment on, and what that took.
+
+    members: ascending. joined: those of them that lack the state of the generation before; none in the first one.
+    lost: who had it and is not there any more, or without it. cost_s: seconds that this island stood still for it.
+    """
+
+    generation: int
+    members: tuple[int, ...]
+    joined: tuple[int, ...]
+    lost: tuple[int, ...]
+    cost_s: float
+
+    @property
+    def survivors(self) -> tuple[int, ...]:
+        """Members that hold the state of the generation before."""
+        return tuple(island for island in self.members if island not in self.joined)
+
+
+def host_meeting(port: int = 0) -> dist.TCPStore:
+    """The store in which islands meet, for as long as the returned object lives; 0: a free port, its `port`.
+
+    It belongs into a process that does not train, such as a launcher: where it dies, those present go on without it,
+    until the first change among them. Raises ConfigError for a port that can't be had.
+    """
+    try:
+        return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    except RuntimeError as error:
+        raise ConfigError(f"port {port} can't host the meeting of the islands: {first_line(error)}") from None
+
+
+class ElasticPeers:
+    """The islands present, one process of each, and a communicator over them that is renewed when they change.
+
+    meet: HOST:PORT of host_meeting. island: this one's number, which no other has. timeout_s: how long a message may
+    take, and twice as long as an island may be silent before it counts as dead. max_islands: no more take part at once.
+    min_islands: the first generation waits for so many, at most PATIENCE_S seconds.
+
+    The communicator's ranks are the members in ascending order, its messages have checksums, and its meter goes on over
+    all generations. It belongs to no default group. Membership is agreed through torch's dynamic rendezvous: heartbeats
+    in a store, written by compare-and-set, so machines' clocks must agree to within half of timeout_s.
+
+    Who joins lacks the others' state until it has set `has_state`; as long as it has not, it joins again in every
+    generation. Raises ThinwireError where the meeting can't be reached, or nobody is left who has the state.
+    """
+
+    def __init__(
+        self, meet: str, island: int, *, timeout_s: float = DEFAULT_TIMEOUT_S, max_islands: int = MAX_ISLANDS,
+        min_islands: int = 1,
+    ) -> None:  # fmt: skip
+        if not 0 <= island < max_islands or min_islands > max_islands:
+            raise ConfigError(
+                f"island {island} of at least {min_islands}: at most {max_islands} take part, numbered from 0"
+            )
+        self.meet, self.island, self.timeout_s = meet, island, timeout_s
+        self.membership = Membership(0, (), (), (), 0.0)
+        # Whether this island has what the members of its generation share; who joins lacks it for a while.
+        self.has_state = True
+        self._meter = Meter()
+        self._comm: Communicator | None = None
+        # Looks for changes and renewals use the same rendezvous, one at a time.
+        self._lock = threading.Lock()
+        self._has_changed = threading.Event()
+        self._is_closed = threading.Event()
+        self._store = self._connect()
+        self._rendezvous = _compat.Rendezvous(
+            self._connect(), self._store, name=f"island-{island:06d}", max_nodes=max_islands,
+            dead_after_s=timeout_s / 2, last_call_s=LAST_CALL_S, patience_s=PATIENCE_S,
+        )  # fmt: skip
+        self._await_others(min_islands)
+        self.renew()
+        self._watcher = threading.Thread(target=self._watch, name="thinwire-membership", daemon=True)
+        self._watcher.start()
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Islands present, ascending; equal on all."""
+        return self.membership.members
+
+    @property
+    def generation(self) -> int:
+        """Counts the changes of membership, from 1; equal on all."""
+        return self.membership.generation
+
+    @property
+    def comm(self) -> Communicator:
+        """Over the members, in their order; a new one after every renewal."""
+        assert self._comm is not None, "these peers are closed"
+        return self._comm
+
+    def changed(self) -> bool:
+        """Whether somebody waits to join, is known to be lost, or renews already; costs nothing."""
+        return self._has_changed.is_set()
+
+    def renew(self) -> None:
+        """Give up the communicator, and make the next one over those who are alive or wait; a collective of them.
+
+        Messages under way are lost. Raises ThinwireError where the meeting is gone, PeerLostError where no generation
+        comes about.
+        """
+        start = time.monotonic()
+        with self._lock:
+            if self._comm is not None:
+                self._comm.abort()
+            group, store, change = self._next_generation()
+            names = Members(
+                group, list(change.members), change.members.index(self.island), "island", store,
+                min(GRACE_S, self.timeout_s / 4),
+            )  # fmt: skip
+            self._comm = Communicator(
+                names, local_size=1, timeout_s=self.timeout_s, checked=True, meter=self._meter
+            )  # fmt: skip
+            self.membership = replace(change, cost_s=time.monotonic() - start)
+            self.has_state = self.island not in change.joined
+            self._has_changed.clear()
+
+    def close(self) -> None:
+        """Wait for what was submitted, and leave; the others notice at once."""
+        self._is_closed.set()
+        self._watcher.join()
+        if self._comm is not None:
+            self._comm.close()
+            self._comm.abort()
+            self._comm = None
+        with suppress(RendezvousError):
+            self._rendezvous.leave()
+
+    def _next_generation(self) -> tuple[Any, dist.Store, Membership]:
+        """The process group of the next generation, the store of its own, and who is in it."""
+        for _ in range(NUM_ATTEMPTS):
+            try:
+                store, rank, size = self._rendezvous.meet()
+                change = self._introduce(store, rank, size)
+                group = self._connect_all(store, rank, size)
+                self._store.set(BEGUN, "")
+                return group, store, change
+            except RendezvousError as error:
+                raise ThinwireError(self._unreachable(error.__cause__ or error)) from None
+            except RuntimeError as error:
+                # Somebody died meanwhile: the next one comes about without him.
+                say(f"thinwire: island {self.island}: a generation did not come about: {first_line(error)}")
+        raise PeerLostError(f"island {self.island}: no generation came about in {NUM_ATTEMPTS} attempts")
+
+    def _introduce(self, store: dist.Store, rank: int, size: int) -> Membership:
+        """Tell the others of this generation who this is and what it was in before; who is there, from what all say."""
+        mine = {
+            "island": self.island, "generation": self.generation if self.has_state else 0, "members": self.members,
+            "clock": time.time(), "is_late": self._store.check([BEGUN]),
+        }  # fmt: skip
+        store.set(f"thinwire/member/{rank}", json.dumps(mine))
+        told = [json.loads(store.get(f"thinwire/member/{other}")) for other in range(size)]
+        members = tuple(one["island"] for one in told)
+        if len(set(members)) < size:
+            raise ConfigError(
+                f"island {self.island} or another is there twice: {members}; give each a number of its own"
+            )
+        skew_s = max(abs(one["clock"] - mine["clock"]) for one in told)
+        if skew_s > max(self.timeout_s / 4, 2 * LAST_CALL_S):
+            say(
+                f"thinwire: island {self.island}: the machines' clocks differ by {skew_s:.0f} s; one that is "
+                f"{self.timeout_s / 2:g} s behind counts as dead: set them right"
+            )
+        last = max(one["generation"] for one in told)
+        if not last and mine["is_late"]:
+            raise ThinwireError(
+                f"island {self.island}: no island is left that has the state of the others; start all of them again"
+            )
+        survivors = {one["island"] for one in told if one["generation"] == last}
+        before = {island for one in told if one["generation"] == last for island in one["members"]}
+        joined = tuple(island for island in members if island not in survivors)
+        return Membership(last + 1, members, joined, tuple(sorted(before - survivors)), 0.0)
+
+    def _connect_all(self, store: dist.Store, rank: int, size: int) -> Any:
+        if size == 1:
+            return None
+        return dist.ProcessGroupGloo(
+            dist.PrefixStore("thinwire/gloo", store), rank, size, timedelta(seconds=self.timeout_s)
+        )
+
+    def _watch(self) -> None:
+        """Look for changes, away from the training thread."""
+        while not self._is_closed.wait(LOOK_EVERY_S):
+            with self._lock:
+                try:
+                    is_in, num_present, num_waiting = self._rendezvous.look()
+                except RendezvousError as error:
+                    say(f"thinwire: {self._unreachable(error.__cause__ or error)}; those present go on without it")
+                    return
+                if not is_in or num_present != len(self.members) or num_waiting:
+                    self._has_changed.set()
+
+    def _await_others(self, num_islands: int) -> None:
+        """Return when so many islands have come to the meeting since it began, or after PATIENCE_S."""
+        if self._store.add(f"thinwire/came/{self.island}", 1) == 1:
+            self._store.add("thinwire/came", 1)
+        due = time.monotonic() + PATIENCE_S
+        while self._store.add("thinwire/came", 0) < num_islands and time.monotonic() < due:
+            time.sleep(0.2)
+
+    def _connect(self) -> dist.TCPStore:
+        host, _, port = self.meet.rpartition(":")
+        try:
+            return dist.TCPStore(
+                host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=self.timeout_s)
+            )
+        except (RuntimeError, ValueError) as error:
+            raise ThinwireError(self._unreachable(error)) from None
+
+    def _unreachable(self, error: BaseException) -> str:
+        return f"island {self.island} can't reach the meeting of the islands at {self.meet}: {first_line(error)}"
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, without torch's C++ stack."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__

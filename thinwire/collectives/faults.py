@@ -1,0 +1,177 @@
+"""Faults on purpose, at a chosen process, step and message: to see what a run does when the real ones come.
+
+`arm` what shall happen; `at_step` is told of every step, and the exchange asks `on_message` for every message that
+it sends while something is armed. Each fault fires once and is announced.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torch import Tensor
+
+from thinwire.errors import ConfigError, nearest
+
+KINDS = {
+    "kill": "ends the process at once",
+    "freeze": "stops all of its threads for some seconds",
+    "delay": "keeps it, or one message, waiting for some seconds",
+    "corrupt": "flips one bit of one message",
+    "drop": "does not send one message",
+}
+LASTING = ("freeze", "delay")
+OF_A_MESSAGE = ("corrupt", "drop")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault of one process.
+
+    kind: one of KINDS. rank, island: which processes have it; None: any. step: the optimizer step, from 1, at whose
+    beginning it fires; with an operation, a collective's name as in the meter and in error messages, it fires at the
+    first message of that operation that the process sends from this step on. seconds: of a freeze or a delay.
+    Raises ConfigError for one that could not fire.
+    """
+
+    kind: str
+    rank: int | None = None
+    island: int | None = None
+    step: int | None = None
+    operation: str | None = None
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ConfigError(f"no fault is called {self.kind!r}{nearest(self.kind, KINDS)}")
+        if self.rank is None and self.island is None:
+            raise ConfigError(f"{self}: say whom it befalls, such as rank=1 or island=1")
+        if self.step is None and self.operation is None:
+            raise ConfigError(f"{self}: say when it fires, such as step=10")
+        if self.kind in OF_A_MESSAGE and self.operation is None:
+            raise ConfigError(f"{self}: say of which message, such as operation=outer")
+        for name, lowest in (("rank", 0), ("island", 0), ("step", 1)):
+            value = getattr(self, name)
+            if value is not None and value < lowest:
+                raise ConfigError(f"{self}: {name} must be at least {lowest}")
+        if (self.kind in LASTING) != (self.seconds is not None):
+            needs = "needs seconds, such as seconds=10" if self.kind in LASTING else "has no seconds"
+            raise ConfigError(f"{self}: a {self.kind} {needs}")
+        if self.seconds is not None and not 0 < self.seconds < 1e6:
+            raise ConfigError(f"{self}: seconds must be above 0 and below a million")
+
+    def __str__(self) -> str:
+        stated = ((item.name, getattr(self, item.name)) for item in fields(self)[1:])
+        return " ".join([self.kind, *(f"{name}={_shown(value)}" for name, value in stated if value is not None)])
+
+    def befalls(self, rank: int, island: int | None) -> bool:
+        """Whether the process with these numbers has it."""
+        return self.rank in (None, rank) and self.island in (None, island)
+
+
+def _shown(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def parse(text: str) -> Fault:
+    """The fault that a text such as "freeze rank=1 step=10 seconds=10" describes; raises ConfigError."""
+    kind, *pairs = text.split() or [""]
+    convert: dict[str, Callable[[str], Any]] = {
+        "rank": int, "island": int, "step": int, "operation": str, "seconds": float,
+    }  # fmt: skip
+    values: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or key not in convert:
+            raise ConfigError(f"fault {text!r}: unknown part {pair!r}{nearest(key, convert)}, as in step=10")
+        try:
+            values[key] = convert[key](value)
+        except ValueError:
+            raise ConfigError(f"fault {text!r}: {key} must be a number, not {value!r}") from None
+    return Fault(kind, **values)
+
+
+def say(message: str) -> None:
+    """How faults are announced unless another way is given: a line on stderr."""
+    print(message, file=sys.stderr, flush=True)
+
+
+_lock = threading.Lock()
+_armed: list[Fault] = []
+_step = 0
+_announce: Callable[[str], None] = say
+
+
+def arm(
+    faults: Iterable[Fault], *, rank: int, island: int | None = None, announce: Callable[[str], None] = say
+) -> list[Fault]:
+    """Let those of the faults fire that befall this process, which has these numbers; returns them."""
+    global _announce
+    _announce = announce
+    _armed[:] = [fault for fault in faults if fault.befalls(rank, island)]
+    return list(_armed)
+
+
+def disarm() -> list[Fault]:
+    """Let nothing fire any more; returns what never did."""
+    global _step
+    left, _armed[:], _step = list(_armed), [], 0
+    return left
+
+
+def are_armed() -> bool:
+    """Whether anything can still fire: all that a message costs where nothing can."""
+    return bool(_armed)
+
+
+def at_step(step: int) -> None:
+    """Say that a step begins, counted from 1: what is due at its beginning fires."""
+    global _step
+    _step = step
+    while fault := _due(lambda fault: fault.operation is None and fault.step == step):
+        _befall(fault)
+
+
+def on_message(operation: str, message: Tensor) -> Tensor | None:
+    """The message as it is sent, in memory that is the caller's where a fault changed it; None: not at all."""
+    while fault := _due(lambda fault: fault.operation == operation and _step >= (fault.step or 0)):
+        if fault.kind == "drop":
+            return None
+        if fault.kind == "corrupt":
+            message = message.clone()
+            message[message.numel() // 2 :][:1] ^= 1
+        else:
+            _befall(fault)
+    return message
+
+
+def _due(is_due: Callable[[Fault], bool]) -> Fault | None:
+    """Take the next fault that is due from those that are armed, and announce it."""
+    if not _armed:
+        return None
+    with _lock:
+        fault = next(filter(is_due, _armed), None)
+        if fault is not None:
+            _armed.remove(fault)
+    if fault is not None:
+        _announce(f"thinwire: fault injected in step {_step}: {fault}")
+    return fault
+
+
+def _befall(fault: Fault) -> None:
+    if fault.kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif fault.kind == "freeze":
+        # All threads stop, so another process has to wake them.
+        waker = subprocess.Popen(["/bin/sh", "-c", f"sleep {fault.seconds}; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+        waker.wait()
+    elif fault.kind == "delay":
+        time.sleep(fault.seconds or 0.0)

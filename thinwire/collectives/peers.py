@@ -1,0 +1,82 @@
+"""Which islands are there: an island is a world of its own, and its first rank meets those of the others."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S, Communicator
+
+
+class Peers(Protocol):
+    """What an island's first rank knows of the islands that are present.
+
+    island: this one's number, which stays. members: those present, ascending, equal on all of them. generation: grows
+    with every change of the members. comm: over the members, in their order; another one after a change.
+    """
+
+    @property
+    def island(self) -> int: ...
+
+    @property
+    def members(self) -> tuple[int, ...]: ...
+
+    @property
+    def generation(self) -> int: ...
+
+    @property
+    def comm(self) -> Communicator: ...
+
+    def changed(self) -> bool:
+        """Whether somebody waits to join, or is known to be lost; cheap, and asks nobody."""
+        ...
+
+    def renew(self) -> None:
+        """Meet those that are left and those that wait: the next generation; a collective of them."""
+        ...
+
+    def close(self) -> None:
+        """Leave, and give back what the meeting took."""
+        ...
+
+
+def alone() -> WorldPeers:
+    """The peers of an island that is the only one; made by its first rank."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return WorldPeers()
+    return WorldPeers(dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True))
+
+
+class WorldPeers:
+    """The ranks of a process group, each an island, from the start to the end.
+
+    group: None for all ranks. timeout_s, checked: see Communicator. Nobody can leave or join a process group: after a
+    loss `renew` raises what its communicator raised.
+    """
+
+    generation = 0
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        checked: bool = False,
+    ) -> None:
+        self.comm = Communicator(group, local_size=1, timeout_s=timeout_s, checked=checked)
+        self.island = self.comm.rank
+        self.members = tuple(range(self.comm.world_size))
+
+    def changed(self) -> bool:
+        """Never."""
+        return False
+
+    def renew(self) -> None:
+        """Wait for the same members."""
+        self.comm.barrier()
+
+    def close(self) -> None:
+        """Give the process group back."""
+        self.comm.close()

@@ -1,0 +1,138 @@
+"""One exchange between islands: everybody's packet to everybody, then a word that all of them are held."""
+
+from __future__ import annotations
+
+import struct
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs import Codec
+from thinwire.collectives import Peers
+from thinwire.collectives.algorithms import Link, all_gather_packets
+from thinwire.collectives.rounds import Rounds
+from thinwire.data_parallel.replicas import ReplicaError
+from thinwire.errors import MismatchError
+
+OPERATION, COMMIT = "outer", "outer_commit"
+HEADER = struct.Struct("<qqifi4x")
+# Packets start and end where all number formats may.
+ALIGNMENT = 8
+
+
+class Header(NamedTuple):
+    """What stands in front of a packet.
+
+    fingerprint: of the outer parameters from which the packet counts. number: of the fragment's exchange, from 1.
+    weight: of this island in the mean; 0: it only listens. stops: this island wishes that all stop.
+    """
+
+    fingerprint: int
+    number: int
+    fragment: int
+    weight: float
+    stops: int = 0
+
+
+def message_bytes(codec: Codec, numel: int) -> int:
+    """Size of a header and a packet of `numel` elements."""
+    return HEADER.size + -(-codec.packet_bytes(numel) // ALIGNMENT) * ALIGNMENT
+
+
+def sent_bytes(codec: Codec, numel: int, num_members: int) -> int:
+    """What one island sends in an exchange: its message and the commit word, to every other one."""
+    return (num_members - 1) * (message_bytes(codec, numel) + 1)
+
+
+@dataclass(eq=False)
+class Sync:
+    """One exchange of one fragment, of outer gradients of `numel` elements.
+
+    step: after which it was sent. delta: this island's outer gradient, until it is packed. message: header and packet.
+    received: uint8 [members, bytes], every member's message, in the order of members; complete once it is there.
+    is_committed: every member has said that it holds them all, so whoever is left can apply the same sum.
+
+    A loss before `received` leaves nothing to apply. A loss after it leaves the question whether somebody has applied
+    the sum: if so, everyone holds the messages, and all apply them; if not, they are dropped and sent once more.
+    """
+
+    header: Header
+    codec: Codec
+    numel: int
+    step: int
+    seed: int
+    delta: Tensor | None = None
+    message: Tensor | None = None
+    received: Tensor | None = None
+    is_committed: bool = False
+    future: Future | None = field(default=None, repr=False)
+
+    def submit(self, peers: Peers) -> None:
+        """Start, or start once more among those that are present now."""
+        self.received, self.is_committed = None, False
+        self.future = peers.comm.submit(self._job)
+
+    def _job(self, link: Link) -> Rounds[None]:
+        grid = link.topology
+        if self.message is None:
+            self._pack(link)
+        assert self.message is not None
+        gathered = yield from all_gather_packets(link, self.message, OPERATION, self._length)
+        self.received = gathered.transpose(0, 1).reshape(grid.world_size, -1).clone()
+        yield from all_gather_packets(link, torch.ones(1, dtype=torch.uint8), COMMIT)
+        self.is_committed = True
+
+    def _pack(self, link: Link) -> None:
+        assert self.delta is not None
+        message = torch.zeros(message_bytes(self.codec, self.numel), dtype=torch.uint8)
+        message[: HEADER.size] = torch.frombuffer(bytearray(HEADER.pack(*self.header)), dtype=torch.uint8)
+        with link.timed("encode_s", OPERATION):
+            self.codec.encode(self.delta, seed=self.seed, out=self._packet(message))
+        self.message, self.delta = message, None
+
+    def _packet(self, message: Tensor) -> Tensor:
+        return message[HEADER.size : HEADER.size + self.codec.packet_bytes(self.numel)]
+
+    def _length(self, message: Tensor) -> int:
+        if not self.codec.has_variable_length:
+            return message.numel()
+        return HEADER.size + self.codec.length(self._packet(message))
+
+    def headers(self) -> list[Header]:
+        """Of all members' messages."""
+        assert self.received is not None
+        return [Header(*HEADER.unpack(bytes(message[: HEADER.size].numpy()))) for message in self.received]
+
+    def check(self, members: tuple[int, ...]) -> None:
+        """Raise unless all members have sent the same fragment, counted from the same outer parameters.
+
+        MismatchError or ReplicaError; those who only listen are not asked.
+        """
+        told = {island: header for island, header in zip(members, self.headers(), strict=True) if header.weight}
+        first = next(iter(told.values()), self.header)
+        for island, header in told.items():
+            if (header.number, header.fragment) != (first.number, first.fragment):
+                raise MismatchError(
+                    f"island {members[0]} sends exchange {first.number} of fragment {first.fragment}, island {island} "
+                    f"exchange {header.number} of fragment {header.fragment}"
+                )
+            if header.fingerprint != first.fingerprint:
+                raise ReplicaError(
+                    f"before exchange {first.number} of fragment {first.fragment} the outer parameters of island "
+                    f"{island} differ from island {next(iter(told))}'s"
+                )
+
+    def total(self) -> tuple[Tensor, float]:
+        """The sum of the members' outer gradients by their weights, fp32 in the members' order; the weights' sum."""
+        assert self.received is not None
+        total, weights = torch.zeros(self.numel), 0.0
+        for message, header in zip(self.received, self.headers(), strict=True):
+            if header.weight == 1.0:
+                self.codec.decode_add(self._packet(message), total)
+            elif header.weight:
+                total.add_(self.codec.decode(self._packet(message), self.numel), alpha=header.weight)
+            weights += header.weight
+        return total, weights

@@ -1,0 +1,391 @@
+"""The outer loop of one island: what it sends when, and what becomes of what it receives."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.codecs import derive_seed
+from thinwire.collectives import Communicator, Meter, MeterReading, Peers
+from thinwire.collectives.peers import alone
+from thinwire.data_parallel.islands.correction import Correction
+from thinwire.data_parallel.islands.exchange import Header, Sync, sent_bytes
+from thinwire.data_parallel.islands.fragments import Fragment, cut
+from thinwire.data_parallel.islands.method import OuterMethod
+from thinwire.data_parallel.islands.outer import OuterFragment, merged
+from thinwire.data_parallel.replicas import check_layout, digest, odd_ranks
+from thinwire.data_parallel.table import Row
+from thinwire.errors import ConfigError, PeerLostError
+
+log = logging.getLogger("thinwire")
+
+
+class Host(Protocol):
+    """Whose weights are exchanged: see ParallelOptimizer. comm: the island's ranks; None for one."""
+
+    @property
+    def comm(self) -> Communicator | None: ...
+
+    def masters(self, names: Collection[str]) -> dict[str, Tensor]: ...
+
+    def adopt_weights(self, values: Mapping[str, Tensor]) -> None: ...
+
+    def handover_bytes(self, names: Collection[str]) -> tuple[int, int]: ...
+
+
+@dataclass(eq=False)
+class Flight:
+    """An exchange under way. due: the step after which its result is taken. sync: known to the island's first rank."""
+
+    fragment: int
+    due: int
+    sync: Sync | None
+    members: tuple[int, ...] = ()
+
+
+class OuterLoop:
+    """Counts inner steps, exchanges fragments with other islands when they are due, and takes outer steps.
+
+    All ranks of an island have one and call it alike; its first rank alone has peers, and the outer state, fp32 on the
+    CPU. weight: of this island in the means. torch_optimizer: the one whose gradients a correction is added to.
+    terms: what else all islands must have in common.
+
+    Every island must take the same steps. Raises ConfigError where islands train different models or by other options.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        model: nn.Module,
+        method: OuterMethod,
+        peers: Peers | None,
+        *,
+        torch_optimizer: torch.optim.Optimizer,
+        terms: str = "",
+        seed: int = 0,
+    ) -> None:
+        self.host, self.model, self.method, self.terms, self.seed = host, model, method, terms, seed
+        self.fragments = cut(model, method.num_fragments, method.pattern, method.codec.block)
+        self.schedule = method.schedule(len(self.fragments))
+        self._fixed = [param.data for param in model.parameters() if not param.requires_grad] + list(model.buffers())
+        self.is_first = host.comm is None or host.comm.rank == 0
+        self.peers = (peers or alone()) if self.is_first else None
+        self.steps = 0
+        self.weight = 1.0
+        self.wishes_stop = self.stop_agreed = False
+        self.flights: deque[Flight] = deque()
+        self.outer: list[OuterFragment] = []
+        self.correction = Correction(method.correction, torch_optimizer) if method.correction else None
+        start = [fragment.flat(host.masters(fragment.names)) for fragment in self.fragments]
+        if self.is_first:
+            corrected = method.correction is not None
+            self.outer = [
+                OuterFragment.starting(fragment, flat, corrected=corrected)
+                for fragment, flat in zip(self.fragments, start, strict=True)
+            ]
+        self.start_row = self._same_start()
+
+    # ---------------------------------------------------------------- a step
+
+    def after_step(self) -> None:
+        """An inner step was taken: receive what is due, send what is due; on all ranks of the island."""
+        self.steps += 1
+        self._receive_due()
+        for number in self.schedule.due(self.steps):
+            self._send(number)
+        self._receive_due()
+
+    def drain(self) -> None:
+        """Wait for everything under way, and take it as if it were due."""
+        while self.flights:
+            self._receive(self.flights.popleft())
+
+    def finish(self) -> None:
+        """Drain, and leave the outer parameters in the model: the result, the same on all islands."""
+        self.drain()
+        for number, fragment in enumerate(self.fragments):
+            flat = self._share(self.outer[number].parameters if self.is_first else fragment.zeros())
+            self.host.adopt_weights(fragment.views(flat))
+        if self.correction is not None:
+            self.correction.note_start()
+
+    def _receive_due(self) -> None:
+        while self.flights and self.flights[0].due <= self.steps:
+            self._receive(self.flights.popleft())
+
+    def _send(self, number: int) -> None:
+        """Outer gradient of a fragment: x - w, and on its way."""
+        fragment = self.fragments[number]
+        weights = self.host.masters(fragment.names)
+        flight = Flight(number, self.steps + self.method.overlap_steps, None)
+        if self.is_first:
+            assert self.peers is not None
+            outer = self.outer[number]
+            count = outer.number + 1
+            delta = outer.parameters - fragment.flat(weights)
+            weight = self.weight
+            if not bool(torch.isfinite(delta.sum())):
+                log.warning("thinwire: island %d is left out of an exchange: not finite", self.peers.island)
+                weight = 0.0
+            header = Header(outer.fingerprint, count, number, weight, int(self.wishes_stop))
+            flight.sync = Sync(
+                header, self.method.codec, fragment.numel, self.steps,
+                derive_seed(self.seed, count, number, self.peers.island),
+                delta=delta,
+            )  # fmt: skip
+            flight.members = self.peers.members
+            flight.sync.submit(self.peers)
+        self.flights.append(flight)
+
+    def _receive(self, flight: Flight) -> None:
+        """The outer step of a fragment, and what the island goes on with."""
+        if flight.sync is not None:
+            self._await(flight.sync)
+            self.apply(flight)
+        self._merge(flight.fragment)
+
+    def _await(self, sync: Sync) -> None:
+        """Return when all members hold all messages; raises PeerLostError."""
+        assert self.peers is not None
+        if sync.future is not None:
+            self.peers.comm.wait(sync.future)
+
+    def apply(self, flight: Flight) -> None:
+        """One outer step with what was received; every island takes the same, bit for bit."""
+        sync = flight.sync
+        assert sync is not None
+        sync.check(flight.members)
+        total, weights = sync.total()
+        self.outer[flight.fragment].apply(self.method.rule, total, weights, len(flight.members))
+        self.stop_agreed = self.stop_agreed or any(header.stops for header in sync.headers())
+
+    def _merge(self, number: int) -> None:
+        """mix * w + (1 - mix) * x, from the first rank to all of the island."""
+        fragment, mix = self.fragments[number], self.method.mix
+        weights = self.host.masters(fragment.names) if mix else {}
+        flat = fragment.zeros()
+        if self.is_first:
+            outer = self.outer[number].parameters
+            flat = merged(fragment.flat(weights) if mix else outer, outer, mix)
+        if self.correction is not None:
+            self.correction.note_exchange()
+        self.host.adopt_weights(fragment.views(self._share(flat)))
+        if self.correction is not None:
+            self.correction.note_start()
+
+    def _share(self, flat: Tensor) -> Tensor:
+        """The first rank's values on all ranks of the island, and whether islands have agreed to stop."""
+        comm = self.host.comm
+        if comm is None or comm.world_size == 1:
+            return flat
+        message = torch.cat([flat, torch.tensor([float(self.stop_agreed)])])
+        comm.wait(comm.broadcast_(message))
+        self.stop_agreed = bool(message[-1])
+        return message[:-1]
+
+    # ---------------------------------------------------------------- weights as they are elsewhere
+
+    @contextmanager
+    @torch.no_grad()
+    def outer_parameters(self) -> Iterator[None]:
+        """The model has the outer parameters inside, for evaluation; a collective of the island.
+
+        The weights must be whole (`synchronize`); they come back bit for bit.
+        """
+        named = dict(self.model.named_parameters())
+        held: dict[str, Tensor] = {}
+        for number, fragment in enumerate(self.fragments):
+            flat = self._share(self.outer[number].parameters if self.is_first else fragment.zeros())
+            for name, value in fragment.views(flat).items():
+                held[name] = named[name].data.clone()
+                # Not a write that whoever keeps references would take for an edit.
+                named[name].data.copy_(value)
+        try:
+            yield
+        finally:
+            for name, value in held.items():
+                named[name].data.copy_(value)
+
+    def _same_start(self) -> Row:
+        """Give all islands the first one's weights, sending them only where they differ; a collective."""
+        differ = self._level_islands() if self.is_first else False
+        shared = self._share(torch.tensor([float(differ)]))
+        if bool(shared[0]):
+            for number in range(len(self.fragments)):
+                self._merge_start(number)
+        return (
+            "equal islands at start",
+            "sent by the first" if differ else "nothing sent",
+            ("they differed" if differ else "they were equal already"),
+        )
+
+    def _level_islands(self) -> bool:
+        """Compare with the other islands; whether they differed, in which case `outer` is now the first one's."""
+        assert self.peers is not None
+        comm = self.peers.comm
+        if odd := odd_ranks(comm, digest([self._asked().encode(), *self._fixed])):
+            raise ConfigError(
+                f"island {odd[0]} trains another model, on other data or by other options than island "
+                f"{self.peers.members[0]}, or its frozen weights and buffers differ: start all with the same"
+            )
+        if not odd_ranks(comm, digest(outer.parameters for outer in self.outer)):
+            return False
+        for outer in self.outer:
+            flat = outer.parameters.clone()
+            comm.wait(comm.broadcast_(flat))
+            outer.set_parameters(flat)
+        return True
+
+    def _merge_start(self, number: int) -> None:
+        fragment = self.fragments[number]
+        flat = self._share(self.outer[number].parameters if self.is_first else fragment.zeros())
+        self.host.adopt_weights(fragment.views(flat))
+        if self.correction is not None:
+            self.correction.note_start()
+
+    # ---------------------------------------------------------------- what is known
+
+    @property
+    def num_islands(self) -> int:
+        """Those present; 0 where only the island's first rank knows."""
+        return len(self.peers.members) if self.peers is not None else 0
+
+    def exchange_bytes(self, number: int) -> int:
+        """Payload this rank sends to other islands for one exchange of a fragment."""
+        if self.peers is None:
+            return 0
+        return sent_bytes(self.method.codec, self.fragments[number].numel, self.num_islands)
+
+    @property
+    def bytes_per_round(self) -> int:
+        """Payload this rank sends in sync_every steps besides the inner strategy's: each fragment once."""
+        return sum(self.exchange_bytes(n) + self._inside_bytes(f) for n, f in enumerate(self.fragments))
+
+    def _inside_bytes(self, fragment: Fragment) -> int:
+        """Handing a fragment from the shards to the first rank, and the merged one back to all."""
+        comm = self.host.comm
+        if comm is None or comm.world_size == 1:
+            return 0
+        reads, writes = self.host.handover_bytes(fragment.names)
+        grid, node, local_rank = comm.topology, comm.topology.node(comm.rank), comm.topology.local_rank(comm.rank)
+        copies = (grid.local_size - 1 if local_rank == 0 else 0) + (grid.num_nodes - 1 if comm.rank == 0 else 0)
+        copies = copies if node == 0 or local_rank == 0 else 0
+        return (1 + bool(self.method.mix)) * reads + writes + 4 * (fragment.numel + 1) * copies
+
+    def rows(self) -> list[Row]:
+        """Rows of (asked for, in effect, why they differ or how it was found)."""
+        method, codec = self.method, self.method.codec
+        largest = max(range(len(self.fragments)), key=self.exchange_bytes)
+        held = sum(outer.parameters.nbytes + outer.momentum.nbytes for outer in self.outer) / 1e6
+        schedule = f"every {method.sync_every} steps"
+        if method.start_after:
+            schedule += f", every step until step {method.start_after}"
+        overlap = f"{method.overlap_steps} steps" if method.overlap_steps else "off: all wait for each exchange"
+        going_on = f"{method.mix:g} of the island's own weights" if method.mix else "the outer parameters"
+        rows: list[Row] = [
+            ("islands", f"{self.num_islands}, this is {self.peers.island if self.peers else '?'}", ""),
+            self.start_row,
+            ("exchange of each fragment", schedule, f"{len(self.fragments)} fragment(s), {method.pattern}"),
+            ("outer gradients", str(codec), f"{codec.bits_per_element:.4g} bits an element"),
+            ("outer optimizer", f"Nesterov, rate {method.outer_lr:g}, momentum {method.outer_momentum:g}",
+             f"{held:.3f} MB on the CPU of each island's first rank"),
+            ("overlap of an exchange", overlap, ""),
+            ("after an exchange go on with", going_on, ""),
+            ("largest exchange", f"{self.exchange_bytes(largest) / 1e6:.3f} MB", "sent by each island"),
+        ]  # fmt: skip
+        if method.correction:
+            rows.append(("correction", f"FedSpeed, lam {method.correction.lam:g}", "behind clipping"))
+        return rows
+
+    # ---------------------------------------------------------------- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is needed to go on bit for bit; what is under way is waited for, and kept as messages."""
+        flights = []
+        for flight in self.flights:
+            sync = flight.sync
+            if sync is not None:
+                self._await(sync)
+            told = None if sync is None else (tuple(sync.header), sync.step, sync.seed, sync.received)
+            flights.append((flight.fragment, flight.due, flight.members, told))
+        return {
+            "steps": self.steps,
+            "flights": flights,
+            "outer": [(o.parameters, o.momentum, o.number, o.correction) for o in self.outer],
+            "correction": self.correction.state_dict() if self.correction is not None else {},
+            "layout": self._layout(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what state_dict gave, besides the weights; raises ConfigError where it does not fit."""
+        check_layout(self._layout(), state["layout"])
+        self.drain_silently()
+        self.steps = state["steps"]
+        for outer, (parameters, momentum, number, correction) in zip(self.outer, state["outer"], strict=True):
+            outer.set_parameters(parameters)
+            outer.momentum.copy_(momentum)
+            outer.number = number
+            if outer.correction is not None:
+                outer.correction.copy_(correction)
+        for fragment, due, members, told in state["flights"]:
+            sync = None
+            if told is not None:
+                header, step, seed, received = told
+                sync = Sync(Header(*header), self.method.codec, self.fragments[fragment].numel, step, seed)
+                sync.received, sync.is_committed = received.clone(), True
+            self.flights.append(Flight(fragment, due, sync, tuple(members)))
+        if self.correction is not None:
+            self.correction.load_state_dict(state["correction"])
+
+    def drain_silently(self) -> None:
+        """Wait for what is under way, and drop it."""
+        for flight in self.flights:
+            if flight.sync is not None:
+                self._await(flight.sync)
+        self.flights.clear()
+
+    def _layout(self) -> dict[str, Any]:
+        return {
+            "method": repr(self.method),
+            "fragments": hashlib.sha256(self._asked().encode()).hexdigest()[:16],
+            "island": self.peers.island if self.peers is not None else None,
+            "is_first": self.is_first,
+        }
+
+    def _asked(self) -> str:
+        """What all islands must have in common."""
+        shapes = [[(name, tuple(shape)) for name, shape in fragment.shapes.items()] for fragment in self.fragments]
+        return repr((shapes, self.method, self.terms))
+
+    def close(self) -> None:
+        """Wait for what is under way, and leave the other islands."""
+        self.drain_silently()
+        if self.peers is not None:
+            # Whoever leaves breaks connections that a slower one may still wait on; if one is gone, that is over.
+            with suppress(PeerLostError):
+                self.peers.comm.barrier()
+            self.peers.close()
+
+
+class Meters(Meter):
+    """The meters of an island and of its peers, read as one."""
+
+    def __init__(self, own: Meter, peers: Peers | None) -> None:
+        super().__init__()
+        self._peers = peers
+        self._parts = [own]
+
+    def snapshot(self) -> MeterReading:
+        """The totals so far."""
+        # Peers that have met anew have another one, which starts at nothing.
+        if self._peers is not None and self._peers.comm.meter not in self._parts:
+            self._parts.append(self._peers.comm.meter)
+        return sum((meter.snapshot() for meter in self._parts), MeterReading())

@@ -1,0 +1,174 @@
+"""The optimizer of an island under an outer method, for the trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.collectives import Communicator, Meter, Peers
+from thinwire.data_parallel.interface import ParallelOptimizer
+from thinwire.data_parallel.islands.loop import Meters, OuterLoop
+from thinwire.data_parallel.islands.strategies import OnIslands
+from thinwire.data_parallel.table import Row
+
+
+def wrap_islands(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    strategy: OnIslands,
+    peers: Peers | None,
+    terms: str,
+    *,
+    local_size: int | None,
+    seed: int,
+    timeout_s: float,
+    checked: bool,
+    overlap: bool,
+) -> tuple[nn.Module, IslandsOptimizer]:
+    """The default group becomes an island under the inner strategy; a collective over it, and over all islands.
+
+    peers: on the group's first rank, the other islands; None: there are none. Raises ConfigError for what the inner
+    strategy refuses, and where islands differ.
+    """
+    wrapped, inner = strategy.inner.apply(
+        model, optimizer, local_size=local_size, seed=seed, timeout_s=timeout_s, checked=checked, overlap=overlap
+    )
+    loop = OuterLoop(inner, model, strategy.method(), peers, terms=terms, torch_optimizer=optimizer, seed=seed)
+    return wrapped, IslandsOptimizer(inner, loop, strategy)
+
+
+class IslandsOptimizer:
+    """A ParallelOptimizer that takes the inner strategy's steps, and outer ones with other islands.
+
+    What is said of "all ranks" holds for those of this island. A wish to stop is carried by the next exchange, after
+    which all islands stop at the same step.
+    """
+
+    def __init__(self, inner: ParallelOptimizer, loop: OuterLoop, strategy: OnIslands) -> None:
+        self.inner, self.loop, self.strategy = inner, loop, strategy
+        self._meter = Meters(inner.meter, loop.peers)
+
+    @property
+    def comm(self) -> Communicator:
+        """The island's."""
+        return self.inner.comm
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of the user's optimizer."""
+        return self.inner.param_groups
+
+    @property
+    def skipped_steps(self) -> int:
+        """Of this island."""
+        return self.inner.skipped_steps
+
+    @property
+    def mean_loss(self) -> float:
+        """The mean over the island's ranks."""
+        return self.inner.mean_loss
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether the islands have agreed to stop."""
+        return self.loop.stop_agreed
+
+    @property
+    def meter(self) -> Meter:
+        """Bytes and seconds inside the island and between islands."""
+        return self._meter
+
+    @property
+    def bytes_per_step(self) -> int:
+        """Payload this rank sends in one step, where that of the exchanges is spread over all steps between them."""
+        return self.inner.bytes_per_step - (-self.loop.bytes_per_round // self.loop.schedule.sync_every)
+
+    @property
+    def uncompressed_bytes_per_step(self) -> float:
+        """What fp32 gradients and weights of an optimizer sharded over all islands' ranks would need."""
+        num_parameters = sum(shape.numel() for fragment in self.loop.fragments for shape in fragment.shapes.values())
+        return 8 * num_parameters * (1 - 1 / max(1, self.comm.world_size * self.loop.num_islands))
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Forward and backward passes inside only accumulate gradients."""
+        return self.inner.no_sync()
+
+    def note_loss(self, loss: float) -> None:
+        """Say this rank's loss."""
+        self.inner.note_loss(loss)
+
+    def request_stop(self) -> None:
+        """Ask all islands to stop after the next exchange."""
+        self.inner.request_stop()
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale the island's mean gradient; returns the norm before."""
+        return self.inner.clip_grad_norm_(max_norm)
+
+    def step(self) -> None:
+        """An inner step, and what is due between islands."""
+        self.inner.step()
+        self.loop.wishes_stop = self.inner.stop_requested
+        self.loop.after_step()
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        self.inner.zero_grad()
+
+    def synchronize(self) -> None:
+        """Bring the island's whole weights to each of its ranks."""
+        self.inner.synchronize()
+
+    def all_mean(self, value: float) -> float:
+        """The mean of a number over the island's ranks."""
+        return self.inner.all_mean(value)
+
+    def check_replicas(self) -> None:
+        """Compare the island's weights; islands compare their outer parameters in every exchange."""
+        self.inner.check_replicas()
+
+    def masters(self, names: Collection[str]) -> dict[str, Tensor]:
+        """See the inner strategy's."""
+        return self.inner.masters(names)
+
+    def adopt_weights(self, values: Mapping[str, Tensor]) -> None:
+        """See the inner strategy's."""
+        self.inner.adopt_weights(values)
+
+    def handover_bytes(self, names: Collection[str]) -> tuple[int, int]:
+        """See the inner strategy's."""
+        return self.inner.handover_bytes(names)
+
+    def finish(self) -> None:
+        """Receive what is under way, and leave the outer parameters in the model, the same on all islands."""
+        self.loop.finish()
+        self.inner.synchronize()
+
+    def describe(self) -> list[Row]:
+        """Rows of (asked for, in effect, why they differ or how it was found)."""
+        per_step = self.bytes_per_step - self.inner.bytes_per_step
+        shown = f"{per_step / 1e6:.3f} MB", f"the mean over {self.loop.schedule.sync_every} steps, besides the island's"
+        return [
+            (f"strategy {self.strategy.name}", f"{self.strategy.inner.name} inside each island", ""),
+            *self.loop.rows(),
+            ("sent for exchanges per step", *shown),
+            *self.inner.describe(),
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of all that is needed to go on bit for bit."""
+        return {"inner": self.inner.state_dict(), "outer": self.loop.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what state_dict gave; a collective. Raises ConfigError where it does not fit."""
+        self.inner.load_state_dict(state_dict["inner"])
+        self.loop.load_state_dict(state_dict["outer"])
+
+    def close(self) -> None:
+        """Wait for all communication, leave the other islands, and give the process groups back."""
+        self.loop.close()
+        self.inner.close()

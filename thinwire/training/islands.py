@@ -1,0 +1,139 @@
+"""The islands of one machine: each a world of its own with a launcher of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
+from types import FrameType
+from typing import IO, NoReturn
+
+import torch.distributed as dist
+
+from thinwire.collectives import host_meeting
+from thinwire.collectives.elastic import BEGUN
+from thinwire.errors import ThinwireError
+from thinwire.training.config import TrainConfig
+from thinwire.training.prepare import Island, Start
+from thinwire.training.problems import Problems
+from thinwire.training.run_dir import RunDir
+from thinwire.training.settings import island_size, read_config, to_toml
+from thinwire.training.signals import STOPPING, StoppedError
+
+POLL_S = 0.1
+
+
+class Children:
+    """The launchers of this machine's islands: signals go to all of them, and nothing outlives this process's will."""
+
+    def __init__(self) -> None:
+        self.running: dict[int, subprocess.Popen] = {}
+        self.received: int | None = None
+        for signum in STOPPING:
+            signal.signal(signum, self._handle)
+
+    def start(self, number: int, command: list[str], output: IO[str] | None) -> None:
+        # A terminal's Ctrl-C would reach them twice: from the terminal, and from here.
+        self.running[number] = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, start_new_session=True
+        )
+
+    def send(self, signum: int) -> None:
+        for child in self.running.values():
+            with suppress(ProcessLookupError):
+                child.send_signal(signum)
+
+    def ended(self) -> dict[int, int]:
+        """Exit codes, as a shell states them, of those that have ended since the last look."""
+        codes = {number: child.returncode for number, child in self.running.items() if child.poll() is not None}
+        for number in codes:
+            del self.running[number]
+        return {number: 128 - code if code < 0 else code for number, code in codes.items()}
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        self.received = signum
+        self.send(signum)
+
+
+def launch_islands(config: TrainConfig, start: Start) -> int:
+    """Run this machine's islands to their end; the worst exit code. Raises StoppedError after a signal."""
+    # That file starts what is below here.
+    from thinwire.training.launch import await_node_0
+
+    children = Children()
+    size = island_size(config)
+    here, count = config.workers // size, config.world_size // size
+    host, _, port = (config.join or "127.0.0.1:0").rpartition(":")
+    if config.node == 0:
+        meeting = host_meeting(int(port))
+    else:
+        await_node_0(host, int(port), config.timeout)
+        meeting = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=config.timeout))
+    meet = f"{host}:{meeting.port}"
+    for number in range(config.node * here, (config.node + 1) * here):
+        run_dir = RunDir(config.run_dir).island(number)
+        if number:
+            own = replace(config, run_dir=str(run_dir.path))
+            run_dir.claim(0, to_toml(own), overwrite=config.overwrite)
+        island = Island(number, count, meet)
+        command = [sys.executable, "-m", "thinwire.training.islands", str(run_dir.config())]
+        with (run_dir.logs / "launcher.out").open("w") as output:
+            children.start(number, [*command, replace(start, island=island).to_json()], output if number else None)
+    return watch(children, meeting)
+
+
+def watch(children: Children, meeting: dist.TCPStore) -> int:
+    """Return when all have ended; one that fails before the islands have met ends all."""
+    worst = 0
+    while children.running:
+        for code in children.ended().values():
+            worst = max(worst, code)
+            if code and children.received is None and not meeting.check([BEGUN]):
+                children.send(signal.SIGTERM)
+        time.sleep(POLL_S)
+    if children.received is not None:
+        raise StoppedError(children.received)
+    return worst
+
+
+def follow_parent() -> None:
+    """End this process as by SIGTERM when the one that started it is gone."""
+    parent = os.getppid()
+
+    def look() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=look, name="thinwire-parent", daemon=True).start()
+
+
+def main() -> NoReturn:
+    """`python -m thinwire.training.islands CONFIG.toml START`, as `launch_islands` runs it: one island's launcher."""
+    from thinwire.training.launch import run_workers
+
+    follow_parent()
+    config_path, told = sys.argv[1:]
+    start, problems = Start.from_json(told), Problems()
+    assert start.island is not None
+    try:
+        config = read_config([config_path], problems)
+        problems.raise_any()
+        assert config.local_size is not None
+        alone = replace(config, workers=config.local_size, nodes=1, node=0, join=None, stop_at=start.stop_at)
+        code = run_workers(alone, start)
+    except ThinwireError as error:
+        if not isinstance(error, StoppedError):
+            print(f"thinwire: island {start.island.number}: {error}", file=sys.stderr)
+        code = error.exit_code
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -7,6 +7,7 @@
   learn in which order parameters lie in FSDP2's buffers; whoever relies on it checks it (data_parallel/fsdp/layout.py).
 - at_end_of_backward: the autograd engine's queue_callback, private, as FSDP2 itself uses it.
 - factor_of: the state of a ReduceOp, for the factor of a PREMUL_SUM.
+- place_in_file: torch.distributed.checkpoint.filesystem._StorageInfo, private; 2.11 to 2.13 have it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed import distributed_c10d
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.fsdp import FSDPModule
 
 
@@ -42,6 +44,11 @@ def reduce_scatter_single(
 def default_store() -> dist.Store:
     """The key-value store in which the ranks of the default group met; raises ValueError before that."""
     return distributed_c10d._get_default_store()
+
+
+def place_in_file(file: str, offset: int, num_bytes: int) -> Any:
+    """Where DCP's reader of files finds a tensor: in which file below its folder, from which byte on."""
+    return filesystem._StorageInfo(file, offset, num_bytes)
 
 
 def at_end_of_backward(call: Callable[[], None]) -> bool:

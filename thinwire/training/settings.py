@@ -23,7 +23,7 @@ from thinwire.training.problems import Problems
 from thinwire.training.run_dir import RunDir
 
 # Of one start only: a run repeated from its config.toml must not delete or move another.
-NOT_WRITTEN = ("resume", "overwrite", "stop_at", "node", "tables")
+NOT_WRITTEN = ("resume", "overwrite", "allow_resume_drift", "stop_at", "node", "tables")
 HELP_FLAGS = ("--help", "-h")
 # The field of a strategy that holds another one.
 BASE = "base"

@@ -81,7 +81,8 @@ def main() -> NoReturn:
     config = read_config([config_path], problems)
     problems.raise_any()
     found = Start.from_json(start)
-    exit_after(replace(config, stop_at=found.stop_at), place, found, trace=True)
+    config = replace(config, stop_at=found.stop_at, allow_resume_drift=found.allow_resume_drift)
+    exit_after(config, place, found, trace=True)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ from thinwire.checkpoint.folder import (
 from thinwire.checkpoint.state import Piece, Snapshot
 
 POLL_S = 0.02
+# Savers that this process has had: every one talks under keys of its own.
+_numbers = count()
 Gather = Callable[[int], list[int]]
 
 
@@ -64,13 +67,19 @@ class Disk:
 
     @classmethod
     def find(cls, folder: Path, rank: int, gather: Gather) -> Disk:
-        """Every rank leaves a file, then looks whose it sees; a collective. gather: the numbers of all ranks."""
+        """Every rank leaves a file, then looks whose it sees; a collective. gather: the numbers of all ranks.
+
+        What saves that were cut short have left there is deleted.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         token = gather(int.from_bytes(os.urandom(4)))[0]
         own = folder / f".disk-{token}-{rank}"
         own.touch()
         world_size = len(gather(0))
         first = next(r for r in range(world_size) if (folder / f".disk-{token}-{r}").exists())
+        if first == rank:
+            for path in leftovers(folder):
+                shutil.rmtree(path, ignore_errors=True)
         firsts = gather(first)
         own.unlink()
         return cls(rank, tuple(firsts))
@@ -90,12 +99,9 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="thinwire-checkpoint")
         self._saving: Future[str] | None = None
         self._staged: dict[str, Tensor] = {}
-        self._num_saves = 0
+        self._number, self._num_saves = next(_numbers), 0
         self._problems: list[str] = []
         self.last_step = -1
-        if disk.is_leader:
-            for path in leftovers(folder):
-                shutil.rmtree(path, ignore_errors=True)
 
     # ---------------------------------------------------------------- of the training thread
 
@@ -109,7 +115,9 @@ class Saver:
         staged = self._stage(pieces)
         manifest = Manifest(step, loss, len(self.disk.firsts), self.disk.groups, {}, dict(about))
         self._num_saves += 1
-        self._saving = self._thread.submit(self._save, manifest, text, staged, f"checkpoint/{self._num_saves}")
+        self._saving = self._thread.submit(
+            self._save, manifest, text, staged, f"checkpoint/{self._number}/{self._num_saves}"
+        )
 
     def note_next_loss(self, loss: float) -> None:
         """Keep the loss of the step after the last save, on its disk."""

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "numba", "thinwire", "thinwire.codecs"])
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "numba", "thinwire", "thinwire.codecs"])
 
 
 class WorkerFailed(AssertionError):
@@ -86,8 +86,8 @@ def run_workers(
         ends: list[Connection] = []
         workers = []
         for rank in range(world_size):
-            ours, theirs = _context.Pipe()
-            worker = _context.Process(
+            ours, theirs = CONTEXT.Pipe()
+            worker = CONTEXT.Process(
                 target=_main,
                 args=(rank, world_size, local_size or world_size, store, stay_s, function, args, theirs),
                 daemon=True,

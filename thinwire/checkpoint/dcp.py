@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import pickle
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -151,6 +152,15 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def write_metadata(folder: Path) -> None:
+    """Write DCP's own index of all parts in a folder, by which torch's tools read it; nobody here does."""
+    index: Index = {}
+    for part in parts_of(folder):
+        for name, chunks in read_part(part)[1].items():
+            index.setdefault(name, []).extend(chunks)
+    write_durably(folder / ".metadata", pickle.dumps(metadata_of(index)))
+
+
 def _write_item(name: str, piece: Piece) -> WriteItem:
     size, offsets = torch.Size([piece.values.numel()]), torch.Size([piece.offset])
     properties = TensorProperties.create_from_tensor(piece.values)
@@ -159,6 +169,37 @@ def _write_item(name: str, piece: Piece) -> WriteItem:
 
 
 # ---------------------------------------------------------------- load
+
+
+def part_of(folder: Path, rank: int) -> Path:
+    """What one rank wrote."""
+    return folder / f"rank{rank}"
+
+
+def rank_of(part: Path) -> int:
+    """Who wrote it."""
+    return int(part.name.removeprefix("rank"))
+
+
+def parts_of(folder: Path) -> list[Path]:
+    """What is here, by rank."""
+    return sorted((path.parent for path in folder.glob(f"rank*/{STATE_FILE}")), key=rank_of)
+
+
+def read_part(part: Path) -> tuple[dict[str, Any], Index]:
+    """(What a rank wrote besides tensors, where its tensors lie below the checkpoint); raises CheckpointError."""
+    path = part / STATE_FILE
+    try:
+        text = json.loads(path.read_bytes())
+        index = {
+            name: [Chunk(numel, dtype, offset, length, f"{part.name}/{Path(file).name}", place, num_bytes)]
+            for name, (numel, dtype, offset, length, file, place, num_bytes) in text.pop("chunks").items()
+        }
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be read: {error.strerror}") from None
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__}") from None
+    return text, index
 
 
 class PieceLoadPlanner(LoadPlanner):

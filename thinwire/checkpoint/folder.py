@@ -5,6 +5,7 @@ checkpoints/step-00000500/            one checkpoint; until it is complete, .ste
     manifest.json                     step, loss, ranks, versions; size and checksum of every file below
     rank0/state.json, __0_0.distcp    what rank 0 wrote: numbers and the index, and the tensors
     next_loss.json                    the loss of the step after it, once that is known
+    verified                          when all checksums were last found right
 """
 
 from __future__ import annotations
@@ -14,16 +15,19 @@ import re
 import shutil
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from thinwire.checkpoint.dcp import STATE_FILE, CheckpointError, write_durably
+from thinwire.checkpoint.dcp import CheckpointError, part_of, write_durably
 from thinwire.errors import ThinwireError
 
 POINTER = "latest"
 MANIFEST = "manifest.json"
 NEXT_LOSS = "next_loss.json"
+VERIFIED = "verified"
 FORMAT = 1
 READ_BYTES = 1 << 22
 NAME = re.compile(r"step-(\d{8,})")
@@ -115,24 +119,25 @@ class Manifest:
         return [name for name in self.files if name.split("/")[0] in names]
 
 
-def part_of(folder: Path, rank: int) -> Path:
-    """What one rank wrote."""
-    return folder / f"rank{rank}"
-
-
-def parts_of(folder: Path) -> list[Path]:
-    """What is here, by rank."""
-    found = [path for path in folder.glob("rank*") if (path / STATE_FILE).is_file()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("rank")))
-
-
 def verify(checkpoint: Path) -> Manifest:
     """Compare every file with its checksum. Raises CheckpointError with the names of all that are wrong."""
+    with suppress(OSError):
+        (checkpoint / VERIFIED).unlink()
     manifest = Manifest.read(checkpoint)
     wrong = [problem for name in manifest.present(checkpoint) if (problem := _fault(checkpoint, name, manifest))]
     if wrong:
         raise CheckpointError(f"{checkpoint}: " + "; ".join(wrong))
+    with suppress(OSError):
+        (checkpoint / VERIFIED).write_text(datetime.now(UTC).isoformat(" ", "seconds"))
     return manifest
+
+
+def verified_at(checkpoint: Path) -> str:
+    """When `verify` last found nothing wrong; empty where it never did, or something was since."""
+    try:
+        return (checkpoint / VERIFIED).read_text()
+    except OSError:
+        return ""
 
 
 def _fault(checkpoint: Path, name: str, manifest: Manifest) -> str:

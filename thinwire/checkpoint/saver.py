@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.checkpoint.dcp import sync_folder, write_pieces
+from thinwire.checkpoint.dcp import part_of, sync_folder, write_metadata, write_pieces
 from thinwire.checkpoint.folder import (
     Keep,
     Manifest,
@@ -25,7 +25,6 @@ from thinwire.checkpoint.folder import (
     folder_of,
     leftovers,
     note_next_loss,
-    part_of,
     point_to,
 )
 from thinwire.checkpoint.state import Piece, Snapshot
@@ -221,6 +220,7 @@ def write_part(part: Path, text: Mapping[str, Any], pieces: Mapping[str, Piece])
 def complete(temporary: Path, manifest: Manifest) -> None:
     """Turn a folder in which all have written into a checkpoint: manifest, then name, then pointer. Raises OSError."""
     folder = folder_of(temporary.parent, manifest.step)
+    write_metadata(temporary)
     manifest.write(temporary)
     sync_folder(temporary)
     replaced = temporary.with_suffix(".old")

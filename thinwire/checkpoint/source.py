@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.checkpoint.dcp import STATE_FILE, CheckpointError, Chunk, Index, read_pieces
-from thinwire.checkpoint.folder import Manifest, parts_of
+from thinwire.checkpoint.dcp import CheckpointError, Index, parts_of, rank_of, read_part, read_pieces
+from thinwire.checkpoint.folder import Manifest
 from thinwire.checkpoint.state import Debt, Piece, dtype_named, from_tree, own_name, tensors_of
 
 # (asked for, in effect, why)
@@ -45,16 +45,12 @@ class Source:
             raise CheckpointError(f"{folder} holds no rank's part")
 
     def _add(self, part: Path) -> None:
-        rank = int(part.name.removeprefix("rank"))
-        try:
-            text = self._parts[rank] = json.loads((part / STATE_FILE).read_bytes())
-            for name, (numel, dtype, offset, length, file, *place) in text.pop("chunks").items():
-                chunk = Chunk(numel, dtype, offset, length, f"{part.name}/{file}", *place)
-                self._index.setdefault(name, []).append(chunk)
-            for debt in (Debt(*fields) for fields in text["debts"]):
-                self._debts.setdefault(debt.kind, {}).setdefault(debt.name, []).append((rank, debt))
-        except (ValueError, TypeError, KeyError, OSError) as error:
-            raise CheckpointError(f"{part / STATE_FILE} can't be read: {error}") from None
+        rank = rank_of(part)
+        self._parts[rank], index = read_part(part)
+        for name, chunks in index.items():
+            self._index.setdefault(name, []).extend(chunks)
+        for debt in (Debt(*fields) for fields in self._parts[rank]["debts"]):
+            self._debts.setdefault(debt.kind, {}).setdefault(debt.name, []).append((rank, debt))
 
     # ---------------------------------------------------------------- what is there
 

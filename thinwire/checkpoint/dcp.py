@@ -118,7 +118,7 @@ class IndexedWriter(dcp.FileSystemWriter):
 def write_pieces(folder: Path, pieces: Mapping[str, Piece], more: Mapping[str, Any]) -> None:
     """Write this rank's pieces and `more`, which is JSON, into an empty folder; all on the disk when it returns.
 
-    Raises OSError as files do.
+    Raises OSError as files do, and RuntimeError as torch.save does.
     """
     folder.mkdir(parents=True, exist_ok=True)
     held = {name: piece for name, piece in pieces.items() if piece.values.numel()}
@@ -129,7 +129,11 @@ def write_pieces(folder: Path, pieces: Mapping[str, Piece], more: Mapping[str, A
                 held, storage_writer=IndexedWriter(folder, more), planner=PieceSavePlanner(), no_dist=True
             )  # fmt: skip
     except dcp.api.CheckpointException as error:
-        raise next(iter(error.failures.values()))[0] from None
+        cause = context = next(iter(error.failures.values()))[0]
+        # torch.save fails once more while it closes what the disk did not take.
+        while context is not None and not isinstance(context, OSError):
+            context = context.__context__
+        raise context or cause from None
 
 
 def write_durably(path: Path, content: bytes) -> None:

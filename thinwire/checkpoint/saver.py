@@ -169,7 +169,7 @@ class Saver:
         problem, files = "", {}
         try:
             files = write_part(part_of(temporary, self.disk.rank), text, pieces)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
             problem = f"rank {self.disk.rank}: {error}"
         self._tell(f"{key}/{self.disk.rank}", {"problem": problem, "files": files})
         told = self._hear([f"{key}/{rank}" for rank in range(manifest.world_size)])

@@ -104,6 +104,7 @@ class Source:
         if rank not in self._parts:
             raise CheckpointError(f"{self.folder}: the part of rank {rank} is not here; copy it from its machine")
         tree = self._parts[rank]["own"].get(key)
+        self._taken.add(key)
         tensors: dict[str, Tensor] = {}
         pieces: dict[str, Piece] = {}
         for path, shape, dtype in tensors_of(tree):
@@ -160,7 +161,20 @@ class Source:
                 rows.append((what, "transformed", "every rank takes what makes their mean the same"))
             elif debts:
                 rows.append((what, "dropped", "nothing here takes it"))
-        return rows
+        return [*rows, *self._left_behind()]
+
+    def _left_behind(self) -> Iterator[Row]:
+        """What ranks remembered, and nobody has asked for."""
+        in_debt = {
+            debt.path.split("/")[0] for debts in self._debts.values() for held in debts.values() for _, debt in held
+        }
+        for key, tree in (self._text["own"] or {}).items():
+            if key not in self._taken | in_debt and any(math.prod(shape) for _, shape, _ in tensors_of(tree)):
+                yield (
+                    f"resume: {key}, remembered by each of {self.world_size} rank(s)",
+                    "dropped",
+                    "only its own layout takes it",
+                )
 
 
 def read_weights(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:

@@ -18,7 +18,7 @@ from thinwire.training.effects import Row
 SAME_BITS = 1e-9
 # Sums of fp32 in another order; of bf16; and other weights than those that computed before, such as a replica's master.
 ROUNDING = {"fp32": 1e-5, "bf16": 1e-2}
-OTHER_WEIGHTS = 5e-2
+OTHER_WEIGHTS = 2e-2
 
 
 class ResumeDriftError(ThinwireError, RuntimeError):

@@ -80,9 +80,18 @@ def test_the_same_layout_goes_on_bit_for_bit(origin: list[dict[str, Any]]) -> No
         assert report == [("resume", "found all of it", "the same layout: goes on bit for bit")]
 
 
-@pytest.mark.parametrize(("world_size", "local_size"), [(3, 1), (2, 2), (1, 1), (8, 4)])
-def test_another_world(origin: list[dict[str, Any]], folder: Path, world_size: int, local_size: int) -> None:
-    names = list(STRATEGIES) if world_size == 3 else ["zero", "sdp4bit", "ddp", "fsdp", "powersgd", "dgc"]
+@pytest.mark.parametrize(
+    ("world_size", "local_size", "names"),
+    [
+        (3, 1, list(STRATEGIES)),
+        (2, 2, ["zero", "fsdp", "powersgd", "frontier"]),
+        (1, 1, ["sdp4bit", "ddp"]),
+        (8, 4, ["zero", "zero-compressed"]),
+    ],
+)
+def test_another_world(
+    origin: list[dict[str, Any]], folder: Path, world_size: int, local_size: int, names: list[str]
+) -> None:
     pairs = [(name, "4", name) for name in names]
     told = run_workers(later_run, world_size, folder, pairs, local_size, timeout_s=240)
     for name in names:

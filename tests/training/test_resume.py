@@ -1,4 +1,4 @@
-"""A run goes on from its checkpoints in another layout, from the one before a damaged one, and only if it is the same."""
+"""A run goes on in another layout, from the checkpoint before a damaged one, and only if it is the same run."""
 
 from __future__ import annotations
 

@@ -253,9 +253,8 @@ class TwoWayMean:
         found: dict[str, list[Tensor]] = {}
         for name, kinds in self.memory.held.items():
             for number in range(sum(kind.startswith("server") for kind in kinds)):
-                worker, server = kinds[f"worker {number}"], kinds[f"server {number}"]
-                assert self._grid is not None
-                lost = Lost(worker, None, server) if worker.dim() == 3 else Lost(None, worker, server)
+                lost = self._lost_of(name, number)
+                assert lost is not None and self._grid is not None
                 found.setdefault(name, []).append(lost.by_slices(self._grid, self._rank).view(-1))
         return {name: torch.cat(parts) for name, parts in found.items()}
 
@@ -264,7 +263,7 @@ class TwoWayMean:
         return [debt for piece in pieces for debt in self._debts_of(piece, grid, rank)]
 
     def owe(self, shapes: Mapping[str, torch.Size], grid: Topology, rank: int, owed: Owed) -> None:
-        self.memory = Memory()
+        self._grid, self._rank, self.memory = grid, rank, Memory()
         for name, shape in shapes.items():
             value = owed(GRADIENTS, name) if self.method.feeds_back else None
             for piece in self._pieces(name, shape, grid) if value is not None else ():
@@ -280,17 +279,16 @@ class TwoWayMean:
 
     def _debts_of(self, piece: Piece, grid: Topology, rank: int) -> Iterator[Debt]:
         """What lies where of the piece's errors, without what fills slices up."""
-        if (lost := self._lost_of(piece)) is None:
+        if (lost := self._lost_of(piece.name, piece.number)) is None:
             return
         for tensor, start, place, length in lost.places(grid, rank):
             path = f"{piece.name}/{'server' if tensor is lost.gather else 'worker'} {piece.number}"
             length = min(length, piece.end - piece.start - place)
             yield Debt(GRADIENTS, piece.name, path, start, piece.start + place, max(length, 0), 1 / grid.world_size)
 
-    def _lost_of(self, piece: Piece) -> Lost | None:
+    def _lost_of(self, name: str, number: int) -> Lost | None:
         """The errors that are held of a piece."""
-        worker = self.memory.peek(piece.name, f"worker {piece.number}")
-        server = self.memory.peek(piece.name, f"server {piece.number}")
+        worker, server = (self.memory.peek(name, f"{kind} {number}") for kind in ("worker", "server"))
         if worker is None or server is None:
             return None
         return Lost(worker, None, server) if worker.dim() == 3 else Lost(None, worker, server)

@@ -103,6 +103,7 @@ class Replica:
         source = Source(checkpoint, self.rank)
         self.optimizer.restore(source)
         # Frozen parameters are the trainer's to save.
+        assert isinstance(self.model, Net)
         self.model.fixed.load_state_dict(Net(0).fixed.state_dict())
         return source
 

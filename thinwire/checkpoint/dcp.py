@@ -129,7 +129,8 @@ def write_pieces(folder: Path, pieces: Mapping[str, Piece], more: Mapping[str, A
                 held, storage_writer=IndexedWriter(folder, more), planner=PieceSavePlanner(), no_dist=True
             )  # fmt: skip
     except dcp.api.CheckpointException as error:
-        cause = context = next(iter(error.failures.values()))[0]
+        cause = next(iter(error.failures.values()))[0]
+        context: BaseException | None = cause
         # torch.save fails once more while it closes what the disk did not take.
         while context is not None and not isinstance(context, OSError):
             context = context.__context__

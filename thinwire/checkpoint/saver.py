@@ -175,8 +175,8 @@ class Saver:
         told = self._hear([f"{key}/{rank}" for rank in range(manifest.world_size)])
         problem = next((word["problem"] for word in told if word["problem"]), "")
         if self.disk.is_leader:
-            files = {name: list(size) for word in told for name, size in word["files"].items()}
-            problem = self._complete(temporary, replace(manifest, files=files), problem)
+            all_files = {name: list(size) for word in told for name, size in word["files"].items()}
+            problem = self._complete(temporary, replace(manifest, files=all_files), problem)
             self._tell(f"{key}/done/{self.disk.rank}", {"problem": problem})
         done = self._hear([f"{key}/done/{leader}" for leader in self.disk.leaders])
         problem = next((word["problem"] for word in done if word["problem"]), "")

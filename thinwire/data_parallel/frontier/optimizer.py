@@ -345,8 +345,9 @@ class FrontierOptimizer(AgreeingOptimizer):
         """This rank's state between two steps, in pieces that any layout can take: views of the live tensors."""
         self._settle_all()
         snapshot = super().snapshot()
+        own = {id(part): part.own for part in self._parts}
         for slot, _, start, end in self._pieces:
-            snapshot.pieces[f"{REPLICA}/{slot.name}"] = slot.held(slot.bucket.own[start:end], start).piece()
+            snapshot.pieces[f"{REPLICA}/{slot.name}"] = slot.held(own[id(slot.bucket)][start:end], start).piece()
         return snapshot
 
     @torch.no_grad()

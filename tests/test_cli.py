@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import thinwire
+from tests.checkpoint.alone import save
 from thinwire import cli
 from thinwire.errors import ConfigError
 
@@ -116,13 +117,13 @@ def test_a_directory_without_write_permission(tmp_path: Path, text: Path, monkey
 
 def test_a_change_that_a_resumed_run_can_not_make(tmp_path: Path, text: Path) -> None:
     run = tmp_path / "run"
-    (run / "checkpoints" / "step-00000004").mkdir(parents=True)
-    (run / "checkpoints" / "latest").write_text("step-00000004")
+    save(run / "checkpoints", 4)
     (run / "config.toml").write_text("seed = 1\nmodel = 'tiny'\nstrategy = 'zero'\n")
     with pytest.raises(ConfigError) as caught:
-        train(tmp_path, text, "--resume", "--seed", "2", "--strategy", "sdp4bit")
+        train(tmp_path, text, "--resume", "--seed", "2", "--seq-len", "8", "--strategy", "sdp4bit")
     assert "seed was 1 and can't become 2" in str(caught.value)
-    assert "strategy was zero and can't become sdp4bit" in str(caught.value)
+    assert "seq_len was 256 and can't become 8" in str(caught.value)
+    assert "strategy" not in str(caught.value), "another layout may go on"
 
 
 def test_unknown_command() -> None:

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-_context = multiprocessing.get_context("forkserver")
+CONTEXT = multiprocessing.getCONTEXT("forkserver")
 # Loaded once and inherited, and not by every worker anew; torch loads its compiler in the first step of an optimizer.
-_context.set_forkserver_preload([
+CONTEXT.set_forkserver_preload([
     "torch", "torch.distributed", "torch._dynamo", "numba", "thinwire", "thinwire.codecs.kernels",
     "thinwire.codecs.kernels_grouped", "thinwire.codecs.kernels_sparse", "thinwire.codecs.kernels_normals",
     "thinwire.codecs.kernels_sketch",
@@ -92,8 +92,8 @@ def run_workers(
         ends: list[Connection] = []
         workers = []
         for rank in range(world_size):
-            ours, theirs = _context.Pipe()
-            worker = _context.Process(
+            ours, theirs = CONTEXT.Pipe()
+            worker = CONTEXT.Process(
                 target=_main,
                 args=(rank, world_size, local_size or world_size, store, stay_s, function, args, theirs),
                 daemon=True,

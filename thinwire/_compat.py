@@ -9,6 +9,7 @@
 - DCP_METADATA_CLASSES: what a checkpoint's .metadata, a pickle, consists of, by name; three of the names are private.
 - factor_of: the state of a ReduceOp, for the factor of a PREMUL_SUM.
 - Rendezvous: torchrun's dynamic rendezvous; who is in it is private, and so is leaving it while others stay.
+- place_in_file: torch.distributed.checkpoint.filesystem._StorageInfo, private; 2.11 to 2.13 have it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed import distributed_c10d
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
@@ -71,6 +73,11 @@ def reduce_scatter_single(
 def default_store() -> dist.Store:
     """The key-value store in which the ranks of the default group met; raises ValueError before that."""
     return distributed_c10d._get_default_store()
+
+
+def place_in_file(file: str, offset: int, num_bytes: int) -> Any:
+    """Where DCP's reader of files finds a tensor: in which file below its folder, from which byte on."""
+    return filesystem._StorageInfo(file, offset, num_bytes)
 
 
 def at_end_of_backward(call: Callable[[], None]) -> bool:

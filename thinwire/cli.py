@@ -51,6 +51,13 @@ def lab(args: Sequence[str]) -> int:
     return run_lab(args)
 
 
+def checkpoints(args: Sequence[str]) -> int:
+    """List what a run has saved, or verify it."""
+    from thinwire.checkpoint.command import run_checkpoints
+
+    return run_checkpoints(args)
+
+
 def explain(args: Sequence[str]) -> int:
     """Say what each strategy would hold in memory and send, without running anything."""
     from thinwire.planner.command import run_explain
@@ -82,6 +89,7 @@ def generate(args: Sequence[str]) -> int:
 # A command is one row.
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
+    "checkpoints": checkpoints,
     "compare": compare,
     "explain": explain,
     "generate": generate,

@@ -66,6 +66,8 @@ def test_commands_are_understood(block: Block) -> None:
             understand_lab(words[2:])
         elif words[0] == "thinwire" and words[1] in CONVERSIONS:
             understand_conversion(words[1], words[2:])
+        elif words[:2] == ["thinwire", "checkpoints"]:
+            assert words[2:] in ([words[-1]], ["verify", words[-1]])
         elif "train" in words:
             understand_train(words[words.index("train") + 1 :])
         else:
@@ -139,6 +141,7 @@ def test_files_of_a_run_are_documented(run_folder: Path) -> None:
     documented = {row[0].rstrip("/") for row in table_rows(RUN_DIR_PAGE, "Files")}
     written = {path.name for path in (run_folder / "runs/first").iterdir()}
     assert written == documented
+    run([sys.executable, "-m", "thinwire", "checkpoints", "verify", "runs/first"], run_folder)
 
 
 def test_keys_of_a_run_are_documented(run_folder: Path) -> None:

@@ -8,14 +8,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-import torch
 
-from thinwire.errors import ConfigError, ThinwireError
-from thinwire.training import checkpoint, hardware
+from thinwire.errors import ConfigError
+from thinwire.training import hardware
 from thinwire.training.config import TrainConfig
 from thinwire.training.effects import resume_rows, unused_rows
 from thinwire.training.metrics import MetricsWriter, StepMetrics, medians, read_metrics
 from thinwire.training.progress import Progress
+from thinwire.training.proof import Proof, ResumeDriftError
 from thinwire.training.run_dir import RunDir
 from thinwire.training.schedule import lr_at
 
@@ -64,42 +64,14 @@ def test_medians_leave_out_the_first_step() -> None:
     assert medians([], "sent_bytes") == {"sent_bytes": 0.0}
 
 
-def save(folder: Path, step: int, rank: int = 0) -> None:
-    state = {"step": step, "x": torch.arange(3)}
-    checkpoint.save(folder, step, rank, state, is_leader=rank == 0, barrier=lambda: None)
-
-
-def test_checkpoints_keep_the_last_two_and_load_back(tmp_path: Path) -> None:
-    assert checkpoint.latest(tmp_path) is None and checkpoint.step_of(None) == 0
-    for step in (5, 10, 15):
-        save(tmp_path, step)
-    newest = checkpoint.latest(tmp_path)
-    assert newest is not None and checkpoint.step_of(newest) == 15
-    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000010", "step-00000015"]
-    state = checkpoint.load(newest, 0)
-    assert state["step"] == 15 and state["x"].tolist() == [0, 1, 2]
-
-
-def test_a_checkpoint_cut_short_is_never_seen(tmp_path: Path) -> None:
-    save(tmp_path, 5)
-
-    def die() -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        checkpoint.save(tmp_path, 10, 0, {"step": 10}, is_leader=True, barrier=die)
-    assert checkpoint.step_of(checkpoint.latest(tmp_path)) == 5
-
-
-def test_damaged_checkpoints_are_named(tmp_path: Path) -> None:
-    save(tmp_path, 5)
-    newest = checkpoint.latest(tmp_path)
-    assert newest is not None
-    with pytest.raises(ThinwireError, match=r"rank3\.pt"):
-        checkpoint.load(newest, 3)
-    (newest / "rank0.pt").write_bytes(b"not a checkpoint")
-    with pytest.raises(ThinwireError, match=r"rank0\.pt"):
-        checkpoint.load(newest, 0)
+def test_a_resume_that_drifts_stops_with_both_losses() -> None:
+    proof = Proof(2.0, 1e-5, "the same weights")
+    assert proof.check(5, 2.0 + 1e-5, allow_drift=False).startswith("resume proven: step 5")
+    with pytest.raises(ResumeDriftError, match=r"the loss is 2\.1 and was 2\.0 before: off by 0\.05"):
+        proof.check(5, 2.1, allow_drift=False)
+    assert "NOT proven" in proof.check(5, 2.1, allow_drift=True)
+    with pytest.raises(ResumeDriftError):
+        proof.check(5, math.nan, allow_drift=False)
 
 
 def test_run_directory_is_not_lost(tmp_path: Path) -> None:

@@ -1,1 +1,15 @@
-"""Checkpoints: those of other programs, and folders of safetensors."""
+"""Checkpoints: written in the running layout, complete or absent; loaded in any other.
+
+`foreign` reads those of other programs.
+"""
+
+from thinwire.checkpoint.dcp import CheckpointError
+from thinwire.checkpoint.folder import Keep, all_of, checkpoints_of, choose, latest, next_loss, step_of, verify
+from thinwire.checkpoint.saver import Disk, Saver
+from thinwire.checkpoint.source import FROZEN, WEIGHTS, Source, read_weights
+from thinwire.checkpoint.state import Debt, Piece, Snapshot
+
+__all__ = [
+    "FROZEN", "WEIGHTS", "CheckpointError", "Debt", "Disk", "Keep", "Piece", "Saver", "Snapshot", "Source", "all_of",
+    "checkpoints_of", "choose", "latest", "next_loss", "read_weights", "step_of", "verify",
+]  # fmt: skip

@@ -189,6 +189,32 @@ class Lost:
             whole[node, local_rank].add_(self.gather)
         return whole
 
+    def places(self, grid: Topology, rank: int) -> Iterator[tuple[Tensor, int, int, int]]:
+        """Where its elements lie, in runs: (tensor, first element in it, that one's place in all slices, length)."""
+        if self.intra is not None:
+            yield self.intra, 0, 0, self.intra.numel()
+        if self.inter is not None:
+            n = self.inter.shape[-1]
+            for node in range(grid.num_nodes):
+                yield self.inter, node * n, grid.rank(node, grid.local_rank(rank)) * n, n
+        if self.gather is not None:
+            n = self.gather.shape[-1]
+            yield self.gather, 0, rank * n, n
+
+    def owe(self, owed: Tensor, grid: Topology, rank: int) -> None:
+        """Be this rank's part of a debt of all: the mean over ranks of `by_slices` is `owed`, in any shape."""
+        owed = owed.view(grid.num_nodes, grid.local_size, -1)
+        node, local_rank = grid.node(rank), grid.local_rank(rank)
+        for tensor in (self.intra, self.inter, self.gather):
+            if tensor is not None:
+                tensor.zero_()
+        if self.intra is not None:
+            self.intra.copy_(owed)
+        elif self.inter is not None:
+            self.inter.copy_(owed[:, local_rank]).mul_(grid.local_size)
+        elif self.gather is not None:
+            self.gather.copy_(owed[node, local_rank]).mul_(grid.world_size)
+
 
 def together(*jobs: Rounds[Any]) -> Rounds[list[Any]]:
     """Run parts of one job side by side, each on a `Link.part` of its own; their results.

@@ -39,7 +39,7 @@ def load_run(path: str) -> SavedRun:
     tokenizer = load_tokenizer(config.tokenizer)
     fields = config.tables.get("llama") if "llama" in used_tables(config) else None
     model = build_model(config.model, tokenizer.vocab_size, config.seq_len, config.seed, fields)
-    step, weights = full_weights(run_dir, config, model)
+    step, weights = full_weights(run_dir)
     missing = {name for name, _ in model.named_parameters()} - weights.keys()
     unknown = model.load_state_dict(weights, strict=False).unexpected_keys
     if missing or unknown:

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thinwire.checkpoint import Debt, Snapshot, Source
 from thinwire.collectives import Communicator, Meter
+from thinwire.data_parallel.portable import REPLICA, Held, add_optimizer, restore_optimizer
 from thinwire.data_parallel.replicas import check_layout, shapes_digest
 from thinwire.data_parallel.table import Row
 
@@ -206,6 +208,7 @@ class AgreeingOptimizer:
             "steps": self.steps,
             "skipped_steps": self.skipped_steps,
             "layout": self._layout(),
+            **self._own(),
         }
 
     @torch.no_grad()
@@ -219,7 +222,52 @@ class AgreeingOptimizer:
         self.steps, self.skipped_steps = state_dict["steps"], state_dict["skipped_steps"]
         for tensor, saved in zip(self.trained.values(), state_dict["weights"], strict=True):
             tensor.copy_(saved)
+        self._load_own(state_dict)
         self.zero_grad()
+
+    def snapshot(self) -> Snapshot:
+        """This rank's state between two steps, in pieces that any layout can take: views of the live tensors."""
+        common = {"steps": self.steps, "skipped_steps": self.skipped_steps, "lossy_weights": self._lossy_weights}
+        snapshot = Snapshot(self._layout(), own=self._own(), common=common, debts=self._debts())
+        return add_optimizer(snapshot, self.inner, self._held())
+
+    @torch.no_grad()
+    def restore(self, source: Source) -> None:
+        """Go on from a checkpoint of any layout; from the same, bit for bit. A collective."""
+        same = source.fits(self._layout())
+        restore_optimizer(source, self.inner, self._held())
+        self.steps, self.skipped_steps = source.common["steps"], source.common["skipped_steps"]
+        if same:
+            self._load_own({key: source.own(key) for key in self._own()})
+        else:
+            source.is_exact = not (self._lossy_weights or source.common["lossy_weights"])
+            self._adapt(source)
+        self.zero_grad()
+
+    @property
+    def _lossy_weights(self) -> bool:
+        """Whether computing takes other weights than those that are saved."""
+        return False
+
+    def _held(self) -> dict[str, Held]:
+        """What the user's optimizer steps, by parameter."""
+        return {name: Held(tensor, tensor.numel(), is_copy=True) for name, tensor in self.trained.items()}
+
+    def _own(self) -> dict[str, Any]:
+        """What else must be there to go on bit for bit in the same layout."""
+        return {}
+
+    def _load_own(self, own: Mapping[str, Any]) -> None:
+        """Restore what `_own` gave."""
+
+    def _debts(self) -> list[Debt]:
+        """Of what `_own` gives, what another layout can take over."""
+        return []
+
+    def _adapt(self, source: Source) -> None:
+        """Take over from another layout what can be; weights and optimizer are restored already."""
+        if source.has_any(REPLICA):
+            source.drop_replica("weights travel without one here")
 
     def _layout(self) -> dict[str, Any]:
         return {

@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from thinwire.checkpoint import Snapshot, Source
 from thinwire.codecs import Codec
 from thinwire.collectives import Communicator, Meter, Topology
 from thinwire.collectives.algorithms import gather_bytes
@@ -128,6 +129,17 @@ class ParallelOptimizer(Protocol):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` gave; a collective."""
+        ...
+
+    def snapshot(self) -> Snapshot:
+        """This rank's state between two steps, in pieces that any layout can take: views of the live tensors."""
+        ...
+
+    def restore(self, source: Source) -> None:
+        """Go on from a checkpoint of any layout, and note what became of its parts; a collective.
+
+        From the same layout, bit for bit.
+        """
         ...
 
     def close(self) -> None:

@@ -78,7 +78,15 @@ class TrainConfig:
     overwrite: bool = False
     """Delete the run that the run directory holds."""
     checkpoint_every: int = 500
-    """Steps between checkpoints, the last two of which are kept; 0: only at the end or when stopped."""
+    """Steps between checkpoints; 0: only at the end or when stopped."""
+    keep_last: int = 2
+    """Checkpoints that are kept: so many of the last ones."""
+    keep_every: int = 0
+    """Also keep those taken after a multiple of so many steps; 0: none."""
+    keep_best: bool = False
+    """Also keep the one whose step had the least training loss."""
+    allow_resume_drift: bool = False
+    """Go on where the first loss after --resume is not the one that the run had there."""
     eval_sequences: int = 64
     """Most held-out sequences for the loss at the end, over all ranks; 0: none."""
     prompt: str = "def "
@@ -110,7 +118,7 @@ DEFAULTS = TrainConfig()
 LOWEST: dict[str, int | None] = {
     "workers": 1, "local_size": 1, "nodes": 1, "node": 0, "steps": 1, "stop_at": 1, "tokens_per_step": 1, "seq_len": 1,
     "micro_batch": 1, "lr": None, "weight_decay": 0, "warmup_steps": 0, "grad_clip": 0, "seed": 0, "dead_steps": 0,
-    "checkpoint_every": 0, "eval_sequences": 0, "sample_tokens": 0, "timeout": None,
+    "checkpoint_every": 0, "keep_last": 1, "keep_every": 0, "eval_sequences": 0, "sample_tokens": 0, "timeout": None,
 }  # fmt: skip
 
 # Machines may differ in these; the rest must be equal on all ranks.
@@ -120,8 +128,7 @@ PER_MACHINE = {
 }  # fmt: skip
 # A resumed run must be the same in these; a change of any other is announced.
 FIXED_ON_RESUME = (
-    "model", "tokenizer", "strategy", "inner", "optimizer", "weight_decay", "data", "seq_len", "seed",
-    "tokens_per_step", "world_size", "local_size",
+    "model", "tokenizer", "weight_decay", "data", "seq_len", "seed", "tokens_per_step",
 )  # fmt: skip
 
 

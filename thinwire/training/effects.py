@@ -57,5 +57,5 @@ def resume_rows(old: TrainConfig, new: TrainConfig) -> Iterator[Row]:
     """One row for every value that a resumed run changes and may change."""
     for item in fields(TrainConfig):
         before, after = getattr(old, item.name), getattr(new, item.name)
-        if before != after and item.name not in (*NOT_WRITTEN, *FIXED_ON_RESUME, "workers", "nodes"):
+        if before != after and item.name not in (*NOT_WRITTEN, *FIXED_ON_RESUME):
             yield f"resume: {flag(item.name)} {after}", str(after), f"was {before} until the checkpoint"

@@ -22,8 +22,8 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+from thinwire.checkpoint import latest, step_of
 from thinwire.errors import ConfigError, ThinwireError
-from thinwire.training.checkpoint import latest, step_of
 from thinwire.training.config import TrainConfig
 from thinwire.training.hardware import free_port, interface_towards
 from thinwire.training.islands import launch_islands

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from thinwire.checkpoint import choose, step_of
 from thinwire.codecs import warm
 from thinwire.collectives import faults
 from thinwire.collectives.topology import Topology
@@ -22,7 +23,6 @@ from thinwire.data_parallel.islands import OnIslands
 from thinwire.errors import ConfigError
 from thinwire.models import build_model
 from thinwire.models.hf import check_hf, look_into
-from thinwire.training import checkpoint
 from thinwire.training.config import FIXED_ON_RESUME, TrainConfig, derive, range_errors, with_derived
 from thinwire.training.effects import Row, batch_row, resume_rows, unused_rows
 from thinwire.training.hardware import choose_dtype, free_port, port_is_free, threads_per_worker
@@ -58,16 +58,20 @@ class Start:
     effects: list[Row] = field(default_factory=list)
     stop_at: int | None = None
     inject: tuple[str, ...] = ()
+    allow_resume_drift: bool = False
     island: Island | None = None
 
     def to_json(self) -> str:
-        return json.dumps([self.dtype, self.threads, self.effects, self.stop_at, self.inject, self.island])
+        return json.dumps([
+            self.dtype, self.threads, self.effects, self.stop_at, self.inject, self.allow_resume_drift, self.island,
+        ])  # fmt: skip
 
     @classmethod
     def from_json(cls, text: str) -> Start:
-        dtype, threads, effects, stop_at, inject, island = json.loads(text)
+        dtype, threads, effects, stop_at, inject, allow_resume_drift, island = json.loads(text)
         rows = [(asked, effect, reason) for asked, effect, reason in effects]
-        return cls(dtype, threads, rows, stop_at, tuple(inject), Island(*island) if island else None)
+        place = Island(*island) if island else None
+        return cls(dtype, threads, rows, stop_at, tuple(inject), allow_resume_drift, place)
 
 
 def check(config: TrainConfig, problems: Problems) -> None:
@@ -203,7 +207,8 @@ def prepare(config: TrainConfig, problems: Problems) -> tuple[TrainConfig, Start
     warm_kernels(resolved)
     run_dir.claim(config.node, to_toml(resolved), overwrite=config.overwrite)
     rows += [(f"--inject {text!r}", "armed", faults.KINDS[faults.parse(text).kind]) for text in config.inject]
-    return resolved, Start(resolved.dtype, threads, rows, config.stop_at, config.inject)
+    start = Start(resolved.dtype, threads, rows, config.stop_at, config.inject, config.allow_resume_drift)
+    return resolved, start
 
 
 def warm_kernels(config: TrainConfig) -> None:
@@ -217,10 +222,12 @@ def check_resume(config: TrainConfig, run_dir: RunDir) -> list[Row]:
     """Rows on what a resumed run changes; raises ConfigError for a change that would make it another run."""
     if not config.resume:
         return []
-    step = checkpoint.step_of(checkpoint.latest(run_dir.checkpoints))
+    chosen, wrong = choose(run_dir.checkpoints)
+    step = step_of(chosen)
     if not step:
         return [("--resume", "starts at step 0", f"{run_dir.path} holds no checkpoint yet")]
-    rows: list[Row] = [("--resume", f"goes on after step {step}", "")]
+    rows: list[Row] = [("a later checkpoint", "passed over: it is damaged", problem) for problem in wrong]
+    rows.append(("--resume", f"goes on after step {step}", "all of its files have the right checksums"))
     if config.stop_at is not None and config.stop_at < step:
         raise ConfigError(f"--stop-at {config.stop_at}: the checkpoint was taken after step {step}; nearest: {step}")
     if not run_dir.config(config.node).is_file():
@@ -231,7 +238,7 @@ def check_resume(config: TrainConfig, run_dir: RunDir) -> list[Row]:
         before, after = getattr(old, name), getattr(config, name)
         if before != after:
             problems.messages.append(f"--resume: {name} was {before} and can't become {after}; start a new run for it")
-    for table in used_tables(config):
+    for table in used_tables(config) & used_tables(old):
         if old.tables.get(table, {}) != config.tables.get(table, {}):
             problems.messages.append(f"--resume: the options [{table}] can't change; start a new run for that")
     problems.raise_any()

@@ -25,7 +25,7 @@ from thinwire.training.problems import Problems
 from thinwire.training.run_dir import RunDir
 
 # Of one start only: a run repeated from its config.toml must not delete or move another.
-NOT_WRITTEN = ("resume", "overwrite", "stop_at", "inject", "node", "tables")
+NOT_WRITTEN = ("resume", "overwrite", "allow_resume_drift", "stop_at", "inject", "node", "tables")
 HELP_FLAGS = ("--help", "-h")
 # The fields of a strategy that hold another one: which it stands on, or which runs inside its islands.
 BASE, INNER = "base", "inner"

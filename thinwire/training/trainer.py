@@ -15,17 +15,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from thinwire._compat import default_store
+from thinwire.checkpoint import FROZEN, Disk, Keep, Piece, Saver, Source, latest, next_loss, step_of
 from thinwire.codecs import derive_seed
 from thinwire.collectives import ElasticPeers, Peers, faults
 from thinwire.data import BatchLoader, heldout_batches, load_tokenizer
 from thinwire.data import prepare as prepare_tokens
-from thinwire.data_parallel.interface import CatchesUp, Finishing
-from thinwire.data_parallel.islands import OnIslands
+from thinwire.data_parallel.interface import CatchesUp, Finishing, TrainingStrategy
+from thinwire.data_parallel.islands import AmongIslands, OnIslands
 from thinwire.data_parallel.watchdog import Watchdog
 from thinwire.errors import ConfigError
 from thinwire.models import build_model, generate
 from thinwire.optim import make_optimizer
-from thinwire.training import checkpoint
 from thinwire.training.advice import advise
 from thinwire.training.agreement import agree
 from thinwire.training.config import PER_MACHINE, TrainConfig, derive
@@ -33,10 +34,11 @@ from thinwire.training.effects import Row
 from thinwire.training.hardware import max_over_ranks, peak_rss_bytes
 from thinwire.training.metrics import StepMetrics
 from thinwire.training.prepare import Island
-from thinwire.training.reporter import Reporter
+from thinwire.training.proof import Proof, circumstances
+from thinwire.training.reporter import Reporter, versions
 from thinwire.training.run_dir import RunDir
 from thinwire.training.schedule import lr_at
-from thinwire.training.settings import build_strategy, used_tables
+from thinwire.training.settings import build_strategy, to_toml, used_tables
 from thinwire.training.signals import StopFlag
 
 
@@ -77,14 +79,16 @@ class Trainer:
         tokens = prepare_tokens(config.data, self.tokenizer, text_field=config.text_field, cache_dir=cache_dir)
         train_tokens, self.heldout_tokens = tokens.split(config.seq_len)
         self.digest = tokens.info.digest
-        saved = checkpoint.latest(self.run_dir.checkpoints)
-        self.dtype = agree(config, tokens=self.digest, step=checkpoint.step_of(saved), dtype=dtype)
+        saved = latest(self.run_dir.checkpoints)
+        self.dtype = agree(config, tokens=self.digest, step=step_of(saved), dtype=dtype)
         fields = config.tables.get("llama") if "llama" in used_tables(config) else None
         self.model = build_model(config.model, self.tokenizer.vocab_size, config.seq_len, config.seed, fields)
+        self.shapes = {name: list(param.shape) for name, param in self.model.named_parameters()}
+        self.frozen, self.buffers = untrained(self.model)
         optimizer = build_optimizer(config, self.model)
         self.num_parameters = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
         # In training the wrapped module is called, which may communicate; everywhere else the model itself.
-        strategy = build_strategy(config)
+        strategy: TrainingStrategy | AmongIslands = build_strategy(config)
         if isinstance(strategy, OnIslands):
             strategy = strategy.among(meet_others(config, place), terms=common_terms(config, self.digest))
         self.wrapped, self.optimizer = strategy.apply(
@@ -102,7 +106,15 @@ class Trainer:
             accumulation=self.batch.accumulation, rank=place.number, world_size=place.num_ranks, seed=config.seed,
         )  # fmt: skip
         torch.manual_seed(derive_seed(config.seed, place.number) >> 1)
-        self.step = self._load(saved) if saved else self._catch_up()
+        disk = Disk.find(self.run_dir.checkpoints, place.rank, self._numbers_of_ranks)
+        keep = Keep(config.keep_last, config.keep_every, config.keep_best)
+        self.saver = Saver(self.run_dir.checkpoints, disk, default_store(), keep, config.timeout)
+        self._proof: Proof | None = None
+        load_report: list[Row] = []
+        if saved:
+            self.step, self._proof, load_report = self._load(saved)
+        else:
+            self.step = self._catch_up()
         self._watchdog = Watchdog(config.dead_steps)
         self._traffic = self.optimizer.meter.snapshot()
         self.reporter: Reporter | None = None
@@ -111,7 +123,7 @@ class Trainer:
             self.reporter = Reporter(
                 config, first_step=self.step, world_size=place.num_ranks,
                 uncompressed_bytes=self.optimizer.uncompressed_bytes_per_step,
-                rows=[data_row, *rows, *self.optimizer.describe(), *link_rows],
+                rows=[data_row, *rows, *load_report, *self.optimizer.describe(), *link_rows],
             )  # fmt: skip
         self._arm_faults()
 
@@ -126,10 +138,14 @@ class Trainer:
                 self._save()
         if self.step < self.config.steps and not stopped:
             stopped = f"--stop-at {self.config.stop_at}"
-        self._save()
-        heldout_loss = None
-        if isinstance(self.optimizer, Finishing):
+        if not stopped and isinstance(self.optimizer, Finishing):
             self.optimizer.finish()
+        self._save()
+        if stopped:
+            self.saver.note_next_loss(self._probe())
+        self.saver.close()
+        self._warn_of_saves()
+        heldout_loss = None
         if not stopped:
             self.optimizer.synchronize()
             heldout_loss = self._evaluate() if self.config.eval_sequences else None
@@ -176,6 +192,7 @@ class Trainer:
         spent = optimizer.meter.snapshot() - before
         sent, self._traffic = traffic - self._traffic, traffic
         step_s = time.perf_counter() - start
+        self._compare_losses(optimizer.mean_loss)
         if self.reporter is not None:
             self.reporter.step(
                 StepMetrics(
@@ -187,6 +204,7 @@ class Trainer:
                 )
             )  # fmt: skip
         self._watch_gradient(grad_norm)
+        self._warn_of_saves()
 
     def _forward_backward(self) -> float:
         """The mean loss over this rank's micro-batches; only the last one's backward communicates."""
@@ -242,22 +260,7 @@ class Trainer:
             tokens = generate(self.model, torch.tensor([prompt]), self.config.sample_tokens, 0.8, generator)
         return self.tokenizer.decode(tokens[0].tolist())
 
-    def _save(self) -> None:
-        """Write a checkpoint, of replicas that are still the same bits on all ranks."""
-        self.optimizer.check_replicas()
-        state = {
-            "step": self.step,
-            "world_size": self.place.world_size,
-            "tokens": self.digest,
-            "optimizer": self.optimizer.state_dict(),
-            "untrained": untrained_state(self.model),
-            "loader": self.loader.state_dict(),
-            "rng": torch.get_rng_state(),
-        }
-        checkpoint.save(
-            self.run_dir.checkpoints, self.step, self.place.rank, state,
-            is_leader=self.place.local_rank == 0, barrier=lambda: self.optimizer.all_mean(0.0),
-        )  # fmt: skip
+    # ---------------------------------------------------------------- checkpoints
 
     def _catch_up(self) -> int:
         """The step after which a run without a checkpoint begins: 0, but for strategies that repeat what others did."""
@@ -267,21 +270,93 @@ class Trainer:
         self.loader.skip(step)
         return step
 
-    def _load(self, saved: Path) -> int:
-        """Continue from a checkpoint; returns its step."""
-        state = checkpoint.load(saved, self.place.rank)
-        if state["world_size"] != self.place.world_size:
-            raise ConfigError(
-                f"{saved} was written by {state['world_size']} ranks and there are {self.place.world_size} now; "
-                "go on with as many"
-            )
-        if state["tokens"] != self.digest:
+    def _save(self) -> None:
+        """Start to write a checkpoint, of replicas that are still the same bits on all ranks."""
+        self.optimizer.check_replicas()
+        snapshot = self.optimizer.snapshot()
+        snapshot.pieces |= {f"{FROZEN}/{name}": Piece.whole(tensor) for name, tensor in self.frozen.items()}
+        snapshot.own |= {"trainer": {"rng": torch.get_rng_state(), "buffers": self.buffers}}
+        position = {"step": self.step, "tokens": self.digest, "loader": self.loader.state_dict()}
+        snapshot.common |= {"trainer": position, "shapes": self.shapes}
+        about = {
+            "strategy": self.config.strategy,
+            "versions": versions(),
+            "circumstances": self._circumstances,
+            "config": to_toml(self.config),
+        }
+        loss = self.optimizer.mean_loss
+        self.saver.save(self.step, snapshot, loss=loss if math.isfinite(loss) else None, about=about)
+
+    def _load(self, saved: Path) -> tuple[int, Proof | None, list[Row]]:
+        """Continue from a checkpoint of any layout: its step, what proves the resume, and the load report."""
+        source = Source(saved, self.place.rank)
+        position = source.common["trainer"]
+        if position["tokens"] != self.digest:
             raise ConfigError(f"data {self.config.data} is not the data that {saved} was trained on: bring it back")
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.model.load_state_dict(state["untrained"], strict=False)
-        self.loader.load_state_dict(state["loader"])
-        torch.set_rng_state(state["rng"])
-        return state["step"]
+        if source.common["shapes"] != self.shapes:
+            raise ConfigError(f"{saved} holds another model: names and shapes of parameters must be the same")
+        self.optimizer.restore(source)
+        source.read({f"{FROZEN}/{name}": Piece.whole(tensor) for name, tensor in self.frozen.items()})
+        self.loader.load_state_dict(position["loader"])
+        self._restore_random_state(source, position["step"])
+        self.saver.last_step = position["step"]
+        expected = next_loss(saved)
+        if expected is None:
+            unknown = ("resume proof", "none", "the loss of the next step is not known")
+            return position["step"], None, [*source.report(), unknown]
+        proof = Proof.of(source, expected, self._circumstances)
+        return position["step"], proof, [*source.report(), proof.row]
+
+    def _restore_random_state(self, source: Source, step: int) -> None:
+        """Take this rank's random state, and the buffers, back; in another world nobody has the same ones."""
+        is_same_world = source.world_size == self.place.world_size
+        own = source.own("trainer", rank=None if is_same_world else 0)
+        for name, tensor in self.buffers.items():
+            tensor.copy_(own["buffers"][name])
+        if is_same_world:
+            torch.set_rng_state(own["rng"])
+            return
+        torch.manual_seed(derive_seed(self.config.seed, self.place.number, step) >> 1)
+        ranks = f"{source.world_size} ranks had them and there are {self.place.world_size}"
+        source.note("random states", "dropped", f"{ranks}: seeded anew from --seed, rank and step")
+        source.note("data position", "carried", "counted in sequences over all ranks")
+
+    @torch.no_grad()
+    def _probe(self) -> float:
+        """The loss that the next step would have; nothing is trained, and nothing is left changed."""
+        position, random = self.loader.state_dict(), torch.get_rng_state()
+        total = 0.0
+        for _ in range(self.batch.accumulation):
+            tokens, targets = self.loader.next_batch()
+            with self._autocast():
+                total += self.wrapped(tokens, targets) / self.batch.accumulation
+        self.loader.load_state_dict(position)
+        torch.set_rng_state(random)
+        return self.optimizer.all_mean(float(total))
+
+    def _compare_losses(self, loss: float) -> None:
+        """Keep the first loss after a save, for those who resume; compare the first one after a resume."""
+        if self.step == self.saver.last_step + 1 and math.isfinite(loss):
+            self.saver.note_next_loss(loss)
+        if self._proof is not None:
+            line = self._proof.check(self.step, loss, allow_drift=self.config.allow_resume_drift)
+            self._proof = None
+            if self.reporter is not None:
+                self.reporter.progress.say(line)
+
+    def _warn_of_saves(self) -> None:
+        """Say aloud that a checkpoint could not be written; training goes on."""
+        for problem in self.saver.problems():
+            if self.reporter is not None:
+                self.reporter.progress.warn(f"{problem}; training goes on, and earlier checkpoints are as they were")
+
+    @property
+    def _circumstances(self) -> dict[str, Any]:
+        return circumstances(self.batch, self.place.world_size, self.dtype)
+
+    def _numbers_of_ranks(self, number: int) -> list[int]:
+        comm = self.optimizer.comm
+        return [int(n) for n in comm.wait(comm.all_gather_exact(torch.tensor([number])))]
 
 
 def meet_others(config: TrainConfig, place: Place) -> Peers | None:
@@ -308,7 +383,9 @@ def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimi
     return make_optimizer(config.optimizer, groups, config.lr)
 
 
-def untrained_state(model: nn.Module) -> dict[str, Any]:
-    """Buffers and frozen parameters, which the optimizer does not know."""
-    trained = {name for name, param in model.named_parameters(remove_duplicate=False) if param.requires_grad}
-    return {name: tensor for name, tensor in model.state_dict().items() if name not in trained}
+def untrained(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Frozen parameters, and buffers that are part of the model's state; the optimizer knows neither."""
+    params = dict(model.named_parameters(remove_duplicate=False))
+    state = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
+    frozen = {name: tensor for name, tensor in state.items() if name in params and not params[name].requires_grad}
+    return frozen, {name: tensor for name, tensor in state.items() if name not in params}

@@ -10,20 +10,24 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from thinwire.checkpoint import Debt
 from thinwire.codecs import Cast, Codec, Identity, Threshold, TopK
 from thinwire.collectives import Topology
 from thinwire.collectives.algorithms import Link, added, all_gather_packets, gather_bytes
 from thinwire.collectives.rounds import Rounds
 from thinwire.data_parallel.ddp.plannable import Plannable, codec_errors, densities
-from thinwire.data_parallel.ddp.reductions import FP32_BYTES, OPERATION, Step, seed_of
+from thinwire.data_parallel.ddp.reductions import FP32_BYTES, OPERATION, Memory, Step, seed_of
 from thinwire.data_parallel.ddp.whole_step import Compressed, OnWholeStep, WholeStep, check_clip, is_compressed
 from thinwire.data_parallel.options import check_types
+from thinwire.data_parallel.portable import Owed
 from thinwire.data_parallel.table import Row
 from thinwire.errors import ConfigError, nearest
 from thinwire.optim import DGCSGD
 
 VALUES: dict[str, Codec] = {"fp32": Identity(), "bf16": Cast("bf16")}
 VELOCITY, UNSENT = "velocity", "unsent"
+# What a checkpoint calls them.
+UNSENT_SUMS, VELOCITIES = "unsent sums of velocities", "velocities"
 DEFAULT_STAGE = 25
 # Of a run whose length is known, the warm-up of the density takes this share.
 WARMUP_SHARE = 0.1
@@ -275,6 +279,22 @@ class SparseMean(WholeStep):
         effect = f"{num_sparse} of {len(shapes)} as {method.codec(method.density)}, the others in fp32"
         kinds = [("gradients", effect, "one all_gather"), ("densities before", *warmup)]
         return [*kinds, *self.common_rows(), *self._unchecked]
+
+    def debts(self, shapes: Mapping[str, torch.Size], grid: Topology, rank: int) -> list[Debt]:
+        found: list[Debt] = []
+        for name, kinds in self.memory.held.items():
+            for kind, owed_as in ((UNSENT, UNSENT_SUMS), (VELOCITY, VELOCITIES)):
+                if kind in kinds:
+                    found.append(self.debt(owed_as, name, kind, kinds[kind]))
+        return found
+
+    def owe(self, shapes: Mapping[str, torch.Size], grid: Topology, rank: int, owed: Owed) -> None:
+        self.memory = Memory()
+        for name, shape in shapes.items():
+            for kind, owed_as in ((UNSENT, UNSENT_SUMS), (VELOCITY, VELOCITIES)):
+                if (value := owed(owed_as, name)) is not None:
+                    whole = value.view(shape)
+                    self.memory.put(name, kind, self.slice_of(whole) if is_compressed(shape) else whole)
 
     def residuals(self) -> dict[str, Tensor]:
         """By parameter, v: sum of what came out + mean over ranks of this = sum of u as it was added to v.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.checkpoint import Debt
 from thinwire.codecs import Codec, Identity, Integer, Threshold, TopK, derive_seed
 from thinwire.codecs.integer import WIDTHS
 from thinwire.collectives import Topology
@@ -17,6 +18,7 @@ from thinwire.collectives.rounds import Rounds
 from thinwire.data_parallel.ddp.plannable import Plannable, codec_errors, densities
 from thinwire.data_parallel.ddp.reductions import FP32_BYTES, OPERATION, Bucket, Memory, Step, seed_of
 from thinwire.data_parallel.options import check_types
+from thinwire.data_parallel.portable import GRADIENTS, Owed
 
 # Vectors and smaller tensors are not worth a codec: they travel as they are.
 MIN_ELEMENTS = 256
@@ -213,6 +215,13 @@ class FeedbackMean:
 
     def residuals(self) -> dict[str, Tensor]:
         return {name: kinds["error"] for name, kinds in self.memory.held.items() if "error" in kinds}
+
+    def debts(self, shapes: Mapping[str, torch.Size], grid: Topology, rank: int) -> list[Debt]:
+        return [debt.below("memory") for debt in self.memory.debts("error", GRADIENTS, grid)]
+
+    def owe(self, shapes: Mapping[str, torch.Size], grid: Topology, rank: int, owed: Owed) -> None:
+        thin = {name: shape for name, shape in shapes.items() if is_compressed(shape)}
+        self.memory.owe("error", GRADIENTS, thin, owed)
 
     def state_dict(self) -> dict[str, Any]:
         return {"memory": self.memory.state_dict()}

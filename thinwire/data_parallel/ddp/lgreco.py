@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from thinwire.checkpoint import Debt
 from thinwire.codecs import Codec
 from thinwire.collectives import Communicator, Topology
 from thinwire.collectives.algorithms import Link, broadcast_
@@ -22,6 +23,7 @@ from thinwire.data_parallel.ddp.reductions import FP32_BYTES, OPERATION, Bucket,
 from thinwire.data_parallel.ddp.strategies import OnDDP
 from thinwire.data_parallel.interface import PlannedByRun
 from thinwire.data_parallel.options import check_types
+from thinwire.data_parallel.portable import Owed
 from thinwire.data_parallel.table import Row
 from thinwire.errors import ConfigError
 
@@ -329,6 +331,12 @@ class LGreCoMean:
 
     def residuals(self) -> dict[str, Tensor]:
         return self.base.residuals()
+
+    def debts(self, shapes: Mapping[str, torch.Size], grid: Topology, rank: int) -> list[Debt]:
+        return [debt.below("base") for debt in self.base.debts(shapes, grid, rank)]
+
+    def owe(self, shapes: Mapping[str, torch.Size], grid: Topology, rank: int, owed: Owed) -> None:
+        self.base.owe(shapes, grid, rank, owed)
 
     def state_dict(self) -> dict[str, Any]:
         plan = None if self.plan is None else vars(self.plan) | {"settings": dict(self.plan.settings)}

@@ -11,19 +11,23 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from thinwire.checkpoint import Debt
 from thinwire.codecs import Codec, Sign
 from thinwire.collectives import Topology
 from thinwire.collectives.algorithms import Link, added, all_gather_packets, all_to_all_nodes, gather_bytes
 from thinwire.collectives.rounds import Rounds
-from thinwire.data_parallel.ddp.reductions import FP32_BYTES, OPERATION, Step
+from thinwire.data_parallel.ddp.reductions import FP32_BYTES, OPERATION, Memory, Step
 from thinwire.data_parallel.ddp.whole_step import Compressed, OnWholeStep, WholeStep, check_clip, is_compressed
 from thinwire.data_parallel.options import check_types
+from thinwire.data_parallel.portable import Owed
 from thinwire.data_parallel.table import Row
 from thinwire.errors import ConfigError
 from thinwire.optim import OneBitAdamW
 
 log = logging.getLogger("thinwire")
 WORKER, SERVER = "worker error", "server error"
+# What a checkpoint calls both.
+MOMENTA = "error feedback of momenta"
 # Of a run whose length is known, and with no step stated, exact Adam takes this share.
 DEFAULT_SHARE = 0.2
 SETTLED = 0.96
@@ -295,6 +299,24 @@ class OneBitMean(WholeStep):
             reason = "with the learning rate not rising, |v| has kept 0.96 of what it was 1 / (1 - beta2) steps before"
             first = ("exact Adam", "until the variance has settled, in fp32", reason)
         return [("momenta", effect, "one scale for each tensor and server"), first, *self.common_rows()]
+
+    def debts(self, shapes: Mapping[str, torch.Size], grid: Topology, rank: int) -> list[Debt]:
+        found: list[Debt] = []
+        for name, kinds in self.memory.held.items():
+            worker = self.debt(MOMENTA, name, WORKER, kinds[WORKER])
+            first = worker.offset + grid.node(rank) * self._chunk_length(name)
+            length = max(0, min(self._chunk_length(name), self.shapes[name].numel() - first))
+            # One server holds what all are owed.
+            server = Debt(MOMENTA, name, f"memory/{name}/{SERVER}", 0, first, length, 1.0)
+            found += [worker, server]
+        return found
+
+    def owe(self, shapes: Mapping[str, torch.Size], grid: Topology, rank: int, owed: Owed) -> None:
+        self.memory = Memory()
+        for name in self._params:
+            if (value := owed(MOMENTA, name)) is not None:
+                self.memory.put(name, WORKER, self.slice_of(value.view(shapes[name])).view(grid.num_nodes, -1).clone())
+                self.memory.put(name, SERVER, torch.zeros(self._chunk_length(name)))
 
     def residuals(self) -> dict[str, Tensor]:
         """By parameter, the errors at both ends, in units of a rank's momentum.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.checkpoint import Debt, Source
 from thinwire.collectives import Communicator
 from thinwire.data_parallel.agreeing import AgreeingOptimizer
 from thinwire.data_parallel.ddp.hook import hand_over
@@ -101,6 +103,7 @@ class DDPOptimizer(AgreeingOptimizer):
     ) -> None:
         super().__init__(model, inner, comm, dict(trained), sum(p.numel() for p in trained.values()), rows)
         self.ddp = ddp
+        self._shapes = {name: param.shape for name, param in trained.items()}
         self._clips = not whole_step
         self._reducer = BucketReducer(
             comm, reduction, trained, lambda: learning_rates(trained, inner), alone=whole_step
@@ -125,8 +128,7 @@ class DDPOptimizer(AgreeingOptimizer):
     @property
     def bytes_per_step(self) -> int:
         """Payload this rank sends in one step, once the method is under way."""
-        shapes = {name: param.shape for name, param in self.trained.items()}
-        return sum(self._reducer.reduction.sent_bytes(shapes, self.comm.topology).values()) + self.agreement_bytes
+        return sum(self._reducer.reduction.sent_bytes(self._shapes, self.comm.topology).values()) + self.agreement_bytes
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Forward and backward passes inside only accumulate gradients."""
@@ -158,14 +160,24 @@ class DDPOptimizer(AgreeingOptimizer):
     def _forget(self) -> list[str]:
         return self._reducer.reduction.forget()
 
-    def state_dict(self) -> dict[str, Any]:
-        """As AgreeingOptimizer's, everything whole on every rank, with what the reduction remembers."""
-        return super().state_dict() | {"reducer": self._reducer.state_dict()}
+    def _own(self) -> dict[str, Any]:
+        return {"reducer": self._reducer.state_dict()}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what state_dict gave; raises ConfigError where it does not fit."""
-        super().load_state_dict(state_dict)
-        self._reducer.load_state_dict(state_dict["reducer"])
+    def _load_own(self, own: Mapping[str, Any]) -> None:
+        self._reducer.load_state_dict(own["reducer"])
+
+    def _debts(self) -> list[Debt]:
+        held = self._reducer.reduction.debts(self._shapes, self.comm.topology, self.comm.rank)
+        return [debt.below("reducer/reduction") for debt in held if debt.length]
+
+    def _adapt(self, source: Source) -> None:
+        super()._adapt(source)
+        reduction = self._reducer.reduction
+        self._reducer.steps = self.steps
+        if source.layout.get("reduction") == type(reduction).__name__:
+            # What is the same on all ranks, such as a plan or a basis; what is owed follows.
+            reduction.load_state_dict(source.own("reducer", rank=0)["reduction"])
+        reduction.owe(self._shapes, self.comm.topology, self.comm.rank, source.owed)
 
     def _layout(self) -> dict[str, Any]:
         return super()._layout() | {"reduction": type(self._reducer.reduction).__name__}

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.checkpoint import Debt
 from thinwire.codecs import Cast, Codec
 from thinwire.collectives import Topology
 from thinwire.collectives.algorithms import Link, Lost, added, together
@@ -26,6 +27,7 @@ from thinwire.data_parallel.ddp.reductions import (
     sum_over_ranks,
 )
 from thinwire.data_parallel.options import check_types
+from thinwire.data_parallel.portable import GRADIENTS, Owed
 from thinwire.errors import ConfigError, nearest
 
 WIRES: dict[str, Codec] = {"fp32": FP32, "bf16": Cast("bf16")}
@@ -219,6 +221,14 @@ class LowRankMean:
 
     def residuals(self) -> dict[str, Tensor]:
         return {name: kinds["error"] for name, kinds in self.memory.held.items() if "error" in kinds}
+
+    def debts(self, shapes: Mapping[str, torch.Size], grid: Topology, rank: int) -> list[Debt]:
+        return self.memory.debts("error", GRADIENTS, grid)
+
+    def owe(self, shapes: Mapping[str, torch.Size], grid: Topology, rank: int, owed: Owed) -> None:
+        thin = {name: shape for name, shape in shapes.items() if self._rank_of(name, shape)}
+        matrices = {name: torch.Size([shape[0], math.prod(shape[1:])]) for name, shape in thin.items()}
+        self.memory.owe("error", GRADIENTS, matrices, owed)
 
     def state_dict(self) -> dict[str, Any]:
         return self.memory.state_dict()

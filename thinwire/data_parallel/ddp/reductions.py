@@ -12,10 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.checkpoint import Debt
 from thinwire.codecs import Codec, Identity, derive_seed
 from thinwire.collectives import Topology
 from thinwire.collectives.algorithms import Link, Lost, all_reduce, all_reduce_bytes, slice_length
 from thinwire.collectives.rounds import Rounds
+from thinwire.data_parallel.portable import Owed
 
 FP32 = Identity()
 FP32_BYTES, BF16_BYTES = 4, 2
@@ -123,6 +125,17 @@ class Reduction(Protocol):
         """
         ...
 
+    def debts(self, shapes: Mapping[str, torch.Size], grid: Topology, rank: int) -> list[Debt]:
+        """Of what state_dict gives, what the ranks owe, so that another number of ranks can take it over."""
+        ...
+
+    def owe(self, shapes: Mapping[str, torch.Size], grid: Topology, rank: int, owed: Owed) -> None:
+        """Take over what other ranks owed: this rank's share of a debt whose mean over ranks is `owed(kind, name)`.
+
+        After load_state_dict with the state of their first rank, if the method is the same.
+        """
+        ...
+
     def state_dict(self) -> dict[str, Any]:
         """What is remembered, as tensors and numbers."""
         ...
@@ -168,6 +181,19 @@ class Memory:
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """Copies of all that is held."""
         return {name: {kind: t.clone() for kind, t in kinds.items()} for name, kinds in self.held.items()}
+
+    def debts(self, kind: str, owed_as: str, grid: Topology) -> list[Debt]:
+        """The tensors of this kind, each of a whole parameter and of one rank's gradient, as what is owed."""
+        names = [name for name, kinds in self.held.items() if kind in kinds]
+        lengths = {name: self.held[name][kind].numel() for name in names}
+        return [Debt(owed_as, n, f"{n}/{kind}", 0, 0, lengths[n], 1 / grid.world_size) for n in names]
+
+    def owe(self, kind: str, owed_as: str, shapes: Mapping[str, torch.Size], owed: Owed) -> None:
+        """Hold what is owed to each of these tensors, in its shape; nothing of this kind else."""
+        for name, shape in shapes.items():
+            self.held.get(name, {}).pop(kind, None)
+            if (value := owed(owed_as, name)) is not None:
+                self.put(name, kind, value.view(shape))
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Hold copies of what state_dict gave, and nothing else."""
@@ -250,6 +276,12 @@ class Mean:
 
     def residuals(self) -> dict[str, Tensor]:
         return {}
+
+    def debts(self, shapes: Mapping[str, torch.Size], grid: Topology, rank: int) -> list[Debt]:
+        return []
+
+    def owe(self, shapes: Mapping[str, torch.Size], grid: Topology, rank: int, owed: Owed) -> None:
+        pass
 
     def state_dict(self) -> dict[str, Any]:
         return {}

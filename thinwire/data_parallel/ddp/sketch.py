@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.checkpoint import Debt
 from thinwire.codecs import Codec, CountSketch, GaussianSketch, checks, derive_seed
 from thinwire.codecs.sketch import Sketch as LinearCodec
 from thinwire.collectives import Topology
@@ -30,6 +31,7 @@ from thinwire.data_parallel.ddp.reductions import (
 )
 from thinwire.data_parallel.ddp.strategies import OnDDP
 from thinwire.data_parallel.options import check_types
+from thinwire.data_parallel.portable import GRADIENTS, Owed
 from thinwire.data_parallel.privacy import check_accountant, epsilon
 from thinwire.data_parallel.table import Row
 from thinwire.errors import ConfigError
@@ -228,6 +230,13 @@ class SketchMean:
 
     def residuals(self) -> dict[str, Tensor]:
         return {name: kinds["error"] for name, kinds in self.memory.held.items() if "error" in kinds}
+
+    def debts(self, shapes: Mapping[str, torch.Size], grid: Topology, rank: int) -> list[Debt]:
+        return [debt.below("memory") for debt in self.memory.debts("error", GRADIENTS, grid)]
+
+    def owe(self, shapes: Mapping[str, torch.Size], grid: Topology, rank: int, owed: Owed) -> None:
+        thin = {name: shape for name, shape in shapes.items() if is_compressed(shape) and self.method.feedback}
+        self.memory.owe("error", GRADIENTS, thin, owed)
 
     def state_dict(self) -> dict[str, Any]:
         return {"memory": self.memory.state_dict(), "num_noisy": self.num_noisy}

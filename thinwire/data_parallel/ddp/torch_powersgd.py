@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
+from thinwire.checkpoint import Debt
 from thinwire.collectives import Topology
 from thinwire.collectives.algorithms import Link
 from thinwire.collectives.rounds import Rounds
@@ -28,6 +29,7 @@ from thinwire.data_parallel.ddp.reductions import (
 )
 from thinwire.data_parallel.ddp.strategies import OnDDP
 from thinwire.data_parallel.options import check_types
+from thinwire.data_parallel.portable import Owed
 from thinwire.errors import ConfigError
 
 
@@ -68,6 +70,10 @@ class TorchPowerSGD(OnDDP):
 
     def reduction(self, world_size: int, seed: int) -> Reduction:
         return HookMean(self.rank, self.start_step, self.min_compression, seed)
+
+
+# torch keeps errors by bucket, of which there is one, the same on every world.
+BUCKETS = "error feedback of torch's buckets"
 
 
 class HookMean:
@@ -122,6 +128,17 @@ class HookMean:
     def residuals(self) -> dict[str, Tensor]:
         # Torch keeps them by bucket, of which there is one.
         return {}
+
+    def debts(self, shapes: Mapping[str, torch.Size], grid: Topology, rank: int) -> list[Debt]:
+        return [
+            Debt(BUCKETS, str(key), f"error/{key}", 0, 0, error.numel(), 1 / grid.world_size)
+            for key, error in self.state.error_dict.items()
+        ]
+
+    def owe(self, shapes: Mapping[str, torch.Size], grid: Topology, rank: int, owed: Owed) -> None:
+        for key, error in self.state.error_dict.items():
+            value = owed(BUCKETS, str(key))
+            error.zero_() if value is None else error.copy_(value.view_as(error))
 
     def state_dict(self) -> dict[str, Any]:
         """Keys are buckets; `rng` is numpy's Mersenne Twister, its 624 words and the position."""

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from thinwire.checkpoint import Debt
 from thinwire.codecs import Codec, RandomK, derive_seed
 from thinwire.collectives import Topology
 from thinwire.collectives.algorithms import (
@@ -39,6 +41,7 @@ from thinwire.data_parallel.ddp.segments import Segments
 from thinwire.data_parallel.ddp.strategies import OnDDP
 from thinwire.data_parallel.gradient_codecs import GradientCodec
 from thinwire.data_parallel.options import check_types
+from thinwire.data_parallel.portable import GRADIENTS, Owed
 from thinwire.errors import ConfigError
 
 FP32_BYTES = 4
@@ -258,11 +261,45 @@ class TwoWayMean:
         found: dict[str, list[Tensor]] = {}
         for name, kinds in self.memory.held.items():
             for number in range(sum(kind.startswith("server") for kind in kinds)):
-                worker, server = kinds[f"worker {number}"], kinds[f"server {number}"]
-                assert self._grid is not None
-                lost = Lost(worker, None, server) if worker.dim() == 3 else Lost(None, worker, server)
+                lost = self._lost_of(name, number)
+                assert lost is not None and self._grid is not None
                 found.setdefault(name, []).append(lost.by_slices(self._grid, self._rank).view(-1))
         return {name: torch.cat(parts) for name, parts in found.items()}
+
+    def debts(self, shapes: Mapping[str, torch.Size], grid: Topology, rank: int) -> list[Debt]:
+        pieces = [piece for name, shape in shapes.items() for piece in self._pieces(name, shape, grid)]
+        return [debt for piece in pieces for debt in self._debts_of(piece, grid, rank)]
+
+    def owe(self, shapes: Mapping[str, torch.Size], grid: Topology, rank: int, owed: Owed) -> None:
+        self._grid, self._rank, self.memory = grid, rank, Memory()
+        for name, shape in shapes.items():
+            value = owed(GRADIENTS, name) if self.method.feeds_back else None
+            for piece in self._pieces(name, shape, grid) if value is not None else ():
+                assert value is not None
+                length = self._slices([piece], grid).length
+                whole = F.pad(value[piece.start : piece.end], (0, grid.world_size * length - piece.end + piece.start))
+                zeros = Lost.zeros(grid, length)
+                lost = Lost(None if grid.num_nodes > 1 else zeros.intra, zeros.inter, zeros.gather)
+                lost.owe(whole, grid, rank)
+                for _, worker, server in self._by_piece([piece], lost, grid):
+                    self.memory.put(name, f"worker {piece.number}", worker)
+                    self.memory.put(name, f"server {piece.number}", server)
+
+    def _debts_of(self, piece: Piece, grid: Topology, rank: int) -> Iterator[Debt]:
+        """What lies where of the piece's errors, without what fills slices up."""
+        if (lost := self._lost_of(piece.name, piece.number)) is None:
+            return
+        for tensor, start, place, length in lost.places(grid, rank):
+            path = f"{piece.name}/{'server' if tensor is lost.gather else 'worker'} {piece.number}"
+            length = min(length, piece.end - piece.start - place)
+            yield Debt(GRADIENTS, piece.name, path, start, piece.start + place, max(length, 0), 1 / grid.world_size)
+
+    def _lost_of(self, name: str, number: int) -> Lost | None:
+        """The errors that are held of a piece."""
+        worker, server = (self.memory.peek(name, f"{kind} {number}") for kind in ("worker", "server"))
+        if worker is None or server is None:
+            return None
+        return Lost(worker, None, server) if worker.dim() == 3 else Lost(None, worker, server)
 
     def forget(self) -> list[str]:
         return self.memory.forget()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from thinwire.checkpoint import Debt
 from thinwire.collectives import Communicator, Topology
 from thinwire.collectives.algorithms import Link, added, reduce_in_node, together
 from thinwire.collectives.rounds import Rounds
@@ -156,6 +157,15 @@ class WholeStep(ABC):
         flat = torch.zeros(self.grid.local_size * own.numel())
         flat[first : first + own.numel()] = own
         return flat[: self.shapes[name].numel()].view(self.shapes[name])
+
+    def debt(self, owed_as: str, name: str, kind: str, held: Tensor) -> Debt:
+        """What is held of a parameter: this local rank's slice, once a node, or the same whole on every rank."""
+        path, numel = f"memory/{name}/{kind}", self.shapes[name].numel()
+        if not is_compressed(self.shapes[name]):
+            return Debt(owed_as, name, path, 0, 0, numel, 1 / self.grid.world_size)
+        first = self.grid.local_rank(self.rank) * held.numel()
+        length = max(0, min(held.numel(), numel - first))
+        return Debt(owed_as, name, path, 0, first, length, 1 / self.grid.num_nodes)
 
     # ---------------------------------------------------------------- of every Reduction
 

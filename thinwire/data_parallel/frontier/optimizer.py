@@ -13,11 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from thinwire.checkpoint import Snapshot, Source
 from thinwire.codecs import Identity, derive_seed
 from thinwire.collectives import Communicator
 from thinwire.data_parallel.agreeing import AgreeingOptimizer
 from thinwire.data_parallel.frontier.layout import Part, Unit, sent_by
 from thinwire.data_parallel.frontier.levels import Levels
+from thinwire.data_parallel.portable import REPLICA, Held
 from thinwire.data_parallel.replicas import digest
 from thinwire.data_parallel.table import Row
 from thinwire.data_parallel.zero import ReplicaError
@@ -372,12 +374,60 @@ class FrontierOptimizer(AgreeingOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of all that is needed to go on bit for bit on the same world."""
+        self._settle_all()
+        return super().state_dict() | {"shards": [part.own.clone() for part in self._parts], "seed": self.seed}
+
+    def snapshot(self) -> Snapshot:
+        """This rank's state between two steps, in pieces that any layout can take: views of the live tensors."""
+        self._settle_all()
+        snapshot = super().snapshot()
+        own = {id(part): part.own for part in self._parts}
+        for slot, _, start, end in self._pieces:
+            snapshot.pieces[f"{REPLICA}/{slot.name}"] = slot.held(own[id(slot.bucket)][start:end], start).piece()
+        return snapshot
+
+    @torch.no_grad()
+    def restore(self, source: Source) -> None:
+        """Go on from a checkpoint of any layout; from the same, bit for bit. A collective."""
+        self._finish_refresh()
+        for unit in self.units:
+            self._free(unit)
+        super().restore(source)
+        shards = {id(part): part.master.clone() for part in self._parts}
+        if source.has_any(REPLICA):
+            source.read(
+                {
+                    f"{REPLICA}/{slot.name}": slot.held(shards[id(slot.bucket)][start:end], start).piece()
+                    for slot, _, start, end in self._pieces
+                    if source.has(f"{REPLICA}/{slot.name}")
+                }
+            )
+        for part in self._parts:
+            self._spread(part, shards[id(part)])
+
+    def _held(self) -> dict[str, Held]:
+        return {slot.name: slot.held(piece, start) for slot, piece, start, _ in self._pieces}
+
+    def _adapt(self, source: Source) -> None:
+        if not source.has_any(REPLICA):
+            source.note("compute weights", "transformed", "rebuilt from the masters")
+
+    @property
+    def _lossy_weights(self) -> bool:
+        return self.levels.weights_over > 1 and not all(part.wire.shards.traits.lossless for part in self._parts)
+
+    def _settle_all(self) -> None:
         self._finish_refresh()
         for unit in self.units:
             if unit.is_whole:
                 self._settle(unit)
                 self._take_edited_weights(unit)
-        return super().state_dict() | {"shards": [part.own.clone() for part in self._parts], "seed": self.seed}
+
+    def _spread(self, part: Part, shard: Tensor) -> None:
+        """Give the compute weights of all ranks these values of this one's."""
+        job = partial(part.refresh, message=shard, codec=Identity(), differences=False, seed=0)
+        self.comm.wait(self.comm.submit(job))
+        part.note_versions()
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -388,9 +438,7 @@ class FrontierOptimizer(AgreeingOptimizer):
         super().load_state_dict(dict(state_dict))
         self.seed = state_dict["seed"]
         for part, shard in zip(self._parts, state_dict["shards"], strict=True):
-            job = partial(part.refresh, message=shard, codec=Identity(), differences=False, seed=0)
-            self.comm.wait(self.comm.submit(job))
-            part.note_versions()
+            self._spread(part, shard)
 
     def _layout(self) -> dict[str, Any]:
         levels = self.levels

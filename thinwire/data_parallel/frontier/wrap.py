@@ -6,12 +6,12 @@ import torch
 from torch import nn
 
 from thinwire.collectives import Communicator
+from thinwire.data_parallel.elementwise import check_elementwise
 from thinwire.data_parallel.frontier.layout import Unit, lay_out
 from thinwire.data_parallel.frontier.levels import Levels
 from thinwire.data_parallel.frontier.optimizer import FrontierOptimizer
 from thinwire.data_parallel.frontier.strategies import Frontier
 from thinwire.data_parallel.replicas import Row, same_start, trained_parameters
-from thinwire.data_parallel.zero.elementwise import check_elementwise
 
 
 def wrap_frontier(

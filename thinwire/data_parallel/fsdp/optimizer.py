@@ -13,15 +13,17 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from thinwire._compat import fsdp_groups
+from thinwire.checkpoint import Source
 from thinwire.collectives import Communicator
 from thinwire.data_parallel.agreeing import AgreeingOptimizer
+from thinwire.data_parallel.elementwise import check_elementwise
 from thinwire.data_parallel.fsdp.compress import CompressedFSDP, mesh_of
 from thinwire.data_parallel.fsdp.strategies import ShardingStrategy
 from thinwire.data_parallel.layers import layers_of
+from thinwire.data_parallel.portable import Held
 from thinwire.data_parallel.replicas import digest, odd_ranks, same_start, trained_parameters
 from thinwire.data_parallel.table import Row
 from thinwire.data_parallel.zero import ReplicaError
-from thinwire.data_parallel.zero.elementwise import check_elementwise
 from thinwire.errors import ConfigError
 
 
@@ -225,15 +227,44 @@ class FSDPOptimizer(AgreeingOptimizer):
     def _global_norm(self, squares: float) -> float:
         return float(self._hear()[:, 0].sum()) ** 0.5
 
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's part of all that is needed to go on bit for bit on the same world."""
-        return super().state_dict() | {"wires": self.compressed.state_dict()}
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what state_dict gave; a collective. Raises ConfigError where it does not fit."""
         # A gather that is under way carries the old weights.
         self.synchronize()
         super().load_state_dict(state_dict)
-        self.compressed.load_state_dict(state_dict["wires"])
         for module in self.modules:
             module.reshard()
+
+    def restore(self, source: Source) -> None:
+        """Go on from a checkpoint of any layout; from the same, bit for bit. A collective."""
+        self.synchronize()
+        super().restore(source)
+        for module in self.modules:
+            module.reshard()
+
+    @property
+    def _lossy_weights(self) -> bool:
+        wires = [wire for unit in self.compressed.units for wire in unit.wires]
+        return self.comm.world_size > 1 and not all(wire.weights.traits.lossless for wire in wires)
+
+    def _held(self) -> dict[str, Held]:
+        return {name: self._part_of(name, shard) for name, shard in self.trained.items()}
+
+    def _part_of(self, name: str, shard: Tensor) -> Held:
+        """FSDP2 cuts the first dimension into parts of equal size, the last ones smaller or empty."""
+        shape = self._sharded[name].shape
+        rows = -(-shape[0] // self.comm.world_size)
+        first = min(self.comm.rank * rows, shape[0])
+        return Held(shard, shape.numel(), first * shape[1:].numel())
+
+    def _own(self) -> dict[str, Any]:
+        return {"wires": self.compressed.state_dict()}
+
+    def _load_own(self, own: Mapping[str, Any]) -> None:
+        self.compressed.load_state_dict(own["wires"])
+
+    def _adapt(self, source: Source) -> None:
+        super()._adapt(source)
+        self.compressed.weights_changed()
+        if self.compressed.differences:
+            source.note("reference of weight differences", "transformed", "the first gather sends the weights exactly")

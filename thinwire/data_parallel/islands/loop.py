@@ -84,14 +84,18 @@ class OuterLoop:
         self.flights: deque[Flight] = deque()
         self.outer: list[OuterFragment] = []
         self.correction = Correction(method.correction, torch_optimizer) if method.correction else None
-        start = [fragment.flat(host.masters(fragment.names)) for fragment in self.fragments]
+        self.begin()
+        self.start_row = self._same_start()
+
+    def begin(self) -> None:
+        """Start from the weights as they are; a collective over the island."""
+        start = [fragment.flat(self.host.masters(fragment.names)) for fragment in self.fragments]
         if self.is_first:
-            corrected = method.correction is not None
+            corrected = self.method.correction is not None
             self.outer = [
                 OuterFragment.starting(fragment, flat, corrected=corrected)
                 for fragment, flat in zip(self.fragments, start, strict=True)
             ]
-        self.start_row = self._same_start()
 
     # ---------------------------------------------------------------- a step
 
@@ -344,6 +348,10 @@ class OuterLoop:
             self.flights.append(Flight(fragment, due, sync, tuple(members)))
         if self.correction is not None:
             self.correction.load_state_dict(state["correction"])
+
+    def fits(self, state: Mapping[str, Any]) -> bool:
+        """Whether this is what state_dict gave on this rank of this island, under this method."""
+        return state["layout"] == self._layout()
 
     def drain_silently(self) -> None:
         """Wait for what is under way, and drop it."""

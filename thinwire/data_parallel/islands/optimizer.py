@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from thinwire.checkpoint import Snapshot, Source
 from thinwire.collectives import Communicator, Meter, Peers
 from thinwire.data_parallel.interface import ParallelOptimizer
 from thinwire.data_parallel.islands.loop import Meters, OuterLoop
 from thinwire.data_parallel.islands.strategies import OnIslands
 from thinwire.data_parallel.table import Row
+
+# Of a checkpoint: what an island's outer method holds.
+OUTER = "outer"
 
 
 def wrap_islands(
@@ -158,6 +163,25 @@ class IslandsOptimizer:
             ("sent for exchanges per step", *shown),
             *self.inner.describe(),
         ]
+
+    def snapshot(self) -> Snapshot:
+        """The inner strategy's, and what the outer method holds; what is under way between islands is waited for."""
+        snapshot = self.inner.snapshot()
+        return replace(snapshot, own={**(snapshot.own or {}), OUTER: self.loop.state_dict()})
+
+    def restore(self, source: Source) -> None:
+        """Go on from a checkpoint of any layout; a collective over the island.
+
+        Another island, method or model, or none, leaves nothing to an outer method but the weights to start from.
+        """
+        self.inner.restore(source)
+        outer = source.own(OUTER) if source.is_same else None
+        if outer is not None and self.loop.fits(outer):
+            self.loop.load_state_dict(outer)
+            return
+        self.loop.begin()
+        self.loop.steps, source.is_same = source.common["steps"], False
+        source.note("outer parameters", "start anew", "from the weights, without momentum: another method, or none")
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of all that is needed to go on bit for bit."""

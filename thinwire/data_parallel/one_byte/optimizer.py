@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from thinwire.checkpoint import Source
 from thinwire.codecs import backends
 from thinwire.collectives import Communicator
 from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
@@ -286,14 +287,20 @@ class OneByteOptimizer(AgreeingOptimizer):
 
     # ---------------------------------------------------------------- state
 
-    def state_dict(self) -> dict[str, Any]:
-        """All that is needed to go on bit for bit, the same on every rank, for any number of ranks; with the log."""
-        return super().state_dict() | {"log": self.log.state_dict()}
+    def _own(self) -> dict[str, Any]:
+        return {"log": self.log.state_dict()}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what state_dict gave; raises ConfigError for the state of another model, seed or cap."""
-        super().load_state_dict(state_dict)
-        self.log = OneByteLog.from_state_dict(state_dict["log"])
+    def _load_own(self, own: Mapping[str, Any]) -> None:
+        self.log = OneByteLog.from_state_dict(own["log"])
+
+    def _adapt(self, source: Source) -> None:
+        super()._adapt(source)
+        self.log = OneByteLog(self.log.seed, self.log.cap, self.log.parameters, first_step=self.steps)
+
+    @property
+    def _lossy_weights(self) -> bool:
+        # Losses are measured around the weights, in directions that depend on the rank.
+        return True
 
     def _layout(self) -> dict[str, Any]:
         return {"kind": type(self).__name__} | self.log.layout

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -10,8 +10,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from thinwire.checkpoint import Debt
 from thinwire.collectives import Communicator, Topology
 from thinwire.collectives.algorithms import Link, Lost, gather_bytes, reduce_bytes
+from thinwire.data_parallel.portable import GRADIENTS, Held, Owed
 from thinwire.data_parallel.wire import Strategy, WireFormat
 
 # Padding at a bucket's end is half of world_size * block elements on average: below 1 percent with this many.
@@ -47,6 +49,10 @@ class Slot:
 
     def view(self, flat: Tensor) -> Tensor:
         return flat[self.start : self.end].view(self.param.shape)
+
+    def held(self, piece: Tensor, start: int) -> Held:
+        """What begins at element `start` of this rank's shard, as a part of the parameter."""
+        return Held(piece, self.param.numel(), self.bucket.shard_start + start - self.start)
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,6 +152,36 @@ class Bucket:
             return 0
         intra = grid.world_size if grid.local_size > 1 and not wire.intra.traits.lossless else 0
         return (intra + (grid.num_nodes if grid.num_nodes > 1 else 0)) * self.shard_numel
+
+    @property
+    def has_replica(self) -> bool:
+        """Whether the weights that compute are other numbers than the masters."""
+        is_lossy = self.dtype != torch.float32 or not self.wire.weights.traits.lossless
+        return is_lossy and self.comm.world_size > 1
+
+    def debts(self, path: str) -> Iterator[Debt]:
+        """Where in `errors`, which lies at `path`, is what is owed to which parameter."""
+        if self.lost is None:
+            return
+        for tensor, start, place, length in self.lost.places(self.comm.topology, self.comm.rank):
+            number = next((i for i, error in enumerate(self.errors) if error is tensor), None)
+            for slot in self.slots if number is not None else ():
+                first, last = max(slot.start, place), min(slot.end, place + length)
+                if first < last:
+                    yield Debt(
+                        GRADIENTS, slot.name, f"{path}/{number}", start + first - place, first - slot.start,
+                        last - first, 1 / self.comm.world_size,
+                    )  # fmt: skip
+
+    def owe(self, owed: Owed) -> None:
+        """Take this rank's share of what other ranks owed: (kind, parameter) -> the mean over ranks, flat, if any."""
+        if not self.errors or self.lost is None:
+            return
+        whole = torch.zeros(self.numel, device=self.live.device)
+        for slot in self.slots:
+            if (value := owed(GRADIENTS, slot.name)) is not None:
+                whole[slot.start : slot.end] = value
+        self.lost.owe(whole, self.comm.topology, self.comm.rank)
 
     def sent_bytes(self) -> dict[tuple[str, str], int]:
         """Payload this rank sends in a step, by operation and level."""

@@ -15,13 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from thinwire.checkpoint import Snapshot, Source
 from thinwire.codecs import derive_seed
 from thinwire.collectives import Communicator, Meter
 from thinwire.collectives.algorithms import Link, all_gather_packets, reduce_scatter
 from thinwire.collectives.rounds import Rounds
+from thinwire.data_parallel.elementwise import is_elementwise
+from thinwire.data_parallel.portable import REPLICA, Held, add_optimizer, restore_optimizer
 from thinwire.data_parallel.replicas import check_layout, compare_replicas, fingerprint
 from thinwire.data_parallel.wire import Strategy, describe_formats
-from thinwire.data_parallel.zero.elementwise import is_elementwise
 from thinwire.data_parallel.zero.guard import guard
 from thinwire.data_parallel.zero.layout import Bucket, SentGradient, Slot
 
@@ -285,6 +287,66 @@ class ZeroOptimizer(torch.optim.Optimizer):
             for error, value in zip(bucket.errors, saved, strict=True):
                 error.copy_(value)
         self._reset()
+
+    def snapshot(self) -> Snapshot:
+        """This rank's state between two steps, in pieces that any layout can take: views of the live tensors."""
+        self.synchronize()
+        common = {"steps": self.steps, "skipped_steps": self.skipped_steps, "seed": self.seed, "lossy_weights": False}
+        debts = [debt for number, bucket in enumerate(self.buckets) for debt in bucket.debts(f"errors/{number}")]
+        own = {"errors": [bucket.errors for bucket in self.buckets]}
+        snapshot = Snapshot(self._layout(), own=own, common=common, debts=debts)
+        for slot, _, start, end in self._pieces:
+            if slot.bucket.has_replica:
+                replica = slot.bucket.live_shard[start:end]
+                snapshot.pieces[f"{REPLICA}/{slot.name}"] = slot.held(replica, start).piece()
+        return add_optimizer(snapshot, self.inner, self._held())
+
+    @torch.no_grad()
+    def restore(self, source: Source) -> None:
+        """Go on from a checkpoint of any layout; from the same, bit for bit. A collective over all ranks."""
+        self.synchronize()
+        same = source.fits(self._layout())
+        restore_optimizer(source, self.inner, self._held())
+        self._adopt_inner()
+        self.steps, self.skipped_steps = source.common["steps"], source.common["skipped_steps"]
+        self.seed = source.common.get("seed", self.seed)
+        self._restore_replicas(source)
+        if same:
+            for bucket, saved in zip(self.buckets, source.own("errors"), strict=True):
+                for error, value in zip(bucket.errors, saved, strict=True):
+                    error.copy_(value)
+        else:
+            for bucket in self.buckets:
+                bucket.owe(source.owed)
+        self._reset()
+
+    def _restore_replicas(self, source: Source) -> None:
+        """Read what the weights were that computed, or take the masters; then bring them to all ranks."""
+        has_replica = [bucket.has_replica for bucket in self.buckets]
+        is_there = source.has_any(REPLICA)
+        for bucket in self.buckets:
+            bucket.live_shard.copy_(bucket.master)
+        if any(has_replica) and is_there:
+            pieces = [(slot, slot.bucket.live_shard[start:end], start, end) for slot, _, start, end in self._pieces]
+            source.read(
+                {
+                    f"{REPLICA}/{slot.name}": slot.held(values, start).piece()
+                    for slot, values, start, end in pieces
+                    if source.has(f"{REPLICA}/{slot.name}")
+                }
+            )
+        elif any(has_replica):
+            source.note("replicas that weight differences refer to", "transformed", "rebuilt from the weights")
+        elif is_there:
+            source.drop_replica("weights travel whole and exactly here")
+        source.is_exact = source.is_exact and not source.common["lossy_weights"]
+        for bucket in self.buckets:
+            shards = bucket.comm.wait(bucket.comm.all_gather_exact(bucket.live_shard.clone()))
+            bucket.live.copy_(shards.view(-1))
+            bucket.live_fingerprint = fingerprint(bucket.live_shard)
+
+    def _held(self) -> dict[str, Held]:
+        return {slot.name: slot.held(piece, start) for slot, piece, start, _ in self._pieces}
 
     def _layout(self) -> dict[str, Any]:
         shapes = hashlib.sha256(

@@ -15,11 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.codecs import warm
 from thinwire.collectives import Communicator
 from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
+from thinwire.data_parallel.elementwise import check_elementwise
 from thinwire.data_parallel.replicas import check_device, digest, odd_ranks
 from thinwire.data_parallel.strategies import SDP4Bit
 from thinwire.data_parallel.table import announce as announce_table
 from thinwire.data_parallel.wire import Strategy
-from thinwire.data_parallel.zero.elementwise import check_elementwise
 from thinwire.data_parallel.zero.layout import Bucket, build_buckets
 from thinwire.data_parallel.zero.optimizer import ZeroOptimizer
 from thinwire.errors import ConfigError

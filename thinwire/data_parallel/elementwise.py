@@ -34,8 +34,23 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
+def state_of_twin(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What `optimizer` holds of a parameter of a few elements after a step: by kind, what it looks like."""
+    group = optimizer.param_groups[0]
+    twin, params = _stepped_twin(optimizer, group, [slice(0, 8)])
+    return dict(twin.state[params[0]])
+
+
 def _stepped(optimizer: torch.optim.Optimizer, group: dict, pieces: list[slice]) -> Tensor:
-    """The values after two steps of a twin of `optimizer` that shares nothing with it, on its device."""
+    """The values after two steps of a twin of `optimizer`."""
+    _, params = _stepped_twin(optimizer, group, pieces)
+    return torch.cat([param.detach() for param in params])
+
+
+def _stepped_twin(
+    optimizer: torch.optim.Optimizer, group: dict, pieces: list[slice]
+) -> tuple[torch.optim.Optimizer, list[Tensor]]:
+    """A twin of `optimizer` that shares nothing with it, on its device, after two steps; and its parameters."""
     device = group["params"][0].device if group["params"] else None
     values = torch.linspace(-1.0, 1.0, 8, device=device)
     gradients = torch.tensor([1e-3, -2e-3, 3e-3, 1e-3, 2.0, -1.0, 4.0, 3.0], device=device)
@@ -53,7 +68,7 @@ def _stepped(optimizer: torch.optim.Optimizer, group: dict, pieces: list[slice])
         for param, piece in zip(params, pieces, strict=True):
             param.grad = gradients[piece] * scale
         twin.step()
-    return torch.cat([param.detach() for param in params])
+    return twin, params
 
 
 def _state_like(held: dict[str, Any], param: Tensor, values: Tensor) -> dict[str, Any]:

@@ -1,0 +1,178 @@
+"""Complete or absent, sound or named: kills, damage, full disks, poison, and what is kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from tests.checkpoint.alone import NUMEL, kill_savers, read, save
+from tests.workers import CONTEXT
+from thinwire import cli
+from thinwire.checkpoint import CheckpointError, Keep, Piece, Source, all_of, choose, latest, next_loss, step_of, verify
+from thinwire.checkpoint.folder import folder_of, note_next_loss
+from thinwire.errors import ConfigError
+
+NUM_KILLS = 50
+LIMIT_S = 60.0
+
+
+def test_what_is_saved_comes_back(tmp_path: Path) -> None:
+    assert latest(tmp_path) is None and choose(tmp_path) == (None, []) and step_of(None) == 0
+    assert save(tmp_path, 5) == []
+    newest = latest(tmp_path)
+    assert newest is not None and step_of(newest) == 5 and verify(newest).loss == 2.0
+    source = Source(newest, 0)
+    assert torch.equal(read(newest), torch.full((NUMEL,), 5.0))
+    part = torch.empty(7)
+    source.read({"weights/b": Piece(NUMEL, 11, part)})
+    assert part.tolist() == [5.0] * 7
+    own = source.own("memory")
+    assert own[0].tolist() == [5, 6, 7] and own[1]["count"] == 5 and own[1][7].shape == (2, 2)
+    assert source.scalar("step", "a") == 5 and source.common["steps"] == 5
+    assert source.fits({"rank": 0}) and not source.fits({"rank": 1})
+    with pytest.raises(CheckpointError, match="saved with 20000 float32 elements, and there are 3"):
+        source.read({"weights/a": Piece(3, 0, torch.empty(3))})
+    with pytest.raises(CheckpointError, match="elements 0 to 2 of 'weights/c' are not there"):
+        source.read({"weights/c": Piece(2, 0, torch.empty(2))})
+
+
+def test_killed_at_any_moment_the_last_complete_one_is_sound(tmp_path: Path) -> None:
+    ours, theirs = CONTEXT.Pipe()
+    process = CONTEXT.Process(target=kill_savers, args=(tmp_path, NUM_KILLS, theirs), daemon=True)
+    process.start()
+    try:
+        assert ours.poll(LIMIT_S)
+        seen, cut_short = ours.recv()
+    finally:
+        process.kill()
+        process.join()
+    assert seen > 5 and cut_short > 5
+    save(tmp_path, seen + 1)
+    assert not list(tmp_path.glob(".step-*")), "what was cut short is cleared away"
+
+
+@pytest.mark.parametrize("file", ["rank0/__0_0.distcp", "rank0/state.json", "manifest.json"])
+@pytest.mark.parametrize("harm", ["truncated", "flipped", "missing"])
+def test_damage_is_found_and_the_one_before_is_taken(tmp_path: Path, file: str, harm: str) -> None:
+    save(tmp_path, 5, 10)
+    path = folder_of(tmp_path, 10) / file
+    content = path.read_bytes()
+    if harm == "missing":
+        path.unlink()
+    elif harm == "truncated":
+        path.write_bytes(content[: len(content) // 2])
+    else:
+        middle = len(content) // 2
+        path.write_bytes(content[:middle] + bytes([content[middle] ^ 0x80]) + content[middle + 1 :])
+    with pytest.raises(CheckpointError, match=file):
+        verify(folder_of(tmp_path, 10))
+    chosen, wrong = choose(tmp_path)
+    assert chosen == folder_of(tmp_path, 5) and file in wrong[0]
+    assert (tmp_path / "latest").read_text() == "step-00000005"
+
+
+def test_where_none_is_sound_all_are_named(tmp_path: Path) -> None:
+    save(tmp_path, 5, 10)
+    for step in (5, 10):
+        (folder_of(tmp_path, step) / "rank0/state.json").unlink()
+    with pytest.raises(CheckpointError, match=r"(?s)no checkpoint is sound.*step-00000010.*step-00000005"):
+        choose(tmp_path)
+
+
+def test_a_pointer_to_nowhere_is_no_harm(tmp_path: Path) -> None:
+    save(tmp_path, 5)
+    for content in ("step-1", "../..", "\0"):
+        (tmp_path / "latest").write_text(content)
+        assert choose(tmp_path) == (folder_of(tmp_path, 5), [])
+
+
+def test_a_full_disk_leaves_training_and_the_last_one_alone(tmp_path: Path) -> None:
+    save(tmp_path, 5)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (NUMEL, before[1]))
+    try:
+        (problem,) = save(tmp_path, 10)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert "step 10 was not saved: rank 0: " in problem and "too large" in problem
+    assert choose(tmp_path) == (folder_of(tmp_path, 5), []) and not list(tmp_path.glob(".step-*"))
+    assert save(tmp_path, 10) == [] and step_of(latest(tmp_path)) == 10
+
+
+class Poison:
+    def __reduce__(self) -> tuple:
+        return os.system, ("touch poisoned",)
+
+
+@pytest.mark.parametrize("file", ["rank0/__0_0.distcp", "rank0/state.json", "manifest.json", ".metadata"])
+def test_a_malicious_pickle_is_not_executed(tmp_path: Path, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    save(tmp_path, 5)
+    checkpoint = folder_of(tmp_path, 5)
+    if file.endswith("distcp"):
+        # A file that torch.save has made, and an index that leads there.
+        torch.save(Poison(), checkpoint / file)
+        state = json.loads((checkpoint / "rank0/state.json").read_bytes())
+        state["chunks"]["weights/a"][-2:] = [0, (checkpoint / file).stat().st_size]
+        (checkpoint / "rank0/state.json").write_text(json.dumps(state))
+    else:
+        (checkpoint / file).write_bytes(pickle.dumps(Poison()))
+    if file == ".metadata":
+        verify(checkpoint)
+        assert torch.equal(read(checkpoint), torch.full((NUMEL,), 5.0)), "nobody reads it"
+    else:
+        with pytest.raises(CheckpointError, match=r"distcp|state|manifest"):
+            verify(checkpoint)
+        with pytest.raises(CheckpointError):
+            read(checkpoint)
+    assert not (tmp_path / "poisoned").exists()
+
+
+def test_torch_reads_it_too(tmp_path: Path) -> None:
+    save(tmp_path, 5)
+    state = {"weights/a": torch.empty(NUMEL)}
+    dcp.load(state, checkpoint_id=folder_of(tmp_path, 5), no_dist=True)
+    assert torch.equal(state["weights/a"], torch.full((NUMEL,), 5.0))
+
+
+def test_what_is_kept(tmp_path: Path) -> None:
+    losses = {1: 5.0, 2: 1.0, 3: 4.0, 4: 3.0, 5: 6.0, 6: 2.0, 7: 2.5}
+    save(tmp_path / "last", *losses, losses=losses)
+    save(tmp_path / "all", *losses, keep=Keep(1, every=3, best=True), losses=losses)
+    assert [step_of(path) for path in all_of(tmp_path / "last")] == [6, 7]
+    assert [step_of(path) for path in all_of(tmp_path / "all")] == [2, 3, 6, 7]
+
+
+def test_the_next_loss_is_kept_bit_for_bit(tmp_path: Path) -> None:
+    save(tmp_path, 5)
+    assert next_loss(folder_of(tmp_path, 5)) is None
+    note_next_loss(folder_of(tmp_path, 5), 0.1 + 0.2)
+    assert next_loss(folder_of(tmp_path, 5)) == 0.1 + 0.2
+    note_next_loss(folder_of(tmp_path, 6), 1.0)
+    assert not folder_of(tmp_path, 6).exists()
+
+
+def test_the_command_lists_and_verifies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "checkpoints"
+    save(folder, 5, 10)
+    assert cli.run(["checkpoints", str(tmp_path)]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert "alone on 1 rank(s), not verified" in listed[1] and "2.0000" in listed[1] and listed[2].endswith("latest")
+    assert cli.run(["checkpoints", "verify", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.count(" verified 20") == 2
+    (folder_of(folder, 5) / "rank0/state.json").write_text("{}")
+    assert cli.run(["checkpoints", "verify", str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert "DAMAGED" in out and "rank0/state.json has 2 bytes" in out
+    with pytest.raises(ConfigError, match="one run directory"):
+        cli.run(["checkpoints", "a", "b"])

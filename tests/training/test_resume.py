@@ -1,0 +1,47 @@
+"""A run goes on in another layout, from the checkpoint before a damaged one, and only if it is the same run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tests.training.commands import Runner, finish
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+    runner = Runner(tmp_path_factory.mktemp("resume"))
+    yield runner
+    runner.close()
+
+
+def test_another_layout_goes_on_where_the_last_sound_checkpoint_was(runner: Runner) -> None:
+    run = {"strategy": "zero", "steps": 6, "checkpoint_every": 2, "keep_last": 3, "tokens_per_step": 96, "lr": 1e-3}
+    code, _, err = finish(runner.train("run", **run))
+    assert code == 0, err
+    before = runner.metrics("run")
+    folder = runner.folder / "run" / "checkpoints"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "latest", "step-00000002", "step-00000004", "step-00000006",
+    ]  # fmt: skip
+    part = folder / "step-00000006" / "rank1" / "__0_0.distcp"
+    part.write_bytes(part.read_bytes()[:-1])
+    code, out, err = finish(runner.start(*runner.again("run"), "--strategy", "ddp", "--workers", "3"))
+    assert code == 0, err
+    assert "a later checkpoint: passed over: it is damaged" in out and "rank1/__0_0.distcp has" in out
+    assert "goes on after step 4" in out and "resume: weights: carried (from 2 rank(s), in pieces)" in out
+    assert "resume: random states: dropped" in out and "resume proven: step 5" in out
+    after = runner.metrics("run")
+    assert [line["step"] for line in after] == [1, 2, 3, 4, 5, 6]
+    assert [line["loss"] for line in after] == pytest.approx([line["loss"] for line in before], rel=1e-5)
+    # Somebody else's loss.
+    (folder / "latest").write_text("step-00000004")
+    (folder / "step-00000004" / "next_loss.json").write_text(json.dumps(before[4]["loss"] * 1.001))
+    code, out, err = finish(runner.start(*runner.again("run"), "--strategy", "zero", "--workers", "2"))
+    assert code == 1 and "Traceback" not in err
+    assert "the resumed run does not go on as the saved one" in err and "--allow-resume-drift" in err

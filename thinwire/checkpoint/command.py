@@ -1,0 +1,49 @@
+"""`thinwire checkpoints`: what a run has saved, and whether it is sound."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from thinwire.checkpoint.dcp import CheckpointError
+from thinwire.checkpoint.folder import Manifest, all_of, checkpoints_of, latest, step_of, verified_at, verify
+from thinwire.errors import ConfigError, nearest
+
+USAGE = """usage: thinwire checkpoints RUN
+       thinwire checkpoints verify RUN
+
+Lists the checkpoints of a run directory: step, size, training loss of that step, ranks and strategy that saved it, and
+whether its checksums were compared. `verify` compares them all; the exit code is 1 where one is damaged."""
+
+
+def run_checkpoints(args: Sequence[str]) -> int:
+    """List the checkpoints of a run, or compare their checksums; returns the exit code."""
+    if not args or args[0] in ("--help", "-h"):
+        print(USAGE)
+        return 0
+    verifies = args[0] == "verify"
+    places = args[1:] if verifies else args
+    if len(places) != 1:
+        hint = nearest(places[0], ["verify"]) if len(places) == 2 else f": {USAGE.splitlines()[0]}"
+        raise ConfigError(f"checkpoints takes one run directory, not {len(places)}{hint}")
+    folder = checkpoints_of(Path(places[0]))
+    last, num_damaged = latest(folder), 0
+    print(f"{'step':>9}  {'MB':>10}  {'loss':>9}  saved by")
+    for checkpoint in all_of(folder):
+        line, is_sound = describe(checkpoint, verifies=verifies)
+        num_damaged += not is_sound
+        print(line + ("  <- latest" if checkpoint == last else ""))
+    return 1 if num_damaged else 0
+
+
+def describe(checkpoint: Path, *, verifies: bool) -> tuple[str, bool]:
+    """A line on a checkpoint, and whether nothing is known to be wrong with it."""
+    try:
+        manifest = verify(checkpoint) if verifies else Manifest.read(checkpoint)
+    except CheckpointError as error:
+        return f"{step_of(checkpoint):>9,}  DAMAGED: {error}", False
+    loss = "" if manifest.loss is None else f"{manifest.loss:.4f}"
+    when = verified_at(checkpoint)
+    state = f"verified {when}" if when else "not verified"
+    by = f"{manifest.about.get('strategy', '?')} on {manifest.world_size} rank(s)"
+    return f"{manifest.step:>9,}  {manifest.num_bytes / 1e6:>10.2f}  {loss:>9}  {by}, {state}", True

@@ -1,0 +1,313 @@
+"""Pieces of flat tensors through torch.distributed.checkpoint: its writer and reader, with planners that know pieces.
+
+A rank writes its pieces by itself, as DCP's shards of tensors of one dimension; who reads asks for any other pieces of
+them. The index of what lies where is JSON: DCP's own is a pickle, which nobody here loads.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+
+from thinwire import _compat
+from thinwire.checkpoint.state import Piece, dtype_named
+from thinwire.errors import ThinwireError
+
+STATE_FILE = "state.json"
+
+
+class CheckpointError(ThinwireError, RuntimeError):
+    """A checkpoint that is damaged or does not hold what is asked of it; names the file or the tensor."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Elements [offset, offset + length) of a tensor, in `num_bytes` bytes of a file from `place` on."""
+
+    numel: int
+    dtype: str
+    offset: int
+    length: int
+    file: str
+    place: int
+    num_bytes: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.length
+
+
+Index = dict[str, list[Chunk]]
+
+
+# ---------------------------------------------------------------- save
+
+
+class PieceSavePlanner(SavePlanner):
+    """Every piece is a shard of its tensor; there is nothing to agree on."""
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        self._pieces: dict[str, Piece] = state_dict
+
+    def create_local_plan(self) -> SavePlan:
+        return SavePlan([_write_item(name, piece) for name, piece in self._pieces.items()])
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        return create_default_global_save_plan(all_plans)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        return self._pieces[write_item.index.fqn].values
+
+
+class IndexedWriter(dcp.FileSystemWriter):
+    """DCP's writer of files, whose index is JSON beside what the caller adds to it."""
+
+    def __init__(self, folder: Path, more: Mapping[str, Any]) -> None:
+        super().__init__(str(folder), overwrite=True)
+        self._folder, self._more = folder, more
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the index, and bring it to the disk."""
+        chunks: dict[str, list[Any]] = {}
+        for result in (result for rank in results for result in rank):
+            tensor, at = metadata.state_dict_metadata[result.index.fqn], result.storage_data
+            assert isinstance(tensor, TensorStorageMetadata)
+            # A rank has one piece of a tensor.
+            (chunk,) = tensor.chunks
+            dtype = str(tensor.properties.dtype).removeprefix("torch.")
+            place = [chunk.offsets[0], chunk.sizes[0], at.relative_path, at.offset, at.length]
+            chunks[result.index.fqn] = [tensor.size[0], dtype, *place]
+        write_durably(self._folder / STATE_FILE, json.dumps({**self._more, "chunks": chunks}).encode())
+
+
+def write_pieces(folder: Path, pieces: Mapping[str, Piece], more: Mapping[str, Any]) -> None:
+    """Write this rank's pieces and `more`, which is JSON, into an empty folder; all on the disk when it returns.
+
+    Raises OSError as files do, and RuntimeError as torch.save does.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    held = {name: piece for name, piece in pieces.items() if piece.values.numel()}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.save(
+                held, storage_writer=IndexedWriter(folder, more), planner=PieceSavePlanner(), no_dist=True
+            )  # fmt: skip
+    except dcp.api.CheckpointException as error:
+        cause = next(iter(error.failures.values()))[0]
+        context: BaseException | None = cause
+        # torch.save fails once more while it closes what the disk did not take.
+        while context is not None and not isinstance(context, OSError):
+            context = context.__context__
+        raise context or cause from None
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Write a file under a temporary name, bring it to the disk, and give it its name."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the names in a folder to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_metadata(folder: Path) -> None:
+    """Write DCP's own index of all parts in a folder, by which torch's tools read it; nobody here does."""
+    index: Index = {}
+    for part in parts_of(folder):
+        for name, chunks in read_part(part)[1].items():
+            index.setdefault(name, []).extend(chunks)
+    write_durably(folder / ".metadata", pickle.dumps(metadata_of(index)))
+
+
+def _write_item(name: str, piece: Piece) -> WriteItem:
+    size, offsets = torch.Size([piece.values.numel()]), torch.Size([piece.offset])
+    properties = TensorProperties.create_from_tensor(piece.values)
+    data = TensorWriteData(ChunkStorageMetadata(offsets, size), properties, torch.Size([piece.numel]))
+    return WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=data)
+
+
+# ---------------------------------------------------------------- load
+
+
+def part_of(folder: Path, rank: int) -> Path:
+    """What one rank wrote."""
+    return folder / f"rank{rank}"
+
+
+def rank_of(part: Path) -> int:
+    """Who wrote it."""
+    return int(part.name.removeprefix("rank"))
+
+
+def parts_of(folder: Path) -> list[Path]:
+    """What is here, by rank."""
+    return sorted((path.parent for path in folder.glob(f"rank*/{STATE_FILE}")), key=rank_of)
+
+
+def read_part(part: Path) -> tuple[dict[str, Any], Index]:
+    """(What a rank wrote besides tensors, where its tensors lie below the checkpoint); raises CheckpointError."""
+    path = part / STATE_FILE
+    try:
+        text = json.loads(path.read_bytes())
+        index = {
+            name: [Chunk(numel, dtype, offset, length, f"{part.name}/{Path(file).name}", place, num_bytes)]
+            for name, (numel, dtype, offset, length, file, place, num_bytes) in text.pop("chunks").items()
+        }
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be read: {error.strerror}") from None
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__}") from None
+    return text, index
+
+
+class PieceLoadPlanner(LoadPlanner):
+    """Fills pieces from the chunks of their tensors that there are. Raises CheckpointError for missing elements."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        self._pieces: dict[str, Piece] = state_dict
+
+    def create_local_plan(self) -> LoadPlan:
+        items = [item for name, piece in self._pieces.items() for item in _read_items(name, piece, self._index)]
+        return LoadPlan(items)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        raise CheckpointError(f"{read_item.storage_index.fqn!r} is no tensor")
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        (start,), (length,) = read_item.dest_offsets, read_item.lengths
+        return self._pieces[read_item.dest_index.fqn].values[start : start + length]
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        pass
+
+
+class IndexedReader(dcp.FileSystemReader):
+    """DCP's reader of files below a folder, by an index that is known. Tensors are loaded with weights_only."""
+
+    def __init__(self, folder: Path, index: Index) -> None:
+        super().__init__(str(folder))
+        self._metadata = metadata_of(index)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._metadata
+
+
+def metadata_of(index: Index) -> Metadata:
+    """The index as DCP has it."""
+    tensors: dict[str, Any] = {}
+    places: dict[MetadataIndex, Any] = {}
+    for name, chunks in index.items():
+        found = [ChunkStorageMetadata(torch.Size([c.offset]), torch.Size([c.length])) for c in chunks]
+        properties = TensorProperties(dtype=dtype_named(chunks[0].dtype))
+        tensors[name] = TensorStorageMetadata(properties, torch.Size([chunks[0].numel]), found)
+        for c in chunks:
+            places[MetadataIndex(name, [c.offset])] = _compat.place_in_file(c.file, c.place, c.num_bytes)
+    return Metadata(tensors, storage_data=places)
+
+
+def read_pieces(folder: Path, index: Index, pieces: Mapping[str, Piece]) -> None:
+    """Fill the pieces' values. Raises CheckpointError for missing elements, and for files that are no data."""
+    held = {name: piece for name, piece in pieces.items() if piece.values.numel()}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.load(
+                held, storage_reader=IndexedReader(folder, index), planner=PieceLoadPlanner(index), no_dist=True
+            )  # fmt: skip
+    except dcp.api.CheckpointException as error:
+        cause = next(iter(error.failures.values()))[0]
+        if isinstance(cause, CheckpointError):
+            raise cause from None
+        raise CheckpointError(f"{folder} can't be read: {type(cause).__name__}: {cause}") from cause
+
+
+def _read_items(name: str, piece: Piece, index: Index) -> list[ReadItem]:
+    """What to read of each chunk, so that every element of the piece is read once."""
+    items, at, end = [], piece.offset, piece.offset + piece.values.numel()
+    chunks = sorted(index.get(name, []), key=lambda chunk: (chunk.offset, -chunk.end))
+    if chunks and (chunks[0].numel, dtype_named(chunks[0].dtype)) != (piece.numel, piece.values.dtype):
+        there, here = f"{chunks[0].numel} {chunks[0].dtype}", f"{piece.numel} {piece.values.dtype}"
+        raise CheckpointError(f"{name!r} was saved with {there} elements, and there are {here} now")
+    for chunk in chunks:
+        if at >= end or chunk.offset > at:
+            break
+        if chunk.end <= at:
+            continue
+        stop = min(end, chunk.end)
+        items.append(
+            ReadItem(
+                LoadItemType.TENSOR,
+                dest_index=MetadataIndex(name, [piece.offset]),
+                dest_offsets=torch.Size([at - piece.offset]),
+                storage_index=MetadataIndex(name, [chunk.offset]),
+                storage_offsets=torch.Size([at - chunk.offset]),
+                lengths=torch.Size([stop - at]),
+            )
+        )
+        at = stop
+    if at < end:
+        raise CheckpointError(f"elements {at} to {end} of {name!r} are not there{_whose(name, index)}")
+    return items
+
+
+def _whose(name: str, index: Index) -> str:
+    if not index.get(name):
+        return ""
+    folders = [folder for folder, _ in groupby(sorted(chunk.file.split("/")[0] for chunk in index[name]))]
+    return f": only the parts of {', '.join(folders)} are; copy those of the other machines into the same folder"

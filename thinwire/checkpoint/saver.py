@@ -1,0 +1,233 @@
+"""Writes checkpoints behind the back of training: copied at once, written by a thread, complete or absent."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire.checkpoint.dcp import part_of, sync_folder, write_metadata, write_pieces
+from thinwire.checkpoint.folder import (
+    Keep,
+    Manifest,
+    checksum,
+    folder_of,
+    leftovers,
+    note_next_loss,
+    point_to,
+)
+from thinwire.checkpoint.state import Piece, Snapshot
+
+POLL_S = 0.02
+# Savers that this process has had: every one talks under keys of its own.
+_numbers = count()
+Gather = Callable[[int], list[int]]
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Where this rank writes, and who else does.
+
+    firsts: for each rank, the lowest rank whose files lie on the same disk.
+    """
+
+    rank: int
+    firsts: tuple[int, ...]
+
+    @property
+    def ranks(self) -> list[int]:
+        """Those that share this rank's disk."""
+        return [rank for rank, first in enumerate(self.firsts) if first == self.firsts[self.rank]]
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank completes the checkpoints on its disk."""
+        return self.firsts[self.rank] == self.rank
+
+    @property
+    def leaders(self) -> list[int]:
+        return sorted(set(self.firsts))
+
+    @property
+    def groups(self) -> list[list[int]]:
+        """The ranks by disk."""
+        return [[rank for rank, first in enumerate(self.firsts) if first == leader] for leader in self.leaders]
+
+    @classmethod
+    def find(cls, folder: Path, rank: int, gather: Gather) -> Disk:
+        """Every rank leaves a file, then looks whose it sees; a collective. gather: the numbers of all ranks.
+
+        What saves that were cut short have left there is deleted.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        token = gather(int.from_bytes(os.urandom(4)))[0]
+        own = folder / f".disk-{token}-{rank}"
+        own.touch()
+        world_size = len(gather(0))
+        first = next(r for r in range(world_size) if (folder / f".disk-{token}-{r}").exists())
+        if first == rank:
+            for path in leftovers(folder):
+                shutil.rmtree(path, ignore_errors=True)
+        firsts = gather(first)
+        own.unlink()
+        return cls(rank, tuple(firsts))
+
+
+class Saver:
+    """Saves this rank's part of each checkpoint; every rank has one, and they save the same steps in the same order.
+
+    store: what the ranks tell each other that their part is written. It is asked, never waited for, so that a slow
+    disk holds up nobody. keep: what stays. timeout_s: after which a rank that does not tell is given up. A save that
+    fails leaves the checkpoints before it alone; `problems` says why.
+    """
+
+    def __init__(self, folder: Path, disk: Disk, store: dist.Store, keep: Keep, timeout_s: float) -> None:
+        self.folder, self.disk, self.keep, self.timeout_s = folder, disk, keep, timeout_s
+        self._store = store
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="thinwire-checkpoint")
+        self._saving: Future[str] | None = None
+        self._staged: dict[str, Tensor] = {}
+        self._number, self._num_saves = next(_numbers), 0
+        self._problems: list[str] = []
+        self.last_step = -1
+
+    # ---------------------------------------------------------------- of the training thread
+
+    def save(self, step: int, snapshot: Snapshot, *, loss: float | None, about: Mapping[str, Any]) -> None:
+        """Copy the snapshot, and write it in the background; waits for a save that is still under way."""
+        self.wait()
+        if step == self.last_step:
+            return
+        self.last_step = step
+        text, pieces = snapshot.to_json(self.disk.rank)
+        staged = self._stage(pieces)
+        manifest = Manifest(step, loss, len(self.disk.firsts), self.disk.groups, {}, dict(about))
+        self._num_saves += 1
+        self._saving = self._thread.submit(
+            self._save, manifest, text, staged, f"checkpoint/{self._number}/{self._num_saves}"
+        )
+
+    def note_next_loss(self, loss: float) -> None:
+        """Keep the loss of the step after the last save, on its disk."""
+        if self.disk.is_leader:
+            self._thread.submit(note_next_loss, folder_of(self.folder, self.last_step), loss)
+
+    def wait(self) -> None:
+        """Return when nothing is being saved any more."""
+        if self._saving is not None:
+            self._note(self._saving.result())
+            self._saving = None
+
+    def problems(self) -> list[str]:
+        """Why saves have failed since the last time this was asked."""
+        if self._saving is not None and self._saving.done():
+            self.wait()
+        found, self._problems = self._problems, []
+        return found
+
+    def close(self) -> None:
+        """Finish what is under way."""
+        self.wait()
+        self._thread.shutdown()
+
+    def _note(self, problem: str) -> None:
+        if problem:
+            self._problems.append(problem)
+            # The same step may be saved again.
+            self.last_step = -1
+
+    @torch.no_grad()
+    def _stage(self, pieces: Mapping[str, Piece]) -> dict[str, Piece]:
+        """Copies of what this rank saves, in memory that is kept for the next time."""
+        ranks, before = self.disk.ranks, self._staged
+        self._staged, staged = {}, {}
+        for name, piece in pieces.items():
+            own = piece.share(ranks.index(self.disk.rank), len(ranks))
+            held = before.get(name)
+            if held is None or (held.shape, held.dtype) != (own.values.shape, own.values.dtype):
+                held = torch.empty_like(own.values, device="cpu")
+            self._staged[name] = held.copy_(own.values)
+            staged[name] = replace(own, values=held)
+        return staged
+
+    # ---------------------------------------------------------------- of the thread that writes
+
+    def _save(self, manifest: Manifest, text: dict[str, Any], pieces: dict[str, Piece], key: str) -> str:
+        """Write, tell, and complete what all have written; why that failed, or nothing."""
+        temporary = self.folder / f".step-{manifest.step:08d}.tmp"
+        problem, files = "", {}
+        try:
+            files = write_part(part_of(temporary, self.disk.rank), text, pieces)
+        except (OSError, RuntimeError) as error:
+            problem = f"rank {self.disk.rank}: {error}"
+        self._tell(f"{key}/{self.disk.rank}", {"problem": problem, "files": files})
+        told = self._hear([f"{key}/{rank}" for rank in range(manifest.world_size)])
+        problem = next((word["problem"] for word in told if word["problem"]), "")
+        if self.disk.is_leader:
+            all_files = {name: list(size) for word in told for name, size in word["files"].items()}
+            problem = self._complete(temporary, replace(manifest, files=all_files), problem)
+            self._tell(f"{key}/done/{self.disk.rank}", {"problem": problem})
+        done = self._hear([f"{key}/done/{leader}" for leader in self.disk.leaders])
+        problem = next((word["problem"] for word in done if word["problem"]), "")
+        return f"the checkpoint of step {manifest.step} was not saved: {problem}" if problem else ""
+
+    def _complete(self, temporary: Path, manifest: Manifest, problem: str) -> str:
+        """Give a checkpoint that is whole its name, and delete old ones; or delete what there is of it."""
+        try:
+            if not problem:
+                complete(temporary, manifest)
+                self.keep.prune(self.folder)
+        except OSError as error:
+            problem = f"rank {self.disk.rank}: {error}"
+        if problem:
+            shutil.rmtree(temporary, ignore_errors=True)
+        return problem
+
+    def _tell(self, key: str, word: Mapping[str, Any]) -> None:
+        self._store.set(key, json.dumps(word))
+
+    def _hear(self, keys: list[str]) -> list[dict[str, Any]]:
+        """What the ranks have told under these keys."""
+        due = time.monotonic() + self.timeout_s
+        for key in keys:
+            while not self._store.check([key]):
+                if time.monotonic() > due:
+                    return [{"problem": f"no word of {key} in {self.timeout_s:g} s", "files": {}}]
+                time.sleep(POLL_S)
+        return [json.loads(self._store.get(key)) for key in keys]
+
+
+def write_part(part: Path, text: Mapping[str, Any], pieces: Mapping[str, Piece]) -> dict[str, tuple[int, int]]:
+    """Write what one rank holds; {path: (bytes, checksum)} of its files. Raises OSError."""
+    if part.exists():
+        shutil.rmtree(part)
+    write_pieces(part, pieces, text)
+    sync_folder(part)
+    return {f"{part.name}/{path.name}": checksum(path) for path in sorted(part.iterdir())}
+
+
+def complete(temporary: Path, manifest: Manifest) -> None:
+    """Turn a folder in which all have written into a checkpoint: manifest, then name, then pointer. Raises OSError."""
+    folder = folder_of(temporary.parent, manifest.step)
+    write_metadata(temporary)
+    manifest.write(temporary)
+    sync_folder(temporary)
+    replaced = temporary.with_suffix(".old")
+    if folder.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        folder.rename(replaced)
+    temporary.rename(folder)
+    sync_folder(folder.parent)
+    point_to(folder)
+    shutil.rmtree(replaced, ignore_errors=True)

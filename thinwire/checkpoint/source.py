@@ -1,0 +1,182 @@
+"""A checkpoint as those see it who load it, in whatever layout; and the report of what became of each part of it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.checkpoint.dcp import CheckpointError, Index, parts_of, rank_of, read_part, read_pieces
+from thinwire.checkpoint.folder import Manifest
+from thinwire.checkpoint.state import Debt, Piece, dtype_named, from_tree, own_name, tensors_of
+
+# (asked for, in effect, why)
+Row = tuple[str, str, str]
+WEIGHTS, FROZEN = "weights", "frozen"
+
+
+class Source:
+    """What one rank of a new world reads from a checkpoint of any other.
+
+    rank: of the new world. `rows` is the load report: found, carried, transformed or dropped, a line each. is_exact:
+    whether the weights that compute are, bit for bit, those that computed when it was saved.
+    Raises CheckpointError where a file is missing or can't be read.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.folder, self.rank = folder, rank
+        self.manifest = Manifest.read(folder)
+        self.world_size = self.manifest.world_size
+        self.rows: list[Row] = []
+        self.is_exact = True
+        self.is_same = False
+        self._index: Index = {}
+        self._parts: dict[int, dict[str, Any]] = {}
+        self._debts: dict[str, dict[str, list[tuple[int, Debt]]]] = {}
+        self._taken: set[str] = set()
+        for part in parts_of(folder):
+            self._add(part)
+        if not self._parts:
+            raise CheckpointError(f"{folder} holds no rank's part")
+
+    def _add(self, part: Path) -> None:
+        rank = rank_of(part)
+        self._parts[rank], index = read_part(part)
+        for name, chunks in index.items():
+            self._index.setdefault(name, []).extend(chunks)
+        for debt in (Debt(*fields) for fields in self._parts[rank]["debts"]):
+            self._debts.setdefault(debt.kind, {}).setdefault(debt.name, []).append((rank, debt))
+
+    # ---------------------------------------------------------------- what is there
+
+    @property
+    def common(self) -> dict[str, Any]:
+        """Numbers that were the same on all ranks."""
+        return self._text["common"]
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """That of the rank which this rank continues."""
+        return self._text["layout"]
+
+    @property
+    def _text(self) -> dict[str, Any]:
+        return self._parts.get(self.rank % self.world_size) or next(iter(self._parts.values()))
+
+    def fits(self, layout: Mapping[str, Any]) -> bool:
+        """Whether this rank may take its own state back as it was."""
+        self.is_same = self.rank % self.world_size in self._parts and self.layout == json.loads(json.dumps(layout))
+        return self.is_same
+
+    def kinds(self, group: str) -> list[str]:
+        """The kinds in a group, such as exp_avg in the optimizer's."""
+        return sorted({name.split("/")[1] for name in self._index if name.startswith(f"{group}/")})
+
+    def has(self, name: str) -> bool:
+        return name in self._index
+
+    def has_any(self, kind: str) -> bool:
+        return any(name.startswith(f"{kind}/") for name in self._index)
+
+    def scalar(self, kind: str, name: str) -> float | None:
+        """A number that the optimizer held for a parameter."""
+        found = (part["scalars"].get(kind, {}).get(name) for part in self._parts.values())
+        return next((value for value in found if value is not None), None)
+
+    @property
+    def scalar_kinds(self) -> set[str]:
+        return {kind for part in self._parts.values() for kind in part["scalars"]}
+
+    # ---------------------------------------------------------------- read
+
+    def read(self, pieces: Mapping[str, Piece]) -> None:
+        """Fill the values of these pieces. Raises CheckpointError for elements that are not there."""
+        read_pieces(self.folder, self._index, pieces)
+
+    def own(self, key: str, rank: int | None = None) -> Any:
+        """A part of a rank's own state: by default that of the rank which this one continues."""
+        rank = self.rank % self.world_size if rank is None else rank
+        if rank not in self._parts:
+            raise CheckpointError(f"{self.folder}: the part of rank {rank} is not here; copy it from its machine")
+        tree = self._parts[rank]["own"].get(key)
+        self._taken.add(key)
+        tensors: dict[str, Tensor] = {}
+        pieces: dict[str, Piece] = {}
+        for path, shape, dtype in tensors_of(tree):
+            tensors[path] = torch.empty(shape, dtype=dtype)
+            if math.prod(shape):
+                pieces[own_name(rank, path)] = Piece.whole(tensors[path])
+        self.read(pieces)
+        return from_tree(tree, tensors)
+
+    def owed(self, kind: str, name: str) -> Tensor | None:
+        """The mean over ranks of what they owed to a parameter, fp32 [numel]; None where nothing was kept."""
+        debts = self._debts.get(kind, {}).get(name)
+        if not debts:
+            return None
+        self._taken.add(kind)
+        if away := sorted({*range(self.world_size)} - self._parts.keys()):
+            raise CheckpointError(f"{self.folder}: the parts of ranks {away} are not here; copy them")
+        total = torch.zeros(max(debt.offset + debt.length for _, debt in debts))
+        for rank, debt in debts:
+            chunk = self._index[own_name(rank, debt.path)][0]
+            values = torch.empty(debt.length, dtype=dtype_named(chunk.dtype))
+            self.read({own_name(rank, debt.path): Piece(chunk.numel, debt.start, values)})
+            total[debt.offset : debt.offset + debt.length].add_(values.float(), alpha=debt.weight)
+        return total
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter by name, whole, in its shape and in fp32 where it was trained; one after another."""
+        for name, shape in self.common["shapes"].items():
+            kind = WEIGHTS if self.has(f"{WEIGHTS}/{name}") else FROZEN
+            chunks = self._index.get(f"{kind}/{name}")
+            tensor = torch.empty(shape, dtype=dtype_named(chunks[0].dtype) if chunks else torch.float32)
+            self.read({f"{kind}/{name}": Piece.whole(tensor)})
+            yield name, tensor
+
+    # ---------------------------------------------------------------- the report
+
+    def note(self, what: str, became: str, why: str = "") -> None:
+        """One line of the load report: what was found, carried, transformed or dropped."""
+        self.rows.append((f"resume: {what}", became, why))
+
+    def drop_replica(self, why: str) -> None:
+        """Say that the weights which computed, where they were not the masters, are left behind."""
+        self.is_exact = False
+        self.note("replicas that differ from the masters", "dropped", why)
+
+    def report(self) -> list[Row]:
+        """All lines, once everybody has taken what they can."""
+        if self.is_same:
+            return [("resume", "found all of it", "the same layout: goes on bit for bit")]
+        rows = [*self.rows]
+        for kind, debts in self._debts.items():
+            what = f"resume: {kind}, of {self.world_size} rank(s)"
+            if kind in self._taken:
+                rows.append((what, "transformed", "every rank takes what makes their mean the same"))
+            elif debts:
+                rows.append((what, "dropped", "nothing here takes it"))
+        return [*rows, *self._left_behind()]
+
+    def _left_behind(self) -> Iterator[Row]:
+        """What ranks remembered, and nobody has asked for."""
+        in_debt = {
+            debt.path.split("/")[0] for debts in self._debts.values() for held in debts.values() for _, debt in held
+        }
+        for key, tree in (self._text["own"] or {}).items():
+            if key not in self._taken | in_debt and any(math.prod(shape) for _, shape, _ in tensors_of(tree)):
+                yield (
+                    f"resume: {key}, remembered by each of {self.world_size} rank(s)",
+                    "dropped",
+                    "only its own layout takes it",
+                )
+
+
+def read_weights(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
+    """(Name, whole tensor) of every parameter in a checkpoint, one after another; raises CheckpointError."""
+    yield from Source(checkpoint, 0).weights()

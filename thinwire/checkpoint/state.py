@@ -1,0 +1,149 @@
+"""What one rank puts into a checkpoint: pieces that any layout can take, and the rest, which only its own can."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# What stands for a tensor in a tree of JSON; for a mapping whose keys are not strings.
+TENSOR, ITEMS = "__tensor__", "__items__"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements [offset, offset + n) of a tensor that has `numel` elements when it is flat.
+
+    values: [n], a view of the memory that they are saved from and loaded into. is_copy: every rank holds the same, so
+    that any of them may save it.
+    """
+
+    numel: int
+    offset: int
+    values: Tensor
+    is_copy: bool = False
+
+    @classmethod
+    def whole(cls, tensor: Tensor, *, is_copy: bool = True) -> Piece:
+        """All of a tensor, which must be contiguous."""
+        return cls(tensor.numel(), 0, tensor.detach().view(-1), is_copy)
+
+    def share(self, number: int, count: int) -> Piece:
+        """The part that the `number`-th of `count` ranks saves of what all of them hold."""
+        if not self.is_copy:
+            return self
+        n = self.values.numel()
+        start, end = n * number // count, n * (number + 1) // count
+        return Piece(self.numel, self.offset + start, self.values[start:end])
+
+
+@dataclass(frozen=True)
+class Debt:
+    """What this rank owes to elements [offset, offset + length) of a parameter: an error to be fed back, a momentum.
+
+    It lies in the rank's own state, at elements [start, start + length) of the tensor `path`. owed = sum over ranks of
+    weight * values is what the mean over ranks would be in units of the mean gradient; `kind` says of what.
+    """
+
+    kind: str
+    name: str
+    path: str
+    start: int
+    offset: int
+    length: int
+    weight: float
+
+    def below(self, prefix: str) -> Debt:
+        """The same, where the state that holds it lies under `prefix`."""
+        return replace(self, path=f"{prefix}/{self.path}")
+
+
+@dataclass
+class Snapshot:
+    """A rank's state between two steps.
+
+    pieces: by name; every element of a name is held by some rank. scalars: {kind: {parameter: number}} of the user's
+    optimizer. own: nested containers of tensors and numbers that only the same `layout` takes back, bit for bit.
+    common: numbers that are the same on all ranks, whatever the layout. debts: of what lies in `own`, what another
+    layout can take over.
+    """
+
+    layout: dict[str, Any]
+    pieces: dict[str, Piece] = field(default_factory=dict)
+    scalars: dict[str, dict[str, float]] = field(default_factory=dict)
+    own: Any = None
+    common: dict[str, Any] = field(default_factory=dict)
+    debts: list[Debt] = field(default_factory=list)
+
+    def to_json(self, rank: int) -> tuple[dict[str, Any], dict[str, Piece]]:
+        """(What is no tensor, as JSON; all tensors by name, those of `own` under the rank's number)."""
+        tensors: dict[str, Tensor] = {}
+        tree = _to_tree(self.own, "", tensors)
+        own = {own_name(rank, path): Piece.whole(t.contiguous(), is_copy=False) for path, t in tensors.items()}
+        text = {
+            "layout": self.layout,
+            "scalars": self.scalars,
+            "own": tree,
+            "common": self.common,
+            "debts": [list(asdict(debt).values()) for debt in self.debts],
+        }
+        return text, self.pieces | own
+
+
+def own_name(rank: int, path: str) -> str:
+    """The name of a tensor of a rank's own state."""
+    return f"own/{rank}/{path}"
+
+
+def _to_tree(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    """The value as JSON; its tensors go into `tensors` by their place, such as errors/0/1."""
+    if isinstance(value, Tensor):
+        tensors[path] = value.detach()
+        return {TENSOR: path, "shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
+    if isinstance(value, Mapping):
+        items = {key: _to_tree(item, _join(path, key), tensors) for key, item in value.items()}
+        return items if all(isinstance(key, str) for key in items) else {ITEMS: [list(item) for item in items.items()]}
+    if isinstance(value, list | tuple):
+        return [_to_tree(item, _join(path, number), tensors) for number, item in enumerate(value)]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"{type(value).__name__} at {path!r} is neither a tensor nor a number: it can't be saved")
+
+
+def from_tree(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """What `_to_tree` was given, with tuples as lists."""
+    if isinstance(tree, list):
+        return [from_tree(item, tensors) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if TENSOR in tree:
+        return tensors[tree[TENSOR]]
+    items = tree[ITEMS] if ITEMS in tree else tree.items()
+    return {key: from_tree(item, tensors) for key, item in items}
+
+
+def tensors_of(tree: Any) -> Iterator[tuple[str, list[int], torch.dtype]]:
+    """(path, shape, dtype) of the tensors that a tree names. Raises ValueError for a dtype that is none."""
+    if isinstance(tree, list):
+        for item in tree:
+            yield from tensors_of(item)
+    elif isinstance(tree, dict) and TENSOR in tree:
+        yield tree[TENSOR], tree["shape"], dtype_named(tree["dtype"])
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            yield from tensors_of(item)
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """torch's dtype of that name; raises ValueError for another word."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is no dtype")
+    return dtype
+
+
+def _join(path: str, key: object) -> str:
+    return f"{path}/{key}" if path else str(key)

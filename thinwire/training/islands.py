@@ -10,12 +10,14 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
+from datetime import timedelta
 from types import FrameType
 from typing import IO, NoReturn
 
 import torch.distributed as dist
 
 from thinwire.collectives import host_meeting
+from thinwire.collectives.elastic import BEGUN
 from thinwire.errors import ThinwireError
 from thinwire.training.config import TrainConfig
 from thinwire.training.prepare import Island, Start
@@ -61,12 +63,19 @@ class Children:
 
 def launch_islands(config: TrainConfig, start: Start) -> int:
     """Run this machine's islands to their end; the worst exit code. Raises StoppedError after a signal."""
+    # That file starts what is below here.
+    from thinwire.training.launch import await_node_0
+
     children = Children()
     size = island_size(config)
     here, count = config.workers // size, config.world_size // size
     host, _, port = (config.join or "127.0.0.1:0").rpartition(":")
-    meeting = host_meeting(int(port)) if config.node == 0 else None
-    meet = f"{host}:{meeting.port if meeting is not None else port}"
+    if config.node == 0:
+        meeting = host_meeting(int(port))
+    else:
+        await_node_0(host, int(port), config.timeout)
+        meeting = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=config.timeout))
+    meet = f"{host}:{meeting.port}"
     for number in range(config.node * here, (config.node + 1) * here):
         run_dir = RunDir(config.run_dir).island(number)
         if number:
@@ -79,23 +88,18 @@ def launch_islands(config: TrainConfig, start: Start) -> int:
     return watch(children, meeting)
 
 
-def watch(children: Children, meeting: dist.TCPStore | None) -> int:
+def watch(children: Children, meeting: dist.TCPStore) -> int:
     """Return when all have ended; one that fails before the islands have met ends all."""
     worst = 0
     while children.running:
         for code in children.ended().values():
             worst = max(worst, code)
-            if code and children.received is None and not has_begun(meeting):
+            if code and children.received is None and not meeting.check([BEGUN]):
                 children.send(signal.SIGTERM)
         time.sleep(POLL_S)
     if children.received is not None:
         raise StoppedError(children.received)
     return worst
-
-
-def has_begun(meeting: dist.TCPStore | None) -> bool:
-    """Whether the islands have met; only the machine that hosts the meeting knows."""
-    return meeting is not None and meeting.check(["thinwire/begun"])
 
 
 def follow_parent() -> None:

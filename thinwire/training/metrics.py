@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from statistics import median
@@ -116,7 +116,12 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
             return
 
 
-def medians(records: list[StepMetrics], *names: str) -> dict[str, float]:
-    """The median over the steps of each named number; the first step, which warms up, is left out if there are more."""
+def medians(
+    records: list[StepMetrics], *names: str, average: Callable[[Iterable[float]], float] = median
+) -> dict[str, float]:
+    """The median over the steps of each named number; the first step, which warms up, is left out if there are more.
+
+    average: another one, where few steps stand out by design.
+    """
     steady = records[1:] or records
-    return {name: median(getattr(record, name) for record in steady) if steady else 0.0 for name in names}
+    return {name: average([getattr(record, name) for record in steady]) if steady else 0.0 for name in names}

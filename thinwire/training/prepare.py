@@ -18,6 +18,7 @@ from thinwire.collectives.topology import Topology
 from thinwire.data import documents, load_tokenizer
 from thinwire.data import prepare as prepare_tokens
 from thinwire.data_parallel import NotExplainedError, TrainingStrategy, footprint
+from thinwire.data_parallel.islands import OnIslands
 from thinwire.errors import ConfigError
 from thinwire.models import build_model
 from thinwire.models.hf import check_hf
@@ -28,6 +29,7 @@ from thinwire.training.hardware import choose_dtype, free_port, port_is_free, th
 from thinwire.training.problems import Problems
 from thinwire.training.run_dir import RunDir
 from thinwire.training.settings import (
+    DEFAULT_INNER,
     build_strategy,
     has_islands,
     island_size,
@@ -99,7 +101,9 @@ def check(config: TrainConfig, problems: Problems) -> None:
     with problems.collect():
         check_data(config)
     with problems.collect():
-        check_model(config)
+        model = check_model(config)
+        if isinstance(strategy, OnIslands) and model is not None:
+            strategy.fragments(model)
 
 
 def check_grid(strategy: TrainingStrategy, topology: Topology) -> None:
@@ -123,16 +127,16 @@ def check_data(config: TrainConfig) -> None:
         next(documents(config.data, config.text_field), None)
 
 
-def check_model(config: TrainConfig) -> None:
-    """Build the model without memory; of one of transformers, whose weights may be large, check the config alone."""
+def check_model(config: TrainConfig) -> nn.Module | None:
+    """The model without memory; of one of transformers, whose weights may be large, the config alone is checked."""
     tokenizer = load_tokenizer(config.tokenizer)
     if config.seq_len <= 0:
-        return
+        return None
     if config.model.startswith("hf:"):
         check_hf(config.model.removeprefix("hf:"), tokenizer.vocab_size, config.seq_len, {})
-    else:
-        with torch.device("meta"):
-            build_model(config.model, tokenizer.vocab_size, config.seq_len, config.seed, config.tables.get("llama"))
+        return None
+    with torch.device("meta"):
+        return build_model(config.model, tokenizer.vocab_size, config.seq_len, config.seed, config.tables.get("llama"))
 
 
 def check_join(config: TrainConfig) -> None:
@@ -159,7 +163,7 @@ def resolve(config: TrainConfig, threads: int) -> tuple[TrainConfig, list[Row]]:
     chosen = with_optimizer(config)
     if has_islands(config.strategy):
         size = island_size(config)
-        chosen = replace(chosen, local_size=size)
+        chosen = replace(chosen, local_size=size, inner=config.inner or DEFAULT_INNER)
         asked = f"--local-size {config.local_size or 'any'}"
         why = "" if config.local_size else "every worker of a single machine, else every machine, is an island"
         rows.append((asked, f"{config.world_size // size} island(s) of {size} rank(s)", why))

@@ -8,6 +8,7 @@ import platform
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from thinwire.training.effects import Row
 from thinwire.training.metrics import MembershipEvent, MetricsWriter, StepMetrics, medians
 from thinwire.training.progress import Progress
 from thinwire.training.run_dir import RunDir
+from thinwire.training.settings import has_islands
 from thinwire.training.trackers import open_trackers
 
 
@@ -62,7 +64,9 @@ class Reporter:
     ) -> None:  # fmt: skip
         """Write summary.json and report.html, and say where they are."""
         self.close()
-        typical = medians(self.metrics.records, "step_s", "exposed_comm_s", "sent_bytes")
+        # Islands exchange in few of their steps.
+        average = fmean if has_islands(self.config.strategy) else median
+        typical = medians(self.metrics.records, "step_s", "exposed_comm_s", "sent_bytes", average=average)
         summary = {
             "heldout_loss": heldout_loss if heldout_loss is None or math.isfinite(heldout_loss) else None,
             "tokens": step * self.tokens_per_step,

@@ -85,6 +85,7 @@ class RunDir:
     def delete(self, node: int) -> None:
         """Delete what a run wrote, and nothing else that lies in the folder."""
         shared = [self.metrics, self.summary, self.report, self.logs] if node == 0 else []
+        shared += self.path.glob("island-*") if node == 0 else []
         for path in (*shared, self.config(node), self.checkpoints):
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)

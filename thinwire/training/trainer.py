@@ -169,6 +169,9 @@ class Trainer:
         traffic = optimizer.meter.snapshot()
         optimizer.step()
         optimizer.zero_grad()
+        if isinstance(optimizer, Finishing):
+            # What travels between islands leaves at the end of a step, and is waited for there.
+            traffic = optimizer.meter.snapshot()
         self.step += 1
         spent = optimizer.meter.snapshot() - before
         sent, self._traffic = traffic - self._traffic, traffic

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import traceback
@@ -39,7 +40,7 @@ def work(config: TrainConfig, place: Place, start: Start | None) -> int:
     """
     torch.set_num_threads(threads_per_worker(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))[0])
     start = start or Start()
-    config, place, held = join_world(config, place, start)
+    config, place, start, held = join_world(config, place, start)
     # Not before: a worker that still waits for the others, who may never come, must die of SIGTERM.
     stop = StopFlag()
     trainer = Trainer(with_optimizer(with_derived(config)), place, stop, start.dtype, start.effects)
@@ -53,10 +54,10 @@ def work(config: TrainConfig, place: Place, start: Start | None) -> int:
     return stop.signum
 
 
-def join_world(config: TrainConfig, place: Place, start: Start) -> tuple[TrainConfig, Place, object]:
+def join_world(config: TrainConfig, place: Place, start: Start) -> tuple[TrainConfig, Place, Start, object]:
     """Make the default process group: all ranks, or those of this one's island.
 
-    Returns the configuration and the place there, and what must be held for as long as others may meet.
+    Returns the configuration, the place and what was found out, and what must be held for as long as others may meet.
     """
     timeout = timedelta(seconds=config.timeout)
     size = island_size(config) if has_islands(config.strategy) else place.world_size
@@ -64,20 +65,22 @@ def join_world(config: TrainConfig, place: Place, start: Start) -> tuple[TrainCo
         config = replace(config, local_size=size)
     if start.island is not None or size == place.world_size:
         dist.init_process_group("gloo", timeout=timeout)
-        return config, replace(place, island=start.island or Island()), None
+        return config, replace(place, island=start.island or Island()), start, None
     store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
     number, rank = divmod(place.rank, size)
     meeting = host_meeting() if place.rank == 0 else None
     if meeting is not None:
-        store.set("thinwire/meet", f"{os.environ['MASTER_ADDR']}:{meeting.port}")
-    island = Island(number, place.world_size // size, store.get("thinwire/meet").decode())
+        # One rank knows which dtype is fast, and all islands are to compute alike.
+        store.set("thinwire/start", json.dumps([f"{os.environ['MASTER_ADDR']}:{meeting.port}", start.dtype]))
+    meet, dtype = json.loads(store.get("thinwire/start"))
+    island = Island(number, place.world_size // size, meet)
     run_dir = RunDir(config.run_dir).island(number)
     config = replace(config, run_dir=str(run_dir.path))
     if number and rank == 0:
         run_dir.claim(0, to_toml(with_optimizer(with_derived(config))), overwrite=config.overwrite)
     own = dist.PrefixStore(f"thinwire/island{number}", store)
     dist.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=timeout)
-    return config, Place(rank, rank, size, island), (meeting, store)
+    return config, Place(rank, rank, size, island), replace(start, dtype=dtype), (meeting, store)
 
 
 def exit_after(config: TrainConfig, place: Place, start: Start | None, *, trace: bool) -> NoReturn:

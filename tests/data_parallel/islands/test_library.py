@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import io
+import itertools
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -237,6 +241,24 @@ def test_streams_at_four_bits_while_steps_go_on() -> None:
             assert losses[-1] < 0.5 * losses[0] and in_flight == 1 and steps == 60
     means = {codec: sum(found[codec][0][-1] for found in results) / 4 for codec in results[0]}
     assert means["e3m0"] == pytest.approx(means["fp32"], abs=0.05)
+
+
+def late_peer(rank: int, world_size: int, folder: str) -> bool:
+    """Island 1 sends only once island 0 has taken two steps more: this would hang if island 0 waited for it."""
+    model, mark = Net(), Path(folder, "mark")
+    optimizer = sgd(model)
+    with thinwire.StreamingDiLoCo(model, optimizer, sync_every=5, overlap_steps=3, num_fragments=1, announce=False):
+        train(model, optimizer, range(4), rank, world_size)
+        while rank and not mark.exists():
+            time.sleep(0.01)
+        train(model, optimizer, range(4, 7), rank, world_size)
+        mark.touch()
+        train(model, optimizer, range(7, 10), rank, world_size)
+    return True
+
+
+def test_steps_go_on_while_an_exchange_is_late(tmp_path: Path) -> None:
+    assert run_workers(late_peer, 2, str(tmp_path)) == [True, True]
 
 
 def stop_and_go_on(rank: int, world_size: int) -> tuple[list[str], list[str]]:

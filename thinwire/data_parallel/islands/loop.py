@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import wait
@@ -31,6 +32,8 @@ from thinwire.data_parallel.table import Row
 from thinwire.errors import ConfigError, CorruptMessageError, PeerLostError
 
 LOOK_EVERY_S = 0.5
+
+log = logging.getLogger("thinwire")
 
 
 class Host(Protocol):
@@ -152,12 +155,16 @@ class OuterLoop:
             assert self.peers is not None
             outer = self.outer[number]
             count = outer.number + 1
-            wishes = STOP * self.wishes_stop + RENEW * self.peers.changed()
-            header = Header(outer.fingerprint, count, number, self.weight, wishes)
+            delta = outer.parameters - fragment.flat(weights)
+            weight, wishes = self.weight, STOP * self.wishes_stop + RENEW * self.peers.changed()
+            if not bool(torch.isfinite(delta.sum())):
+                log.warning("thinwire: island %d is left out of an exchange: not finite", self.peers.island)
+                weight = 0.0
+            header = Header(outer.fingerprint, count, number, weight, wishes)
             flight.sync = Sync(
                 header, self.method.codec, fragment.numel, self.steps,
                 derive_seed(self.seed, count, number, self.peers.island),
-                delta=outer.parameters - fragment.flat(weights),
+                delta=delta,
             )  # fmt: skip
             flight.submit(self.peers)
         self.flights.append(flight)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -22,19 +22,9 @@ from thinwire.data_parallel.interface import (
 )
 from thinwire.data_parallel.islands.correction import FedSpeed
 from thinwire.data_parallel.islands.exchange import COMMIT, OPERATION, message_bytes
-from thinwire.data_parallel.islands.fragments import cut
+from thinwire.data_parallel.islands.fragments import Fragment, cut
 from thinwire.data_parallel.islands.method import OuterMethod, codec_named
 from thinwire.errors import ConfigError
-
-
-class Options(Protocol):
-    """The options of an outer method, and the strategy inside an island."""
-
-    inner: TrainingStrategy
-
-    def method(self) -> OuterMethod:
-        """What they amount to; raises ConfigError for what does not fit."""
-        ...
 
 
 class OnIslands:
@@ -62,6 +52,11 @@ class OnIslands:
                 "one-byte inside an island keeps a log of all that was applied, which exchanges would not be in; "
                 "nearest: --inner ddp"
             )
+
+    def fragments(self, model: nn.Module) -> list[Fragment]:
+        """What of `model` is exchanged together; raises ConfigError where the options do not fit it."""
+        method = self.method()
+        return cut(model, method.num_fragments, method.pattern, method.codec.block)
 
     @property
     def codecs(self) -> tuple[Codec, ...]:
@@ -243,7 +238,7 @@ def islands_footprint(strategy: OnIslands, model: nn.Module, topology: Topology,
     method = strategy.method()
     island = Topology(1, topology.local_size)
     found = footprint(strategy.inner, model, island, micro_batches)
-    fragments = cut(model, method.num_fragments, method.pattern, method.codec.block)
+    fragments = strategy.fragments(model)
     others, neighbours, every = topology.num_nodes - 1, topology.local_size - 1, method.sync_every
     whole = 4 * sum(shape.numel() for shape in trained_shapes(model).values())
     messages = others * sum(message_bytes(method.codec, fragment.numel) for fragment in fragments)

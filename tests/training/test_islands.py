@@ -1,0 +1,97 @@
+"""Runs with islands through the command line: launchers below a launcher, a meeting, a world for each island."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.training.commands import Runner, children, finish, is_running
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+    runner = Runner(tmp_path_factory.mktemp("islands"))
+    yield runner
+    runner.close()
+
+
+@pytest.fixture(scope="module")
+def whole(runner: Runner) -> str:
+    """Two islands of one worker, with a checkpoint in the middle; its standard output."""
+    flags = {"strategy": "diloco", "diloco.sync_every": 2, "checkpoint_every": 3, "seed": 1}
+    code, out, err = finish(runner.train("whole", **flags))
+    assert code == 0, err
+    return out
+
+
+def losses(runner: Runner, name: str) -> list[tuple[int, float, float]]:
+    return [(line["step"], line["loss"], line["grad_norm"]) for line in runner.metrics(name)]
+
+
+def summary(runner: Runner, name: str) -> dict[str, Any]:
+    return json.loads((runner.folder / name / "summary.json").read_text())
+
+
+def test_every_worker_is_an_island(runner: Runner, whole: str) -> None:
+    first, second = summary(runner, "whole"), summary(runner, "whole/island-1")
+    assert first["world_size"] == 2 and first["tokens"] == 6 * 64 and first["strategy"] == "diloco"
+    assert first["heldout_loss"] == second["heldout_loss"], "both measure the outer parameters"
+    assert losses(runner, "whole") != losses(runner, "whole/island-1"), "each has data of its own"
+    sent = [line["sent_bytes"] for line in runner.metrics("whole")]
+    # Three exchanges in six steps, in fp32, to one other island; no other step sends anything.
+    message = 32 + 4 * first["parameters"] + 1
+    assert [num > 0 for num in sent] == [False, True] * 3
+    assert all(message <= num < message + 8 * 4 for num in sent if num)
+    assert "2 island(s) of 1 rank(s)" in whole and "strategy diloco: ddp inside each island" in whole
+    assert not any(runner.folder.joinpath("whole").glob("island-2"))
+
+
+def test_resume_equals_the_uninterrupted_run_bit_for_bit(runner: Runner, whole: str) -> None:
+    again = runner.folder / "again"
+    shutil.copytree(runner.folder / "whole", again)
+    for folder in (again, again / "island-1"):
+        (folder / "checkpoints" / "latest").write_text("step-00000003")
+        (folder / "summary.json").unlink()
+    code, out, err = finish(runner.start(*runner.again("again")))
+    assert code == 0, err
+    assert "goes on after step 3" in out
+    for name in ("again", "again/island-1"):
+        assert losses(runner, name) == losses(runner, name.replace("again", "whole"))
+        assert summary(runner, name)["heldout_loss"] == summary(runner, "whole")["heldout_loss"]
+
+
+def test_torchrun_trains_the_same(runner: Runner, whole: str) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    flags = runner.flags("torchrun", workers=None, strategy="diloco", seed=1, **{"diloco.sync_every": 2})
+    code, _, err = finish(runner.start(*torchrun, "-m", "thinwire", "train", *flags))
+    assert code == 0, err
+    for name in ("torchrun", "torchrun/island-1"):
+        assert losses(runner, name) == losses(runner, name.replace("torchrun", "whole"))
+    assert summary(runner, "torchrun")["heldout_loss"] == summary(runner, "whole")["heldout_loss"]
+
+
+def test_islands_of_two_stop_at_the_same_step(runner: Runner) -> None:
+    process = runner.train(
+        "rooms", workers=4, local_size=2, strategy="streaming-diloco", inner="sdp4bit", steps=1_000_000,
+        **{"streamingdiloco.sync_every": 5},
+    )  # fmt: skip
+    runner.await_steps("rooms", process, num_steps=7)
+    launchers = children(process.pid)
+    workers = [worker for launcher in launchers for worker in children(launcher)]
+    assert len(launchers) == 2 and len(workers) >= 4
+    process.send_signal(signal.SIGTERM)
+    code, out, err = finish(process)
+    assert code == 143 and "Traceback" not in err, err
+    assert not any(map(is_running, [*launchers, *workers]))
+    first, second = summary(runner, "rooms"), summary(runner, "rooms/island-1")
+    assert first["stopped"] == "SIGTERM" and first["steps"] == second["steps"] >= 7
+    assert "strategy streaming-diloco: sdp4bit inside each island" in out
+    assert first["sent_bytes_per_step"] < 0.5 * first["uncompressed_bytes_per_step"]

@@ -213,6 +213,10 @@ class Rendezvous:
         # By default what was seen is taken for true for a second more, in which a node that waits would seem dead.
         holder = dynamic_rendezvous._BackendRendezvousStateHolder(backend, settings, cache_duration=0)
         self._handler = DynamicRendezvousHandler(node, settings, backend.name, store, holder)
+        # Each of them notes events, with the name of the caller, for which Python reads the sources of the whole stack:
+        # a large part of a second for every heartbeat.
+        for part in (holder, self._handler, self._handler._op_executor):
+            vars(part)["_record"] = lambda *args, **kwargs: None
 
     def meet(self) -> tuple[dist.Store, int, int]:
         """Leave the round that is over, wait for the next one: its store, the own rank in it, how many are in it."""

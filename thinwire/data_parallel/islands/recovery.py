@@ -110,7 +110,7 @@ def exchange_words(loop: OuterLoop) -> dict[int, Word]:
     peers = loop.peers
     assert peers is not None
     numbers = range(len(loop.fragments))
-    pending = {flight.fragment: flight.sync for flight in loop.flights if flight.sync is not None}
+    pending = {flight.fragment: flight.sync for flight in loop.flights if flight.sync and not flight.is_applied}
     status = {number: UNSURE for number in numbers}
     for number, sync in pending.items():
         status[number] = COMMITTED if sync.is_committed else RECEIVED if sync.received is not None else UNSURE

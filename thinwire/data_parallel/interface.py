@@ -27,7 +27,10 @@ class ParallelOptimizer(Protocol):
     A step whose gradient norm is not finite is skipped on all ranks.
     """
 
-    skipped_steps: int
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that were skipped."""
+        ...
 
     @property
     def comm(self) -> Communicator:

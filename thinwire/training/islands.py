@@ -121,11 +121,12 @@ def main() -> NoReturn:
     follow_parent()
     config_path, told = sys.argv[1:]
     start, problems = Start.from_json(told), Problems()
-    config = read_config([config_path], problems)
-    problems.raise_any()
-    assert start.island is not None and config.local_size is not None
-    alone = replace(config, workers=config.local_size, nodes=1, node=0, join=None, stop_at=start.stop_at)
+    assert start.island is not None
     try:
+        config = read_config([config_path], problems)
+        problems.raise_any()
+        assert config.local_size is not None
+        alone = replace(config, workers=config.local_size, nodes=1, node=0, join=None, stop_at=start.stop_at)
         code = run_workers(alone, start)
     except ThinwireError as error:
         if not isinstance(error, StoppedError):

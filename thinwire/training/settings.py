@@ -46,7 +46,8 @@ def table_name(cls: type) -> str:
 
 def options_of(cls: type) -> list[Field]:
     """The fields that a table has: all but strategies that belong to another one, which have tables of their own."""
-    return [item for item in fields(cls) if item.name not in (BASE, INNER)] if is_dataclass(cls) else []
+    held = (BASE, INNER) if hasattr(cls, "apply") else ()
+    return [item for item in fields(cls) if item.name not in held] if is_dataclass(cls) else []
 
 
 def strategy_table(strategy: str) -> str | None:

@@ -20,7 +20,7 @@ INNER = {"ddp": 1e-6, "zero": 1e-6, "zero-bf16": 0.01, "sdp4bit": 0.01, "zero-co
          "fsdp-bf16": 0.01, "zeropp": 0.05, "frontier": 0.05}  # fmt: skip
 
 
-def apply(name: str, seed: int, local_size: int = 1) -> tuple[nn.Module, nn.Module, ParallelOptimizer]:
+def apply(name: str, seed: int, local_size: int = 1) -> tuple[Net, nn.Module, ParallelOptimizer]:
     model = Net(seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     strategy = strategy_named(name)

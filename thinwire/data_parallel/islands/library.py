@@ -82,7 +82,7 @@ class Islands:
         sharded = hasattr(optimizer, "masters")
         comm = Communicator(within, timeout_s=timeout_s, checked=checked) if within is not None else None
         host = cast(Host, optimizer) if sharded else WholeWeights(model, optimizer, comm)
-        torch_optimizer = optimizer.inner if sharded else optimizer
+        torch_optimizer = cast(Any, optimizer).inner if sharded else optimizer
         if peers is None and (comm is None and not sharded):
             peers = WorldPeers(timeout_s=timeout_s, checked=checked)
         self.loop = OuterLoop(host, model, strategy.method(), peers, torch_optimizer=torch_optimizer, seed=seed)

@@ -100,7 +100,7 @@ def test_what_cannot_meet_is_told() -> None:
         host_meeting(meeting.port)
     with pytest.raises(ConfigError, match="island 3"):
         ElasticPeers("127.0.0.1:1", 3, max_islands=2)
-    with pytest.raises(ThinwireError, match="can't reach the meeting of the islands at 127.0.0.1:1"):
+    with pytest.raises(ThinwireError, match=r"can't reach the meeting of the islands at 127\.0\.0\.1:1"):
         ElasticPeers("127.0.0.1:1", 0, timeout_s=0.5)
 
 

@@ -72,6 +72,10 @@ class BatchLoader:
             self._position += self.sequences_per_step
         return gather(self.tokens, rows, self.seq_len)
 
+    def skip_steps(self, num_steps: int) -> None:
+        """Go on so many steps further, or back where it is negative; between steps."""
+        self._position += num_steps * self.sequences_per_step
+
     def state_dict(self) -> dict[str, Any]:
         """The position, as plain numbers, the same on every rank at the end of a step."""
         return {

@@ -6,8 +6,6 @@ import time
 from datetime import timedelta
 from typing import Any
 
-import pytest
-import torch
 import torch.distributed as dist
 
 import thinwire
@@ -15,7 +13,6 @@ from tests.data_parallel.islands.test_library import Net, adamw, batch
 from tests.workers import run_workers
 from thinwire.collectives import ElasticPeers, faults, host_meeting
 from thinwire.collectives.faults import parse
-from thinwire.errors import ThinwireError
 
 TIMEOUT_S = 4.0
 ISLANDS = 3

@@ -70,7 +70,8 @@ class OuterLoop:
     """Counts inner steps, exchanges fragments with other islands when they are due, and takes outer steps.
 
     All ranks of an island have one and call it alike; its first rank alone has peers, and the outer state, fp32 on the
-    CPU. weight: of this island in the means. torch_optimizer: the one whose gradients a correction is added to.
+    CPU. weight: of this island in the means. torch_optimizer: the one whose gradients a correction is added to, and
+    whose learning rate rises anew on an island that joins others.
     terms: what else all islands must have in common.
 
     Every island must take the same steps. Raises ConfigError where islands train different models or by other options.
@@ -88,6 +89,7 @@ class OuterLoop:
         seed: int = 0,
     ) -> None:
         self.host, self.model, self.method, self.terms, self.seed = host, model, method, terms, seed
+        self.torch_optimizer = torch_optimizer
         self.fragments = cut(model, method.num_fragments, method.pattern, method.codec.block)
         self.schedule = method.schedule(len(self.fragments))
         self.is_first = host.comm is None or host.comm.rank == 0
@@ -329,6 +331,7 @@ class OuterLoop:
         shared = self._share(torch.tensor([float(differ)]))
         if self.jump:
             self._go_on_elsewhere()
+            Rewarming(self.torch_optimizer, self.method.rejoin_steps)
             how = self.changes[-1].how if self.changes else "from the first rank"
             return "equal islands at start", f"joined after step {self.steps}", how
         if bool(shared[0]):
@@ -492,6 +495,34 @@ class OuterLoop:
             with suppress(PeerLostError):
                 self.peers.comm.barrier()
             self.peers.close()
+
+
+class Rewarming:
+    """Multiplies the learning rate of the next steps with 1/(n + 1), 2/(n + 1), ... n/(n + 1), whatever it is set to.
+
+    For an island that joins others: the optimizer's moments are means of nothing yet.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, num_steps: int) -> None:
+        self._num_steps, self._step = num_steps, 0
+        self._stated: list[Any] = []
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._step += 1
+        self._stated = [group["lr"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * min(1.0, self._step / (self._num_steps + 1))
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for group, lr in zip(optimizer.param_groups, self._stated, strict=True):
+            group["lr"] = lr
+        if self._step > self._num_steps:
+            for hook in self._hooks:
+                hook.remove()
 
 
 class Meters(Meter):

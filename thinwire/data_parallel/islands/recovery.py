@@ -111,7 +111,7 @@ def exchange_words(loop: OuterLoop) -> dict[int, Word]:
     assert peers is not None
     numbers = range(len(loop.fragments))
     pending = {flight.fragment: flight.sync for flight in loop.flights if flight.sync and not flight.is_applied}
-    status = {number: UNSURE for number in numbers}
+    status = dict.fromkeys(numbers, UNSURE)
     for number, sync in pending.items():
         status[number] = COMMITTED if sync.is_committed else RECEIVED if sync.received is not None else UNSURE
     mine = Word(
@@ -137,9 +137,7 @@ def counting(words: Mapping[int, Word]) -> list[int]:
     counts = []
     for number in range(len(next(iter(words.values())).applied)):
         fewest = min(word.applied[number] for word in words.values())
-        is_sure = any(
-            word.applied[number] > fewest or word.status[number] == COMMITTED for word in words.values()
-        )
+        is_sure = any(word.applied[number] > fewest or word.status[number] == COMMITTED for word in words.values())
         counts.append(fewest + is_sure)
     return counts
 

@@ -6,6 +6,7 @@ import time
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 import thinwire
@@ -13,6 +14,7 @@ from tests.data_parallel.islands.test_library import Net, adamw, batch
 from tests.workers import run_workers
 from thinwire.collectives import ElasticPeers, faults, host_meeting
 from thinwire.collectives.faults import parse
+from thinwire.errors import ThinwireError
 
 TIMEOUT_S = 4.0
 ISLANDS = 3
@@ -73,6 +75,66 @@ def live(rank: int, world_size: int, where: str, method: str, told: list[str], n
         "steps": loop.steps,
         "unfired": list(map(str, faults.disarm())),
     }
+
+
+# Killed, frozen and damaged: inside an inner step, in the middle of an exchange, while another joins.
+STORIES = {
+    "diloco": (
+        "diloco",
+        ["kill island=1 step=12", "freeze island=0 operation=join seconds=6",
+         "corrupt island=2 operation=outer step=30"],
+        3,
+    ),
+    "streaming": (
+        "streaming",
+        ["kill island=1 operation=outer step=12", "kill island=0 operation=join",
+         "corrupt island=2 operation=outer_commit step=30"],
+        3,
+    ),
+    "frozen": (
+        "streaming",
+        ["freeze island=1 step=12 seconds=6", "corrupt island=0 operation=join",
+         "freeze island=2 operation=outer step=30 seconds=6"],
+        4,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("story", STORIES)
+def test_the_others_go_on_and_who_comes_back_is_one_of_them(story: str) -> None:
+    method, told, num_changes = STORIES[story]
+    ended = run_faults(method, told, num_changes)
+    changes = [change for result in ended.values() for change in result["changes"]]
+    assert changes[-1][0] == (0, 1, 2), changes
+    assert any(1 in joined for _, joined, _ in changes) and any(1 in lost for _, _, lost in changes)
+
+
+def damage_again_and_again(rank: int, world_size: int, where: str) -> str:
+    """Every message that island 1 sends to island 0 comes damaged."""
+    told = ["corrupt island=1 operation=outer step=5"] * 2
+    faults.arm(map(parse, told), rank=rank, island=rank, announce=lambda text: None)
+    peers = ElasticPeers(where, rank, timeout_s=TIMEOUT_S, max_islands=2, min_islands=2)
+    model = Net()
+    optimizer = adamw(model)
+    try:
+        with thinwire.DiLoCo(model, optimizer, sync_every=5, peers=peers, announce=False) as islands:
+            for step in range(10):
+                faults.at_step(step + 1)
+                model(batch(step)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    except ThinwireError as error:
+        return str(error)
+    (change,) = islands.loop.changes
+    assert change.membership.members == (0,) and change.membership.lost == (1,)
+    return "went on alone"
+
+
+def test_whoever_sends_nothing_but_damage_is_lost() -> None:
+    meeting = host_meeting()
+    first, second = run_workers(damage_again_and_again, 2, f"127.0.0.1:{meeting.port}", may_die=(1,), timeout_s=60)
+    assert first == "went on alone"
+    assert second is None or "island 1 is lost: outer 1 came damaged from it, twice" in second
 
 
 def run_faults(method: str, told: list[str], num_changes: int) -> dict[int, dict[str, Any]]:

@@ -506,10 +506,8 @@ class Rewarming:
     def __init__(self, optimizer: torch.optim.Optimizer, num_steps: int) -> None:
         self._num_steps, self._step = num_steps, 0
         self._stated: list[Any] = []
-        self._hooks = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-        ]
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._after_step)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._step += 1
@@ -520,9 +518,6 @@ class Rewarming:
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for group, lr in zip(optimizer.param_groups, self._stated, strict=True):
             group["lr"] = lr
-        if self._step > self._num_steps:
-            for hook in self._hooks:
-                hook.remove()
 
 
 class Meters(Meter):

@@ -1,8 +1,8 @@
 """Second floor: strategies, each a choice of codecs, state and collectives.
 
 Those of our own sharded optimizer lie in `zero`, those of torch's wrappers in `ddp` and `fsdp`, three-level sharding in
-`frontier`, fine-tuning by losses alone in `one_byte`. `interface` says what a strategy must offer, `strategies` lists
-those that `--strategy` knows.
+`frontier`, fine-tuning by losses alone in `one_byte`, methods between islands in `islands`. `interface` says what a
+strategy must offer, `strategies` lists those that `--strategy` knows.
 """
 
 from thinwire.data_parallel.ddp import (

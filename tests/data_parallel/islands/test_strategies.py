@@ -57,6 +57,8 @@ class Replica:
     ) -> None:
         self.rank, self.world_size = rank, world_size
         self.model = Net(seed)
+        # Only what is trained is made equal at the start.
+        self.model.fixed.load_state_dict(Net(0).fixed.state_dict())
         size = dist.get_world_size()
         self.optimizer: IslandsOptimizer
         self.wrapped, self.optimizer = strategy.among(peers).apply(  # type: ignore[assignment]

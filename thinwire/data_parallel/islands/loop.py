@@ -92,6 +92,7 @@ class OuterLoop:
         self.torch_optimizer = torch_optimizer
         self.fragments = cut(model, method.num_fragments, method.pattern, method.codec.block)
         self.schedule = method.schedule(len(self.fragments))
+        self._fixed = [param.data for param in model.parameters() if not param.requires_grad] + list(model.buffers())
         self.is_first = host.comm is None or host.comm.rank == 0
         self.peers = (peers or alone()) if self.is_first else None
         self.steps = 0
@@ -347,10 +348,10 @@ class OuterLoop:
         """Compare with the other islands; whether they differed, in which case `outer` is now the first one's."""
         assert self.peers is not None
         comm = self.peers.comm
-        if odd := odd_ranks(comm, digest([self.asked().encode()])):
+        if odd := odd_ranks(comm, digest([self.asked().encode(), *self._fixed])):
             raise ConfigError(
                 f"island {odd[0]} trains another model, on other data or by other options than island "
-                f"{self.peers.members[0]}: start all with the same"
+                f"{self.peers.members[0]}, or its frozen weights and buffers differ: start all with the same"
             )
         if not odd_ranks(comm, digest(outer.parameters for outer in self.outer)):
             return False

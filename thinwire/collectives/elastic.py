@@ -175,10 +175,20 @@ class ElasticPeers:
 
     def _next_generation(self) -> tuple[Any, dist.Store, Membership]:
         """The process group of the next generation, the store of its own, and who is in it."""
-        for _ in range(NUM_ATTEMPTS):
+        attempts, due = 0, time.monotonic() + 2 * self.timeout_s
+        while attempts < NUM_ATTEMPTS:
             try:
                 store, rank, size = self._rendezvous.meet()
                 change = self._introduce(store, rank, size)
+                if change is None and time.monotonic() < due:
+                    # Whoever has the state may be frozen, and come back.
+                    time.sleep(LOOK_EVERY_S)
+                    continue
+                if change is None:
+                    raise ThinwireError(
+                        f"island {self.island}: no island is left that has the state of the others; start all of them "
+                        "again"
+                    )
                 group = self._connect_all(store, rank, size)
                 self._store.set(BEGUN, "")
                 return group, store, change
@@ -187,10 +197,14 @@ class ElasticPeers:
             except RuntimeError as error:
                 # Somebody died meanwhile: the next one comes about without him.
                 say(f"thinwire: island {self.island}: a generation did not come about: {first_line(error)}")
+                attempts += 1
         raise PeerLostError(f"island {self.island}: no generation came about in {NUM_ATTEMPTS} attempts")
 
-    def _introduce(self, store: dist.Store, rank: int, size: int) -> Membership:
-        """Tell the others of this generation who this is and what it was in before; who is there, from what all say."""
+    def _introduce(self, store: dist.Store, rank: int, size: int) -> Membership | None:
+        """Tell the others of this generation who this is and what it was in before; who is there, from what all say.
+
+        None where none of them has the state, though there is one.
+        """
         mine = {
             "island": self.island, "generation": self.generation if self.has_state else 0, "members": self.members,
             "clock": time.time(), "is_late": self._store.check([BEGUN]),
@@ -210,9 +224,7 @@ class ElasticPeers:
             )
         last = max(one["generation"] for one in told)
         if not last and mine["is_late"]:
-            raise ThinwireError(
-                f"island {self.island}: no island is left that has the state of the others; start all of them again"
-            )
+            return None
         survivors = {one["island"] for one in told if one["generation"] == last}
         before = {island for one in told if one["generation"] == last for island in one["members"]}
         joined = tuple(island for island in members if island not in survivors)

@@ -90,6 +90,8 @@ class OuterLoop:
     ) -> None:
         self.host, self.model, self.method, self.terms, self.seed = host, model, method, terms, seed
         self.torch_optimizer = torch_optimizer
+        self._num_waits = 0
+        self._follow_first()
         self.fragments = cut(model, method.num_fragments, method.pattern, method.codec.block)
         self.schedule = method.schedule(len(self.fragments))
         self._fixed = [param.data for param in model.parameters() if not param.requires_grad] + list(model.buffers())
@@ -101,7 +103,6 @@ class OuterLoop:
         # Where this island goes on that has caught up with the others; 0: it needn't.
         self.jump = 0
         self.changes: list[recovery.Change] = []
-        self._num_shared = 0
         self.weight = 1.0
         self.wishes_stop = self.stop_agreed = False
         self.flights: deque[Flight] = deque()
@@ -177,6 +178,7 @@ class OuterLoop:
         flight = self.flights[0]
         if flight.sync is not None:
             self._await(flight)
+        self._follow_first()
         return self._merge(flight)
 
     def _await(self, flight: Flight) -> None:
@@ -249,22 +251,21 @@ class OuterLoop:
         comm = self.host.comm
         if comm is None or comm.world_size == 1:
             return flat
-        self._follow_first(comm)
         message = torch.cat([flat, torch.tensor([float(self.stop_agreed), float(self.jump)])])
         comm.wait(comm.broadcast_(message))
         self.stop_agreed, self.jump = bool(message[-2]), int(message[-1])
         return message[:-2]
 
-    def _follow_first(self, comm: Communicator) -> None:
+    def _follow_first(self) -> None:
         """Wait until the first rank is here: it may be with other islands for longer than a message may take."""
-        store, self._num_shared = _compat.default_store(), self._num_shared + 1
-        key = f"thinwire/island/{comm.global_ranks[0]}/{{}}".format
+        comm, self._num_waits = self.host.comm, self._num_waits + 1
+        if comm is None or comm.world_size == 1:
+            return
+        store, key = _compat.default_store(), f"thinwire/island/{comm.global_ranks[0]}/{self._num_waits}"
         if comm.rank:
-            store.wait([key(self._num_shared)], timedelta(seconds=PATIENCE_S))
+            store.wait([key], timedelta(seconds=PATIENCE_S))
         else:
-            store.set(key(self._num_shared), "")
-            # Whoever took part in the last one has seen its key.
-            store.delete_key(key(self._num_shared - 1))
+            store.set(key, "")
 
     # ---------------------------------------------------------------- islands that come and go
 
@@ -329,6 +330,7 @@ class OuterLoop:
             recovery.join(self)
         elif self.is_first:
             differ = self._level_islands()
+        self._follow_first()
         shared = self._share(torch.tensor([float(differ)]))
         if self.jump:
             self._go_on_elsewhere()
@@ -435,6 +437,7 @@ class OuterLoop:
                     self.wait_for(sync)
             told = None if sync is None else (tuple(sync.header), sync.step, sync.seed, sync.received, sync.message)
             flights.append((flight.fragment, flight.due, flight.members, told, flight.is_applied))
+        self._follow_first()
         return {
             "steps": self.steps,
             "flights": flights,

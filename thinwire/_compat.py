@@ -230,10 +230,14 @@ class Rendezvous:
         state, node = self._handler._state_holder.state, self._handler._this_node
         return node in state.participants, len(state.participants), num_waiting
 
+    def fall_silent(self) -> None:
+        """Send no more heartbeats until the next round."""
+        self._handler._stop_heartbeats()
+
     def leave(self) -> None:
         """Fall out at once, and send no more heartbeats."""
         handler = self._handler
-        handler._stop_heartbeats()
+        self.fall_silent()
         deadline = handler._get_deadline(handler.settings.timeout.heartbeat)
         handler._op_executor.run(dynamic_rendezvous._RendezvousExitOp(), deadline)
 

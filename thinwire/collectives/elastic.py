@@ -245,6 +245,7 @@ class ElasticPeers:
                     is_in, num_present, num_waiting = self._rendezvous.look()
                 except RendezvousError as error:
                     say(f"thinwire: {self._unreachable(error.__cause__ or error)}; those present go on without it")
+                    self._rendezvous.fall_silent()
                     return
                 if not is_in or num_present < len(self.members):
                     self._is_short.set()

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-CONTEXT = multiprocessing.getCONTEXT("forkserver")
+CONTEXT = multiprocessing.get_context("forkserver")
 # Loaded once and inherited, and not by every worker anew; torch loads its compiler in the first step of an optimizer.
 CONTEXT.set_forkserver_preload([
     "torch", "torch.distributed", "torch._dynamo", "numba", "thinwire", "thinwire.codecs.kernels",

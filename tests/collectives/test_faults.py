@@ -63,14 +63,12 @@ def test_it_fires_once_at_its_step_and_is_announced() -> None:
 
 def test_a_message_is_damaged_in_a_copy_or_dropped() -> None:
     message = torch.arange(7, dtype=torch.uint8)
-    faults.arm(map(parse, ["corrupt rank=0 operation=outer step=2", "drop rank=0 operation=outer step=2"]), rank=0)
+    faults.arm(map(parse, ["drop rank=0 operation=outer step=2", "corrupt rank=0 operation=outer step=2"]), rank=0)
     faults.at_step(1)
     assert faults.on_message("outer", message) is message
     faults.at_step(3)
     assert faults.on_message("other", message) is message
     assert faults.on_message("outer", message) is None
-    assert message.tolist() == list(range(7))
-    faults.arm([parse("corrupt rank=0 operation=outer")], rank=0)
     damaged = faults.on_message("outer", message)
     assert damaged is not None and (damaged != message).sum() == 1 and message.tolist() == list(range(7))
     faults.disarm()

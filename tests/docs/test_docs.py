@@ -30,7 +30,7 @@ from thinwire.lab.command import read as read_lab
 from thinwire.planner import ExplainConfig, explain
 from thinwire.planner.options import read_explain
 from thinwire.training.config import TrainConfig, flag
-from thinwire.training.metrics import StepMetrics
+from thinwire.training.metrics import MembershipEvent, StepMetrics
 from thinwire.training.problems import Problems
 from thinwire.training.settings import options_of, read_config
 
@@ -229,6 +229,11 @@ def shown(default: object) -> str:
 def test_every_metric_is_documented() -> None:
     documented = [row[0] for row in table_rows(RUN_DIR_PAGE, "metrics.jsonl")]
     assert documented == [item.name for item in fields(StepMetrics)]
+
+
+def test_every_key_of_a_change_is_documented() -> None:
+    documented = [row[0] for row in table_rows(RUN_DIR_PAGE, "Changes of membership")]
+    assert documented == [item.name for item in fields(MembershipEvent)]
 
 
 @pytest.mark.parametrize("strategy", [SDP4Bit, Frontier, ZeroPP, DGC, OneBitAdam])

@@ -21,7 +21,9 @@ from thinwire.collectives.meter import Meter
 from thinwire.errors import ConfigError, PeerLostError, ThinwireError
 
 # The rendezvous looks once a second; whoever waited for the last round must have looked before the next is complete.
-LAST_CALL_S = 2.5
+LAST_CALL_S = 2.0
+# Whoever waits for the next round sends a heartbeat once a second.
+LEAST_DEAD_AFTER_S = 3.0
 LOOK_EVERY_S = 1.0
 DEFAULT_TIMEOUT_S = 60.0
 MAX_ISLANDS = 64
@@ -67,7 +69,8 @@ class ElasticPeers:
     """The islands present, one process of each, and a communicator over them that is renewed when they change.
 
     meet: HOST:PORT of host_meeting. island: this one's number, which no other has. timeout_s: how long a message may
-    take, and twice as long as an island may be silent before it counts as dead. max_islands: no more take part at once.
+    take; an island that is silent for half of it, or for LEAST_DEAD_AFTER_S if that is longer, counts as dead.
+    max_islands: no more take part at once.
     min_islands: the first generation waits for so many, at most PATIENCE_S seconds.
 
     The communicator's ranks are the members in ascending order, its messages have checksums, and its meter goes on over
@@ -95,16 +98,22 @@ class ElasticPeers:
         # Looks for changes and renewals use the same rendezvous, one at a time.
         self._lock = threading.Lock()
         self._has_changed = threading.Event()
+        self._is_short = threading.Event()
         self._is_closed = threading.Event()
         self._store = self._connect()
         self._rendezvous = _compat.Rendezvous(
             self._connect(), self._store, name=f"island-{island:06d}", max_nodes=max_islands,
-            dead_after_s=timeout_s / 2, last_call_s=LAST_CALL_S, patience_s=PATIENCE_S,
+            dead_after_s=self.dead_after_s, last_call_s=LAST_CALL_S, patience_s=PATIENCE_S,
         )  # fmt: skip
         self._await_others(min_islands)
         self.renew()
         self._watcher = threading.Thread(target=self._watch, name="thinwire-membership", daemon=True)
         self._watcher.start()
+
+    @property
+    def dead_after_s(self) -> float:
+        """Seconds of silence after which an island counts as dead."""
+        return max(self.timeout_s / 2, LEAST_DEAD_AFTER_S)
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -125,6 +134,10 @@ class ElasticPeers:
     def changed(self) -> bool:
         """Whether somebody waits to join, is known to be lost, or renews already; costs nothing."""
         return self._has_changed.is_set()
+
+    def lost(self) -> bool:
+        """Whether a member is known to be gone, or this island is for the others; costs nothing."""
+        return self._is_short.is_set()
 
     def renew(self) -> None:
         """Give up the communicator, and make the next one over those who are alive or wait; a collective of them.
@@ -147,6 +160,7 @@ class ElasticPeers:
             self.membership = replace(change, cost_s=time.monotonic() - start)
             self.has_state = self.island not in change.joined
             self._has_changed.clear()
+            self._is_short.clear()
 
     def close(self) -> None:
         """Wait for what was submitted, and leave; the others notice at once."""
@@ -161,10 +175,20 @@ class ElasticPeers:
 
     def _next_generation(self) -> tuple[Any, dist.Store, Membership]:
         """The process group of the next generation, the store of its own, and who is in it."""
-        for _ in range(NUM_ATTEMPTS):
+        attempts, due = 0, time.monotonic() + 2 * self.timeout_s
+        while attempts < NUM_ATTEMPTS:
             try:
                 store, rank, size = self._rendezvous.meet()
                 change = self._introduce(store, rank, size)
+                if change is None and time.monotonic() < due:
+                    # Whoever has the state may be frozen, and come back.
+                    time.sleep(LOOK_EVERY_S)
+                    continue
+                if change is None:
+                    raise ThinwireError(
+                        f"island {self.island}: no island is left that has the state of the others; start all of them "
+                        "again"
+                    )
                 group = self._connect_all(store, rank, size)
                 self._store.set(BEGUN, "")
                 return group, store, change
@@ -173,10 +197,14 @@ class ElasticPeers:
             except RuntimeError as error:
                 # Somebody died meanwhile: the next one comes about without him.
                 say(f"thinwire: island {self.island}: a generation did not come about: {first_line(error)}")
+                attempts += 1
         raise PeerLostError(f"island {self.island}: no generation came about in {NUM_ATTEMPTS} attempts")
 
-    def _introduce(self, store: dist.Store, rank: int, size: int) -> Membership:
-        """Tell the others of this generation who this is and what it was in before; who is there, from what all say."""
+    def _introduce(self, store: dist.Store, rank: int, size: int) -> Membership | None:
+        """Tell the others of this generation who this is and what it was in before; who is there, from what all say.
+
+        None where none of them has the state, though there is one.
+        """
         mine = {
             "island": self.island, "generation": self.generation if self.has_state else 0, "members": self.members,
             "clock": time.time(), "is_late": self._store.check([BEGUN]),
@@ -189,16 +217,14 @@ class ElasticPeers:
                 f"island {self.island} or another is there twice: {members}; give each a number of its own"
             )
         skew_s = max(abs(one["clock"] - mine["clock"]) for one in told)
-        if skew_s > max(self.timeout_s / 4, 2 * LAST_CALL_S):
+        if skew_s > self.dead_after_s / 2 + 2 * LAST_CALL_S:
             say(
                 f"thinwire: island {self.island}: the machines' clocks differ by {skew_s:.0f} s; one that is "
-                f"{self.timeout_s / 2:g} s behind counts as dead: set them right"
+                f"{self.dead_after_s:g} s behind counts as dead: set them right"
             )
         last = max(one["generation"] for one in told)
         if not last and mine["is_late"]:
-            raise ThinwireError(
-                f"island {self.island}: no island is left that has the state of the others; start all of them again"
-            )
+            return None
         survivors = {one["island"] for one in told if one["generation"] == last}
         before = {island for one in told if one["generation"] == last for island in one["members"]}
         joined = tuple(island for island in members if island not in survivors)
@@ -219,8 +245,11 @@ class ElasticPeers:
                     is_in, num_present, num_waiting = self._rendezvous.look()
                 except RendezvousError as error:
                     say(f"thinwire: {self._unreachable(error.__cause__ or error)}; those present go on without it")
+                    self._rendezvous.fall_silent()
                     return
-                if not is_in or num_present != len(self.members) or num_waiting:
+                if not is_in or num_present < len(self.members):
+                    self._is_short.set()
+                if self._is_short.is_set() or num_waiting:
                     self._has_changed.set()
 
     def _await_others(self, num_islands: int) -> None:
@@ -233,12 +262,14 @@ class ElasticPeers:
 
     def _connect(self) -> dist.TCPStore:
         host, _, port = self.meet.rpartition(":")
+        timeout = timedelta(seconds=self.timeout_s)
         try:
-            return dist.TCPStore(
-                host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=self.timeout_s)
-            )
+            store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
         except (RuntimeError, ValueError) as error:
             raise ThinwireError(self._unreachable(error)) from None
+        # The members of a generation learn of it one after the other.
+        store.set_timeout(timeout + timedelta(seconds=2 * LAST_CALL_S))
+        return store
 
     def _unreachable(self, error: BaseException) -> str:
         return f"island {self.island} can't reach the meeting of the islands at {self.meet}: {first_line(error)}"

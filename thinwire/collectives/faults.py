@@ -140,15 +140,17 @@ def at_step(step: int) -> None:
 
 
 def on_message(operation: str, message: Tensor) -> Tensor | None:
-    """The message as it is sent, in memory that is the caller's where a fault changed it; None: not at all."""
-    while fault := _due(lambda fault: fault.operation == operation and _step >= (fault.step or 0)):
-        if fault.kind == "drop":
-            return None
-        if fault.kind == "corrupt":
-            message = message.clone()
-            message[message.numel() // 2 :][:1] ^= 1
-        else:
-            _befall(fault)
+    """The message as it is sent, of which the caller keeps hold, and which has one fault at most; None: not at all."""
+    fault = _due(lambda fault: fault.operation == operation and _step >= (fault.step or 0))
+    if fault is None:
+        return message
+    if fault.kind == "drop":
+        return None
+    if fault.kind == "corrupt":
+        message = message.clone()
+        message[message.numel() // 2 :][:1] ^= 1
+    else:
+        _befall(fault)
     return message
 
 

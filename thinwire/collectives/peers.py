@@ -8,14 +8,19 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S, Communicator
+from thinwire.collectives.elastic import Membership
 
 
 class Peers(Protocol):
     """What an island's first rank knows of the islands that are present.
 
     island: this one's number, which stays. members: those present, ascending, equal on all of them. generation: grows
-    with every change of the members. comm: over the members, in their order; another one after a change.
+    with every change of the members. comm: over the members, in their order; another one after a change. membership:
+    what has changed last. has_state: whether this island has what the members share; one that joins lacks it, and sets
+    it when it has got it.
     """
+
+    has_state: bool
 
     @property
     def island(self) -> int: ...
@@ -28,6 +33,13 @@ class Peers(Protocol):
 
     @property
     def comm(self) -> Communicator: ...
+
+    @property
+    def membership(self) -> Membership: ...
+
+    def lost(self) -> bool:
+        """Whether a member is known to be gone; cheap, and asks nobody."""
+        ...
 
     def changed(self) -> bool:
         """Whether somebody waits to join, or is known to be lost; cheap, and asks nobody."""
@@ -68,6 +80,12 @@ class WorldPeers:
         self.comm = Communicator(group, local_size=1, timeout_s=timeout_s, checked=checked)
         self.island = self.comm.rank
         self.members = tuple(range(self.comm.world_size))
+        self.membership = Membership(0, self.members, (), (), 0.0)
+        self.has_state = True
+
+    def lost(self) -> bool:
+        """Never: a message that does not come says so."""
+        return False
 
     def changed(self) -> bool:
         """Never."""

@@ -72,8 +72,8 @@ class BatchLoader:
             self._position += self.sequences_per_step
         return gather(self.tokens, rows, self.seq_len)
 
-    def skip(self, num_steps: int) -> None:
-        """Go on as if so many steps of this batch size had been taken."""
+    def skip_steps(self, num_steps: int) -> None:
+        """Go on so many steps further, or back where it is negative; between steps."""
         self._position += num_steps * self.sequences_per_step
 
     def state_dict(self) -> dict[str, Any]:

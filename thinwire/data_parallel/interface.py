@@ -268,6 +268,20 @@ class Finishing(Protocol):
 
 
 @runtime_checkable
+class ComingAndGoing(Protocol):
+    """A ParallelOptimizer that trains together with others that may be lost, and come."""
+
+    @property
+    def position(self) -> int:
+        """Steps that the others have taken, and this one where it didn't miss them; between steps."""
+        ...
+
+    def take_changes(self) -> list[Any]:
+        """What has changed among them since the last call, with its cost: of `islands.recovery.Change`."""
+        ...
+
+
+@runtime_checkable
 class PlannedByRun(Protocol):
     """A strategy whose options may be shares of a run."""
 

@@ -99,6 +99,8 @@ class TrainConfig:
     """Seconds after which a silent peer is given up; start-up and shutdown follow it."""
     checked: bool = False
     """Put operation, number, length and checksum in front of every message, and compare them."""
+    restarts: int = 3
+    """How often an island that has failed is started again, to join the others; 0: never."""
     inject: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """A fault to inject, such as "kill rank=2 step=40"; may be given several times."""
     tables: Annotated[Mapping[str, Mapping[str, Any]], tyro.conf.Suppress] = field(default_factory=dict)
@@ -118,13 +120,14 @@ DEFAULTS = TrainConfig()
 LOWEST: dict[str, int | None] = {
     "workers": 1, "local_size": 1, "nodes": 1, "node": 0, "steps": 1, "stop_at": 1, "tokens_per_step": 1, "seq_len": 1,
     "micro_batch": 1, "lr": None, "weight_decay": 0, "warmup_steps": 0, "grad_clip": 0, "seed": 0, "dead_steps": 0,
-    "checkpoint_every": 0, "keep_last": 1, "keep_every": 0, "eval_sequences": 0, "sample_tokens": 0, "timeout": None,
+    "checkpoint_every": 0, "keep_last": 1, "keep_every": 0, "restarts": 0, "eval_sequences": 0, "sample_tokens": 0,
+    "timeout": None,
 }  # fmt: skip
 
 # Machines may differ in these; the rest must be equal on all ranks.
 PER_MACHINE = {
     "model", "data", "tokenizer", "text_field", "cache_dir", "run_dir", "node", "join", "workers", "resume",
-    "overwrite", "track", "prompt", "sample_tokens", "dtype", "inject",
+    "overwrite", "track", "prompt", "sample_tokens", "dtype", "inject", "restarts",
 }  # fmt: skip
 # A resumed run must be the same in these; a change of any other is announced.
 FIXED_ON_RESUME = (

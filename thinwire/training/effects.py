@@ -34,6 +34,7 @@ def unused_rows(config: TrainConfig) -> Iterator[Row]:
         "text_field": (not reads_fields and not folder_like(config.data), f"data {config.data} has no fields"),
         "join": (config.nodes == 1, "there is one machine"),
         "inner": (not has_islands(config.strategy), f"strategy {config.strategy} has no islands"),
+        "restarts": (not has_islands(config.strategy), f"strategy {config.strategy} has no islands"),
         "prompt": (config.sample_tokens == 0, "no tokens are generated"),
         "grad_clip": (clips, f"strategy {config.strategy} clips each rank's gradient, by an option of its own"),
         "weight_decay": (config.lr == 0, "the learning rate is 0"),

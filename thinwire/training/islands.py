@@ -8,17 +8,18 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType
-from typing import IO, NoReturn
+from typing import NoReturn
 
 import torch.distributed as dist
 
 from thinwire.collectives import host_meeting
 from thinwire.collectives.elastic import BEGUN
-from thinwire.errors import ThinwireError
+from thinwire.errors import ConfigError, ThinwireError
 from thinwire.training.config import TrainConfig
 from thinwire.training.prepare import Island, Start
 from thinwire.training.problems import Problems
@@ -30,19 +31,43 @@ POLL_S = 0.1
 
 
 class Children:
-    """The launchers of this machine's islands: signals go to all of them, and nothing outlives this process's will."""
+    """The launchers of this machine's islands: signals go to all of them, and nothing outlives this process's will.
 
-    def __init__(self) -> None:
+    restarts: how often each may be started again.
+    """
+
+    def __init__(self, restarts: int) -> None:
+        self.restarts = restarts
         self.running: dict[int, subprocess.Popen] = {}
+        self._again: dict[int, tuple[list[str], Path | None]] = {}
+        self._num_restarts: dict[int, int] = {}
         self.received: int | None = None
         for signum in STOPPING:
             signal.signal(signum, self._handle)
 
-    def start(self, number: int, command: list[str], output: IO[str] | None) -> None:
-        # A terminal's Ctrl-C would reach them twice: from the terminal, and from here.
-        self.running[number] = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, start_new_session=True
-        )
+    def start(self, number: int, command: list[str], again: list[str], log: Path | None) -> None:
+        """Start an island; again: the command with which it is started again. log: its output; None: this one's."""
+        self._again[number] = again, log
+        with nullcontext() if log is None else log.open("a") as output:
+            # A terminal's Ctrl-C would reach them twice: from the terminal, and from here.
+            self.running[number] = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, start_new_session=True
+            )
+
+    def is_first_time(self, number: int) -> bool:
+        """Whether it was never started again."""
+        return number not in self._num_restarts
+
+    def start_again(self, number: int) -> None:
+        """Start an island that has failed, if it may be; it joins the others."""
+        done = self._num_restarts.get(number, 0)
+        if done >= self.restarts:
+            print(f"thinwire: island {number} failed, and is not started again; the others go on", file=sys.stderr)
+            return
+        self._num_restarts[number] = done + 1
+        print(f"thinwire: island {number} is started again ({done + 1} of {self.restarts})", file=sys.stderr)
+        again, log = self._again[number]
+        self.start(number, again, again, log)
 
     def send(self, signum: int) -> None:
         for child in self.running.values():
@@ -66,7 +91,7 @@ def launch_islands(config: TrainConfig, start: Start) -> int:
     # That file starts what is below here.
     from thinwire.training.launch import await_node_0
 
-    children = Children()
+    children = Children(config.restarts)
     size = island_size(config)
     here, count = config.workers // size, config.world_size // size
     host, _, port = (config.join or "127.0.0.1:0").rpartition(":")
@@ -83,23 +108,32 @@ def launch_islands(config: TrainConfig, start: Start) -> int:
             run_dir.claim(0, to_toml(own), overwrite=config.overwrite)
         island = Island(number, count, meet)
         command = [sys.executable, "-m", "thinwire.training.islands", str(run_dir.config())]
-        with (run_dir.logs / "launcher.out").open("w") as output:
-            children.start(number, [*command, replace(start, island=island).to_json()], output if number else None)
+        log = run_dir.logs / "launcher.out" if number else None
+        # Faults are asked for once.
+        first, again = (replace(start, island=island, inject=inject).to_json() for inject in (start.inject, ()))
+        children.start(number, [*command, first], [*command, again], log)
     return watch(children, meeting)
 
 
 def watch(children: Children, meeting: dist.TCPStore) -> int:
-    """Return when all have ended; one that fails before the islands have met ends all."""
-    worst = 0
+    """Return when all have ended; one that fails before the islands have met ends all, later it is started again."""
+    codes: dict[int, int] = {}
     while children.running:
-        for code in children.ended().values():
-            worst = max(worst, code)
-            if code and children.received is None and not meeting.check([BEGUN]):
+        for number, code in children.ended().items():
+            codes[number] = code
+            if not code or children.received is not None:
+                continue
+            if not meeting.check([BEGUN]):
                 children.send(signal.SIGTERM)
+            elif 0 in codes.values():
+                # Whoever comes back when the others have finished finds nobody.
+                codes[number] = code if children.is_first_time(number) else 0
+            elif code != ConfigError.exit_code:
+                children.start_again(number)
         time.sleep(POLL_S)
     if children.received is not None:
         raise StoppedError(children.received)
-    return worst
+    return max(codes.values())
 
 
 def follow_parent() -> None:

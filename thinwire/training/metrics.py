@@ -41,7 +41,7 @@ class MembershipEvent:
     """The islands that train together have changed; a line of its own between those of the steps.
 
     after_step: the last step that was taken before. members, lost, joined: numbers of islands. cost_s: seconds that
-    this island stood still for it. reason: what made it necessary.
+    this island stood still for it. how: what was done in that time.
     """
 
     event: str = field(default="membership", kw_only=True)
@@ -51,7 +51,7 @@ class MembershipEvent:
     lost: list[int]
     joined: list[int]
     cost_s: float
-    reason: str = ""
+    how: str = ""
 
 
 class MetricsWriter:

@@ -118,9 +118,19 @@ def check_grid(strategy: TrainingStrategy, topology: Topology) -> None:
 
 def check_fault(text: str, config: TrainConfig) -> None:
     """Raise ConfigError for a fault that can't be read, or can't fire in this run."""
-    fault = faults.parse(text)
-    if fault.rank is not None and fault.rank >= config.world_size:
-        raise ConfigError(f"--inject {text!r}: ranks are numbered from 0 to {config.world_size - 1}")
+    fault, num_ranks = faults.parse(text), config.world_size
+    if not has_islands(config.strategy):
+        if fault.island is not None:
+            raise ConfigError(f"--inject {text!r}: strategy {config.strategy} has no islands; name a rank")
+    else:
+        num_ranks = island_size(config)
+        num_islands = config.world_size // num_ranks
+        if fault.island is None:
+            raise ConfigError(f"--inject {text!r}: name the island too, such as island=0; ranks count inside of it")
+        if fault.island >= num_islands:
+            raise ConfigError(f"--inject {text!r}: islands are numbered from 0 to {num_islands - 1}")
+    if fault.rank is not None and fault.rank >= num_ranks:
+        raise ConfigError(f"--inject {text!r}: ranks are numbered from 0 to {num_ranks - 1}")
     if fault.step is not None and fault.step > config.steps:
         raise ConfigError(f"--inject {text!r}: the run ends after step {config.steps}")
 

@@ -55,7 +55,7 @@ class Reporter:
         members = ", ".join(map(str, event.members))
         self.progress.say(
             f"generation {event.generation}: {'; '.join(changes) or 'as before'}; islands {members} go on after step "
-            f"{event.after_step}; it took {event.cost_s:.1f} s" + (f" ({event.reason})" if event.reason else "")
+            f"{event.after_step}; it took {event.cost_s:.1f} s ({event.how})"
         )
 
     def finish(

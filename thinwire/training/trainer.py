@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from thinwire.codecs import derive_seed
 from thinwire.collectives import ElasticPeers, Peers, faults
 from thinwire.data import BatchLoader, heldout_batches, load_tokenizer
 from thinwire.data import prepare as prepare_tokens
-from thinwire.data_parallel.interface import CatchesUp, Finishing, TrainingStrategy
+from thinwire.data_parallel.interface import CatchesUp, ComingAndGoing, Finishing, TrainingStrategy
 from thinwire.data_parallel.islands import AmongIslands, OnIslands
 from thinwire.data_parallel.watchdog import Watchdog
 from thinwire.errors import ConfigError
@@ -32,7 +33,7 @@ from thinwire.training.agreement import agree
 from thinwire.training.config import PER_MACHINE, TrainConfig, derive
 from thinwire.training.effects import Row
 from thinwire.training.hardware import max_over_ranks, peak_rss_bytes
-from thinwire.training.metrics import StepMetrics
+from thinwire.training.metrics import MembershipEvent, StepMetrics
 from thinwire.training.prepare import Island
 from thinwire.training.proof import Proof, circumstances
 from thinwire.training.reporter import Reporter, versions
@@ -90,7 +91,7 @@ class Trainer:
         # In training the wrapped module is called, which may communicate; everywhere else the model itself.
         strategy: TrainingStrategy | AmongIslands = build_strategy(config)
         if isinstance(strategy, OnIslands):
-            strategy = strategy.among(meet_others(config, place), terms=common_terms(config, self.digest))
+            strategy = strategy.among(partial(meet_others, config, place), terms=common_terms(config, self.digest))
         self.wrapped, self.optimizer = strategy.apply(
             self.model, optimizer, local_size=config.local_size, seed=config.seed, timeout_s=config.timeout,
             checked=config.checked, overlap=True,
@@ -111,9 +112,12 @@ class Trainer:
         self.saver = Saver(self.run_dir.checkpoints, disk, default_store(), keep, config.timeout)
         self._proof: Proof | None = None
         load_report: list[Row] = []
-        if saved:
+        self.step = 0
+        self._follow()
+        # Who has joined others has their state, and no use for its own of long ago.
+        if saved and not self.step:
             self.step, self._proof, load_report = self._load(saved)
-        else:
+        elif not self.step:
             self.step = self._catch_up()
         self._watchdog = Watchdog(config.dead_steps)
         self._traffic = self.optimizer.meter.snapshot()
@@ -125,6 +129,7 @@ class Trainer:
                 uncompressed_bytes=self.optimizer.uncompressed_bytes_per_step,
                 rows=[data_row, *rows, *load_report, *self.optimizer.describe(), *link_rows],
             )  # fmt: skip
+        self._report_changes()
         self._arm_faults()
 
     def run(self) -> None:
@@ -164,7 +169,28 @@ class Trainer:
         """Let the faults happen that are this process's; one that was started again has had its own."""
         if not int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
             announce = faults.say if self.reporter is None else self.reporter.progress.warn
-            faults.arm(map(faults.parse, self.config.inject), rank=self.place.rank, announce=announce)
+            island = self.place.island.number if isinstance(self.optimizer, ComingAndGoing) else None
+            told = map(faults.parse, self.config.inject)
+            faults.arm(told, rank=self.place.rank, island=island, announce=announce)
+
+    def _follow(self) -> None:
+        """Go where the others are: an island that was away, or comes late, leaves out the steps that it has missed."""
+        if isinstance(self.optimizer, ComingAndGoing):
+            self.loader.skip_steps(self.optimizer.position - self.step)
+            self.step = self.optimizer.position
+
+    def _report_changes(self) -> None:
+        if not isinstance(self.optimizer, ComingAndGoing):
+            return
+        for change in self.optimizer.take_changes():
+            if self.reporter is not None:
+                now = change.membership
+                self.reporter.membership(
+                    MembershipEvent(
+                        self.step, now.generation, list(now.members), list(now.lost), list(now.joined),
+                        round(change.cost_s, 3), change.how,
+                    )
+                )  # fmt: skip
 
     def _take_step(self) -> None:
         faults.at_step(self.step + 1)
@@ -205,6 +231,8 @@ class Trainer:
             )  # fmt: skip
         self._watch_gradient(grad_norm)
         self._warn_of_saves()
+        self._follow()
+        self._report_changes()
 
     def _forward_backward(self) -> float:
         """The mean loss over this rank's micro-batches; only the last one's backward communicates."""
@@ -267,7 +295,7 @@ class Trainer:
         if not isinstance(self.optimizer, CatchesUp):
             return 0
         step = self.optimizer.catch_up()
-        self.loader.skip(step)
+        self.loader.skip_steps(step)
         return step
 
     def _save(self) -> None:

@@ -15,10 +15,13 @@ from thinwire.collectives import Peers
 from thinwire.collectives.algorithms import Link, all_gather_packets
 from thinwire.collectives.rounds import Rounds
 from thinwire.data_parallel.replicas import ReplicaError
-from thinwire.errors import MismatchError
+from thinwire.errors import CorruptMessageError, MismatchError, PeerLostError, ThinwireError
 
 OPERATION, COMMIT = "outer", "outer_commit"
 HEADER = struct.Struct("<qqifi4x")
+STOP, RENEW = 1, 2
+# A message that comes damaged is asked for once more.
+NUM_ATTEMPTS = 2
 # Packets start and end where all number formats may.
 ALIGNMENT = 8
 
@@ -27,14 +30,23 @@ class Header(NamedTuple):
     """What stands in front of a packet.
 
     fingerprint: of the outer parameters from which the packet counts. number: of the fragment's exchange, from 1.
-    weight: of this island in the mean; 0: it only listens. stops: this island wishes that all stop.
+    weight: of this island in the mean; 0: it only listens. wishes: what this island wishes all to do after it, STOP and
+    RENEW added up.
     """
 
     fingerprint: int
     number: int
     fragment: int
     weight: float
-    stops: int = 0
+    wishes: int = 0
+
+    @property
+    def wishes_stop(self) -> bool:
+        return bool(self.wishes & STOP)
+
+    @property
+    def wishes_renewal(self) -> bool:
+        return bool(self.wishes & RENEW)
 
 
 def message_bytes(codec: Codec, numel: int) -> int:
@@ -53,7 +65,8 @@ class Sync:
 
     step: after which it was sent. delta: this island's outer gradient, until it is packed. message: header and packet.
     received: uint8 [members, bytes], every member's message, in the order of members; complete once it is there.
-    is_committed: every member has said that it holds them all, so whoever is left can apply the same sum.
+    is_committed: every member has said that it holds them all, so whoever is left can apply the same sum. A member
+    whose messages come damaged again and again stops, and is lost for the others.
 
     A loss before `received` leaves nothing to apply. A loss after it leaves the question whether somebody has applied
     the sum: if so, everyone holds the messages, and all apply them; if not, they are dropped and sent once more.
@@ -80,10 +93,27 @@ class Sync:
         if self.message is None:
             self._pack(link)
         assert self.message is not None
-        gathered = yield from all_gather_packets(link, self.message, OPERATION, self._length)
-        self.received = gathered.transpose(0, 1).reshape(grid.world_size, -1).clone()
-        yield from all_gather_packets(link, torch.ones(1, dtype=torch.uint8), COMMIT)
-        self.is_committed = True
+        names = link.wire.global_ranks
+        words: Tensor | None = None
+        for _ in range(NUM_ATTEMPTS):
+            # Whose message came damaged, by position and from 1.
+            word = torch.zeros(1, dtype=torch.uint8)
+            try:
+                gathered = yield from all_gather_packets(link, self.message, OPERATION, self._length)
+                self.received = gathered.transpose(0, 1).reshape(grid.world_size, -1).clone()
+            except CorruptMessageError as error:
+                word[0] = 1 + names.index(error.sender)
+            words = yield from all_gather_packets(link, word, COMMIT)
+            if not words.any():
+                self.is_committed = True
+                return
+        assert words is not None
+        sender = int(words.max()) - 1
+        self.received = None
+        told = f"{link.wire.name(sender)} is lost: {OPERATION} {self.header.number} came damaged from it, twice"
+        if sender == link.rank:
+            raise ThinwireError(told)
+        raise PeerLostError(told)
 
     def _pack(self, link: Link) -> None:
         assert self.delta is not None

@@ -113,6 +113,11 @@ class Islands:
         return self.loop.outer_parameters()
 
     @property
+    def steps(self) -> int:
+        """Steps that the islands have taken; it jumps where this one was away and has caught up."""
+        return self.loop.steps
+
+    @property
     def weight(self) -> float:
         """Of this island in the means of the exchanges that follow; set it on the island's first rank."""
         return self.loop.weight

@@ -6,24 +6,32 @@ import hashlib
 import logging
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from thinwire import _compat
 from thinwire.codecs import derive_seed
 from thinwire.collectives import Communicator, Meter, MeterReading, Peers
+from thinwire.collectives.elastic import PATIENCE_S
+from thinwire.collectives.faults import say
 from thinwire.collectives.peers import alone
+from thinwire.data_parallel.islands import recovery
 from thinwire.data_parallel.islands.correction import Correction
-from thinwire.data_parallel.islands.exchange import Header, Sync, sent_bytes
+from thinwire.data_parallel.islands.exchange import RENEW, STOP, Header, Sync, sent_bytes
 from thinwire.data_parallel.islands.fragments import Fragment, cut
 from thinwire.data_parallel.islands.method import OuterMethod
 from thinwire.data_parallel.islands.outer import OuterFragment, merged
 from thinwire.data_parallel.replicas import check_layout, digest, odd_ranks
 from thinwire.data_parallel.table import Row
-from thinwire.errors import ConfigError, PeerLostError
+from thinwire.errors import ConfigError, CorruptMessageError, PeerLostError
+
+LOOK_EVERY_S = 0.5
 
 log = logging.getLogger("thinwire")
 
@@ -49,13 +57,21 @@ class Flight:
     due: int
     sync: Sync | None
     members: tuple[int, ...] = ()
+    is_applied: bool = False
+
+    def submit(self, peers: Peers) -> None:
+        """Start it among those that are present."""
+        assert self.sync is not None
+        self.members = peers.members
+        self.sync.submit(peers)
 
 
 class OuterLoop:
     """Counts inner steps, exchanges fragments with other islands when they are due, and takes outer steps.
 
     All ranks of an island have one and call it alike; its first rank alone has peers, and the outer state, fp32 on the
-    CPU. weight: of this island in the means. torch_optimizer: the one whose gradients a correction is added to.
+    CPU. weight: of this island in the means. torch_optimizer: the one whose gradients a correction is added to, and
+    whose learning rate rises anew on an island that joins others.
     terms: what else all islands must have in common.
 
     Every island must take the same steps. Raises ConfigError where islands train different models or by other options.
@@ -73,12 +89,20 @@ class OuterLoop:
         seed: int = 0,
     ) -> None:
         self.host, self.model, self.method, self.terms, self.seed = host, model, method, terms, seed
+        self.torch_optimizer = torch_optimizer
+        self._num_waits = 0
+        self._follow_first()
         self.fragments = cut(model, method.num_fragments, method.pattern, method.codec.block)
         self.schedule = method.schedule(len(self.fragments))
         self._fixed = [param.data for param in model.parameters() if not param.requires_grad] + list(model.buffers())
         self.is_first = host.comm is None or host.comm.rank == 0
         self.peers = (peers or alone()) if self.is_first else None
         self.steps = 0
+        # After which step the last exchanges were started.
+        self.sent_through = 0
+        # Where this island goes on that has caught up with the others; 0: it needn't.
+        self.jump = 0
+        self.changes: list[recovery.Change] = []
         self.weight = 1.0
         self.wishes_stop = self.stop_agreed = False
         self.flights: deque[Flight] = deque()
@@ -102,15 +126,17 @@ class OuterLoop:
     def after_step(self) -> None:
         """An inner step was taken: receive what is due, send what is due; on all ranks of the island."""
         self.steps += 1
-        self._receive_due()
+        if self._receive_due():
+            return
         for number in self.schedule.due(self.steps):
             self._send(number)
+        self.sent_through = self.steps
         self._receive_due()
 
     def drain(self) -> None:
         """Wait for everything under way, and take it as if it were due."""
         while self.flights:
-            self._receive(self.flights.popleft())
+            self._receive()
 
     def finish(self) -> None:
         """Drain, and leave the outer parameters in the model: the result, the same on all islands."""
@@ -121,9 +147,12 @@ class OuterLoop:
         if self.correction is not None:
             self.correction.note_start()
 
-    def _receive_due(self) -> None:
+    def _receive_due(self) -> bool:
+        """Take what is due; whether this island went on elsewhere instead, with those that it had lost."""
         while self.flights and self.flights[0].due <= self.steps:
-            self._receive(self.flights.popleft())
+            if self._receive():
+                return True
+        return False
 
     def _send(self, number: int) -> None:
         """Outer gradient of a fragment: x - w, and on its way."""
@@ -135,65 +164,142 @@ class OuterLoop:
             outer = self.outer[number]
             count = outer.number + 1
             delta = outer.parameters - fragment.flat(weights)
-            weight = self.weight
+            weight, wishes = self.weight, STOP * self.wishes_stop + RENEW * self.peers.changed()
             if not bool(torch.isfinite(delta.sum())):
                 log.warning("thinwire: island %d is left out of an exchange: not finite", self.peers.island)
                 weight = 0.0
-            header = Header(outer.fingerprint, count, number, weight, int(self.wishes_stop))
+            header = Header(outer.fingerprint, count, number, weight, wishes)
             flight.sync = Sync(
                 header, self.method.codec, fragment.numel, self.steps,
                 derive_seed(self.seed, count, number, self.peers.island),
                 delta=delta,
             )  # fmt: skip
-            flight.members = self.peers.members
-            flight.sync.submit(self.peers)
+            flight.submit(self.peers)
         self.flights.append(flight)
 
-    def _receive(self, flight: Flight) -> None:
-        """The outer step of a fragment, and what the island goes on with."""
+    def _receive(self) -> bool:
+        """The outer step of the first fragment under way, and what the island goes on with; see _receive_due."""
+        flight = self.flights[0]
         if flight.sync is not None:
-            self._await(flight.sync)
-            self.apply(flight)
-        self._merge(flight.fragment)
+            self._await(flight)
+        self._follow_first()
+        return self._merge(flight)
 
-    def _await(self, sync: Sync) -> None:
-        """Return when all members hold all messages; raises PeerLostError."""
+    def _await(self, flight: Flight) -> None:
+        """Return when the outer step is taken, or this island has caught up with others that went on without it."""
+        sync, peers = flight.sync, self.peers
+        assert sync is not None and peers is not None
+        while not (flight.is_applied or self.jump):
+            try:
+                self.wait_for(sync)
+            except (PeerLostError, CorruptMessageError) as error:
+                say(f"thinwire: island {peers.island}: {error}")
+                recovery.renew(self)
+                continue
+            self.apply(flight)
+            if any(header.wishes_renewal for header in sync.headers()):
+                recovery.renew(self)
+
+    def wait_for(self, sync: Sync) -> None:
+        """Return when all members hold all messages; raises PeerLostError, at once where a member is known to be lost.
+
+        CorruptMessageError where nobody knows whether they do.
+        """
         assert self.peers is not None
-        if sync.future is not None:
-            self.peers.comm.wait(sync.future)
+        future, meter = sync.future, self.peers.comm.meter
+        if future is None:
+            return
+        if not future.done():
+            with meter.timed("exposed_s"):
+                while wait([future], timeout=LOOK_EVERY_S).not_done:
+                    if self.peers.lost():
+                        raise PeerLostError("an island that takes part in the exchange under way is gone")
+        future.result()
 
     def apply(self, flight: Flight) -> None:
         """One outer step with what was received; every island takes the same, bit for bit."""
-        sync = flight.sync
-        assert sync is not None
-        sync.check(flight.members)
-        total, weights = sync.total()
-        self.outer[flight.fragment].apply(self.method.rule, total, weights, len(flight.members))
-        self.stop_agreed = self.stop_agreed or any(header.stops for header in sync.headers())
+        assert flight.sync is not None
+        self.apply_sync(flight.fragment, flight.sync, flight.members)
+        flight.is_applied = True
 
-    def _merge(self, number: int) -> None:
-        """mix * w + (1 - mix) * x, from the first rank to all of the island."""
+    def apply_sync(self, number: int, sync: Sync, members: tuple[int, ...]) -> None:
+        """See apply; members: those among whom it was exchanged."""
+        sync.check(members)
+        total, weights = sync.total()
+        self.outer[number].apply(self.method.rule, total, weights, len(members))
+        self.stop_agreed = self.stop_agreed or any(header.wishes_stop for header in sync.headers())
+
+    def _merge(self, flight: Flight) -> bool:
+        """mix * w + (1 - mix) * x, from the first rank to all of the island; see _receive_due."""
+        number = flight.fragment
         fragment, mix = self.fragments[number], self.method.mix
         weights = self.host.masters(fragment.names) if mix else {}
         flat = fragment.zeros()
         if self.is_first:
             outer = self.outer[number].parameters
             flat = merged(fragment.flat(weights) if mix else outer, outer, mix)
+        flat = self._share(flat)
+        if self.jump:
+            self._go_on_elsewhere()
+            return True
+        self.flights.popleft()
         if self.correction is not None:
             self.correction.note_exchange()
-        self.host.adopt_weights(fragment.views(self._share(flat)))
+        self.host.adopt_weights(fragment.views(flat))
         if self.correction is not None:
             self.correction.note_start()
+        return False
 
     def _share(self, flat: Tensor) -> Tensor:
-        """The first rank's values on all ranks of the island, and whether islands have agreed to stop."""
+        """The first rank's values on all ranks of the island, with whether islands have agreed to stop, and `jump`."""
         comm = self.host.comm
         if comm is None or comm.world_size == 1:
             return flat
-        message = torch.cat([flat, torch.tensor([float(self.stop_agreed)])])
+        message = torch.cat([flat, torch.tensor([float(self.stop_agreed), float(self.jump)])])
         comm.wait(comm.broadcast_(message))
-        self.stop_agreed = bool(message[-1])
-        return message[:-1]
+        self.stop_agreed, self.jump = bool(message[-2]), int(message[-1])
+        return message[:-2]
+
+    def _follow_first(self) -> None:
+        """Wait until the first rank is here: it may be with other islands for longer than a message may take."""
+        comm, self._num_waits = self.host.comm, self._num_waits + 1
+        if comm is None or comm.world_size == 1:
+            return
+        store, key = _compat.default_store(), f"thinwire/island/{comm.global_ranks[0]}/{self._num_waits}"
+        if comm.rank:
+            store.wait([key], timedelta(seconds=PATIENCE_S))
+        else:
+            store.set(key, "")
+
+    # ---------------------------------------------------------------- islands that come and go
+
+    def _go_on_elsewhere(self) -> None:
+        """Take the outer parameters of islands that went on without this one, and their step."""
+        self.flights.clear()
+        self.steps = self.sent_through = self.jump
+        self.jump = 0
+        for number in range(len(self.fragments)):
+            self._merge_start(number)
+
+    def pending(self, number: int) -> Flight:
+        """The exchange of a fragment that is under way and not applied."""
+        return next(flight for flight in self.flights if flight.fragment == number and not flight.is_applied)
+
+    def state_to_hand_over(self) -> Tensor:
+        """The outer state in one, fp32, flat: what an island needs to take part, besides counts."""
+        held = [t for outer in self.outer for t in (outer.parameters, outer.momentum, outer.correction)]
+        return torch.cat([tensor for tensor in held if tensor is not None])
+
+    def take_over(self, state: Tensor, counts: list[int]) -> None:
+        """Take what another island's state_to_hand_over gave; counts: exchanges applied to it, by fragment."""
+        rest = state
+        for outer, count in zip(self.outer, counts, strict=True):
+            for tensor in (outer.parameters, outer.momentum, outer.correction):
+                if tensor is not None:
+                    tensor.copy_(rest[: tensor.numel()])
+                    rest = rest[tensor.numel() :]
+            outer.set_parameters(outer.parameters.clone())
+            outer.number = count
 
     # ---------------------------------------------------------------- weights as they are elsewhere
 
@@ -219,9 +325,22 @@ class OuterLoop:
                 named[name].data.copy_(value)
 
     def _same_start(self) -> Row:
-        """Give all islands the first one's weights, sending them only where they differ; a collective."""
-        differ = self._level_islands() if self.is_first else False
+        """Give all islands the first one's weights, sending them only where they differ; a collective.
+
+        An island that comes later gets the others' state.
+        """
+        joins, differ = self.peers is not None and not self.peers.has_state, False
+        if joins:
+            recovery.join(self)
+        elif self.is_first:
+            differ = self._level_islands()
+        self._follow_first()
         shared = self._share(torch.tensor([float(differ)]))
+        if self.jump:
+            self._go_on_elsewhere()
+            Rewarming(self.torch_optimizer, self.method.rejoin_steps)
+            how = self.changes[-1].how if self.changes else "from the first rank"
+            return "equal islands at start", f"joined after step {self.steps}", how
         if bool(shared[0]):
             for number in range(len(self.fragments)):
                 self._merge_start(number)
@@ -235,7 +354,7 @@ class OuterLoop:
         """Compare with the other islands; whether they differed, in which case `outer` is now the first one's."""
         assert self.peers is not None
         comm = self.peers.comm
-        if odd := odd_ranks(comm, digest([self._asked().encode(), *self._fixed])):
+        if odd := odd_ranks(comm, digest([self.asked().encode(), *self._fixed])):
             raise ConfigError(
                 f"island {odd[0]} trains another model, on other data or by other options than island "
                 f"{self.peers.members[0]}, or its frozen weights and buffers differ: start all with the same"
@@ -317,9 +436,12 @@ class OuterLoop:
         for flight in self.flights:
             sync = flight.sync
             if sync is not None:
-                self._await(sync)
-            told = None if sync is None else (tuple(sync.header), sync.step, sync.seed, sync.received)
-            flights.append((flight.fragment, flight.due, flight.members, told))
+                # What a loss has stopped is sent again, here when it is due, and where the state is loaded.
+                with suppress(PeerLostError, CorruptMessageError):
+                    self.wait_for(sync)
+            told = None if sync is None else (tuple(sync.header), sync.step, sync.seed, sync.received, sync.message)
+            flights.append((flight.fragment, flight.due, flight.members, told, flight.is_applied))
+        self._follow_first()
         return {
             "steps": self.steps,
             "flights": flights,
@@ -332,20 +454,23 @@ class OuterLoop:
         """Restore what state_dict gave, besides the weights; raises ConfigError where it does not fit."""
         check_layout(self._layout(), state["layout"])
         self.drain_silently()
-        self.steps = state["steps"]
+        self.steps = self.sent_through = state["steps"]
         for outer, (parameters, momentum, number, correction) in zip(self.outer, state["outer"], strict=True):
             outer.set_parameters(parameters)
             outer.momentum.copy_(momentum)
             outer.number = number
             if outer.correction is not None:
                 outer.correction.copy_(correction)
-        for fragment, due, members, told in state["flights"]:
-            sync = None
+        for fragment, due, members, told, is_applied in state["flights"]:
+            flight = Flight(fragment, due, None, tuple(members), is_applied)
             if told is not None:
-                header, step, seed, received = told
-                sync = Sync(Header(*header), self.method.codec, self.fragments[fragment].numel, step, seed)
-                sync.received, sync.is_committed = received.clone(), True
-            self.flights.append(Flight(fragment, due, sync, tuple(members)))
+                header, step, seed, received, message = told
+                flight.sync = Sync(Header(*header), self.method.codec, self.fragments[fragment].numel, step, seed)
+                flight.sync.message, flight.sync.received = message, received
+                flight.sync.is_committed = received is not None
+                if self.peers is not None and received is None:
+                    flight.submit(self.peers)
+            self.flights.append(flight)
         if self.correction is not None:
             self.correction.load_state_dict(state["correction"])
 
@@ -357,18 +482,19 @@ class OuterLoop:
         """Wait for what is under way, and drop it."""
         for flight in self.flights:
             if flight.sync is not None:
-                self._await(flight.sync)
+                with suppress(PeerLostError, CorruptMessageError):
+                    self.wait_for(flight.sync)
         self.flights.clear()
 
     def _layout(self) -> dict[str, Any]:
         return {
             "method": repr(self.method),
-            "fragments": hashlib.sha256(self._asked().encode()).hexdigest()[:16],
+            "fragments": hashlib.sha256(self.asked().encode()).hexdigest()[:16],
             "island": self.peers.island if self.peers is not None else None,
             "is_first": self.is_first,
         }
 
-    def _asked(self) -> str:
+    def asked(self) -> str:
         """What all islands must have in common."""
         shapes = [[(name, tuple(shape)) for name, shape in fragment.shapes.items()] for fragment in self.fragments]
         return repr((shapes, self.method, self.terms))
@@ -381,6 +507,29 @@ class OuterLoop:
             with suppress(PeerLostError):
                 self.peers.comm.barrier()
             self.peers.close()
+
+
+class Rewarming:
+    """Multiplies the learning rate of the next steps with 1/(n + 1), 2/(n + 1), ... n/(n + 1), whatever it is set to.
+
+    For an island that joins others: the optimizer's moments are means of nothing yet.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, num_steps: int) -> None:
+        self._num_steps, self._step = num_steps, 0
+        self._stated: list[Any] = []
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._after_step)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._step += 1
+        self._stated = [group["lr"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * min(1.0, self._step / (self._num_steps + 1))
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for group, lr in zip(optimizer.param_groups, self._stated, strict=True):
+            group["lr"] = lr
 
 
 class Meters(Meter):

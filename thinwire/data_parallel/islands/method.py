@@ -36,7 +36,8 @@ class OuterMethod:
     later it takes the outer step with the mean D, and goes on with mix * w + (1 - mix) * x.
 
     sync_every: H. num_fragments, pattern: see `cut`. overlap_steps: tau. start_after: see Schedule. outer_lr,
-    outer_momentum: see Nesterov. correction: see FedSpeed; of the whole model, without overlap.
+    outer_momentum: see Nesterov. correction: see FedSpeed; of the whole model, without overlap. rejoin_steps:
+    see Rewarming.
 
     Raises ConfigError for values out of range or that contradict each other.
     """
@@ -51,10 +52,13 @@ class OuterMethod:
     codec: Codec = field(default_factory=Identity)
     start_after: int = 0
     correction: FedSpeed | None = None
+    rejoin_steps: int = 10
 
     def __post_init__(self) -> None:
         if not 0 <= self.mix < 1:
             raise ConfigError(f"mix {self.mix}: must be at least 0, and below 1, at which nothing would be learnt")
+        if self.rejoin_steps < 0:
+            raise ConfigError(f"rejoin_steps {self.rejoin_steps}: must be at least 0; nearest: 0")
         if self.start_after and self.overlap_steps:
             raise ConfigError(f"start_after {self.start_after}: exchanges after every step leave nothing to overlap")
         if self.correction and (self.num_fragments != 1 or self.overlap_steps or self.mix):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -14,6 +14,7 @@ from thinwire.checkpoint import Snapshot, Source
 from thinwire.collectives import Communicator, Meter, Peers
 from thinwire.data_parallel.interface import ParallelOptimizer
 from thinwire.data_parallel.islands.loop import Meters, OuterLoop
+from thinwire.data_parallel.islands.recovery import Change
 from thinwire.data_parallel.islands.strategies import OnIslands
 from thinwire.data_parallel.table import Row
 
@@ -25,7 +26,7 @@ def wrap_islands(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     strategy: OnIslands,
-    peers: Peers | None,
+    peers: Peers | Callable[[], Peers | None] | None,
     terms: str,
     *,
     local_size: int | None,
@@ -36,12 +37,14 @@ def wrap_islands(
 ) -> tuple[nn.Module, IslandsOptimizer]:
     """The default group becomes an island under the inner strategy; a collective over it, and over all islands.
 
-    peers: on the group's first rank, the other islands; None: there are none. Raises ConfigError for what the inner
-    strategy refuses, and where islands differ.
+    peers: on the group's first rank, the other islands, or a function that meets them; None: there are none.
+    Raises ConfigError for what the inner strategy refuses, and where islands differ.
     """
     wrapped, inner = strategy.inner.apply(
         model, optimizer, local_size=local_size, seed=seed, timeout_s=timeout_s, checked=checked, overlap=overlap
     )
+    # Those who have begun wait for whoever has met them.
+    peers = peers() if callable(peers) else peers
     loop = OuterLoop(inner, model, strategy.method(), peers, terms=terms, torch_optimizer=optimizer, seed=seed)
     return wrapped, IslandsOptimizer(inner, loop, strategy)
 
@@ -147,6 +150,16 @@ class IslandsOptimizer:
     def handover_bytes(self, names: Collection[str]) -> tuple[int, int]:
         """See the inner strategy's."""
         return self.inner.handover_bytes(names)
+
+    @property
+    def position(self) -> int:
+        """Steps that the islands have taken; it jumps where this one has caught up with others."""
+        return self.loop.steps
+
+    def take_changes(self) -> list[Change]:
+        """The changes of membership since the last call; known to the island's first rank."""
+        taken, self.loop.changes = self.loop.changes, []
+        return taken
 
     def finish(self) -> None:
         """Receive what is under way, and leave the outer parameters in the model, the same on all islands."""

@@ -78,8 +78,8 @@ class OnIslands:
         """As of the inner strategy."""
         return self.inner.settled_after
 
-    def among(self, peers: Peers | None, terms: str = "") -> AmongIslands:
-        """The strategy of an island that has peers, which its first rank alone knows.
+    def among(self, peers: Peers | Callable[[], Peers | None] | None, terms: str = "") -> AmongIslands:
+        """The strategy of an island that has peers, which its first rank alone knows, or meets by a function.
 
         terms: what all islands must have in common, besides the model and the options.
         """
@@ -107,7 +107,7 @@ class AmongIslands:
     """A strategy that has been told of its peers."""
 
     strategy: OnIslands
-    peers: Peers | None
+    peers: Peers | Callable[[], Peers | None] | None
     terms: str = ""
 
     def apply(
@@ -136,7 +136,8 @@ class DiLoCoStrategy(OnIslands):
     """DiLoCo: H inner steps on every island, then one outer Nesterov step with the mean of how far they went.
 
     sync_every: H. outer_lr, outer_momentum: of the outer step. codec: of outer gradients: "fp32", "bf16", "int8",
-    "int4" or "e3m0", powers of two in 4 bits. fedspeed: lam of FedSpeed's correction; None: none.
+    "int4" or "e3m0", powers of two in 4 bits. fedspeed: lam of FedSpeed's correction; None: none. rejoin_steps: steps
+    over which the learning rate rises again on an island that has come to others, without what its optimizer knew.
 
     Raises ConfigError for values out of range.
     Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models" (2023).
@@ -151,6 +152,7 @@ class DiLoCoStrategy(OnIslands):
     outer_momentum: float = 0.9
     codec: str = "fp32"
     fedspeed: float | None = None
+    rejoin_steps: int = 10
 
     def __post_init__(self) -> None:
         self.check()
@@ -158,7 +160,8 @@ class DiLoCoStrategy(OnIslands):
     def method(self) -> OuterMethod:
         return OuterMethod(
             self.sync_every, outer_lr=self.outer_lr, outer_momentum=self.outer_momentum,
-            codec=codec_named(self.codec), correction=None if self.fedspeed is None else FedSpeed(self.fedspeed),
+            codec=codec_named(self.codec), rejoin_steps=self.rejoin_steps,
+            correction=None if self.fedspeed is None else FedSpeed(self.fedspeed),
         )  # fmt: skip
 
 
@@ -169,7 +172,7 @@ class StreamingDiLoCoStrategy(OnIslands):
     sync_every: H, steps between two exchanges of one fragment. num_fragments: at most the model's layers; None: one
     for each three layers. pattern: "strided", layer l goes to fragment l mod P, or "sequential". overlap_steps: steps
     that an exchange may take. mix: share of its own weights that an island keeps when the result arrives. outer_lr,
-    outer_momentum, codec: as DiLoCo's.
+    outer_momentum, codec, rejoin_steps: as DiLoCo's.
 
     Raises ConfigError for values out of range.
     Source: Douillard et al., "Streaming DiLoCo with overlapping communication" (2025).
@@ -187,6 +190,7 @@ class StreamingDiLoCoStrategy(OnIslands):
     outer_lr: float = 0.4
     outer_momentum: float = 0.9
     codec: str = "e3m0"
+    rejoin_steps: int = 10
 
     def __post_init__(self) -> None:
         self.check()
@@ -194,7 +198,7 @@ class StreamingDiLoCoStrategy(OnIslands):
     def method(self) -> OuterMethod:
         return OuterMethod(
             self.sync_every, self.num_fragments, self.pattern, self.overlap_steps, self.mix, self.outer_lr,
-            self.outer_momentum, codec_named(self.codec),
+            self.outer_momentum, codec_named(self.codec), rejoin_steps=self.rejoin_steps,
         )  # fmt: skip
 
 
@@ -203,7 +207,7 @@ class LocalSGDStrategy(OnIslands):
     """Local SGD: every H inner steps each island goes on with the mean of all islands' weights.
 
     sync_every: H. start_after: up to this step the weights are averaged after every step (post-local SGD). codec,
-    fedspeed: as DiLoCo's.
+    fedspeed, rejoin_steps: as DiLoCo's.
 
     Raises ConfigError for values out of range. Source: Stich, "Local SGD converges fast and communicates little" (ICLR
     2019); Lin, Stich, Patel and Jaggi, "Don't use large mini-batches, use local SGD" (ICLR 2020).
@@ -217,6 +221,7 @@ class LocalSGDStrategy(OnIslands):
     start_after: int = 0
     codec: str = "fp32"
     fedspeed: float | None = None
+    rejoin_steps: int = 10
 
     def __post_init__(self) -> None:
         self.check()
@@ -224,7 +229,7 @@ class LocalSGDStrategy(OnIslands):
     def method(self) -> OuterMethod:
         return OuterMethod(
             self.sync_every, codec=codec_named(self.codec), start_after=self.start_after,
-            correction=None if self.fedspeed is None else FedSpeed(self.fedspeed),
+            correction=None if self.fedspeed is None else FedSpeed(self.fedspeed), rejoin_steps=self.rejoin_steps,
         )  # fmt: skip
 
 

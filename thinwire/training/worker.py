@@ -21,7 +21,7 @@ from thinwire.training.hardware import threads_per_worker
 from thinwire.training.prepare import Island, Start
 from thinwire.training.problems import Problems
 from thinwire.training.run_dir import RunDir
-from thinwire.training.settings import has_islands, island_size, read_config, to_toml, with_optimizer
+from thinwire.training.settings import DEFAULT_INNER, has_islands, island_size, read_config, to_toml, with_optimizer
 from thinwire.training.signals import StopFlag
 from thinwire.training.trainer import Place, Trainer
 
@@ -62,7 +62,7 @@ def join_world(config: TrainConfig, place: Place, start: Start) -> tuple[TrainCo
     timeout = timedelta(seconds=config.timeout)
     size = island_size(config) if has_islands(config.strategy) else place.world_size
     if has_islands(config.strategy):
-        config = replace(config, local_size=size)
+        config = replace(config, local_size=size, inner=config.inner or DEFAULT_INNER)
     if start.island is not None or size == place.world_size:
         dist.init_process_group("gloo", timeout=timeout)
         return config, replace(place, island=start.island or Island()), start, None

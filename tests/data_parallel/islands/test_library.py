@@ -18,6 +18,7 @@ from tests.workers import run_workers
 from thinwire.data_parallel.islands.exchange import message_bytes
 from thinwire.data_parallel.islands.fragments import Fragment, cut
 from thinwire.data_parallel.islands.loop import OuterLoop
+from thinwire.data_parallel.islands.outer import merged
 from thinwire.data_parallel.islands.schedule import Schedule
 from thinwire.errors import ConfigError
 
@@ -115,6 +116,12 @@ def test_every_fragment_has_its_turn_and_no_two_meet() -> None:
             assert all(later - earlier == every for earlier, later in itertools.pairwise(turns))
     post_local = Schedule(4, start_after=6)
     assert [step for step in range(1, 17) if post_local.due(step)] == [1, 2, 3, 4, 5, 6, 10, 14]
+
+
+def test_mix_is_the_share_of_the_own_weights() -> None:
+    weights, outer = torch.tensor([4.0, 8.0]), torch.tensor([0.0, 4.0])
+    assert merged(weights, outer, 0.25).tolist() == [1.0, 5.0]
+    assert merged(weights, outer, 0.0).tolist() == outer.tolist()
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def become_island(rank: int, size: int, folder: str) -> ElasticPeers | None:
     number, local_rank = divmod(rank, size)
     os.environ.update(RANK=str(local_rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
     store = dist.FileStore(f"{folder}/island{number}", size)
-    dist.init_process_group("gloo", store=store, rank=local_rank, world_size=size, timeout=timedelta(seconds=30))
+    dist.init_process_group("gloo", store=store, rank=local_rank, world_size=size, timeout=timedelta(seconds=80))
     port = Path(folder, "port")
     if rank == 0:
         held.append(host_meeting())
@@ -46,7 +46,7 @@ def become_island(rank: int, size: int, folder: str) -> ElasticPeers | None:
         return None
     while not port.exists():
         time.sleep(0.01)
-    return ElasticPeers(f"127.0.0.1:{port.read_text()}", number, timeout_s=20, min_islands=2)
+    return ElasticPeers(f"127.0.0.1:{port.read_text()}", number, timeout_s=40, min_islands=2)
 
 
 class Replica:
@@ -132,7 +132,7 @@ class Kept:
 
 
 def test_islands_of_two_ranks_under_every_kind_of_host(tmp_path: Path) -> None:
-    results = run_workers(train, 4, str(tmp_path), local_size=2)
+    results = run_workers(train, 4, str(tmp_path), local_size=2, timeout_s=150)
     reference = plain_sgd(5)
     for rank, found in enumerate(results):
         for name, value in found.pop("weights").items():
@@ -178,7 +178,7 @@ def stop_and_go_on(rank: int, world_size: int, folder: str) -> tuple[list[str], 
 
 
 def test_a_loaded_state_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    for uninterrupted, resumed in run_workers(stop_and_go_on, 4, str(tmp_path), local_size=2):
+    for uninterrupted, resumed in run_workers(stop_and_go_on, 4, str(tmp_path), local_size=2, timeout_s=150):
         assert uninterrupted == resumed
 
 

@@ -20,8 +20,9 @@ from thinwire.codecs import derive_seed
 from thinwire.collectives import ElasticPeers, Peers, faults
 from thinwire.data import BatchLoader, heldout_batches, load_tokenizer
 from thinwire.data import prepare as prepare_tokens
+from thinwire.data_parallel import TrainingStrategy
 from thinwire.data_parallel.interface import ComingAndGoing, Finishing
-from thinwire.data_parallel.islands import OnIslands
+from thinwire.data_parallel.islands import AmongIslands, OnIslands
 from thinwire.data_parallel.watchdog import Watchdog
 from thinwire.errors import ConfigError
 from thinwire.models import build_model, generate
@@ -85,7 +86,7 @@ class Trainer:
         optimizer = build_optimizer(config, self.model)
         self.num_parameters = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
         # In training the wrapped module is called, which may communicate; everywhere else the model itself.
-        strategy = build_strategy(config)
+        strategy: TrainingStrategy | AmongIslands = build_strategy(config)
         if isinstance(strategy, OnIslands):
             strategy = strategy.among(partial(meet_others, config, place), terms=common_terms(config, self.digest))
         self.wrapped, self.optimizer = strategy.apply(

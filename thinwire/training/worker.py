@@ -30,7 +30,8 @@ def place_from_environment() -> Place | None:
     """This process among the others, as torchrun's agent states it; None outside of it."""
     if not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= os.environ.keys():
         return None
-    return Place(*(int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")))
+    rank, local_rank, world_size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    return Place(rank, local_rank, world_size)
 
 
 def work(config: TrainConfig, place: Place, start: Start | None) -> int:

@@ -117,7 +117,9 @@ def in_training(folder: Path, steps: int) -> None:
     )  # fmt: skip
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
     trainer = Trainer(with_optimizer(config), Place(0, 0, 1), StopFlag(), "fp32", [])
-    plain, busy, stalls = [], [], []
+    plain: list[float] = []
+    busy: list[float] = []
+    stalls: list[float] = []
     for number in range(3 * steps):
         start = time.perf_counter()
         trainer._take_step()

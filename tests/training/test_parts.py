@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from thinwire.compare.watch import MetricsTail
 from thinwire.errors import ConfigError
+from thinwire.report.run import read_run
 from thinwire.training import hardware
 from thinwire.training.config import TrainConfig
 from thinwire.training.effects import resume_rows, unused_rows
-from thinwire.training.metrics import MetricsWriter, StepMetrics, medians, read_metrics
+from thinwire.training.metrics import (
+    MembershipEvent,
+    MetricsWriter,
+    StepMetrics,
+    medians,
+    read_events,
+    read_metrics,
+)
+from thinwire.training.prepare import check_fault
 from thinwire.training.progress import Progress
 from thinwire.training.proof import Proof, ResumeDriftError
 from thinwire.training.run_dir import RunDir
@@ -48,6 +60,41 @@ def test_metrics_survive_and_resume_cuts_later_steps(tmp_path: Path) -> None:
     resumed.write(record(3, 1.0))
     assert [(r.step, r.loss) for r in read_metrics(path)[::2]] == [(1, 2.0), (3, 1.0)]
     assert math.isnan(read_metrics(path)[1].loss) and resumed.records[0] == record(1)
+
+
+def test_changes_of_membership_stand_between_steps(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    changes = [MembershipEvent(step, step, [0], [1], [], 1.5, "nothing") for step in (1, 3)]
+    tail, writer = MetricsTail(path), MetricsWriter(path, 0)
+    for line in (record(1), changes[0], record(2), record(3), changes[1]):
+        writer.write(line)
+    assert read_metrics(path) == [record(1), record(2), record(3)] and read_events(path) == changes
+    assert [row["step"] for row in tail.new_rows()] == [1, 2, 3], "so does a race"
+    resumed = MetricsWriter(path, 2)
+    assert resumed.records == [record(1), record(2)] and resumed.events == changes[:1]
+    keys = [next(iter(json.loads(line))) for line in path.read_text().splitlines()]
+    assert keys == ["step", "event", "step"]
+    # What reads steps for plots passes over them.
+    assert [row["step"] for row in read_run(tmp_path).steps] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("text", "change", "message"),
+    [
+        ("kill rank=2 step=4", {}, "ranks are numbered from 0 to 1"),
+        ("kill rank=1 step=40", {}, "the run ends after step 10"),
+        ("kill island=1 step=4", {}, "strategy sdp4bit has no islands"),
+        ("kill rank=1 step=4", {"strategy": "diloco"}, "name the island too"),
+        ("kill island=2 step=4", {"strategy": "diloco"}, "islands are numbered from 0 to 1"),
+        ("kill island=1 rank=1 step=4", {"strategy": "diloco"}, "ranks are numbered from 0 to 0"),
+        ("kill island=1 rank=0 step=4", {"strategy": "diloco"}, ""),
+        ("kil rank=1 step=4", {}, "did you mean 'kill'"),
+    ],
+)
+def test_faults_that_can_not_happen_are_refused(text: str, change: dict[str, Any], message: str) -> None:
+    config = TrainConfig(workers=2, steps=10, **change)
+    with pytest.raises(ConfigError, match=message) if message else nullcontext():
+        check_fault(text, config)
 
 
 def test_metrics_of_other_versions_are_read(tmp_path: Path) -> None:

@@ -205,9 +205,10 @@ class Exchange:
         self._sent_bytes += num_bytes
         header = self._header(message.numel(), message[:num_bytes]) if self.wire.checked else None
         if faults.are_armed():
-            message = faults.on_message(self.operation, message)
-            if message is None:
+            changed = faults.on_message(self.operation, message)
+            if changed is None:
                 return
+            message = changed
             self._damaged.append(message)
         if header is not None:
             self._sent_headers.append(self._isend(peer, header))
@@ -282,7 +283,8 @@ class Exchange:
 
 def checksum(payload: Tensor) -> int:
     """The CRC-32 of uint8 on the CPU."""
-    return zlib.crc32(memoryview(payload.contiguous().numpy()))
+    data: Any = payload.contiguous().numpy()
+    return zlib.crc32(data)
 
 
 def _describe(header: Tensor) -> str:

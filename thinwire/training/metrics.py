@@ -61,7 +61,7 @@ class MetricsWriter:
         """Open `path`, keeping what lies up to `last_step`: a resumed run writes the later steps anew."""
         self.records = [record for record in read_metrics(path) if record.step <= last_step]
         self.events = [event for event in read_events(path) if event.after_step <= last_step]
-        lines = sorted([*self.records, *self.events], key=_order)
+        lines: list[StepMetrics | MembershipEvent] = sorted([*self.records, *self.events], key=_order)
         temporary = path.with_suffix(".tmp")
         temporary.write_text("".join(map(to_line, lines)))
         temporary.replace(path)
@@ -79,8 +79,7 @@ class MetricsWriter:
 
 
 def _order(record: StepMetrics | MembershipEvent) -> tuple[int, bool]:
-    is_event = isinstance(record, MembershipEvent)
-    return (record.after_step if is_event else record.step), is_event
+    return (record.step, False) if isinstance(record, StepMetrics) else (record.after_step, True)
 
 
 def to_line(record: StepMetrics | MembershipEvent) -> str:

@@ -337,8 +337,9 @@ def _gather_from(
     """The packets of `senders`, uint8 of num_bytes, by rank; scratch of the link. packet: this rank's, if it sends."""
     received = {rank: link.scratch(f"of rank {rank}", num_bytes) for rank in senders if rank != link.rank}
     round_ = link.exchange("hand_in", "inter", received)
-    for peer in link.node_peers() if packet is not None else []:
-        round_.send(peer, packet)
+    if packet is not None:
+        for peer in link.node_peers():
+            round_.send(peer, packet)
     yield from round_.finish()
     return received if packet is None else received | {link.rank: packet}
 

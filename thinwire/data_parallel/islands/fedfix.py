@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -126,7 +126,7 @@ class FedFix:
 
     # ---------------------------------------------------------------- around the loop
 
-    def __enter__(self) -> FedFix:
+    def __enter__(self) -> Self:
         """Start from the server's model, and let time run."""
         if self._hook is not None:
             raise ConfigError("this FedFix has been entered before: make a new one, and load the old one's state")
@@ -337,8 +337,9 @@ def _gather_from(
     """The packets of `senders`, uint8 of num_bytes, by rank; scratch of the link. packet: this rank's, if it sends."""
     received = {rank: link.scratch(f"of rank {rank}", num_bytes) for rank in senders if rank != link.rank}
     round_ = link.exchange("hand_in", "inter", received)
-    for peer in link.node_peers() if packet is not None else []:
-        round_.send(peer, packet)
+    if packet is not None:
+        for peer in link.node_peers():
+            round_.send(peer, packet)
     yield from round_.finish()
     return received if packet is None else received | {link.rank: packet}
 

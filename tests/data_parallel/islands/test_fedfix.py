@@ -185,7 +185,7 @@ class Point(nn.Module):
         self.rank = rank
 
     def forward(self) -> Tensor:
-        return 0.5 * sum((x - self.rank).square().sum() for x in (self.first, self.second))
+        return 0.5 * (torch.cat([self.first, self.second]) - self.rank).square().sum()
 
 
 def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, *args: Tensor) -> float:

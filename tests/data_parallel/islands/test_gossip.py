@@ -7,9 +7,9 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -260,13 +260,19 @@ class Logged(DadaoLaw):
 class Timed(DADAO):
     """Says when each event was."""
 
-    def __enter__(self) -> DADAO:
+    def _timed(self, event: Callable[..., None]) -> Callable[..., None]:
+        def noted(*args: Any) -> None:
+            self.at.append(self._at)
+            event(*args)
+
+        return noted
+
+    def __enter__(self) -> Self:
         self.law = self._law = Logged(self.graph, SMOOTHNESS, 1.0)
         self.at: list[float] = []
-        law, times = self._law, self.at
+        law = self._law
         for name in ("gradient_", "meet_"):
-            plain = getattr(law, name)
-            object.__setattr__(law, name, lambda *args, plain=plain: (times.append(self._at), plain(*args)))
+            object.__setattr__(law, name, self._timed(getattr(law, name)))
         return super().__enter__()
 
 
@@ -338,7 +344,7 @@ def network(rank: int, graph: Any) -> dict[str, Any]:
 
 def every_kind(rank: int, world_size: int) -> dict[str, Any]:
     results = {"dadao": dadao(rank, 120.0), "network": network(rank, "star")}
-    DadaoLaw.meet_ = lambda *_: None  # type: ignore[method-assign, assignment, misc]
+    DadaoLaw.meet_ = lambda *_: None  # type: ignore[method-assign]
     results["alone"] = dadao(rank, 80.0)
     return results
 

@@ -132,10 +132,6 @@ class DADAO(PairwiseGossip):
         if announce and comm.rank == 0:
             announce_table(self.describe())
 
-    def __enter__(self) -> DADAO:
-        super().__enter__()
-        return self
-
     def step(self) -> None:
         """Take in the gradient, and write the new x into the model."""
         gradient = self._model.gradient()

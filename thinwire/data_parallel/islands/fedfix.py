@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -126,7 +126,7 @@ class FedFix:
 
     # ---------------------------------------------------------------- around the loop
 
-    def __enter__(self) -> FedFix:
+    def __enter__(self) -> Self:
         """Start from the server's model, and let time run."""
         if self._hook is not None:
             raise ConfigError("this FedFix has been entered before: make a new one, and load the old one's state")

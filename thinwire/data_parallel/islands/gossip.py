@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -150,7 +150,7 @@ class PairwiseGossip:
 
     # ---------------------------------------------------------------- time
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> Self:
         """Let time run, as soon as all have entered."""
         self._model.write(self.state[0])
         self._background = Background("thinwire-gossip", self._meet_until_all_leave)
@@ -323,7 +323,7 @@ class Gossip(PairwiseGossip):
         if announce and comm.rank == 0:
             announce_table(self.describe())
 
-    def __enter__(self) -> Gossip:
+    def __enter__(self) -> Self:
         super().__enter__()
         self._given = self._model.read()
         self._hook = self._optimizer.register_step_post_hook(self._after_step)

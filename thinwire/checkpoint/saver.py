@@ -84,6 +84,21 @@ class Disk:
         return cls(rank, tuple(firsts))
 
 
+def store_of_ranks(rank: int, world_size: int, gather: Gather) -> dist.Store:
+    """A key-value store that lives as long as rank 0; a collective.
+
+    The one that the ranks have met through may be the launcher's, and a run whose launcher is gone still saves.
+    """
+    if world_size == 1:
+        return dist.HashStore()
+    host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    if rank == 0:
+        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        gather(store.port)
+        return store
+    return dist.TCPStore(host, gather(0)[0], is_master=False, wait_for_workers=False)
+
+
 class Saver:
     """Saves this rank's part of each checkpoint; every rank has one, and they save the same steps in the same order.
 
@@ -166,11 +181,20 @@ class Saver:
     def _save(self, manifest: Manifest, text: dict[str, Any], pieces: dict[str, Piece], key: str) -> str:
         """Write, tell, and complete what all have written; why that failed, or nothing."""
         temporary = self.folder / f".step-{manifest.step:08d}.tmp"
-        problem, files = "", {}
+        problem = ""
+        files: dict[str, Any] = {}
         try:
             files = write_part(part_of(temporary, self.disk.rank), text, pieces)
         except (OSError, RuntimeError) as error:
             problem = f"rank {self.disk.rank}: {error}"
+        try:
+            problem = self._agree(temporary, manifest, key, problem, files)
+        except dist.DistError as error:
+            problem = f"rank {self.disk.rank} can't reach the others any more: {error}"
+        return f"the checkpoint of step {manifest.step} was not saved: {problem}" if problem else ""
+
+    def _agree(self, temporary: Path, manifest: Manifest, key: str, problem: str, files: Mapping[str, Any]) -> str:
+        """Complete what all have written; why that failed, or nothing."""
         self._tell(f"{key}/{self.disk.rank}", {"problem": problem, "files": files})
         told = self._hear([f"{key}/{rank}" for rank in range(manifest.world_size)])
         problem = next((word["problem"] for word in told if word["problem"]), "")
@@ -179,8 +203,7 @@ class Saver:
             problem = self._complete(temporary, replace(manifest, files=all_files), problem)
             self._tell(f"{key}/done/{self.disk.rank}", {"problem": problem})
         done = self._hear([f"{key}/done/{leader}" for leader in self.disk.leaders])
-        problem = next((word["problem"] for word in done if word["problem"]), "")
-        return f"the checkpoint of step {manifest.step} was not saved: {problem}" if problem else ""
+        return next((word["problem"] for word in done if word["problem"]), "")
 
     def _complete(self, temporary: Path, manifest: Manifest, problem: str) -> str:
         """Give a checkpoint that is whole its name, and delete old ones; or delete what there is of it."""

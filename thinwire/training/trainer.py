@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from thinwire._compat import default_store
-from thinwire.checkpoint import FROZEN, Disk, Keep, Piece, Saver, Source, latest, next_loss, step_of
+from thinwire.checkpoint import FROZEN, Disk, Keep, Piece, Saver, Source, latest, next_loss, step_of, store_of_ranks
 from thinwire.codecs import derive_seed
 from thinwire.collectives import ElasticPeers, Peers, faults
 from thinwire.data import BatchLoader, heldout_batches, load_tokenizer
@@ -108,8 +107,9 @@ class Trainer:
         )  # fmt: skip
         torch.manual_seed(derive_seed(config.seed, place.number) >> 1)
         disk = Disk.find(self.run_dir.checkpoints, place.rank, self._numbers_of_ranks)
+        store = store_of_ranks(place.rank, place.world_size, self._numbers_of_ranks)
         keep = Keep(config.keep_last, config.keep_every, config.keep_best)
-        self.saver = Saver(self.run_dir.checkpoints, disk, default_store(), keep, config.timeout)
+        self.saver = Saver(self.run_dir.checkpoints, disk, store, keep, config.timeout)
         self._proof: Proof | None = None
         load_report: list[Row] = []
         self.step = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import time
+from concurrent.futures import wait
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -99,6 +100,8 @@ def train(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         assert not optimizer.stop_requested
         optimizer.loop.drain()
         assert optimizer.stop_requested
+        # What is still on its way is not counted yet.
+        wait(list(optimizer.comm._unfinished))
         sent = (optimizer.meter.snapshot() - start).sent_bytes
         promised = 3 * (EVERY * optimizer.inner.bytes_per_step + optimizer.loop.bytes_per_round)
         plan = footprint(strategy, Net(0), Topology(2, 2), 1)

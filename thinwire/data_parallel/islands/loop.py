@@ -26,7 +26,7 @@ from thinwire.data_parallel.islands.correction import Correction
 from thinwire.data_parallel.islands.exchange import RENEW, STOP, Header, Sync, sent_bytes
 from thinwire.data_parallel.islands.fragments import Fragment, cut
 from thinwire.data_parallel.islands.method import OuterMethod
-from thinwire.data_parallel.islands.outer import OuterFragment, merged
+from thinwire.data_parallel.islands.outer import NUM_WORDS, OuterFragment, merged
 from thinwire.data_parallel.replicas import check_layout, digest, odd_ranks
 from thinwire.data_parallel.table import Row
 from thinwire.errors import ConfigError, CorruptMessageError, PeerLostError
@@ -401,7 +401,7 @@ class OuterLoop:
         grid, node, local_rank = comm.topology, comm.topology.node(comm.rank), comm.topology.local_rank(comm.rank)
         copies = (grid.local_size - 1 if local_rank == 0 else 0) + (grid.num_nodes - 1 if comm.rank == 0 else 0)
         copies = copies if node == 0 or local_rank == 0 else 0
-        return (1 + bool(self.method.mix)) * reads + writes + 4 * (fragment.numel + 1) * copies
+        return (1 + bool(self.method.mix)) * reads + writes + 4 * (fragment.numel + NUM_WORDS) * copies
 
     def rows(self) -> list[Row]:
         """Rows of (asked for, in effect, why they differ or how it was found)."""

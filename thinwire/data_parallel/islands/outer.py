@@ -12,6 +12,9 @@ from thinwire.data_parallel.islands.fragments import Fragment
 from thinwire.data_parallel.replicas import fingerprint
 from thinwire.errors import ConfigError
 
+# Words that travel with the values inside an island: whether islands have agreed to stop, and where to go on instead.
+NUM_WORDS = 2
+
 
 @dataclass(frozen=True)
 class Nesterov:

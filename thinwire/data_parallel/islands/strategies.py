@@ -24,6 +24,7 @@ from thinwire.data_parallel.islands.correction import FedSpeed
 from thinwire.data_parallel.islands.exchange import COMMIT, OPERATION, message_bytes
 from thinwire.data_parallel.islands.fragments import Fragment, cut
 from thinwire.data_parallel.islands.method import OuterMethod, codec_named
+from thinwire.data_parallel.islands.outer import NUM_WORDS
 from thinwire.errors import ConfigError
 
 
@@ -248,7 +249,7 @@ def islands_footprint(strategy: OnIslands, model: nn.Module, topology: Topology,
     whole = 4 * sum(shape.numel() for shape in trained_shapes(model).values())
     messages = others * sum(message_bytes(method.codec, fragment.numel) for fragment in fragments)
     sent = {(OPERATION, "inter"): messages, (COMMIT, "inter"): others * len(fragments)}
-    sent["broadcast", "intra"] = neighbours * sum(4 * (fragment.numel + 1) for fragment in fragments)
+    sent["broadcast", "intra"] = neighbours * sum(4 * (fragment.numel + NUM_WORDS) for fragment in fragments)
     if strategy.inner.optimizers_reason == CUTS_TENSORS:
         sent["masters", "intra"] = (1 + bool(method.mix)) * neighbours * whole // topology.local_size
     spread = {key: -(-num_bytes // every) for key, num_bytes in sent.items()}

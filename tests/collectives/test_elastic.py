@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests.workers import free_port, run_workers
 from thinwire.codecs import Identity
-from thinwire.collectives import ElasticPeers, host_meeting
+from thinwire.collectives import ElasticPeers, elastic, host_meeting
 from thinwire.errors import ConfigError, ThinwireError
 
 TIMEOUT_S = 3.0
@@ -48,7 +48,8 @@ def test_generations_leave_no_socket_and_no_thread() -> None:
         assert counts[1:] == [counts[1]] * 4, counts
 
 
-def test_what_cannot_meet_is_told() -> None:
+def test_what_cannot_meet_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elastic, "CONNECT_S", 0.5)
     meeting = host_meeting()
     with pytest.raises(ConfigError, match=f"port {meeting.port} can't host"):
         host_meeting(meeting.port)

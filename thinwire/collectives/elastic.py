@@ -20,6 +20,8 @@ from thinwire.collectives.faults import say
 from thinwire.collectives.meter import Meter
 from thinwire.errors import ConfigError, PeerLostError, ThinwireError
 
+# A busy machine may need so long to answer at all, however short a message may take later.
+CONNECT_S = 15.0
 # The rendezvous looks once a second; whoever waited for the last round must have looked before the next is complete.
 LAST_CALL_S = 2.0
 # Whoever waits for the next round sends a heartbeat once a second.
@@ -262,9 +264,9 @@ class ElasticPeers:
 
     def _connect(self) -> dist.TCPStore:
         host, _, port = self.meet.rpartition(":")
-        timeout = timedelta(seconds=self.timeout_s)
+        timeout, patience = timedelta(seconds=self.timeout_s), timedelta(seconds=max(self.timeout_s, CONNECT_S))
         try:
-            store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
+            store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=patience)
         except (RuntimeError, ValueError) as error:
             raise ThinwireError(self._unreachable(error)) from None
         # The members of a generation learn of it one after the other.

@@ -147,6 +147,7 @@ class ParallelOptimizer(Protocol):
         ...
 
 
+@runtime_checkable
 class TrainingStrategy(Protocol):
     """A way to train one model on many ranks: what `--strategy` names."""
 

@@ -92,6 +92,8 @@ def train(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         # Peers are the optimizer's to close; here they go on to the next.
         replica = Replica(strategy, rank, world_size, Kept(peers) if peers else None, seed=rank)
         optimizer = replica.optimizer
+        # What is still on its way is not counted yet.
+        wait(list(optimizer.comm._unfinished))
         start = optimizer.meter.snapshot()
         hashes = [replica.step(step) for step in range(2 * EVERY)]
         if rank == world_size - 1:
@@ -100,7 +102,6 @@ def train(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         assert not optimizer.stop_requested
         optimizer.loop.drain()
         assert optimizer.stop_requested
-        # What is still on its way is not counted yet.
         wait(list(optimizer.comm._unfinished))
         sent = (optimizer.meter.snapshot() - start).sent_bytes
         promised = 3 * (EVERY * optimizer.inner.bytes_per_step + optimizer.loop.bytes_per_round)

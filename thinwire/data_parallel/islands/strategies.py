@@ -25,6 +25,7 @@ from thinwire.data_parallel.islands.exchange import COMMIT, OPERATION, message_b
 from thinwire.data_parallel.islands.fragments import Fragment, cut
 from thinwire.data_parallel.islands.method import OuterMethod, codec_named
 from thinwire.data_parallel.islands.outer import NUM_WORDS
+from thinwire.data_parallel.options import check_types
 from thinwire.errors import ConfigError
 
 
@@ -45,6 +46,7 @@ class OnIslands:
 
     def check(self) -> None:
         """Raises ConfigError for options or an inner strategy that can't work."""
+        check_types(self)
         self.method()
         if isinstance(self.inner, OnIslands):
             raise ConfigError(f"{self.name} inside {self.name}: islands have no islands; nearest: --inner ddp")

@@ -138,6 +138,15 @@ class OuterLoop:
         while self.flights:
             self._receive()
 
+    def exchange_rest(self) -> None:
+        """Exchange what no exchange has had yet: the steps since, or all of a run that is shorter than a round."""
+        self.drain()
+        just_sent = set(self.schedule.due(self.steps))
+        for number in range(len(self.fragments)) if self.steps else ():
+            if number not in just_sent:
+                self._send(number)
+                self.drain()
+
     def finish(self) -> None:
         """Drain, and leave the outer parameters in the model: the result, the same on all islands."""
         self.drain()

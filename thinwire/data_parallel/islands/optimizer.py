@@ -162,7 +162,7 @@ class IslandsOptimizer:
         return taken
 
     def finish(self) -> None:
-        """Exchange what no exchange has had yet, and leave the outer parameters in the model, the same on all islands."""
+        """Exchange what is left to exchange, and leave the outer parameters in the model, the same on all islands."""
         self.loop.exchange_rest()
         self.loop.finish()
         self.inner.synchronize()

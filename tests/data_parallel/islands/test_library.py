@@ -206,6 +206,35 @@ def test_reductions_to_known_methods() -> None:
         assert all(torch.equal(value, result["diloco"][0][key]) for key, value in result["one fragment"][0].items())
 
 
+def shorter_than_a_round(rank: int, world_size: int) -> dict[str, Any]:
+    """Each island's own weights before the end, and what the end leaves."""
+    found: dict[str, Any] = {}
+    exact = {"outer_lr": 1.0, "outer_momentum": 0.0, "codec": "fp32"}
+    for name, make, options in (
+        ("diloco", thinwire.DiLoCo, exact),
+        ("streaming", thinwire.StreamingDiLoCo, {**exact, "num_fragments": 2, "overlap_steps": 2, "mix": 0.5}),
+        ("local-sgd", thinwire.LocalSGD, {"codec": "fp32"}),
+    ):
+        model = Net()
+        optimizer = sgd(model)
+        with make(model, optimizer, sync_every=100, **options, announce=False) as islands:
+            train(model, optimizer, range(3), rank, world_size)
+            own = weights_of(model)
+        found[name] = own, weights_of(model), outer_hash(islands.loop)
+    return found
+
+
+def test_the_end_takes_the_steps_that_no_exchange_has_had() -> None:
+    results = run_workers(shorter_than_a_round, 2)
+    for name in results[0]:
+        for key in results[0][name][0]:
+            own = torch.stack([result[name][0][key] for result in results])
+            for result in results:
+                torch.testing.assert_close(result[name][1][key], own.mean(0), rtol=0, atol=1e-6)
+        assert results[0][name][2] == results[1][name][2]
+        assert any(not torch.equal(*(result[name][0][key] for result in results)) for key in results[0][name][0])
+
+
 def test_one_island_trains_as_ever() -> None:
     plain, alone = Net(), Net()
     train(plain, adamw(plain), range(20))

@@ -138,18 +138,17 @@ class OuterLoop:
         while self.flights:
             self._receive()
 
-    def exchange_rest(self) -> None:
-        """Exchange what no exchange has had yet: the steps since, or all of a run that is shorter than a round."""
+    def finish(self) -> None:
+        """Exchange the steps that no exchange has had yet, and leave the outer parameters in the model: the result.
+
+        It is the same on all islands. A run that is shorter than a round has its only exchange here.
+        """
         self.drain()
-        just_sent = set(self.schedule.due(self.steps))
-        for number in range(len(self.fragments)) if self.steps else ():
-            if number not in just_sent:
+        just_sent = self.schedule.due(self.steps)
+        for number in range(len(self.fragments)):
+            if self.steps and number not in just_sent:
                 self._send(number)
                 self.drain()
-
-    def finish(self) -> None:
-        """Drain, and leave the outer parameters in the model: the result, the same on all islands."""
-        self.drain()
         for number, fragment in enumerate(self.fragments):
             flat = self._share(self.outer[number].parameters if self.is_first else fragment.zeros())
             self.host.adopt_weights(fragment.views(flat))

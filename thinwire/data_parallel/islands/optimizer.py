@@ -163,7 +163,6 @@ class IslandsOptimizer:
 
     def finish(self) -> None:
         """Exchange what is left to exchange, and leave the outer parameters in the model, the same on all islands."""
-        self.loop.exchange_rest()
         self.loop.finish()
         self.inner.synchronize()
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from thinwire.checkpoint import Snapshot, Source
-from thinwire.collectives import Communicator, Meter, Peers
+from thinwire.collectives import Communicator, Meter
 from thinwire.data_parallel.interface import ParallelOptimizer
 from thinwire.data_parallel.islands.loop import Meters, OuterLoop
 from thinwire.data_parallel.islands.recovery import Change
@@ -20,33 +19,6 @@ from thinwire.data_parallel.table import Row
 
 # Of a checkpoint: what an island's outer method holds.
 OUTER = "outer"
-
-
-def wrap_islands(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    strategy: OnIslands,
-    peers: Peers | Callable[[], Peers | None] | None,
-    terms: str,
-    *,
-    local_size: int | None,
-    seed: int,
-    timeout_s: float,
-    checked: bool,
-    overlap: bool,
-) -> tuple[nn.Module, IslandsOptimizer]:
-    """The default group becomes an island under the inner strategy; a collective over it, and over all islands.
-
-    peers: on the group's first rank, the other islands, or a function that meets them; None: there are none.
-    Raises ConfigError for what the inner strategy refuses, and where islands differ.
-    """
-    wrapped, inner = strategy.inner.apply(
-        model, optimizer, local_size=local_size, seed=seed, timeout_s=timeout_s, checked=checked, overlap=overlap
-    )
-    # Those who have begun wait for whoever has met them.
-    peers = peers() if callable(peers) else peers
-    loop = OuterLoop(inner, model, strategy.method(), peers, terms=terms, torch_optimizer=optimizer, seed=seed)
-    return wrapped, IslandsOptimizer(inner, loop, strategy)
 
 
 class IslandsOptimizer:

@@ -124,14 +124,23 @@ class AmongIslands:
         checked: bool,
         overlap: bool,
     ) -> tuple[nn.Module, ParallelOptimizer]:
-        """See TrainingStrategy."""
-        # A strategy is a value that is made long before it is applied, often by a process that never trains.
-        from thinwire.data_parallel.islands.optimizer import wrap_islands
+        """The default group becomes an island under the inner strategy; a collective over it, and over all islands.
 
-        return wrap_islands(
-            model, optimizer, self.strategy, self.peers, self.terms, local_size=local_size, seed=seed,
-            timeout_s=timeout_s, checked=checked, overlap=overlap,
-        )  # fmt: skip
+        Raises ConfigError for what the inner strategy refuses, and where islands differ.
+        """
+        # A strategy is a value that is made long before it is applied, often by a process that never trains.
+        from thinwire.data_parallel.islands.loop import OuterLoop
+        from thinwire.data_parallel.islands.optimizer import IslandsOptimizer
+
+        strategy = self.strategy
+        wrapped, inner = strategy.inner.apply(
+            model, optimizer, local_size=local_size, seed=seed, timeout_s=timeout_s, checked=checked, overlap=overlap
+        )
+        # Those who have begun wait for whoever has met them.
+        peers = self.peers() if callable(self.peers) else self.peers
+        method = strategy.method()
+        loop = OuterLoop(inner, model, method, peers, terms=self.terms, torch_optimizer=optimizer, seed=seed)
+        return wrapped, IslandsOptimizer(inner, loop, strategy)
 
 
 @dataclass(frozen=True)

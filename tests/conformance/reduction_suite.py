@@ -64,6 +64,8 @@ ROWS: dict[str, Row] = {
     "ddp-bf16": Row(thinwire.DDP(wire="bf16"), 0.02, owes=False, grid=(2, 1), bucket_error=0.1, variant=True),
     "powersgd": Row(thinwire.PowerSGD(start_step=2), 1.2, warmup=2),
     "powersgd-bf16": Row(thinwire.PowerSGD(rank=2, start_step=0, wire="bf16"), 1.2, grid=(2, 1), variant=True),
+    "powersgd-int8": Row(thinwire.PowerSGD(rank=2, start_step=0, wire="int8"), 1.2, variant=True),
+    "powersgd-int4": Row(thinwire.PowerSGD(rank=2, start_step=0, wire="int4"), 1.2, grid=(2, 1), variant=True),
     "ef-topk": Row(thinwire.EFTopK(density=0.1), 1.5),
     "ef-integer": Row(thinwire.EFInteger(), 0.2, grid=(2, 1), variant=True),
     # Planned after the second step, on both steps' gradients.

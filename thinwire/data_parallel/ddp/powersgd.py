@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from thinwire.checkpoint import Debt
-from thinwire.codecs import Cast, Codec
+from thinwire.codecs import Cast, Codec, Integer
 from thinwire.collectives import Topology
 from thinwire.collectives.algorithms import Link, Lost, added, together
 from thinwire.collectives.rounds import Rounds
@@ -30,21 +30,28 @@ from thinwire.data_parallel.options import check_types
 from thinwire.data_parallel.portable import GRADIENTS, Owed
 from thinwire.errors import ConfigError, nearest
 
-WIRES: dict[str, Codec] = {"fp32": FP32, "bf16": Cast("bf16")}
+WIRES: dict[str, Codec] = {
+    "fp32": FP32,
+    "bf16": Cast("bf16"),
+    "int8": Integer(8, 128, "nearest", "bf16"),
+    "int4": Integer(4, 64, "nearest", "bf16"),
+}
+TINY = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True)
 class PowerSGD(Plannable):
     """Rank-r gradients with error feedback, in any number of buckets.
 
-    For a gradient matrix G (n x m; further dimensions count as columns), E and Q kept from the last step:
+    For a gradient matrix G (n x m; further dimensions count as columns), E and Q kept from the last step, Q's columns
+    scaled to length 1, which changes no basis:
         M  = G + E
         P  = orthonormal basis of the columns of sum_ranks M Q        n x r
         Q  = (1/P) sum_ranks M^T P                                    m x r
         E  = M - P (M^T P)^T       and P Q^T takes the place of G
     rank: r, at most min(n, m). start_step: steps before it are plain fp32. min_compression: matrices for which
-    (n + m) r is not this much smaller than n m, and vectors, travel in fp32. wire: "fp32", or "bf16" for P and Q, whose
-    rounding goes into E too. The first Q is drawn from the seed. find_unused_parameters: as for ddp.
+    (n + m) r is not this much smaller than n m, and vectors, travel in fp32. wire: "fp32", or "bf16", "int8" or "int4"
+    for P and Q, whose rounding goes into E too. The first Q is drawn from the seed. find_unused_parameters: as for ddp.
 
     Raises ConfigError for a rank below 1, a start_step below 0, a min_compression below 1, another wire.
     Source: Vogels et al., "PowerSGD", NeurIPS 2019, algorithms 1 and 2.
@@ -65,11 +72,16 @@ class PowerSGD(Plannable):
             if not lowest <= value < math.inf:
                 raise ConfigError(f"{option} {value} of powersgd: must be at least {lowest}; nearest: {lowest}")
         if self.wire not in WIRES:
-            raise ConfigError(f"wire {self.wire!r} of powersgd: must be fp32 or bf16{nearest(self.wire, WIRES)}")
+            names = "fp32, bf16, int8 or int4"
+            raise ConfigError(f"wire {self.wire!r} of powersgd: must be {names}{nearest(self.wire, WIRES)}")
 
     @property
     def name(self) -> str:
         return "powersgd"
+
+    @property
+    def codecs(self) -> tuple[Codec, ...]:
+        return (WIRES[self.wire],)
 
     @property
     def settled_after(self) -> int:
@@ -139,14 +151,15 @@ class LowRankMean:
             if self.watch:
                 for name, matrix in matrices.items():
                     self.watch(name, matrix)
-            p_own = [matrix @ self._q(name, matrix.shape[1], ranks[name]) for name, matrix in matrices.items()]
+            # Column by column, since a group of integers shares a scale.
+            p_own = [(matrix @ self._q(name, matrix.shape[1], ranks[name])).T for name, matrix in matrices.items()]
         sums, p_sums = yield from together(
             sum_over_ranks(link.part(0), whole), sum_over_ranks(link.part(1), p_own, self.wire)
         )
         with link.timed("encode_s", "gradients"):
             # A zero or a dependent column is no trouble for reflections: the basis has r columns all the same.
-            bases = [torch.linalg.qr(p_sum).Q for p_sum in p_sums]
-            q_own = [matrix.T @ basis for matrix, basis in zip(matrices.values(), bases, strict=True)]
+            bases = [torch.linalg.qr(p_sum.T).Q for p_sum in p_sums]
+            q_own = [basis.T @ matrix for matrix, basis in zip(matrices.values(), bases, strict=True)]
         lost = self._lost(link.topology, q_own)
         q_sums = yield from sum_over_ranks(link.part(2), q_own, self.wire, lost)
         with link.timed("decode_s", "gradients"):
@@ -154,9 +167,9 @@ class LowRankMean:
                 grad.copy_(total).div_(link.topology.world_size)
             sent = q_own if lost is None else self._less(q_own, lost, link)
             for name, basis, q_sent, q_sum in zip(thin, bases, sent, q_sums, strict=True):
-                self.memory.put(name, "error", matrices[name].sub_(basis @ q_sent.T))
-                self.memory.put(name, "q", q_sum.div_(link.topology.world_size))
-                thin[name].copy_((basis @ q_sum.T).view(thin[name].shape))
+                self.memory.put(name, "error", matrices[name].sub_(basis @ q_sent))
+                self.memory.put(name, "q", q_sum.div_(link.topology.world_size).T.contiguous())
+                thin[name].copy_((basis @ q_sum).view(thin[name].shape))
 
     def _matrix(self, name: str, grad: Tensor) -> Tensor:
         """M = G + E, in memory of its own, so that its place in a bucket does not matter to a matrix product."""
@@ -169,8 +182,11 @@ class LowRankMean:
     def _q(self, name: str, num_columns: int, rank: int) -> Tensor:
         """Q of the last step, at first random; for a smaller rank less its last columns, for a larger one with more."""
         held = self.memory.peek(name, "q")
-        if held is not None and held.shape[1] >= rank:
-            return held[:, :rank]
+        if held is not None:
+            # The basis that comes of it is the same, and columns of one size are rounded alike.
+            held = held / held.norm(dim=0).clamp_min(TINY)
+            if held.shape[1] >= rank:
+                return held[:, :rank]
         generator = torch.Generator().manual_seed(seed_of(self.seed, 0, name) >> 1)
         fresh = torch.randn(num_columns, rank, generator=generator)
         return fresh if held is None else torch.cat([held, fresh[:, held.shape[1] :]], dim=1)

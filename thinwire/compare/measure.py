@@ -26,13 +26,14 @@ from thinwire.training.settings import has_islands
 FINISHED, FAILED, UNFINISHED = "finished", "failed", "unfinished"
 REFERENCE = "ddp-bf16"
 TARGET_REFERENCES = ("zero", "ddp")
+AVERAGES: dict[str, Callable[[Iterable[float]], float]] = {"mean": fmean, "median": median}
 
 
 @dataclass(frozen=True)
 class Figures:
     """What is compared; None: not known. Bytes are those a rank sends in a step.
 
-    step_s, compute_s, exposed_comm_s, codec_s: medians over the timed steps, of rank 0; means where islands train.
+    step_s, compute_s, exposed_comm_s, codec_s: medians over the timed steps, of rank 0; means in a race with islands.
     sent_bytes_per_step: payload of rank 0; kernel_sent_bytes_per_step: everything on a node's link over its ranks, mean
     of the nodes (and of the worst one); both are means over the timed steps of a start, of which the median is taken.
     bound_s: max(compute alone, bytes / rate); unhidden_s: what must come on top of it, see `least_time`.
@@ -95,6 +96,7 @@ class Result:
     steps: int
     tokens_per_step: int
     smooth: int
+    average: str
     reference: str | None
     reference_why: str
     compute_alone_s: float | None
@@ -144,10 +146,16 @@ def measure(plan: Plan, record: Record) -> Result:
         row.ratio.update(ratios(row.mean, against))
     return Result(
         command=record.command, stopped=record.stopped, lab=str(plan.lab), steps=plan.train.steps,
-        tokens_per_step=plan.tokens_per_step, smooth=plan.smooth, reference=reference, reference_why=why,
+        tokens_per_step=plan.tokens_per_step, smooth=plan.smooth, average=average_of(plan),
+        reference=reference, reference_why=why,
         compute_alone_s=alone, compute_alone_failed=record.alone_failed, machine=machine(), versions=versions(),
         effects=list(plan.rows), settings=record.settings, contestants=rows,
     )  # fmt: skip
+
+
+def average_of(plan: Plan) -> str:
+    """Islands exchange in few of their steps, which a median would not see: then all are held to their means."""
+    return "mean" if any(has_islands(one.strategy) for one in plan.contestants) else "median"
 
 
 def status_of(plan: Plan, record: Record, contestant: Contestant) -> str:
@@ -173,9 +181,7 @@ def seed_result(
     """The figures of one run."""
     timed = {step for leg in entry.legs if leg.last_timed for step in range(leg.first_timed, leg.last_timed + 1)}
     rows = [row for row in run.steps if row["step"] in timed]
-    # Islands exchange in few of their steps, which a median would not see.
-    rare = any(one.name == entry.contestant and has_islands(one.strategy) for one in plan.contestants)
-    average = fmean if rare else median
+    average = AVERAGES[average_of(plan)]
     typical = {name: _average(rows, name, average) for name in ("step_s", "compute_s", "exposed_comm_s", "codec_s")}
     step_s, losses = typical["step_s"], smoothed([number(row.get("loss")) for row in run.steps], plan.smooth)
     reached = None if target is None else first_at_most(losses, target, plan.smooth)

@@ -167,9 +167,11 @@ def seconds_note(values: Mapping[str, Any]) -> str:
     stated = sorted({f"{target:.4f}" for target in targets if target is not None})
     to_target = (
         f" Minutes to the target {' / '.join(stated)}: steps until the mean training loss of {values['smooth']} steps "
-        "is at most that, times the median step."
+        "is at most that, times that of a step."
     )
-    return f"{timed} of {values['steps']} steps timed in the slow network, medians." + (to_target if stated else "")
+    return f"{timed} of {values['steps']} steps timed in the slow network, {values['average']}s." + (
+        to_target if stated else ""
+    )
 
 
 def bound_note(values: Mapping[str, Any]) -> str:

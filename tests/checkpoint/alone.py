@@ -58,7 +58,8 @@ def kill_savers(folder: Path, num_kills: int, pipe: Connection) -> None:
     start = time.monotonic()
     save(folder / "first", 2)
     save_s = time.monotonic() - start
-    chance, seen, cut_short = random.Random(7), 0, []
+    chance, seen = random.Random(7), 0
+    cut_short: list[int] = []
     while len(cut_short) < num_kills:
         for left in folder.glob(".step-*"):
             shutil.rmtree(left)

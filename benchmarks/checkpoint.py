@@ -2,16 +2,18 @@
 
     python benchmarks/checkpoint.py [--millions 10 100 500] [--repeats 3] [--folder DIR] [--no-training]
 
-For models of so many million parameters with AdamW's state, 12 bytes each, prints ratios of medians measured in one
-run: save and load over torch's (with fsync; ours also takes checksums), a load in another layout (4 ranks' parts to 3
-ranks) over one in the same, and the largest memory beyond the state during each, in MB. Then trains the demo model
-alone, and prints how long training stands still for a save, as a share of a step.
+For models of so many million parameters with AdamW's state, 12 bytes each, prints ratios of medians, of works that
+take turns: save and load over torch's (with fsync; ours also takes checksums), a load after all checksums were
+compared, also over torch's, a load in another layout (4 ranks' parts to 3 ranks) over one in the same, and the largest
+memory beyond the state during each, in MB. Then trains the demo model alone, and prints how long training stands still
+for a save, as a share of a step.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -24,7 +26,7 @@ import torch.distributed as dist
 
 from thinwire.checkpoint import Disk, Keep, Piece, Saver, Snapshot, verify
 from thinwire.checkpoint.dcp import Index, parts_of, read_part, read_pieces
-from thinwire.checkpoint.folder import part_of
+from thinwire.checkpoint.folder import checksum, part_of
 from thinwire.checkpoint.saver import write_part
 from thinwire.training.config import TrainConfig
 from thinwire.training.settings import with_optimizer
@@ -42,16 +44,21 @@ def memory(key: str) -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(key))
 
 
-def measured(work: Callable[[], object], repeats: int) -> tuple[float, float]:
-    """(Median of the seconds, most MB that it needed beyond what was held before)."""
-    seconds, extra = [], 0
+def interleaved(repeats: int, *works: Callable[[], object]) -> list[tuple[float, float]]:
+    """Of each work, (the median of its seconds, most MB that it needed beyond what was held before).
+
+    They take turns, so that what else the machine does is shared by all.
+    """
+    seconds: list[list[float]] = [[] for _ in works]
+    extra = [0] * len(works)
     for _ in range(repeats):
-        Path("/proc/self/clear_refs").write_text("5")
-        held, start = memory("VmRSS"), time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - start)
-        extra = max(extra, memory("VmHWM") - held)
-    return statistics.median(seconds), extra / 1e6
+        for number, work in enumerate(works):
+            Path("/proc/self/clear_refs").write_text("5")
+            held, start = memory("VmRSS"), time.perf_counter()
+            work()
+            seconds[number].append(time.perf_counter() - start)
+            extra[number] = max(extra[number], memory("VmHWM") - held)
+    return [(statistics.median(taken), most / 1e6) for taken, most in zip(seconds, extra, strict=True)]
 
 
 def part(state: dict[str, torch.Tensor], number: int, count: int) -> dict[str, Piece]:
@@ -77,13 +84,21 @@ def on_disk(millions: int, folder: Path, repeats: int) -> None:
     """One row of the table."""
     state = {f"{kind}/layer{n}": torch.randn(NUMEL) for kind in KINDS for n in range(millions)}
     file, whole, parts = folder / "torch.pt", folder / "whole", folder / "parts"
-    plain, plain_mb = measured(lambda: save_with_torch(state, file), repeats)
-    save, save_mb = measured(lambda: write_part(part_of(whole, 0), {}, part(state, 0, 1)), repeats)
-    plain_load, plain_load_mb = measured(lambda: torch.load(file, weights_only=True), repeats)
-    file.unlink()
+    (plain, plain_mb), (save, save_mb) = interleaved(
+        repeats,
+        lambda: save_with_torch(state, file),
+        lambda: write_part(part_of(whole, 0), {}, part(state, 0, 1)),
+    )
     index = index_of(whole)
     # Into memory that is there, as into a model's; torch.load makes its own.
-    load, load_mb = measured(lambda: read_pieces(whole, index, part(state, 0, 1)), repeats)
+    (plain_load, plain_load_mb), (load, load_mb), (check, _) = interleaved(
+        repeats,
+        lambda: torch.load(file, weights_only=True),
+        lambda: read_pieces(whole, index, part(state, 0, 1)),
+        lambda: [checksum(path) for path in part_of(whole, 0).iterdir()],
+    )
+    file.unlink()
+    shutil.rmtree(whole)
     for number in range(WRITERS):
         write_part(part_of(parts, number), {}, part(state, number, WRITERS))
     split = index_of(parts)
@@ -92,13 +107,13 @@ def on_disk(millions: int, folder: Path, repeats: int) -> None:
         for number in range(count):
             read_pieces(parts, split, part(state, number, count))
 
-    same, _ = measured(lambda: load_as(WRITERS), repeats)
-    other, other_mb = measured(lambda: load_as(READERS), repeats)
+    (same, _), (other, other_mb) = interleaved(repeats, lambda: load_as(WRITERS), lambda: load_as(READERS))
     ratios = [
         f"{plain:.2f}",
         f"{save / plain:.2f}",
         f"{plain_load:.2f}",
         f"{load / plain_load:.2f}",
+        f"{(check + load) / plain_load:.2f}",
         f"{other / same:.2f}",
     ]
     extra = [f"{mb:.0f}" for mb in (plain_mb, save_mb, plain_load_mb, load_mb, other_mb)]
@@ -175,6 +190,7 @@ def main() -> int:
         "ratio",
         "torch load",
         "ratio",
+        "checked",
         "reshard",
         "t.save MB",
         "save",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import time
 from multiprocessing.connection import Connection
@@ -50,25 +51,35 @@ def read(checkpoint: Path, name: str = "weights/a") -> torch.Tensor:
 def kill_savers(folder: Path, num_kills: int, pipe: Connection) -> None:
     """Kill children that save one step after another, each at a random moment, and look what is left after each.
 
-    Sends (the last step that was saved, how many were killed while they saved).
+    Goes on until `num_kills` of them were killed while they saved; sends the last step that was saved, for each kill.
     """
     torch.set_num_threads(1)
     save(folder / "first", 1)
-    chance, seen, cut_short = random.Random(7), 0, 0
-    for _ in range(num_kills):
+    start = time.monotonic()
+    save(folder / "first", 2)
+    save_s = time.monotonic() - start
+    chance, seen = random.Random(7), 0
+    cut_short: list[int] = []
+    while len(cut_short) < num_kills:
+        for left in folder.glob(".step-*"):
+            shutil.rmtree(left)
         pid = os.fork()
         if pid == 0:
             mine = saver(folder)
             for step in range(seen + 1, 1_000_000):
                 mine.save(step, snapshot(step), loss=1.0, about={})
-        time.sleep(chance.uniform(0.0, 0.2))
+        while not any(folder.glob(".step-*")):
+            time.sleep(0.001)
+        time.sleep(chance.uniform(0.0, 2 * save_s))
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        cut_short += bool(list(folder.glob(".step-*")))
+        was_saving = any(folder.glob(".step-*"))
         newest, wrong = choose(folder)
         assert not wrong, wrong
         if newest is not None:
             assert torch.equal(read(newest), torch.full((NUMEL,), float(step_of(newest))))
             assert step_of(newest) >= seen
             seen = step_of(newest)
-    pipe.send((seen, cut_short))
+        if was_saving:
+            cut_short.append(seen)
+    pipe.send(cut_short)

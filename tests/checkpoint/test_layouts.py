@@ -136,6 +136,8 @@ def test_another_strategy(origin: list[dict[str, Any]], folder: Path) -> None:
     assert became["resume: error feedback of gradients, of 4 rank(s)"] == "transformed"
     for line, pair in (("replicas that differ from the masters", "sdp4bit-zero"),):
         assert {row[0]: row[1] for row in told[0][pair][3]}[f"resume: {line}"] == "dropped"
+    (why,) = [row[2] for row in told[0]["zeropp-sdp4bit"][3] if row[0].startswith("resume: wires")]
+    assert why.startswith("LoCo's errors are moving averages")
     rebuilt = {row[0]: row[1] for row in told[0]["zero-sdp4bit"][3]}
     assert rebuilt["resume: replicas that weight differences refer to"] == "transformed"
     for before, name in (("powersgd", "zero-compressed"), ("zero-compressed", "two-way"), ("ef-topk", "powersgd")):

@@ -21,7 +21,7 @@ from thinwire.checkpoint.folder import folder_of, note_next_loss
 from thinwire.errors import ConfigError
 
 NUM_KILLS = 50
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 
 
 def test_what_is_saved_comes_back(tmp_path: Path) -> None:
@@ -50,12 +50,12 @@ def test_killed_at_any_moment_the_last_complete_one_is_sound(tmp_path: Path) -> 
     process.start()
     try:
         assert ours.poll(LIMIT_S)
-        seen, cut_short = ours.recv()
+        cut_short = ours.recv()
     finally:
         process.kill()
         process.join()
-    assert seen > 5 and cut_short > 5
-    save(tmp_path, seen + 1)
+    assert len(cut_short) == NUM_KILLS and len(set(cut_short)) > 5
+    save(tmp_path, cut_short[-1] + 1)
     assert not list(tmp_path.glob(".step-*")), "what was cut short is cleared away"
 
 

@@ -11,16 +11,20 @@ import json
 import os
 import pickle
 import warnings
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -45,7 +49,14 @@ from thinwire import _compat
 from thinwire.checkpoint.state import Piece, dtype_named
 from thinwire.errors import ThinwireError
 
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
 STATE_FILE = "state.json"
+# Below it another thread costs more than it saves.
+MIN_THREAD_BYTES = 1 << 20
+# {file: (bytes, CRC-32)}
+Sums = dict[str, tuple[int, int]]
 
 
 class CheckpointError(ThinwireError, RuntimeError):
@@ -94,12 +105,48 @@ class PieceSavePlanner(SavePlanner):
         return self._pieces[write_item.index.fqn].values
 
 
+class SummedFile(io.BufferedWriter):
+    """A new file that knows the CRC-32 of what was written to it, which a second thread takes while it is written."""
+
+    def __init__(self, path: Path, thread: ThreadPoolExecutor) -> None:
+        super().__init__(io.FileIO(path, "wb"))
+        self.num_bytes = self.crc = 0
+        self._thread = thread
+
+    def write(self, data: Buffer) -> int:
+        """Write all of it; raises OSError."""
+        view = memoryview(data).cast("B")
+        crc = self._thread.submit(zlib.crc32, view, self.crc) if view.nbytes >= MIN_THREAD_BYTES else None
+        try:
+            return super().write(view)
+        finally:
+            # The memory is the caller's again on return.
+            self.crc = zlib.crc32(view, self.crc) if crc is None else crc.result()
+            self.num_bytes += view.nbytes
+
+
+class SummingFiles(FileSystem):
+    """DCP's files, with the size and the CRC-32 of each that was written, by name."""
+
+    def __init__(self) -> None:
+        self.sums: Sums = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[io.IOBase]:
+        """A new file; `mode` is wb, since nobody reads here."""
+        with ThreadPoolExecutor(1, "thinwire-checksum") as thread, SummedFile(Path(path), thread) as file:
+            yield file
+        self.sums[Path(path).name] = file.num_bytes, file.crc
+
+
 class IndexedWriter(dcp.FileSystemWriter):
-    """DCP's writer of files, whose index is JSON beside what the caller adds to it."""
+    """DCP's writer of files, whose index is JSON beside what the caller adds to it; `sums` says what was written."""
 
     def __init__(self, folder: Path, more: Mapping[str, Any]) -> None:
         super().__init__(str(folder), overwrite=True)
         self._folder, self._more = folder, more
+        self.fs = files = SummingFiles()
+        self.sums = files.sums
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the index, and bring it to the disk."""
@@ -112,22 +159,24 @@ class IndexedWriter(dcp.FileSystemWriter):
             dtype = str(tensor.properties.dtype).removeprefix("torch.")
             place = [chunk.offsets[0], chunk.sizes[0], at.relative_path, at.offset, at.length]
             chunks[result.index.fqn] = [tensor.size[0], dtype, *place]
-        write_durably(self._folder / STATE_FILE, json.dumps({**self._more, "chunks": chunks}).encode())
+        content = json.dumps({**self._more, "chunks": chunks}).encode()
+        write_durably(self._folder / STATE_FILE, content)
+        self.sums[STATE_FILE] = len(content), zlib.crc32(content)
 
 
-def write_pieces(folder: Path, pieces: Mapping[str, Piece], more: Mapping[str, Any]) -> None:
+def write_pieces(folder: Path, pieces: Mapping[str, Piece], more: Mapping[str, Any]) -> Sums:
     """Write this rank's pieces and `more`, which is JSON, into an empty folder; all on the disk when it returns.
 
-    Raises OSError as files do, and RuntimeError as torch.save does.
+    Returns {file: (bytes, CRC-32)} of what was written, whatever the disk has made of it. Raises OSError as files do,
+    and RuntimeError as torch.save does.
     """
     folder.mkdir(parents=True, exist_ok=True)
     held = {name: piece for name, piece in pieces.items() if piece.values.numel()}
+    writer = IndexedWriter(folder, more)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            dcp.save(
-                held, storage_writer=IndexedWriter(folder, more), planner=PieceSavePlanner(), no_dist=True
-            )  # fmt: skip
+            dcp.save(held, storage_writer=writer, planner=PieceSavePlanner(), no_dist=True)
     except dcp.api.CheckpointException as error:
         cause = next(iter(error.failures.values()))[0]
         context: BaseException | None = cause
@@ -135,6 +184,7 @@ def write_pieces(folder: Path, pieces: Mapping[str, Piece], more: Mapping[str, A
         while context is not None and not isinstance(context, OSError):
             context = context.__context__
         raise context or cause from None
+    return writer.sums
 
 
 def write_durably(path: Path, content: bytes) -> None:

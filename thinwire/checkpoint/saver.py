@@ -17,11 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.checkpoint.dcp import part_of, sync_folder, write_metadata, write_pieces
+from thinwire.checkpoint.dcp import Sums, part_of, sync_folder, write_metadata, write_pieces
 from thinwire.checkpoint.folder import (
     Keep,
     Manifest,
-    checksum,
     folder_of,
     leftovers,
     note_next_loss,
@@ -231,13 +230,13 @@ class Saver:
         return [json.loads(self._store.get(key)) for key in keys]
 
 
-def write_part(part: Path, text: Mapping[str, Any], pieces: Mapping[str, Piece]) -> dict[str, tuple[int, int]]:
+def write_part(part: Path, text: Mapping[str, Any], pieces: Mapping[str, Piece]) -> Sums:
     """Write what one rank holds; {path: (bytes, checksum)} of its files. Raises OSError."""
     if part.exists():
         shutil.rmtree(part)
-    write_pieces(part, pieces, text)
+    sums = write_pieces(part, pieces, text)
     sync_folder(part)
-    return {f"{part.name}/{path.name}": checksum(path) for path in sorted(part.iterdir())}
+    return {f"{part.name}/{name}": sums[name] for name in sorted(sums)}
 
 
 def complete(temporary: Path, manifest: Manifest) -> None:

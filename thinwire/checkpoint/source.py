@@ -173,7 +173,7 @@ class Source:
                 yield (
                     f"resume: {key}, remembered by each of {self.world_size} rank(s)",
                     "dropped",
-                    "only its own layout takes it",
+                    self._text.get("left", {}).get(key, "only its own layout takes it"),
                 )
 
 

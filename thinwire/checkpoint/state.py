@@ -68,7 +68,7 @@ class Snapshot:
     pieces: by name; every element of a name is held by some rank. scalars: {kind: {parameter: number}} of the user's
     optimizer. own: nested containers of tensors and numbers that only the same `layout` takes back, bit for bit.
     common: numbers that are the same on all ranks, whatever the layout. debts: of what lies in `own`, what another
-    layout can take over.
+    layout can take over. left: {key of `own`: why no other layout takes it}, for the load report.
     """
 
     layout: dict[str, Any]
@@ -77,6 +77,7 @@ class Snapshot:
     own: Any = None
     common: dict[str, Any] = field(default_factory=dict)
     debts: list[Debt] = field(default_factory=list)
+    left: dict[str, str] = field(default_factory=dict)
 
     def to_json(self, rank: int) -> tuple[dict[str, Any], dict[str, Piece]]:
         """(What is no tensor, as JSON; all tensors by name, those of `own` under the rank's number)."""
@@ -89,6 +90,7 @@ class Snapshot:
             "own": tree,
             "common": self.common,
             "debts": [list(asdict(debt).values()) for debt in self.debts],
+            "left": self.left,
         }
         return text, self.pieces | own
 

@@ -228,7 +228,7 @@ class AgreeingOptimizer:
     def snapshot(self) -> Snapshot:
         """This rank's state between two steps, in pieces that any layout can take: views of the live tensors."""
         common = {"steps": self.steps, "skipped_steps": self.skipped_steps, "lossy_weights": self._lossy_weights}
-        snapshot = Snapshot(self._layout(), own=self._own(), common=common, debts=self._debts())
+        snapshot = Snapshot(self._layout(), own=self._own(), common=common, debts=self._debts(), left=self._left())
         return add_optimizer(snapshot, self.inner, self._held())
 
     @torch.no_grad()
@@ -263,6 +263,10 @@ class AgreeingOptimizer:
     def _debts(self) -> list[Debt]:
         """Of what `_own` gives, what another layout can take over."""
         return []
+
+    def _left(self) -> dict[str, str]:
+        """Why another layout can't take over the rest, by key of what `_own` gives, where there is more to say."""
+        return {}
 
     def _adapt(self, source: Source) -> None:
         """Take over from another layout what can be; weights and optimizer are restored already."""

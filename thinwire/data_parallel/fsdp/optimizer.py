@@ -263,6 +263,11 @@ class FSDPOptimizer(AgreeingOptimizer):
     def _load_own(self, own: Mapping[str, Any]) -> None:
         self.compressed.load_state_dict(own["wires"])
 
+    def _left(self) -> dict[str, str]:
+        if all(reduction.loco is None for reduction in self.compressed.reductions):
+            return {}
+        return {"wires": "LoCo's errors are moving averages over few steps, of these pieces alone, and no debt"}
+
     def _adapt(self, source: Source) -> None:
         super()._adapt(source)
         self.compressed.weights_changed()

@@ -124,6 +124,17 @@ ROWS = {
         may_skip_parameters=False,
         norm_error=0.5,
     ),
+    "lgreco-dgc": Row(
+        thinwire.LGreCo(thinwire.DGC(density=0.2, clip=0.0, warmup=(0.5,), warmup_steps=2), start=5, samples=3),
+        0.6,
+        ((2, 1), (4, 2)),
+        range(5, STEPS),
+        may_skip_parameters=False,
+        optimizer="dgc-sgd",
+        reference="sgd",
+        clip=math.inf,
+        norm_error=0.5,
+    ),
     # A decoded sketch is longer than what it stands for, by sqrt(1 + ratio) where all is sketched.
     "sketch": Row(thinwire.Sketch(ratio=2), 0.9, ((1, 1), (4, 2)), may_skip_parameters=False, norm_error=1.0),
     "onebit-adam": Row(
@@ -159,11 +170,11 @@ ROWS = {
 STATEFUL = [
     "zero", "zero-bf16", "sdp4bit", "zero-compressed", "ddp", "powersgd", "powersgd-torch", "two-way", "dgc",
     "onebit-adam", "fsdp-bf16", "frontier", "zeropp-loco", "one-byte",
-    "lgreco-ef-topk",
+    "lgreco-ef-topk", "lgreco-dgc", "ef-topk", "sketch",
 ]  # fmt: skip
 REDUCING = [
     "sdp4bit", "zero-compressed", "ddp", "powersgd", "powersgd-torch", "two-way", "dgc", "onebit-adam", "fsdp",
-    "frontier", "zeropp-loco", "ef-topk", "sketch",
+    "frontier", "zeropp-loco", "ef-topk", "sketch", "lgreco-dgc",
 ]  # fmt: skip
 
 

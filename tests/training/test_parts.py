@@ -16,7 +16,7 @@ from thinwire.errors import ConfigError
 from thinwire.report.run import read_run
 from thinwire.training import hardware
 from thinwire.training.config import TrainConfig
-from thinwire.training.effects import resume_rows, unused_rows
+from thinwire.training.effects import late_rows, resume_rows, unused_rows
 from thinwire.training.metrics import (
     MembershipEvent,
     MetricsWriter,
@@ -171,6 +171,13 @@ def test_options_without_effect_are_rows() -> None:
         "--warmup-steps 9": "never finishes",
     }
     assert not list(unused_rows(TrainConfig(tables={"sdp4bit": {"weight_bits": 8}})))
+
+
+def test_a_run_that_ends_before_its_strategy_begins_says_so() -> None:
+    late = TrainConfig(strategy="onebit-adam", steps=40, tables={"onebitadam": {"freeze": 40}})
+    assert "its first 40 steps differ from the others, and the run ends after 40" in str(list(late_rows(late)))
+    assert not list(late_rows(TrainConfig(strategy="onebit-adam", steps=40)))
+    assert list(late_rows(TrainConfig(strategy="lgreco-ef-topk", steps=20)))
 
 
 def test_changes_on_resume_are_rows() -> None:

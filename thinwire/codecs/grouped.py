@@ -1,20 +1,17 @@
-"""What codecs with one scale for each group of elements share: the packet of `layout`, its size, its buffers."""
+"""What codecs with one scale for each group of elements share: the packet of `layout` and its size."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 
-import torch
-from torch import Tensor
-
-from thinwire.codecs import backends, checks
-from thinwire.codecs.base import Codec
+from thinwire.codecs import checks
+from thinwire.codecs.fused import Fused
 from thinwire.codecs.layout import group_bytes, packet_sections
 
 SCALES = ("bf16", "fp32")
 
 
-class Grouped(Codec):
+class Grouped(Fused):
     """Groups of `group` elements, each with a scale (fp32, or 2 bytes of bf16) and codes of `code_bits` bits."""
 
     group: int
@@ -24,10 +21,6 @@ class Grouped(Codec):
     @abstractmethod
     def code_bits(self) -> int:
         """Bits of one element's code."""
-
-    @abstractmethod
-    def _decode(self, packet: Tensor, out: Tensor, *, add: bool) -> Tensor:
-        """out = values of the packet, or out += them; the sizes are known to fit."""
 
     def check_groups(self, name: str) -> None:
         """Raises ConfigError for a group or a scale that no packet can have."""
@@ -48,13 +41,3 @@ class Grouped(Codec):
 
     def packet_bytes(self, num_elements: int) -> int:
         return packet_sections(num_elements, self.code_bits, self.group, self.scale_bytes)[2]
-
-    def decode(self, packet: Tensor, num_elements: int, *, out: Tensor | None = None) -> Tensor:
-        if out is None:
-            out = torch.empty(num_elements, dtype=torch.float32, device=packet.device)
-        backends.check_buffers(packet, self.packet_bytes(num_elements), out, num_elements)
-        return self._decode(packet, out, add=False)
-
-    def decode_add(self, packet: Tensor, out: Tensor) -> Tensor:
-        backends.check_buffers(packet, self.packet_bytes(out.numel()), out, out.numel())
-        return self._decode(packet, out, add=True)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from thinwire.codecs import backends, checks, shared
 from thinwire.codecs.base import Codec, Traits
+from thinwire.codecs.fused import Fused
 from thinwire.codecs.identity import Identity
 from thinwire.codecs.random import MASK64, derive_seed, draws, noise_keys
 
@@ -20,7 +21,7 @@ CHUNK = 256
 
 
 @dataclass(frozen=True)
-class RandomK(Codec):
+class RandomK(Fused):
     """From each cell of `every` elements one is drawn uniformly; the others decode to 0.
 
     unbiased: the drawn element is multiplied by `every` (a tail cell by its size), so that E[C(x)] = x with
@@ -95,17 +96,8 @@ class RandomK(Codec):
         cells = torch.nn.functional.pad(x, (0, -x.numel() % self.every)).view(-1, self.every)
         return torch.where(cells.isfinite().all(1), picked, torch.nan)
 
-    def decode(self, packet: Tensor, num_elements: int, *, out: Tensor | None = None) -> Tensor:
-        if out is None:
-            out = torch.empty(num_elements, dtype=torch.float32, device=packet.device)
-        return self._decode(packet, out, add=False)
-
-    def decode_add(self, packet: Tensor, out: Tensor) -> Tensor:
-        return self._decode(packet, out, add=True)
-
     def _decode(self, packet: Tensor, out: Tensor, *, add: bool) -> Tensor:
         num = out.numel()
-        backends.check_buffers(packet, self.packet_bytes(num), out, num)
         seed, first = shared.read_header(packet)
         values = backends.one_nan_(self.values.decode(packet[shared.HEADER_BYTES :], self._num_cells(num)))
         kernels = backends.numba_module("sparse", packet.device)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import backends, checks, shared
-from thinwire.codecs.base import Codec, Traits
+from thinwire.codecs.base import Traits
+from thinwire.codecs.fused import Fused
 from thinwire.errors import ConfigError
 
 
@@ -26,7 +27,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Sketch(Codec):
+class Sketch(Fused):
     """Groups of n = `group` elements travel as b = n / ratio fp32 sums y = R x, E[R^T R] = I; decoded: gamma R^T y.
 
     ratio: elements to a sum. unbiased: gamma = 1, E[C(x)] = x with a variance of about ratio |x|^2; else gamma is the
@@ -102,16 +103,7 @@ class Sketch(Codec):
         self._project(flat, self.sums(out), seed, counter)
         return out
 
-    def decode(self, packet: Tensor, num_elements: int, *, out: Tensor | None = None) -> Tensor:
-        if out is None:
-            out = torch.empty(num_elements, dtype=torch.float32, device=packet.device)
-        return self._decode(packet, out, add=False)
-
-    def decode_add(self, packet: Tensor, out: Tensor) -> Tensor:
-        return self._decode(packet, out, add=True)
-
     def _decode(self, packet: Tensor, out: Tensor, *, add: bool) -> Tensor:
-        backends.check_buffers(packet, self.packet_bytes(out.numel()), out, out.numel())
         seed, counter = shared.read_header(packet)
         self._estimate(self.sums(packet), out, seed, counter, add=add)
         return out

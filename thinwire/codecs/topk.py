@@ -12,12 +12,13 @@ from torch import Tensor
 from thinwire.codecs import backends, checks, indices
 from thinwire.codecs.base import Codec, Traits
 from thinwire.codecs.cast import Cast
+from thinwire.codecs.fused import Fused
 
 BF16 = Cast("bf16")
 
 
 @dataclass(frozen=True)
-class TopK(Codec):
+class TopK(Fused):
     """Of every `group` elements the k = ceil(density * group) with the largest |x|; the others decode to 0.
 
     density: 0 < density <= 1. group: elements that compete for k places; of equal ones the first win. values: the codec
@@ -132,16 +133,7 @@ class TopK(Codec):
         """Ascending indices of what travels, int64 [rows, count], for groups as the rows of x."""
         return indices.largest(x.view(torch.int32) & indices.ABS, count)
 
-    def decode(self, packet: Tensor, num_elements: int, *, out: Tensor | None = None) -> Tensor:
-        if out is None:
-            out = torch.empty(num_elements, dtype=torch.float32, device=packet.device)
-        return self._decode(packet, out, add=False)
-
-    def decode_add(self, packet: Tensor, out: Tensor) -> Tensor:
-        return self._decode(packet, out, add=True)
-
     def _decode(self, packet: Tensor, out: Tensor, *, add: bool) -> Tensor:
-        backends.check_buffers(packet, self.packet_bytes(out.numel()), out, out.numel())
         num_values, _, used = self._sections(out.numel())
         end_of_values = self.values.packet_bytes(num_values)
         values = backends.one_nan_(self.values.decode(packet[:end_of_values], num_values))

@@ -16,7 +16,7 @@ from thinwire.data import load_tokenizer
 from thinwire.data import prepare as prepare_tokens
 from thinwire.lab import LabSpec
 from thinwire.training.config import DEFAULTS, TrainConfig, flag, with_derived
-from thinwire.training.effects import Row, unused_rows
+from thinwire.training.effects import Row, late_rows, unused_rows
 from thinwire.training.hardware import choose_dtype, threads_per_worker
 from thinwire.training.prepare import check
 from thinwire.training.problems import Problems
@@ -146,6 +146,8 @@ def rows_of(race: RaceConfig, asked: TrainConfig, train: TrainConfig, contestant
     shown = replace(train, strategy=strategy, tables=unused)
     yield from ((option, effect, why) for option, effect, why in unused_rows(shown))
     for contestant in contestants:
+        for option, _, why in late_rows(contestant.config(train)) if contestant.strategy else ():
+            yield option, "no step is timed", why
         if contestant.is_whole and race.rounds > 1:
             yield f"rounds of {contestant.name}", "runs whole, in the last round", "its command has no {stop_at}"
     if race.smooth is None and train.steps < DEFAULT_SMOOTH:

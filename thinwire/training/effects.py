@@ -49,6 +49,17 @@ def unused_rows(config: TrainConfig) -> Iterator[Row]:
         yield f"{flag('warmup_steps')} {config.num_warmup_steps}", "never finishes", warning
 
 
+def late_rows(config: TrainConfig) -> Iterator[Row]:
+    """One row where the run ends before the strategy is itself, such as in exact first steps or a warm-up."""
+    settled = 0 if has_islands(config.strategy) else build_strategy(config).settled_after
+    if settled >= config.steps:
+        yield (
+            f"{flag('strategy')} {config.strategy}",
+            "not in full",
+            f"its first {settled} steps differ from the others, and the run ends after {config.steps}",
+        )
+
+
 def folder_like(data: str) -> bool:
     """Whether the data may hold .jsonl or .parquet files among others."""
     return data != "stdlib" and "." not in data.rpartition("/")[2]

@@ -24,7 +24,7 @@ from thinwire.errors import ConfigError
 from thinwire.models import build_model
 from thinwire.models.hf import check_hf, look_into
 from thinwire.training.config import FIXED_ON_RESUME, TrainConfig, derive, range_errors, with_derived
-from thinwire.training.effects import Row, batch_row, resume_rows, unused_rows
+from thinwire.training.effects import Row, batch_row, late_rows, resume_rows, unused_rows
 from thinwire.training.hardware import choose_dtype, free_port, port_is_free, threads_per_worker
 from thinwire.training.problems import Problems
 from thinwire.training.run_dir import RunDir
@@ -182,7 +182,7 @@ def resolve(config: TrainConfig, threads: int) -> tuple[TrainConfig, list[Row]]:
     dtype: Any
     dtype, reason = choose_dtype(config.dtype, threads)
     rows: list[Row] = [(f"dtype {config.dtype}", dtype, reason), batch_row(config, batch, config.world_size)]
-    rows += [*model_rows(config), *unused_rows(config)]
+    rows += [*model_rows(config), *unused_rows(config), *late_rows(config)]
     chosen = with_optimizer(config)
     if has_islands(config.strategy):
         size = island_size(config)

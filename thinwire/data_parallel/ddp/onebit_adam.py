@@ -31,6 +31,8 @@ MOMENTA = "error feedback of momenta"
 # Of a run whose length is known, and with no step stated, exact Adam takes this share.
 DEFAULT_SHARE = 0.2
 SETTLED = 0.96
+# That of OneBitAdamW in a training run.
+BETA2 = 0.999
 
 
 @dataclass(frozen=True)
@@ -82,11 +84,19 @@ class OneBitAdam(OnWholeStep):
 
     @property
     def settled_after(self) -> int:
-        return int(self.freeze or 0)
+        """The exact steps; the fewest that there can be, where the variance says when it has settled."""
+        # The first step has no variance before it, and the last exact one ends with the vote.
+        return int(self.freeze) if self.freeze else _window(BETA2) + 2
 
     def for_run(self, num_steps: int, num_warmup_steps: int) -> OneBitAdam:
         """With `freeze` as a number of steps; see PlannedByRun."""
         if self.freeze == 0:
+            if num_steps <= self.settled_after:
+                raise ConfigError(
+                    f"freeze 0 of onebit-adam: the automatic rule takes {self.settled_after} exact steps or more, and "
+                    f"the run has {num_steps}, so that no step would be compressed; nearest: {DEFAULT_SHARE}, a share "
+                    "of the run"
+                )
             return self
         if self.freeze is None:
             return replace(self, freeze=max(2, num_warmup_steps + 1, math.ceil(DEFAULT_SHARE * num_steps)))
@@ -196,7 +206,7 @@ class OneBitMean(WholeStep):
         if not all(state for state, _ in states):
             return False
         sums = [float(s["exp_avg_sq"].sum(dtype=torch.float64)) / (1 - beta2 ** s["step"]) for s, beta2 in states]
-        window = math.ceil(1 / (1 - max(beta2 for _, beta2 in states)) - 1e-6)
+        window = _window(max(beta2 for _, beta2 in states))
         self._variances = [*self._variances[-window:], math.fsum(sums)]
         return len(self._variances) > window and self._variances[-1] >= SETTLED * self._variances[0]
 
@@ -338,3 +348,8 @@ class OneBitMean(WholeStep):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self._lr, self._variances = state["lr"], list(state["variances"])
+
+
+def _window(beta2: float) -> int:
+    """Steps over which the variance must have kept its size: 1 / (1 - b2)."""
+    return math.ceil(1 / (1 - beta2) - 1e-6)

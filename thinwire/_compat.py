@@ -8,7 +8,8 @@
 - at_end_of_backward: the autograd engine's queue_callback, private, as FSDP2 itself uses it.
 - DCP_METADATA_CLASSES: what a checkpoint's .metadata, a pickle, consists of, by name; three of the names are private.
 - factor_of: the state of a ReduceOp, for the factor of a PREMUL_SUM.
-- Rendezvous: torchrun's dynamic rendezvous; who is in it is private, and so is leaving it while others stay.
+- Rendezvous: torchrun's dynamic rendezvous; who is in it is private, and so are leaving it while others stay, and how
+  often it looks.
 - place_in_file: torch.distributed.checkpoint.filesystem._StorageInfo, private; 2.11 to 2.13 have it.
 """
 
@@ -236,13 +237,14 @@ class Rendezvous:
     state: a store connection of its own, since whoever waits for a key keeps the connection busy, and a node that can't
     send its heartbeat is dead for the others. store: where the nodes of one round exchange what they like. name: sorts
     the nodes. A node without a heartbeat for dead_after_s seconds falls out, by the nodes' own clocks. A round is
-    complete last_call_s after the first node came, or when max_nodes are there.
+    complete last_call_s after the first node came, or when max_nodes are there. look_every_s: at most 1.
     """
 
     def __init__(
         self, state: dist.Store, store: dist.Store, *, name: str, max_nodes: int, dead_after_s: float,
-        last_call_s: float, patience_s: float,
+        last_call_s: float, look_every_s: float, patience_s: float,
     ) -> None:  # fmt: skip
+        self._look_every_s = look_every_s
         backend, attempts = C10dRendezvousBackend(state, "thinwire"), 4
         timeout = RendezvousTimeout(
             join=timedelta(seconds=patience_s), last_call=timedelta(seconds=last_call_s),
@@ -262,15 +264,16 @@ class Rendezvous:
 
     def meet(self) -> tuple[dist.Store, int, int]:
         """Leave the round that is over, wait for the next one: its store, the own rank in it, how many are in it."""
-        with _store_not_shared():
+        with _store_not_shared(), _looking_every(self._look_every_s):
             info = self._handler.next_rendezvous()
+        self._round = set(self._handler._state_holder.state.participants)
         return info.store, info.rank, info.world_size
 
-    def look(self) -> tuple[bool, int, int]:
-        """Whether this node is in the round, how many are, and how many wait for the next one."""
+    def look(self) -> tuple[bool, int, int, int]:
+        """Whether this node is in the round; how many are, how many wait for the next, and how many of those were."""
         num_waiting = self._handler.num_nodes_waiting()
         state, node = self._handler._state_holder.state, self._handler._this_node
-        return node in state.participants, len(state.participants), num_waiting
+        return node in state.participants, len(state.participants), num_waiting, len(self._round & state.wait_list)
 
     def fall_silent(self) -> None:
         """Send no more heartbeats until the next round."""
@@ -282,6 +285,17 @@ class Rendezvous:
         self.fall_silent()
         deadline = handler._get_deadline(handler.settings.timeout.heartbeat)
         handler._op_executor.run(dynamic_rendezvous._RendezvousExitOp(), deadline)
+
+
+@contextmanager
+def _looking_every(every_s: float) -> Iterator[None]:
+    """A node that waits looks so often, for which torch has a second."""
+    before = dynamic_rendezvous._delay
+    dynamic_rendezvous._delay = lambda seconds: before(every_s if seconds == 1 else seconds)
+    try:
+        yield
+    finally:
+        dynamic_rendezvous._delay = before
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from contextlib import suppress
@@ -22,17 +23,19 @@ from thinwire.errors import ConfigError, PeerLostError, ThinwireError
 
 # A busy machine may need so long to answer at all, however short a message may take later.
 CONNECT_S = 15.0
-# The rendezvous looks once a second; whoever waited for the last round must have looked before the next is complete.
-LAST_CALL_S = 2.0
-# Whoever waits for the next round sends a heartbeat once a second.
-LEAST_DEAD_AFTER_S = 3.0
+# Everybody looks at the meeting once a second, or so many times in a timeout where that is more often.
 LOOK_EVERY_S = 1.0
+LOOKS_IN_A_TIMEOUT = 10
+# Whoever waited for the last round must have looked before the next is complete.
+LAST_CALL_IN_LOOKS = 2
 DEFAULT_TIMEOUT_S = 60.0
 MAX_ISLANDS = 64
 # An island that is alive may be in the middle of a long step.
 PATIENCE_S = 1800.0
 NUM_ATTEMPTS = 5
-BEGUN = "thinwire/begun"
+# In the meeting's store, once that generation has come about.
+GENERATION = "thinwire/generation/{}"
+BEGUN = GENERATION.format(1)
 
 
 @dataclass(frozen=True)
@@ -71,9 +74,9 @@ class ElasticPeers:
     """The islands present, one process of each, and a communicator over them that is renewed when they change.
 
     meet: HOST:PORT of host_meeting. island: this one's number, which no other has. timeout_s: how long a message may
-    take; an island that is silent for half of it, or for LEAST_DEAD_AFTER_S if that is longer, counts as dead.
-    max_islands: no more take part at once.
-    min_islands: the first generation waits for so many, at most PATIENCE_S seconds.
+    take; an island that is silent for half of it counts as dead, as does one for which the others wait so long when
+    they meet anew. max_islands: no more take part at once. min_islands: the first generation waits for so many, at most
+    PATIENCE_S seconds.
 
     The communicator's ranks are the members in ascending order, its messages have checksums, and its meter goes on over
     all generations. It belongs to no default group. Membership is agreed through torch's dynamic rendezvous: heartbeats
@@ -102,10 +105,13 @@ class ElasticPeers:
         self._has_changed = threading.Event()
         self._is_short = threading.Event()
         self._is_closed = threading.Event()
+        # Since when others wait at the meeting for this island to come.
+        self._awaited_since = math.inf
         self._store = self._connect()
         self._rendezvous = _compat.Rendezvous(
             self._connect(), self._store, name=f"island-{island:06d}", max_nodes=max_islands,
-            dead_after_s=self.dead_after_s, last_call_s=LAST_CALL_S, patience_s=PATIENCE_S,
+            dead_after_s=self.dead_after_s, last_call_s=self.last_call_s, look_every_s=self.look_every_s,
+            patience_s=PATIENCE_S,
         )  # fmt: skip
         self._await_others(min_islands)
         self.renew()
@@ -115,7 +121,17 @@ class ElasticPeers:
     @property
     def dead_after_s(self) -> float:
         """Seconds of silence after which an island counts as dead."""
-        return max(self.timeout_s / 2, LEAST_DEAD_AFTER_S)
+        return self.timeout_s / 2
+
+    @property
+    def look_every_s(self) -> float:
+        """Seconds between two looks at the meeting."""
+        return min(LOOK_EVERY_S, self.timeout_s / LOOKS_IN_A_TIMEOUT)
+
+    @property
+    def last_call_s(self) -> float:
+        """Seconds for which those who meet wait for others, once the first has come."""
+        return LAST_CALL_IN_LOOKS * self.look_every_s
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -163,6 +179,7 @@ class ElasticPeers:
             self.has_state = self.island not in change.joined
             self._has_changed.clear()
             self._is_short.clear()
+            self._awaited_since = math.inf
 
     def close(self) -> None:
         """Wait for what was submitted, and leave; the others notice at once."""
@@ -172,6 +189,15 @@ class ElasticPeers:
             self._comm.close()
             self._comm.abort()
             self._comm = None
+        self._leave()
+
+    def abandon(self) -> None:
+        """Leave at once, whatever is under way: this island has failed, and the others need not find that out."""
+        self._is_closed.set()
+        self._watcher.join()
+        self._leave()
+
+    def _leave(self) -> None:
         with suppress(RendezvousError):
             self._rendezvous.leave()
 
@@ -184,7 +210,7 @@ class ElasticPeers:
                 change = self._introduce(store, rank, size)
                 if change is None and time.monotonic() < due:
                     # Whoever has the state may be frozen, and come back.
-                    time.sleep(LOOK_EVERY_S)
+                    time.sleep(self.look_every_s)
                     continue
                 if change is None:
                     raise ThinwireError(
@@ -192,7 +218,7 @@ class ElasticPeers:
                         "again"
                     )
                 group = self._connect_all(store, rank, size)
-                self._store.set(BEGUN, "")
+                self._store.set(GENERATION.format(change.generation), "")
                 return group, store, change
             except RendezvousError as error:
                 raise ThinwireError(self._unreachable(error.__cause__ or error)) from None
@@ -205,27 +231,28 @@ class ElasticPeers:
     def _introduce(self, store: dist.Store, rank: int, size: int) -> Membership | None:
         """Tell the others of this generation who this is and what it was in before; who is there, from what all say.
 
-        None where none of them has the state, though there is one.
+        None where none of them has the state that others have gone on to.
         """
         mine = {
             "island": self.island, "generation": self.generation if self.has_state else 0, "members": self.members,
-            "clock": time.time(), "is_late": self._store.check([BEGUN]),
+            "clock": time.time(),
         }  # fmt: skip
         store.set(f"thinwire/member/{rank}", json.dumps(mine))
         told = [json.loads(store.get(f"thinwire/member/{other}")) for other in range(size)]
         members = tuple(one["island"] for one in told)
         if len(set(members)) < size:
-            raise ConfigError(
-                f"island {self.island} or another is there twice: {members}; give each a number of its own"
-            )
+            others = [one for number, one in enumerate(told) if one["island"] == self.island and number != rank]
+            if any(one["generation"] >= mine["generation"] for one in others):
+                raise ConfigError(f"island {self.island} is there already: {members}; give each a number of its own")
+            raise RuntimeError(f"an island is there twice: {members}")
         skew_s = max(abs(one["clock"] - mine["clock"]) for one in told)
-        if skew_s > self.dead_after_s / 2 + 2 * LAST_CALL_S:
+        if skew_s > self.dead_after_s / 2 + 2 * self.last_call_s:
             say(
                 f"thinwire: island {self.island}: the machines' clocks differ by {skew_s:.0f} s; one that is "
                 f"{self.dead_after_s:g} s behind counts as dead: set them right"
             )
         last = max(one["generation"] for one in told)
-        if not last and mine["is_late"]:
+        if self._store.check([GENERATION.format(last + 1)]):
             return None
         survivors = {one["island"] for one in told if one["generation"] == last}
         before = {island for one in told if one["generation"] == last for island in one["members"]}
@@ -240,11 +267,11 @@ class ElasticPeers:
         )
 
     def _watch(self) -> None:
-        """Look for changes, away from the training thread."""
-        while not self._is_closed.wait(LOOK_EVERY_S):
+        """Look for changes, away from the training thread, and leave where that keeps the others from going on."""
+        while not self._is_closed.wait(self.look_every_s):
             with self._lock:
                 try:
-                    is_in, num_present, num_waiting = self._rendezvous.look()
+                    is_in, num_present, num_waiting, num_meeting = self._rendezvous.look()
                 except RendezvousError as error:
                     say(f"thinwire: {self._unreachable(error.__cause__ or error)}; those present go on without it")
                     self._rendezvous.fall_silent()
@@ -253,6 +280,13 @@ class ElasticPeers:
                     self._is_short.set()
                 if self._is_short.is_set() or num_waiting:
                     self._has_changed.set()
+                if not (is_in and num_meeting):
+                    self._awaited_since = math.inf
+                elif self._awaited_since == math.inf:
+                    self._awaited_since = time.monotonic()
+                elif time.monotonic() > self._awaited_since + self.dead_after_s:
+                    say(f"thinwire: island {self.island}: the others have met anew and go on without it")
+                    self._leave()
 
     def _await_others(self, num_islands: int) -> None:
         """Return when so many islands have come to the meeting since it began, or after PATIENCE_S."""
@@ -270,7 +304,7 @@ class ElasticPeers:
         except (RuntimeError, ValueError) as error:
             raise ThinwireError(self._unreachable(error)) from None
         # The members of a generation learn of it one after the other.
-        store.set_timeout(timeout + timedelta(seconds=2 * LAST_CALL_S))
+        store.set_timeout(timeout + timedelta(seconds=2 * self.last_call_s))
         return store
 
     def _unreachable(self, error: BaseException) -> str:

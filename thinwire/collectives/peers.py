@@ -53,6 +53,10 @@ class Peers(Protocol):
         """Leave, and give back what the meeting took."""
         ...
 
+    def abandon(self) -> None:
+        """Leave at once, whatever is under way: this island has failed, and the others need not find that out."""
+        ...
+
 
 def alone() -> WorldPeers:
     """The peers of an island that is the only one; made by its first rank."""
@@ -98,3 +102,6 @@ class WorldPeers:
     def close(self) -> None:
         """Give the process group back."""
         self.comm.close()
+
+    def abandon(self) -> None:
+        """Nothing: who is gone from a process group is missed at the next message."""

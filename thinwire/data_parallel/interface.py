@@ -281,6 +281,10 @@ class ComingAndGoing(Protocol):
         """What has changed among them since the last call, with its cost: of `islands.recovery.Change`."""
         ...
 
+    def abandon(self) -> None:
+        """Leave them at once, after a failure."""
+        ...
+
 
 @runtime_checkable
 class PlannedByRun(Protocol):

@@ -20,9 +20,13 @@ class StoppedError(ThinwireError):
 
 
 class StopFlag:
-    """Remembers that this process was asked to stop: by a signal, or by the death of the launcher."""
+    """Remembers that this process was asked to stop: by a signal, or by the death of the launcher.
 
-    def __init__(self) -> None:
+    is_replaced: others go on without this process, and another one takes its place, once its launcher is gone.
+    """
+
+    def __init__(self, is_replaced: bool = False) -> None:
+        self._is_replaced = is_replaced
         self._parent = os.getppid()
         self._reason = ""
         self.signum = 0
@@ -34,7 +38,9 @@ class StopFlag:
 
     @property
     def reason(self) -> str:
-        """Why to stop; empty while there is no reason to."""
+        """Why to stop; empty while there is no reason to. Raises ThinwireError where it is replaced instead."""
         if not self._reason and os.getppid() != self._parent:
+            if self._is_replaced:
+                raise ThinwireError("the launcher of this island is gone: it leaves the others")
             self._reason = "the launcher is gone"
         return self._reason

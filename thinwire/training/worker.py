@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from thinwire.collectives import host_meeting
+from thinwire.data_parallel.interface import ComingAndGoing
 from thinwire.errors import ThinwireError
 from thinwire.training.config import TrainConfig, with_derived
 from thinwire.training.hardware import threads_per_worker
@@ -43,10 +44,14 @@ def work(config: TrainConfig, place: Place, start: Start | None) -> int:
     start = start or Start()
     config, place, start, held = join_world(config, place, start)
     # Not before: a worker that still waits for the others, who may never come, must die of SIGTERM.
-    stop = StopFlag()
+    stop = StopFlag(is_replaced=start.island is not None)
     trainer = Trainer(with_optimizer(with_derived(config)), place, stop, start.dtype, start.effects)
     try:
         trainer.run()
+    except BaseException:
+        if isinstance(trainer.optimizer, ComingAndGoing):
+            trainer.optimizer.abandon()
+        raise
     finally:
         if trainer.reporter is not None:
             trainer.reporter.close()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import thinwire
@@ -15,103 +17,208 @@ from tests.data_parallel.islands.test_library import Net, adamw, batch
 from tests.workers import run_workers
 from thinwire.collectives import ElasticPeers, faults, host_meeting
 from thinwire.collectives.faults import parse
-from thinwire.errors import PeerLostError, ThinwireError
+from thinwire.errors import ConfigError, CorruptMessageError, PeerLostError, ThinwireError
 
-TIMEOUT_S = 4.0
+TIMEOUT_S = 6.0
 ISLANDS = 3
 # So long a step takes at least: faults come while others train.
-STEP_S = 0.02
+STEP_S = 0.1
 # Steps after the last change, in which all islands train.
-CALM_STEPS = 30
-METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "diloco": (thinwire.DiLoCo, {"sync_every": 5, "outer_lr": 0.4}),
-    "streaming": (
-        thinwire.StreamingDiLoCo,
-        {"sync_every": 10, "num_fragments": 2, "overlap_steps": 2, "outer_lr": 0.4},
+CALM_STEPS = 20
+NUM_AT_ONCE = 5
+LIMIT_S = 120
+
+
+@dataclass(frozen=True)
+class Story:
+    """What befalls three islands of `size` ranks. again: those that are lost with it and started again, in order."""
+
+    method: Any
+    options: dict[str, Any]
+    size: int
+    told: list[str]
+    again: list[int]
+
+    @property
+    def names(self) -> list[str]:
+        """Of the faults, as they are announced."""
+        return [str(parse(text)) for text in self.told]
+
+    @property
+    def starts(self) -> list[int]:
+        """The island of every start, the first three and those that come later."""
+        return [*range(ISLANDS), *self.again]
+
+    def before(self, start: int) -> int | None:
+        """The start of the same island that this one takes the place of."""
+        return max((n for n in range(start) if self.starts[n] == self.starts[start]), default=None)
+
+    @property
+    def may_die(self) -> tuple[int, ...]:
+        replaced = [n for start in range(len(self.starts)) if (n := self.before(start)) is not None]
+        return tuple(n * self.size + rank for n in replaced for rank in range(self.size))
+
+
+DILOCO = thinwire.DiLoCo, {"sync_every": 5, "outer_lr": 0.4}
+STREAMING = thinwire.StreamingDiLoCo, {"sync_every": 10, "num_fragments": 2, "overlap_steps": 2, "outer_lr": 0.4}
+# {killed, frozen, damaged} x {in an inner step, while another joins, in the middle of an exchange} for each method.
+# Island 1 has its second fault when it is back; an island of one rank sends nothing in an inner step.
+KILLED = [
+    "kill island=1 step=12", "kill island=0 operation=join", "kill island=1 operation=outer step=13",
+    "corrupt island=2 operation=outer step=30",
+]  # fmt: skip
+FROZEN = [
+    "freeze island=1 step=12 seconds=8", "freeze island=0 operation=join seconds=8",
+    "freeze island=1 operation=outer step=13 seconds=8", "corrupt island=2 operation=join",
+    "corrupt island=2 operation=outer_commit step=30",
+]  # fmt: skip
+# One that keeps its training thread only: its heartbeats go on.
+STALLED = ["delay island=1 step=12 seconds=16"]
+# The longest first.
+STORIES = {
+    # The second rank waits for the first no longer than for any message, but where that is with other islands.
+    "sdp4bit inside, frozen": Story(
+        *DILOCO, 2,
+        ["freeze island=1 rank=1 step=12 seconds=8", "freeze island=1 rank=0 operation=join seconds=8",
+         "freeze island=1 rank=0 operation=outer step=13 seconds=8", "corrupt island=0 rank=0 operation=join",
+         "corrupt island=0 rank=0 operation=outer step=30", "corrupt island=2 rank=1 operation=gradients step=40"],
+        [1, 2],
     ),
-}
+    "diloco, frozen": Story(*DILOCO, 1, FROZEN, []),
+    "streaming, frozen": Story(*STREAMING, 1, FROZEN, []),
+    "sdp4bit inside, killed": Story(
+        *DILOCO, 2,
+        ["kill island=1 rank=1 step=12", "kill island=0 rank=0 operation=join",
+         "kill island=1 rank=0 operation=outer step=13"],
+        [1, 0, 1],
+    ),
+    "diloco, killed": Story(*DILOCO, 1, KILLED, [1, 0, 1]),
+    "streaming, killed": Story(*STREAMING, 1, KILLED, [1, 0, 1]),
+    "diloco, stalled": Story(*DILOCO, 1, STALLED, []),
+}  # fmt: skip
 
 
-def meet(where: str, rank: int, told: list[str]) -> tuple[ElasticPeers, dist.Store]:
-    """The peers of the island of this rank, and where faults that have fired are noted.
+class Seat:
+    """Where a process of a story sits: of which start of which island, and what it is told of others."""
 
-    Ranks from ISLANDS on are the killed islands, started again.
-    """
-    host, _, port = where.rpartition(":")
-    store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=80))
-    killed = [fault for fault in map(parse, told) if fault.kind == "kill"]
-    if rank < ISLANDS:
-        faults.arm(map(parse, told), rank=rank, island=rank, announce=lambda text: store.set(text.split(": ")[-1], ""))
-        return ElasticPeers(where, rank, timeout_s=TIMEOUT_S, max_islands=ISLANDS, min_islands=ISLANDS), store
-    fault = killed[rank - ISLANDS]
-    assert fault.island is not None
-    store.wait([str(fault)])
-    time.sleep(0.5)
-    return ElasticPeers(where, fault.island, timeout_s=TIMEOUT_S, max_islands=ISLANDS), store
+    def __init__(self, where: str, rank: int, story: Story) -> None:
+        self.story, self.where = story, where
+        self.start, self.rank = divmod(rank, story.size)
+        self.island, self.is_first = story.starts[self.start], self.rank == 0
+        host, _, port = where.rpartition(":")
+        self.store = dist.TCPStore(
+            host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=LIMIT_S)
+        )  # fmt: skip
+        ranks = range(self.start * story.size, (self.start + 1) * story.size)
+        self.group = dist.new_group(list(ranks), use_local_synchronization=True) if story.size > 1 else None
+        if (before := story.before(self.start)) is not None:
+            self.store.wait([f"gone/{before}"])
+            time.sleep(0.5)
+        left = [name for name in story.names if not self.store.check([name])]
+        faults.arm(map(parse, left), rank=self.rank, island=self.island, announce=self.note)
+
+    def note(self, text: str) -> None:
+        """A fault fires here."""
+        fault = text.split(": ")[-1]
+        self.store.set(fault, "")
+        if fault.startswith("kill") and self.is_first:
+            self.gone()
+
+    def gone(self) -> None:
+        """The island has ended, and may be started again."""
+        self.store.set(f"gone/{self.start}", "")
+
+    def meet(self) -> ElasticPeers | None:
+        """The other islands, for the first rank."""
+        known = ISLANDS if self.start < ISLANDS else 1
+        if not self.is_first:
+            return None
+        return ElasticPeers(self.where, self.island, timeout_s=TIMEOUT_S, max_islands=ISLANDS, min_islands=known)
+
+    def shard(self, model: Net, optimizer: torch.optim.Optimizer) -> tuple[Net, Any]:
+        """Under sdp4bit inside the island, where it has several ranks."""
+        if self.group is None:
+            return model, optimizer
+        return thinwire.zero(model, optimizer, group=self.group, timeout_s=TIMEOUT_S, checked=True, announce=False)
 
 
-def live(rank: int, world_size: int, where: str, method: str, told: list[str]) -> dict[str, Any]:
-    """Train as an island until all faults have come and all islands have trained for a while since."""
-    make, options = METHODS[method]
-    model = Net()
-    optimizer, losses, calm, due = adamw(model), [], 0, time.monotonic() + 75
-    peers, store = meet(where, rank, told)
-    fired = [str(parse(text)) for text in told]
-    with make(model, optimizer, **options, peers=peers, announce=False) as islands:
+def live(rank: int, world_size: int, where: str, story: Story) -> dict[str, Any] | None:
+    """Train until all faults have come and all islands have trained for a while since; None if this one is lost."""
+    seat = Seat(where, rank, story)
+    try:
+        return train(seat)
+    except (PeerLostError, CorruptMessageError):
+        if rank not in story.may_die:
+            raise
+        seat.gone()
+        return None
+
+
+def train(seat: Seat) -> dict[str, Any]:
+    model, story = Net(), seat.story
+    losses, calm, due = [], 0, time.monotonic() + LIMIT_S
+    model, optimizer = seat.shard(model, adamw(model))
+    peers = seat.meet()
+    with story.method(model, optimizer, **story.options, peers=peers, announce=False) as islands:
         loop = islands.loop
         while not loop.stop_agreed:
             assert time.monotonic() < due, loop.changes
             # An island that is gone stops the others before they have taken so many steps.
-            is_calm = len(peers.members) == ISLANDS and store.check(fired)
+            is_calm = peers is not None and len(peers.members) == ISLANDS and seat.store.check(story.names)
             calm = calm + 1 if is_calm else 0
             loop.wishes_stop = calm >= CALM_STEPS
             faults.at_step(loop.steps + 1)
             start = time.monotonic()
-            loss = model(batch(ISLANDS * loop.steps + peers.island))
+            loss = model(batch((ISLANDS * loop.steps + seat.island) * story.size + seat.rank))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             losses.append(float(loss.detach()))
             time.sleep(max(0.0, STEP_S - (time.monotonic() - start)))
     return {
-        "island": peers.island,
+        "island": seat.island,
+        "is_first": seat.is_first,
         "changes": [(one.membership.members, one.membership.joined, one.membership.lost) for one in loop.changes],
         "costs": [(round(one.cost_s, 1), one.how) for one in loop.changes],
         "losses": losses,
         "hashes": [(outer.number, outer.fingerprint) for outer in loop.outer],
+        "weights": {name: param.detach().clone() for name, param in model.named_parameters()},
         "steps": loop.steps,
-        "unfired": list(map(str, faults.disarm())),
     }
 
 
-# Killed, frozen and damaged: inside an inner step, in the middle of an exchange, while another joins.
-STORIES = {
-    "diloco": (
-        "diloco",
-        ["kill island=1 step=12", "freeze island=0 operation=join seconds=6",
-         "corrupt island=2 operation=outer step=30"],
-    ),
-    "streaming": (
-        "streaming",
-        ["kill island=1 operation=outer step=12", "kill island=0 operation=join",
-         "corrupt island=2 operation=outer_commit step=30"],
-    ),
-    "frozen": (
-        "streaming",
-        ["freeze island=1 step=12 seconds=6", "corrupt island=0 operation=join",
-         "freeze island=2 operation=outer step=30 seconds=6"],
-    ),
-}  # fmt: skip
-
-
 def test_the_others_go_on_and_who_comes_back_is_one_of_them() -> None:
-    """All stories at once, since their islands mostly wait."""
-    with ThreadPoolExecutor() as pool:
-        ended = dict(zip(STORIES, pool.map(lambda story: run_faults(*story), STORIES.values()), strict=True))
+    """Several stories at once, since their islands mostly wait."""
+    with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
+        ended = dict(zip(STORIES, pool.map(run_story, STORIES.values()), strict=True))
     for story, islands in ended.items():
-        changes = [change for result in islands.values() for change in result["changes"]]
+        changes = [change for result in islands for change in result["changes"]]
         assert changes[-1][0] == (0, 1, 2), (story, changes)
         assert any(1 in joined for _, joined, _ in changes) and any(1 in lost for _, _, lost in changes), story
+
+
+def run_story(story: Story) -> list[dict[str, Any]]:
+    """What the islands' first ranks have seen that were there at the end; all of them agree and have learnt."""
+    meeting = host_meeting()
+    results = run_workers(
+        live,
+        len(story.starts) * story.size,
+        f"127.0.0.1:{meeting.port}",
+        story,
+        may_die=story.may_die,
+        timeout_s=LIMIT_S + 10,
+    )
+    ended = [result for result in results if result is not None]
+    assert sorted(result["island"] for result in ended) == sorted([*range(ISLANDS)] * story.size)
+    assert meeting.check(story.names)
+    firsts = [result for result in ended if result["is_first"]]
+    for result in ended:
+        assert result["steps"] == ended[0]["steps"]
+        assert all(torch.equal(value, ended[0]["weights"][name]) for name, value in result["weights"].items())
+        assert sum(result["losses"][-5:]) < 0.5 * 5 * 3.4, "ln 29 is 3.4"
+    for result in firsts:
+        assert result["hashes"] == firsts[0]["hashes"] and result["changes"]
+    return firsts
 
 
 def damage_again_and_again(rank: int, world_size: int, where: str) -> str:
@@ -142,6 +249,41 @@ def test_whoever_sends_nothing_but_damage_is_lost() -> None:
     assert second is None or "island 1 is lost: outer 1 came damaged from it, twice" in second
 
 
+def one_too_many_and_one_too_late(rank: int, world_size: int, where: str) -> Any:
+    """Two islands, then one more of the second's number; then the first goes on without the second, and ends."""
+    host, _, port = where.rpartition(":")
+    store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
+    if rank == 2:
+        store.wait(["met"])
+        with pytest.raises(ConfigError, match="island 1 is there already"):
+            ElasticPeers(where, 1, timeout_s=3.0, max_islands=3)
+        return None
+    peers = ElasticPeers(where, rank, timeout_s=3.0, max_islands=3, min_islands=2)
+    store.set("met", "")
+    while not peers.changed():
+        time.sleep(0.1)
+    peers.renew()
+    members = peers.members
+    if rank == 0:
+        peers.renew()
+        assert peers.members == (0,), "it goes on without one that does not come"
+        peers.close()
+        store.set("ended", "")
+        return members
+    store.wait(["ended"])
+    with pytest.raises(ThinwireError, match="no island is left that has the state of the others"):
+        peers.renew()
+    return members
+
+
+def test_a_number_is_there_once_and_an_old_state_does_not_go_on() -> None:
+    meeting = host_meeting()
+    found = run_workers(
+        one_too_many_and_one_too_late, 3, f"127.0.0.1:{meeting.port}", may_die=(2,), timeout_s=60
+    )  # fmt: skip
+    assert found == [(0, 1), (0, 1), None]
+
+
 def one_of_a_world_dies(rank: int, world_size: int) -> str:
     """Islands that are ranks of one process group, which nobody can leave."""
     faults.arm([parse("kill rank=1 step=8")], rank=rank, announce=lambda text: None)
@@ -160,21 +302,3 @@ def one_of_a_world_dies(rank: int, world_size: int) -> str:
 def test_ranks_of_a_world_stop_with_a_name() -> None:
     first, _ = run_workers(one_of_a_world_dies, 2, may_die=(1,), timeout_s=60)
     assert "rank 1 is missing: outer" in first
-
-
-def run_faults(method: str, told: list[str]) -> dict[int, dict[str, Any]]:
-    """What the islands that were there at the end have seen, by island; all of them agree and have learnt."""
-    meeting = host_meeting()
-    killed = [fault.island for fault in map(parse, told) if fault.kind == "kill"]
-    results = run_workers(
-        live, ISLANDS + len(killed), f"127.0.0.1:{meeting.port}", method, told,
-        may_die=tuple(number for number in killed if number is not None), timeout_s=85,
-    )  # fmt: skip
-    ended = {result["island"]: result for result in results if result is not None}
-    assert sorted(ended) == list(range(ISLANDS))
-    first = ended[0]
-    for result in ended.values():
-        assert (result["hashes"], result["steps"]) == (first["hashes"], first["steps"])
-        assert sum(result["losses"][-5:]) < 0.5 * 5 * 3.4, "ln 29 is 3.4"
-        assert result["unfired"] == [] and result["changes"]
-    return ended

@@ -99,9 +99,11 @@ class Islands:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
-            self.finish()
-            self.close()
+        if error is not None:
+            self.loop.abandon()
+            return
+        self.finish()
+        self.close()
 
     def finish(self) -> None:
         """Receive what is under way, and leave the outer parameters in the model; further steps exchange nothing."""

@@ -507,6 +507,11 @@ class OuterLoop:
         shapes = [[(name, tuple(shape)) for name, shape in fragment.shapes.items()] for fragment in self.fragments]
         return repr((shapes, self.method, self.terms))
 
+    def abandon(self) -> None:
+        """Leave the other islands at once, after a failure."""
+        if self.peers is not None:
+            self.peers.abandon()
+
     def close(self) -> None:
         """Wait for what is under way, and leave the other islands."""
         self.drain_silently()

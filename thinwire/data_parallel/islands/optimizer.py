@@ -133,6 +133,10 @@ class IslandsOptimizer:
         taken, self.loop.changes = self.loop.changes, []
         return taken
 
+    def abandon(self) -> None:
+        """Leave the other islands at once, after a failure."""
+        self.loop.abandon()
+
     def finish(self) -> None:
         """Exchange what is left to exchange, and leave the outer parameters in the model, the same on all islands."""
         self.loop.finish()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.training.commands import Runner, children, finish, is_running
+from tests.training.commands import Runner, finish
+from tests.workers import free_port
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 
@@ -68,30 +68,17 @@ def test_resume_equals_the_uninterrupted_run_bit_for_bit(runner: Runner, whole: 
         assert summary(runner, name)["heldout_loss"] == summary(runner, "whole")["heldout_loss"]
 
 
-def test_torchrun_trains_the_same(runner: Runner, whole: str) -> None:
+def test_torchrun_and_two_machines_train_the_same(runner: Runner, whole: str) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    flags = runner.flags("torchrun", workers=None, strategy="diloco", seed=1, **{"diloco.sync_every": 2})
-    code, _, err = finish(runner.start(*torchrun, "-m", "thinwire", "train", *flags))
-    assert code == 0, err
-    for name in ("torchrun", "torchrun/island-1"):
-        assert losses(runner, name) == losses(runner, name.replace("torchrun", "whole"))
-    assert summary(runner, "torchrun")["heldout_loss"] == summary(runner, "whole")["heldout_loss"]
-
-
-def test_islands_of_two_stop_at_the_same_step(runner: Runner) -> None:
-    process = runner.train(
-        "rooms", workers=4, local_size=2, strategy="streaming-diloco", inner="sdp4bit", steps=1_000_000,
-        **{"streamingdiloco.sync_every": 5},
-    )  # fmt: skip
-    runner.await_steps("rooms", process, num_steps=7)
-    launchers = children(process.pid)
-    workers = [worker for launcher in launchers for worker in children(launcher)]
-    assert len(launchers) == 2 and len(workers) >= 4
-    process.send_signal(signal.SIGTERM)
-    code, out, err = finish(process)
-    assert code == 143 and "Traceback" not in err, err
-    assert not any(map(is_running, [*launchers, *workers]))
-    first, second = summary(runner, "rooms"), summary(runner, "rooms/island-1")
-    assert first["stopped"] == "SIGTERM" and first["steps"] == second["steps"] >= 7
-    assert "strategy streaming-diloco: sdp4bit inside each island" in out
-    assert first["sent_bytes_per_step"] < 0.5 * first["uncompressed_bytes_per_step"]
+    own: dict[str, Any] = {"strategy": "diloco", "seed": 1, "diloco.sync_every": 2}
+    commands = [runner.start(*torchrun, "-m", "thinwire", "train", *runner.flags("torchrun", workers=None, **own))]
+    meeting = f"127.0.0.1:{free_port()}"
+    # The second comes first, and waits.
+    for node in (1, 0):
+        commands.append(runner.train(f"machine{node}", workers=1, nodes=2, node=node, join=meeting, **own))
+    for code, _, err in map(finish, commands):
+        assert code == 0, err
+    for folders in (("torchrun", "torchrun/island-1"), ("machine0", "machine1/island-1")):
+        for name, same in zip(folders, ("whole", "whole/island-1"), strict=True):
+            assert losses(runner, name) == losses(runner, same)
+            assert summary(runner, name)["heldout_loss"] == summary(runner, same)["heldout_loss"]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from thinwire.checkpoint import Source, choose, step_of
+from thinwire.data_parallel.islands.loop import OuterLoop
+from thinwire.data_parallel.islands.optimizer import OUTER
 from thinwire.errors import ConfigError
 from thinwire.training.run_dir import RunDir
 
@@ -12,11 +14,15 @@ from thinwire.training.run_dir import RunDir
 def full_weights(run_dir: RunDir) -> tuple[int, dict[str, Tensor]]:
     """The step of a run's last sound checkpoint and its whole fp32 weights by name, with buffers and frozen parameters.
 
-    Of a sharded optimizer these are the masters, which are what was rounded for the wire. Raises ConfigError where
-    there is no checkpoint, CheckpointError where none is sound.
+    Of a sharded optimizer these are the masters, which are what was rounded for the wire; of islands the outer
+    parameters, which all of them share. Raises ConfigError where there is no checkpoint, CheckpointError where none is
+    sound.
     """
     folder, _ = choose(run_dir.checkpoints)
     if folder is None:
         raise ConfigError(f"{run_dir.path} holds no checkpoint yet")
     source = Source(folder, 0)
-    return step_of(folder), source.own("trainer", rank=0)["buffers"] | dict(source.weights())
+    weights = source.own("trainer", rank=0)["buffers"] | dict(source.weights())
+    if outer := source.own(OUTER, rank=0):
+        weights |= OuterLoop.parameters_in(outer, source.common["shapes"])
+    return step_of(folder), weights

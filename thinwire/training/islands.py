@@ -123,7 +123,12 @@ def watch(children: Children, meeting: dist.TCPStore) -> int:
             codes[number] = code
             if not code or children.received is not None:
                 continue
-            if not meeting.check([BEGUN]):
+            try:
+                has_begun = meeting.check([BEGUN])
+            except dist.DistError:
+                print(f"thinwire: island {number} failed, and nobody answers at the meeting any more", file=sys.stderr)
+                continue
+            if not has_begun:
                 children.send(signal.SIGTERM)
             elif 0 in codes.values():
                 # Whoever comes back when the others have finished finds nobody.

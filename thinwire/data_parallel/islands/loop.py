@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -454,6 +454,8 @@ class OuterLoop:
             "steps": self.steps,
             "flights": flights,
             "outer": [(o.parameters, o.momentum, o.number, o.correction) for o in self.outer],
+            "names": [fragment.names for fragment in self.fragments],
+            "block": self.method.codec.block,
             "correction": self.correction.state_dict() if self.correction is not None else {},
             "layout": self._layout(),
         }
@@ -481,6 +483,15 @@ class OuterLoop:
             self.flights.append(flight)
         if self.correction is not None:
             self.correction.load_state_dict(state["correction"])
+
+    @staticmethod
+    def parameters_in(state: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
+        """The outer parameters by name in what state_dict gave on an island's first rank; shapes: of the model's."""
+        found: dict[str, Tensor] = {}
+        for names, (parameters, *_) in zip(state["names"], state["outer"], strict=True):
+            fragment = Fragment({name: torch.Size(shapes[name]) for name in names}, state["block"])
+            found |= fragment.views(parameters)
+        return found
 
     def fits(self, state: Mapping[str, Any]) -> bool:
         """Whether this is what state_dict gave on this rank of this island, under this method."""

@@ -176,3 +176,5 @@ def test_the_command_lists_and_verifies(tmp_path: Path, capsys: pytest.CaptureFi
     assert "DAMAGED" in out and "rank0/state.json has 2 bytes" in out
     with pytest.raises(ConfigError, match="one run directory"):
         cli.run(["checkpoints", "a", "b"])
+    with pytest.raises(ConfigError, match="holds no checkpoint"):
+        cli.run(["checkpoints", str(folder_of(folder, 5))])

@@ -28,6 +28,7 @@ from thinwire.training.metrics import (
 from thinwire.training.prepare import check_fault
 from thinwire.training.progress import Progress
 from thinwire.training.proof import Proof, ResumeDriftError
+from thinwire.training.reporter import Reporter
 from thinwire.training.run_dir import RunDir
 from thinwire.training.schedule import lr_at
 
@@ -60,6 +61,21 @@ def test_metrics_survive_and_resume_cuts_later_steps(tmp_path: Path) -> None:
     resumed.write(record(3, 1.0))
     assert [(r.step, r.loss) for r in read_metrics(path)[::2]] == [(1, 2.0), (3, 1.0)]
     assert math.isnan(read_metrics(path)[1].loss) and resumed.records[0] == record(1)
+
+
+def test_a_full_disk_keeps_lines_waiting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = TrainConfig(run_dir=str(tmp_path), tokens_per_step=10)
+    reporter = Reporter(config, first_step=0, world_size=1, uncompressed_bytes=0.0, rows=[])
+    disk = reporter.metrics._file
+    with Path("/dev/full").open("ab", buffering=0) as full:
+        reporter.metrics._file = full
+        reporter.step(record(1))
+        reporter.step(record(2))
+        reporter.metrics._file = disk
+    assert capsys.readouterr().out.count("No space left on device; training goes on") == 1
+    reporter.step(record(3))
+    reporter.close()
+    assert read_metrics(tmp_path / "metrics.jsonl") == [record(1), record(2), record(3)]
 
 
 def test_changes_of_membership_stand_between_steps(tmp_path: Path) -> None:

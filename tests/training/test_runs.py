@@ -88,7 +88,9 @@ def test_torchrun_trains_the_same(runner: Runner, whole: str) -> None:
 
 
 def test_two_machines_join(runner: Runner) -> None:
+    """Each with a disk of its own; one of them loses a file, and both go on from what they still have in common."""
     place = {"workers": 1, "join": f"127.0.0.1:{free_port()}", "nodes": 2, "strategy": "zero", "steps": 3}
+    place |= {"checkpoint_every": 1, "eval_sequences": 0, "sample_tokens": 0}
     second = runner.train("second", node=1, **place)
     first = runner.train("first", node=0, **place)
     for process in (first, second):
@@ -98,6 +100,13 @@ def test_two_machines_join(runner: Runner) -> None:
     summary = runner.summary("first")
     assert summary["world_size"] == 2 and not (runner.folder / "second" / "summary.json").exists()
     assert any(row[:2] == ["topology", "2 node(s) x 1 rank(s)"] for row in summary["effects"])
+    (runner.folder / "second/checkpoints/step-00000003/rank1/__0_0.distcp").unlink()
+    before = losses(runner, "first")
+    second = runner.start(*runner.again("second"), "--node", "1")
+    code, out, err = finish(runner.start(*runner.again("first"), "--node", "0"))
+    assert code == 0 and finish(second)[0] == 0, err
+    assert "goes on after step 2 (the last on every disk; the disks' last ones are of steps [2, 3])" in out
+    assert "resume proven: step 3" in out and losses(runner, "first") == before
 
 
 @pytest.mark.parametrize(("signum", "expected"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

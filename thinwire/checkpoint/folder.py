@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.checkpoint.dcp import CheckpointError, part_of, write_durably
-from thinwire.errors import ThinwireError
+from thinwire.errors import ConfigError
 
 POINTER = "latest"
 MANIFEST = "manifest.json"
@@ -232,8 +232,8 @@ def next_loss(checkpoint: Path) -> float | None:
 
 
 def checkpoints_of(place: Path) -> Path:
-    """The folder of checkpoints that `place` means: a run's, or itself. Raises ThinwireError where there is none."""
+    """The folder of checkpoints that `place` means: a run's, or itself. Raises ConfigError where there is none."""
     for folder in (place / "checkpoints", place):
         if all_of(folder):
             return folder
-    raise ThinwireError(f"{place} holds no checkpoint")
+    raise ConfigError(f"{place} holds no checkpoint: give a run directory, or its folder of checkpoints")

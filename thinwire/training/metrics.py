@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from statistics import median
@@ -65,17 +66,27 @@ class MetricsWriter:
         temporary = path.with_suffix(".tmp")
         temporary.write_text("".join(map(to_line, lines)))
         temporary.replace(path)
-        self._file = path.open("a", buffering=1)
+        self._file = path.open("ab", buffering=0)
+        self._waiting = b""
 
     def write(self, record: StepMetrics | MembershipEvent) -> None:
+        """Append a line, and those that could not be written before. Raises OSError where the disk takes none now."""
         if isinstance(record, StepMetrics):
             self.records.append(record)
         else:
             self.events.append(record)
-        self._file.write(to_line(record))
+        self._waiting += to_line(record).encode()
+        self._flush()
 
     def close(self) -> None:
-        self._file.close()
+        """Raises OSError where lines are left that the disk does not take."""
+        if not self._file.closed:
+            with closing(self._file):
+                self._flush()
+
+    def _flush(self) -> None:
+        while self._waiting:
+            self._waiting = self._waiting[self._file.write(self._waiting) :]
 
 
 def _order(record: StepMetrics | MembershipEvent) -> tuple[int, bool]:

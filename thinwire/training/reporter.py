@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import thinwire
+from thinwire.errors import ThinwireError
 from thinwire.report import write_report
 from thinwire.training.config import TrainConfig
 from thinwire.training.effects import Row
@@ -39,17 +40,18 @@ class Reporter:
         self.metrics = MetricsWriter(self.run_dir.metrics, first_step)
         self.progress = Progress(config.steps, self.tokens_per_step, uncompressed_bytes)
         self.trackers = open_trackers(config.track, self.run_dir.path, asdict(config), self.progress.warn)
+        self._is_full = False
         self.progress.start_table(self.rows)
 
     def step(self, record: StepMetrics) -> None:
         """Record one step everywhere; the metrics file first."""
-        self.metrics.write(record)
+        self._write(record)
         self.progress.step(record)
         self.trackers.log(record.step, {k: v for k, v in asdict(record).items() if k != "step"})
 
     def membership(self, event: MembershipEvent) -> None:
         """Record and say that the islands which train together have changed."""
-        self.metrics.write(event)
+        self._write(event)
         changes = [f"island {island} is lost" for island in event.lost]
         changes += [f"island {island} joins" for island in event.joined]
         members = ", ".join(map(str, event.members))
@@ -86,9 +88,25 @@ class Reporter:
             "effects": self.rows,
             "sample": sample,
         }
-        self.run_dir.summary.write_text(json.dumps(summary, indent=2) + "\n")
         self._say_summary(summary)
-        self.progress.say(f"report: {write_report(self.run_dir.path)}")
+        try:
+            self.run_dir.summary.write_text(json.dumps(summary, indent=2) + "\n")
+            self.progress.say(f"report: {write_report(self.run_dir.path)}")
+        except OSError as error:
+            raise ThinwireError(
+                f"{self.run_dir.path} can't be written: {error.strerror}; the run is over, and without a summary"
+            ) from error
+
+    def _write(self, record: StepMetrics | MembershipEvent) -> None:
+        """A full disk stops no training: what it does not take now it may take with the next line."""
+        try:
+            self.metrics.write(record)
+            self._is_full = False
+        except OSError as error:
+            if not self._is_full:
+                what = f"{self.run_dir.metrics} can't be written: {error.strerror}"
+                self.progress.warn(f"{what}; training goes on, and its lines are kept until they can be")
+            self._is_full = True
 
     def _say_summary(self, summary: dict[str, Any]) -> None:
         say = self.progress.say
@@ -109,7 +127,10 @@ class Reporter:
         """Close files and trackers; the records stay."""
         self.progress.close()
         self.trackers.close()
-        self.metrics.close()
+        try:
+            self.metrics.close()
+        except OSError as error:
+            self.progress.warn(f"{self.run_dir.metrics} lacks the last lines: {error.strerror}")
 
 
 def versions() -> dict[str, str]:

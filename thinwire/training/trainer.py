@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from thinwire.checkpoint import FROZEN, Disk, Keep, Piece, Saver, Source, latest, next_loss, step_of, store_of_ranks
+from thinwire.checkpoint import FROZEN, Disk, Keep, Piece, Saver, Source, next_loss, store_of_ranks
 from thinwire.codecs import derive_seed
 from thinwire.collectives import ElasticPeers, Peers, faults
 from thinwire.data import BatchLoader, heldout_batches, load_tokenizer
@@ -28,7 +28,7 @@ from thinwire.errors import ConfigError
 from thinwire.models import build_model, generate
 from thinwire.optim import make_optimizer
 from thinwire.training.advice import advise
-from thinwire.training.agreement import agree
+from thinwire.training.agreement import agree, agree_on_checkpoint
 from thinwire.training.config import PER_MACHINE, TrainConfig, derive
 from thinwire.training.effects import Row
 from thinwire.training.hardware import max_over_ranks, peak_rss_bytes
@@ -79,8 +79,8 @@ class Trainer:
         tokens = prepare_tokens(config.data, self.tokenizer, text_field=config.text_field, cache_dir=cache_dir)
         train_tokens, self.heldout_tokens = tokens.split(config.seq_len)
         self.digest = tokens.info.digest
-        saved = latest(self.run_dir.checkpoints)
-        self.dtype = agree(config, tokens=self.digest, step=step_of(saved), dtype=dtype)
+        self.dtype = agree(config, tokens=self.digest, dtype=dtype)
+        saved, saved_rows = agree_on_checkpoint(self.run_dir.checkpoints)
         fields = config.tables.get("llama") if "llama" in used_tables(config) else None
         self.model = build_model(config.model, self.tokenizer.vocab_size, config.seq_len, config.seed, fields)
         self.shapes = {name: list(param.shape) for name, param in self.model.named_parameters()}
@@ -110,6 +110,13 @@ class Trainer:
         store = store_of_ranks(place.rank, place.world_size, self._numbers_of_ranks)
         keep = Keep(config.keep_last, config.keep_every, config.keep_best)
         self.saver = Saver(self.run_dir.checkpoints, disk, store, keep, config.timeout)
+        # What every checkpoint says of the run; training would stand still while it is put together.
+        self._about: dict[str, Any] = {
+            "strategy": config.strategy,
+            "versions": versions(),
+            "circumstances": circumstances(self.batch, place.world_size, self.dtype),
+            "config": to_toml(config),
+        }
         self._proof: Proof | None = None
         load_report: list[Row] = []
         self.step = 0
@@ -127,7 +134,7 @@ class Trainer:
             self.reporter = Reporter(
                 config, first_step=self.step, world_size=place.num_ranks,
                 uncompressed_bytes=self.optimizer.uncompressed_bytes_per_step,
-                rows=[data_row, *rows, *load_report, *self.optimizer.describe(), *link_rows],
+                rows=[data_row, *rows, *saved_rows, *load_report, *self.optimizer.describe(), *link_rows],
             )  # fmt: skip
         self._report_changes()
         self._arm_faults()
@@ -306,14 +313,8 @@ class Trainer:
         snapshot.own |= {"trainer": {"rng": torch.get_rng_state(), "buffers": self.buffers}}
         position = {"step": self.step, "tokens": self.digest, "loader": self.loader.state_dict()}
         snapshot.common |= {"trainer": position, "shapes": self.shapes}
-        about = {
-            "strategy": self.config.strategy,
-            "versions": versions(),
-            "circumstances": self._circumstances,
-            "config": to_toml(self.config),
-        }
         loss = self.optimizer.mean_loss
-        self.saver.save(self.step, snapshot, loss=loss if math.isfinite(loss) else None, about=about)
+        self.saver.save(self.step, snapshot, loss=loss if math.isfinite(loss) else None, about=self._about)
 
     def _load(self, saved: Path) -> tuple[int, Proof | None, list[Row]]:
         """Continue from a checkpoint of any layout: its step, what proves the resume, and the load report."""
@@ -332,7 +333,7 @@ class Trainer:
         if expected is None:
             unknown = ("resume proof", "none", "the loss of the next step is not known")
             return position["step"], None, [*source.report(), unknown]
-        proof = Proof.of(source, expected, self._circumstances)
+        proof = Proof.of(source, expected, self._about["circumstances"])
         return position["step"], proof, [*source.report(), proof.row]
 
     def _restore_random_state(self, source: Source, step: int) -> None:
@@ -377,10 +378,6 @@ class Trainer:
         for problem in self.saver.problems():
             if self.reporter is not None:
                 self.reporter.progress.warn(f"{problem}; training goes on, and earlier checkpoints are as they were")
-
-    @property
-    def _circumstances(self) -> dict[str, Any]:
-        return circumstances(self.batch, self.place.world_size, self.dtype)
 
     def _numbers_of_ranks(self, number: int) -> list[int]:
         comm = self.optimizer.comm

@@ -12,6 +12,7 @@ from tests.conformance.strategy_suite import Net, Replica, batch, make_optimizer
 from tests.workers import run_workers
 from thinwire import ConfigError, EFTopK, LGreCo, Sketch, TwoWay, compress_ddp
 from thinwire.data_parallel import DDP, TorchPowerSGD, strategy_named
+from thinwire.data_parallel.ddp.strategies import OnDDP
 from thinwire.data_parallel.interface import TrainingStrategy
 
 
@@ -128,7 +129,7 @@ def test_the_start_table_says_what_is_in_effect() -> None:
     assert described["sent per rank and step"] == f"{(576 * 4 + 24) / 1e6:.3f} MB"
 
 
-OWING: tuple[TrainingStrategy, ...] = (
+OWING: tuple[OnDDP, ...] = (
     EFTopK(density=0.1),
     TwoWay(min_bytes=0),
     Sketch(ratio=4, feedback=True),

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from tests.workers import Rows, run_rows, run_workers
+from thinwire.codecs import Identity
 from thinwire.data_parallel.ddp.strategies import OnDDP
 
 SHAPES = {
@@ -307,11 +308,15 @@ def crash(rank: int, world_size: int, name: str) -> str:
     harness.put(0)
     if rank == 1:
 
-        def fails(*_: Any) -> Any:
+        def fails(*_: Any, **__: Any) -> Any:
             raise ArithmeticError("no packet today")
-            yield
 
-        harness.handle.reduction.run = fails  # type: ignore[method-assign, assignment]
+        reduction: Any = harness.handle.reduction
+        if codecs := {type(codec) for codec in ROWS[name].method.codecs} - {Identity}:
+            for codec in codecs:
+                codec.encode = fails  # type: ignore[method-assign]
+        else:
+            reduction.run = fails
     with pytest.raises((ArithmeticError, thinwire.PeerLostError)) as caught:
         for step in range(1, 4):
             harness.put(step)

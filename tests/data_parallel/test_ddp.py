@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
 
 from tests.conformance.strategy_suite import Net, Replica, batch, make_optimizer
 from tests.workers import run_workers
-from thinwire import ConfigError
+from thinwire import ConfigError, EFTopK, LGreCo, Sketch, TwoWay, compress_ddp
 from thinwire.data_parallel import DDP, TorchPowerSGD, strategy_named
+from thinwire.data_parallel.ddp.strategies import OnDDP
 from thinwire.data_parallel.interface import TrainingStrategy
 
 
@@ -124,3 +127,43 @@ def test_the_start_table_says_what_is_in_effect() -> None:
     assert described["bytes sent"].startswith("by formula")
     # (64 + 64) * 4 + 64 elements of 4 bytes, 2 (P-1)/P of them, and 24 bytes of agreement.
     assert described["sent per rank and step"] == f"{(576 * 4 + 24) / 1e6:.3f} MB"
+
+
+OWING: tuple[OnDDP, ...] = (
+    EFTopK(density=0.1),
+    TwoWay(min_bytes=0),
+    Sketch(ratio=4, feedback=True),
+    LGreCo(EFTopK(density=0.1)),
+)
+
+
+def clipped(rank: int, world_size: int) -> list[tuple[float, float]]:
+    """By method: by how much clipping shortened the mean gradient, and what this rank is owed."""
+    told = []
+    for strategy in OWING:
+        ddp, optimizer = wrapped(nn.Linear(40, 40, bias=False), strategy)
+        for step in range(2):
+            ddp(torch.randn(8, 40, generator=torch.Generator().manual_seed(2 * step + rank))).square().sum().backward()
+            norm = float(optimizer.clip_grad_norm_(math.inf))
+            (owed,) = (value.clone() for value in optimizer._reducer.reduction.residuals().values())
+            optimizer.clip_grad_norm_(0.01)
+            (left,) = optimizer._reducer.reduction.residuals().values()
+            optimizer.step()
+            optimizer.zero_grad()
+        told.append((0.01 / norm, float(left.norm() / owed.norm())))
+        optimizer.close()
+    model = nn.parallel.DistributedDataParallel(nn.Linear(40, 40, bias=False))
+    handle = compress_ddp(model, OWING[0], announce=False)
+    model(torch.randn(8, 40, generator=torch.Generator().manual_seed(rank))).square().sum().backward()
+    (owed,) = (value.clone() for value in handle.residuals().values())
+    norm = float(handle.clip_grad_norm_(0.01))
+    (left,) = handle.residuals().values()
+    handle.close()
+    return [*told, (0.01 / norm, float(left.norm() / owed.norm()))]
+
+
+def test_what_is_owed_is_clipped_with_what_came_out() -> None:
+    for told in run_workers(clipped, 2):
+        for shortened, left in told:
+            assert shortened < 0.1
+            assert left == pytest.approx(shortened, rel=1e-4)

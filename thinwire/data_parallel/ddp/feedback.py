@@ -210,6 +210,10 @@ class FeedbackMean:
             ("what they lose", "is added to the next gradient", f"{held / 1e6:.1f} MB are held for it"),
         ]
 
+    def clip(self, factor: float) -> None:
+        for error in self.residuals().values():
+            error.mul_(factor)
+
     def forget(self) -> list[str]:
         return self.memory.forget()
 

@@ -19,7 +19,7 @@ from thinwire.collectives.algorithms import Link, broadcast_
 from thinwire.collectives.rounds import Rounds
 from thinwire.data_parallel.ddp.plannable import Plannable, Tunable
 from thinwire.data_parallel.ddp.powersgd import PowerSGD
-from thinwire.data_parallel.ddp.reductions import FP32_BYTES, OPERATION, Bucket, Memory, Reduction, Step
+from thinwire.data_parallel.ddp.reductions import FP32_BYTES, OPERATION, Bucket, Clippable, Memory, Reduction, Step
 from thinwire.data_parallel.ddp.strategies import OnDDP
 from thinwire.data_parallel.interface import PlannedByRun
 from thinwire.data_parallel.options import check_types
@@ -322,6 +322,10 @@ class LGreCoMean:
             *rows,
             *((f"plan: {name}", f"{one:g}", f"not {method.base.uniform:g}") for name, one in changed.items()),
         ]
+
+    def clip(self, factor: float) -> None:
+        if isinstance(self.base, Clippable):
+            self.base.clip(factor)
 
     def forget(self) -> list[str]:
         # Sums of fewer steps than the others' can't be compared with theirs.

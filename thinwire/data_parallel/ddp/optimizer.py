@@ -18,7 +18,7 @@ from thinwire.collectives import Communicator
 from thinwire.data_parallel.agreeing import AgreeingOptimizer
 from thinwire.data_parallel.ddp.hook import hand_over
 from thinwire.data_parallel.ddp.reducer import BucketReducer, learning_rates
-from thinwire.data_parallel.ddp.reductions import BY_FORMULA, Reduction
+from thinwire.data_parallel.ddp.reductions import BY_FORMULA, Clippable, Reduction
 from thinwire.data_parallel.ddp.strategies import OnDDP
 from thinwire.data_parallel.replicas import compare_replicas, same_start, trained_parameters
 from thinwire.data_parallel.table import Row
@@ -153,6 +153,12 @@ class DDPOptimizer(AgreeingOptimizer):
                 "use them, or set find_unused_parameters to True"
             )
         self._reducer.finish()
+
+    def _scale(self, factor: float) -> None:
+        """Multiply the mean gradient by `factor`, and what is owed of it, where the method does so."""
+        super()._scale(factor)
+        if isinstance(self._reducer.reduction, Clippable):
+            self._reducer.reduction.clip(factor)
 
     def _global_norm(self, squares: float) -> float:
         return squares**0.5

@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -142,6 +142,18 @@ class Reduction(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what state_dict gave."""
+        ...
+
+
+@runtime_checkable
+class Clippable(Protocol):
+    """A reduction whose errors are clipped along with what came out.
+
+    Else a gradient of which all but a little is clipped away would come back in full, bit by bit, from what is owed.
+    """
+
+    def clip(self, factor: float) -> None:
+        """What the last step brought was multiplied by `factor`."""
         ...
 
 

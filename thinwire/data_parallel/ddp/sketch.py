@@ -225,6 +225,10 @@ class SketchMean:
         if self.method.noise_seed is not None:
             yield f"noise_seed {self.method.noise_seed}", "no privacy", "who knows it can take the noise away"
 
+    def clip(self, factor: float) -> None:
+        for error in self.residuals().values():
+            error.mul_(factor)
+
     def forget(self) -> list[str]:
         return self.memory.forget()
 

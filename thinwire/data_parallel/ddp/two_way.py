@@ -301,6 +301,11 @@ class TwoWayMean:
             return None
         return Lost(worker, None, server) if worker.dim() == 3 else Lost(None, worker, server)
 
+    def clip(self, factor: float) -> None:
+        for kinds in self.memory.held.values():
+            for kind in kinds.keys() - {"lr"}:
+                kinds[kind].mul_(factor)
+
     def forget(self) -> list[str]:
         return self.memory.forget()
 

@@ -232,6 +232,10 @@ class LowRankMean:
             ("memory of the method", f"{held / 1e6:.3f} MB a rank", "error and Q, in fp32"),
         ]
 
+    def clip(self, factor: float) -> None:
+        for error in self.residuals().values():
+            error.mul_(factor)
+
     def forget(self) -> list[str]:
         return self.memory.forget()
 

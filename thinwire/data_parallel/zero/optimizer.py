@@ -141,7 +141,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the mean gradient to a global 2-norm of at most `max_norm`; returns the norm before (fp64 scalar).
 
-        Call it between backward and step, on all ranks. torch.nn.utils.clip_grad_norm_ sees only this rank's
+        What error feedback is owed is scaled along. Call it between backward and step, on all ranks. torch.nn.utils.clip_grad_norm_ sees only this rank's
         gradients, which have been sent already: step refuses to go on after it.
         """
         self._finish_reduction()
@@ -150,7 +150,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         scale = max_norm / (float(norm) + 1e-6)
         if scale < 1.0:
             for bucket in self.buckets:
-                bucket.shard_grad.mul_(scale)
+                for tensor in (bucket.shard_grad, *bucket.errors):
+                    tensor.mul_(scale)
             self._grad_norm = norm * scale
         return norm
 

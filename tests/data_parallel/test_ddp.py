@@ -13,7 +13,6 @@ from tests.conformance.strategy_suite import Net, Replica, batch, make_optimizer
 from tests.workers import run_workers
 from thinwire import ConfigError, EFTopK, LGreCo, PowerSGD, Sketch, TwoWay, compress_ddp
 from thinwire.data_parallel import DDP, TorchPowerSGD, ZeroCompressed, strategy_named
-from thinwire.data_parallel.ddp.strategies import OnDDP
 from thinwire.data_parallel.interface import TrainingStrategy
 
 
@@ -130,7 +129,7 @@ def test_the_start_table_says_what_is_in_effect() -> None:
     assert described["sent per rank and step"] == f"{(576 * 4 + 24) / 1e6:.3f} MB"
 
 
-OWING: tuple[OnDDP, ...] = (
+OWING: tuple[TrainingStrategy, ...] = (
     EFTopK(density=0.1),
     TwoWay(min_bytes=0),
     Sketch(ratio=4, feedback=True),
@@ -167,7 +166,7 @@ def clipped(rank: int, world_size: int) -> list[tuple[float, float]]:
         told.append((0.01 / norm, float(left.norm() / owed.norm())))
         optimizer.close()
     model = nn.parallel.DistributedDataParallel(nn.Linear(40, 40, bias=False))
-    handle = compress_ddp(model, OWING[0], announce=False)
+    handle = compress_ddp(model, EFTopK(density=0.1), announce=False)
     model(torch.randn(8, 40, generator=torch.Generator().manual_seed(rank))).square().sum().backward()
     (owed,) = (value.clone() for value in handle.residuals().values())
     norm = float(handle.clip_grad_norm_(0.01))

@@ -19,7 +19,7 @@ from thinwire.errors import CorruptMessageError, MismatchError, PeerLostError, T
 
 OPERATION, COMMIT = "outer", "outer_commit"
 HEADER = struct.Struct("<qqifi4x")
-STOP, RENEW = 1, 2
+STOP, RENEW, LAST = 1, 2, 4
 # A message that comes damaged is asked for once more.
 NUM_ATTEMPTS = 2
 # Packets start and end where all number formats may.
@@ -30,8 +30,8 @@ class Header(NamedTuple):
     """What stands in front of a packet.
 
     fingerprint: of the outer parameters from which the packet counts. number: of the fragment's exchange, from 1.
-    weight: of this island in the mean; 0: it only listens. wishes: what this island wishes all to do after it, STOP and
-    RENEW added up.
+    weight: of this island in the mean; 0: it only listens. wishes: STOP and RENEW, what this island wishes all to do
+    after it, and LAST, that nothing follows, added up.
     """
 
     fingerprint: int
@@ -47,6 +47,10 @@ class Header(NamedTuple):
     @property
     def wishes_renewal(self) -> bool:
         return bool(self.wishes & RENEW)
+
+    @property
+    def is_last(self) -> bool:
+        return bool(self.wishes & LAST)
 
 
 def message_bytes(codec: Codec, numel: int) -> int:

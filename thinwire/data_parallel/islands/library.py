@@ -60,9 +60,9 @@ class Islands:
     island. within: the ranks of this island where it has several; its model must average gradients over them, say by
     DistributedDataParallel. announce: print the table of what is in effect, on the first island.
 
-    At the end of the `with` block all that is under way is received, steps that no exchange has had yet have theirs,
-    and the model has the outer parameters, the same on all islands: the result. Every island must take the same number
-    of steps. Raises ConfigError for options or models that don't fit.
+    At the end of the `with` block all that is under way is received, and the model has the outer parameters, the same
+    on all islands: the result. Where islands differ then, it is the mean of their weights. Every island must take the
+    same number of steps. Raises ConfigError for options or models that don't fit.
     """
 
     def __init__(

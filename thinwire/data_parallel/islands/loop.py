@@ -23,7 +23,7 @@ from thinwire.collectives.faults import say
 from thinwire.collectives.peers import alone
 from thinwire.data_parallel.islands import recovery
 from thinwire.data_parallel.islands.correction import Correction
-from thinwire.data_parallel.islands.exchange import RENEW, STOP, Header, Sync, sent_bytes
+from thinwire.data_parallel.islands.exchange import LAST, RENEW, STOP, Header, Sync, sent_bytes
 from thinwire.data_parallel.islands.fragments import Fragment, cut
 from thinwire.data_parallel.islands.method import OuterMethod
 from thinwire.data_parallel.islands.outer import NUM_WORDS, OuterFragment, merged
@@ -139,15 +139,16 @@ class OuterLoop:
             self._receive()
 
     def finish(self) -> None:
-        """Exchange the steps that no exchange has had yet, and leave the outer parameters in the model: the result.
+        """Take the mean of the islands' weights wherever they differ, and leave it in the model: the result.
 
-        It is the same on all islands. A run that is shorter than a round has its only exchange here.
+        They differ after steps that no exchange has had yet, and by `mix` after one. A run that is shorter than a round
+        has its only exchange here.
         """
         self.drain()
-        just_sent = self.schedule.due(self.steps)
+        just_sent = [] if self.method.mix else self.schedule.due(self.steps)
         for number in range(len(self.fragments)):
             if self.steps and number not in just_sent:
-                self._send(number)
+                self._send(number, is_last=True)
                 self.drain()
         for number, fragment in enumerate(self.fragments):
             flat = self._share(self.outer[number].parameters if self.is_first else fragment.zeros())
@@ -162,8 +163,8 @@ class OuterLoop:
                 return True
         return False
 
-    def _send(self, number: int) -> None:
-        """Outer gradient of a fragment: x - w, and on its way."""
+    def _send(self, number: int, *, is_last: bool = False) -> None:
+        """Outer gradient of a fragment: x - w, and on its way. is_last: of all, so that x becomes the mean of w."""
         fragment = self.fragments[number]
         weights = self.host.masters(fragment.names)
         flight = Flight(number, self.steps + self.method.overlap_steps, None)
@@ -172,7 +173,8 @@ class OuterLoop:
             outer = self.outer[number]
             count = outer.number + 1
             delta = outer.parameters - fragment.flat(weights)
-            weight, wishes = self.weight, STOP * self.wishes_stop + RENEW * self.peers.changed()
+            weight = self.weight
+            wishes = STOP * self.wishes_stop + RENEW * self.peers.changed() + LAST * is_last
             if not bool(torch.isfinite(delta.sum())):
                 log.warning("thinwire: island %d is left out of an exchange: not finite", self.peers.island)
                 weight = 0.0
@@ -234,7 +236,10 @@ class OuterLoop:
         """See apply; members: those among whom it was exchanged."""
         sync.check(members)
         total, weights = sync.total()
-        self.outer[number].apply(self.method.rule, total, weights, len(members))
+        if any(header.is_last for header in sync.headers()):
+            self.outer[number].take_mean(total, weights)
+        else:
+            self.outer[number].apply(self.method.rule, total, weights, len(members))
         self.stop_agreed = self.stop_agreed or any(header.wishes_stop for header in sync.headers())
 
     def _merge(self, flight: Flight) -> bool:

@@ -75,6 +75,13 @@ class OuterFragment:
         self.number += 1
         self._fingerprint = None
 
+    def take_mean(self, total: Tensor, weights: float) -> None:
+        """Become the mean of the islands' weights: momentum of earlier steps would carry the result on, past it."""
+        if weights:
+            self.parameters.sub_(total.div_(weights))
+        self.number += 1
+        self._fingerprint = None
+
     @classmethod
     def starting(cls, fragment: Fragment, parameters: Tensor, *, corrected: bool) -> OuterFragment:
         """Momentum and correction are zero."""

@@ -12,7 +12,7 @@ import torch
 
 from tests.workers import run_workers
 from thinwire.codecs import Hadamard, Identity, Integer
-from thinwire.collectives import Communicator
+from thinwire.collectives import Communicator, algorithms
 from thinwire.collectives.algorithms import Link, Lost, all_reduce, slice_length
 from thinwire.collectives.rounds import Rounds
 from thinwire.errors import ConfigError
@@ -79,19 +79,29 @@ def test_exact_codec_equals_plain_sums(world_size: int, checked: bool) -> None:
 
 
 def rank_coded(rank: int, world_size: int, local_size: int) -> torch.Tensor:
-    """Slice j holds 1000 * j + rank + 1: the sum tells which slice arrived and that every rank was in it once."""
+    """Slice j holds 1000 * j + rank + 1: the sum tells which slice arrived and that every rank was in it once.
+
+    Returns all slices, gathered at once and in turns.
+    """
     comm = Communicator(local_size=local_size, timeout_s=20)
     x = torch.arange(world_size).repeat_interleave(32) * 1000.0 + rank + 1
     total = comm.wait(comm.reduce_scatter(x, Identity()))
+    at_once = comm.wait(comm.all_gather(total, Identity()))
+    usual, algorithms.LARGE_BYTES = algorithms.LARGE_BYTES, 1
+    in_turns = comm.wait(comm.all_gather(total, Identity()))
+    algorithms.LARGE_BYTES = usual
     comm.close()
-    return total
+    assert torch.equal(at_once, in_turns)
+    return in_turns.view(world_size, -1)
 
 
-@pytest.mark.parametrize(("world_size", "local_sizes"), [(4, (2,)), (6, (2, 3)), (8, (2, 4))])
+@pytest.mark.parametrize(("world_size", "local_sizes"), [(4, (1, 2)), (6, (1, 2, 3)), (8, (1, 2, 4))])
 def test_slice_j_goes_to_rank_j(world_size: int, local_sizes: tuple[int, ...]) -> None:
     for local_size, results in by_grid(rank_coded, world_size, local_sizes):
-        for rank, result in enumerate(results):
-            expected = torch.full((32,), world_size * 1000.0 * rank + sum(range(1, world_size + 1)))
+        expected = torch.arange(world_size)[:, None].expand(-1, 32) * world_size * 1000.0 + sum(
+            range(1, world_size + 1)
+        )
+        for result in results:
             assert torch.equal(result, expected), f"{local_size} a node"
 
 

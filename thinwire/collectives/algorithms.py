@@ -28,6 +28,8 @@ from thinwire.collectives.topology import Topology
 
 HOP_INTRA, HOP_INTER = 1, 2
 T = TypeVar("T")
+# Packets from here on cross between nodes in turns, of which a job has so many at most.
+LARGE_BYTES, MAX_TURNS = 1 << 20, 4
 
 
 @dataclass
@@ -297,10 +299,14 @@ def gather_across_nodes(
     outside to gather the same packets again.
     """
     column[link.node].copy_(packet)
-    if link.topology.num_nodes > 1:
-        receives = {peer: column[link.topology.node(peer)] for peer in link.node_peers()}
+    targets, sources = link.node_peers(), link.node_peers()[::-1]
+    # Where several streams meet at one node they lose packets, and half of its rate.
+    at_once = len(targets) if packet.numel() < LARGE_BYTES else -(-len(targets) // MAX_TURNS)
+    for first in range(0, len(targets), max(at_once, 1)):
+        turn = slice(first, first + at_once)
+        receives = {peer: column[link.topology.node(peer)] for peer in sources[turn]}
         round_ = link.exchange(operation, "inter", receives, length)
-        for peer in receives:
+        for peer in targets[turn]:
             round_.send(peer, column[link.node])
         yield from round_.finish()
 

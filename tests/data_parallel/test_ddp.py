@@ -13,6 +13,7 @@ from tests.conformance.strategy_suite import Net, Replica, batch, make_optimizer
 from tests.workers import run_workers
 from thinwire import ConfigError, EFTopK, LGreCo, PowerSGD, Sketch, TwoWay, compress_ddp
 from thinwire.data_parallel import DDP, TorchPowerSGD, ZeroCompressed, strategy_named
+from thinwire.data_parallel.clipping import Clipping
 from thinwire.data_parallel.interface import TrainingStrategy
 
 
@@ -173,6 +174,12 @@ def clipped(rank: int, world_size: int) -> list[tuple[float, float]]:
     (left,) = handle.residuals().values()
     handle.close()
     return [*told, (0.01 / norm, float(left.norm() / owed.norm()))]
+
+
+def test_what_is_owed_follows_a_step_that_is_clipped_by_more_than_the_last() -> None:
+    clipping = Clipping()
+    shares = [clipping.share(norm, 1.0) for norm in (0.5, 40.0, 40.0, 20.0, math.nan, 200.0, 0.1)]
+    assert shares == pytest.approx([1.0, 1 / 40, 1.0, 1.0, 1.0, 0.1, 1.0], rel=1e-5)
 
 
 def test_what_is_owed_is_clipped_with_what_came_out() -> None:

@@ -25,11 +25,12 @@ from thinwire.collectives import staging
 from thinwire.collectives.exchange import ROUNDS_OF_A_PART, Exchange, Wire
 from thinwire.collectives.rounds import Arrival, Computed, Rounds
 from thinwire.collectives.topology import Topology
+from thinwire.errors import CorruptMessageError
 
 HOP_INTRA, HOP_INTER = 1, 2
 T = TypeVar("T")
-# Packets from here on cross between nodes in turns, of which a job has so many at most.
-LARGE_BYTES, MAX_TURNS = 1 << 20, 4
+# Messages from here on cross between nodes in turns, of which a hop has so many at most.
+LARGE_BYTES, MAX_TURNS = 1 << 18, 4
 
 
 @dataclass
@@ -290,6 +291,40 @@ def all_gather_packets(
     return gathered
 
 
+def across_nodes(
+    link: Link,
+    operation: str,
+    received: Tensor,
+    message: Callable[[int], Tensor],
+    *,
+    pack: Callable[[int], Rounds[None]] | None = None,
+    length: Callable[[Tensor], int] = Tensor.numel,
+) -> Rounds[None]:
+    """message(peer) to each other node; into uint8 `received` [num_nodes, bytes] those of its rank of this local rank.
+
+    pack(peer) comes first. Where several streams meet at one node they lose packets, and half of its rate:
+    large messages travel in turns, in which every node sends to few others and hears from as many. A message that comes
+    damaged is told when all have come, so that every rank ends in the same round.
+    """
+    targets, sources = link.node_peers(), link.node_peers()[::-1]
+    at_once = len(targets) if received[0].numel() < LARGE_BYTES else -(-len(targets) // MAX_TURNS)
+    damaged: CorruptMessageError | None = None
+    for first in range(0, len(targets), max(at_once, 1)):
+        turn = slice(first, first + at_once)
+        receives = {peer: received[link.topology.node(peer)] for peer in sources[turn]}
+        round_ = link.exchange(operation, "inter", receives, length)
+        for peer in targets[turn]:
+            if pack is not None:
+                yield from pack(peer)
+            round_.send(peer, message(peer))
+        try:
+            yield from round_.finish()
+        except CorruptMessageError as error:
+            damaged = error
+    if damaged is not None:
+        raise damaged
+
+
 def gather_across_nodes(
     link: Link, packet: Tensor, column: Tensor, operation: str, length: Callable[[Tensor], int] = Tensor.numel
 ) -> Rounds[None]:
@@ -299,16 +334,7 @@ def gather_across_nodes(
     outside to gather the same packets again.
     """
     column[link.node].copy_(packet)
-    targets, sources = link.node_peers(), link.node_peers()[::-1]
-    # Where several streams meet at one node they lose packets, and half of its rate.
-    at_once = len(targets) if packet.numel() < LARGE_BYTES else -(-len(targets) // MAX_TURNS)
-    for first in range(0, len(targets), max(at_once, 1)):
-        turn = slice(first, first + at_once)
-        receives = {peer: column[link.topology.node(peer)] for peer in sources[turn]}
-        round_ = link.exchange(operation, "inter", receives, length)
-        for peer in targets[turn]:
-            round_.send(peer, column[link.node])
-        yield from round_.finish()
+    yield from across_nodes(link, operation, column, lambda peer: column[link.node], length=length)
 
 
 def gather_inside_node(link: Link, gathered: Tensor, operation: str) -> Rounds[None]:
@@ -420,12 +446,8 @@ def all_to_all_nodes(link: Link, sends: Tensor, *, operation: str = "all_to_all"
     """
     received = link.scratch("exchanged", *sends.shape)
     received[link.node].copy_(sends[link.node])
-    if link.topology.num_nodes > 1 and sends.numel():
-        receives = {peer: received[link.topology.node(peer)] for peer in link.node_peers()}
-        round_ = link.exchange(operation, "inter", receives)
-        for peer in receives:
-            round_.send(peer, sends[link.topology.node(peer)])
-        yield from round_.finish()
+    if sends.numel():
+        yield from across_nodes(link, operation, received, lambda peer: sends[link.topology.node(peer)])
     return received
 
 
@@ -488,15 +510,16 @@ def _hop_inter(
     receives = link.scratch("inter_receive", num_nodes, packet_bytes, device=device)
     total = link.scratch("inter_sum", num_elements, dtype=torch.float32, device=device)
     grid = link.topology
-    buffers = {peer: receives[grid.node(peer)] for peer in link.node_peers()}
-    round_ = link.exchange(operation, "inter", buffers, codec.length)
-    for peer in [*link.node_peers(), link.rank]:
-        y = grid.node(peer)
-        pack = partial(_encode, codec, lost, sums[y], (HOP_INTER, y), seed, counters[y], sends[y])
-        yield from link.work("encode_s", operation, pack)
-        if peer != link.rank:
-            round_.send(peer, sends[y])
-    yield from round_.finish()
+
+    def pack(rank: int) -> Rounds[None]:
+        y = grid.node(rank)
+        encode = partial(_encode, codec, lost, sums[y], (HOP_INTER, y), seed, counters[y], sends[y])
+        yield from link.work("encode_s", operation, encode)
+
+    yield from across_nodes(
+        link, operation, receives, lambda peer: sends[grid.node(peer)], pack=pack, length=codec.length
+    )
+    yield from pack(link.rank)
 
     def add_up() -> None:
         for y in range(num_nodes):

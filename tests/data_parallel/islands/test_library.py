@@ -209,7 +209,7 @@ def test_reductions_to_known_methods() -> None:
 def ended(rank: int, world_size: int) -> dict[str, Any]:
     """Each island's own weights before the end, and what the end leaves."""
     found: dict[str, Any] = {}
-    exact = {"outer_lr": 0.4, "outer_momentum": 0.9, "codec": "fp32", "sync_every": 100}
+    exact: dict[str, Any] = {"outer_lr": 0.4, "outer_momentum": 0.9, "codec": "fp32", "sync_every": 100}
     streams = {**exact, "num_fragments": 2, "overlap_steps": 2, "mix": 0.5}
     for name, make, options in (
         ("diloco", thinwire.DiLoCo, exact),

@@ -16,7 +16,6 @@ from thinwire.collectives import Communicator, Meter
 from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
 from thinwire.data_parallel.ddp.hook import hand_over
 from thinwire.data_parallel.ddp.reducer import BucketReducer, learning_rates
-from thinwire.data_parallel.ddp.reductions import Clippable
 from thinwire.data_parallel.ddp.strategies import OnDDP
 from thinwire.data_parallel.replicas import check_layout, check_updates, unwrapped
 from thinwire.data_parallel.table import Row
@@ -121,14 +120,13 @@ class CompressedDDP:
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """torch's, of the mean gradient after a backward; what is owed is scaled along. Returns the norm before.
+        """torch's, of the mean gradient after a backward; what is owed follows, see Clipping. Returns the norm before.
 
         Where the method clips before it compresses, the norm is only measured.
         """
         limit = math.inf if self.method.whole_step else max_norm
         norm = torch.nn.utils.clip_grad_norm_(self._trained.values(), limit)
-        if max_norm < float(norm) < math.inf and isinstance(self.reduction, Clippable):
-            self.reduction.clip(max_norm / (float(norm) + 1e-6))
+        self._reducer.note_clipping(float(norm), max_norm)
         return norm
 
     @property

@@ -18,7 +18,7 @@ from thinwire.collectives import Communicator
 from thinwire.data_parallel.agreeing import AgreeingOptimizer
 from thinwire.data_parallel.ddp.hook import hand_over
 from thinwire.data_parallel.ddp.reducer import BucketReducer, learning_rates
-from thinwire.data_parallel.ddp.reductions import BY_FORMULA, Clippable, Reduction
+from thinwire.data_parallel.ddp.reductions import BY_FORMULA, Reduction
 from thinwire.data_parallel.ddp.strategies import OnDDP
 from thinwire.data_parallel.replicas import compare_replicas, same_start, trained_parameters
 from thinwire.data_parallel.table import Row
@@ -136,7 +136,9 @@ class DDPOptimizer(AgreeingOptimizer):
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """As AgreeingOptimizer's, but only measured where the method has clipped before it compressed."""
-        return super().clip_grad_norm_(max_norm if self._clips else math.inf)
+        norm = super().clip_grad_norm_(max_norm if self._clips else math.inf)
+        self._reducer.note_clipping(float(norm), max_norm)
+        return norm
 
     def synchronize(self) -> None:
         """Every rank holds the whole weights at all times."""
@@ -153,12 +155,6 @@ class DDPOptimizer(AgreeingOptimizer):
                 "use them, or set find_unused_parameters to True"
             )
         self._reducer.finish()
-
-    def _scale(self, factor: float) -> None:
-        """Multiply the mean gradient by `factor`, and what is owed of it, where the method does so."""
-        super()._scale(factor)
-        if isinstance(self._reducer.reduction, Clippable):
-            self._reducer.reduction.clip(factor)
 
     def _global_norm(self, squares: float) -> float:
         return squares**0.5

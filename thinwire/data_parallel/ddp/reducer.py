@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from thinwire.collectives import Communicator, staging
 from thinwire.collectives.algorithms import Link, all_gather_exact
+from thinwire.data_parallel.clipping import Clipping
 from thinwire.data_parallel.ddp.on_host import on_host
-from thinwire.data_parallel.ddp.reductions import Bucket, Reduction, Step
+from thinwire.data_parallel.ddp.reductions import Bucket, Clippable, Reduction, Step
 
 
 class BucketReducer:
@@ -36,6 +37,7 @@ class BucketReducer:
         self.comm = comm
         self.reduction = reduction
         self.steps = 0
+        self.clipping = Clipping()
         self.is_idle = False
         self.all_launched = False
         self._names = {id(param): name for name, param in trained.items()}
@@ -90,13 +92,19 @@ class BucketReducer:
         self.steps += 1
         return means
 
+    def note_clipping(self, norm: float, max_norm: float) -> None:
+        """The means of the last step, of this norm, were clipped to `max_norm`."""
+        share = self.clipping.share(norm, max_norm)
+        if share < 1.0 and isinstance(self.reduction, Clippable):
+            self.reduction.clip(share)
+
     def state_dict(self) -> dict[str, Any]:
         """What the reduction remembers on this rank."""
-        return {"steps": self.steps, "reduction": self.reduction.state_dict()}
+        return {"steps": self.steps, "clipped": self.clipping.last, "reduction": self.reduction.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what state_dict gave."""
-        self.steps = state["steps"]
+        self.steps, self.clipping.last = state["steps"], state["clipped"]
         self.reduction.load_state_dict(state["reduction"])
 
 

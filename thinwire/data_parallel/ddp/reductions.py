@@ -147,13 +147,10 @@ class Reduction(Protocol):
 
 @runtime_checkable
 class Clippable(Protocol):
-    """A reduction whose errors are clipped along with what came out.
-
-    Else a gradient of which all but a little is clipped away would come back in full, bit by bit, from what is owed.
-    """
+    """A reduction that owes, and can forgive; see Clipping."""
 
     def clip(self, factor: float) -> None:
-        """What the last step brought was multiplied by `factor`."""
+        """Multiply what is owed by `factor`."""
         ...
 
 

@@ -20,6 +20,7 @@ from thinwire.codecs import derive_seed
 from thinwire.collectives import Communicator, Meter
 from thinwire.collectives.algorithms import Link, all_gather_packets, reduce_scatter
 from thinwire.collectives.rounds import Rounds
+from thinwire.data_parallel.clipping import Clipping
 from thinwire.data_parallel.elementwise import is_elementwise
 from thinwire.data_parallel.portable import REPLICA, Held, add_optimizer, restore_optimizer
 from thinwire.data_parallel.replicas import check_layout, compare_replicas, fingerprint
@@ -69,6 +70,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.seed = seed
         self.steps = 0
         self.skipped_steps = 0
+        self._clipping = Clipping()
         self.stop_requested = False
         self.mean_loss = float("nan")
         self._notes = notes
@@ -141,7 +143,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the mean gradient to a global 2-norm of at most `max_norm`; returns the norm before (fp64 scalar).
 
-        What error feedback owes is scaled along. Call it between backward and step, on all ranks.
+        What error feedback owes follows, see Clipping. Call it between backward and step, on all ranks.
         torch.nn.utils.clip_grad_norm_ sees only this rank's gradients, which have been sent already: step refuses to go
         on after it.
         """
@@ -151,9 +153,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         scale = max_norm / (float(norm) + 1e-6)
         if scale < 1.0:
             for bucket in self.buckets:
-                for tensor in (bucket.shard_grad, *bucket.errors):
-                    tensor.mul_(scale)
+                bucket.shard_grad.mul_(scale)
             self._grad_norm = norm * scale
+        share = self._clipping.share(float(norm), max_norm)
+        if share < 1.0:
+            for error in (error for bucket in self.buckets for error in bucket.errors):
+                error.mul_(share)
         return norm
 
     def synchronize(self) -> None:
@@ -262,6 +267,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             "errors": [bucket.errors for bucket in self.buckets],
             "steps": self.steps,
             "skipped_steps": self.skipped_steps,
+            "clipped": self._clipping.last,
             "seed": self.seed,
             "layout": self._layout(),
         }
@@ -277,6 +283,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.inner.load_state_dict(state_dict["inner"])
         self._adopt_inner()
         self.steps, self.skipped_steps = state_dict["steps"], state_dict["skipped_steps"]
+        self._clipping.last = state_dict["clipped"]
         self.seed = state_dict["seed"]
         for bucket, master, shard in zip(
             self.buckets, state_dict["masters"], state_dict["replica_shards"], strict=True
@@ -293,7 +300,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def snapshot(self) -> Snapshot:
         """This rank's state between two steps, in pieces that any layout can take: views of the live tensors."""
         self.synchronize()
-        common = {"steps": self.steps, "skipped_steps": self.skipped_steps, "seed": self.seed, "lossy_weights": False}
+        common = {
+            "steps": self.steps,
+            "skipped_steps": self.skipped_steps,
+            "clipped": self._clipping.last,
+            "seed": self.seed,
+            "lossy_weights": False,
+        }
         debts = [debt for number, bucket in enumerate(self.buckets) for debt in bucket.debts(f"errors/{number}")]
         own = {"errors": [bucket.errors for bucket in self.buckets]}
         snapshot = Snapshot(self._layout(), own=own, common=common, debts=debts)
@@ -312,6 +325,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._adopt_inner()
         self.steps, self.skipped_steps = source.common["steps"], source.common["skipped_steps"]
         self.seed = source.common.get("seed", self.seed)
+        self._clipping.last = source.common.get("clipped", 1.0)
         self._restore_replicas(source)
         if same:
             for bucket, saved in zip(self.buckets, source.own("errors"), strict=True):

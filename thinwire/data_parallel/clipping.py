@@ -1,0 +1,29 @@
+"""What clipping, which comes after compression, leaves of what error feedback owes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass
+class Clipping:
+    """By which factors f the mean gradient is clipped, from step to step; `last` of them, 1 before the first.
+
+    A gradient travels with what was owed, is clipped by f_t when all of it has come, and leaves an error e. What e
+    stands for was clipped by f_t too, but it travels with the next gradient, which will be clipped as gradients usually
+    are. So
+        e <- e min(1, f_t / f_{t-1}):
+    as it is while all steps are clipped alike; shortened after a step that is clipped by far more than those before it,
+    most of which would else come back in the steps that follow.
+    """
+
+    last: float = 1.0
+
+    def share(self, norm: float, max_norm: float) -> float:
+        """How much of what is owed stays, after a step whose norm was clipped to `max_norm`; 1 if it is not finite."""
+        if not math.isfinite(norm):
+            return 1.0
+        factor = min(1.0, max_norm / (norm + 1e-6))
+        share, self.last = min(1.0, factor / self.last), factor
+        return share

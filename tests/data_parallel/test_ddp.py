@@ -178,7 +178,7 @@ def clipped(rank: int, world_size: int) -> list[tuple[float, float]]:
 
 def test_what_is_owed_follows_a_step_that_is_clipped_by_more_than_the_last() -> None:
     clipping = Clipping()
-    shares = [clipping.share(norm, 1.0) for norm in (0.5, 40.0, 40.0, 20.0, math.nan, 200.0, 0.1)]
+    shares = [clipping.note(norm, 1.0).share for norm in (0.5, 40.0, 40.0, 20.0, math.nan, 200.0, 0.1)]
     assert shares == pytest.approx([1.0, 1 / 40, 1.0, 1.0, 1.0, 0.1, 1.0], rel=1e-5)
 
 

@@ -4,6 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Clip(NamedTuple):
+    """A step's clipping. factor: f_t, of the mean gradient. share: min(1, f_t / f_{t-1}), see Clipping."""
+
+    factor: float
+    share: float
 
 
 @dataclass
@@ -15,15 +23,15 @@ class Clipping:
     are. So
         e <- e min(1, f_t / f_{t-1}):
     as it is while all steps are clipped alike; shortened after a step that is clipped by far more than those before it,
-    most of which would else come back in the steps that follow.
+    most of which would else come back in the steps that follow. Who is better off with a short memory takes f_t.
     """
 
     last: float = 1.0
 
-    def share(self, norm: float, max_norm: float) -> float:
-        """How much of what is owed stays, after a step whose norm was clipped to `max_norm`; 1 if it is not finite."""
+    def note(self, norm: float, max_norm: float) -> Clip:
+        """A step's norm was clipped to `max_norm`; one that is not finite does not count."""
         if not math.isfinite(norm):
-            return 1.0
+            return Clip(1.0, 1.0)
         factor = min(1.0, max_norm / (norm + 1e-6))
         share, self.last = min(1.0, factor / self.last), factor
-        return share
+        return Clip(factor, share)

@@ -15,6 +15,7 @@ from thinwire.codecs.integer import WIDTHS
 from thinwire.collectives import Topology
 from thinwire.collectives.algorithms import Link, all_gather_packets, gather_bytes
 from thinwire.collectives.rounds import Rounds
+from thinwire.data_parallel.clipping import Clip
 from thinwire.data_parallel.ddp.plannable import Plannable, codec_errors, densities
 from thinwire.data_parallel.ddp.reductions import FP32_BYTES, OPERATION, Bucket, Memory, Step, seed_of
 from thinwire.data_parallel.options import check_types
@@ -210,9 +211,10 @@ class FeedbackMean:
             ("what they lose", "is added to the next gradient", f"{held / 1e6:.1f} MB are held for it"),
         ]
 
-    def clip(self, factor: float) -> None:
+    def clip(self, clip: Clip) -> None:
+        # Old sparse errors do more harm than good in front of Adam: measured, docs/methods/error-feedback.md.
         for error in self.residuals().values():
-            error.mul_(factor)
+            error.mul_(clip.factor)
 
     def forget(self) -> list[str]:
         return self.memory.forget()

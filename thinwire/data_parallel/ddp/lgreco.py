@@ -17,6 +17,7 @@ from thinwire.codecs import Codec
 from thinwire.collectives import Communicator, Topology
 from thinwire.collectives.algorithms import Link, broadcast_
 from thinwire.collectives.rounds import Rounds
+from thinwire.data_parallel.clipping import Clip
 from thinwire.data_parallel.ddp.plannable import Plannable, Tunable
 from thinwire.data_parallel.ddp.powersgd import PowerSGD
 from thinwire.data_parallel.ddp.reductions import FP32_BYTES, OPERATION, Bucket, Clippable, Memory, Reduction, Step
@@ -323,9 +324,9 @@ class LGreCoMean:
             *((f"plan: {name}", f"{one:g}", f"not {method.base.uniform:g}") for name, one in changed.items()),
         ]
 
-    def clip(self, factor: float) -> None:
+    def clip(self, clip: Clip) -> None:
         if isinstance(self.base, Clippable):
-            self.base.clip(factor)
+            self.base.clip(clip)
 
     def forget(self) -> list[str]:
         # Sums of fewer steps than the others' can't be compared with theirs.

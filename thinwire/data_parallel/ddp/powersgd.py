@@ -15,6 +15,7 @@ from thinwire.codecs import Cast, Codec, Integer
 from thinwire.collectives import Topology
 from thinwire.collectives.algorithms import Link, Lost, added, together
 from thinwire.collectives.rounds import Rounds
+from thinwire.data_parallel.clipping import Clip
 from thinwire.data_parallel.ddp.plannable import Plannable
 from thinwire.data_parallel.ddp.reductions import (
     FP32,
@@ -232,9 +233,9 @@ class LowRankMean:
             ("memory of the method", f"{held / 1e6:.3f} MB a rank", "error and Q, in fp32"),
         ]
 
-    def clip(self, factor: float) -> None:
+    def clip(self, clip: Clip) -> None:
         for error in self.residuals().values():
-            error.mul_(factor)
+            error.mul_(clip.share)
 
     def forget(self) -> list[str]:
         return self.memory.forget()

@@ -94,9 +94,9 @@ class BucketReducer:
 
     def note_clipping(self, norm: float, max_norm: float) -> None:
         """The means of the last step, of this norm, were clipped to `max_norm`."""
-        share = self.clipping.share(norm, max_norm)
-        if share < 1.0 and isinstance(self.reduction, Clippable):
-            self.reduction.clip(share)
+        clip = self.clipping.note(norm, max_norm)
+        if clip.factor < 1.0 and isinstance(self.reduction, Clippable):
+            self.reduction.clip(clip)
 
     def state_dict(self) -> dict[str, Any]:
         """What the reduction remembers on this rank."""

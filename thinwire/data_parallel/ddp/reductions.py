@@ -17,6 +17,7 @@ from thinwire.codecs import Codec, Identity, derive_seed
 from thinwire.collectives import Topology
 from thinwire.collectives.algorithms import Link, Lost, all_reduce, all_reduce_bytes, slice_length
 from thinwire.collectives.rounds import Rounds
+from thinwire.data_parallel.clipping import Clip
 from thinwire.data_parallel.portable import Owed
 
 FP32 = Identity()
@@ -147,10 +148,10 @@ class Reduction(Protocol):
 
 @runtime_checkable
 class Clippable(Protocol):
-    """A reduction that owes, and can forgive; see Clipping."""
+    """A reduction that owes, and forgives some of it after a step that was clipped."""
 
-    def clip(self, factor: float) -> None:
-        """Multiply what is owed by `factor`."""
+    def clip(self, clip: Clip) -> None:
+        """Multiply what is owed by the step's share, or by its factor; see Clipping."""
         ...
 
 

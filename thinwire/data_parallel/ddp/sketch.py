@@ -17,6 +17,7 @@ from thinwire.codecs.sketch import Sketch as LinearCodec
 from thinwire.collectives import Topology
 from thinwire.collectives.algorithms import Link
 from thinwire.collectives.rounds import Rounds
+from thinwire.data_parallel.clipping import Clip
 from thinwire.data_parallel.ddp.feedback import is_compressed
 from thinwire.data_parallel.ddp.reductions import (
     FP32,
@@ -225,9 +226,9 @@ class SketchMean:
         if self.method.noise_seed is not None:
             yield f"noise_seed {self.method.noise_seed}", "no privacy", "who knows it can take the noise away"
 
-    def clip(self, factor: float) -> None:
+    def clip(self, clip: Clip) -> None:
         for error in self.residuals().values():
-            error.mul_(factor)
+            error.mul_(clip.share)
 
     def forget(self) -> list[str]:
         return self.memory.forget()

@@ -26,6 +26,7 @@ from thinwire.collectives.algorithms import (
     together,
 )
 from thinwire.collectives.rounds import Rounds
+from thinwire.data_parallel.clipping import Clip
 from thinwire.data_parallel.ddp.reductions import (
     FP32,
     OPERATION,
@@ -301,10 +302,10 @@ class TwoWayMean:
             return None
         return Lost(worker, None, server) if worker.dim() == 3 else Lost(None, worker, server)
 
-    def clip(self, factor: float) -> None:
+    def clip(self, clip: Clip) -> None:
         for kinds in self.memory.held.values():
             for kind in kinds.keys() - {"lr"}:
-                kinds[kind].mul_(factor)
+                kinds[kind].mul_(clip.share)
 
     def forget(self) -> list[str]:
         return self.memory.forget()

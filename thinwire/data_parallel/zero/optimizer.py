@@ -155,7 +155,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             for bucket in self.buckets:
                 bucket.shard_grad.mul_(scale)
             self._grad_norm = norm * scale
-        share = self._clipping.share(float(norm), max_norm)
+        share = self._clipping.note(float(norm), max_norm).share
         if share < 1.0:
             for error in (error for bucket in self.buckets for error in bucket.errors):
                 error.mul_(share)

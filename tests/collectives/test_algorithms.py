@@ -88,11 +88,13 @@ def rank_coded(rank: int, world_size: int, local_size: int) -> torch.Tensor:
     total = comm.wait(comm.reduce_scatter(x, Identity()))
     at_once = comm.wait(comm.all_gather(total, Identity()))
     usual, algorithms.LARGE_BYTES = algorithms.LARGE_BYTES, 1
-    in_turns = comm.wait(comm.all_gather(total, Identity()))
+    packet = total.view(torch.uint8)
+    gathered = comm.wait(comm.submit(lambda link: algorithms.all_gather_packets(link, packet, in_turns=True))).clone()
+    in_turns = gathered.transpose(0, 1).reshape(world_size, -1).view(torch.float32)
     algorithms.LARGE_BYTES = usual
     comm.close()
-    assert torch.equal(at_once, in_turns)
-    return in_turns.view(world_size, -1)
+    assert torch.equal(at_once.view(world_size, -1), in_turns)
+    return in_turns
 
 
 @pytest.mark.parametrize(("world_size", "local_sizes"), [(4, (1, 2)), (6, (1, 2, 3)), (8, (1, 2, 4))])

@@ -11,7 +11,19 @@ from torch import nn
 
 from tests.conformance.strategy_suite import Net, Replica, batch, make_optimizer
 from tests.workers import run_workers
-from thinwire import ConfigError, EFTopK, LGreCo, PowerSGD, Sketch, TwoWay, compress_ddp
+from thinwire import (
+    DGC,
+    DGCSGD,
+    ConfigError,
+    EFTopK,
+    LGreCo,
+    OneBitAdam,
+    OneBitAdamW,
+    PowerSGD,
+    Sketch,
+    TwoWay,
+    compress_ddp,
+)
 from thinwire.data_parallel import DDP, TorchPowerSGD, ZeroCompressed, strategy_named
 from thinwire.data_parallel.clipping import Clipping
 from thinwire.data_parallel.interface import TrainingStrategy
@@ -46,8 +58,8 @@ def test_names_are_those_of_the_command_line() -> None:
         assert strategy_named(name).name == name
 
 
-def wrapped(model: nn.Module, strategy: TrainingStrategy, checked: bool = False) -> tuple:
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+def wrapped(model: nn.Module, strategy: TrainingStrategy, checked: bool = False, make: Any = torch.optim.SGD) -> tuple:
+    optimizer = make([p for p in model.parameters() if p.requires_grad], lr=0.1)
     return strategy.apply(
         model, optimizer, local_size=1, seed=0, timeout_s=30, checked=checked, overlap=True
     )  # fmt: skip
@@ -165,6 +177,13 @@ def clipped(rank: int, world_size: int) -> list[tuple[float, float]]:
             optimizer.step()
             optimizer.zero_grad()
         told.append((0.01 / norm, float(left.norm() / owed.norm())))
+        optimizer.close()
+    # Methods that clip for themselves, by an option of that name, owe nothing to the step's clipping.
+    for own, make in ((DGC(warmup=()), DGCSGD), (OneBitAdam(freeze=2), OneBitAdamW)):
+        ddp, optimizer = wrapped(nn.Linear(40, 40, bias=False), own, make=make)
+        ddp(torch.ones(8, 40)).square().sum().backward()
+        assert optimizer.clip_grad_norm_(0.01) > 0.01
+        optimizer.step()
         optimizer.close()
     model = nn.parallel.DistributedDataParallel(nn.Linear(40, 40, bias=False))
     handle = compress_ddp(model, EFTopK(density=0.1), announce=False)

@@ -28,9 +28,9 @@ from thinwire.collectives.topology import Topology
 from thinwire.errors import CorruptMessageError
 
 HOP_INTRA, HOP_INTER = 1, 2
-T = TypeVar("T")
-# Messages from here on cross between nodes in turns, of which a hop has so many at most.
+# Messages from here on may cross between nodes in turns, of which there are so many at most.
 LARGE_BYTES, MAX_TURNS = 1 << 18, 4
+T = TypeVar("T")
 
 
 @dataclass
@@ -274,67 +274,61 @@ def reduce_bytes(grid: Topology, num_elements: int, intra: Codec, inter: Codec) 
 
 
 def all_gather_packets(
-    link: Link, packet: Tensor, operation: str = "all_gather", length: Callable[[Tensor], int] = Tensor.numel
+    link: Link,
+    packet: Tensor,
+    operation: str = "all_gather",
+    length: Callable[[Tensor], int] = Tensor.numel,
+    *,
+    in_turns: bool = False,
 ) -> Rounds[Tensor]:
     """Every rank's packet on every rank: uint8 [local_size, num_nodes, bytes], scratch of the link.
 
     Entry [i, y] comes from rank y * local_size + i. Packets cross between nodes once, then spread inside each node,
     so a node receives (num_nodes - 1) * local_size packets from outside and each rank sends world_size - 1 in all.
-    Between nodes a packet is cut to its `length`.
+    Between nodes a packet is cut to its `length`. in_turns: see gather_across_nodes.
     """
     grid = link.topology
     gathered = link.scratch("gathered", grid.local_size, grid.num_nodes, packet.numel(), device=packet.device)
     if packet.numel() == 0:
         return gathered
-    yield from gather_across_nodes(link, packet, gathered[link.local_rank], operation, length)
+    yield from gather_across_nodes(link, packet, gathered[link.local_rank], operation, length, in_turns=in_turns)
     yield from gather_inside_node(link, gathered, operation)
     return gathered
 
 
-def across_nodes(
+def gather_across_nodes(
     link: Link,
+    packet: Tensor,
+    column: Tensor,
     operation: str,
-    received: Tensor,
-    message: Callable[[int], Tensor],
-    *,
-    pack: Callable[[int], Rounds[None]] | None = None,
     length: Callable[[Tensor], int] = Tensor.numel,
+    *,
+    in_turns: bool = False,
 ) -> Rounds[None]:
-    """message(peer) to each other node; into uint8 `received` [num_nodes, bytes] those of its rank of this local rank.
+    """The first half of all_gather_packets: fill `column`, uint8 [num_nodes, bytes], from the ranks of this local rank.
 
-    pack(peer) comes first. Where several streams meet at one node they lose packets, and half of its rate:
-    large messages travel in turns, in which every node sends to few others and hears from as many. A message that comes
+    Together the columns of a node's ranks hold the packets of all ranks, so a node that keeps them needs nothing from
+    outside to gather the same packets again. in_turns: a large packet goes to few nodes at a time, for a job that is
+    under way alone: where several streams meet at one node they lose packets, and half of its rate. One that comes
     damaged is told when all have come, so that every rank ends in the same round.
     """
+    column[link.node].copy_(packet)
     targets, sources = link.node_peers(), link.node_peers()[::-1]
-    at_once = len(targets) if received[0].numel() < LARGE_BYTES else -(-len(targets) // MAX_TURNS)
+    is_cut = in_turns and packet.numel() >= LARGE_BYTES
+    at_once = -(-len(targets) // MAX_TURNS) if is_cut else len(targets)
     damaged: CorruptMessageError | None = None
     for first in range(0, len(targets), max(at_once, 1)):
         turn = slice(first, first + at_once)
-        receives = {peer: received[link.topology.node(peer)] for peer in sources[turn]}
+        receives = {peer: column[link.topology.node(peer)] for peer in sources[turn]}
         round_ = link.exchange(operation, "inter", receives, length)
         for peer in targets[turn]:
-            if pack is not None:
-                yield from pack(peer)
-            round_.send(peer, message(peer))
+            round_.send(peer, column[link.node])
         try:
             yield from round_.finish()
         except CorruptMessageError as error:
             damaged = error
     if damaged is not None:
         raise damaged
-
-
-def gather_across_nodes(
-    link: Link, packet: Tensor, column: Tensor, operation: str, length: Callable[[Tensor], int] = Tensor.numel
-) -> Rounds[None]:
-    """The first half of all_gather_packets: fill `column`, uint8 [num_nodes, bytes], from the ranks of this local rank.
-
-    Together the columns of a node's ranks hold the packets of all ranks, so a node that keeps them needs nothing from
-    outside to gather the same packets again.
-    """
-    column[link.node].copy_(packet)
-    yield from across_nodes(link, operation, column, lambda peer: column[link.node], length=length)
 
 
 def gather_inside_node(link: Link, gathered: Tensor, operation: str) -> Rounds[None]:
@@ -446,8 +440,12 @@ def all_to_all_nodes(link: Link, sends: Tensor, *, operation: str = "all_to_all"
     """
     received = link.scratch("exchanged", *sends.shape)
     received[link.node].copy_(sends[link.node])
-    if sends.numel():
-        yield from across_nodes(link, operation, received, lambda peer: sends[link.topology.node(peer)])
+    if link.topology.num_nodes > 1 and sends.numel():
+        receives = {peer: received[link.topology.node(peer)] for peer in link.node_peers()}
+        round_ = link.exchange(operation, "inter", receives)
+        for peer in receives:
+            round_.send(peer, sends[link.topology.node(peer)])
+        yield from round_.finish()
     return received
 
 
@@ -510,16 +508,15 @@ def _hop_inter(
     receives = link.scratch("inter_receive", num_nodes, packet_bytes, device=device)
     total = link.scratch("inter_sum", num_elements, dtype=torch.float32, device=device)
     grid = link.topology
-
-    def pack(rank: int) -> Rounds[None]:
-        y = grid.node(rank)
-        encode = partial(_encode, codec, lost, sums[y], (HOP_INTER, y), seed, counters[y], sends[y])
-        yield from link.work("encode_s", operation, encode)
-
-    yield from across_nodes(
-        link, operation, receives, lambda peer: sends[grid.node(peer)], pack=pack, length=codec.length
-    )
-    yield from pack(link.rank)
+    buffers = {peer: receives[grid.node(peer)] for peer in link.node_peers()}
+    round_ = link.exchange(operation, "inter", buffers, codec.length)
+    for peer in [*link.node_peers(), link.rank]:
+        y = grid.node(peer)
+        pack = partial(_encode, codec, lost, sums[y], (HOP_INTER, y), seed, counters[y], sends[y])
+        yield from link.work("encode_s", operation, pack)
+        if peer != link.rank:
+            round_.send(peer, sends[y])
+    yield from round_.finish()
 
     def add_up() -> None:
         for y in range(num_nodes):

@@ -29,7 +29,7 @@ HEADER = struct.Struct("<qq48s")
 CHECKSUM = struct.Struct("<I")
 GRACE_S = 2.0
 # Rounds of one job: an all_reduce over two levels needs four, and a job may be made of many parts.
-ROUNDS_OF_A_PART = 16
+ROUNDS_OF_A_PART = 8
 MAX_ROUNDS = 1024 * ROUNDS_OF_A_PART
 # A tag that no message has; those of messages lie below.
 NEVER_SENT = 1 << 30

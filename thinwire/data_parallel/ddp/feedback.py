@@ -211,7 +211,7 @@ class FeedbackMean:
             ("what they lose", "is added to the next gradient", f"{held / 1e6:.1f} MB are held for it"),
         ]
 
-    def clip(self, clip: Clip) -> None:
+    def forgive(self, clip: Clip) -> None:
         # Old sparse errors do more harm than good in front of Adam: measured, docs/methods/error-feedback.md.
         for error in self.residuals().values():
             error.mul_(clip.factor)

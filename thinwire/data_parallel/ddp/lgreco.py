@@ -20,7 +20,7 @@ from thinwire.collectives.rounds import Rounds
 from thinwire.data_parallel.clipping import Clip
 from thinwire.data_parallel.ddp.plannable import Plannable, Tunable
 from thinwire.data_parallel.ddp.powersgd import PowerSGD
-from thinwire.data_parallel.ddp.reductions import FP32_BYTES, OPERATION, Bucket, Clippable, Memory, Reduction, Step
+from thinwire.data_parallel.ddp.reductions import FP32_BYTES, OPERATION, Bucket, Forgiving, Memory, Reduction, Step
 from thinwire.data_parallel.ddp.strategies import OnDDP
 from thinwire.data_parallel.interface import PlannedByRun
 from thinwire.data_parallel.options import check_types
@@ -324,9 +324,9 @@ class LGreCoMean:
             *((f"plan: {name}", f"{one:g}", f"not {method.base.uniform:g}") for name, one in changed.items()),
         ]
 
-    def clip(self, clip: Clip) -> None:
-        if isinstance(self.base, Clippable):
-            self.base.clip(clip)
+    def forgive(self, clip: Clip) -> None:
+        if isinstance(self.base, Forgiving):
+            self.base.forgive(clip)
 
     def forget(self) -> list[str]:
         # Sums of fewer steps than the others' can't be compared with theirs.

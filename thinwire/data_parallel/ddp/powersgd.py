@@ -233,7 +233,7 @@ class LowRankMean:
             ("memory of the method", f"{held / 1e6:.3f} MB a rank", "error and Q, in fp32"),
         ]
 
-    def clip(self, clip: Clip) -> None:
+    def forgive(self, clip: Clip) -> None:
         for error in self.residuals().values():
             error.mul_(clip.share)
 

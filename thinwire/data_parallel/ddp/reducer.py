@@ -14,7 +14,7 @@ from thinwire.collectives import Communicator, staging
 from thinwire.collectives.algorithms import Link, all_gather_exact
 from thinwire.data_parallel.clipping import Clipping
 from thinwire.data_parallel.ddp.on_host import on_host
-from thinwire.data_parallel.ddp.reductions import Bucket, Clippable, Reduction, Step
+from thinwire.data_parallel.ddp.reductions import Bucket, Forgiving, Reduction, Step
 
 
 class BucketReducer:
@@ -95,8 +95,8 @@ class BucketReducer:
     def note_clipping(self, norm: float, max_norm: float) -> None:
         """The means of the last step, of this norm, were clipped to `max_norm`."""
         clip = self.clipping.note(norm, max_norm)
-        if clip.factor < 1.0 and isinstance(self.reduction, Clippable):
-            self.reduction.clip(clip)
+        if clip.factor < 1.0 and isinstance(self.reduction, Forgiving):
+            self.reduction.forgive(clip)
 
     def state_dict(self) -> dict[str, Any]:
         """What the reduction remembers on this rank."""

@@ -147,10 +147,10 @@ class Reduction(Protocol):
 
 
 @runtime_checkable
-class Clippable(Protocol):
+class Forgiving(Protocol):
     """A reduction that owes, and forgives some of it after a step that was clipped."""
 
-    def clip(self, clip: Clip) -> None:
+    def forgive(self, clip: Clip) -> None:
         """Multiply what is owed by the step's share, or by its factor; see Clipping."""
         ...
 

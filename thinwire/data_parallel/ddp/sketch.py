@@ -226,7 +226,7 @@ class SketchMean:
         if self.method.noise_seed is not None:
             yield f"noise_seed {self.method.noise_seed}", "no privacy", "who knows it can take the noise away"
 
-    def clip(self, clip: Clip) -> None:
+    def forgive(self, clip: Clip) -> None:
         for error in self.residuals().values():
             error.mul_(clip.share)
 

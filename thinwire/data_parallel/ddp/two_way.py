@@ -302,7 +302,7 @@ class TwoWayMean:
             return None
         return Lost(worker, None, server) if worker.dim() == 3 else Lost(None, worker, server)
 
-    def clip(self, clip: Clip) -> None:
+    def forgive(self, clip: Clip) -> None:
         for kinds in self.memory.held.values():
             for kind in kinds.keys() - {"lr"}:
                 kinds[kind].mul_(clip.share)

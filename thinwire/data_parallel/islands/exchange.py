@@ -103,7 +103,7 @@ class Sync:
             # Whose message came damaged, by position and from 1.
             word = torch.zeros(1, dtype=torch.uint8)
             try:
-                gathered = yield from all_gather_packets(link, self.message, OPERATION, self._length)
+                gathered = yield from all_gather_packets(link, self.message, OPERATION, self._length, in_turns=True)
                 self.received = gathered.transpose(0, 1).reshape(grid.world_size, -1).clone()
             except CorruptMessageError as error:
                 word[0] = 1 + names.index(error.sender)

@@ -199,6 +199,7 @@ def test_what_is_owed_follows_a_step_that_is_clipped_by_more_than_the_last() -> 
     clipping = Clipping()
     shares = [clipping.note(norm, 1.0).share for norm in (0.5, 40.0, 40.0, 20.0, math.nan, 200.0, 0.1)]
     assert shares == pytest.approx([1.0, 1 / 40, 1.0, 1.0, 1.0, 0.1, 1.0], rel=1e-5)
+    assert [clipping.note(2.0, max_norm).share for max_norm in (0.0, 1.0)] == pytest.approx([0.0, 0.5], rel=1e-5)
 
 
 def test_what_is_owed_is_clipped_with_what_came_out() -> None:

@@ -33,5 +33,7 @@ class Clipping:
         if not math.isfinite(norm):
             return Clip(1.0, 1.0)
         factor = min(1.0, max_norm / (norm + 1e-6))
-        share, self.last = min(1.0, factor / self.last), factor
+        share = min(1.0, factor / self.last)
+        # Nothing was left of a step that was clipped to 0, which says nothing about the next one.
+        self.last = factor or self.last
         return Clip(factor, share)

@@ -1,9 +1,10 @@
-"""What compression costs in loss: strategies against `zero`, same seeds, same tokens in the same order.
+"""What compression costs in loss: strategies against the first one, same seeds, same tokens in the same order.
 
-    python benchmarks/loss.py [--strategies zero sdp4bit] [--seeds 0 1 2] [--steps 300] [--json FILE]
+    python benchmarks/loss.py [--strategies 'zero,sdp4bit,ef-topk[lr=3e-3]'] [--seeds 0 1 2] [--steps 300] [--json FILE]
 
 Each run is a `thinwire train` of the demo model on the standard library's sources, four workers, each a node of its
-own. Prints held-out loss for every strategy and seed, and the mean over seeds as a ratio to `zero`. Runs that are
+own. Strategies are written as for `thinwire compare`, with options and a learning rate of their own in brackets. Prints
+held-out loss for every strategy and seed, and the mean over seeds as a ratio to the first strategy's. Runs that are
 complete in the folder given by --runs are not repeated.
 """
 
@@ -16,51 +17,75 @@ import platform
 import statistics
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from thinwire.compare.contestants import Contestant, read_contestants
+from thinwire.errors import ConfigError
+from thinwire.training.config import TrainConfig
+from thinwire.training.problems import Problems
+from thinwire.training.settings import to_toml
 
-def train(folder: Path, strategy: str, seed: int, steps: int, flags: list[str]) -> dict:
+BASE = TrainConfig(
+    model="demo", data="stdlib", workers=4, local_size=1, micro_batch=4, lr=1e-3, eval_sequences=256, sample_tokens=0,
+    checkpoint_every=0,
+)  # fmt: skip
+
+
+def train(folder: Path, contestant: Contestant, seed: int, steps: int, flags: list[str]) -> dict:
     """The summary of one run, taken from disk where it was completed before."""
-    run_dir = folder / f"{strategy}-{seed}"
+    run_dir = folder / f"{contestant.name}-{seed}"
     summary = run_dir / "summary.json"
     if not summary.exists():
-        command = [
-            sys.executable, "-m", "thinwire", "train", "--model", "demo", "--data", "stdlib", "--strategy", strategy,
-            "--workers", "4", "--local-size", "1", "--steps", str(steps), "--micro-batch", "4", "--lr", "1e-3",
-            "--eval-sequences", "256", "--sample-tokens", "0", "--checkpoint-every", "0", "--seed", str(seed),
-            "--run-dir", str(run_dir), "--overwrite", *flags,
-        ]  # fmt: skip
+        config = folder / f"{run_dir.name}.toml"
+        folder.mkdir(parents=True, exist_ok=True)
+        config.write_text(to_toml(replace(contestant.config(BASE), seed=seed, steps=steps, run_dir=str(run_dir))))
+        command = [sys.executable, "-m", "thinwire", "train", str(config), "--overwrite", *flags]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return json.loads(summary.read_text())
 
 
+def contestants(text: str) -> list[Contestant]:
+    """Those that are named; exits with 2 and all that is wrong with them."""
+    problems = Problems()
+    found = read_contestants(text, problems)
+    try:
+        problems.raise_any()
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(2) from None
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--strategies", nargs="+", default=["zero", "sdp4bit"])
+    parser.add_argument("--strategies", default="zero,sdp4bit")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--runs", type=Path, default=Path("runs/loss"))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="further flags for `thinwire train`")
     arguments = parser.parse_args()
-    losses: dict[str, list[float]] = {strategy: [] for strategy in arguments.strategies}
+    racing = contestants(arguments.strategies)
+    losses: dict[str, list[float]] = {str(one): [] for one in racing}
     sent: dict[str, float] = {}
     for seed in arguments.seeds:
-        for strategy in arguments.strategies:
-            summary = train(arguments.runs, strategy, seed, arguments.steps, arguments.flags)
-            losses[strategy].append(summary["heldout_loss"])
-            sent[strategy] = summary["sent_bytes_per_step"] / 1e6
-            print(f"seed {seed}  {strategy:20s} held-out loss {losses[strategy][-1]:.4f}", flush=True)
-    reference = statistics.mean(losses[arguments.strategies[0]])
+        for one in racing:
+            summary = train(arguments.runs, one, seed, arguments.steps, arguments.flags)
+            losses[str(one)].append(summary["heldout_loss"])
+            sent[str(one)] = summary["sent_bytes_per_step"] / 1e6
+            print(f"seed {seed}  {one!s:30s} held-out loss {losses[str(one)][-1]:.4f}", flush=True)
+    first = str(racing[0])
+    reference = statistics.mean(losses[first])
     rows = []
-    for strategy, values in losses.items():
+    for name, values in losses.items():
         mean = statistics.mean(values)
-        print(f"{strategy:20s} mean {mean:.4f}  {mean / reference - 1:+.3%}  sent {sent[strategy]:.3f} MB a step")
+        print(f"{name:30s} mean {mean:.4f}  {mean / reference - 1:+.3%}  sent {sent[name]:.3f} MB a step")
         rows.append(
-            [f"{strategy}: held-out loss after {arguments.steps} steps, mean of {len(values)} seeds, over zero's",
-             f"{mean:.4f} / {reference:.4f} = {mean / reference:.4f}, {sent[strategy]:.2f} MB sent a step"]
+            [f"{name}: held-out loss after {arguments.steps} steps, mean of {len(values)} seeds, over {first}'s",
+             f"{mean:.4f} / {reference:.4f} = {mean / reference:.4f}, {sent[name]:.2f} MB sent a step"]
         )  # fmt: skip
     if arguments.json:
         machine = f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}"

@@ -31,6 +31,8 @@ from thinwire.training.metrics import MembershipEvent, StepMetrics, read_events,
 FREEZE_S = 10.0
 PORT = 29411
 MESSAGE_FAULTS = ("corrupt", "drop")
+# The exit code of a run that did not end when it was told to.
+NOT_ENDED = -1
 # Workers of the same run belong to a process with this module in its command line.
 WORKER = "thinwire.training.worker"
 
@@ -39,7 +41,8 @@ WORKER = "thinwire.training.worker"
 class Outcome:
     """What came of a soak. recover_s: of every change of membership, on every island that was there before and after.
 
-    exit_code: 130 is that of a run which was stopped as asked. tokens: trained on by all islands together.
+    exit_code: 130 is that of a run which was stopped as asked, -1 that of one which did not stop. tokens: trained on by
+    all islands together.
     """
 
     faults: dict[str, int]
@@ -114,7 +117,9 @@ def strike(pids: dict[int, int], rng: random.Random) -> str:
 def soak(args: argparse.Namespace) -> Outcome:
     """Run, strike, stop and look at what the islands have written."""
     rng = random.Random(args.seed)
-    faults = dict.fromkeys(("kill", "freeze"), 0)
+    faults, code = dict.fromkeys(("kill", "freeze"), 0), NOT_ENDED
+    # A shell without job control has what it starts in the background ignore SIGINT, and so would the run.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with (args.run_dir.parent / "soak.log").open("w") as log:
         run = subprocess.Popen(command(args, rng), stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         try:
@@ -127,7 +132,8 @@ def soak(args: argparse.Namespace) -> Outcome:
             time.sleep(args.calm)
             if run.poll() is None:
                 run.send_signal(signal.SIGINT)
-            code = run.wait(timeout=120)
+            with suppress(subprocess.TimeoutExpired):
+                code = run.wait(timeout=120)
         finally:
             if run.poll() is None:
                 os.killpg(run.pid, signal.SIGKILL)

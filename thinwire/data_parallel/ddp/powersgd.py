@@ -241,7 +241,7 @@ class LowRankMean:
         return self.memory.forget()
 
     def residuals(self) -> dict[str, Tensor]:
-        return {name: kinds["error"] for name, kinds in self.memory.held.items() if "error" in kinds}
+        return self.memory.kind("error")
 
     def debts(self, shapes: Mapping[str, torch.Size], grid: Topology, rank: int) -> list[Debt]:
         return self.memory.debts("error", GRADIENTS, grid)

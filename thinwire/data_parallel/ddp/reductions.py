@@ -176,6 +176,10 @@ class Memory:
         """Hold this tensor from now on."""
         self.held.setdefault(name, {})[kind] = tensor
 
+    def kind(self, kind: str) -> dict[str, Tensor]:
+        """The tensors of this kind that are held, by parameter."""
+        return {name: kinds[kind] for name, kinds in self.held.items() if kind in kinds}
+
     def forget(self) -> list[str]:
         """Drop every tensor with a value that is not finite; the names of their parameters."""
         odd = {name: [k for k, t in kinds.items() if not torch.isfinite(t).all()] for name, kinds in self.held.items()}
@@ -194,9 +198,8 @@ class Memory:
 
     def debts(self, kind: str, owed_as: str, grid: Topology) -> list[Debt]:
         """The tensors of this kind, each of a whole parameter and of one rank's gradient, as what is owed."""
-        names = [name for name, kinds in self.held.items() if kind in kinds]
-        lengths = {name: self.held[name][kind].numel() for name in names}
-        return [Debt(owed_as, n, f"{n}/{kind}", 0, 0, lengths[n], 1 / grid.world_size) for n in names]
+        held = self.kind(kind).items()
+        return [Debt(owed_as, name, f"{name}/{kind}", 0, 0, t.numel(), 1 / grid.world_size) for name, t in held]
 
     def owe(self, kind: str, owed_as: str, shapes: Mapping[str, torch.Size], owed: Owed) -> None:
         """Hold what is owed to each of these tensors, in its shape; nothing of this kind else."""

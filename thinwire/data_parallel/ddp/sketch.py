@@ -234,7 +234,7 @@ class SketchMean:
         return self.memory.forget()
 
     def residuals(self) -> dict[str, Tensor]:
-        return {name: kinds["error"] for name, kinds in self.memory.held.items() if "error" in kinds}
+        return self.memory.kind("error")
 
     def debts(self, shapes: Mapping[str, torch.Size], grid: Topology, rank: int) -> list[Debt]:
         return [debt.below("memory") for debt in self.memory.debts("error", GRADIENTS, grid)]

@@ -47,10 +47,10 @@ def train(folder: Path, contestant: Contestant, seed: int, steps: int, flags: li
     return json.loads(summary.read_text())
 
 
-def contestants(text: str) -> list[Contestant]:
+def contestants(text: str, steps: int) -> list[Contestant]:
     """Those that are named; exits with 2 and all that is wrong with them."""
     problems = Problems()
-    found = read_contestants(text, problems)
+    found = read_contestants(text, problems, replace(BASE, steps=steps))
     try:
         problems.raise_any()
     except ConfigError as error:
@@ -68,7 +68,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="further flags for `thinwire train`")
     arguments = parser.parse_args()
-    racing = contestants(arguments.strategies)
+    racing = contestants(arguments.strategies, arguments.steps)
     losses: dict[str, list[float]] = {str(one): [] for one in racing}
     sent: dict[str, float] = {}
     for seed in arguments.seeds:

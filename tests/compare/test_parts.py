@@ -59,6 +59,14 @@ def test_options_stand_over_those_of_the_configuration() -> None:
     assert contestants("zero[lr=1,weight_decay=0.0]")[0].config(base).weight_decay == 0.0
 
 
+def test_a_contestant_has_to_fit_the_race_and_not_a_run_of_usual_length() -> None:
+    text = "onebit-adam[freeze=20]"
+    for steps, fits in ((100, True), (300, False)):
+        problems = Problems()
+        read_contestants(text, problems, TrainConfig(steps=steps))
+        assert fits is not any("inside the learning rate's warm-up" in message for message in problems.messages)
+
+
 def test_a_placeholder_that_is_empty_leaves_no_word() -> None:
     (peer,) = contestants("cmd:peer=sh x.sh {run_dir} {steps} {resume} --until={stop_at}")
     values = {"run_dir": "a b", "steps": "9", "resume": "", "stop_at": "3"}

@@ -71,15 +71,15 @@ def _filled(word: str, values: Mapping[str, str]) -> str:
     return re.sub(r"\{(\w+)\}", lambda match: values.get(match[1], match[0]), word)
 
 
-def read_contestants(text: str, problems: Problems) -> list[Contestant]:
+def read_contestants(text: str, problems: Problems, base: TrainConfig | None = None) -> list[Contestant]:
     """The contestants in `a,b,NAME=c[option=value,...],cmd:NAME=COMMAND`; notes everything that is wrong with them.
 
-    A comma inside brackets or quotes does not separate.
+    A comma inside brackets or quotes does not separate. base: the training that they are to fit, by default any.
     """
-    contestants = []
+    contestants, base = [], base or TrainConfig()
     for part in filter(None, map(str.strip, split(text, problems))):
         with problems.collect():
-            read = read_command(part) if part.startswith("cmd:") else read_strategy(part, problems)
+            read = read_command(part) if part.startswith("cmd:") else read_strategy(part, problems, base)
             contestants.append(read)
     names = [contestant.name for contestant in contestants]
     for name in dict.fromkeys(name for name in names if names.count(name) > 1):
@@ -131,7 +131,7 @@ def read_command(text: str) -> Contestant:
     return contestant
 
 
-def read_strategy(text: str, problems: Problems) -> Contestant:
+def read_strategy(text: str, problems: Problems, base: TrainConfig) -> Contestant:
     """A strategy, with a name and options where they are stated; notes wrong options, raises ConfigError otherwise."""
     match = _STRATEGY.fullmatch(text)
     if not match:
@@ -144,7 +144,7 @@ def read_strategy(text: str, problems: Problems) -> Contestant:
         stated = dict(_option(part, text) for part in match["options"].split(",") if part.strip())
         options = checked_options(strategy, stated, f"--strategies {text}: ", problems)
     contestant = Contestant(_usable(match["name"] or strategy), strategy, options)
-    with_optimizer(contestant.config(TrainConfig()))
+    with_optimizer(contestant.config(base))
     return contestant
 
 

@@ -84,7 +84,7 @@ def make_plan(race: RaceConfig, train: TrainConfig, problems: Problems) -> Plan:
 
     Raises ConfigError with all problems at once.
     """
-    contestants = read_contestants(race.strategies, problems)
+    contestants = read_contestants(race.strategies, problems, train)
     lab, target = LabSpec(), None
     seeds: tuple[int, ...] = ()
     with problems.collect():

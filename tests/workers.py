@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import multiprocessing
 import os
 import pickle
+import runpy
 import socket
 import tempfile
 import time
@@ -18,12 +21,8 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 CONTEXT = multiprocessing.get_context("forkserver")
-# Loaded once and inherited, and not by every worker anew; torch loads its compiler in the first step of an optimizer.
-CONTEXT.set_forkserver_preload([
-    "torch", "torch.distributed", "torch._dynamo", "numba", "thinwire", "thinwire.codecs.kernels",
-    "thinwire.codecs.kernels_grouped", "thinwire.codecs.kernels_sparse", "thinwire.codecs.kernels_normals",
-    "thinwire.codecs.kernels_sketch",
-])  # fmt: skip
+# Loaded once and inherited, and not by every rank anew: half a second of each, most of it for numba's kernels.
+CONTEXT.set_forkserver_preload(["tests.preloaded"])
 
 
 class WorkerFailed(AssertionError):
@@ -136,6 +135,26 @@ def run_workers(
     if failures:
         raise WorkerFailed("\n".join(failures))
     return results
+
+
+def run_program(file: Path, num_ranks: int) -> str:
+    """Run a program for torchrun, in the folder that it lies in, as ranks of one node; what they print, in rank order.
+
+    It finds torchrun's variables, no process group, and what `tests.preloaded` has loaded. Raises WorkerFailed.
+    """
+    return "".join(run_workers(_program, num_ranks, file, free_port()))
+
+
+def _program(rank: int, world_size: int, file: Path, port: int) -> str:
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
+    os.environ.update(LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.chdir(file.parent)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        runpy.run_path(str(file), run_name="__main__")
+    return printed.getvalue()
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from dataclasses import MISSING, fields
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.docs.pages import PAGES, ROOT, Block, anchors, blocks, links, table_rows
+from tests.workers import free_port, run_program
 from thinwire.compare import RaceConfig
 from thinwire.compare.contestants import read_contestants
 from thinwire.compare.options import read_race
@@ -160,19 +160,15 @@ def test_keys_of_a_run_are_documented(run_folder: Path) -> None:
 def test_code_runs_and_prints_what_it_says(block: Block, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(block.text)
-    if "init_process_group" in block.text:
-        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
+    if "init_process_group" not in block.text:
+        printed = run([sys.executable, str(script)], tmp_path).stdout
+    elif block.page.name == "README.md":
+        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
+        printed = run([sys.executable, *launcher, str(script)], tmp_path).stdout
     else:
-        launcher = []
-    printed = run([sys.executable, *launcher, str(script)], tmp_path).stdout
+        printed = run_program(script, num_ranks=2)
     promised = re.findall(r"^# -> (.*)$", block.text, flags=re.MULTILINE)
     assert promised == printed.splitlines() or not promised
-
-
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 def test_readme_loop_has_twelve_lines() -> None:

@@ -38,8 +38,8 @@ class WireFormat:
                     f"{codec} can't have error feedback: where it loses more than it sends, what is owed grows; use "
                     "rounding 'nearest', an unscaled random-k, or no feedback"
                 )
-        lost = 0.0 if self.weights.traits.contraction else _lost_energy(self.weights)
-        if self.differences and lost >= 1.0:
+        is_measured = self.differences and not self.weights.traits.contraction
+        if is_measured and (lost := _lost_energy(self.weights)) >= 1.0:
             raise ConfigError(
                 f"{self.weights} can't carry weight differences: on Gaussian values its error has {lost:.1f} times "
                 "their energy, so that what is lost in one step grows in the next; use more bits, smaller groups, or "

@@ -24,7 +24,7 @@ from thinwire.training.config import TrainConfig
 from thinwire.training.prepare import Island, Start
 from thinwire.training.problems import Problems
 from thinwire.training.run_dir import RunDir
-from thinwire.training.settings import island_size, read_config, to_toml
+from thinwire.training.settings import island_size, read_toml, to_toml
 from thinwire.training.signals import STOPPING, StoppedError
 
 POLL_S = 0.1
@@ -162,7 +162,7 @@ def main() -> NoReturn:
     start, problems = Start.from_json(told), Problems()
     assert start.island is not None
     try:
-        config = read_config([config_path], problems)
+        config = read_toml(Path(config_path), problems)
         problems.raise_any()
         assert config.local_size is not None
         alone = replace(config, workers=config.local_size, nodes=1, node=0, join=None, stop_at=start.stop_at)

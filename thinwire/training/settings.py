@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -9,6 +10,7 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, asdict, field, fields, is_dataclass, make_dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, get_type_hints
 
 import tyro
@@ -32,11 +34,18 @@ BASE, INNER = "base", "inner"
 DEFAULT_INNER = "ddp"
 
 
-def option_tables() -> dict[str, type]:
+@functools.cache
+def option_tables() -> Mapping[str, type]:
     """The dataclass behind each table of options: [llama], and one for every strategy that has options."""
-    strategies = {type(make()) for make in STRATEGIES.values()}
+    strategies = {class_of(strategy) for strategy in STRATEGIES}
     with_options = sorted((cls for cls in strategies if options_of(cls)), key=lambda c: c.__name__)
-    return {"llama": LlamaConfig} | {table_name(cls): cls for cls in with_options}
+    return MappingProxyType({"llama": LlamaConfig} | {table_name(cls): cls for cls in with_options})
+
+
+def class_of(strategy: str) -> type:
+    """The dataclass of a strategy, without making one: that may load a compiler, to measure what codecs lose."""
+    make: Any = STRATEGIES[strategy]
+    return make.func if isinstance(make, functools.partial) else make
 
 
 def table_name(cls: type) -> str:
@@ -52,7 +61,7 @@ def options_of(cls: type) -> list[Field]:
 
 def strategy_table(strategy: str) -> str | None:
     """The name of the table that `strategy` takes its options from, if any."""
-    name = table_name(type(STRATEGIES[strategy]()))
+    name = table_name(class_of(strategy))
     return name if name in option_tables() else None
 
 

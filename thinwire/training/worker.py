@@ -8,6 +8,7 @@ import sys
 import traceback
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -22,7 +23,7 @@ from thinwire.training.hardware import threads_per_worker
 from thinwire.training.prepare import Island, Start
 from thinwire.training.problems import Problems
 from thinwire.training.run_dir import RunDir
-from thinwire.training.settings import DEFAULT_INNER, has_islands, island_size, read_config, to_toml, with_optimizer
+from thinwire.training.settings import DEFAULT_INNER, has_islands, island_size, read_toml, to_toml, with_optimizer
 from thinwire.training.signals import StopFlag
 from thinwire.training.trainer import Place, Trainer
 
@@ -117,7 +118,7 @@ def main() -> NoReturn:
     if place is None:
         raise SystemExit("a worker is started by `thinwire train`, not by hand")
     problems = Problems()
-    config = read_config([config_path], problems)
+    config = read_toml(Path(config_path), problems)
     problems.raise_any()
     found = Start.from_json(start)
     config = replace(

@@ -9,9 +9,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from tests.training.commands import Runner, finish
 from tests.workers import free_port
+from thinwire.checkpoint import Source
+from thinwire.convert.saved import load_run
+from thinwire.data_parallel.islands.loop import OuterLoop
+from thinwire.data_parallel.islands.optimizer import OUTER
+from thinwire.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 
@@ -60,6 +66,15 @@ def test_resume_equals_the_uninterrupted_run_bit_for_bit(runner: Runner, whole: 
     for folder in (again, again / "island-1"):
         (folder / "checkpoints" / "latest").write_text("step-00000003")
         (folder / "summary.json").unlink()
+    # What export takes: the outer parameters, where the islands' own differ since the last exchange.
+    states = [Source(folder / "checkpoints" / "step-00000003", 0) for folder in (again, again / "island-1")]
+    exported = [dict(load_run(str(folder)).model.named_parameters()) for folder in (again, again / "island-1")]
+    assert all(torch.equal(exported[0][name], tensor) for name, tensor in exported[1].items())
+    inner = [dict(state.weights()) for state in states]
+    assert not any(torch.equal(inner[0][name], tensor) for name, tensor in inner[1].items() if tensor.dim() > 1)
+    old = {key: value for key, value in states[0].own(OUTER).items() if key != "names"}
+    with pytest.raises(ConfigError, match=r"older version of thinwire, without \['names'\].*--resume auto"):
+        OuterLoop.parameters_in(old, states[0].common["shapes"])
     code, out, err = finish(runner.start(*runner.again("again")))
     assert code == 0, err
     assert "goes on after step 3" in out

@@ -15,8 +15,8 @@ def full_weights(run_dir: RunDir) -> tuple[int, dict[str, Tensor]]:
     """The step of a run's last sound checkpoint and its whole fp32 weights by name, with buffers and frozen parameters.
 
     Of a sharded optimizer these are the masters, which are what was rounded for the wire; of islands the outer
-    parameters, which all of them share. Raises ConfigError where there is no checkpoint, CheckpointError where none is
-    sound.
+    parameters, which all of them share. Raises ConfigError where there is no checkpoint, or one of islands of an older
+    version; CheckpointError where none is sound.
     """
     folder, _ = choose(run_dir.checkpoints)
     if folder is None:
@@ -24,5 +24,8 @@ def full_weights(run_dir: RunDir) -> tuple[int, dict[str, Tensor]]:
     source = Source(folder, 0)
     weights = source.own("trainer", rank=0)["buffers"] | dict(source.weights())
     if outer := source.own(OUTER, rank=0):
-        weights |= OuterLoop.parameters_in(outer, source.common["shapes"])
+        try:
+            weights |= OuterLoop.parameters_in(outer, source.common["shapes"])
+        except ConfigError as error:
+            raise ConfigError(f"{folder}: {error}") from None
     return step_of(folder), weights

@@ -67,7 +67,7 @@ def test_the_name_comes_after_the_files_are_on_the_disk_and_the_pointer_last(
         done.append(f"{kind} {Path(path).relative_to(tmp_path)}")
 
     def noted_fsync(descriptor: int) -> None:
-        note("sync", os.readlink(f"/proc/self/fd/{descriptor}"))
+        note("sync", Path(f"/proc/self/fd/{descriptor}").readlink())
         fsync(descriptor)
 
     def noted_rename(source: Path, target: Path) -> None:

@@ -161,10 +161,11 @@ def passed_over(checkpoints: Path) -> list[str]:
     ]
 
 
-def choose(checkpoints: Path) -> tuple[Path | None, list[str]]:
+def choose(checkpoints: Path, *, moves_pointer: bool = True) -> tuple[Path | None, list[str]]:
     """The last checkpoint that is sound, to which the pointer points from here on, and what is wrong with later ones.
 
-    None where there is none at all; raises CheckpointError where none is sound.
+    None where there is none at all; raises CheckpointError where none is sound. moves_pointer: False where others
+    may choose on the same disk.
     """
     last = latest(checkpoints)
     candidates = [last, *(path for path in reversed(all_of(checkpoints)) if last and step_of(path) < step_of(last))]
@@ -175,7 +176,8 @@ def choose(checkpoints: Path) -> tuple[Path | None, list[str]]:
         except CheckpointError as error:
             wrong.append(str(error))
             continue
-        point_to(candidate)
+        if moves_pointer:
+            point_to(candidate)
         return candidate, wrong
     if wrong:
         raise CheckpointError("no checkpoint is sound:\n" + "\n".join(wrong))

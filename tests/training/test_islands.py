@@ -14,6 +14,7 @@ import torch
 from tests.training.commands import Runner, finish
 from tests.workers import free_port
 from thinwire.checkpoint import Source
+from thinwire.checkpoint.folder import point_to
 from thinwire.convert.saved import load_run
 from thinwire.data_parallel.islands.loop import OuterLoop
 from thinwire.data_parallel.islands.optimizer import OUTER
@@ -64,10 +65,14 @@ def test_resume_equals_the_uninterrupted_run_bit_for_bit(runner: Runner, whole: 
     again = runner.folder / "again"
     shutil.copytree(runner.folder / "whole", again)
     for folder in (again, again / "island-1"):
-        (folder / "checkpoints" / "latest").write_text("step-00000003")
         (folder / "summary.json").unlink()
+    # What one island can't go on from, the others must not either.
+    part = again / "island-1/checkpoints/step-00000006/rank0/__0_0.distcp"
+    part.write_bytes(part.read_bytes()[:-1])
     # What export takes: the outer parameters, where the islands' own differ since the last exchange.
     states = [Source(folder / "checkpoints" / "step-00000003", 0) for folder in (again, again / "island-1")]
+    for folder in (again, again / "island-1"):
+        point_to(folder / "checkpoints" / "step-00000003")
     exported = [dict(load_run(str(folder)).model.named_parameters()) for folder in (again, again / "island-1")]
     assert all(torch.equal(exported[0][name], tensor) for name, tensor in exported[1].items())
     inner = [dict(state.weights()) for state in states]
@@ -75,9 +80,13 @@ def test_resume_equals_the_uninterrupted_run_bit_for_bit(runner: Runner, whole: 
     old = {key: value for key, value in states[0].own(OUTER).items() if key != "names"}
     with pytest.raises(ConfigError, match=r"older version of thinwire, without \['names'\].*--resume auto"):
         OuterLoop.parameters_in(old, states[0].common["shapes"])
+    for folder in (again, again / "island-1"):
+        point_to(folder / "checkpoints" / "step-00000006")
     code, out, err = finish(runner.start(*runner.again("again")))
     assert code == 0, err
-    assert "goes on after step 3" in out
+    assert "goes on after step 3 (the last that every island has; their last ones are of steps [3, 6])" in out
+    told = (again / "island-1/logs/launcher.out").read_text()
+    assert "a later checkpoint: passed over: it is damaged" in told and "resume proven: step 4" in told
     for name in ("again", "again/island-1"):
         assert losses(runner, name) == losses(runner, name.replace("again", "whole"))
         assert summary(runner, name)["heldout_loss"] == summary(runner, "whole")["heldout_loss"]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
-from datetime import timedelta
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from thinwire.checkpoint import CheckpointError, all_of, choose, latest, step_of, verify
-from thinwire.collectives.elastic import BEGUN
+from thinwire.collectives.elastic import BEGUN, PATIENCE_S
 from thinwire.errors import ConfigError, ThinwireError
 from thinwire.training.config import PER_MACHINE, TrainConfig
 from thinwire.training.effects import Row
@@ -23,6 +23,7 @@ from thinwire.training.prepare import Island
 
 Gather = Callable[[Any], list[Any]]
 
+POLL_S = 0.05
 HINTS = {
     "tokens": "the machines hold different data; copy the same files to all of them",
 }
@@ -62,31 +63,30 @@ def agree_on_checkpoint(checkpoints: Path, *, verifies: bool) -> tuple[Path | No
     return agreed, [*rows, *more]
 
 
-def agree_among_islands(
-    checkpoints: Path, mine: Path | None, island: Island, timeout_s: float
-) -> tuple[Path | None, list[Row]]:
+def agree_among_islands(checkpoints: Path, mine: Path | None, island: Island) -> tuple[Path | None, list[Row]]:
     """The same for islands, each of which would go on from `mine`; every island's first rank calls it.
 
     They begin together, so from the same step. One that comes when the others have begun takes their state, and needs
-    none. Raises ThinwireError where an island does not say in time what it has.
+    none. Raises ThinwireError where the meeting can't be reached, or an island does not come to it in PATIENCE_S.
     """
     host, port = island.meet.rsplit(":", 1)
-    store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s))
-    if store.check([BEGUN]):
-        return mine, []
-    round_ = count()
+    rounds = count()
 
     def of_all_islands(word: Any) -> list[Any]:
-        key = f"checkpoint/{next(round_)}"
+        key, due = f"checkpoint/{next(rounds)}", time.monotonic() + PATIENCE_S
         store.set(f"{key}/{island.number}", json.dumps(word))
-        try:
-            return [json.loads(store.get(f"{key}/{number}")) for number in range(island.num_islands)]
-        except dist.DistError as error:
-            raise ThinwireError(
-                f"island {island.number}: another one did not say within {timeout_s:g} s which checkpoints it has"
-            ) from error
+        keys = [f"{key}/{number}" for number in range(island.num_islands)]
+        while not store.check(keys):
+            if time.monotonic() > due:
+                raise ThinwireError(f"island {island.number}: another one has not come in {PATIENCE_S:g} s")
+            time.sleep(POLL_S)
+        return [json.loads(store.get(key)) for key in keys]
 
-    return _newest_of_all(checkpoints, mine, "island", of_all_islands)
+    try:
+        store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+        return (mine, []) if store.check([BEGUN]) else _newest_of_all(checkpoints, mine, "island", of_all_islands)
+    except dist.DistError as error:
+        raise ThinwireError(f"island {island.number} can't reach the meeting of the islands: {error}") from error
 
 
 def _newest_of_all(checkpoints: Path, mine: Path | None, who: str, gather: Gather) -> tuple[Path | None, list[Row]]:

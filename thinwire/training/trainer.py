@@ -85,9 +85,7 @@ class Trainer:
         saved, saved_rows = agree_on_checkpoint(self.run_dir.checkpoints, verifies=verifies)
         if place.island.num_islands > 1:
             if place.rank == 0:
-                saved, rows_of_islands = agree_among_islands(
-                    self.run_dir.checkpoints, saved, place.island, config.timeout
-                )  # fmt: skip
+                saved, rows_of_islands = agree_among_islands(self.run_dir.checkpoints, saved, place.island)
                 saved_rows += rows_of_islands
             saved = told_by_first(saved)
         fields = config.tables.get("llama") if "llama" in used_tables(config) else None

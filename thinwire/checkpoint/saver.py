@@ -248,8 +248,8 @@ def complete(temporary: Path, manifest: Manifest) -> None:
     """Turn a folder in which all have written into a checkpoint: manifest, then name, then pointer. Raises OSError."""
     folder = folder_of(temporary.parent, manifest.step)
     write_metadata(temporary)
+    # Which brings to the disk the names in the folder, too.
     manifest.write(temporary)
-    sync_folder(temporary)
     replaced = temporary.with_suffix(".old")
     if folder.exists():
         shutil.rmtree(replaced, ignore_errors=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from torch import Tensor
 
 from thinwire.checkpoint import Source, choose, step_of
@@ -18,7 +20,10 @@ def full_weights(run_dir: RunDir) -> tuple[int, dict[str, Tensor]]:
     parameters, which all of them share. Raises ConfigError where there is no checkpoint, or one of islands of an older
     version; CheckpointError where none is sound.
     """
-    folder, _ = choose(run_dir.checkpoints)
+    # The run may still be going on, and saving.
+    folder, wrong = choose(run_dir.checkpoints, moves_pointer=False)
+    for why in wrong:
+        print(f"thinwire: a checkpoint is passed over: {why}", file=sys.stderr)
     if folder is None:
         raise ConfigError(f"{run_dir.path} holds no checkpoint yet")
     source = Source(folder, 0)

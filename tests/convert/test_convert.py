@@ -284,6 +284,7 @@ def test_divergence_and_agreement_are_what_they_say() -> None:
         (["export", "RUN", "RUN"], "ddp is there already"),
         (["export", "RUN2", "out"], "holds no run"),
         (["export", "EMPTY", "out"], "holds no checkpoint yet"),
+        (["export", "DEMO", "out"], r"is not of model demo, .*config\.toml names: model.embed_tokens.weight differs"),
         (["generate", "CHECKPOINTS"], "is neither a run directory nor a folder with a config.json"),
         (["generate", "QWEN"], "holds no tokenizer.json"),
     ],
@@ -291,7 +292,11 @@ def test_divergence_and_agreement_are_what_they_say() -> None:
 def test_what_can_not_be_done_is_said(runs: Runs, tmp_path: Path, command: list[str], message: str) -> None:
     (runs.folder / "empty/checkpoints").mkdir(parents=True, exist_ok=True)
     (runs.folder / "empty/config.toml").write_text('model = "tiny"\n')
+    demo = (runs.folder / "ddp/config.toml").read_text().replace('model = "tiny"', 'model = "demo"')
+    shutil.copytree(runs.folder / "ddp", runs.folder / "demo", dirs_exist_ok=True)
+    (runs.folder / "demo/config.toml").write_text(demo)
     names = {
+        "DEMO": "demo",
         "RUN2": "ddp-2",
         "RUN": "ddp",
         "EMPTY": "empty",

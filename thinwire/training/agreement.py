@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from thinwire.checkpoint import CheckpointError, all_of, choose, latest, step_of, verify
-from thinwire.errors import ConfigError
+from thinwire.collectives.elastic import BEGUN, PATIENCE_S
+from thinwire.errors import ConfigError, ThinwireError
 from thinwire.training.config import PER_MACHINE, TrainConfig
 from thinwire.training.effects import Row
+from thinwire.training.prepare import Island
 
+Gather = Callable[[Any], list[Any]]
+
+POLL_S = 0.05
 HINTS = {
     "tokens": "the machines hold different data; copy the same files to all of them",
 }
@@ -51,21 +59,53 @@ def agree_on_checkpoint(checkpoints: Path, *, verifies: bool) -> tuple[Path | No
     rows: list[Row] = [("a later checkpoint", "passed over: it is damaged", why) for why in wrong]
     if wrong and dist.get_rank():
         print("\n".join(f"thinwire: a checkpoint is passed over: {why}" for why in wrong), file=sys.stderr)
-    lasts = _of_all_ranks(step_of(mine))
+    agreed, more = _newest_of_all(checkpoints, mine, "rank", _of_all_ranks)
+    return agreed, [*rows, *more]
+
+
+def agree_among_islands(checkpoints: Path, mine: Path | None, island: Island) -> tuple[Path | None, list[Row]]:
+    """The same for islands, each of which would go on from `mine`; every island's first rank calls it.
+
+    They begin together, so from the same step. One that comes when the others have begun takes their state, and needs
+    none. Raises ThinwireError where the meeting can't be reached, or an island does not come to it in PATIENCE_S.
+    """
+    host, port = island.meet.rsplit(":", 1)
+    rounds = count()
+
+    def of_all_islands(word: Any) -> list[Any]:
+        key, due = f"checkpoint/{next(rounds)}", time.monotonic() + PATIENCE_S
+        store.set(f"{key}/{island.number}", json.dumps(word))
+        keys = [f"{key}/{number}" for number in range(island.num_islands)]
+        while not store.check(keys):
+            if time.monotonic() > due:
+                raise ThinwireError(f"island {island.number}: another one has not come in {PATIENCE_S:g} s")
+            time.sleep(POLL_S)
+        return [json.loads(store.get(key)) for key in keys]
+
+    try:
+        store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+        return (mine, []) if store.check([BEGUN]) else _newest_of_all(checkpoints, mine, "island", of_all_islands)
+    except dist.DistError as error:
+        raise ThinwireError(f"island {island.number} can't reach the meeting of the islands: {error}") from error
+
+
+def _newest_of_all(checkpoints: Path, mine: Path | None, who: str, gather: Gather) -> tuple[Path | None, list[Row]]:
+    """The last checkpoint where all have the same; else the newest that is sound wherever one of `who` looks."""
+    lasts = gather(step_of(mine))
     if len(set(lasts)) == 1:
-        return mine, rows
-    held = _of_all_ranks([step_of(path) for path in _sound(checkpoints) if step_of(path) <= step_of(mine)])
+        return mine, []
+    held = gather([step_of(path) for path in _sound(checkpoints) if step_of(path) <= step_of(mine)])
     common = set(held[0]).intersection(*held[1:])
     if not common:
-        shown = "; ".join(f"rank {rank}: {steps or 'none'}" for rank, steps in enumerate(held))
+        shown = "; ".join(f"{who} {number}: {steps or 'none'}" for number, steps in enumerate(held))
         raise ConfigError(
-            f"no checkpoint lies on the disks of all ranks ({shown}): bring the missing folders back, or start anew "
+            f"no checkpoint lies on the disks of all {who}s ({shown}): bring the missing folders back, or start anew "
             "with --overwrite on all machines"
         )
     step = max(common)
-    why = f"the last on every disk; the disks' last ones are of steps {sorted(set(lasts))}"
-    rows.append(("--resume", f"goes on after step {step}", why))
-    return next(path for path in all_of(checkpoints) if step_of(path) == step), rows
+    why = f"the last that every {who} has; their last ones are of steps {sorted(set(lasts))}"
+    row = ("--resume", f"goes on after step {step}", why)
+    return next(path for path in all_of(checkpoints) if step_of(path) == step), [row]
 
 
 def _sound(checkpoints: Path) -> Iterator[Path]:
@@ -74,6 +114,11 @@ def _sound(checkpoints: Path) -> Iterator[Path]:
         with suppress(CheckpointError):
             verify(path)
             yield path
+
+
+def told_by_first(mine: Path | None) -> Path | None:
+    """What rank 0 has; a collective on the default group."""
+    return _of_all_ranks(mine)[0]
 
 
 def _of_all_ranks(mine: Any) -> list[Any]:

@@ -28,7 +28,7 @@ from thinwire.errors import ConfigError
 from thinwire.models import build_model, generate
 from thinwire.optim import make_optimizer
 from thinwire.training.advice import advise
-from thinwire.training.agreement import agree, agree_on_checkpoint
+from thinwire.training.agreement import agree, agree_among_islands, agree_on_checkpoint, told_by_first
 from thinwire.training.config import PER_MACHINE, TrainConfig, derive
 from thinwire.training.effects import Row
 from thinwire.training.hardware import max_over_ranks, peak_rss_bytes
@@ -83,6 +83,11 @@ class Trainer:
         # The launcher, or torchrun's first rank, has verified what lies on the first machine for the first island.
         verifies = place.local_rank == 0 and place.number > 0
         saved, saved_rows = agree_on_checkpoint(self.run_dir.checkpoints, verifies=verifies)
+        if place.island.num_islands > 1:
+            if place.rank == 0:
+                saved, rows_of_islands = agree_among_islands(self.run_dir.checkpoints, saved, place.island)
+                saved_rows += rows_of_islands
+            saved = told_by_first(saved)
         fields = config.tables.get("llama") if "llama" in used_tables(config) else None
         self.model = build_model(config.model, self.tokenizer.vocab_size, config.seq_len, config.seed, fields)
         self.shapes = {name: list(param.shape) for name, param in self.model.named_parameters()}

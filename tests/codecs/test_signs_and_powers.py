@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
 from tests.conformance.codec_suite import gaussian, round_trip, same_bits
-from thinwire.codecs import Integer, Natural, Sign, reference
+from thinwire.codecs import Integer, Natural, Sign, reference, warm
 from thinwire.errors import ConfigError
 
 NUM = 1 << 20
@@ -146,3 +147,16 @@ def test_bad_settings_name_the_value_and_a_valid_one(make: object, parts: tuple[
     with pytest.raises(ConfigError) as error:
         make()  # type: ignore[operator]
     assert all(part in str(error.value) for part in parts)
+
+
+def test_kernels_are_compiled_without_making_a_whole_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    zeros = torch.zeros
+
+    def fewer_zeros(num: int, **kwargs: Any) -> torch.Tensor:
+        made.append(num)
+        return zeros(min(num, 64), **kwargs)
+
+    monkeypatch.setattr(torch, "zeros", fewer_zeros)
+    warm([Sign(group=1 << 30, norm="l2")])
+    assert made and max(made) <= 1 << 16

@@ -42,6 +42,10 @@ __all__ = [
 ]
 
 
+# A block may be a whole tensor, however large; kernels are the same for a part of one.
+MOST_WARM = 1 << 16
+
+
 def warm(codecs: Iterable[Codec], device: torch.device | None = None) -> None:
     """Compile every kernel that `codecs` use on the device, the CPU by default, or load it from a cache on disk.
 
@@ -51,7 +55,7 @@ def warm(codecs: Iterable[Codec], device: torch.device | None = None) -> None:
     """
     for codec in codecs:
         for num_blocks in (1,) if device is None or device.type == "cpu" else (2, 3):
-            x = torch.zeros(num_blocks * codec.block, device=device)
+            x = torch.zeros(num_blocks * min(codec.block, MOST_WARM), device=device)
             packet = codec.encode(x)
             codec.decode_add(packet, codec.decode(packet, x.numel()))
             codec.inner.decode_add(packet, x)

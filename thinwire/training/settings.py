@@ -47,7 +47,8 @@ def option_tables() -> Mapping[str, type]:
 def class_of(strategy: str) -> type:
     """The dataclass of a strategy, without making one: that may load a compiler, to measure what codecs lose."""
     make: Any = STRATEGIES[strategy]
-    return make.func if isinstance(make, functools.partial) else make
+    cls: type = make.func if isinstance(make, functools.partial) else make
+    return cls
 
 
 def table_name(cls: type) -> str:

@@ -12,7 +12,7 @@ from dataclasses import Field, asdict, field, fields, is_dataclass, make_datacla
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, cast, get_type_hints
 
 import tyro
 
@@ -47,8 +47,7 @@ def option_tables() -> Mapping[str, type]:
 def class_of(strategy: str) -> type:
     """The dataclass of a strategy, without making one: that may load a compiler, to measure what codecs lose."""
     make: Any = STRATEGIES[strategy]
-    cls: type = make.func if isinstance(make, functools.partial) else make
-    return cls
+    return cast(type, make.func if isinstance(make, functools.partial) else make)
 
 
 def table_name(cls: type) -> str:

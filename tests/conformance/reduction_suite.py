@@ -29,6 +29,7 @@ SHAPES = {
     "tiny": (1,),
     "scalar": (),
     "conv": (6, 5, 3, 3),
+    "empty": (0, 24),
     "thin": (300, 1),
     "head": (24, 37),
 }
@@ -267,7 +268,7 @@ def test_nothing_is_lost(reported: Reported) -> None:
     came_out = torch.stack([flat(out) for out in told[0]["outs"]]).sum(0)
     owed = torch.stack([flat(one["owed"]) for one in told]).mean(0)
     assert float(owed.norm()) > 0
-    assert float((came_out + owed - put_in).abs().max()) < 1e-5
+    assert float((came_out + owed - put_in).abs().max() / put_in.abs().max()) < 1e-6
 
 
 def test_resumed_run_gives_the_same_bits(reported: Reported) -> None:

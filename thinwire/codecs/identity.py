@@ -31,16 +31,21 @@ class Identity(Codec):
     def encode(self, x: Tensor, *, seed: int = 0, counter: int = 0, out: Tensor | None = None) -> Tensor:
         if out is None:
             out = torch.empty(self.packet_bytes(x.numel()), dtype=torch.uint8, device=x.device)
-        out.view(torch.float32).copy_(x.reshape(-1))
+        _values(out).copy_(x.reshape(-1))
         return out
 
     def decode(self, packet: Tensor, num_elements: int, *, out: Tensor | None = None) -> Tensor:
-        values = packet.view(torch.float32)
+        values = _values(packet)
         return values.clone() if out is None else out.copy_(values)
 
     def decode_add(self, packet: Tensor, out: Tensor) -> Tensor:
-        return out.add_(packet.view(torch.float32))
+        return out.add_(_values(packet))
 
     def packet_add(self, packet: Tensor, out: Tensor) -> Tensor:
-        out.view(torch.float32).add_(packet.view(torch.float32))
+        _values(out).add_(_values(packet))
         return out
+
+
+def _values(packet: Tensor) -> Tensor:
+    """The packet as fp32; an empty one may lie anywhere in a message, and torch gives a view of whole words only."""
+    return packet.view(torch.float32) if packet.numel() else packet.new_empty(0, dtype=torch.float32)

@@ -25,8 +25,9 @@ demo: $(STAMP)
 	$(BIN)/thinwire train --model demo --data stdlib --strategy sdp4bit --workers 4 --local-size 1 \
 	  --micro-batch 4 --lr 1e-3 --steps $(DEMO_STEPS) --run-dir $(DEMO_RUN) --overwrite $(DEMO_FLAGS)
 
-# Two files at a time: a test has up to eight processes of its own, and often all of them wait.
+# Kernels first, into numba's cache. Then two files at a time: a test has up to eight processes, and often all wait.
 test: $(STAMP)
+	$(BIN)/python -m tests.preloaded
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(STAMP)

@@ -46,7 +46,7 @@ def range_errors(race: RaceConfig, num_steps: int) -> Iterator[str]:
     elif not 1 <= race.rounds <= most_rounds:
         yield (
             f"--rounds {race.rounds}: {num_steps} steps make 1 to {most_rounds} rounds, each of which warms up for "
-            f"{WARM_UP_STEPS} steps; nearest: {min(max(race.rounds, 1), most_rounds)}"
+            f"{WARM_UP_STEPS} steps; nearest: --rounds {min(max(race.rounds, 1), most_rounds)}"
         )
     if race.timed_steps is not None and race.timed_steps < 1:
         yield f"--timed-steps {race.timed_steps}: must be at least 1; nearest: 1"

@@ -132,7 +132,9 @@ def watch(children: Children, meeting: dist.TCPStore) -> int:
                 children.send(signal.SIGTERM)
             elif 0 in codes.values():
                 # Whoever comes back when the others have finished finds nobody.
-                codes[number] = code if children.is_first_time(number) else 0
+                if not children.is_first_time(number):
+                    codes[number] = 0
+                    print(f"thinwire: island {number} came when the others had finished: it is not missed", flush=True)
             elif code != ConfigError.exit_code:
                 children.start_again(number)
         time.sleep(POLL_S)

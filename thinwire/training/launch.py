@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -23,6 +23,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from thinwire.checkpoint import latest, step_of
+from thinwire.collectives import faults
 from thinwire.errors import ConfigError, ThinwireError
 from thinwire.training.config import TrainConfig
 from thinwire.training.hardware import free_port, interface_towards
@@ -133,7 +134,7 @@ def run_workers(config: TrainConfig, start: Start, relay: Relay | None = None) -
     if relay.received is not None:
         raise StoppedError(relay.received)
     if result.is_failed():
-        raise failure(result.failures, run_dir)
+        raise failure(result.failures, run_dir, start.inject)
     return 0
 
 
@@ -191,12 +192,12 @@ def keep_log(path: Path) -> None:
     logger.propagate = False
 
 
-def failure(failures: Mapping[int, ProcessFailure], run_dir: RunDir) -> ThinwireError:
+def failure(failures: Mapping[int, ProcessFailure], run_dir: RunDir, injected: Sequence[str] = ()) -> ThinwireError:
     """One short message on why the run failed: the first cause, and what is left."""
     first_report = min((f.timestamp for f in failures.values() if not is_killed(f)), default=math.inf)
     rank, cause = min(failures.items(), key=lambda item: closeness_to_cause(item[1], first_report))
     records = read_metrics(run_dir.metrics)
-    what = explain(rank, cause)
+    what = explain(rank, cause, injected)
     if cause.exitcode == ConfigError.exit_code:
         return ConfigError(what)
     steps = f"{len(records)} steps are in {run_dir.metrics}" if records else "no step was finished"
@@ -205,9 +206,11 @@ def failure(failures: Mapping[int, ProcessFailure], run_dir: RunDir) -> Thinwire
     return ThinwireError(f"{what}\n{steps}; {resume}; details are in {run_dir.logs}")
 
 
-def explain(rank: int, cause: ProcessFailure) -> str:
+def explain(rank: int, cause: ProcessFailure, injected: Sequence[str] = ()) -> str:
     if is_killed(cause):
-        hint = " (by hand, or by the system for want of memory)" if cause.exitcode == -signal.SIGKILL else ""
+        asked = ", or as --inject asks" if any(faults.parse(text).kind == "kill" for text in injected) else ""
+        by_whom = f" (by hand, or by the system for want of memory{asked})"
+        hint = by_whom if cause.exitcode == -signal.SIGKILL else ""
         return f"rank {rank} (pid {cause.pid}) was killed by {cause.signal_name()}{hint}; the others stopped"
     message = cause.message["message"] if isinstance(cause.message, dict) else cause.message
     kind, _, text = str(message).partition(": ")

@@ -63,7 +63,7 @@ def wrap_ddp(
     shapes = {name: param.shape for name, param in trained.items()}
     reduction = strategy.reduction(comm.world_size, seed)
     strategy.bind(reduction, trained, optimizer, comm)
-    rows: list[Row] = [(f"strategy {strategy.name}", "torch's DistributedDataParallel", ""), *reduction.rows(shapes)]
+    rows: list[Row] = [(f"strategy {strategy.name}", "on torch's DistributedDataParallel", ""), *reduction.rows(shapes)]
     if checked and BY_FORMULA in rows:
         rows.append(("--checked", "no effect on gradients", "torch's collectives put nothing in front of a message"))
     rows.append(same_start(model, comm))

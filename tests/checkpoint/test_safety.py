@@ -16,8 +16,21 @@ import torch.distributed.checkpoint as dcp
 from tests.checkpoint.alone import NUMEL, kill_savers, read, save
 from tests.workers import CONTEXT
 from thinwire import cli
-from thinwire.checkpoint import CheckpointError, Keep, Piece, Source, all_of, choose, latest, next_loss, step_of, verify
-from thinwire.checkpoint.folder import folder_of, note_next_loss
+from thinwire.checkpoint import (
+    CheckpointError,
+    Keep,
+    Piece,
+    Source,
+    all_of,
+    choose,
+    latest,
+    next_loss,
+    passed_over,
+    step_of,
+    verify,
+)
+from thinwire.checkpoint.dcp import MIN_THREAD_BYTES, write_pieces
+from thinwire.checkpoint.folder import checksum, folder_of, note_next_loss, point_to
 from thinwire.errors import ConfigError
 
 NUM_KILLS = 50
@@ -42,6 +55,47 @@ def test_what_is_saved_comes_back(tmp_path: Path) -> None:
         source.read({"weights/a": Piece(3, 0, torch.empty(3))})
     with pytest.raises(CheckpointError, match="elements 0 to 2 of 'weights/c' are not there"):
         source.read({"weights/c": Piece(2, 0, torch.empty(2))})
+
+
+def test_the_name_comes_after_the_files_are_on_the_disk_and_the_pointer_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    fsync, rename, replace = os.fsync, os.rename, os.replace
+
+    def note(kind: str, path: str | Path) -> None:
+        done.append(f"{kind} {Path(path).relative_to(tmp_path)}")
+
+    def noted_fsync(descriptor: int) -> None:
+        note("sync", Path(f"/proc/self/fd/{descriptor}").readlink())
+        fsync(descriptor)
+
+    def noted_rename(source: Path, target: Path) -> None:
+        rename(source, target)
+        note("name", target)
+
+    def noted_replace(source: Path, target: Path) -> None:
+        replace(source, target)
+        note("name", target)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "rename", noted_rename)
+    monkeypatch.setattr(os, "replace", noted_replace)
+    save(tmp_path, 5)
+    named = done.index("name step-00000005")
+    before = {line for line in done[:named] if line.startswith("sync")}
+    temporary = ".step-00000005.tmp"
+    assert {f"sync {temporary}/rank0/__0_0.distcp", f"sync {temporary}/rank0", f"sync {temporary}"} <= before
+    assert {f"sync {temporary}/rank0/.state.json.tmp", f"sync {temporary}/.manifest.json.tmp"} <= before
+    assert f"name {temporary}/rank0/state.json" in done[:named] and f"name {temporary}/manifest.json" in done[:named]
+    assert done[named + 1 :] == ["sync .", "sync .latest.tmp", "name latest", "sync ."]
+
+
+def test_large_tensors_are_summed_while_they_are_written(tmp_path: Path) -> None:
+    sums = write_pieces(tmp_path, {"weights/a": Piece.whole(torch.arange(2.0 * MIN_THREAD_BYTES / 4))}, {})
+    for name in ("__0_0.distcp", "state.json"):
+        assert sums[name] == checksum(tmp_path / name)
+    assert sums["__0_0.distcp"][0] > 2 * MIN_THREAD_BYTES
 
 
 def test_killed_at_any_moment_the_last_complete_one_is_sound(tmp_path: Path) -> None:
@@ -151,6 +205,17 @@ def test_what_is_kept(tmp_path: Path) -> None:
     save(tmp_path / "all", *losses, keep=Keep(1, every=3, best=True), losses=losses)
     assert [step_of(path) for path in all_of(tmp_path / "last")] == [6, 7]
     assert [step_of(path) for path in all_of(tmp_path / "all")] == [2, 3, 6, 7]
+
+
+def test_what_lies_beyond_the_last_one_is_named_and_takes_no_place(tmp_path: Path) -> None:
+    save(tmp_path, 5, 10)
+    point_to(folder_of(tmp_path, 5))
+    (tmp_path / ".step-00000012.tmp").mkdir()
+    cut_short, later = passed_over(tmp_path)
+    assert ".step-00000012.tmp: its save was cut short" in cut_short
+    assert "step-00000010: " in later and later.endswith("names an earlier one")
+    assert save(tmp_path, 6, 7) == []
+    assert [step_of(path) for path in all_of(tmp_path)] == [6, 7, 10] and step_of(latest(tmp_path)) == 7
 
 
 def test_the_next_loss_is_kept_bit_for_bit(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from tests.workers import run_workers
 from thinwire import cli
+from thinwire.checkpoint.folder import point_to
 from thinwire.convert import ExportConfig
 from thinwire.convert.export import export
 from thinwire.convert.saved import SavedRun, load_run
@@ -231,11 +233,25 @@ def test_generate_takes_a_run_or_a_folder(runs: Runs, tmp_path: Path, capsys: py
         assert cli.run(["generate", source, *flags]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] and texts[0].startswith("line 7") and len(texts[0]) > 10
+    # A later checkpoint that is damaged is passed over aloud, and left to the run, which may be going on.
+    run = shutil.copytree(runs.path("zero"), tmp_path / "run")
+    (run / "checkpoints/step-00000009").mkdir()
+    point_to(run / "checkpoints/step-00000009")
+    assert cli.run(["generate", str(run), *flags]) == 0
+    said = capsys.readouterr()
+    assert (
+        said.out == texts[0] and "passed over" in said.err and "step-00000009/manifest.json can't be read" in said.err
+    )
+    assert (run / "checkpoints/latest").read_text() == "step-00000009"
     warm = ["--temperature", "2", "--tokens", "40"]
     draws = [
         (cli.run(["generate", runs.path("zero"), *warm, "--seed", seed]), capsys.readouterr().out) for seed in "112"
     ]
     assert draws[0] == draws[1] != draws[2]
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(ConfigError, match=r"its weights can't be loaded: .*header"):
+        cli.run(["generate", str(folder), *flags])
 
 
 def test_divergence_and_agreement_are_what_they_say() -> None:
@@ -268,6 +284,7 @@ def test_divergence_and_agreement_are_what_they_say() -> None:
         (["export", "RUN", "RUN"], "ddp is there already"),
         (["export", "RUN2", "out"], "holds no run"),
         (["export", "EMPTY", "out"], "holds no checkpoint yet"),
+        (["export", "DEMO", "out"], r"is not of model demo, .*config\.toml names: model.embed_tokens.weight differs"),
         (["generate", "CHECKPOINTS"], "is neither a run directory nor a folder with a config.json"),
         (["generate", "QWEN"], "holds no tokenizer.json"),
     ],
@@ -275,7 +292,11 @@ def test_divergence_and_agreement_are_what_they_say() -> None:
 def test_what_can_not_be_done_is_said(runs: Runs, tmp_path: Path, command: list[str], message: str) -> None:
     (runs.folder / "empty/checkpoints").mkdir(parents=True, exist_ok=True)
     (runs.folder / "empty/config.toml").write_text('model = "tiny"\n')
+    demo = (runs.folder / "ddp/config.toml").read_text().replace('model = "tiny"', 'model = "demo"')
+    shutil.copytree(runs.folder / "ddp", runs.folder / "demo", dirs_exist_ok=True)
+    (runs.folder / "demo/config.toml").write_text(demo)
     names = {
+        "DEMO": "demo",
         "RUN2": "ddp-2",
         "RUN": "ddp",
         "EMPTY": "empty",

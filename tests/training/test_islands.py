@@ -9,9 +9,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from tests.training.commands import Runner, finish
 from tests.workers import free_port
+from thinwire.checkpoint import Source
+from thinwire.checkpoint.folder import point_to
+from thinwire.convert.saved import load_run
+from thinwire.data_parallel.islands.loop import OuterLoop
+from thinwire.data_parallel.islands.optimizer import OUTER
+from thinwire.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 
@@ -58,11 +65,28 @@ def test_resume_equals_the_uninterrupted_run_bit_for_bit(runner: Runner, whole: 
     again = runner.folder / "again"
     shutil.copytree(runner.folder / "whole", again)
     for folder in (again, again / "island-1"):
-        (folder / "checkpoints" / "latest").write_text("step-00000003")
         (folder / "summary.json").unlink()
+    # What export takes: the outer parameters, where the islands' own differ since the last exchange.
+    states = [Source(folder / "checkpoints" / "step-00000003", 0) for folder in (again, again / "island-1")]
+    for folder in (again, again / "island-1"):
+        point_to(folder / "checkpoints" / "step-00000003")
+    exported = [dict(load_run(str(folder)).model.named_parameters()) for folder in (again, again / "island-1")]
+    assert all(torch.equal(exported[0][name], tensor) for name, tensor in exported[1].items())
+    inner = [dict(state.weights()) for state in states]
+    assert not any(torch.equal(inner[0][name], tensor) for name, tensor in inner[1].items() if tensor.dim() > 1)
+    old = {key: value for key, value in states[0].own(OUTER).items() if key != "names"}
+    with pytest.raises(ConfigError, match=r"older version of thinwire, without \['names'\].*--resume auto"):
+        OuterLoop.parameters_in(old, states[0].common["shapes"])
+    # Nobody but the second island looks at what lies there.
+    damaged = again / "island-1/checkpoints/step-00000005"
+    shutil.copytree(damaged.with_name("step-00000003"), damaged)
+    (damaged / "rank0/__0_0.distcp").write_bytes(b"")
+    point_to(damaged)
     code, out, err = finish(runner.start(*runner.again("again")))
     assert code == 0, err
     assert "goes on after step 3" in out
+    told = (again / "island-1/logs/launcher.out").read_text()
+    assert "a later checkpoint: passed over: it is damaged" in told and "resume proven: step 4" in told
     for name in ("again", "again/island-1"):
         assert losses(runner, name) == losses(runner, name.replace("again", "whole"))
         assert summary(runner, name)["heldout_loss"] == summary(runner, "whole")["heldout_loss"]

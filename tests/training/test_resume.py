@@ -31,13 +31,17 @@ def test_another_layout_goes_on_where_the_last_sound_checkpoint_was(runner: Runn
     ]  # fmt: skip
     part = folder / "step-00000006" / "rank1" / "__0_0.distcp"
     part.write_bytes(part.read_bytes()[:-1])
+    (folder / ".step-00000007.tmp").mkdir()
     # A disk that takes no file as large as a rank's part.
     full_disk = ["sh", "-c", 'ulimit -f 200; exec "$@"', "sh"]
-    code, out, err = finish(runner.start(*full_disk, *runner.again("run"), "--strategy", "ddp", "--workers", "3"))
+    code, out, err = finish(
+        runner.start(*full_disk, *runner.again("run"), "auto", "--strategy", "ddp", "--workers", "3")
+    )
     assert code == 0, err
     assert "WARNING: the checkpoint of step 6 was not saved: rank" in out and "training goes on" in out
     assert (folder / "latest").read_text() == "step-00000004" and not list(folder.glob(".step-*"))
     assert "a later checkpoint: passed over: it is damaged" in out and "rank1/__0_0.distcp has" in out
+    assert "a later checkpoint: passed over (" in out and ".step-00000007.tmp: its save was cut short" in out
     assert "goes on after step 4" in out and "resume: weights: carried (from 2 rank(s), in pieces)" in out
     assert "resume: random states: dropped" in out and "resume proven: step 5" in out
     after = runner.metrics("run")

@@ -55,7 +55,31 @@ def test_resume_takes_the_configuration_of_the_run_directory(tmp_path: Path) -> 
     (tmp_path / "config.toml").write_text("steps = 11\nseed = 5\n")
     config = read("--run-dir", str(tmp_path), "--resume", "--steps", "12")
     assert (config.steps, config.seed, config.resume) == (12, 5, True)
+    assert read("--run-dir", str(tmp_path), "--resume", "auto", "--steps", "12") == config
+    assert read("--resume=auto", "--run-dir", str(tmp_path), "--steps", "12") == config
     assert read("--run-dir", str(tmp_path)).seed == 0
+
+
+def test_a_switch_may_be_said_again_or_taken_back(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("keep_best = true\n")
+    assert read(str(path), "--keep-best").keep_best and read("--keep-best", str(path)).keep_best
+    assert not read(str(path), "--no-keep-best").keep_best
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--resume", "last"], r"--resume last: .*newest sound checkpoint in --run-dir; nearest: --resume auto"),
+        (["--keep-best", "maybe"], r"--keep-best maybe: takes no value; say --keep-best alone"),
+        (["--no_checked=yes"], r"--no-checked yes: takes no value"),
+        (["--keep-best", "auto"], r"--keep-best auto: takes no value"),
+        (["--resume", "missing.toml"], r"missing\.toml does not exist"),
+    ],
+)
+def test_a_switch_takes_no_value(args: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read(*args)
 
 
 def test_all_wrong_keys_and_flags_come_at_once(tmp_path: Path) -> None:

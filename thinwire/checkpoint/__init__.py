@@ -4,12 +4,23 @@
 """
 
 from thinwire.checkpoint.dcp import CheckpointError
-from thinwire.checkpoint.folder import Keep, all_of, checkpoints_of, choose, latest, next_loss, step_of, verify
+from thinwire.checkpoint.folder import (
+    Keep,
+    all_of,
+    checkpoints_of,
+    choose,
+    latest,
+    next_loss,
+    passed_over,
+    step_of,
+    verify,
+)
 from thinwire.checkpoint.saver import Disk, Saver, store_of_ranks
 from thinwire.checkpoint.source import FROZEN, WEIGHTS, Source, read_weights
 from thinwire.checkpoint.state import Debt, Piece, Snapshot
 
 __all__ = [
     "FROZEN", "WEIGHTS", "CheckpointError", "Debt", "Disk", "Keep", "Piece", "Saver", "Snapshot", "Source", "all_of",
-    "checkpoints_of", "choose", "latest", "next_loss", "read_weights", "step_of", "store_of_ranks", "verify",
+    "checkpoints_of", "choose", "latest", "next_loss", "passed_over", "read_weights", "step_of", "store_of_ranks",
+    "verify",
 ]  # fmt: skip

@@ -151,10 +151,21 @@ def _fault(checkpoint: Path, name: str, manifest: Manifest) -> str:
     return "" if crc == expected[1] else f"{name} is damaged: its checksum is wrong"
 
 
-def choose(checkpoints: Path) -> tuple[Path | None, list[str]]:
+def passed_over(checkpoints: Path) -> list[str]:
+    """What lies there beyond the last complete checkpoint, and why nobody goes on from it."""
+    last = latest(checkpoints)
+    later = [path for path in all_of(checkpoints) if last is not None and step_of(path) > step_of(last)]
+    return [
+        *(f"{path}: its save was cut short" for path in sorted(checkpoints.glob(".step-*.tmp"))),
+        *(f"{path}: {checkpoints / POINTER} names an earlier one" for path in reversed(later)),
+    ]
+
+
+def choose(checkpoints: Path, *, moves_pointer: bool = True) -> tuple[Path | None, list[str]]:
     """The last checkpoint that is sound, to which the pointer points from here on, and what is wrong with later ones.
 
-    None where there is none at all; raises CheckpointError where none is sound.
+    None where there is none at all; raises CheckpointError where none is sound. moves_pointer: False where others
+    may choose on the same disk.
     """
     last = latest(checkpoints)
     candidates = [last, *(path for path in reversed(all_of(checkpoints)) if last and step_of(path) < step_of(last))]
@@ -165,7 +176,8 @@ def choose(checkpoints: Path) -> tuple[Path | None, list[str]]:
         except CheckpointError as error:
             wrong.append(str(error))
             continue
-        point_to(candidate)
+        if moves_pointer:
+            point_to(candidate)
         return candidate, wrong
     if wrong:
         raise CheckpointError("no checkpoint is sound:\n" + "\n".join(wrong))
@@ -184,14 +196,18 @@ class Keep:
     best: bool = False
 
     def prune(self, checkpoints: Path) -> None:
-        """Delete what need not stay; never the last."""
-        there = all_of(checkpoints)
-        kept = {*there[-self.last :], latest(checkpoints)}
+        """Delete what need not stay; never the last, nor later ones, which are damaged or were given up."""
+        last = step_of(latest(checkpoints))
+        there = [path for path in all_of(checkpoints) if step_of(path) <= last]
+        kept = set(there[-self.last :])
         kept |= {path for path in there if self.every and step_of(path) % self.every == 0}
         if self.best and (best := best_of(there)):
             kept.add(best)
         for old in there:
             if old not in kept:
+                # A kill in the middle must leave no half of a checkpoint under a whole one's name.
+                with suppress(OSError):
+                    old = old.rename(checkpoints / f".{old.name}.old")
                 shutil.rmtree(old, ignore_errors=True)
 
 

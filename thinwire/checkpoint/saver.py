@@ -205,14 +205,17 @@ class Saver:
             problem = self._complete(temporary, replace(manifest, files=all_files), problem)
             self._tell(f"{key}/done/{self.disk.rank}", {"problem": problem})
         done = self._hear([f"{key}/done/{leader}" for leader in self.disk.leaders])
-        return next((word["problem"] for word in done if word["problem"]), "")
+        problem = next((word["problem"] for word in done if word["problem"]), "")
+        if self.disk.is_leader and not problem:
+            # Not before: another disk may still have only what this one would give up.
+            self.keep.prune(self.folder)
+        return problem
 
     def _complete(self, temporary: Path, manifest: Manifest, problem: str) -> str:
-        """Give a checkpoint that is whole its name, and delete old ones; or delete what there is of it."""
+        """Give a checkpoint that is whole its name, or delete what there is of it."""
         try:
             if not problem:
                 complete(temporary, manifest)
-                self.keep.prune(self.folder)
         except OSError as error:
             problem = f"rank {self.disk.rank}: {error}"
         if problem:
@@ -245,8 +248,8 @@ def complete(temporary: Path, manifest: Manifest) -> None:
     """Turn a folder in which all have written into a checkpoint: manifest, then name, then pointer. Raises OSError."""
     folder = folder_of(temporary.parent, manifest.step)
     write_metadata(temporary)
+    # Which brings to the disk the names in the folder, too.
     manifest.write(temporary)
-    sync_folder(temporary)
     replaced = temporary.with_suffix(".old")
     if folder.exists():
         shutil.rmtree(replaced, ignore_errors=True)

@@ -10,7 +10,13 @@ import tyro
 
 from thinwire.training.config import TrainConfig, flag
 from thinwire.training.problems import Problems
-from thinwire.training.settings import HELP_FLAGS, known_flags, read_config, without_unknown_flags
+from thinwire.training.settings import (
+    HELP_FLAGS,
+    known_flags,
+    read_config,
+    without_unknown_flags,
+    without_values_of_switches,
+)
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,7 @@ def read_race(args: Sequence[str], problems: Problems) -> tuple[RaceConfig, Trai
     if "--" in own:
         cut = own.index("--")
         own, train_args = own[:cut], own[cut + 1 :]
+    own = list(without_values_of_switches(own, problems, RaceConfig))
     known = [*(flag(item.name) for item in fields(RaceConfig)), *HELP_FLAGS]
     trains = dict.fromkeys(known_flags(), ": it is one of `thinwire train`, whose flags follow after --")
     parsed = tyro.cli(

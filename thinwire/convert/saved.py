@@ -40,8 +40,10 @@ def load_run(path: str) -> SavedRun:
     fields = config.tables.get("llama") if "llama" in used_tables(config) else None
     model = build_model(config.model, tokenizer.vocab_size, config.seq_len, config.seed, fields)
     step, weights = full_weights(run_dir)
-    missing = {name for name, _ in model.named_parameters()} - weights.keys()
-    unknown = model.load_state_dict(weights, strict=False).unexpected_keys
-    if missing or unknown:
-        raise ConfigError(f"{run_dir.checkpoints} is not of model {config.model}: {sorted(missing | {*unknown})[0]}")
+    wanted = {name: param.shape for name, param in model.named_parameters()}
+    odd = [name for name, shape in wanted.items() if name not in weights or weights[name].shape != shape]
+    if odd := odd or model.load_state_dict(weights, strict=False).unexpected_keys:
+        raise ConfigError(
+            f"{run_dir.checkpoints} is not of model {config.model}, which {run_dir.config()} names: {odd[0]} differs"
+        )
     return SavedRun(config, tokenizer, model.eval(), step)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from torch import Tensor
 
 from thinwire.checkpoint import Source, choose, step_of
@@ -15,14 +17,20 @@ def full_weights(run_dir: RunDir) -> tuple[int, dict[str, Tensor]]:
     """The step of a run's last sound checkpoint and its whole fp32 weights by name, with buffers and frozen parameters.
 
     Of a sharded optimizer these are the masters, which are what was rounded for the wire; of islands the outer
-    parameters, which all of them share. Raises ConfigError where there is no checkpoint, CheckpointError where none is
-    sound.
+    parameters, which all of them share. Raises ConfigError where there is no checkpoint, or one of islands of an older
+    version; CheckpointError where none is sound.
     """
-    folder, _ = choose(run_dir.checkpoints)
+    # The run may still be going on, and saving.
+    folder, wrong = choose(run_dir.checkpoints, moves_pointer=False)
+    for why in wrong:
+        print(f"thinwire: a checkpoint is passed over: {why}", file=sys.stderr)
     if folder is None:
         raise ConfigError(f"{run_dir.path} holds no checkpoint yet")
     source = Source(folder, 0)
     weights = source.own("trainer", rank=0)["buffers"] | dict(source.weights())
     if outer := source.own(OUTER, rank=0):
-        weights |= OuterLoop.parameters_in(outer, source.common["shapes"])
+        try:
+            weights |= OuterLoop.parameters_in(outer, source.common["shapes"])
+        except ConfigError as error:
+            raise ConfigError(f"{folder}: {error}") from None
     return step_of(folder), weights

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from thinwire.errors import ConfigError, nearest
@@ -136,15 +137,18 @@ def fresh(transformers: Any, config: Any) -> nn.Module:
 
 
 def load(transformers: Any, path: Path, config: Any) -> nn.Module:
-    """A model with the folder's weights; those it lacks are announced."""
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(
-        path,
-        config=config,
-        use_safetensors=True,
-        local_files_only=True,
-        trust_remote_code=False,
-        output_loading_info=True,
-    )
+    """A model with the folder's weights; those it lacks are announced. ConfigError for damaged or unfitting files."""
+    try:
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except (SafetensorError, OSError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"model hf:{path}: its weights can't be loaded: {first_line(error)}") from error
     if missing := sorted(info["missing_keys"]):
         log.warning(
             "model hf:%s: %d weights are not in the folder and start at random: %s",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from thinwire.checkpoint import CheckpointError, all_of, latest, step_of, verify
+from thinwire.checkpoint import CheckpointError, all_of, choose, latest, step_of, verify
 from thinwire.errors import ConfigError
 from thinwire.training.config import PER_MACHINE, TrainConfig
 from thinwire.training.effects import Row
@@ -38,16 +39,21 @@ def agree(config: TrainConfig, *, tokens: str, dtype: str | None) -> str:
     return "fp32" if "fp32" in dtypes else "bf16"
 
 
-def agree_on_checkpoint(checkpoints: Path) -> tuple[Path | None, list[Row]]:
+def agree_on_checkpoint(checkpoints: Path, *, verifies: bool) -> tuple[Path | None, list[Row]]:
     """The checkpoint to go on from, None for none, and what is to be said of it; a collective on the default group.
 
     It is the last one, unless machines with disks of their own have different last ones: one was saving when it died,
-    or lost a file. Then it is the newest that lies sound on every disk. Raises ConfigError where there is none.
+    or lost a file. Then it is the newest that lies sound on every disk. Raises ConfigError where there is none,
+    CheckpointError where a disk has some and none of them is sound.
+    verifies: whether this rank compares checksums before it names its last one, since nobody has on its disk.
     """
-    mine = latest(checkpoints)
+    mine, wrong = choose(checkpoints, moves_pointer=False) if verifies else (latest(checkpoints), [])
+    rows: list[Row] = [("a later checkpoint", "passed over: it is damaged", why) for why in wrong]
+    if wrong and dist.get_rank():
+        print("\n".join(f"thinwire: a checkpoint is passed over: {why}" for why in wrong), file=sys.stderr)
     lasts = _of_all_ranks(step_of(mine))
     if len(set(lasts)) == 1:
-        return mine, []
+        return mine, rows
     held = _of_all_ranks([step_of(path) for path in _sound(checkpoints) if step_of(path) <= step_of(mine)])
     common = set(held[0]).intersection(*held[1:])
     if not common:
@@ -58,9 +64,8 @@ def agree_on_checkpoint(checkpoints: Path) -> tuple[Path | None, list[Row]]:
         )
     step = max(common)
     why = f"the last on every disk; the disks' last ones are of steps {sorted(set(lasts))}"
-    return next(path for path in all_of(checkpoints) if step_of(path) == step), [
-        ("--resume", f"goes on after step {step}", why)
-    ]
+    rows.append(("--resume", f"goes on after step {step}", why))
+    return next(path for path in all_of(checkpoints) if step_of(path) == step), rows
 
 
 def _sound(checkpoints: Path) -> Iterator[Path]:

@@ -74,7 +74,8 @@ class TrainConfig:
     run_dir: str = "runs/run"
     """Folder for config.toml, metrics.jsonl, summary.json, checkpoints/, logs/ and report.html."""
     resume: bool = False
-    """Go on from the last checkpoint in the run directory, with its config.toml unless another is given."""
+    """Go on from the newest checkpoint in the run directory that is complete and sound, with its config.toml unless
+    another is given; `--resume auto` is the same."""
     overwrite: bool = False
     """Delete the run that the run directory holds."""
     checkpoint_every: int = 500

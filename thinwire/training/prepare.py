@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from thinwire.checkpoint import choose, step_of
+from thinwire.checkpoint import choose, passed_over, step_of
 from thinwire.codecs import warm
 from thinwire.collectives import faults
 from thinwire.collectives.topology import Topology
@@ -232,11 +232,13 @@ def check_resume(config: TrainConfig, run_dir: RunDir) -> list[Row]:
     """Rows on what a resumed run changes; raises ConfigError for a change that would make it another run."""
     if not config.resume:
         return []
+    later = passed_over(run_dir.checkpoints)
     chosen, wrong = choose(run_dir.checkpoints)
     step = step_of(chosen)
+    rows: list[Row] = [("a later checkpoint", "passed over", why) for why in later]
+    rows += [("a later checkpoint", "passed over: it is damaged", problem) for problem in wrong]
     if not step:
-        return [("--resume", "starts at step 0", f"{run_dir.path} holds no checkpoint yet")]
-    rows: list[Row] = [("a later checkpoint", "passed over: it is damaged", problem) for problem in wrong]
+        return [*rows, ("--resume", "starts at step 0", f"{run_dir.path} holds no checkpoint yet")]
     rows.append(("--resume", f"goes on after step {step}", "all of its files have the right checksums"))
     if config.stop_at is not None and config.stop_at < step:
         raise ConfigError(f"--stop-at {config.stop_at}: the checkpoint was taken after step {step}; nearest: {step}")

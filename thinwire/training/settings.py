@@ -8,6 +8,7 @@ import sys
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, asdict, field, fields, is_dataclass, make_dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -30,6 +31,7 @@ HELP_FLAGS = ("--help", "-h")
 # The fields of a strategy that hold another one: which it stands on, or which runs inside its islands.
 BASE, INNER = "base", "inner"
 DEFAULT_INNER = "ddp"
+RESUME, AUTO = "--resume", "auto"
 
 
 def option_tables() -> dict[str, type]:
@@ -134,6 +136,7 @@ def read_config(args: Sequence[str], problems: Problems) -> TrainConfig:
     With --resume and no CONFIG.toml, the run directory's own config.toml takes its place. Raises ConfigError for a
     file that can't be read; SystemExit after --help or a flag's value that can't be read.
     """
+    args = list(without_values_of_switches(args, problems, TrainConfig))
     args = list(without_unknown_flags(args, problems, known_flags()))
     try:
         config, path = parse(args, TrainConfig())
@@ -155,8 +158,7 @@ def parse(args: Sequence[str], defaults: TrainConfig) -> tuple[TrainConfig, str 
     tables = {name: flags.__annotations__[name](**defaults.tables.get(name, {})) for name in option_tables()}
     default = flags(config_file=None, run=defaults, **tables)
     parsed: Any = tyro.cli(
-        flags, args=list(args), default=default, prog="thinwire train", description=TrainConfig.__doc__,
-        config=(tyro.conf.FlagCreatePairsOff,),
+        flags, args=list(args), default=default, prog="thinwire train", description=TrainConfig.__doc__
     )  # fmt: skip
     return replace(parsed.run, tables=stated_tables(parsed)), parsed.config_file
 
@@ -199,7 +201,13 @@ def shown_default(cls: type, item: Field) -> str:
 def known_flags() -> list[str]:
     """Every flag of `thinwire train`."""
     flat = [flag(item.name) for item in fields(TrainConfig) if item.name != "tables"]
-    return [*flat, *table_flags(), *HELP_FLAGS]
+    return [*flat, *switches(TrainConfig), *table_flags(), *HELP_FLAGS]
+
+
+def switches(cls: type) -> list[str]:
+    """The flags of a dataclass that take no value, such as --checked and --no-checked."""
+    names = [item.name for item in fields(cls) if isinstance(item.default, bool)]
+    return [flag(f"{no}{name}") for name in names for no in ("", "no_")]
 
 
 def table_flags() -> list[str]:
@@ -224,6 +232,31 @@ def without_unknown_flags(
                 problems.messages.append(f"unknown flag {name}{hint}")
         if not skipping:
             yield arg
+
+
+def without_values_of_switches(args: Sequence[str], problems: Problems, cls: type) -> Iterator[str]:
+    """The arguments less values behind switches of `cls`, such as `--keep-best yes`, each of which becomes a problem.
+
+    `--resume auto` is `--resume`; a CONFIG.toml may stand anywhere.
+    """
+    known = switches(cls)
+    words: list[str] = []
+    for arg in args:
+        name, _, value = arg.partition("=")
+        words += [name, value] if value and name.replace("_", "-") in known else [arg]
+    for before, word in pairwise(["", *words]):
+        switch = before.replace("_", "-")
+        if switch not in known or word.startswith("-"):
+            yield word
+        elif switch == RESUME and word == AUTO:
+            continue
+        elif word.endswith(".toml") or Path(word).is_file():
+            yield word
+        elif switch == RESUME:
+            rule = f"takes the newest sound checkpoint in --run-dir; nearest: {RESUME} {AUTO}"
+            problems.messages.append(f"{switch} {word}: {rule}")
+        else:
+            problems.messages.append(f"{switch} {word}: takes no value; say {switch} alone, or leave it out")
 
 
 def read_toml(path: Path, problems: Problems) -> TrainConfig:

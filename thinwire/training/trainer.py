@@ -80,7 +80,9 @@ class Trainer:
         train_tokens, self.heldout_tokens = tokens.split(config.seq_len)
         self.digest = tokens.info.digest
         self.dtype = agree(config, tokens=self.digest, dtype=dtype)
-        saved, saved_rows = agree_on_checkpoint(self.run_dir.checkpoints)
+        # The launcher, or torchrun's first rank, has verified what lies on the first machine for the first island.
+        verifies = place.local_rank == 0 and place.number > 0
+        saved, saved_rows = agree_on_checkpoint(self.run_dir.checkpoints, verifies=verifies)
         fields = config.tables.get("llama") if "llama" in used_tables(config) else None
         self.model = build_model(config.model, self.tokenizer.vocab_size, config.seq_len, config.seed, fields)
         self.shapes = {name: list(param.shape) for name, param in self.model.named_parameters()}

@@ -164,9 +164,10 @@ class ElasticPeers:
         comes about.
         """
         start = time.monotonic()
+        if self._comm is not None:
+            # It waits for threads of gloo; the watcher must go on looking meanwhile.
+            self._comm.abort()
         with self._lock:
-            if self._comm is not None:
-                self._comm.abort()
             group, store, change = self._next_generation()
             names = Members(
                 group, list(change.members), change.members.index(self.island), "island", store,

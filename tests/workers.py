@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -49,6 +50,8 @@ def _main(
     import torch
     import torch.distributed as dist
 
+    # What the server has loaded is nobody's garbage, and looking through it would copy all of its memory.
+    gc.freeze()
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(local_size))
     try:

@@ -32,7 +32,7 @@ from thinwire.data_parallel.replicas import check_layout, digest, odd_ranks
 from thinwire.data_parallel.table import Row
 from thinwire.errors import ConfigError, CorruptMessageError, PeerLostError
 
-LOOK_EVERY_S = 0.5
+LOOK_EVERY_S = 0.1
 
 log = logging.getLogger("thinwire")
 
@@ -132,6 +132,8 @@ class OuterLoop:
         for number in self.schedule.due(self.steps):
             self._send(number)
         self.sent_through = self.steps
+        if self.peers is not None:
+            self.peers.reached(self.steps)
         self._receive_due()
 
     def drain(self) -> None:
@@ -219,7 +221,8 @@ class OuterLoop:
         """
         assert self.peers is not None
         if sync.future is not None:
-            self.result_of(sync.future)
+            with self.peers.awaiting(sync.due):
+                self.result_of(sync.future)
 
     def result_of(self, future: Future) -> Any:
         """What the islands do together; raises PeerLostError at once where a member is known to be lost."""

@@ -9,7 +9,7 @@ import torch
 
 from tests.workers import run_workers
 from thinwire.codecs import Identity
-from thinwire.collectives import Communicator, faults
+from thinwire.collectives import Communicator, algorithms, faults
 from thinwire.collectives.faults import Fault, parse
 from thinwire.errors import ConfigError, CorruptMessageError, PeerLostError
 
@@ -101,6 +101,34 @@ def test_damage_is_noticed_and_named_and_the_group_goes_on() -> None:
     assert second[0] == "fine"
     assert first[1] == second[1] == "fine"
     assert "rank 1 is missing: all_gather" in first[2] or "rank 0 is missing" in second[2]
+
+
+def damaged_in_turns(rank: int, world_size: int) -> str:
+    """A large message is damaged in the first of two turns."""
+    algorithms.LARGE_BYTES = 1
+    comm = Communicator(local_size=1, timeout_s=20, checked=True)
+    faults.arm([parse("corrupt rank=1 operation=outer")], rank=rank, announce=lambda message: None)
+    packet = torch.full((64,), rank, dtype=torch.uint8)
+
+    def gather() -> list[int]:
+        done = comm.submit(lambda link: algorithms.all_gather_packets(link, packet, "outer", in_turns=True))
+        return comm.wait(done)[0, :, 0].tolist()
+
+    told = "fine"
+    try:
+        assert gather() == [0, 1, 2]
+    except CorruptMessageError as error:
+        assert error.sender == 1
+        told = str(error)
+    # All have ended in the same round, so the same job can be run again.
+    assert gather() == [0, 1, 2]
+    return told
+
+
+def test_damage_in_one_of_several_turns_is_named_when_all_have_come() -> None:
+    told = run_workers(damaged_in_turns, 3, local_size=1)
+    assert told[:2] == ["fine", "fine"]
+    assert "outer/inter (message 1) from rank 1 to rank 2 has another checksum" in told[2]
 
 
 def frozen(rank: int, world_size: int) -> float:

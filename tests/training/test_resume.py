@@ -42,6 +42,7 @@ def test_another_layout_goes_on_where_the_last_sound_checkpoint_was(runner: Runn
     assert (folder / "latest").read_text() == "step-00000004" and not list(folder.glob(".step-*"))
     assert "a later checkpoint: passed over: it is damaged" in out and "rank1/__0_0.distcp has" in out
     assert "a later checkpoint: passed over (" in out and ".step-00000007.tmp: its save was cut short" in out
+    assert "; steps 5 to 6 are in no sound checkpoint, and are taken again" in out
     assert "goes on after step 4" in out and "resume: weights: carried (from 2 rank(s), in pieces)" in out
     assert "resume: random states: dropped" in out and "resume proven: step 5" in out
     after = runner.metrics("run")

@@ -285,6 +285,8 @@ class Communicator:
         """End what is under way with errors, and give back sockets and threads of a group outside the default world."""
         assert self._is_outside, "a group of the default world is kept for the next communicator"
         self._broken = self._broken or RuntimeError("this communicator is closed")
+        # Whoever breaks off knows why: nobody's word on whom he misses is waited for.
+        self._wire.members = replace(self._wire.members, grace_s=0.0)
         if self._wire.group is not None:
             self._wire.break_off()
         wait_for_all(list(self._unfinished))

@@ -6,7 +6,8 @@ import json
 import math
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -25,7 +26,7 @@ from thinwire.errors import ConfigError, PeerLostError, ThinwireError
 CONNECT_S = 15.0
 # Everybody looks at the meeting once a second, or so many times in a timeout where that is more often.
 LOOK_EVERY_S = 1.0
-LOOKS_IN_A_TIMEOUT = 10
+LOOKS_IN_A_TIMEOUT = 20
 # Whoever waited for the last round must have looked before the next is complete.
 LAST_CALL_IN_LOOKS = 2
 DEFAULT_TIMEOUT_S = 60.0
@@ -36,6 +37,8 @@ NUM_ATTEMPTS = 5
 # In the meeting's store, once that generation has come about.
 GENERATION = "thinwire/generation/{}"
 BEGUN = GENERATION.format(1)
+# The latest step whose exchange a member of that generation stands still for.
+AWAITED = "thinwire/awaited/{}"
 
 
 @dataclass(frozen=True)
@@ -74,8 +77,8 @@ class ElasticPeers:
     """The islands present, one process of each, and a communicator over them that is renewed when they change.
 
     meet: HOST:PORT of host_meeting. island: this one's number, which no other has. timeout_s: how long a message may
-    take; an island that is silent for half of it counts as dead, as does one for which the others wait so long when
-    they meet anew. max_islands: no more take part at once. min_islands: the first generation waits for so many, at most
+    take; an island counts as dead that is silent for half of it, or that takes no step for so long while others wait
+    for it. max_islands: no more take part at once. min_islands: the first generation waits for so many, at most
     PATIENCE_S seconds.
 
     The communicator's ranks are the members in ascending order, its messages have checksums, and its meter goes on over
@@ -105,8 +108,10 @@ class ElasticPeers:
         self._has_changed = threading.Event()
         self._is_short = threading.Event()
         self._is_closed = threading.Event()
-        # Since when others wait at the meeting for this island to come.
+        # Since when others wait for this island, at the meeting or for its part of an exchange.
         self._awaited_since = math.inf
+        # Through which step this island has sent its parts, when that was, and for which step's exchange it waits.
+        self._reached, self._moved_at, self._awaits = 0, time.monotonic(), 0
         self._store = self._connect()
         self._rendezvous = _compat.Rendezvous(
             self._connect(), self._store, name=f"island-{island:06d}", max_nodes=max_islands,
@@ -157,6 +162,19 @@ class ElasticPeers:
         """Whether a member is known to be gone, or this island is for the others; costs nothing."""
         return self._is_short.is_set()
 
+    def reached(self, step: int) -> None:
+        """This island has taken that step, and sent its parts of what is exchanged after it; costs nothing."""
+        self._reached, self._moved_at = max(self._reached, step), time.monotonic()
+
+    @contextmanager
+    def awaiting(self, step: int) -> Iterator[None]:
+        """Inside, this island stands still for what is exchanged after that step; costs nothing."""
+        self._awaits = step
+        try:
+            yield
+        finally:
+            self._awaits, self._moved_at = 0, time.monotonic()
+
     def renew(self) -> None:
         """Give up the communicator, and make the next one over those who are alive or wait; a collective of them.
 
@@ -164,9 +182,10 @@ class ElasticPeers:
         comes about.
         """
         start = time.monotonic()
+        if self._comm is not None:
+            # It waits for threads of gloo; the watcher must go on looking meanwhile.
+            self._comm.abort()
         with self._lock:
-            if self._comm is not None:
-                self._comm.abort()
             group, store, change = self._next_generation()
             names = Members(
                 group, list(change.members), change.members.index(self.island), "island", store,
@@ -179,7 +198,7 @@ class ElasticPeers:
             self.has_state = self.island not in change.joined
             self._has_changed.clear()
             self._is_short.clear()
-            self._awaited_since = math.inf
+            self._awaited_since, self._moved_at = math.inf, time.monotonic()
 
     def close(self) -> None:
         """Wait for what was submitted, and leave; the others notice at once."""
@@ -272,7 +291,8 @@ class ElasticPeers:
             with self._lock:
                 try:
                     is_in, num_present, num_waiting, num_meeting = self._rendezvous.look()
-                except RendezvousError as error:
+                    awaited = self._note_awaited()
+                except (RendezvousError, RuntimeError) as error:
                     say(f"thinwire: {self._unreachable(error.__cause__ or error)}; those present go on without it")
                     self._rendezvous.fall_silent()
                     return
@@ -280,13 +300,25 @@ class ElasticPeers:
                     self._is_short.set()
                 if self._is_short.is_set() or num_waiting:
                     self._has_changed.set()
-                if not (is_in and num_meeting):
+                is_awaited = num_meeting > 0 or (awaited > self._reached and not self._awaits)
+                if not (is_in and is_awaited):
                     self._awaited_since = math.inf
                 elif self._awaited_since == math.inf:
                     self._awaited_since = time.monotonic()
-                elif time.monotonic() > self._awaited_since + self.dead_after_s:
-                    say(f"thinwire: island {self.island}: the others have met anew and go on without it")
+                elif time.monotonic() > max(self._awaited_since, self._moved_at) + self.dead_after_s:
+                    say(
+                        f"thinwire: island {self.island}: the others wait, and it has taken no step for "
+                        f"{self.dead_after_s:g} s: they go on without it; steps that are so long need a larger timeout"
+                    )
                     self._leave()
+
+    def _note_awaited(self) -> int:
+        """Tell the members for which step's exchange this island waits; the latest that any of them waits for."""
+        key, mine = AWAITED.format(self.generation), self._awaits
+        latest = self._store.add(key, 0)
+        if mine > latest:
+            self._store.set(key, str(mine))
+        return max(mine, latest)
 
     def _await_others(self, num_islands: int) -> None:
         """Return when so many islands have come to the meeting since it began, or after PATIENCE_S."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch.distributed as dist
@@ -43,6 +44,14 @@ class Peers(Protocol):
 
     def changed(self) -> bool:
         """Whether somebody waits to join, or is known to be lost; cheap, and asks nobody."""
+        ...
+
+    def reached(self, step: int) -> None:
+        """This island has taken that step, and sent its parts of what is exchanged after it; cheap, and asks nobody."""
+        ...
+
+    def awaiting(self, step: int) -> AbstractContextManager[None]:
+        """Inside, this island stands still for what is exchanged after that step; cheap, and asks nobody."""
         ...
 
     def renew(self) -> None:
@@ -94,6 +103,13 @@ class WorldPeers:
     def changed(self) -> bool:
         """Never."""
         return False
+
+    def reached(self, step: int) -> None:
+        """Nothing: nobody goes on without another."""
+
+    def awaiting(self, step: int) -> AbstractContextManager[None]:
+        """Nothing: nobody goes on without another."""
+        return nullcontext()
 
     def renew(self) -> None:
         """Wait for the same members."""

@@ -26,6 +26,7 @@ from thinwire.models.hf import check_hf, look_into
 from thinwire.training.config import FIXED_ON_RESUME, TrainConfig, derive, range_errors, with_derived
 from thinwire.training.effects import Row, batch_row, late_rows, resume_rows, unused_rows
 from thinwire.training.hardware import choose_dtype, free_port, port_is_free, threads_per_worker
+from thinwire.training.metrics import read_metrics
 from thinwire.training.problems import Problems
 from thinwire.training.run_dir import RunDir
 from thinwire.training.settings import (
@@ -239,7 +240,11 @@ def check_resume(config: TrainConfig, run_dir: RunDir) -> list[Row]:
     rows += [("a later checkpoint", "passed over: it is damaged", problem) for problem in wrong]
     if not step:
         return [*rows, ("--resume", "starts at step 0", f"{run_dir.path} holds no checkpoint yet")]
-    rows.append(("--resume", f"goes on after step {step}", "all of its files have the right checksums"))
+    why = "all of its files have the right checksums"
+    records = read_metrics(run_dir.metrics)
+    if records and records[-1].step > step:
+        why += f"; steps {step + 1} to {records[-1].step} are in no sound checkpoint, and are taken again"
+    rows.append(("--resume", f"goes on after step {step}", why))
     if config.stop_at is not None and config.stop_at < step:
         raise ConfigError(f"--stop-at {config.stop_at}: the checkpoint was taken after step {step}; nearest: {step}")
     if not run_dir.config(config.node).is_file():

@@ -87,10 +87,16 @@ class Sync:
     is_committed: bool = False
     future: Future | None = field(default=None, repr=False)
 
+    @property
+    def due(self) -> int:
+        """The step that stands for it; what ends a run comes after that step's own exchanges."""
+        return self.step + self.header.is_last
+
     def submit(self, peers: Peers) -> None:
         """Start, or start once more among those that are present now."""
         self.received, self.is_committed = None, False
         self.future = peers.comm.submit(self._job)
+        peers.reached(self.due)
 
     def _job(self, link: Link) -> Rounds[None]:
         grid = link.topology

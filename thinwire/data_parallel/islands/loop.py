@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import time
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -31,7 +32,7 @@ from thinwire.data_parallel.replicas import check_layout, digest, odd_ranks
 from thinwire.data_parallel.table import Row
 from thinwire.errors import ConfigError, CorruptMessageError, PeerLostError
 
-LOOK_EVERY_S = 0.5
+LOOK_EVERY_S = 0.1
 
 log = logging.getLogger("thinwire")
 
@@ -131,6 +132,8 @@ class OuterLoop:
         for number in self.schedule.due(self.steps):
             self._send(number)
         self.sent_through = self.steps
+        if self.peers is not None:
+            self.peers.reached(self.steps)
         self._receive_due()
 
     def drain(self) -> None:
@@ -200,15 +203,16 @@ class OuterLoop:
         sync, peers = flight.sync, self.peers
         assert sync is not None and peers is not None
         while not (flight.is_applied or self.jump):
+            start = time.monotonic()
             try:
                 self.wait_for(sync)
             except (PeerLostError, CorruptMessageError) as error:
                 say(f"thinwire: island {peers.island}: {error}")
-                recovery.renew(self)
+                recovery.renew(self, start)
                 continue
             self.apply(flight)
             if any(header.wishes_renewal for header in sync.headers()):
-                recovery.renew(self)
+                recovery.renew(self, time.monotonic())
 
     def wait_for(self, sync: Sync) -> None:
         """Return when all members hold all messages; raises PeerLostError, at once where a member is known to be lost.
@@ -216,15 +220,19 @@ class OuterLoop:
         CorruptMessageError where nobody knows whether they do.
         """
         assert self.peers is not None
-        future, meter = sync.future, self.peers.comm.meter
-        if future is None:
-            return
+        if sync.future is not None:
+            with self.peers.awaiting(sync.due):
+                self.result_of(sync.future)
+
+    def result_of(self, future: Future) -> Any:
+        """What the islands do together; raises PeerLostError at once where a member is known to be lost."""
+        assert self.peers is not None
         if not future.done():
-            with meter.timed("exposed_s"):
+            with self.peers.comm.meter.timed("exposed_s"):
                 while wait([future], timeout=LOOK_EVERY_S).not_done:
                     if self.peers.lost():
                         raise PeerLostError("an island that takes part in the exchange under way is gone")
-        future.result()
+        return future.result()
 
     def apply(self, flight: Flight) -> None:
         """One outer step with what was received; every island takes the same, bit for bit."""

@@ -40,7 +40,10 @@ UNSURE, RECEIVED, COMMITTED = 0, 1, 2
 
 @dataclass(frozen=True)
 class Change:
-    """A change of membership, as one island saw it. cost_s: until it went on training; how: what that was spent on."""
+    """A change of membership, as one island saw it. how: what became of exchanges under way, or what it was given.
+
+    cost_s: seconds that it stood still, from when it began to wait for the exchange that broke off.
+    """
 
     membership: Membership
     cost_s: float
@@ -73,15 +76,16 @@ class Word:
 
 def join(loop: OuterLoop) -> None:
     """Catch up with islands that have begun before, and whom this one has just met; see renew."""
-    renew(loop, has_met=True)
+    renew(loop, time.monotonic(), has_met=True)
 
 
-def renew(loop: OuterLoop, has_met: bool = False) -> None:
+def renew(loop: OuterLoop, start: float, has_met: bool = False) -> None:
     """Meet those that are left and those that wait, and go on with them; an island that was out catches up.
 
-    Raises ThinwireError where that can't be, PeerLostError where nobody can be met anew.
+    start: when this island began to stand still, by time.monotonic. Raises ThinwireError where that can't be,
+    PeerLostError where nobody can be met anew.
     """
-    peers, start = loop.peers, time.monotonic()
+    peers = loop.peers
     assert peers is not None
     while True:
         if not has_met:
@@ -121,7 +125,7 @@ def exchange_words(loop: OuterLoop) -> dict[int, Word]:
         [pending[number].step if number in pending else 0 for number in numbers],
         list(status.values()),
     )
-    told = peers.comm.wait(peers.comm.all_gather_exact(mine.packed()))
+    told = loop.result_of(peers.comm.all_gather_exact(mine.packed()))
     return {
         island: Word.unpacked(numbers)
         for island, numbers in zip(peers.members, told.tolist(), strict=True)

@@ -34,6 +34,7 @@ class Reporter:
         self.config = config
         self.world_size = world_size
         self.uncompressed_bytes = uncompressed_bytes
+        self.last_bytes = 0
         self.rows = list(rows)
         self.tokens_per_step = config.tokens_per_step or 0
         self.run_dir = RunDir(config.run_dir)
@@ -60,6 +61,13 @@ class Reporter:
             f"{event.after_step}; it took {event.cost_s:.1f} s ({event.how})"
         )
 
+    def last_exchange(self, sent_bytes: int, seconds: float) -> None:
+        """Record and say what the islands' last exchange has cost, which is none of a step."""
+        self.last_bytes = sent_bytes
+        self.progress.say(
+            f"at the end: the mean of the islands' weights, {sent_bytes / 1e6:.3f} MB sent for it in {seconds:.1f} s"
+        )
+
     def finish(
         self, *, step: int, skipped_steps: int, heldout_loss: float | None, stopped: str, sample: str, parameters: int,
         peak_rss_bytes: int,
@@ -76,6 +84,7 @@ class Reporter:
             "tokens_per_s": self.tokens_per_step / typical["step_s"] if typical["step_s"] else 0.0,
             "exposed_comm_s": typical["exposed_comm_s"],
             "sent_bytes_per_step": typical["sent_bytes"],
+            "last_exchange_bytes": self.last_bytes,
             "uncompressed_bytes_per_step": self.uncompressed_bytes,
             "strategy": self.config.strategy,
             "world_size": self.world_size,

@@ -158,7 +158,7 @@ class Trainer:
         if self.step < self.config.steps and not stopped:
             stopped = f"--stop-at {self.config.stop_at}"
         if not stopped and isinstance(self.optimizer, Finishing):
-            self.optimizer.finish()
+            self._finish(self.optimizer)
         self._save()
         if stopped:
             self.saver.note_next_loss(self._probe())
@@ -178,6 +178,15 @@ class Trainer:
                 stopped=stopped or "finished", sample="" if stopped else self._sample(),
                 parameters=self.num_parameters, peak_rss_bytes=peak_rss,
             )  # fmt: skip
+
+    def _finish(self, optimizer: Finishing) -> None:
+        """Leave the result in the model, and say what that has cost: it belongs to no step."""
+        start = time.perf_counter()
+        optimizer.finish()
+        traffic = self.optimizer.meter.snapshot()
+        sent, self._traffic = traffic - self._traffic, traffic
+        if self.reporter is not None:
+            self.reporter.last_exchange(sent.sent_bytes, time.perf_counter() - start)
 
     def _arm_faults(self) -> None:
         """Let the faults happen that are this process's; one that was started again has had its own."""

@@ -97,8 +97,8 @@ def understand_compare(args: list[str]) -> None:
     if args == ["--help"]:
         return
     problems = Problems()
-    race, _ = read_race([arg for arg in args if arg != "CONFIG.toml"], problems)
-    read_contestants(race.strategies, problems)
+    race, train = read_race([arg for arg in args if arg != "CONFIG.toml"], problems)
+    read_contestants(race.strategies, problems, train)
     LabSpec.from_text(race.lab)
     assert not problems.messages
 

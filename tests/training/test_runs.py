@@ -105,7 +105,7 @@ def test_two_machines_join(runner: Runner) -> None:
     second = runner.start(*runner.again("second"), "--node", "1")
     code, out, err = finish(runner.start(*runner.again("first"), "--node", "0"))
     assert code == 0 and finish(second)[0] == 0, err
-    assert "goes on after step 2 (the last on every disk; the disks' last ones are of steps [2, 3])" in out
+    assert "goes on after step 2 (the last that every rank has; their last ones are of steps [2, 3])" in out
     assert "resume proven: step 3" in out and losses(runner, "first") == before
 
 

@@ -529,15 +529,17 @@ class OuterLoop:
     def _layout(self) -> dict[str, Any]:
         return {
             "method": repr(self.method),
-            "fragments": hashlib.sha256(self.asked().encode()).hexdigest()[:16],
+            "fragments": hashlib.sha256(repr(self._shapes()).encode()).hexdigest()[:16],
             "island": self.peers.island if self.peers is not None else None,
             "is_first": self.is_first,
         }
 
     def asked(self) -> str:
-        """What all islands must have in common."""
-        shapes = [[(name, tuple(shape)) for name, shape in fragment.shapes.items()] for fragment in self.fragments]
-        return repr((shapes, self.method, self.terms))
+        """What all islands must have in common; a run that goes on may have other terms than before."""
+        return repr((self._shapes(), self.method, self.terms))
+
+    def _shapes(self) -> list[list[tuple[str, tuple[int, ...]]]]:
+        return [[(name, tuple(shape)) for name, shape in fragment.shapes.items()] for fragment in self.fragments]
 
     def abandon(self) -> None:
         """Leave the other islands at once, after a failure."""

@@ -99,8 +99,8 @@ def _newest_of_all(checkpoints: Path, mine: Path | None, who: str, gather: Gathe
     if not common:
         shown = "; ".join(f"{who} {number}: {steps or 'none'}" for number, steps in enumerate(held))
         raise ConfigError(
-            f"no checkpoint lies on the disks of all {who}s ({shown}): bring the missing folders back, or start anew "
-            "with --overwrite on all machines"
+            f"no checkpoint lies on the disks of all {who}s ({shown}): bring the missing folders back, or "
+            "copies of others, or start anew with --overwrite on all machines"
         )
     step = max(common)
     why = f"the last that every {who} has; their last ones are of steps {sorted(set(lasts))}"

@@ -276,7 +276,7 @@ class Timed(DADAO):
         return super().__enter__()
 
 
-def dadao(rank: int, until: float, **options: Any) -> dict[str, Any]:
+def dadao(rank: int, until: float, *, delay_steps: int = 3, **options: Any) -> dict[str, Any]:
     problem = Quadratics(NODES, SMOOTHNESS)
     model = Quadratic(problem, rank)
     with Timed(
@@ -285,7 +285,7 @@ def dadao(rank: int, until: float, **options: Any) -> dict[str, Any]:
         while gossip.now() < until:
             model().backward()
             if rank == 3:
-                time.sleep(3 * STEP_S)
+                time.sleep(delay_steps * STEP_S)
             gossip.step()
             gossip.zero_grad()
         with pytest.raises(ConfigError, match="outside of the context"):
@@ -343,7 +343,7 @@ def network(rank: int, graph: Any) -> dict[str, Any]:
 
 
 def every_kind(rank: int, world_size: int) -> dict[str, Any]:
-    results = {"dadao": dadao(rank, 120.0), "network": network(rank, "star")}
+    results = {"dadao": dadao(rank, 120.0, delay_steps=8), "network": network(rank, "star")}
     DadaoLaw.meet_ = lambda *_: None  # type: ignore[method-assign]
     results["alone"] = dadao(rank, 80.0)
     return results
@@ -358,8 +358,8 @@ def test_all_nodes_find_the_minimum_of_the_sum(run: list[dict[str, Any]]) -> Non
     results = [result["dadao"] for result in run]
     assert max(result["error"] for result in results) < 0.03
     assert len({result["hash"] for result in results}) == 1
-    # Ranks do what they can: the last one is slower, however busy the machine.
-    assert min(result["steps"] for result in results[:3]) > results[3]["steps"]
+    # Ranks do what they can: the last one is slower.
+    assert min(result["steps"] for result in results[:3]) > 1.5 * results[3]["steps"]
 
 
 def test_a_run_is_its_replay_bit_for_bit(run: list[dict[str, Any]]) -> None:

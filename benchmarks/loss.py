@@ -5,7 +5,7 @@
 Each run is a `thinwire train` of the demo model on the standard library's sources, four workers, each a node of its
 own. Strategies are written as for `thinwire compare`, with options and a learning rate of their own in brackets. Prints
 held-out loss for every strategy and seed, and the mean over seeds as a ratio to the first strategy's. Runs that are
-complete in the folder given by --runs are not repeated.
+complete in the folder given by --runs, with the same options, are not repeated.
 """
 
 from __future__ import annotations
@@ -37,11 +37,13 @@ BASE = TrainConfig(
 def train(folder: Path, contestant: Contestant, seed: int, steps: int, flags: list[str]) -> dict:
     """The summary of one run, taken from disk where it was completed before."""
     run_dir = folder / f"{contestant.name}-{seed}"
-    summary = run_dir / "summary.json"
-    if not summary.exists():
-        config = folder / f"{run_dir.name}.toml"
+    summary, config = run_dir / "summary.json", folder / f"{run_dir.name}.toml"
+    # The flags belong to what was asked for as much as the configuration does.
+    asked = to_toml(replace(contestant.config(BASE), seed=seed, steps=steps, run_dir=str(run_dir))) + f"# {flags}\n"
+    if not summary.exists() or not config.exists() or config.read_text() != asked:
         folder.mkdir(parents=True, exist_ok=True)
-        config.write_text(to_toml(replace(contestant.config(BASE), seed=seed, steps=steps, run_dir=str(run_dir))))
+        summary.unlink(missing_ok=True)
+        config.write_text(asked)
         command = [sys.executable, "-m", "thinwire", "train", str(config), "--overwrite", *flags]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return json.loads(summary.read_text())

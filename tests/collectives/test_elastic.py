@@ -10,11 +10,14 @@ import torch
 import torch.distributed as dist
 
 from tests.workers import free_port, run_workers
+from thinwire import _compat
 from thinwire.codecs import Identity
 from thinwire.collectives import ElasticPeers, elastic, host_meeting
 from thinwire.errors import ConfigError, ThinwireError
 
 TIMEOUT_S = 3.0
+# Where nobody is to be lost, and the machine may be busy.
+LONG_TIMEOUT_S = 10.0
 
 
 def gathered(peers: ElasticPeers) -> list[int]:
@@ -27,7 +30,7 @@ def open_things() -> tuple[int, int]:
 
 
 def renew_again_and_again(rank: int, world_size: int, meet: str) -> list[tuple[int, int]]:
-    peers = ElasticPeers(meet, rank, timeout_s=TIMEOUT_S, max_islands=world_size, min_islands=world_size)
+    peers = ElasticPeers(meet, rank, timeout_s=LONG_TIMEOUT_S, max_islands=world_size, min_islands=world_size)
     counts = []
     for generation in range(1, 6):
         assert peers.generation == generation and peers.members == tuple(range(world_size))
@@ -46,6 +49,29 @@ def test_generations_leave_no_socket_and_no_thread() -> None:
     meeting = host_meeting()
     for counts in run_workers(renew_again_and_again, 2, f"127.0.0.1:{meeting.port}"):
         assert counts[1:] == [counts[1]] * 4, counts
+
+
+def begins_with_a_slow_one(rank: int, world_size: int, meet: str) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    if rank == 1:
+        meets = _compat.Rendezvous.meet
+
+        def meets_late(rendezvous: _compat.Rendezvous) -> tuple[dist.Store, int, int]:
+            # Longer than those who have met wait for others.
+            time.sleep(2 * elastic.LAST_CALL_S)
+            _compat.Rendezvous.meet = meets  # type: ignore[method-assign]
+            return meets(rendezvous)
+
+        _compat.Rendezvous.meet = meets_late  # type: ignore[method-assign]
+    peers = ElasticPeers(meet, rank, timeout_s=LONG_TIMEOUT_S, max_islands=4, min_islands=world_size)
+    assert gathered(peers) == list(range(world_size))
+    peers.close()
+    return peers.generation, peers.members, peers.membership.joined
+
+
+def test_the_first_generation_waits_for_a_slow_island() -> None:
+    meeting = host_meeting()
+    for begun in run_workers(begins_with_a_slow_one, 3, f"127.0.0.1:{meeting.port}"):
+        assert begun == (1, (0, 1, 2), ())
 
 
 def test_what_cannot_meet_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,8 +27,9 @@ CONNECT_S = 15.0
 # Everybody looks at the meeting once a second, or so many times in a timeout where that is more often.
 LOOK_EVERY_S = 1.0
 LOOKS_IN_A_TIMEOUT = 20
-# Whoever waited for the last round must have looked before the next is complete.
+# Whoever waited for the last round must have looked before the next is complete, on a busy machine too.
 LAST_CALL_IN_LOOKS = 2
+LAST_CALL_S = 1.0
 DEFAULT_TIMEOUT_S = 60.0
 MAX_ISLANDS = 64
 # An island that is alive may be in the middle of a long step.
@@ -118,7 +119,8 @@ class ElasticPeers:
             dead_after_s=self.dead_after_s, last_call_s=self.last_call_s, look_every_s=self.look_every_s,
             patience_s=PATIENCE_S,
         )  # fmt: skip
-        self._await_others(min_islands)
+        self._min_islands, self._patient_until = min_islands, time.monotonic() + PATIENCE_S
+        self._await_others()
         self.renew()
         self._watcher = threading.Thread(target=self._watch, name="thinwire-membership", daemon=True)
         self._watcher.start()
@@ -136,7 +138,7 @@ class ElasticPeers:
     @property
     def last_call_s(self) -> float:
         """Seconds for which those who meet wait for others, once the first has come."""
-        return LAST_CALL_IN_LOOKS * self.look_every_s
+        return max(LAST_CALL_S, LAST_CALL_IN_LOOKS * self.look_every_s)
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -226,6 +228,8 @@ class ElasticPeers:
         while attempts < NUM_ATTEMPTS:
             try:
                 store, rank, size = self._rendezvous.meet()
+                if self._is_early(size):
+                    continue
                 change = self._introduce(store, rank, size)
                 if change is None and time.monotonic() < due:
                     # Whoever has the state may be frozen, and come back.
@@ -320,13 +324,17 @@ class ElasticPeers:
             self._store.set(key, str(mine))
         return max(mine, latest)
 
-    def _await_others(self, num_islands: int) -> None:
-        """Return when so many islands have come to the meeting since it began, or after PATIENCE_S."""
+    def _await_others(self) -> None:
+        """Return when min_islands have come to the meeting since it began, or patience has run out."""
         if self._store.add(f"thinwire/came/{self.island}", 1) == 1:
             self._store.add("thinwire/came", 1)
-        due = time.monotonic() + PATIENCE_S
-        while self._store.add("thinwire/came", 0) < num_islands and time.monotonic() < due:
+        while self._store.add("thinwire/came", 0) < self._min_islands and time.monotonic() < self._patient_until:
             time.sleep(0.2)
+
+    def _is_early(self, size: int) -> bool:
+        """Whether so many are too few for the first generation: one of those that came is slow; equal on all of them."""
+        is_patient = time.monotonic() < self._patient_until
+        return size < self._min_islands and is_patient and not self._store.check([BEGUN])
 
     def _connect(self) -> dist.TCPStore:
         host, _, port = self.meet.rpartition(":")

@@ -3,6 +3,8 @@
     thinwire compare --strategies 'diloco,cmd:torchft=python3 benchmarks/torchft_diloco.py --config {config}
         --run-dir {run_dir} --steps {steps}' --lab nodes=4,rate=100mbit -- --model demo --steps 300
 
+With --num-fragments, --overlap-steps and --mix it is torchft's Streaming DiLoCo, on `streaming-diloco`'s fragments.
+
 One process an island, with the variables of torchrun. Needs torchft (0.2.0 was tried), which thinwire never installs.
 Every island is a replica group of one rank; the lighthouse runs beside rank 0. Bytes are left to the kernel's counters.
 """
@@ -29,6 +31,7 @@ from torchft.local_sgd import DiLoCo
 
 from thinwire.data import BatchLoader, heldout_batches, load_tokenizer
 from thinwire.data import prepare as prepare_tokens
+from thinwire.data_parallel.islands.fragments import cut
 from thinwire.models import build_model
 from thinwire.training.config import TrainConfig, derive
 from thinwire.training.problems import Problems
@@ -63,6 +66,17 @@ def manager_of(model: nn.Module, optimizer: torch.optim.Optimizer, store: TCPSto
     )  # fmt: skip
 
 
+def fragments_of(model: nn.Module, num_fragments: int) -> list[nn.Module]:
+    """The model's parameters, as modules that torchft exchanges in turn."""
+    named = dict(model.named_parameters())
+    modules = []
+    for fragment in cut(model, num_fragments, "strided", 1):
+        modules.append(nn.Module())
+        for name in fragment.names:
+            modules[-1].register_parameter(name.replace(".", "_"), named[name])
+    return modules
+
+
 def train(config: TrainConfig, run_dir: Path, rank: int, world_size: int, arguments: argparse.Namespace) -> None:
     batch = derive(config, world_size)
     tokenizer = load_tokenizer(config.tokenizer)
@@ -71,7 +85,11 @@ def train(config: TrainConfig, run_dir: Path, rank: int, world_size: int, argume
     train_tokens, heldout = tokens.split(config.seq_len)
     model = build_model(config.model, tokenizer.vocab_size, config.seq_len, config.seed, None)
     inner = build_optimizer(config, model)
-    outer = torch.optim.SGD(model.parameters(), lr=arguments.outer_lr, momentum=0.9, nesterov=True)
+    fragments = fragments_of(model, arguments.num_fragments)
+    outer = [
+        torch.optim.SGD(fragment.parameters(), lr=arguments.outer_lr, momentum=0.9, nesterov=True)
+        for fragment in fragments
+    ]
     loader = BatchLoader(
         train_tokens, seq_len=config.seq_len, micro_batch=batch.micro_batch, accumulation=batch.accumulation,
         rank=rank, world_size=world_size, seed=config.seed,
@@ -80,8 +98,12 @@ def train(config: TrainConfig, run_dir: Path, rank: int, world_size: int, argume
     store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
     manager = manager_of(model, inner, store, rank, world_size)
     run_dir.mkdir(parents=True, exist_ok=True)
+    diloco = DiLoCo(
+        manager, fragments, inner, outer, sync_every=arguments.sync_every, pin_memory=False,
+        fragment_sync_delay=arguments.overlap_steps, fragment_update_alpha=arguments.mix,
+    )  # fmt: skip
     with (
-        DiLoCo(manager, [model], inner, outer, sync_every=arguments.sync_every, pin_memory=False),
+        diloco,
         (run_dir / "metrics.jsonl" if rank == 0 else Path(os.devnull)).open("w") as metrics,
     ):
         for step in range(1, config.steps + 1):
@@ -122,6 +144,9 @@ def main() -> int:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--sync-every", type=int, default=100)
     parser.add_argument("--outer-lr", type=float, default=0.7)
+    parser.add_argument("--num-fragments", type=int, default=1)
+    parser.add_argument("--overlap-steps", type=int, default=0)
+    parser.add_argument("--mix", type=float, default=0.0)
     arguments = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -102,10 +102,7 @@ def train(config: TrainConfig, run_dir: Path, rank: int, world_size: int, argume
         manager, fragments, inner, outer, sync_every=arguments.sync_every, pin_memory=False,
         fragment_sync_delay=arguments.overlap_steps, fragment_update_alpha=arguments.mix,
     )  # fmt: skip
-    with (
-        diloco,
-        (run_dir / "metrics.jsonl" if rank == 0 else Path(os.devnull)).open("w") as metrics,
-    ):
+    with diloco, (run_dir / "metrics.jsonl" if rank == 0 else Path(os.devnull)).open("w") as metrics:
         for step in range(1, config.steps + 1):
             start, total = time.perf_counter(), 0.0
             lr = lr_at(step, peak=config.lr, num_warmup_steps=config.num_warmup_steps, num_steps=config.steps)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,19 +54,24 @@ def test_generations_leave_no_socket_and_no_thread() -> None:
 
 def begins_with_a_slow_one(rank: int, world_size: int, meet: str) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
     if rank == 1:
-        meets = _compat.Rendezvous.meet
-
-        def meets_late(rendezvous: _compat.Rendezvous) -> tuple[dist.Store, int, int]:
-            # Longer than those who have met wait for others.
-            time.sleep(2 * elastic.LAST_CALL_S)
-            _compat.Rendezvous.meet = meets  # type: ignore[method-assign]
-            return meets(rendezvous)
-
-        _compat.Rendezvous.meet = meets_late  # type: ignore[method-assign]
+        # All have come, and those who have met have waited for others, before this one looks.
+        meet_late(_compat.Rendezvous, 2 * elastic.LAST_CALL_S)
     peers = ElasticPeers(meet, rank, timeout_s=LONG_TIMEOUT_S, max_islands=4, min_islands=world_size)
     assert gathered(peers) == list(range(world_size))
     peers.close()
     return peers.generation, peers.members, peers.membership.joined
+
+
+def meet_late(rendezvous: Any, delay_s: float) -> None:
+    """The first meeting begins so much later."""
+    meet = rendezvous.meet
+
+    def late(self: _compat.Rendezvous) -> tuple[dist.Store, int, int]:
+        time.sleep(delay_s)
+        rendezvous.meet = meet
+        return meet(self)
+
+    rendezvous.meet = late
 
 
 def test_the_first_generation_waits_for_a_slow_island() -> None:

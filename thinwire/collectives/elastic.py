@@ -332,7 +332,7 @@ class ElasticPeers:
             time.sleep(0.2)
 
     def _is_early(self, size: int) -> bool:
-        """Whether so many are too few for the first generation: one of those that came is slow; equal on all of them."""
+        """Whether so many are too few for the first generation, as one that came is slow; equal on all of them."""
         is_patient = time.monotonic() < self._patient_until
         return size < self._min_islands and is_patient and not self._store.check([BEGUN])
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
 import resource
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -113,6 +115,23 @@ def test_torch_takes_no_checksums_of_the_same_bytes_and_other_threads_keep_their
     monkeypatch.setattr(SummedFile, "write", noted)
     write_pieces(tmp_path, {"weights/a": Piece.whole(torch.ones(3))}, {})
     assert seen == {(False, True)} and get_crc32_options()
+
+
+def test_what_the_disk_refuses_while_more_is_written_is_no_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, calls, fsync = {f"weights/{n}": Piece.whole(torch.ones(NUMEL)) for n in range(8)}, count(), os.fsync
+
+    def refuse_once(descriptor: int) -> None:
+        if next(calls) == 0:
+            raise OSError(errno.EIO, "the disk is broken")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refuse_once)
+    monkeypatch.setattr("thinwire.checkpoint.dcp.SYNC_BYTES", 4 * NUMEL)
+    with pytest.raises(OSError, match="the disk is broken"):
+        write_pieces(tmp_path / "broken", state, {})
+    assert write_pieces(tmp_path / "whole", state, {}) and next(calls) > 4
 
 
 def test_killed_at_any_moment_the_last_complete_one_is_sound(tmp_path: Path) -> None:

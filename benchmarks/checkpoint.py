@@ -3,10 +3,10 @@
     python benchmarks/checkpoint.py [--millions 10 100 500] [--repeats 3] [--folder DIR] [--no-training]
 
 For models of so many million parameters with AdamW's state, 12 bytes each, prints ratios of medians, of works that
-take turns: save and load over torch's (with fsync; ours also takes checksums), a load after all checksums were
-compared, also over torch's, a load in another layout (4 ranks' parts to 3 ranks) over one in the same, and the largest
-memory beyond the state during each, in MB. Then trains the demo model alone, and prints how long training stands still
-for a save, as a share of a step.
+take turns: save and load over torch's (both into new files, with fsync; ours also takes checksums of all it writes), a
+load after all checksums were compared, also over torch's, a load in another layout (4 ranks' parts to 3 ranks) over one
+in the same, and the largest memory beyond the state during each, in MB. Then trains the demo model alone, and prints
+how long training stands still for a save, as a share of a step.
 """
 
 from __future__ import annotations
@@ -44,15 +44,19 @@ def memory(key: str) -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(key))
 
 
-def interleaved(repeats: int, *works: Callable[[], object]) -> list[tuple[float, float]]:
+def interleaved(
+    repeats: int, *works: Callable[[], object], before: Callable[[], object] | None = None
+) -> list[tuple[float, float]]:
     """Of each work, (the median of its seconds, most MB that it needed beyond what was held before).
 
-    They take turns, so that what else the machine does is shared by all.
+    They take turns, so that what else the machine does is shared by all. before: comes before each, and is not counted.
     """
     seconds: list[list[float]] = [[] for _ in works]
     extra = [0] * len(works)
     for _ in range(repeats):
         for number, work in enumerate(works):
+            if before:
+                before()
             Path("/proc/self/clear_refs").write_text("5")
             held, start = memory("VmRSS"), time.perf_counter()
             work()
@@ -84,11 +88,19 @@ def on_disk(millions: int, folder: Path, repeats: int) -> None:
     """One row of the table."""
     state = {f"{kind}/layer{n}": torch.randn(NUMEL) for kind in KINDS for n in range(millions)}
     file, whole, parts = folder / "torch.pt", folder / "whole", folder / "parts"
+
+    def clear() -> None:
+        # Or the one would write over its old file, and the other delete its own.
+        file.unlink(missing_ok=True)
+        shutil.rmtree(whole, ignore_errors=True)
+
     (plain, plain_mb), (save, save_mb) = interleaved(
         repeats,
         lambda: save_with_torch(state, file),
         lambda: write_part(part_of(whole, 0), {}, part(state, 0, 1)),
+        before=clear,
     )
+    save_with_torch(state, file)
     index = index_of(whole)
     # Into memory that is there, as into a model's; torch.load makes its own.
     (plain_load, plain_load_mb), (load, load_mb), (check, _) = interleaved(

@@ -57,6 +57,13 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--join", "nowhere"], "--join nowhere: must be HOST:PORT"),
         (["--tokenizer", "absent.json"], "absent.json"),
         (["--steps", "0"], "--steps 0: must be at least 1"),
+        (["--steps", "ten"], "--steps ten: must be a whole number, such as 1000"),
+        (["--lr=fast"], "--lr fast: must be a number, such as 0.0003"),
+        (["--dtype", "bf61"], "--dtype bf61: must be one of auto, bf16, fp32; did you mean 'bf16'"),
+        (["--sdp4bit.weight-bits", "4.5"], "--sdp4bit.weight-bits 4.5: must be a whole number"),
+        (["--seed"], "--seed: needs a value, a whole number, such as"),
+        (["--seed", "one", "--sed", "1"], "(?s)2 problems.*--sed; did you mean '--seed'.*--seed one: must be"),
+        (["one.toml", "two.toml"], "^Unrecognized options: two.toml$"),
         (["--run-dir", "/dev/null/run"], "/dev/null is a file, not a folder"),
     ],
 )
@@ -124,6 +131,21 @@ def test_a_change_that_a_resumed_run_can_not_make(tmp_path: Path, text: Path) ->
     assert "seed was 1 and can't become 2" in str(caught.value)
     assert "seq_len was 256 and can't become 8" in str(caught.value)
     assert "strategy" not in str(caught.value), "another layout may go on"
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["compare", "--rounds", "2.5"], "--rounds 2.5: must be a whole number$"),
+        (["explain", "--nodes", "two"], "--nodes two: must be a whole number, such as 2"),
+        (["lab", "--nodes", "two", "--", "true"], "--nodes two: must be a whole number, such as 4"),
+        (["export", "run", "folder", "--to", "hg"], "--to hg: must be one of hf"),
+        (["generate"], "^Missing from thinwire generate: RUN"),
+    ],
+)
+def test_every_command_says_which_value_it_cannot_read(command: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        cli.run(command)
 
 
 def test_unknown_command() -> None:

@@ -11,13 +11,15 @@
 - Rendezvous: torchrun's dynamic rendezvous; who is in it is private, and so are leaving it while others stay, and how
   often it looks.
 - place_in_file: torch.distributed.checkpoint.filesystem._StorageInfo, private; 2.11 to 2.13 have it.
+- no_record_checksums: whether an option of torch.save can be set for one thread, as in 2.13, only a private name tells.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -32,6 +34,7 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.serialization import config as serialization
 
 from thinwire.errors import ConfigError
 
@@ -79,6 +82,13 @@ def default_store() -> dist.Store:
 def place_in_file(file: str, offset: int, num_bytes: int) -> Any:
     """Where DCP's reader of files finds a tensor: in which file below its folder, from which byte on."""
     return filesystem._StorageInfo(file, offset, num_bytes)
+
+
+def no_record_checksums() -> AbstractContextManager[Any]:
+    """torch.save on this thread takes no CRC-32 of its records; it does where only all threads could be told so."""
+    config: Any = serialization
+    is_per_thread = isinstance(config._config["save.compute_crc32"].user_override, ContextVar)
+    return config.patch({"save.compute_crc32": False}) if is_per_thread else nullcontext()
 
 
 def at_end_of_backward(call: Callable[[], None]) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 
 class ThinwireError(Exception):
@@ -16,6 +18,12 @@ class ConfigError(ThinwireError, ValueError):
     """Input that breaks a rule: names the value, the rule and the nearest valid choice (exit code 2)."""
 
     exit_code = 2
+
+    @classmethod
+    def of(cls, problems: Sequence[str]) -> ConfigError:
+        """One error of all of them."""
+        listed = "".join(f"\n  - {problem}" for problem in problems)
+        return ConfigError(problems[0] if len(problems) == 1 else f"{len(problems)} problems:{listed}")
 
 
 class PeerLostError(ThinwireError, RuntimeError):
@@ -44,3 +52,15 @@ def nearest(name: str, choices: Iterable[str]) -> str:
     begun = sorted((choice for choice in known if name and choice.startswith(name)), key=len)
     close = begun or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else f"; choose one of {', '.join(known)}"
+
+
+def type_name(hint: Any) -> str:
+    """What a user calls the type."""
+    if get_origin(hint) in (Union, UnionType):
+        return " or ".join(type_name(option) for option in get_args(hint) if option is not NoneType)
+    if get_origin(hint) is Literal:
+        return "one of " + ", ".join(map(str, get_args(hint)))
+    if get_origin(hint) is tuple:
+        return f"a list of {type_name(get_args(hint)[0]).removeprefix('a ')}s"
+    names = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
+    return names.get(hint) or f"a {hint.__name__}"

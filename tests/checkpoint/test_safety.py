@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
 import resource
 import signal
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.serialization import get_crc32_options
 
 from tests.checkpoint.alone import NUMEL, kill_savers, read, save
 from tests.workers import CONTEXT
@@ -29,7 +33,7 @@ from thinwire.checkpoint import (
     step_of,
     verify,
 )
-from thinwire.checkpoint.dcp import MIN_THREAD_BYTES, write_pieces
+from thinwire.checkpoint.dcp import MIN_THREAD_BYTES, SummedFile, write_pieces
 from thinwire.checkpoint.folder import checksum, folder_of, note_next_loss, point_to
 from thinwire.errors import ConfigError
 
@@ -96,6 +100,38 @@ def test_large_tensors_are_summed_while_they_are_written(tmp_path: Path) -> None
     for name in ("__0_0.distcp", "state.json"):
         assert sums[name] == checksum(tmp_path / name)
     assert sums["__0_0.distcp"][0] > 2 * MIN_THREAD_BYTES
+
+
+def test_torch_takes_no_checksums_of_the_same_bytes_and_other_threads_keep_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, seen = SummedFile.write, set()
+
+    def noted(file: SummedFile, data: bytes) -> int:
+        with ThreadPoolExecutor(1) as other:
+            seen.add((get_crc32_options(), other.submit(get_crc32_options).result()))
+        return write(file, data)
+
+    monkeypatch.setattr(SummedFile, "write", noted)
+    write_pieces(tmp_path, {"weights/a": Piece.whole(torch.ones(3))}, {})
+    assert seen == {(False, True)} and get_crc32_options()
+
+
+def test_what_the_disk_refuses_while_more_is_written_is_no_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, calls, fsync = {f"weights/{n}": Piece.whole(torch.ones(NUMEL)) for n in range(8)}, count(), os.fsync
+
+    def refuse_once(descriptor: int) -> None:
+        if next(calls) == 0:
+            raise OSError(errno.EIO, "the disk is broken")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refuse_once)
+    monkeypatch.setattr("thinwire.checkpoint.dcp.SYNC_BYTES", 4 * NUMEL)
+    with pytest.raises(OSError, match="the disk is broken"):
+        write_pieces(tmp_path / "broken", state, {})
+    assert write_pieces(tmp_path / "whole", state, {}) and next(calls) > 4
 
 
 def test_killed_at_any_moment_the_last_complete_one_is_sound(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from thinwire import cli
 from thinwire.compare import Figures, RaceConfig, Row
+from thinwire.compare.checks import range_errors, rounds_of
 from thinwire.compare.contestants import Contestant, read_contestants
 from thinwire.compare.leg import StopWish
 from thinwire.compare.measure import (
@@ -25,6 +26,7 @@ from thinwire.compare.measure import (
     weights_share,
 )
 from thinwire.compare.options import read_race
+from thinwire.compare.plan import rows_of
 from thinwire.compare.record import Entry, Leg, Record, delete_race, load_record
 from thinwire.compare.watch import LegWatch, MetricsTail
 from thinwire.errors import ConfigError
@@ -138,6 +140,21 @@ def test_the_part_behind_the_dashes_is_for_the_training(tmp_path: Path) -> None:
     race, train = read_race(args, problems)
     assert race == RaceConfig(rounds=2, no_bound=True) and not problems.messages
     assert (train.steps, train.model, train.lr) == (40, "tiny", 0.1)
+
+
+@pytest.mark.parametrize(("steps", "rounds"), [(3, 1), (8, 2), (9, 3), (100, 3)])
+def test_few_steps_make_fewer_rounds_which_is_said(steps: int, rounds: int) -> None:
+    race, train = RaceConfig(), TrainConfig(steps=steps, model="tiny")
+    assert rounds_of(race, steps) == rounds and not [*range_errors(race, steps)]
+    said = [row for row in rows_of(race, train, train, []) if row[0] == "--rounds 3"]
+    assert [row[1] for row in said] == ([str(rounds)] if rounds < 3 else [])
+
+
+def test_too_few_steps_are_told_the_flags_that_would_do() -> None:
+    (few,) = range_errors(RaceConfig(rounds=3), 8)
+    assert few.endswith("nearest: --rounds 2, or -- --steps 9")
+    (none,) = range_errors(RaceConfig(), 2)
+    assert none.endswith("nearest: -- --steps 3")
 
 
 # ---------------------------------------------------------------- following a run

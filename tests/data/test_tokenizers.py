@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from thinwire.data import ByteTokenizer, load_tokenizer
+from thinwire.data import ByteTokenizer, load_tokenizer, printable
 from thinwire.errors import ConfigError
 
 TEXT = "def grüße(x):\n    return '日本' + x  # 🎉\n"
@@ -55,6 +55,12 @@ def test_a_tokenizer_file_round_trips_unpadded_and_uncut(tmp_path: Path) -> None
     assert tokenizer.end_of_document == 1
     assert tokenizer.vocab_size > ids.max()
     assert load_tokenizer(str(tmp_path)).fingerprint == tokenizer.fingerprint  # the folder names it too
+
+
+def test_a_terminal_shows_control_characters_and_obeys_none() -> None:
+    drawn = ByteTokenizer().decode(b"\x1b[2Jred\x00\x9b\xff\n\tgo\r\xc2\x85")
+    assert printable(drawn) == "\\x1b[2Jred\\x00\ufffd\n\n\tgo\\r\\x85"
+    assert printable(TEXT) == TEXT
 
 
 def test_fingerprints_tell_tokenizers_apart(tmp_path: Path) -> None:

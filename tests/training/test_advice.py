@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -11,7 +13,10 @@ from thinwire.training import advice
 from thinwire.training.effects import Row
 
 
-def advise_on(rank: int, world_size: int, local_size: int, strategy: str, bit_per_s: float) -> list[Row]:
+def advise_on(
+    rank: int, world_size: int, local_size: int, strategy: str, bit_per_s: float, machine: int = 1
+) -> list[Row]:
+    os.environ["LOCAL_WORLD_SIZE"] = str(machine)
     model = torch.nn.Linear(256, 256)
     _, optimizer = thinwire.strategy_named(strategy).apply(
         model, torch.optim.AdamW(model.parameters()), local_size=local_size, seed=0, timeout_s=30.0, checked=False,
@@ -26,6 +31,11 @@ def advise_on(rank: int, world_size: int, local_size: int, strategy: str, bit_pe
 def test_compression_is_advised_on_slow_links_alone(bit_per_s: float, says: str) -> None:
     for rows in run_workers(advise_on, 2, 1, "sdp4bit", bit_per_s):
         assert says in rows[1][1]
+
+
+def test_on_one_machine_it_says_that_loopback_is_no_slow_link() -> None:
+    for link, compression in run_workers(advise_on, 2, 1, "sdp4bit", 1e15, 2):
+        assert "loopback" in link[2] and "loopback" in compression[1] and "take" not in compression[1]
 
 
 def test_the_link_is_measured_and_the_ranks_agree() -> None:

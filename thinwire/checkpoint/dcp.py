@@ -13,7 +13,7 @@ import pickle
 import warnings
 import zlib
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -55,6 +55,8 @@ if TYPE_CHECKING:
 STATE_FILE = "state.json"
 # Below it another thread costs more than it saves.
 MIN_THREAD_BYTES = 1 << 20
+# So much is worth a word to the disk before all is written.
+SYNC_BYTES = 32 << 20
 # {file: (bytes, CRC-32)}
 Sums = dict[str, tuple[int, int]]
 
@@ -106,23 +108,44 @@ class PieceSavePlanner(SavePlanner):
 
 
 class SummedFile(io.BufferedWriter):
-    """A new file that knows the CRC-32 of what was written to it, which a second thread takes while it is written."""
+    """A new file that knows the CRC-32 of what was written to it, and goes to the disk while more is written.
 
-    def __init__(self, path: Path, thread: ThreadPoolExecutor) -> None:
+    threads: two, one that takes checksums and one that waits for the disk.
+    """
+
+    def __init__(self, path: Path, threads: ThreadPoolExecutor) -> None:
         super().__init__(io.FileIO(path, "wb"))
         self.num_bytes = self.crc = 0
-        self._thread = thread
+        self._threads = threads
+        self._sync: Future[None] | None = None
+        self._num_synced = 0
 
     def write(self, data: Buffer) -> int:
-        """Write all of it; raises OSError."""
+        """Write all of it; raises OSError, also where the disk refused what was written before."""
         view = memoryview(data).cast("B")
-        crc = self._thread.submit(zlib.crc32, view, self.crc) if view.nbytes >= MIN_THREAD_BYTES else None
+        crc = self._threads.submit(zlib.crc32, view, self.crc) if view.nbytes >= MIN_THREAD_BYTES else None
         try:
-            return super().write(view)
+            written = super().write(view)
         finally:
             # The memory is the caller's again on return.
             self.crc = zlib.crc32(view, self.crc) if crc is None else crc.result()
             self.num_bytes += view.nbytes
+        if self.num_bytes - self._num_synced >= SYNC_BYTES and (self._sync is None or self._sync.done()):
+            self._wait_for_disk()
+            self._num_synced = self.num_bytes
+            self._sync = self._threads.submit(os.fsync, self.fileno())
+        return written
+
+    def close(self) -> None:
+        """Raises OSError where the disk refused something: it tells that once, and a later fsync succeeds."""
+        try:
+            self._wait_for_disk()
+        finally:
+            super().close()
+
+    def _wait_for_disk(self) -> None:
+        if self._sync is not None:
+            self._sync.result()
 
 
 class SummingFiles(FileSystem):
@@ -134,7 +157,7 @@ class SummingFiles(FileSystem):
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[io.IOBase]:
         """A new file; `mode` is wb, since nobody reads here."""
-        with ThreadPoolExecutor(1, "thinwire-checksum") as thread, SummedFile(Path(path), thread) as file:
+        with ThreadPoolExecutor(2, "thinwire-checkpoint-file") as threads, SummedFile(Path(path), threads) as file:
             yield file
         self.sums[Path(path).name] = file.num_bytes, file.crc
 
@@ -174,7 +197,8 @@ def write_pieces(folder: Path, pieces: Mapping[str, Piece], more: Mapping[str, A
     held = {name: piece for name, piece in pieces.items() if piece.values.numel()}
     writer = IndexedWriter(folder, more)
     try:
-        with warnings.catch_warnings():
+        # Ours are of every byte: torch's would be taken of the same ones, and nobody reads them.
+        with warnings.catch_warnings(), _compat.no_record_checksums():
             warnings.simplefilter("ignore")
             dcp.save(held, storage_writer=writer, planner=PieceSavePlanner(), no_dist=True)
     except dcp.api.CheckpointException as error:

@@ -12,6 +12,7 @@ from thinwire.errors import ConfigError
 
 # Steps after each start that no timing counts: caches fill, buffers are made, connections open.
 WARM_UP_STEPS = 2
+DEFAULT_ROUNDS = 3
 
 
 def read_seeds(text: str | None, default: int) -> tuple[int, ...]:
@@ -37,16 +38,27 @@ def read_target(text: str | None) -> float | str | None:
     return loss
 
 
+def most_rounds(num_steps: int) -> int:
+    """Into how many rounds so many steps can be cut: each times one at least, after its warm-up."""
+    return num_steps // (WARM_UP_STEPS + 1)
+
+
+def rounds_of(race: RaceConfig, num_steps: int) -> int:
+    """The number of rounds that is asked for, or the default, or as many as there can be."""
+    return race.rounds or max(1, min(DEFAULT_ROUNDS, most_rounds(num_steps)))
+
+
 def range_errors(race: RaceConfig, num_steps: int) -> Iterator[str]:
     """One message for each number out of its range."""
-    least = WARM_UP_STEPS + 1
-    most_rounds = num_steps // least
-    if most_rounds < 1:
-        yield f"--steps {num_steps}: a race needs at least {least}, of which {WARM_UP_STEPS} warm up; nearest: {least}"
-    elif not 1 <= race.rounds <= most_rounds:
+    least, most = WARM_UP_STEPS + 1, most_rounds(num_steps)
+    if most < 1:
+        rule = f"a race needs at least {least}, of which {WARM_UP_STEPS} warm up"
+        yield f"--steps {num_steps}: {rule}; nearest: -- --steps {least}"
+    elif race.rounds is not None and not 1 <= race.rounds <= most:
         yield (
-            f"--rounds {race.rounds}: {num_steps} steps make 1 to {most_rounds} rounds, each of which warms up for "
-            f"{WARM_UP_STEPS} steps; nearest: --rounds {min(max(race.rounds, 1), most_rounds)}"
+            f"--rounds {race.rounds}: {num_steps} steps make 1 to {most} rounds, each of which warms up for "
+            f"{WARM_UP_STEPS} steps; nearest: --rounds {min(max(race.rounds, 1), most)}, or -- --steps "
+            f"{least * max(race.rounds, 1)}"
         )
     if race.timed_steps is not None and race.timed_steps < 1:
         yield f"--timed-steps {race.timed_steps}: must be at least 1; nearest: 1"

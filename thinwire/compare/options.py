@@ -8,6 +8,7 @@ from typing import Annotated
 
 import tyro
 
+from thinwire.flags import parse_flags
 from thinwire.training.config import TrainConfig, flag
 from thinwire.training.problems import Problems
 from thinwire.training.settings import (
@@ -32,8 +33,9 @@ class RaceConfig:
     """The network: nodes=N,rate=R and, where wanted, local_size=L,slow=NODE:R,delay=T,loss=P."""
     target_loss: str | None = None
     """Smoothed training loss whose time is compared: a number, or auto: where zero (else ddp, else the first) ends."""
-    rounds: int = 3
-    """Turns that the steps are cut into; in each of them every contestant runs once, in another order."""
+    rounds: int | None = None
+    """Turns that the steps are cut into; in each of them every contestant runs once, in another order. By default 3, or
+    as many as the steps allow."""
     timed_steps: int | None = None
     """Steps of each round that run in the slow network, after the warm-up; by default all of them."""
     smooth: int | None = None
@@ -64,8 +66,9 @@ def read_race(args: Sequence[str], problems: Problems) -> tuple[RaceConfig, Trai
     own = list(without_values_of_switches(own, problems, RaceConfig))
     known = [*(flag(item.name) for item in fields(RaceConfig)), *HELP_FLAGS]
     trains = dict.fromkeys(known_flags(), ": it is one of `thinwire train`, whose flags follow after --")
-    parsed = tyro.cli(
-        _Race, args=list(without_unknown_flags(own, problems, known, trains)), prog="thinwire compare",
+    own = list(without_unknown_flags(own, problems, known, trains))
+    parsed = parse_flags(
+        _Race, own, problems.messages, prog="thinwire compare",
         description=RaceConfig.__doc__, config=(tyro.conf.FlagCreatePairsOff,),
     )  # fmt: skip
     return parsed.race, read_config([*filter(None, [parsed.config_file]), *train_args], problems)

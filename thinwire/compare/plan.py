@@ -9,7 +9,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from thinwire.compare.checks import WARM_UP_STEPS, folder_errors, range_errors, read_seeds, read_target
+from thinwire.compare.checks import (
+    DEFAULT_ROUNDS,
+    WARM_UP_STEPS,
+    folder_errors,
+    range_errors,
+    read_seeds,
+    read_target,
+    rounds_of,
+)
 from thinwire.compare.contestants import Contestant, read_contestants
 from thinwire.compare.options import RaceConfig
 from thinwire.data import load_tokenizer
@@ -106,9 +114,10 @@ def make_plan(race: RaceConfig, train: TrainConfig, problems: Problems) -> Plan:
         train.seq_len
     )
     found = [("threads per rank", str(threads), why_threads), (f"dtype {asked.dtype}", dtype, why)]
+    num_rounds = rounds_of(race, train.steps)
     return Plan(
         race, train, tuple(contestants), lab, seeds,
-        stops=tuple(train.steps * turn // race.rounds for turn in range(1, race.rounds + 1)),
+        stops=tuple(train.steps * turn // num_rounds for turn in range(1, num_rounds + 1)),
         smooth=race.smooth or min(DEFAULT_SMOOTH, train.steps), target=target, threads=threads,
         rows=(*found, *rows_of(race, asked, train, contestants)),
     )  # fmt: skip
@@ -145,12 +154,16 @@ def rows_of(race: RaceConfig, asked: TrainConfig, train: TrainConfig, contestant
     unused = {name: table for name, table in train.tables.items() if name not in used}
     shown = replace(train, strategy=strategy, tables=unused)
     yield from ((option, effect, why) for option, effect, why in unused_rows(shown))
+    num_rounds = rounds_of(race, train.steps)
+    if race.rounds is None and num_rounds < DEFAULT_ROUNDS:
+        why = f"{train.steps} steps make no more: each round warms up for {WARM_UP_STEPS}"
+        yield f"--rounds {DEFAULT_ROUNDS}", str(num_rounds), why
     for contestant in contestants:
         for option, _, why in late_rows(contestant.config(train)) if contestant.strategy else ():
             yield option, "no step is timed", why
-        if contestant.is_whole and race.rounds > 1:
+        if contestant.is_whole and num_rounds > 1:
             yield f"rounds of {contestant.name}", "runs whole, in the last round", "its command has no {stop_at}"
     if race.smooth is None and train.steps < DEFAULT_SMOOTH:
         yield f"--smooth {DEFAULT_SMOOTH}", str(train.steps), "there are no more steps"
-    if race.timed_steps is not None and race.timed_steps + WARM_UP_STEPS > train.steps // race.rounds:
+    if race.timed_steps is not None and race.timed_steps + WARM_UP_STEPS > train.steps // num_rounds:
         yield f"--timed-steps {race.timed_steps}", "all after the warm-up", "a round has no more steps"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,7 +12,7 @@ from torch import nn
 
 from thinwire.convert.options import ExportConfig, GenerateConfig, ImportConfig, read
 from thinwire.convert.saved import load_run
-from thinwire.data import Tokenizer, load_tokenizer
+from thinwire.data import Tokenizer, load_tokenizer, printable
 from thinwire.errors import ConfigError
 from thinwire.models import build_model, generate
 from thinwire.report.units import short
@@ -55,14 +57,25 @@ def run_generate(args: Sequence[str]) -> int:
     prompt = [int(token) for token in tokenizer.encode(config.prompt)] or [tokenizer.end_of_document or 0]
     generator = torch.Generator().manual_seed(config.seed)
     tokens = generate(model, torch.tensor([prompt]), config.tokens, config.temperature, generator)
-    print(tokenizer.decode(tokens[0].tolist()))
+    print(printable(tokenizer.decode(tokens[0].tolist())))
     return 0
 
 
 def load_source(source: str) -> tuple[nn.Module, Tokenizer]:
-    """The model and the tokenizer of a run directory or of a folder of transformers. Raises ConfigError for neither."""
+    """The model and the tokenizer of a run directory or of a folder of transformers; says if it is hardly trained.
+
+    Raises ConfigError for neither.
+    """
     if RunDir(source).config().is_file():
         run = load_run(source)
+        blind = math.log(run.tokenizer.vocab_size)
+        # Half of it is about what the frequencies of single bytes or tokens give away.
+        if run.loss is not None and not run.loss < blind / 2:
+            print(
+                f"thinwire: {source} is hardly trained: its loss was {run.loss:.2f} after step {run.step}, and a blind "
+                f"guess among {run.tokenizer.vocab_size:,} tokens has {blind:.2f}; train it longer",
+                file=sys.stderr,
+            )
         return run.model, run.tokenizer
     folder = Path(source)
     if not (folder / "config.json").is_file():

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Annotated, Literal, TypeVar, cast
 
 import tyro
 
+from thinwire.flags import parse_flags
 from thinwire.training.config import flag
 from thinwire.training.problems import Problems
 from thinwire.training.settings import HELP_FLAGS, without_unknown_flags
@@ -75,8 +76,9 @@ def read(cls: type[AnyConfig], args: Sequence[str], command: str) -> AnyConfig:
     problems = Problems()
     known = [*(flag(item.name) for item in fields(cls)), *HELP_FLAGS]
     args = list(without_unknown_flags(args, problems, known))
-    problems.raise_any()
-    parsed: Any = tyro.cli(cls, args=args, prog=f"thinwire {command}", config=(tyro.conf.FlagCreatePairsOff,))
+    parsed = parse_flags(
+        cls, args, problems.messages, prog=f"thinwire {command}", config=(tyro.conf.FlagCreatePairsOff,)
+    )
     problems.messages += range_errors(parsed)
     problems.raise_any()
     return cast(AnyConfig, parsed)

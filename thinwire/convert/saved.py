@@ -7,6 +7,7 @@ from pathlib import Path
 
 from torch import nn
 
+from thinwire.checkpoint.folder import Manifest, folder_of
 from thinwire.convert.weights import full_weights
 from thinwire.data import Tokenizer, load_tokenizer
 from thinwire.errors import ConfigError, nearest
@@ -19,12 +20,13 @@ from thinwire.training.settings import read_toml, used_tables
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A run's configuration and tokenizer, and its model in evaluation mode, as it was after `step`."""
+    """A run's configuration and tokenizer, and its model in evaluation mode, after `step` and its training loss."""
 
     config: TrainConfig
     tokenizer: Tokenizer
     model: nn.Module
     step: int
+    loss: float | None
 
 
 def load_run(path: str) -> SavedRun:
@@ -46,4 +48,5 @@ def load_run(path: str) -> SavedRun:
         raise ConfigError(
             f"{run_dir.checkpoints} is not of model {config.model}, which {run_dir.config()} names: {odd[0]} differs"
         )
-    return SavedRun(config, tokenizer, model.eval(), step)
+    loss = Manifest.read(folder_of(run_dir.checkpoints, step)).loss
+    return SavedRun(config, tokenizer, model.eval(), step, loss)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hashlib
+import unicodedata
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -86,6 +87,11 @@ class FileTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids, special tokens left out."""
         return self._tokenizer.decode([int(i) for i in ids])
+
+
+def printable(text: str) -> str:
+    """The text with control characters, which a terminal would obey, as escapes; line breaks and tabs stay."""
+    return "".join(repr(c)[1:-1] if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)
 
 
 def load_tokenizer(spec: str) -> Tokenizer:

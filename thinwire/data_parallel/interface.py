@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import singledispatch
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypedDict, Unpack, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -147,6 +147,19 @@ class ParallelOptimizer(Protocol):
         ...
 
 
+class RankOptions(TypedDict):
+    """What every host is told of the ranks.
+
+    local_size: ranks per node; None: found from the launcher or host names. seed: of all randomness. timeout_s: how
+    long one message may take. checked: every message carries what it is and a checksum.
+    """
+
+    local_size: int | None
+    seed: int
+    timeout_s: float
+    checked: bool
+
+
 @runtime_checkable
 class TrainingStrategy(Protocol):
     """A way to train one model on many ranks: what `--strategy` names."""
@@ -177,20 +190,12 @@ class TrainingStrategy(Protocol):
         ...
 
     def apply(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        *,
-        local_size: int | None,
-        seed: int,
-        timeout_s: float,
-        checked: bool,
-        overlap: bool,
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, *, overlap: bool, **options: Unpack[RankOptions]
     ) -> tuple[nn.Module, ParallelOptimizer]:
         """The module to call in training, and the optimizer to step; a collective over all ranks.
 
-        `model` itself shares the trained weights and may be called where nothing is trained. local_size: ranks per
-        node. overlap: weights may arrive during the next forward. Raises ConfigError for what can't be trained so.
+        `model` itself shares the trained weights and may be called where nothing is trained. overlap: weights may
+        arrive during the next forward. Raises ConfigError for what can't be trained so.
         """
         ...
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import fields
 from numbers import Integral, Real
-from types import NoneType, UnionType
+from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, type_name
 
 # Booleans are numbers to Python, and never meant as such.
 NUMBERS: dict[Any, type] = {int: Integral, float: Real}
@@ -37,15 +37,3 @@ def fits(value: Any, hint: Any) -> bool:
     if hint in NUMBERS:
         return isinstance(value, NUMBERS[hint]) and not isinstance(value, bool)
     return isinstance(value, hint)
-
-
-def type_name(hint: Any) -> str:
-    """What a user calls the type."""
-    if get_origin(hint) in (Union, UnionType):
-        return " or ".join(type_name(option) for option in get_args(hint) if option is not NoneType)
-    if get_origin(hint) is Literal:
-        return "one of " + ", ".join(map(str, get_args(hint)))
-    if get_origin(hint) is tuple:
-        return f"a list of {type_name(get_args(hint)[0]).removeprefix('a ')}s"
-    names = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
-    return names.get(hint) or f"a {hint.__name__}"

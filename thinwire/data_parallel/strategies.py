@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, Unpack
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ from thinwire.data_parallel.ddp.two_way import TwoWay
 from thinwire.data_parallel.frontier.strategies import Frontier
 from thinwire.data_parallel.fsdp.strategies import FSDP, ZeroPP
 from thinwire.data_parallel.gradient_codecs import GradientCodec
-from thinwire.data_parallel.interface import CUTS_TENSORS, ParallelOptimizer, TrainingStrategy
+from thinwire.data_parallel.interface import CUTS_TENSORS, ParallelOptimizer, RankOptions, TrainingStrategy
 from thinwire.data_parallel.islands.strategies import ISLANDS
 from thinwire.data_parallel.one_byte.strategy import OneByte
 from thinwire.data_parallel.options import check_types
@@ -53,20 +53,14 @@ class OnZero:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
-        local_size: int | None,
-        seed: int,
-        timeout_s: float,
-        checked: bool,
         overlap: bool,
+        **options: Unpack[RankOptions],
     ) -> tuple[nn.Module, ParallelOptimizer]:
         """See TrainingStrategy."""
         # It imports this file for its default.
         from thinwire.data_parallel.zero import zero
 
-        return zero(
-            model, optimizer, self, local_size=local_size, overlap=overlap, seed=seed, timeout_s=timeout_s,
-            checked=checked, announce=False,
-        )  # fmt: skip
+        return zero(model, optimizer, self, overlap=overlap, announce=False, **options)
 
 
 @dataclass(frozen=True)

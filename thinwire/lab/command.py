@@ -15,6 +15,7 @@ from typing import Annotated
 import tyro
 
 from thinwire.errors import ConfigError, nearest
+from thinwire.flags import parse_flags
 from thinwire.lab.check import TOLERANCE, Reading, check
 from thinwire.lab.network import Counters, LabError, Network, check_requirements
 from thinwire.lab.run import GRACE_S, Job, check_command, shell_code, start, threads_per_rank
@@ -60,7 +61,9 @@ def read(args: Sequence[str]) -> tuple[LabOptions, LabSpec, list[str]]:
     split = args.index("--") if "--" in args else len(args)
     problems: list[str] = []
     own, command = list(without_unknown(args[:split], problems)), args[split + 1 :]
-    options = tyro.cli(LabOptions, args=own, prog="thinwire lab", config=(tyro.conf.FlagCreatePairsOff,))
+    options = parse_flags(
+        LabOptions, own, problems, prog="thinwire lab", config=(tyro.conf.FlagCreatePairsOff,)
+    )  # fmt: skip
     spec, slow = LabSpec(), dict[int, str]()
     with noted(problems):
         check_requirements()

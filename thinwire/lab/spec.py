@@ -22,8 +22,7 @@ class SpecError(ConfigError):
 
     def __init__(self, problems: list[str]) -> None:
         self.problems = problems
-        listed = "".join(f"\n  - {problem}" for problem in problems)
-        super().__init__(problems[0] if len(problems) == 1 else f"{len(problems)} problems:{listed}")
+        super().__init__(str(ConfigError.of(problems)))
 
 
 @contextmanager

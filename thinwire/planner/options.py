@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from thinwire.flags import parse_flags
 from thinwire.training.config import flag
 from thinwire.training.problems import Problems
 from thinwire.training.settings import (
@@ -57,14 +58,18 @@ class ExplainConfig:
 
 
 def read_explain(args: Sequence[str], problems: Problems) -> ExplainConfig:
-    """What the command line asks for; wrong flags are noted as problems. Raises SystemExit after --help."""
+    """What the command line asks for; wrong flags are noted as problems.
+
+    Raises ConfigError for values that can't be read, SystemExit after --help.
+    """
     own = [flag(item.name) for item in fields(ExplainConfig) if item.name != "tables"]
     known = [*own, *table_flags(), *HELP_FLAGS]
     plan = Annotated[ExplainConfig, tyro.conf.arg(name="")]
     flags = make_dataclass("Explain", [("plan", plan), *table_fields()])
     default = flags(plan=ExplainConfig(), **{name: flags.__annotations__[name]() for name in option_tables()})
-    parsed: Any = tyro.cli(
-        flags, args=list(without_unknown_flags(args, problems, known)), default=default, prog="thinwire explain",
+    args = list(without_unknown_flags(args, problems, known))
+    parsed = parse_flags(
+        flags, args, problems.messages, default=default, prog="thinwire explain",
         description=ExplainConfig.__doc__, config=(tyro.conf.FlagCreatePairsOff,),
     )  # fmt: skip
     return replace(parsed.plan, tables=stated_tables(parsed))

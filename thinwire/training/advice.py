@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 
@@ -52,22 +53,29 @@ def advise(
 
     16 bits both ways take link_s = 8 * 4 N (Y-1)/Y / rate on the link of one of Y nodes; computing takes about
     compute_s = 6 N tokens / (EFFICIENCY * FLOP/s). Where link_s <= compute_s the one hides the other, and compression
-    has nothing to gain.
+    has nothing to gain. Between processes of one machine that is told of loopback, and nothing is recommended.
     """
     grid = optimizer.comm.topology
     if grid.num_nodes == 1:
         return
     rate = link_rate(optimizer.comm)
-    yield "link between nodes", f"{rate / 1e6:.3g} Mbit/s", "each rank's share, measured while all ranks send"
+    is_loopback = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) >= grid.world_size
+    where = "this machine's loopback, no network: " if is_loopback else ""
+    yield "link between nodes", f"{rate / 1e6:.3g} Mbit/s", f"{where}each rank's share, measured while all ranks send"
     half_bytes = 4 * num_parameters * (grid.num_nodes - 1) / grid.num_nodes / grid.local_size
     if optimizer.bytes_per_step > 0.9 * half_bytes:
         return
     link_s, compute_s = 8 * half_bytes / rate, 6 * num_parameters * tokens_per_rank / (EFFICIENCY * flops_per_s(dtype))
     compute_s = optimizer.all_mean(compute_s)
-    pays = link_s > compute_s
+    if link_s > compute_s:
+        verdict = "pays on this link"
+    elif is_loopback:
+        verdict = "gains nothing on loopback, which tells nothing of a slow link"
+    else:
+        verdict = f"gains nothing here: take --strategy {ALTERNATIVE}"
     yield (
         f"compression by {strategy}",
-        "pays on this link" if pays else f"gains nothing here: take --strategy {ALTERNATIVE}",
+        verdict,
         f"16 bits are {bytes_text(half_bytes)} a step, {seconds_text(link_s)} on the link; "
         f"computing takes about {seconds_text(compute_s)} to hide them in",
     )

@@ -24,8 +24,5 @@ class Problems:
 
     def raise_any(self) -> None:
         """Raise one ConfigError with all messages, if there are any."""
-        if len(self.messages) == 1:
-            raise ConfigError(self.messages[0])
         if self.messages:
-            listed = "".join(f"\n  - {message}" for message in self.messages)
-            raise ConfigError(f"{len(self.messages)} problems:{listed}")
+            raise ConfigError.of(self.messages)

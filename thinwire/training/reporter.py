@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import thinwire
+from thinwire.data import printable
 from thinwire.errors import ThinwireError
 from thinwire.report import write_report
 from thinwire.training.config import TrainConfig
@@ -120,7 +121,7 @@ class Reporter:
     def _say_summary(self, summary: dict[str, Any]) -> None:
         say = self.progress.say
         if summary["sample"]:
-            say(f"\n--- the model goes on from {self.config.prompt!r} ---\n{summary['sample']}\n---")
+            say(f"\n--- the model goes on from {self.config.prompt!r} ---\n{printable(summary['sample'])}\n---")
         sent, plain = summary["sent_bytes_per_step"], summary["uncompressed_bytes_per_step"]
         if sent:
             ratio = f"{plain / sent:.1f} times fewer bytes"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import sys
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, asdict, field, fields, is_dataclass, make_dataclass, replace
@@ -19,8 +18,9 @@ import tyro
 from thinwire.data_parallel import STRATEGIES, TrainingStrategy
 from thinwire.data_parallel.interface import PlannedByRun
 from thinwire.data_parallel.islands import ISLANDS
-from thinwire.data_parallel.options import fits, type_name
-from thinwire.errors import ConfigError, nearest
+from thinwire.data_parallel.options import fits
+from thinwire.errors import ConfigError, nearest, type_name
+from thinwire.flags import parse_flags
 from thinwire.models.llama import LlamaConfig
 from thinwire.optim import OPTIMIZERS
 from thinwire.training.config import TrainConfig, flag
@@ -143,32 +143,27 @@ def read_config(args: Sequence[str], problems: Problems) -> TrainConfig:
     """The configuration that the command line asks for; wrong keys, flags and types are noted as problems.
 
     With --resume and no CONFIG.toml, the run directory's own config.toml takes its place. Raises ConfigError for a
-    file that can't be read; SystemExit after --help or a flag's value that can't be read.
+    file or a flag's value that can't be read; SystemExit after --help.
     """
     args = list(without_values_of_switches(args, problems, TrainConfig))
     args = list(without_unknown_flags(args, problems, known_flags()))
-    try:
-        config, path = parse(args, TrainConfig())
-        if path is None and config.resume and not set(HELP_FLAGS) & set(args):
-            own = RunDir(config.run_dir).config(config.node)
-            path = str(own) if own.is_file() else None
-        if path is not None:
-            config, _ = parse(args, read_toml(Path(path), problems))
-    except SystemExit as stop:
-        if stop.code and problems.messages:
-            print("\n".join(f"thinwire: {message}" for message in problems.messages), file=sys.stderr)
-        raise
+    config, path = parse(args, TrainConfig(), problems)
+    if path is None and config.resume and not set(HELP_FLAGS) & set(args):
+        own = RunDir(config.run_dir).config(config.node)
+        path = str(own) if own.is_file() else None
+    if path is not None:
+        config, _ = parse(args, read_toml(Path(path), problems), problems)
     return config
 
 
-def parse(args: Sequence[str], defaults: TrainConfig) -> tuple[TrainConfig, str | None]:
+def parse(args: Sequence[str], defaults: TrainConfig, problems: Problems) -> tuple[TrainConfig, str | None]:
     """The configuration and the path of CONFIG.toml, from flags over `defaults`."""
     flags = flags_class()
     tables = {name: flags.__annotations__[name](**defaults.tables.get(name, {})) for name in option_tables()}
     default = flags(config_file=None, run=defaults, **tables)
-    parsed: Any = tyro.cli(
-        flags, args=list(args), default=default, prog="thinwire train", description=TrainConfig.__doc__
-    )  # fmt: skip
+    parsed = parse_flags(
+        flags, args, problems.messages, default=default, prog="thinwire train", description=TrainConfig.__doc__
+    )
     return replace(parsed.run, tables=stated_tables(parsed)), parsed.config_file
 
 

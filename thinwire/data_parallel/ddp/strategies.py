@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Unpack
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from thinwire.data_parallel.ddp.reductions import BY_FORMULA, OPERATION, CastMea
 from thinwire.data_parallel.interface import (
     Footprint,
     ParallelOptimizer,
+    RankOptions,
     agreement_sent,
     footprint,
     trained_shapes,
@@ -96,21 +97,13 @@ class OnDDP:
         """Show a reduction that asks for it what it works with; before the first step, on every rank."""
 
     def apply(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        *,
-        local_size: int | None,
-        seed: int,
-        timeout_s: float,
-        checked: bool,
-        overlap: bool,
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, *, overlap: bool, **options: Unpack[RankOptions]
     ) -> tuple[nn.Module, ParallelOptimizer]:
         """See TrainingStrategy; there are no weights on their way to overlap with."""
         # A strategy is a value that is made long before it is applied, often by a process that never trains.
         from thinwire.data_parallel.ddp.optimizer import wrap_ddp
 
-        return wrap_ddp(model, optimizer, self, local_size=local_size, seed=seed, timeout_s=timeout_s, checked=checked)
+        return wrap_ddp(model, optimizer, self, **options)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Unpack
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from torch import nn
 from thinwire.codecs import Cast, Codec, Hadamard, Identity, Integer
 from thinwire.collectives import Topology
 from thinwire.data_parallel.frontier.levels import Levels, levels_on
-from thinwire.data_parallel.interface import CUTS_TENSORS, ParallelOptimizer
+from thinwire.data_parallel.interface import CUTS_TENSORS, ParallelOptimizer, RankOptions
 from thinwire.data_parallel.options import check_types
 from thinwire.data_parallel.wire import WireFormat
 from thinwire.errors import ConfigError, nearest
@@ -122,24 +122,13 @@ class Frontier:
         return *self.matrix().codecs, *self.vector().codecs
 
     def apply(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        *,
-        local_size: int | None,
-        seed: int,
-        timeout_s: float,
-        checked: bool,
-        overlap: bool,
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, *, overlap: bool, **options: Unpack[RankOptions]
     ) -> tuple[nn.Module, ParallelOptimizer]:
         """See TrainingStrategy."""
         # A strategy is a value that is made long before it is applied, often by a process that never trains.
         from thinwire.data_parallel.frontier.wrap import wrap_frontier
 
-        return wrap_frontier(
-            model, optimizer, self, local_size=local_size, seed=seed, timeout_s=timeout_s, checked=checked,
-            overlap=overlap,
-        )  # fmt: skip
+        return wrap_frontier(model, optimizer, self, overlap=overlap, **options)
 
     def _weight_codec(self, width: str) -> Codec:
         # Nearest: both gathers of a micro-batch give the same weights, and differences need a contraction.

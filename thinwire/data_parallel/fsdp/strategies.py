@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, Unpack
 
 import torch
 from torch import nn
 
 from thinwire.codecs import Cast, Codec, Hadamard, Identity, Integer
-from thinwire.data_parallel.interface import CUTS_TENSORS, ParallelOptimizer
+from thinwire.data_parallel.interface import CUTS_TENSORS, ParallelOptimizer, RankOptions
 from thinwire.data_parallel.options import check_types
 from thinwire.data_parallel.wire import Strategy, WireFormat
 from thinwire.errors import ConfigError, nearest
@@ -51,20 +51,14 @@ class OnFSDP:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
-        local_size: int | None,
-        seed: int,
-        timeout_s: float,
-        checked: bool,
         overlap: bool,
+        **options: Unpack[RankOptions],
     ) -> tuple[nn.Module, ParallelOptimizer]:
         """See TrainingStrategy."""
         # A strategy is a value that is made long before it is applied, often by a process that never trains.
         from thinwire.data_parallel.fsdp.optimizer import wrap_fsdp
 
-        return wrap_fsdp(
-            model, optimizer, self, local_size=local_size, seed=seed, timeout_s=timeout_s, checked=checked,
-            overlap=overlap,
-        )  # fmt: skip
+        return wrap_fsdp(model, optimizer, self, overlap=overlap, **options)
 
 
 @dataclass(frozen=True)

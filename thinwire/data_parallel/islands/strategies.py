@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Unpack
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from thinwire.data_parallel.interface import (
     CUTS_TENSORS,
     Footprint,
     ParallelOptimizer,
+    RankOptions,
     TrainingStrategy,
     footprint,
     trained_shapes,
@@ -89,20 +90,10 @@ class OnIslands:
         return AmongIslands(self, peers, terms)
 
     def apply(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        *,
-        local_size: int | None,
-        seed: int,
-        timeout_s: float,
-        checked: bool,
-        overlap: bool,
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, *, overlap: bool, **options: Unpack[RankOptions]
     ) -> tuple[nn.Module, ParallelOptimizer]:
         """See TrainingStrategy; for the only island."""
-        return self.among(None).apply(
-            model, optimizer, local_size=local_size, seed=seed, timeout_s=timeout_s, checked=checked, overlap=overlap
-        )
+        return self.among(None).apply(model, optimizer, overlap=overlap, **options)
 
 
 @dataclass(frozen=True)
@@ -114,15 +105,7 @@ class AmongIslands:
     terms: str = ""
 
     def apply(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        *,
-        local_size: int | None,
-        seed: int,
-        timeout_s: float,
-        checked: bool,
-        overlap: bool,
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, *, overlap: bool, **options: Unpack[RankOptions]
     ) -> tuple[nn.Module, ParallelOptimizer]:
         """The default group becomes an island under the inner strategy; a collective over it, and over all islands.
 
@@ -133,13 +116,11 @@ class AmongIslands:
         from thinwire.data_parallel.islands.optimizer import IslandsOptimizer
 
         strategy = self.strategy
-        wrapped, inner = strategy.inner.apply(
-            model, optimizer, local_size=local_size, seed=seed, timeout_s=timeout_s, checked=checked, overlap=overlap
-        )
+        wrapped, inner = strategy.inner.apply(model, optimizer, overlap=overlap, **options)
         # Those who have begun wait for whoever has met them.
         peers = self.peers() if callable(self.peers) else self.peers
         method = strategy.method()
-        loop = OuterLoop(inner, model, method, peers, terms=self.terms, torch_optimizer=optimizer, seed=seed)
+        loop = OuterLoop(inner, model, method, peers, terms=self.terms, torch_optimizer=optimizer, seed=options["seed"])
         return wrapped, IslandsOptimizer(inner, loop, strategy)
 
 

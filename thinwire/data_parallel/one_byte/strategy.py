@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Unpack
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from torch import nn
 from thinwire.codecs import Codec
 from thinwire.collectives import Topology
 from thinwire.collectives.algorithms import gather_bytes
-from thinwire.data_parallel.interface import Footprint, ParallelOptimizer, footprint, trained_shapes
+from thinwire.data_parallel.interface import Footprint, ParallelOptimizer, RankOptions, footprint, trained_shapes
 from thinwire.data_parallel.one_byte.byte import MAX_SLOPE
 from thinwire.data_parallel.options import check_types
 from thinwire.errors import ConfigError, nearest
@@ -82,24 +82,13 @@ class OneByte:
         return num_samples ** AVERAGES[self.average]
 
     def apply(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        *,
-        local_size: int | None,
-        seed: int,
-        timeout_s: float,
-        checked: bool,
-        overlap: bool,
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, *, overlap: bool, **options: Unpack[RankOptions]
     ) -> tuple[nn.Module, ParallelOptimizer]:
         """See TrainingStrategy; there are no weights on their way to overlap with."""
         # A strategy is a value that is made long before it is applied, often by a process that never trains.
         from thinwire.data_parallel.one_byte.optimizer import Measured, one_byte
 
-        wrapped = one_byte(
-            model, optimizer, self, local_size=local_size, seed=seed, timeout_s=timeout_s, checked=checked,
-            announce=False,
-        )  # fmt: skip
+        wrapped = one_byte(model, optimizer, self, announce=False, **options)
         return Measured(model, wrapped), wrapped
 
 

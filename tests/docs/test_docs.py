@@ -73,7 +73,7 @@ def test_commands_are_understood(block: Block) -> None:
         else:
             # A program of the reader's own is called train.py; any other lies here.
             is_program = words[0] in ("torchrun", "python") and (
-                words[-1] == "train.py" or (ROOT / words[-1]).is_file()
+                words[-1] == "train.py" or any((ROOT / words[i]).is_file() for i in (1, -1))
             )
             known = is_program or words in (["thinwire", "--version"], [".", ".venv/bin/activate"])
             assert known, f"unknown command {words}"

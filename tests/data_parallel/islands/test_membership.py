@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,8 +17,9 @@ import torch.distributed as dist
 import thinwire
 from tests.data_parallel.islands.test_library import Net, adamw, batch
 from tests.workers import run_workers
-from thinwire.collectives import ElasticPeers, faults, host_meeting
+from thinwire.collectives import ElasticPeers, exchange, faults, host_meeting
 from thinwire.collectives.faults import parse
+from thinwire.data_parallel.islands.exchange import COMMIT, OPERATION
 from thinwire.data_parallel.islands.recovery import COMMITTED, RECEIVED, UNSURE, Word, counting
 from thinwire.errors import ConfigError, CorruptMessageError, PeerLostError, ThinwireError
 
@@ -238,6 +241,69 @@ def test_an_exchange_counts_where_anyone_knows_that_all_have_it(
 ) -> None:
     words = {island: Word(0, 10, [7, applied[island]], [0, 10], [UNSURE, status[island]]) for island in range(2)}
     assert counting(words) == [7, count]
+
+
+# Each island's weights before the exchange.
+WEIGHTS = (0.0, 1.0, 5.0)
+
+
+class NeverSent:
+    """Takes the place of a message that the sender takes for sent."""
+
+    def wait(self) -> None:
+        return
+
+
+def dies_in_an_exchange(rank: int, world_size: int, where: str, silent_in: str) -> tuple[float, tuple[int, ...]]:
+    """Island 2 leaves out what it has announced to island 1, and dies when island 0 lacks nothing; weights after it.
+
+    silent_in: OPERATION, so that it dies before its word, or COMMIT, so that island 0 has its word.
+    """
+    host, _, port = where.rpartition(":")
+    store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
+    send = exchange.Exchange._isend
+
+    def send_all_but_one(self: exchange.Exchange, peer: int, message: torch.Tensor) -> Any:
+        is_announcement = message.numel() == exchange.HEADER.size + exchange.CHECKSUM.size
+        if rank == 0 and self.operation == COMMIT:
+            store.set("holds all packets", "")
+        if rank == 2 and self.operation == COMMIT != silent_in:
+            store.wait(["holds all packets"])
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 2 and self.operation == silent_in and peer == 1 and not is_announcement:
+            return NeverSent()
+        return send(self, peer, message)
+
+    exchange.Exchange._isend = send_all_but_one  # type: ignore[method-assign]
+    peers = ElasticPeers(where, rank, timeout_s=TIMEOUT_S, max_islands=3, min_islands=3)
+    model = torch.nn.Linear(64, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with thinwire.LocalSGD(model, optimizer, sync_every=2, peers=peers, announce=False) as islands:
+        torch.nn.init.constant_(model.weight, WEIGHTS[rank])
+        for _ in range(2):
+            optimizer.step()
+        weight = float(model.weight.detach().mean())
+        if rank == 0:
+            store.set("has applied", "")
+        if rank == 2:
+            store.wait(["has applied"])
+            os.kill(os.getpid(), signal.SIGKILL)
+        for _ in range(2):
+            optimizer.step()
+    (change,) = islands.loop.changes
+    return weight, change.membership.members
+
+
+def test_an_exchange_that_one_survivor_has_a_part_of_counts_for_all_or_for_none() -> None:
+    def run(silent_in: str) -> list[Any]:
+        meeting = host_meeting()
+        where = f"127.0.0.1:{meeting.port}"
+        return run_workers(dies_in_an_exchange, 3, where, silent_in, may_die=(2,), timeout_s=60)
+
+    with ThreadPoolExecutor(2) as pool:
+        without_a_packet, without_a_word = pool.map(run, (OPERATION, COMMIT))
+    assert without_a_packet == [(sum(WEIGHTS[:2]) / 2, (0, 1))] * 2 + [None]
+    assert without_a_word == [(sum(WEIGHTS) / 3, (0, 1))] * 2 + [None]
 
 
 def slow_but_alive(rank: int, world_size: int, where: str) -> list[tuple[int, ...]]:

@@ -10,6 +10,7 @@
 - factor_of: the state of a ReduceOp, for the factor of a PREMUL_SUM.
 - Rendezvous: torchrun's dynamic rendezvous; who is in it is private, and so are leaving it while others stay, and how
   often it looks.
+- set_timeout: ProcessGroupGloo._set_default_timeout, private, as torch itself uses it.
 - place_in_file: torch.distributed.checkpoint.filesystem._StorageInfo, private; 2.11 to 2.13 have it.
 - no_record_checksums: whether an option of torch.save can be set for one thread, as in 2.13, only a private name tells.
 """
@@ -295,6 +296,11 @@ class Rendezvous:
         self.fall_silent()
         deadline = handler._get_deadline(handler.settings.timeout.heartbeat)
         handler._op_executor.run(dynamic_rendezvous._RendezvousExitOp(), deadline)
+
+
+def set_timeout(group: dist.ProcessGroupGloo, timeout_s: float) -> None:
+    """How long its messages may take from now on."""
+    group._set_default_timeout(timedelta(seconds=timeout_s))
 
 
 @contextmanager

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +82,26 @@ def test_the_first_generation_waits_for_a_slow_island() -> None:
     meeting = host_meeting()
     for begun in run_workers(begins_with_a_slow_one, 3, f"127.0.0.1:{meeting.port}"):
         assert begun == (1, (0, 1, 2), ())
+
+
+def meets_with_one_that_dies(rank: int, world_size: int, meet: str, moment: str) -> tuple[tuple[int, ...], bool]:
+    """Island 2 has come to the second generation, and dies at that moment; whether that took less than a timeout."""
+    peers = ElasticPeers(meet, rank, timeout_s=LONG_TIMEOUT_S, max_islands=world_size, min_islands=world_size)
+    if rank == 2:
+        setattr(peers, moment, lambda *told: os.kill(os.getpid(), signal.SIGKILL))
+    peers.renew()
+    assert gathered(peers) == [0, 1]
+    return peers.members, peers.membership.cost_s < LONG_TIMEOUT_S
+
+
+def test_who_dies_while_the_others_meet_costs_them_less_than_a_timeout() -> None:
+    def run(moment: str) -> list[Any]:
+        meeting = host_meeting()
+        return run_workers(meets_with_one_that_dies, 3, f"127.0.0.1:{meeting.port}", moment, may_die=(2,))
+
+    with ThreadPoolExecutor(2) as pool:
+        for found in pool.map(run, ("_introduce", "_connect_all")):
+            assert found == [((0, 1), True)] * 2 + [None]
 
 
 def test_what_cannot_meet_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ LOOKS_IN_A_TIMEOUT = 20
 # Whoever waited for the last round must have looked before the next is complete, on a busy machine too.
 LAST_CALL_IN_LOOKS = 2
 LAST_CALL_S = 1.0
+POLL_S = 0.1
 DEFAULT_TIMEOUT_S = 60.0
 MAX_ISLANDS = 64
 # An island that is alive may be in the middle of a long step.
@@ -38,6 +39,8 @@ NUM_ATTEMPTS = 5
 # In the meeting's store, once that generation has come about.
 GENERATION = "thinwire/generation/{}"
 BEGUN = GENERATION.format(1)
+# In the store of a generation that comes about, by rank in it.
+MEMBER = "thinwire/member/{}"
 # The latest step whose exchange a member of that generation stands still for.
 AWAITED = "thinwire/awaited/{}"
 
@@ -237,8 +240,8 @@ class ElasticPeers:
                     continue
                 if change is None:
                     raise ThinwireError(
-                        f"island {self.island}: no island is left that has the state of the others; start all of them "
-                        "again"
+                        f"island {self.island}: no island is left that has the state of the others: they have "
+                        "finished, or all must be started again"
                     )
                 group = self._connect_all(store, rank, size)
                 self._store.set(GENERATION.format(change.generation), "")
@@ -260,8 +263,8 @@ class ElasticPeers:
             "island": self.island, "generation": self.generation if self.has_state else 0, "members": self.members,
             "clock": time.time(),
         }  # fmt: skip
-        store.set(f"thinwire/member/{rank}", json.dumps(mine))
-        told = [json.loads(store.get(f"thinwire/member/{other}")) for other in range(size)]
+        store.set(MEMBER.format(rank), json.dumps(mine))
+        told = self._hear_all(store, size)
         members = tuple(one["island"] for one in told)
         if len(set(members)) < size:
             others = [one for number, one in enumerate(told) if one["island"] == self.island and number != rank]
@@ -282,12 +285,27 @@ class ElasticPeers:
         joined = tuple(island for island in members if island not in survivors)
         return Membership(last + 1, members, joined, tuple(sorted(before - survivors)), 0.0)
 
+    def _hear_all(self, store: dist.Store, size: int) -> list[dict[str, Any]]:
+        """What every member tells of itself; raises RuntimeError where one is gone before it has."""
+        keys = [MEMBER.format(rank) for rank in range(size)]
+        due = time.monotonic() + self.timeout_s + 2 * self.last_call_s
+        # Not by waiting for the keys: torch writes a warning on the terminal whenever that runs out of time.
+        while not store.check(keys):
+            is_in, num_present, *_ = self._rendezvous.look()
+            if not is_in or num_present < size or time.monotonic() > due:
+                raise RuntimeError("an island that had come to it is gone")
+            time.sleep(POLL_S)
+        return [json.loads(told) for told in store.multi_get(keys)]
+
     def _connect_all(self, store: dist.Store, rank: int, size: int) -> Any:
+        """Connections to all members, who are there now; raises RuntimeError where one does not answer any more."""
         if size == 1:
             return None
-        return dist.ProcessGroupGloo(
-            dist.PrefixStore("thinwire/gloo", store), rank, size, timedelta(seconds=self.timeout_s)
+        group = dist.ProcessGroupGloo(
+            dist.PrefixStore("thinwire/gloo", store), rank, size, timedelta(seconds=self.dead_after_s)
         )
+        _compat.set_timeout(group, self.timeout_s)
+        return group
 
     def _watch(self) -> None:
         """Look for changes, away from the training thread, and leave where that keeps the others from going on."""
@@ -338,13 +356,12 @@ class ElasticPeers:
 
     def _connect(self) -> dist.TCPStore:
         host, _, port = self.meet.rpartition(":")
-        timeout, patience = timedelta(seconds=self.timeout_s), timedelta(seconds=max(self.timeout_s, CONNECT_S))
+        patience = timedelta(seconds=max(self.timeout_s, CONNECT_S))
         try:
             store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=patience)
         except (RuntimeError, ValueError) as error:
             raise ThinwireError(self._unreachable(error)) from None
-        # The members of a generation learn of it one after the other.
-        store.set_timeout(timeout + timedelta(seconds=2 * self.last_call_s))
+        store.set_timeout(timedelta(seconds=self.timeout_s))
         return store
 
     def _unreachable(self, error: BaseException) -> str:

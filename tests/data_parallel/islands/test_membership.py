@@ -6,8 +6,10 @@ import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,6 +73,8 @@ KILLED = [
     "kill island=1 step=12", "kill island=0 operation=join", "kill island=1 operation=outer step=13",
     "corrupt island=2 operation=outer step=30",
 ]  # fmt: skip
+# Not the one who hands the state to a newcomer, but the newcomer.
+KILLED_AS_IT_JOINS = [text.replace("island=0 operation=join", "island=1 operation=join") for text in KILLED]
 FROZEN = [
     "freeze island=1 step=12 seconds=9", "freeze island=0 operation=join seconds=9",
     "freeze island=1 operation=outer step=13 seconds=9", "corrupt island=2 operation=join",
@@ -97,7 +101,7 @@ STORIES = {
         [1, 0, 1],
     ),
     "diloco, killed": Story(*DILOCO, 1, KILLED, [1, 0, 1]),
-    "streaming, killed": Story(*STREAMING, 1, KILLED, [1, 0, 1]),
+    "streaming, killed": Story(*STREAMING, 1, KILLED_AS_IT_JOINS, [1, 1, 1]),
     "diloco, stalled": Story(*DILOCO, 1, STALLED, []),
 }  # fmt: skip
 
@@ -158,11 +162,21 @@ def live(rank: int, world_size: int, where: str, story: Story) -> dict[str, Any]
         return None
 
 
+def num_sockets() -> int:
+    """Of this process; none on systems without /proc."""
+    found = 0
+    for entry in Path("/proc/self/fd").glob("*"):
+        with suppress(FileNotFoundError):
+            found += str(entry.readlink()).startswith("socket:")
+    return found
+
+
 def train(seat: Seat) -> dict[str, Any]:
     model, story = Net(), seat.story
     losses, calm, due = [], 0, time.monotonic() + LIMIT_S
     model, optimizer = seat.shard(model, adamw(model))
     peers = seat.meet()
+    before = num_sockets()
     with story.method(model, optimizer, **story.options, peers=peers, announce=False) as islands:
         loop = islands.loop
         while not loop.stop_agreed:
@@ -179,6 +193,7 @@ def train(seat: Seat) -> dict[str, Any]:
             optimizer.zero_grad()
             losses.append(float(loss.detach()))
             time.sleep(max(0.0, STEP_S - (time.monotonic() - start)))
+    assert num_sockets() <= before, "generations give back what they took"
     return {
         "island": seat.island,
         "is_first": seat.is_first,
@@ -288,6 +303,9 @@ def dies_in_an_exchange(rank: int, world_size: int, where: str, silent_in: str) 
         if rank == 2:
             store.wait(["has applied"])
             os.kill(os.getpid(), signal.SIGKILL)
+        # Its next packet wishes to meet the others, which then has happened before that is sent once more.
+        while len(peers.members) == 3 and not peers.changed():
+            time.sleep(0.05)
         for _ in range(2):
             optimizer.step()
     (change,) = islands.loop.changes
@@ -387,6 +405,28 @@ def test_a_number_is_there_once_and_an_old_state_does_not_go_on() -> None:
         one_too_many_and_one_too_late, 3, f"127.0.0.1:{meeting.port}", may_die=(2,), timeout_s=60
     )  # fmt: skip
     assert found == [(0, 1), (0, 1), None]
+
+
+def first_rank_fails(rank: int, world_size: int) -> str:
+    """The first rank of an island can't go on with others, of which the second knows nothing."""
+
+    def fail(*told: Any) -> None:
+        raise ThinwireError("it can't reach the others")
+
+    model = Net()
+    wrapped, optimizer = thinwire.zero(model, adamw(model), announce=False)
+    with pytest.raises(ThinwireError) as caught:
+        with thinwire.LocalSGD(wrapped, optimizer, sync_every=2, announce=False) as islands:
+            islands.loop._await = fail  # type: ignore[method-assign, assignment]
+            for step in range(2):
+                wrapped(batch(step)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    return str(caught.value)
+
+
+def test_an_island_fails_with_its_first_rank() -> None:
+    assert run_workers(first_rank_fails, 2) == ["it can't reach the others", "the first rank of this island has failed"]
 
 
 def one_of_a_world_dies(rank: int, world_size: int) -> str:

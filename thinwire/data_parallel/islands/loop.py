@@ -6,12 +6,12 @@ import hashlib
 import logging
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,10 @@ from thinwire.data_parallel.table import Row
 from thinwire.errors import ConfigError, CorruptMessageError, PeerLostError
 
 LOOK_EVERY_S = 0.1
+# What an island's first rank tells the others.
+DONE, FAILED = "done", "failed"
+
+T = TypeVar("T")
 
 log = logging.getLogger("thinwire")
 
@@ -92,7 +96,7 @@ class OuterLoop:
         self.host, self.model, self.method, self.terms, self.seed = host, model, method, terms, seed
         self.torch_optimizer = torch_optimizer
         self._num_waits = 0
-        self._follow_first()
+        self._first_does(lambda: None)
         self.fragments = cut(model, method.num_fragments, method.pattern, method.codec.block)
         self.schedule = method.schedule(len(self.fragments))
         self._fixed = [param.data for param in model.parameters() if not param.requires_grad] + list(model.buffers())
@@ -193,9 +197,7 @@ class OuterLoop:
     def _receive(self) -> bool:
         """The outer step of the first fragment under way, and what the island goes on with; see _receive_due."""
         flight = self.flights[0]
-        if flight.sync is not None:
-            self._await(flight)
-        self._follow_first()
+        self._first_does(lambda: self._await(flight))
         return self._merge(flight)
 
     def _await(self, flight: Flight) -> None:
@@ -281,16 +283,25 @@ class OuterLoop:
         self.stop_agreed, self.jump = bool(message[-2]), int(message[-1])
         return message[:-2]
 
-    def _follow_first(self) -> None:
-        """Wait until the first rank is here: it may be with other islands for longer than a message may take."""
+    def _first_does(self, work: Callable[[], T]) -> T | None:
+        """What the first rank does alone, for longer than a message may take: the others wait, and fail with it."""
         comm, self._num_waits = self.host.comm, self._num_waits + 1
         if comm is None or comm.world_size == 1:
-            return
+            return work()
         store, key = _compat.default_store(), f"thinwire/island/{comm.global_ranks[0]}/{self._num_waits}"
         if comm.rank:
             store.wait([key], timedelta(seconds=PATIENCE_S))
-        else:
-            store.set(key, "")
+            if store.get(key) != DONE.encode():
+                raise PeerLostError("the first rank of this island has failed")
+            return None
+        try:
+            done = work()
+        except BaseException:
+            with suppress(RuntimeError):
+                store.set(key, FAILED)
+            raise
+        store.set(key, DONE)
+        return done
 
     # ---------------------------------------------------------------- islands that come and go
 
@@ -350,12 +361,7 @@ class OuterLoop:
 
         An island that comes later gets the others' state.
         """
-        joins, differ = self.peers is not None and not self.peers.has_state, False
-        if joins:
-            recovery.join(self)
-        elif self.is_first:
-            differ = self._level_islands()
-        self._follow_first()
+        differ = bool(self._first_does(self._meet_others))
         shared = self._share(torch.tensor([float(differ)]))
         if self.jump:
             self._go_on_elsewhere()
@@ -370,6 +376,14 @@ class OuterLoop:
             "sent by the first" if differ else "nothing sent",
             ("they differed" if differ else "they were equal already"),
         )
+
+    def _meet_others(self) -> bool:
+        """Catch up with islands that have begun before, or begin with them; whether they differed then."""
+        assert self.peers is not None
+        if self.peers.has_state:
+            return self._level_islands()
+        recovery.join(self)
+        return False
 
     def _level_islands(self) -> bool:
         """Compare with the other islands; whether they differed, in which case `outer` is now the first one's."""
@@ -453,16 +467,12 @@ class OuterLoop:
 
     def state_dict(self) -> dict[str, Any]:
         """What is needed to go on bit for bit; what is under way is waited for, and kept as messages."""
+        self._first_does(self._wait_for_all)
         flights = []
         for flight in self.flights:
             sync = flight.sync
-            if sync is not None:
-                # What a loss has stopped is sent again, here when it is due, and where the state is loaded.
-                with suppress(PeerLostError, CorruptMessageError):
-                    self.wait_for(sync)
             told = None if sync is None else (tuple(sync.header), sync.step, sync.seed, sync.received, sync.message)
             flights.append((flight.fragment, flight.due, flight.members, told, flight.is_applied))
-        self._follow_first()
         return {
             "steps": self.steps,
             "flights": flights,
@@ -520,11 +530,15 @@ class OuterLoop:
 
     def drain_silently(self) -> None:
         """Wait for what is under way, and drop it."""
+        self._wait_for_all()
+        self.flights.clear()
+
+    def _wait_for_all(self) -> None:
+        """What a loss has stopped is sent again, here when it is due, and where the state is loaded."""
         for flight in self.flights:
             if flight.sync is not None:
                 with suppress(PeerLostError, CorruptMessageError):
                     self.wait_for(flight.sync)
-        self.flights.clear()
 
     def _layout(self) -> dict[str, Any]:
         return {

@@ -103,8 +103,9 @@ def test_torchrun_and_two_machines_train_the_same(runner: Runner, whole: str) ->
     # The second comes first, and waits.
     for node in (1, 0):
         commands.append(runner.train(f"machine{node}", workers=1, nodes=2, node=node, join=meeting, **own))
-    for code, _, err in map(finish, commands):
+    for code, out, err in map(finish, commands):
         assert code == 0, err
+        assert "strategy diloco: ddp inside each island" in out and "held-out loss" in out, "each has a terminal"
     for folders in (("torchrun", "torchrun/island-1"), ("machine0", "machine1/island-1")):
         for name, same in zip(folders, ("whole", "whole/island-1"), strict=True):
             assert losses(runner, name) == losses(runner, same)

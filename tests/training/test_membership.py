@@ -26,7 +26,8 @@ def test_an_island_that_died_comes_back_and_all_stop_at_the_same_step(tmp_path: 
         "run", workers=4, local_size=2, strategy="streaming-diloco", inner="sdp4bit", steps=1_000_000, timeout=20,
         **{"streamingdiloco.sync-every": 6, "streamingdiloco.num-fragments": 2},
     )  # fmt: skip
-    process = runner.start(*THINWIRE, "train", *flags, "--inject", "kill island=1 rank=1 step=10")
+    asked = ("kill rank=1 island=1 step=10", "kill rank=1 island=0 step=999999")
+    process = runner.start(*THINWIRE, "train", *flags, *(word for text in asked for word in ("--inject", text)))
 
     def lines(name: str, key: str) -> list[dict]:
         return [line for line in runner.metrics(name) if key in line]
@@ -44,7 +45,9 @@ def test_an_island_that_died_comes_back_and_all_stop_at_the_same_step(tmp_path: 
     finally:
         runner.close()
     assert code == 143 and "Traceback" not in err, err
-    assert "island 1 is started again (1 of 3)" in err
+    assert "island 1 failed with exit code 1, and is started again (1 of 3)" in err
+    assert f"fault injected in step 10: {asked[0]}" in err and f"--inject {asked[1]!r} never happened" in err
+    assert all(f"--inject {text!r}: armed" in out for text in asked)
     assert "island 1 is lost" in out and "island 1 joins" in out
     assert "strategy streaming-diloco: sdp4bit inside each island" in out
     assert len(started) >= 9 and not any(map(is_running, started)), "launchers and workers, twice those of island 1"

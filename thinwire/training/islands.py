@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -28,6 +29,7 @@ from thinwire.training.settings import island_size, read_toml, to_toml
 from thinwire.training.signals import STOPPING, StoppedError
 
 POLL_S = 0.1
+CONNECT_S = 5.0
 
 
 class Children:
@@ -58,14 +60,14 @@ class Children:
         """Whether it was never started again."""
         return number not in self._num_restarts
 
-    def start_again(self, number: int) -> None:
-        """Start an island that has failed, if it may be; it joins the others."""
-        done = self._num_restarts.get(number, 0)
+    def start_again(self, number: int, code: int) -> None:
+        """Start an island that has failed with that exit code, if it may be; it joins the others."""
+        done, failed = self._num_restarts.get(number, 0), f"thinwire: island {number} failed with exit code {code}"
         if done >= self.restarts:
-            print(f"thinwire: island {number} failed, and is not started again; the others go on", file=sys.stderr)
+            print(f"{failed}, and is not started again; the others go on", file=sys.stderr)
             return
         self._num_restarts[number] = done + 1
-        print(f"thinwire: island {number} is started again ({done + 1} of {self.restarts})", file=sys.stderr)
+        print(f"{failed}, and is started again ({done + 1} of {self.restarts})", file=sys.stderr)
         again, log = self._again[number]
         self.start(number, again, again, log)
 
@@ -101,14 +103,16 @@ def launch_islands(config: TrainConfig, start: Start) -> int:
         await_node_0(host, int(port), config.timeout)
         meeting = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=config.timeout))
     meet = f"{host}:{meeting.port}"
-    for number in range(config.node * here, (config.node + 1) * here):
+    numbers = range(config.node * here, (config.node + 1) * here)
+    for number in numbers:
         run_dir = RunDir(config.run_dir).island(number)
         if number:
             own = replace(config, run_dir=str(run_dir.path))
             run_dir.claim(0, to_toml(own), overwrite=config.overwrite)
         island = Island(number, count, meet)
         command = [sys.executable, "-m", "thinwire.training.islands", str(run_dir.config())]
-        log = run_dir.logs / "launcher.out" if number else None
+        # The first one here has the terminal.
+        log = run_dir.logs / "launcher.out" if number > numbers[0] else None
         # Faults are asked for once.
         first, again = (replace(start, island=island, inject=inject).to_json() for inject in (start.inject, ()))
         children.start(number, [*command, first], [*command, again], log)
@@ -136,21 +140,34 @@ def watch(children: Children, meeting: dist.TCPStore) -> int:
                     codes[number] = 0
                     print(f"thinwire: island {number} came when the others had finished: it is not missed", flush=True)
             elif code != ConfigError.exit_code:
-                children.start_again(number)
+                children.start_again(number, code)
         time.sleep(POLL_S)
     if children.received is not None:
         raise StoppedError(children.received)
     return max(codes.values())
 
 
-def follow_parent() -> None:
-    """End this process as by SIGTERM when the one that started it is gone."""
+def follow_command(island: Island) -> None:
+    """End this process, an island's launcher, when the command that started it is gone.
+
+    With it went the meeting, or its machine's islands alone. Then all islands stop, as by SIGTERM, while they can; or
+    this one leaves the others, as its workers do when their launcher is gone.
+    """
     parent = os.getppid()
+    host, _, port = island.meet.rpartition(":")
 
     def look() -> None:
         while os.getppid() == parent:
             time.sleep(1.0)
-        os.kill(os.getpid(), signal.SIGTERM)
+        told = f"thinwire: island {island.number}: the command that started it is gone"
+        try:
+            socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
+        except OSError:
+            print(f"{told}: all islands stop", file=sys.stderr, flush=True)
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            print(f"{told}: it leaves the others", file=sys.stderr, flush=True)
+            os._exit(1)
 
     threading.Thread(target=look, name="thinwire-parent", daemon=True).start()
 
@@ -159,10 +176,10 @@ def main() -> NoReturn:
     """`python -m thinwire.training.islands CONFIG.toml START`, as `launch_islands` runs it: one island's launcher."""
     from thinwire.training.launch import run_workers
 
-    follow_parent()
     config_path, told = sys.argv[1:]
     start, problems = Start.from_json(told), Problems()
     assert start.island is not None
+    follow_command(start.island)
     try:
         config = read_toml(Path(config_path), problems)
         problems.raise_any()

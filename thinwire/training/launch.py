@@ -8,9 +8,11 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -38,6 +40,7 @@ from thinwire.training.signals import STOPPING, StoppedError
 # Half of the time that torchrun's agent gives workers between asking them to end and killing them.
 AGENT_PATIENCE_S = 15
 LOOPBACK = "127.0.0.1"
+LOOK_EVERY_S = 0.2
 
 
 class RankLogs(LogsSpecs):
@@ -123,7 +126,8 @@ def run_workers(config: TrainConfig, start: Start, relay: Relay | None = None) -
         await_node_0(host, int(port), config.timeout)
     relay.step_aside()
     try:
-        result = relay.agent.run()
+        with passing_on(run_dir.faults) if start.inject else nullcontext():
+            result = relay.agent.run()
     except (ConnectionError, TimeoutError, RuntimeError) as error:
         raise ThinwireError(
             f"node {config.node} did not meet the others at {host}:{port} within {config.timeout:g} s: {error}"
@@ -132,10 +136,39 @@ def run_workers(config: TrainConfig, start: Start, relay: Relay | None = None) -
         # The live table hides it, and a killed worker can't bring it back.
         Console().show_cursor()
     if relay.received is not None:
+        if own := {rank: one for rank, one in result.failures.items() if has_failed_by_itself(one)}:
+            whose = f"island {start.island.number}: " if start.island else ""
+            print(f"thinwire: {whose}{failure(own, run_dir, start.inject)}", file=sys.stderr)
         raise StoppedError(relay.received)
     if result.is_failed():
         raise failure(result.failures, run_dir, start.inject)
     return 0
+
+
+@contextmanager
+def passing_on(path: Path) -> Iterator[None]:
+    """Inside, what workers append to this file is shown on the terminal, which they don't have."""
+    seen, is_over = path.stat().st_size if path.exists() else 0, threading.Event()
+
+    def look() -> None:
+        nonlocal seen
+        with suppress(FileNotFoundError), path.open() as log:
+            log.seek(seen)
+            sys.stderr.write(log.read())
+            seen = log.tell()
+
+    def follow() -> None:
+        while not is_over.wait(LOOK_EVERY_S):
+            look()
+
+    follower = threading.Thread(target=follow, name="thinwire-faults", daemon=True)
+    follower.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        follower.join()
+        look()
 
 
 def await_node_0(host: str, port: int, timeout_s: float) -> None:
@@ -220,6 +253,11 @@ def explain(rank: int, cause: ProcessFailure, injected: Sequence[str] = ()) -> s
 def is_killed(cause: ProcessFailure) -> bool:
     """Whether a signal ended it that the agent did not send itself while closing."""
     return cause.exitcode < 0 and cause.exitcode != -signal.SIGTERM
+
+
+def has_failed_by_itself(failure: ProcessFailure) -> bool:
+    """Whether neither a signal has ended it nor the loss of another."""
+    return failure.exitcode > 0 and "PeerLostError" not in str(failure.message)
 
 
 def closeness_to_cause(failure: ProcessFailure, first_report: float) -> tuple[bool, bool, int]:

@@ -38,6 +38,11 @@ class RunDir:
     def logs(self) -> Path:
         return self.path / "logs"
 
+    @property
+    def faults(self) -> Path:
+        """What befell workers that have no terminal, on purpose."""
+        return self.logs / "faults.log"
+
     def island(self, number: int) -> RunDir:
         """What an island writes: the first one here, the others in folders of their own."""
         return self if number == 0 else RunDir(self.path / f"island-{number}")

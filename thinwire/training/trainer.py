@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -169,7 +168,7 @@ class Trainer:
             self.optimizer.synchronize()
             heldout_loss = self._evaluate() if self.config.eval_sequences else None
         for fault in faults.disarm():
-            print(f"thinwire: rank {self.place.rank}: --inject {str(fault)!r} never happened", file=sys.stderr)
+            self._tell_of_fault(f"thinwire: rank {self.place.rank}: --inject {str(fault)!r} never happened")
         peak_rss = max_over_ranks(peak_rss_bytes())
         self.optimizer.close()
         if self.reporter is not None:
@@ -191,10 +190,18 @@ class Trainer:
     def _arm_faults(self) -> None:
         """Let the faults happen that are this process's; one that was started again has had its own."""
         if not int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
-            announce = faults.say if self.reporter is None else self.reporter.progress.warn
             island = self.place.island.number if isinstance(self.optimizer, ComingAndGoing) else None
             told = map(faults.parse, self.config.inject)
-            faults.arm(told, rank=self.place.rank, island=island, announce=announce)
+            faults.arm(told, rank=self.place.rank, island=island, announce=self._tell_of_fault)
+
+    def _tell_of_fault(self, text: str) -> None:
+        """The first rank has the terminal; what others have to say the launcher passes on."""
+        if self.place.number == 0 and self.reporter is not None:
+            self.reporter.progress.warn(text)
+            return
+        faults.say(text)
+        with self.run_dir.faults.open("a") as log:
+            log.write(f"{text}\n")
 
     def _follow(self) -> None:
         """Go where the others are: an island that was away, or comes late, leaves out the steps that it has missed."""

@@ -45,6 +45,8 @@ def renew_again_and_again(rank: int, world_size: int, meet: str) -> list[tuple[i
         peers.renew()
         if hanging is not None:
             assert isinstance(hanging.exception(timeout=1.0), RuntimeError)
+    # Whoever leaves at once breaks connections that a slower one may still be making.
+    gathered(peers)
     peers.close()
     return counts
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import signal
+import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from tests.training.commands import LIMIT_S, THINWIRE, Runner, children, finish, is_running
+from tests.workers import free_port
 from thinwire.convert.saved import load_run
+from thinwire.training.launch import has_failed_by_itself
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 
@@ -65,3 +71,40 @@ def test_an_island_that_died_comes_back_and_all_stop_at_the_same_step(tmp_path: 
     # What export and generate take from a run: here the inner weights differ.
     weights = [dict(load_run(str(tmp_path / name)).model.named_parameters()) for name in ("run", "run/island-1")]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+ORPHAN = """
+import os, signal, time
+from thinwire.training.islands import Island, follow_command
+
+follow_command(Island(1, 2, "127.0.0.1:{port}"))
+os.kill(os.getppid(), signal.SIGKILL)
+time.sleep(60)
+"""
+
+
+def test_launchers_end_with_the_command_that_started_them() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as meeting:
+        ports = {"it leaves the others": meeting.getsockname()[1], "all islands stop": free_port()}
+        commands = {
+            what: subprocess.Popen(
+                ["sh", "-c", '"$0" -c "$1"; exit', sys.executable, ORPHAN.format(port=port)],
+                stderr=subprocess.PIPE, text=True,
+            )
+            for what, port in ports.items()
+        }  # fmt: skip
+        for what, command in commands.items():
+            # Open for as long as the launcher is there.
+            _, err = command.communicate(timeout=40)
+            assert err == f"thinwire: island 1: the command that started it is gone: {what}\n"
+
+
+def test_what_is_told_after_a_signal_is_no_consequence_of_it(tmp_path: Path) -> None:
+    def failed(exit_code: int, message: str) -> ProcessFailure:
+        told = {"message": {"message": message, "extraInfo": {"timestamp": "1"}}}
+        (tmp_path / "error.json").write_text(json.dumps(told))
+        return ProcessFailure(0, 1, exit_code, str(tmp_path / "error.json"))
+
+    assert has_failed_by_itself(failed(1, "ThinwireError: nobody answers at the meeting"))
+    assert not has_failed_by_itself(failed(1, "PeerLostError: rank 0 is missing"))
+    assert not has_failed_by_itself(failed(-signal.SIGKILL, "")) and not has_failed_by_itself(failed(-15, ""))

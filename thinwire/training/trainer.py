@@ -200,6 +200,7 @@ class Trainer:
             self.reporter.progress.warn(text)
             return
         faults.say(text)
+        self.run_dir.logs.mkdir(parents=True, exist_ok=True)
         with self.run_dir.faults.open("a") as log:
             log.write(f"{text}\n")
 

@@ -162,12 +162,16 @@ def live(rank: int, world_size: int, where: str, story: Story) -> dict[str, Any]
         return None
 
 
-def num_sockets() -> int:
-    """Of this process; none on systems without /proc."""
-    found = 0
+def num_ports() -> int:
+    """On which this process listens; none on systems without /proc."""
+    listening, found = set(), 0
+    for table in ("tcp", "tcp6"):
+        with suppress(FileNotFoundError):
+            rows = map(str.split, Path(f"/proc/self/net/{table}").read_text().splitlines()[1:])
+            listening |= {f"socket:[{row[9]}]" for row in rows if row[3] == "0A"}
     for entry in Path("/proc/self/fd").glob("*"):
         with suppress(FileNotFoundError):
-            found += str(entry.readlink()).startswith("socket:")
+            found += str(entry.readlink()) in listening
     return found
 
 
@@ -175,8 +179,8 @@ def train(seat: Seat) -> dict[str, Any]:
     model, story = Net(), seat.story
     losses, calm, due = [], 0, time.monotonic() + LIMIT_S
     model, optimizer = seat.shard(model, adamw(model))
+    before = num_ports()
     peers = seat.meet()
-    before = num_sockets()
     with story.method(model, optimizer, **story.options, peers=peers, announce=False) as islands:
         loop = islands.loop
         while not loop.stop_agreed:
@@ -193,7 +197,7 @@ def train(seat: Seat) -> dict[str, Any]:
             optimizer.zero_grad()
             losses.append(float(loss.detach()))
             time.sleep(max(0.0, STEP_S - (time.monotonic() - start)))
-    assert num_sockets() <= before, "generations give back what they took"
+    assert num_ports() == before, "generations give back what they took"
     return {
         "island": seat.island,
         "is_first": seat.is_first,

@@ -94,16 +94,17 @@ class Sync:
 
     def submit(self, peers: Peers) -> None:
         """Start, or start once more among those that are present now."""
-        if self.future is not None and self.message is not None:
+        if self.future is not None:
             # Whoever was wished for has been met.
-            self._write(self.header._replace(wishes=self.header.wishes & ~RENEW), self.message)
+            self.header = self.header._replace(wishes=self.header.wishes & ~RENEW)
+            if self.message is not None:
+                self._write_header(self.message)
         self.received, self.is_committed = None, False
         self.future = peers.comm.submit(self._job)
         peers.reached(self.due)
 
-    def _write(self, header: Header, message: Tensor) -> None:
-        self.header = header
-        message[: HEADER.size] = torch.frombuffer(bytearray(HEADER.pack(*header)), dtype=torch.uint8)
+    def _write_header(self, message: Tensor) -> None:
+        message[: HEADER.size] = torch.frombuffer(bytearray(HEADER.pack(*self.header)), dtype=torch.uint8)
 
     def _job(self, link: Link) -> Rounds[None]:
         grid = link.topology
@@ -135,7 +136,7 @@ class Sync:
     def _pack(self, link: Link) -> None:
         assert self.delta is not None
         message = torch.zeros(message_bytes(self.codec, self.numel), dtype=torch.uint8)
-        self._write(self.header, message)
+        self._write_header(message)
         with link.timed("encode_s", OPERATION):
             self.codec.encode(self.delta, seed=self.seed, out=self._packet(message))
         self.message, self.delta = message, None

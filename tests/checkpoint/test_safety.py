@@ -264,8 +264,10 @@ def test_the_next_loss_is_kept_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_the_command_lists_and_verifies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "checkpoints"
+    folder = tmp_path / "notes" / "checkpoints"
     save(folder, 5, 10)
+    save(tmp_path / "other" / "checkpoints", 5)
+    tmp_path = tmp_path / "notes"
     assert cli.run(["checkpoints", str(tmp_path)]) == 0
     listed = capsys.readouterr().out.splitlines()
     assert "alone on 1 rank(s), not verified" in listed[1] and "2.0000" in listed[1] and listed[2].endswith("latest")
@@ -279,3 +281,7 @@ def test_the_command_lists_and_verifies(tmp_path: Path, capsys: pytest.CaptureFi
         cli.run(["checkpoints", "a", "b"])
     with pytest.raises(ConfigError, match="holds no checkpoint"):
         cli.run(["checkpoints", str(folder_of(folder, 5))])
+    for command in (["checkpoints"], ["generate"], ["export", "out"]):
+        for misspelt in ("notse", "runs/notes"):
+            with pytest.raises(ConfigError, match=rf"(holds no|is neither).*did you mean '{tmp_path}'"):
+                cli.run([command[0], str(tmp_path.parent / misspelt), *command[1:]])

@@ -23,9 +23,6 @@ def agree_all(rank: int, world_size: int, folder: Path) -> dict[str, tuple[int, 
     """The step that this rank is to go on from, or why it can't, and what is said of it; every rank has a disk."""
     told: dict[str, tuple[int, str]] = {}
     for case in ("sound", *DAMAGED):
-        # Who has nothing sound does not come to the others.
-        if case == "none" and rank == 0:
-            continue
         try:
             chosen, rows = agree_on_checkpoint(folder / case / str(rank), verifies=rank > 0)
             told[case] = step_of(chosen), str(rows)
@@ -48,4 +45,7 @@ def test_the_newest_that_is_sound_on_every_disk(tmp_path: Path) -> None:
     assert first["crossed"][0] == second["crossed"][0] == 2
     assert first["apart"][0] == second["apart"][0] == -1
     assert "no checkpoint lies on the disks of all ranks (rank 0: [2, 6]; rank 1: [4])" in first["apart"][1]
-    assert second["none"][0] == -1 and second["none"][1].startswith("no checkpoint is sound")
+    assert first["none"] == second["none"] and first["none"][0] == -1, "nobody waits for who has nothing sound"
+    assert (
+        first["none"][1].startswith("rank 1: no checkpoint is sound") and str(tmp_path / "none/1") in first["none"][1]
+    )

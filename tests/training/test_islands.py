@@ -95,6 +95,36 @@ def test_resume_equals_the_uninterrupted_run_bit_for_bit(runner: Runner, whole: 
         assert summary(runner, name)["heldout_loss"] == summary(runner, "whole")["heldout_loss"]
 
 
+def test_from_one_method_to_another_and_out_of_islands_and_into_them(runner: Runner, whole: str) -> None:
+    """After step 3, before any exchange, the islands' weights differ: all that go on take their mean."""
+    for name in ("streaming", "left"):
+        shutil.copytree(runner.folder / "whole", runner.folder / name)
+        for folder in (runner.folder / name, runner.folder / name / "island-1"):
+            point_to(folder / "checkpoints" / "step-00000003")
+    streaming = runner.start(*runner.again("streaming"), "--strategy", "streaming-diloco", "--stop-at", "4")
+    code, out, err = finish(streaming)
+    assert code == 0, err
+    told = (runner.folder / "streaming/island-1/logs/launcher.out").read_text()
+    for text in (out, told):
+        assert "weights of the islands: transformed (all start from the mean of 2 islands' weights)" in text
+        assert "resume proven: step 4" in text and "off by 0)" in text
+    code, out, err = finish(runner.start(*runner.again("left"), "--strategy", "ddp", "--workers", "1"))
+    assert code == 0, err
+    assert "weights of the islands: transformed (the mean of those of islands [0, 1])" in out
+    assert "resume proof: none (the weights are the mean of 2 islands', with which no loss was taken)" in out
+    of_islands = [losses(runner, name)[3][1] for name in ("streaming", "streaming/island-1")]
+    assert losses(runner, "left")[3][1] == pytest.approx(sum(of_islands) / 2, rel=1e-5)
+    assert losses(runner, "left")[3][1] != pytest.approx(losses(runner, "whole")[3][1], rel=1e-5)
+    assert of_islands[0] != losses(runner, "whole")[3][1]
+    # That run has ended, and knows its next loss all the same; its last islands' checkpoints are of long ago.
+    flags = ["--strategy", "diloco", "--workers", "2", "--diloco.sync-every", "2", "--steps", "7"]
+    code, out, err = finish(runner.start(*runner.again("left"), *flags))
+    assert code == 0, err
+    assert "resume: islands: begun (all 2 start from the run's checkpoint)" in out
+    assert "weights of the islands: carried (they are the same bits on all islands)" in out
+    assert "exchange of each fragment: every 2 steps" in out and "resume proven: step 7" in out
+
+
 def test_torchrun_and_two_machines_train_the_same(runner: Runner, whole: str) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     own: dict[str, Any] = {"strategy": "diloco", "seed": 1, "diloco.sync_every": 4}

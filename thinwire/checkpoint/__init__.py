@@ -10,6 +10,7 @@ from thinwire.checkpoint.folder import (
     checkpoints_of,
     choose,
     latest,
+    nearest_run,
     next_loss,
     passed_over,
     step_of,
@@ -21,6 +22,6 @@ from thinwire.checkpoint.state import Debt, Piece, Snapshot
 
 __all__ = [
     "FROZEN", "WEIGHTS", "CheckpointError", "Debt", "Disk", "Keep", "Piece", "Saver", "Snapshot", "Source", "all_of",
-    "checkpoints_of", "choose", "latest", "next_loss", "passed_over", "read_weights", "step_of", "store_of_ranks",
-    "verify",
+    "checkpoints_of", "choose", "latest", "nearest_run", "next_loss", "passed_over", "read_weights", "step_of",
+    "store_of_ranks", "verify",
 ]  # fmt: skip

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.checkpoint.dcp import CheckpointError, part_of, write_durably
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, nearest
 
 POINTER = "latest"
 MANIFEST = "manifest.json"
@@ -252,4 +252,14 @@ def checkpoints_of(place: Path) -> Path:
     for folder in (place / "checkpoints", place):
         if all_of(folder):
             return folder
-    raise ConfigError(f"{place} holds no checkpoint: give a run directory, or its folder of checkpoints")
+    raise ConfigError(
+        f"{place} holds no checkpoint: give a run directory, or its folder of checkpoints{nearest_run(place)}"
+    )
+
+
+def nearest_run(place: Path) -> str:
+    """The tail of an error message: which folder near `place`, that holds no checkpoint, is a run's; empty for none."""
+    above = next((path for path in place.parents if path.is_dir()), Path())
+    folders = [*above.glob("*/checkpoints"), *above.glob("*/*/checkpoints")]
+    runs = [str(folder.parent) for folder in folders if all_of(folder)]
+    return nearest(str(place), runs) if runs else ""

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from thinwire.checkpoint import nearest_run
 from thinwire.convert.options import ExportConfig, GenerateConfig, ImportConfig, read
 from thinwire.convert.saved import load_run
 from thinwire.data import Tokenizer, load_tokenizer, printable
@@ -79,7 +80,8 @@ def load_source(source: str) -> tuple[nn.Module, Tokenizer]:
         return run.model, run.tokenizer
     folder = Path(source)
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"{source} is neither a run directory nor a folder with a config.json")
+        hint = nearest_run(folder)
+        raise ConfigError(f"{source} is neither a run directory nor a folder with a config.json{hint}")
     if not (folder / "tokenizer.json").is_file():
         raise ConfigError(f"{source} holds no tokenizer.json: copy the model's own into it")
     if not any(folder.glob("*.safetensors")):

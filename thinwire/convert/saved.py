@@ -7,10 +7,11 @@ from pathlib import Path
 
 from torch import nn
 
+from thinwire.checkpoint import nearest_run
 from thinwire.checkpoint.folder import Manifest, folder_of
 from thinwire.convert.weights import full_weights
 from thinwire.data import Tokenizer, load_tokenizer
-from thinwire.errors import ConfigError, nearest
+from thinwire.errors import ConfigError
 from thinwire.models import build_model
 from thinwire.training.config import TrainConfig
 from thinwire.training.problems import Problems
@@ -33,9 +34,7 @@ def load_run(path: str) -> SavedRun:
     """The run in a directory. Raises ConfigError for one that holds none, or no checkpoint yet."""
     run_dir, problems = RunDir(path), Problems()
     if not run_dir.config().is_file():
-        parent = Path(path).absolute().parent
-        runs = [str(Path(path).parent / p.name) for p in parent.glob("*/") if RunDir(p).config().is_file()]
-        raise ConfigError(f"{path} holds no run{nearest(path, runs) if runs else ''}")
+        raise ConfigError(f"{path} holds no run{nearest_run(Path(path))}")
     config = read_toml(run_dir.config(), problems)
     problems.raise_any()
     tokenizer = load_tokenizer(config.tokenizer)

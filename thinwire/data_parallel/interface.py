@@ -282,6 +282,17 @@ class ComingAndGoing(Protocol):
         """Steps that the others have taken, and this one where it didn't miss them; between steps."""
         ...
 
+    def level(self, *, has_own: bool) -> tuple[str, str, str]:
+        """Go on from one state with the others, where a restore left them apart; a line of the load report.
+
+        has_own: whether what this one has restored was its own, and counts.
+        """
+        ...
+
+    def mean_over_islands(self, value: float) -> float:
+        """The mean of a number over all of them; a collective."""
+        ...
+
     def take_changes(self) -> list[Any]:
         """What has changed among them since the last call, with its cost: of `islands.recovery.Change`."""
         ...

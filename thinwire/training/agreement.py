@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -22,6 +22,7 @@ from thinwire.training.effects import Row
 from thinwire.training.prepare import Island
 
 Gather = Callable[[Any], list[Any]]
+T = TypeVar("T")
 
 POLL_S = 0.05
 HINTS = {
@@ -52,10 +53,17 @@ def agree_on_checkpoint(checkpoints: Path, *, verifies: bool) -> tuple[Path | No
 
     It is the last one, unless machines with disks of their own have different last ones: one was saving when it died,
     or lost a file. Then it is the newest that lies sound on every disk. Raises ConfigError where there is none,
-    CheckpointError where a disk has some and none of them is sound.
+    CheckpointError on all ranks where a disk has some and none of them is sound.
     verifies: whether this rank compares checksums before it names its last one, since nobody has on its disk.
     """
-    mine, wrong = choose(checkpoints, moves_pointer=False) if verifies else (latest(checkpoints), [])
+    mine: Path | None = None
+    wrong: list[str] = []
+    problem = ""
+    try:
+        mine, wrong = choose(checkpoints, moves_pointer=False) if verifies else (latest(checkpoints), [])
+    except CheckpointError as error:
+        problem = str(error)
+    raise_first(_of_all_ranks(problem), "rank")
     rows: list[Row] = [("a later checkpoint", "passed over: it is damaged", why) for why in wrong]
     if wrong and dist.get_rank():
         print("\n".join(f"thinwire: a checkpoint is passed over: {why}" for why in wrong), file=sys.stderr)
@@ -63,11 +71,38 @@ def agree_on_checkpoint(checkpoints: Path, *, verifies: bool) -> tuple[Path | No
     return agreed, [*rows, *more]
 
 
-def agree_among_islands(checkpoints: Path, mine: Path | None, island: Island) -> tuple[Path | None, list[Row]]:
+def raise_first(problems: list[str], who: str) -> None:
+    """Raise CheckpointError with the first one's problem who has any; problems: of each, empty for none."""
+    for number, problem in enumerate(problems):
+        if problem:
+            raise CheckpointError(f"{who} {number}: {problem}")
+
+
+def agree_on_start(checkpoints: Path, *, verifies: bool, island: Island) -> tuple[Path | None, list[Row]]:
+    """See agree_on_checkpoint; over all islands, whose problems all of them raise."""
+    if island.num_islands == 1:
+        return agree_on_checkpoint(checkpoints, verifies=verifies)
+    mine: Path | None = None
+    rows: list[Row] = []
+    problem = ""
+    try:
+        mine, rows = agree_on_checkpoint(checkpoints, verifies=verifies)
+    except ThinwireError as error:
+        problem = str(error)
+    if dist.get_rank() == 0:
+        mine, rows_of_islands = agree_among_islands(checkpoints, mine, island, problem)
+        rows += rows_of_islands
+    return told_by_first(mine), rows
+
+
+def agree_among_islands(
+    checkpoints: Path, mine: Path | None, island: Island, problem: str = ""
+) -> tuple[Path | None, list[Row]]:
     """The same for islands, each of which would go on from `mine`; every island's first rank calls it.
 
     They begin together, so from the same step. One that comes when the others have begun takes their state, and needs
-    none. Raises ThinwireError where the meeting can't be reached, or an island does not come to it in PATIENCE_S.
+    none. problem: why this one can't go on from any. Raises CheckpointError where one has a problem, ThinwireError
+    where the meeting can't be reached, or an island does not come to it in PATIENCE_S.
     """
     host, port = island.meet.rsplit(":", 1)
     rounds = count()
@@ -84,7 +119,10 @@ def agree_among_islands(checkpoints: Path, mine: Path | None, island: Island) ->
 
     try:
         store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)
-        return (mine, []) if store.check([BEGUN]) else _newest_of_all(checkpoints, mine, "island", of_all_islands)
+        if store.check([BEGUN]):
+            return mine, []
+        raise_first(of_all_islands(problem), "island")
+        return _newest_of_all(checkpoints, mine, "island", of_all_islands)
     except dist.DistError as error:
         raise ThinwireError(f"island {island.number} can't reach the meeting of the islands: {error}") from error
 
@@ -116,7 +154,7 @@ def _sound(checkpoints: Path) -> Iterator[Path]:
             yield path
 
 
-def told_by_first(mine: Path | None) -> Path | None:
+def told_by_first(mine: T) -> T:
     """What rank 0 has; a collective on the default group."""
     return _of_all_ranks(mine)[0]
 

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from thinwire.checkpoint import choose, passed_over, step_of
+from thinwire.checkpoint import CheckpointError, choose, passed_over, step_of
+from thinwire.checkpoint.folder import Manifest
 from thinwire.codecs import warm
 from thinwire.collectives import faults
 from thinwire.collectives.topology import Topology
@@ -34,6 +35,7 @@ from thinwire.training.settings import (
     build_strategy,
     has_islands,
     island_size,
+    parse_toml,
     read_toml,
     to_toml,
     used_tables,
@@ -229,16 +231,32 @@ def warm_kernels(config: TrainConfig) -> None:
     warm(strategy.codecs)
 
 
+def saved_config(checkpoint: Path) -> TrainConfig | None:
+    """The configuration that has saved a checkpoint, which config.toml need not be: it is of the last start.
+
+    None where it does not say, or is of another version.
+    """
+    text, problems = Manifest.read(checkpoint).about.get("config"), Problems()
+    config = parse_toml(text, str(checkpoint), problems) if text else None
+    return None if problems.messages else config
+
+
 def check_resume(config: TrainConfig, run_dir: RunDir) -> list[Row]:
     """Rows on what a resumed run changes; raises ConfigError for a change that would make it another run."""
     if not config.resume:
         return []
     later = passed_over(run_dir.checkpoints)
-    chosen, wrong = choose(run_dir.checkpoints)
+    try:
+        chosen, wrong = choose(run_dir.checkpoints)
+    except CheckpointError as error:
+        if config.nodes == 1:
+            raise
+        # The other machines wait, and hear it from this one's workers.
+        return [("--resume", "no checkpoint is sound on this machine", str(error))]
     step = step_of(chosen)
     rows: list[Row] = [("a later checkpoint", "passed over", why) for why in later]
     rows += [("a later checkpoint", "passed over: it is damaged", problem) for problem in wrong]
-    if not step:
+    if chosen is None:
         return [*rows, ("--resume", "starts at step 0", f"{run_dir.path} holds no checkpoint yet")]
     why = "all of its files have the right checksums"
     records = read_metrics(run_dir.metrics)
@@ -255,8 +273,9 @@ def check_resume(config: TrainConfig, run_dir: RunDir) -> list[Row]:
         before, after = getattr(old, name), getattr(config, name)
         if before != after:
             problems.messages.append(f"--resume: {name} was {before} and can't become {after}; start a new run for it")
-    for table in used_tables(config) & used_tables(old):
-        if old.tables.get(table, {}) != config.tables.get(table, {}):
+    saved = saved_config(chosen) or old
+    for table in used_tables(config) & used_tables(saved):
+        if saved.tables.get(table, {}) != config.tables.get(table, {}):
             problems.messages.append(f"--resume: the options [{table}] can't change; start a new run for that")
     problems.raise_any()
     return [*rows, *resume_rows(old, config)]

@@ -266,16 +266,25 @@ def without_values_of_switches(args: Sequence[str], problems: Problems, cls: typ
 def read_toml(path: Path, problems: Problems) -> TrainConfig:
     """The configuration in a TOML file; notes unknown keys and wrong types, raises ConfigError for a broken file."""
     try:
-        content = tomllib.loads(path.read_text())
+        text = path.read_text()
     except FileNotFoundError:
         names = [str(other) for other in sorted(path.parent.glob("*.toml"))]
         hint = nearest(str(path), names) if names else ""
         raise ConfigError(f"configuration file {path} does not exist{hint}") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"configuration file {path}: {error}") from None
+    return parse_toml(text, str(path), problems)
+
+
+def parse_toml(text: str, place: str, problems: Problems) -> TrainConfig:
+    """The same of a TOML text that lies in `place`."""
+    try:
+        content = tomllib.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"configuration file {place}: {error}") from None
     content = {key.replace("-", "_"): value for key, value in content.items()}
     tables = {name: content.pop(name) for name in option_tables() if name in content}
-    note = f"{path}: "
+    note = f"{place}: "
     flat = checked_values(TrainConfig, content, note, problems, skip=("tables",), others=option_tables())
     options = {
         name: checked_values(option_tables()[name], values, f"{note}[{name}] ", problems)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from thinwire.checkpoint import FROZEN, Disk, Keep, Piece, Saver, Source, next_loss, store_of_ranks
+from thinwire.checkpoint import FROZEN, Disk, Keep, Piece, Saver, Source, store_of_ranks
 from thinwire.codecs import derive_seed
 from thinwire.collectives import ElasticPeers, Peers, faults
 from thinwire.data import BatchLoader, heldout_batches, load_tokenizer
@@ -27,11 +27,12 @@ from thinwire.errors import ConfigError
 from thinwire.models import build_model, generate
 from thinwire.optim import make_optimizer
 from thinwire.training.advice import advise
-from thinwire.training.agreement import agree, agree_among_islands, agree_on_checkpoint, told_by_first
+from thinwire.training.agreement import agree, agree_on_start
 from thinwire.training.config import PER_MACHINE, TrainConfig, derive
 from thinwire.training.effects import Row
 from thinwire.training.hardware import max_over_ranks, peak_rss_bytes
 from thinwire.training.metrics import MembershipEvent, StepMetrics
+from thinwire.training.origin import ISLANDS, Origin, folder_to_read, is_verified, leave_islands, num_islands
 from thinwire.training.prepare import Island
 from thinwire.training.proof import Proof, circumstances
 from thinwire.training.reporter import Reporter, versions
@@ -79,14 +80,10 @@ class Trainer:
         train_tokens, self.heldout_tokens = tokens.split(config.seq_len)
         self.digest = tokens.info.digest
         self.dtype = agree(config, tokens=self.digest, dtype=dtype)
-        # The launcher, or torchrun's first rank, has verified what lies on the first machine for the first island.
-        verifies = place.local_rank == 0 and place.number > 0
-        saved, saved_rows = agree_on_checkpoint(self.run_dir.checkpoints, verifies=verifies)
-        if place.island.num_islands > 1:
-            if place.rank == 0:
-                saved, rows_of_islands = agree_among_islands(self.run_dir.checkpoints, saved, place.island)
-                saved_rows += rows_of_islands
-            saved = told_by_first(saved)
+        folder = folder_to_read(self.run_dir, place.island)
+        # What lies on the first machine for the first island was verified before, unless none was sound.
+        verifies = place.local_rank == 0 and (place.number > 0 or not is_verified(folder))
+        saved, saved_rows = agree_on_start(folder, verifies=verifies, island=place.island)
         fields = config.tables.get("llama") if "llama" in used_tables(config) else None
         self.model = build_model(config.model, self.tokenizer.vocab_size, config.seq_len, config.seed, fields)
         self.shapes = {name: list(param.shape) for name, param in self.model.named_parameters()}
@@ -121,15 +118,18 @@ class Trainer:
             "strategy": config.strategy,
             "versions": versions(),
             "circumstances": circumstances(self.batch, place.world_size, self.dtype),
+            ISLANDS: place.island.num_islands,
             "config": to_toml(config),
         }
         self._proof: Proof | None = None
+        # After this step the loss is known, or that of another layout than has saved the checkpoint.
+        self._known_after = -1
         load_report: list[Row] = []
         self.step = 0
         self._follow()
         # Who has joined others has their state, and no use for its own of long ago.
         if saved and not self.step:
-            self.step, self._proof, load_report = self._load(saved)
+            self.step, load_report = self._load(saved)
         elif not self.step:
             self.step = self._catch_up()
         self._watchdog = Watchdog(config.dead_steps)
@@ -152,15 +152,14 @@ class Trainer:
             self._take_step()
             if self.optimizer.stop_requested:
                 stopped = self.stop.reason or "a signal to another rank"
-            elif self.config.checkpoint_every and self.step % self.config.checkpoint_every == 0:
+            elif self.step < last and self.config.checkpoint_every and self.step % self.config.checkpoint_every == 0:
                 self._save()
         if self.step < self.config.steps and not stopped:
             stopped = f"--stop-at {self.config.stop_at}"
         if not stopped and isinstance(self.optimizer, Finishing):
             self._finish(self.optimizer)
         self._save()
-        if stopped:
-            self.saver.note_next_loss(self._probe())
+        self._note_next_loss(self._probe())
         self.saver.close()
         self._warn_of_saves()
         heldout_loss = None
@@ -340,9 +339,9 @@ class Trainer:
         loss = self.optimizer.mean_loss
         self.saver.save(self.step, snapshot, loss=loss if math.isfinite(loss) else None, about=self._about)
 
-    def _load(self, saved: Path) -> tuple[int, Proof | None, list[Row]]:
-        """Continue from a checkpoint of any layout: its step, what proves the resume, and the load report."""
-        source = Source(saved, self.place.rank)
+    def _load(self, saved: Path) -> tuple[int, list[Row]]:
+        """Continue from a checkpoint of any layout: its step, and the load report; `_proof` is what proves it."""
+        source, island = Source(saved, self.place.rank), self.place.island
         position = source.common["trainer"]
         if position["tokens"] != self.digest:
             raise ConfigError(f"data {self.config.data} is not the data that {saved} was trained on: bring it back")
@@ -351,26 +350,55 @@ class Trainer:
         self.optimizer.restore(source)
         source.read({f"{FROZEN}/{name}": Piece.whole(tensor) for name, tensor in self.frozen.items()})
         self.loader.load_state_dict(position["loader"])
-        self._restore_random_state(source, position["step"])
+        before = num_islands(source.manifest, island)
+        has_own = island.number < before and saved.parent == self.run_dir.checkpoints
+        self._restore_random_state(source, position["step"], before, has_own=has_own)
         self.saver.last_step = position["step"]
-        expected = next_loss(saved)
-        if expected is None:
-            unknown = ("resume proof", "none", "the loss of the next step is not known")
-            return position["step"], None, [*source.report(), unknown]
-        proof = Proof.of(source, expected, self._about["circumstances"])
-        return position["step"], proof, [*source.report(), proof.row]
+        origin = Origin.of(source, before, has_own=has_own)
+        if before > island.num_islands == 1 and not isinstance(self.optimizer, ComingAndGoing):
+            origin = leave_islands(source, before, self.optimizer, self.place.rank)
+        elif before != island.num_islands:
+            origin = origin.among(island.num_islands)
+        if origin.next_loss is not None or not source.is_same:
+            self._known_after = position["step"]
+        proof_row = self._prepare_proof(source, origin, position["step"])
+        return position["step"], [*source.report(), *origin.rows, proof_row]
 
-    def _restore_random_state(self, source: Source, step: int) -> None:
-        """Take this rank's random state, and the buffers, back; in another world nobody has the same ones."""
-        is_same_world = source.world_size == self.place.world_size
+    def _prepare_proof(self, source: Source, origin: Origin, step: int) -> Row:
+        """What the first loss is to be; where islands are still to be levelled, whose losses then change, it is now."""
+        row: Row = ("resume proof", "none", origin.why_unknown)
+        if origin.next_loss is not None:
+            self._proof = Proof.of(source, origin.next_loss, self._about["circumstances"])
+            row = self._proof.row
+        if not isinstance(self.optimizer, ComingAndGoing) or source.is_same:
+            return row
+        if self._proof is not None:
+            loss = self._probe()
+            # What was saved without islands is the loss of all of their data.
+            loss = self.optimizer.mean_over_islands(loss) if origin.num_islands == 1 else loss
+            line = self._proof.check(step + 1, loss, allow_drift=self.config.allow_resume_drift)
+            self._proof, row = None, ("resume proof", "made before islands are levelled", line)
+        source.note(*self.optimizer.level(has_own=origin.has_own))
+        return row
+
+    def _restore_random_state(self, source: Source, step: int, before: int, *, has_own: bool) -> None:
+        """Take this rank's random state, and the buffers, back; in another world nobody has the same ones.
+
+        before: the islands that have saved; has_own: whether this was one of them.
+        """
+        place = self.place
+        count = place.island.num_islands
+        is_same_world = has_own and (source.world_size, before) == (place.world_size, count)
         own = source.own("trainer", rank=None if is_same_world else 0)
         for name, tensor in self.buffers.items():
             tensor.copy_(own["buffers"][name])
         if is_same_world:
             torch.set_rng_state(own["rng"])
             return
-        torch.manual_seed(derive_seed(self.config.seed, self.place.number, step) >> 1)
-        ranks = f"{source.world_size} ranks had them and there are {self.place.world_size}"
+        torch.manual_seed(derive_seed(self.config.seed, place.number, step) >> 1)
+        ranks = f"{source.world_size} ranks had them and there are {place.world_size}"
+        if max(before, count) > 1:
+            ranks = f"{before} x {source.world_size} ranks had them and there are {count} x {place.world_size}"
         source.note("random states", "dropped", f"{ranks}: seeded anew from --seed, rank and step")
         source.note("data position", "carried", "counted in sequences over all ranks")
 
@@ -389,13 +417,18 @@ class Trainer:
 
     def _compare_losses(self, loss: float) -> None:
         """Keep the first loss after a save, for those who resume; compare the first one after a resume."""
-        if self.step == self.saver.last_step + 1 and math.isfinite(loss):
-            self.saver.note_next_loss(loss)
+        if self.step == self.saver.last_step + 1:
+            self._note_next_loss(loss)
         if self._proof is not None:
             line = self._proof.check(self.step, loss, allow_drift=self.config.allow_resume_drift)
             self._proof = None
             if self.reporter is not None:
                 self.reporter.progress.say(line)
+
+    def _note_next_loss(self, loss: float) -> None:
+        """Keep the loss of the step after the last checkpoint, unless that is known, or was another layout's."""
+        if self.saver.last_step != self._known_after and math.isfinite(loss):
+            self.saver.note_next_loss(loss)
 
     def _warn_of_saves(self) -> None:
         """Say aloud that a checkpoint could not be written; training goes on."""

@@ -385,6 +385,44 @@ class OuterLoop:
         recovery.join(self)
         return False
 
+    def sum_over_islands(self, numbers: Sequence[float]) -> list[float]:
+        """What the islands' first ranks give, in all, in fp64; a collective over all ranks of all islands."""
+        given = torch.tensor(numbers, dtype=torch.float64)
+        total = self._first_does(lambda: self._sum(given))
+        return self._share(given if total is None else total).tolist()
+
+    def _sum(self, given: Tensor) -> Tensor:
+        assert self.peers is not None
+        total: Tensor = self.result_of(self.peers.comm.all_gather_exact(given)).sum(0)
+        return total
+
+    def level(self, *, has_own: bool) -> int:
+        """Where the islands' weights differ, go on from the mean of those that have weights of their own.
+
+        Returns how many these are; 0 where nothing differs. A collective over all ranks of all islands, after `begin`.
+        """
+        count = self._first_does(lambda: self._take_mean(has_own)) or 0
+        count = int(self._share(torch.tensor([float(count)]))[0])
+        if count:
+            for number in range(len(self.fragments)):
+                self._merge_start(number)
+        return count
+
+    def _take_mean(self, has_own: bool) -> int:
+        """The outer parameters become the mean of those of islands that have their own; how many."""
+        assert self.peers is not None
+        comm = self.peers.comm
+        if not odd_ranks(comm, digest(outer.parameters for outer in self.outer)):
+            return 0
+        owners = self.result_of(comm.all_gather_exact(torch.tensor([float(has_own)])))
+        for outer in self.outer:
+            held = self.result_of(comm.all_gather_exact(outer.parameters))
+            total = torch.zeros(len(outer.parameters), dtype=torch.float64)
+            for is_owner, weights in zip(owners, held, strict=True):
+                total += weights * is_owner
+            outer.set_parameters((total / owners.sum()).float())
+        return int(owners.sum())
+
     def _level_islands(self) -> bool:
         """Compare with the other islands; whether they differed, in which case `outer` is now the first one's."""
         assert self.peers is not None

@@ -19,6 +19,8 @@ from thinwire.data_parallel.table import Row
 
 # Of a checkpoint: what an island's outer method holds.
 OUTER = "outer"
+# Steps that the islands have taken.
+POSITION = "position"
 
 
 class IslandsOptimizer:
@@ -156,21 +158,38 @@ class IslandsOptimizer:
     def snapshot(self) -> Snapshot:
         """The inner strategy's, and what the outer method holds; what is under way between islands is waited for."""
         snapshot = self.inner.snapshot()
-        return replace(snapshot, own={**(snapshot.own or {}), OUTER: self.loop.state_dict()})
+        common = {**snapshot.common, POSITION: self.position}
+        return replace(snapshot, own={**(snapshot.own or {}), OUTER: self.loop.state_dict()}, common=common)
 
     def restore(self, source: Source) -> None:
-        """Go on from a checkpoint of any layout; a collective over the island.
+        """Go on from a checkpoint of any layout; a collective over all islands.
 
-        Another island, method or model, or none, leaves nothing to an outer method but the weights to start from.
+        Where one of them finds another island's state, method or model, or none, no outer method has anything left but
+        the weights to start from, which may differ between islands: `level` must follow.
         """
         self.inner.restore(source)
         outer = source.own(OUTER) if source.is_same else None
-        if outer is not None and self.loop.fits(outer):
+        num_fitting, num_islands = self.loop.sum_over_islands([outer is not None and self.loop.fits(outer), 1])
+        if outer is not None and num_fitting == num_islands:
             self.loop.load_state_dict(outer)
             return
         self.loop.begin()
-        self.loop.steps, source.is_same = source.common["steps"], False
+        source.is_same = False
+        # An island that was away has taken fewer steps itself than the islands have.
+        self.loop.steps = self.loop.sent_through = source.common.get(POSITION, source.common["steps"])
         source.note("outer parameters", "start anew", "from the weights, without momentum: another method, or none")
+
+    def level(self, *, has_own: bool) -> Row:
+        """Give all islands the mean of the weights of those that have their own, where they differ; a collective."""
+        count = self.loop.level(has_own=has_own)
+        if count:
+            return "weights of the islands", "transformed", f"all start from the mean of {count} islands' weights"
+        return "weights of the islands", "carried", "they are the same bits on all islands"
+
+    def mean_over_islands(self, value: float) -> float:
+        """The mean of what the islands' first ranks give; a collective over all islands."""
+        total, count = self.loop.sum_over_islands([value, 1.0])
+        return total / count
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of all that is needed to go on bit for bit."""

@@ -18,7 +18,7 @@ STEPS = 3
 CROSSINGS = [
     ("zero", "ddp"), ("ddp", "fsdp"), ("fsdp", "zero"), ("sdp4bit", "zero"), ("zero", "sdp4bit"),
     ("powersgd", "zero-compressed"), ("zero-compressed", "two-way"), ("ef-topk", "powersgd"), ("zeropp", "sdp4bit"),
-    ("sdp4bit", "zeropp"), ("frontier", "zero"), ("ddp", "frontier"),
+    ("sdp4bit", "zeropp"), ("frontier", "zero"), ("ddp", "frontier"), ("ddp", "onebit-adam"),
 ]  # fmt: skip
 # (from, to) by whom the first loss after must be the one before: codecs leave their weights alone.
 EXACT = {"zero", "ddp", "fsdp", "powersgd", "two-way", "ef-topk", "dgc", "onebit-adam"}

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
+
+import pytest
 
 from tests.checkpoint.alone import save
 from tests.workers import run_workers
-from thinwire.checkpoint import Keep, step_of
+from thinwire.checkpoint import CheckpointError, Keep, step_of
 from thinwire.checkpoint.folder import folder_of
-from thinwire.errors import ThinwireError
+from thinwire.errors import ConfigError, ThinwireError
 from thinwire.training.agreement import agree_on_checkpoint
+from thinwire.training.config import TrainConfig
+from thinwire.training.origin import is_verified
+from thinwire.training.prepare import check_resume
+from thinwire.training.run_dir import RunDir
+from thinwire.training.settings import to_toml
 
 DAMAGED = {
     "later": [(1, 6)],
@@ -49,3 +58,33 @@ def test_the_newest_that_is_sound_on_every_disk(tmp_path: Path) -> None:
     assert (
         first["none"][1].startswith("rank 1: no checkpoint is sound") and str(tmp_path / "none/1") in first["none"][1]
     )
+
+
+def test_a_launcher_with_nothing_sound_leaves_it_to_its_workers_to_tell_other_machines(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    save(run_dir.checkpoints, 2)
+    assert not is_verified(run_dir.checkpoints), "nobody has looked"
+    assert "goes on after step 2" in str(check_resume(TrainConfig(resume=True, nodes=2), run_dir))
+    assert is_verified(run_dir.checkpoints)
+    (folder_of(run_dir.checkpoints, 2) / "rank0/state.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="no checkpoint is sound"):
+        check_resume(TrainConfig(resume=True), run_dir)
+    (row,) = check_resume(TrainConfig(resume=True, nodes=2), run_dir)
+    assert row[1] == "no checkpoint is sound on this machine" and "rank0/state.json has 2 bytes" in row[2]
+    assert not is_verified(run_dir.checkpoints), "the first rank looks once more, and tells the others"
+
+
+def test_options_are_compared_with_those_that_have_saved(tmp_path: Path) -> None:
+    """And not with config.toml, which a start that went no further has written."""
+    run_dir = RunDir(tmp_path)
+    save(run_dir.checkpoints, 2)
+    told, asked = (TrainConfig(strategy="diloco", tables={"diloco": {"sync_every": every}}) for every in (4, 5))
+    run_dir.claim(0, to_toml(told), overwrite=False)
+    resume = replace(asked, resume=True)
+    with pytest.raises(ConfigError, match=r"the options \[diloco\] can't change"):
+        check_resume(resume, run_dir)
+    path = folder_of(run_dir.checkpoints, 2) / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["about"]["config"] = to_toml(TrainConfig(strategy="ddp"))
+    path.write_text(json.dumps(manifest))
+    assert "goes on after step 2" in str(check_resume(resume, run_dir))

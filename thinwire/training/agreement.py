@@ -120,7 +120,7 @@ def agree_among_islands(
     try:
         store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)
         if store.check([BEGUN]):
-            return mine, []
+            return mine, [("--resume", "takes the other islands' state", problem)] if problem else []
         raise_first(of_all_islands(problem), "island")
         return _newest_of_all(checkpoints, mine, "island", of_all_islands)
     except dist.DistError as error:

@@ -41,6 +41,8 @@ from thinwire.training.signals import STOPPING, StoppedError
 AGENT_PATIENCE_S = 15
 LOOPBACK = "127.0.0.1"
 LOOK_EVERY_S = 0.2
+# Errors whose message says it all.
+SAID_PLAINLY = ("ConfigError", "CheckpointError", "PeerLostError", "ThinwireError")
 
 
 class RankLogs(LogsSpecs):
@@ -247,7 +249,7 @@ def explain(rank: int, cause: ProcessFailure, injected: Sequence[str] = ()) -> s
         return f"rank {rank} (pid {cause.pid}) was killed by {cause.signal_name()}{hint}; the others stopped"
     message = cause.message["message"] if isinstance(cause.message, dict) else cause.message
     kind, _, text = str(message).partition(": ")
-    return f"rank {rank}: {text if kind in ('ConfigError', 'PeerLostError', 'ThinwireError') else message}"
+    return f"rank {rank}: {text if kind in SAID_PLAINLY else message}"
 
 
 def is_killed(cause: ProcessFailure) -> bool:

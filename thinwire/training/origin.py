@@ -21,10 +21,12 @@ from thinwire.training.settings import has_islands
 ISLANDS = "islands"
 
 
-def num_islands(manifest: Manifest, here: Island) -> int:
-    """How many islands have saved a checkpoint; those of an older version, which does not say, were as many as here."""
-    unsaid = here.num_islands if has_islands(manifest.about.get("strategy", "")) else 1
-    return manifest.about.get(ISLANDS, unsaid)
+def num_islands(checkpoint: Path, here: Island) -> int:
+    """How many islands have saved a checkpoint, from folders where it is of an older version, which does not say."""
+    about = Manifest.read(checkpoint).about
+    if ISLANDS in about or not has_islands(about.get("strategy", "")):
+        return about.get(ISLANDS, 1)
+    return max(here.num_islands, 1 + len([*checkpoint.parent.parent.glob("island-*")]))
 
 
 def folder_to_read(run_dir: RunDir, island: Island) -> Path:
@@ -34,7 +36,7 @@ def folder_to_read(run_dir: RunDir, island: Island) -> Path:
     of_run = RunDir(run_dir.path.parent).checkpoints
     try:
         last = latest(of_run)
-        is_part = last is None or island.number < num_islands(Manifest.read(last), island)
+        is_part = last is None or island.number < num_islands(last, island)
     except CheckpointError:
         is_part = True
     return run_dir.checkpoints if is_part else of_run

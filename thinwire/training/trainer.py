@@ -350,7 +350,7 @@ class Trainer:
         self.optimizer.restore(source)
         source.read({f"{FROZEN}/{name}": Piece.whole(tensor) for name, tensor in self.frozen.items()})
         self.loader.load_state_dict(position["loader"])
-        before = num_islands(source.manifest, island)
+        before = num_islands(saved, island)
         has_own = island.number < before and saved.parent == self.run_dir.checkpoints
         self._restore_random_state(source, position["step"], before, has_own=has_own)
         self.saver.last_step = position["step"]

@@ -188,9 +188,15 @@ class OneBitMean(WholeStep):
         if not self._params:
             return False
         lr, before = max(step.lrs.values()), self._lr
-        is_rising, self._lr = before is None or lr > before, lr
+        self._lr = lr
+        if before is None:
+            # The first step, or that after a resume from another method: nobody knows yet whether it rises.
+            return False
+        is_rising = lr > before
         if self.method.freeze:
-            is_due = step.number + 1 >= self.method.freeze
+            # A resume may bring many steps, and an optimizer that starts anew.
+            num_seen = max((int(state["step"]) for state in map(self._state, self._params) if state), default=0)
+            is_due = min(step.number, num_seen) + 1 >= self.method.freeze
             if is_due and is_rising:
                 raise ConfigError(
                     f"onebit-adam: the variance is to be frozen after step {step.number + 1} (freeze "

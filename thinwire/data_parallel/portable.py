@@ -64,7 +64,8 @@ def add_optimizer(snapshot: Snapshot, inner: torch.optim.Optimizer, held: Mappin
 def restore_optimizer(source: Source, inner: torch.optim.Optimizer, held: Mapping[str, Held]) -> None:
     """Fill the weights, and give the optimizer what was saved of them, whatever the layout was.
 
-    A parameter keeps its place only where everything that the optimizer holds of it is there: it starts anew otherwise.
+    A parameter keeps its place only where everything that the optimizer holds of it is there, but for flags, which are
+    then those of a new one: it starts anew otherwise.
     """
     kinds = state_of_twin(inner)
     pieces = {f"{WEIGHTS}/{name}": mine.piece() for name, mine in held.items()}
@@ -92,6 +93,9 @@ def _state_for(
             wanted[f"{OPTIMIZER}/{kind}/{name}"] = mine.piece(state[kind])
         elif number is not None:
             state[kind] = torch.tensor(number, dtype=like.dtype) if isinstance(like, Tensor) else type(like)(number)
+        elif isinstance(like, bool):
+            # A flag that the other optimizer does not know, such as whether a variance is frozen.
+            state[kind] = like
         elif like is not None:
             return {}
     pieces.update(wanted)

@@ -85,7 +85,7 @@ def test_the_same_layout_goes_on_bit_for_bit(origin: list[dict[str, Any]]) -> No
     [
         (3, 1, list(STRATEGIES)),
         (2, 2, ["zero", "fsdp", "powersgd", "frontier"]),
-        (1, 1, ["sdp4bit", "ddp"]),
+        (1, 1, ["sdp4bit", "ddp", "two-way"]),
         (8, 4, ["zero", "zero-compressed"]),
     ],
 )

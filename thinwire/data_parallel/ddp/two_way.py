@@ -274,7 +274,8 @@ class TwoWayMean:
     def owe(self, shapes: Mapping[str, torch.Size], grid: Topology, rank: int, owed: Owed) -> None:
         self._grid, self._rank, self.memory = grid, rank, Memory()
         for name, shape in shapes.items():
-            value = owed(GRADIENTS, name) if self.method.feeds_back else None
+            # One rank sends nothing, so that nothing is lost, and nobody pays what was.
+            value = owed(GRADIENTS, name) if self.method.feeds_back and grid.world_size > 1 else None
             for piece in self._pieces(name, shape, grid) if value is not None else ():
                 assert value is not None
                 length = self._slices([piece], grid).length

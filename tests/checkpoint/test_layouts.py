@@ -77,7 +77,7 @@ def test_the_same_layout_goes_on_bit_for_bit(origin: list[dict[str, Any]]) -> No
     for name in STRATEGIES:
         uninterrupted, resumed, _, report = origin[0][name]
         assert resumed == uninterrupted, name
-        assert report == [("resume", "found all of it", "the same layout: goes on bit for bit")]
+        assert report == [("resume", "found all of it", "the same layout: all as it was saved")]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import resource
+import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
@@ -149,6 +150,20 @@ def test_killed_at_any_moment_the_last_complete_one_is_sound(tmp_path: Path) -> 
     assert not list(tmp_path.glob(".step-*")), "what was cut short is cleared away"
 
 
+@pytest.mark.parametrize("file", ["manifest.json", "next_loss.json"])
+def test_another_digit_is_damage_too(tmp_path: Path, file: str) -> None:
+    save(tmp_path, 5, 10)
+    note_next_loss(folder_of(tmp_path, 10), 2.5)
+    assert next_loss(folder_of(tmp_path, 10)) == 2.5 and choose(tmp_path) == (folder_of(tmp_path, 10), [])
+    path = folder_of(tmp_path, 10) / file
+    text = path.read_text()
+    path.write_text(text.replace('"step": 10', '"step": 70').replace("2.5", "9.5"))
+    assert path.read_text() != text
+    with pytest.raises(CheckpointError, match=f"{file} is damaged: its checksum is wrong"):
+        verify(folder_of(tmp_path, 10))
+    assert choose(tmp_path)[0] == folder_of(tmp_path, 5)
+
+
 @pytest.mark.parametrize("file", ["rank0/__0_0.distcp", "rank0/state.json", "manifest.json"])
 @pytest.mark.parametrize("harm", ["truncated", "flipped", "missing"])
 def test_damage_is_found_and_the_one_before_is_taken(tmp_path: Path, file: str, harm: str) -> None:
@@ -277,6 +292,15 @@ def test_the_command_lists_and_verifies(tmp_path: Path, capsys: pytest.CaptureFi
     assert cli.run(["checkpoints", "verify", str(tmp_path)]) == 1
     out = capsys.readouterr().out
     assert "DAMAGED" in out and "rank0/state.json has 2 bytes" in out
+    shutil.rmtree(folder_of(folder, 5))
+    save(tmp_path / "island-1/checkpoints", 10)
+    assert cli.run(["checkpoints", "verify", str(tmp_path)]) == 0
+    assert "island-1:" in capsys.readouterr().out
+    (folder_of(tmp_path / "island-1/checkpoints", 10) / "rank0/state.json").write_text("{}")
+    assert cli.run(["checkpoints", "verify", str(tmp_path)]) == 1
+    assert capsys.readouterr().out.count("DAMAGED") == 1
+    shutil.rmtree(tmp_path / "island-1")
+    save(folder, 5)
     with pytest.raises(ConfigError, match="one run directory"):
         cli.run(["checkpoints", "a", "b"])
     with pytest.raises(ConfigError, match="holds no checkpoint"):

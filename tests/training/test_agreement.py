@@ -85,6 +85,8 @@ def test_options_are_compared_with_those_that_have_saved(tmp_path: Path) -> None
         check_resume(resume, run_dir)
     path = folder_of(run_dir.checkpoints, 2) / "manifest.json"
     manifest = json.loads(path.read_text())
+    # As an older version wrote it.
+    del manifest["checksum"]
     manifest["about"]["config"] = to_toml(TrainConfig(strategy="ddp"))
     path.write_text(json.dumps(manifest))
     assert "goes on after step 2" in str(check_resume(resume, run_dir))

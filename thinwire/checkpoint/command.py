@@ -13,7 +13,8 @@ USAGE = """usage: thinwire checkpoints RUN
        thinwire checkpoints verify RUN
 
 Lists the checkpoints of a run directory: step, size, training loss of that step, ranks and strategy that saved it, and
-whether its checksums were compared. `verify` compares them all; the exit code is 1 where one is damaged."""
+whether its checksums were compared; of a run's other islands too. `verify` compares them all; the exit code is 1 where
+one is damaged."""
 
 
 def run_checkpoints(args: Sequence[str]) -> int:
@@ -26,14 +27,22 @@ def run_checkpoints(args: Sequence[str]) -> int:
     if len(places) != 1:
         hint = nearest(places[0], ["verify"]) if len(places) == 2 else f": {USAGE.splitlines()[0]}"
         raise ConfigError(f"checkpoints takes one run directory, not {len(places)}{hint}")
-    folder = checkpoints_of(Path(places[0]))
-    last, num_damaged = latest(folder), 0
+    folder, num_damaged = checkpoints_of(Path(places[0])), 0
     print(f"{'step':>9}  {'MB':>10}  {'loss':>9}  saved by")
-    for checkpoint in all_of(folder):
-        line, is_sound = describe(checkpoint, verifies=verifies)
-        num_damaged += not is_sound
-        print(line + ("  <- latest" if checkpoint == last else ""))
+    for each in [folder, *islands_beside(folder)]:
+        if each != folder:
+            print(f"{each.parent.name}:")
+        for checkpoint in all_of(each):
+            line, is_sound = describe(checkpoint, verifies=verifies)
+            num_damaged += not is_sound
+            print(line + ("  <- latest" if checkpoint == latest(each) else ""))
     return 1 if num_damaged else 0
+
+
+def islands_beside(folder: Path) -> list[Path]:
+    """The checkpoints of the other islands of a run, on this machine, by their number."""
+    found = [path for path in folder.parent.glob("island-*/checkpoints") if all_of(path)]
+    return sorted(found, key=lambda path: (len(path.parent.name), path.parent.name))
 
 
 def describe(checkpoint: Path, *, verifies: bool) -> tuple[str, bool]:

@@ -2,7 +2,7 @@
 
 checkpoints/latest                    the name of the last complete one
 checkpoints/step-00000500/            one checkpoint; until it is complete, .step-00000500.tmp
-    manifest.json                     step, loss, ranks, versions; size and checksum of every file below
+    manifest.json                     step, loss, ranks, versions; size and checksum of every file of the ranks
     rank0/state.json, __0_0.distcp    what rank 0 wrote: numbers and the index, and the tensors
     next_loss.json                    the loss of the step after it, once that is known
     verified                          when all checksums were last found right
@@ -29,6 +29,8 @@ MANIFEST = "manifest.json"
 NEXT_LOSS = "next_loss.json"
 VERIFIED = "verified"
 FORMAT = 1
+# Of files that hold their own checksum.
+SEAL = "checksum"
 READ_BYTES = 1 << 22
 NAME = re.compile(r"step-(\d{8,})")
 
@@ -75,6 +77,20 @@ def checksum(path: Path) -> tuple[int, int]:
     return size, crc
 
 
+def sealed(content: dict[str, Any]) -> bytes:
+    """JSON with a CRC-32 of the rest of it."""
+    return json.dumps({**content, SEAL: zlib.crc32(json.dumps(content).encode())}, indent=1).encode()
+
+
+def unsealed(path: Path) -> Any:
+    """What was sealed; older versions did not. Raises CheckpointError where it is not as it was written, ValueError."""
+    content = json.loads(path.read_bytes())
+    seal = content.pop(SEAL, None) if isinstance(content, dict) else None
+    if seal is not None and seal != zlib.crc32(json.dumps(content).encode()):
+        raise CheckpointError(f"{path} is damaged: its checksum is wrong")
+    return content
+
+
 @dataclass(frozen=True)
 class Manifest:
     """What a complete checkpoint consists of.
@@ -94,15 +110,14 @@ class Manifest:
         return sum(size for size, _ in self.files.values())
 
     def write(self, folder: Path) -> None:
-        content = {"format": FORMAT, **vars(self)}
-        write_durably(folder / MANIFEST, json.dumps(content, indent=1).encode())
+        write_durably(folder / MANIFEST, sealed({"format": FORMAT, **vars(self)}))
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
         """Raises CheckpointError where it is missing or damaged."""
         path = folder / MANIFEST
         try:
-            content = json.loads(path.read_bytes())
+            content = unsealed(path)
             if content.pop("format") != FORMAT:
                 raise CheckpointError(f"{path} is of another version of thinwire")
             return cls(**content)
@@ -125,6 +140,10 @@ def verify(checkpoint: Path) -> Manifest:
         (checkpoint / VERIFIED).unlink()
     manifest = Manifest.read(checkpoint)
     wrong = [problem for name in manifest.present(checkpoint) if (problem := _fault(checkpoint, name, manifest))]
+    try:
+        next_loss(checkpoint)
+    except CheckpointError as error:
+        wrong.append(str(error))
     if wrong:
         raise CheckpointError(f"{checkpoint}: " + "; ".join(wrong))
     with suppress(OSError):
@@ -235,16 +254,19 @@ def leftovers(checkpoints: Path) -> Iterator[Path]:
 def note_next_loss(checkpoint: Path, loss: float) -> None:
     """Keep the loss that the run had in the step after a checkpoint: who resumes must have the same."""
     if checkpoint.is_dir():
-        write_durably(checkpoint / NEXT_LOSS, json.dumps(loss).encode())
+        write_durably(checkpoint / NEXT_LOSS, sealed({"loss": loss}))
 
 
 def next_loss(checkpoint: Path) -> float | None:
-    """The loss of the step after it, where it is known."""
+    """The loss of the step after it, where it is known. Raises CheckpointError for one that is damaged."""
+    path = checkpoint / NEXT_LOSS
     try:
-        loss = json.loads((checkpoint / NEXT_LOSS).read_bytes())
-    except (OSError, ValueError):
+        content = unsealed(path)
+        return float(content["loss"] if isinstance(content, dict) else content)
+    except FileNotFoundError:
         return None
-    return loss if isinstance(loss, float) else None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__}") from None
 
 
 def checkpoints_of(place: Path) -> Path:

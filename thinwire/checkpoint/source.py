@@ -153,7 +153,7 @@ class Source:
     def report(self) -> list[Row]:
         """All lines, once everybody has taken what they can."""
         if self.is_same:
-            return [("resume", "found all of it", "the same layout: goes on bit for bit")]
+            return [("resume", "found all of it", "the same layout: all as it was saved")]
         rows = [*self.rows]
         for kind, debts in self._debts.items():
             what = f"resume: {kind}, of {self.world_size} rank(s)"

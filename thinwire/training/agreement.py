@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import count
@@ -90,19 +90,19 @@ def agree_on_start(checkpoints: Path, *, verifies: bool, island: Island) -> tupl
     except ThinwireError as error:
         problem = str(error)
     if dist.get_rank() == 0:
-        mine, rows_of_islands = agree_among_islands(checkpoints, mine, island, problem)
-        rows += rows_of_islands
+        mine, rows = agree_among_islands(checkpoints, mine, island, problem, rows)
     return told_by_first(mine), rows
 
 
 def agree_among_islands(
-    checkpoints: Path, mine: Path | None, island: Island, problem: str = ""
+    checkpoints: Path, mine: Path | None, island: Island, problem: str = "", rows: Sequence[Row] = ()
 ) -> tuple[Path | None, list[Row]]:
     """The same for islands, each of which would go on from `mine`; every island's first rank calls it.
 
     They begin together, so from the same step. One that comes when the others have begun takes their state, and needs
-    none. problem: why this one can't go on from any. Raises CheckpointError where one has a problem, ThinwireError
-    where the meeting can't be reached, or an island does not come to it in PATIENCE_S.
+    none. problem: why this one can't go on from any. rows: what is to be said of this one; all say it of all.
+    Raises CheckpointError where one has a problem, ThinwireError where the meeting can't be reached, or an island does
+    not come to it in PATIENCE_S.
     """
     host, port = island.meet.rsplit(":", 1)
     rounds = count()
@@ -120,9 +120,17 @@ def agree_among_islands(
     try:
         store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)
         if store.check([BEGUN]):
-            return mine, [("--resume", "takes the other islands' state", problem)] if problem else []
+            late: list[Row] = [("--resume", "takes the other islands' state", problem)] if problem else []
+            return mine, [*rows, *late]
         raise_first(of_all_islands(problem), "island")
-        return _newest_of_all(checkpoints, mine, "island", of_all_islands)
+        of_others = [
+            (f"{what} of island {number}", effect, why)
+            for number, told in enumerate(of_all_islands(list(rows)))
+            for what, effect, why in told
+            if number != island.number
+        ]
+        agreed, more = _newest_of_all(checkpoints, mine, "island", of_all_islands)
+        return agreed, [*rows, *of_others, *more]
     except dist.DistError as error:
         raise ThinwireError(f"island {island.number} can't reach the meeting of the islands: {error}") from error
 

@@ -59,12 +59,12 @@ class Proof:
 
     @property
     def row(self) -> Row:
-        return "resume proof", f"the next loss is to be {self.expected:.6f} within {self.tolerance:g}", self.why
+        return "resume proof", f"the next loss is to be {self.expected:.6f} within {self.tolerance:g} of it", self.why
 
     def check(self, step: int, loss: float, *, allow_drift: bool) -> str:
         """A line that says how it went; raises ResumeDriftError where the loss is another and that is not allowed."""
         drift = abs(loss - self.expected) / max(abs(self.expected), 1e-12)
-        both = f"step {step}: the loss is {loss!r} and was {self.expected!r} before: off by {drift:.2g}"
+        both = f"step {step}: the loss is {loss!r} and was {self.expected!r} before: off by {drift:.2g} of it"
         if math.isfinite(loss) and drift <= self.tolerance:
             return f"resume proven: {both}"
         if allow_drift:

@@ -88,6 +88,7 @@ def test_resume_equals_the_uninterrupted_run_bit_for_bit(runner: Runner, whole: 
     assert code == 0, err
     assert "outer parameters: start anew" not in out
     assert "goes on after step 3 (the last that every island has; their last ones are of steps [3, 6])" in out
+    assert "a later checkpoint of island 1: passed over: it is damaged" in out
     told = (again / "island-1/logs/launcher.out").read_text()
     assert "a later checkpoint: passed over: it is damaged" in told and "resume proven: step 4" in told
     for name in ("again", "again/island-1"):

@@ -35,6 +35,7 @@ class Reporter:
         self.config = config
         self.world_size = world_size
         self.uncompressed_bytes = uncompressed_bytes
+        self.first_step = first_step
         self.last_bytes = 0
         self.rows = list(rows)
         self.tokens_per_step = config.tokens_per_step or 0
@@ -77,7 +78,10 @@ class Reporter:
         self.close()
         # Islands exchange in few of their steps.
         average = fmean if has_islands(self.config.strategy) else median
-        typical = medians(self.metrics.records, "step_s", "exposed_comm_s", "sent_bytes", average=average)
+        records = self.metrics.records
+        # Those before a resume may be another layout's, or another strategy's.
+        own = [record for record in records if record.step > self.first_step] or records
+        typical = medians(own, "step_s", "exposed_comm_s", "sent_bytes", average=average)
         summary = {
             "heldout_loss": heldout_loss if heldout_loss is None or math.isfinite(heldout_loss) else None,
             "tokens": step * self.tokens_per_step,
@@ -93,6 +97,7 @@ class Reporter:
             "peak_rss_bytes": peak_rss_bytes,
             "versions": versions(),
             "steps": step,
+            "resumed_after": self.first_step,
             "skipped_steps": skipped_steps,
             "stopped": stopped,
             "effects": self.rows,

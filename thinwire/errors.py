@@ -26,6 +26,10 @@ class ConfigError(ThinwireError, ValueError):
         return ConfigError(problems[0] if len(problems) == 1 else f"{len(problems)} problems:{listed}")
 
 
+class UnsavedError(ThinwireError):
+    """A run has come to its end, and what it leaves could not be written; to start it again would not help."""
+
+
 class PeerLostError(ThinwireError, RuntimeError):
     """A rank died, froze or left; names the rank and the operation that missed it."""
 

@@ -8,9 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.training.commands import Runner, finish
+from tests.training.commands import THINWIRE, Runner, finish
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+# A disk that takes no file as large as a rank's part.
+FULL_DISK = ["sh", "-c", 'ulimit -f 200; exec "$@"', "sh"]
 
 
 @pytest.fixture(scope="module")
@@ -32,12 +34,13 @@ def test_another_layout_goes_on_where_the_last_sound_checkpoint_was(runner: Runn
     part = folder / "step-00000006" / "rank1" / "__0_0.distcp"
     part.write_bytes(part.read_bytes()[:-1])
     (folder / ".step-00000007.tmp").mkdir()
-    # A disk that takes no file as large as a rank's part.
-    full_disk = ["sh", "-c", 'ulimit -f 200; exec "$@"', "sh"]
     code, out, err = finish(
-        runner.start(*full_disk, *runner.again("run"), "auto", "--strategy", "ddp", "--workers", "3")
+        runner.start(*FULL_DISK, *runner.again("run"), "auto", "--strategy", "ddp", "--workers", "3")
     )
-    assert code == 0, err
+    assert code == 1 and "Traceback" not in err and "report: " in out.splitlines()[-1], (out, err)
+    told, _, rest = err[err.index("thinwire: ") :].partition("\n")
+    assert "rank 0: the end of this run is not saved: the checkpoint of step 6 was not saved: rank" in told, err
+    assert told.endswith("; the newest checkpoint is of step 4") and "--resume goes on after step 4" in rest, err
     assert "WARNING: the checkpoint of step 6 was not saved: rank" in out and "training goes on" in out
     assert (folder / "latest").read_text() == "step-00000004" and not list(folder.glob(".step-*"))
     assert "a later checkpoint: passed over: it is damaged" in out and "rank1/__0_0.distcp has" in out
@@ -54,3 +57,11 @@ def test_another_layout_goes_on_where_the_last_sound_checkpoint_was(runner: Runn
     code, out, err = finish(runner.start(*runner.again("run"), "--strategy", "zero", "--workers", "2"))
     assert code == 1 and "Traceback" not in err
     assert "the resumed run does not go on as the saved one" in err and "--allow-resume-drift" in err
+
+
+def test_islands_that_can_not_save_their_end_are_not_started_again(runner: Runner) -> None:
+    flags = runner.flags("islands", strategy="diloco", steps=4, **{"diloco.sync_every": 2, "eval_sequences": 0})
+    code, out, err = finish(runner.start(*FULL_DISK, *THINWIRE, "train", *flags))
+    assert code == 1 and "is started again" not in err and "report: " in out.splitlines()[-1], (out, err)
+    for island in range(2):
+        assert f"island {island}: rank 0: the end of this run is not saved: the checkpoint of step 4 was not" in err

@@ -30,8 +30,13 @@ class Run:
         return [(number(row["step"]), number(row[key])) for row in self.steps if key in row]
 
     def typical(self, key: str) -> float:
-        """The median of a key's finite values, less the first step, which warms up, if there are more; or NaN."""
-        values = [value for _, value in self.series(key) if math.isfinite(value)]
+        """The median of a key's finite values, less the first step, which warms up, if there are more; or NaN.
+
+        Of the steps since the resume that the summary tells of, if there are any.
+        """
+        finite = [(step, value) for step, value in self.series(key) if math.isfinite(value)]
+        before = number(self.summary.get("resumed_after", 0))
+        values = [value for step, value in finite if step > before] or [value for _, value in finite]
         return median(values[1:] or values) if values else math.nan
 
     def last(self, key: str) -> float:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from thinwire.collectives import host_meeting
 from thinwire.collectives.elastic import BEGUN
-from thinwire.errors import ConfigError, ThinwireError
+from thinwire.errors import ConfigError, ThinwireError, UnsavedError
 from thinwire.training.config import TrainConfig
 from thinwire.training.prepare import Island, Start
 from thinwire.training.problems import Problems
@@ -30,6 +30,9 @@ from thinwire.training.signals import STOPPING, StoppedError
 
 POLL_S = 0.1
 CONNECT_S = 5.0
+# An island's launcher has finished, but could not save the end: to start it again would not help.
+UNSAVED = 3
+FINISHED = {0, UNSAVED}
 
 
 class Children:
@@ -125,7 +128,7 @@ def watch(children: Children, meeting: dist.TCPStore) -> int:
     while children.running:
         for number, code in children.ended().items():
             codes[number] = code
-            if not code or children.received is not None:
+            if code in FINISHED or children.received is not None:
                 continue
             try:
                 has_begun = meeting.check([BEGUN])
@@ -134,7 +137,7 @@ def watch(children: Children, meeting: dist.TCPStore) -> int:
                 continue
             if not has_begun:
                 children.send(signal.SIGTERM)
-            elif 0 in codes.values():
+            elif not FINISHED.isdisjoint(codes.values()):
                 # Whoever comes back when the others have finished finds nobody.
                 if not children.is_first_time(number):
                     codes[number] = 0
@@ -145,7 +148,7 @@ def watch(children: Children, meeting: dist.TCPStore) -> int:
         time.sleep(POLL_S)
     if children.received is not None:
         raise StoppedError(children.received)
-    return max(codes.values())
+    return max(1 if code == UNSAVED else code for code in codes.values())
 
 
 def follow_command(island: Island) -> None:
@@ -190,7 +193,7 @@ def main() -> NoReturn:
     except ThinwireError as error:
         if not isinstance(error, StoppedError):
             print(f"thinwire: island {start.island.number}: {error}", file=sys.stderr)
-        code = error.exit_code
+        code = UNSAVED if isinstance(error, UnsavedError) else error.exit_code
     sys.exit(code)
 
 

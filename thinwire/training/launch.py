@@ -26,7 +26,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from thinwire.checkpoint import latest, step_of
 from thinwire.collectives import faults
-from thinwire.errors import ConfigError, ThinwireError
+from thinwire.errors import ConfigError, ThinwireError, UnsavedError
 from thinwire.training.config import TrainConfig
 from thinwire.training.hardware import free_port, interface_towards
 from thinwire.training.islands import launch_islands
@@ -42,7 +42,7 @@ AGENT_PATIENCE_S = 15
 LOOPBACK = "127.0.0.1"
 LOOK_EVERY_S = 0.2
 # Errors whose message says it all.
-SAID_PLAINLY = ("ConfigError", "CheckpointError", "PeerLostError", "ThinwireError")
+SAID_PLAINLY = ("ConfigError", "CheckpointError", "PeerLostError", "ThinwireError", "UnsavedError")
 
 
 class RankLogs(LogsSpecs):
@@ -238,7 +238,8 @@ def failure(failures: Mapping[int, ProcessFailure], run_dir: RunDir, injected: S
     steps = f"{len(records)} steps are in {run_dir.metrics}" if records else "no step was finished"
     saved = step_of(latest(run_dir.checkpoints))
     resume = f"--resume goes on after step {saved}" if saved else "there is no checkpoint yet to --resume from"
-    return ThinwireError(f"{what}\n{steps}; {resume}; details are in {run_dir.logs}")
+    kind = UnsavedError if is_unsaved(cause) else ThinwireError
+    return kind(f"{what}\n{steps}; {resume}; details are in {run_dir.logs}")
 
 
 def explain(rank: int, cause: ProcessFailure, injected: Sequence[str] = ()) -> str:
@@ -250,6 +251,12 @@ def explain(rank: int, cause: ProcessFailure, injected: Sequence[str] = ()) -> s
     message = cause.message["message"] if isinstance(cause.message, dict) else cause.message
     kind, _, text = str(message).partition(": ")
     return f"rank {rank}: {text if kind in SAID_PLAINLY else message}"
+
+
+def is_unsaved(cause: ProcessFailure) -> bool:
+    """Whether the run had come to its end, and could not write what it leaves."""
+    message = cause.message["message"] if isinstance(cause.message, dict) else cause.message
+    return str(message).startswith("UnsavedError: ")
 
 
 def is_killed(cause: ProcessFailure) -> bool:

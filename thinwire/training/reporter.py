@@ -15,7 +15,7 @@ import torch
 
 import thinwire
 from thinwire.data import printable
-from thinwire.errors import ThinwireError
+from thinwire.errors import UnsavedError
 from thinwire.report import write_report
 from thinwire.training.config import TrainConfig
 from thinwire.training.effects import Row
@@ -35,6 +35,7 @@ class Reporter:
         self.config = config
         self.world_size = world_size
         self.uncompressed_bytes = uncompressed_bytes
+        self.first_step = first_step
         self.last_bytes = 0
         self.rows = list(rows)
         self.tokens_per_step = config.tokens_per_step or 0
@@ -71,13 +72,19 @@ class Reporter:
 
     def finish(
         self, *, step: int, skipped_steps: int, heldout_loss: float | None, stopped: str, sample: str, parameters: int,
-        peak_rss_bytes: int,
+        peak_rss_bytes: int, unsaved: str = "",
     ) -> None:  # fmt: skip
-        """Write summary.json and report.html, and say where they are."""
+        """Write summary.json and report.html, and say where they are.
+
+        Raises UnsavedError where they can't be written, or with `unsaved`: why there is no checkpoint of the end.
+        """
         self.close()
         # Islands exchange in few of their steps.
         average = fmean if has_islands(self.config.strategy) else median
-        typical = medians(self.metrics.records, "step_s", "exposed_comm_s", "sent_bytes", average=average)
+        records = self.metrics.records
+        # Those before a resume may be another layout's, or another strategy's.
+        own = [record for record in records if record.step > self.first_step] or records
+        typical = medians(own, "step_s", "exposed_comm_s", "sent_bytes", average=average)
         summary = {
             "heldout_loss": heldout_loss if heldout_loss is None or math.isfinite(heldout_loss) else None,
             "tokens": step * self.tokens_per_step,
@@ -93,19 +100,22 @@ class Reporter:
             "peak_rss_bytes": peak_rss_bytes,
             "versions": versions(),
             "steps": step,
+            "resumed_after": self.first_step,
             "skipped_steps": skipped_steps,
             "stopped": stopped,
             "effects": self.rows,
             "sample": sample,
         }
         self._say_summary(summary)
+        problems = [unsaved] if unsaved else []
         try:
             self.run_dir.summary.write_text(json.dumps(summary, indent=2) + "\n")
             self.progress.say(f"report: {write_report(self.run_dir.path)}")
         except OSError as error:
-            raise ThinwireError(
-                f"{self.run_dir.path} can't be written: {error.strerror}; the run is over, and without a summary"
-            ) from error
+            what = f"{self.run_dir.path} can't be written: {error.strerror}"
+            problems.append(f"{what}; the run is over, and without a summary")
+        if problems:
+            raise UnsavedError("; ".join(problems))
 
     def _write(self, record: StepMetrics | MembershipEvent) -> None:
         """A full disk stops no training: what it does not take now it may take with the next line."""

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from thinwire.checkpoint import FROZEN, Disk, Keep, Piece, Saver, Source, store_of_ranks
+from thinwire.checkpoint.folder import latest, step_of
 from thinwire.codecs import derive_seed
 from thinwire.collectives import ElasticPeers, Peers, faults
 from thinwire.data import BatchLoader, heldout_batches, load_tokenizer
@@ -161,7 +162,8 @@ class Trainer:
         self._save()
         self._note_next_loss(self._probe())
         self.saver.close()
-        self._warn_of_saves()
+        problems = self._warn_of_saves()
+        unsaved = self._unsaved(problems[-1]) if self.saver.last_step != self.step else ""
         heldout_loss = None
         if not stopped:
             self.optimizer.synchronize()
@@ -174,7 +176,7 @@ class Trainer:
             self.reporter.finish(
                 step=self.step, skipped_steps=self.optimizer.skipped_steps, heldout_loss=heldout_loss,
                 stopped=stopped or "finished", sample="" if stopped else self._sample(),
-                parameters=self.num_parameters, peak_rss_bytes=peak_rss,
+                parameters=self.num_parameters, peak_rss_bytes=peak_rss, unsaved=unsaved,
             )  # fmt: skip
 
     def _finish(self, optimizer: Finishing) -> None:
@@ -430,11 +432,19 @@ class Trainer:
         if self.saver.last_step != self._known_after and math.isfinite(loss):
             self.saver.note_next_loss(loss)
 
-    def _warn_of_saves(self) -> None:
-        """Say aloud that a checkpoint could not be written; training goes on."""
-        for problem in self.saver.problems():
+    def _warn_of_saves(self) -> list[str]:
+        """Say aloud that checkpoints could not be written, and why; training goes on."""
+        problems = self.saver.problems()
+        for problem in problems:
             if self.reporter is not None:
                 self.reporter.progress.warn(f"{problem}; training goes on, and earlier checkpoints are as they were")
+        return problems
+
+    def _unsaved(self, problem: str) -> str:
+        """What to say in the end of a run whose last checkpoint could not be written."""
+        newest = step_of(latest(self.run_dir.checkpoints))
+        left = f"the newest checkpoint is of step {newest}" if newest else "there is no checkpoint"
+        return f"the end of this run is not saved: {problem}; {left}"
 
     def _numbers_of_ranks(self, number: int) -> list[int]:
         comm = self.optimizer.comm

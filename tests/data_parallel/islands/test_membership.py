@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -356,8 +357,12 @@ def damage_again_and_again(rank: int, world_size: int, where: str) -> str:
     peers = ElasticPeers(where, rank, timeout_s=TIMEOUT_S, max_islands=2, min_islands=2)
     model = Net()
     optimizer = adamw(model)
+    said = io.StringIO()
     try:
-        with thinwire.DiLoCo(model, optimizer, sync_every=5, peers=peers, announce=False) as islands:
+        with (
+            redirect_stderr(said),
+            thinwire.DiLoCo(model, optimizer, sync_every=5, peers=peers, announce=False) as islands,
+        ):
             for step in range(10):
                 faults.at_step(step + 1)
                 model(batch(step)).backward()
@@ -367,13 +372,16 @@ def damage_again_and_again(rank: int, world_size: int, where: str) -> str:
         return str(error)
     (change,) = islands.loop.changes
     assert change.membership.members == (0,) and change.membership.lost == (1,)
-    return "went on alone"
+    return said.getvalue()
 
 
 def test_whoever_sends_nothing_but_damage_is_lost() -> None:
     meeting = host_meeting()
     first, second = run_workers(damage_again_and_again, 2, f"127.0.0.1:{meeting.port}", may_die=(1,), timeout_s=60)
-    assert first == "went on alone"
+    # Not of the second time, after which nothing is asked for.
+    (line,) = [line for line in first.splitlines() if "damaged" in line and "once more" in line]
+    assert line.startswith("thinwire: island 0: a message was damaged on its way: outer/"), line
+    assert "from island 1 to island 0" in line and line.endswith("outer 1 is asked for once more")
     assert second is None or "island 1 is lost: outer 1 came damaged from it, twice" in second
 
 

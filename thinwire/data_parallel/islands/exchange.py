@@ -13,6 +13,7 @@ from torch import Tensor
 from thinwire.codecs import Codec
 from thinwire.collectives import Peers
 from thinwire.collectives.algorithms import Link, all_gather_packets
+from thinwire.collectives.faults import say
 from thinwire.collectives.rounds import Rounds
 from thinwire.data_parallel.replicas import ReplicaError
 from thinwire.errors import CorruptMessageError, MismatchError, PeerLostError, ThinwireError
@@ -113,7 +114,7 @@ class Sync:
         assert self.message is not None
         names = link.wire.global_ranks
         words: Tensor | None = None
-        for _ in range(NUM_ATTEMPTS):
+        for attempt in range(1, NUM_ATTEMPTS + 1):
             # Whose message came damaged, by position and from 1.
             word = torch.zeros(1, dtype=torch.uint8)
             try:
@@ -121,6 +122,9 @@ class Sync:
                 self.received = gathered.transpose(0, 1).reshape(grid.world_size, -1).clone()
             except CorruptMessageError as error:
                 word[0] = 1 + names.index(error.sender)
+                if attempt < NUM_ATTEMPTS:
+                    what = f"{OPERATION} {self.header.number} is asked for once more"
+                    say(f"thinwire: {link.wire.name(link.rank)}: {error}; {what}")
             words = yield from all_gather_packets(link, word, COMMIT)
             if not words.any():
                 self.is_committed = True

@@ -44,6 +44,7 @@ def _main(
     function: Callable,
     args: tuple,
     pipe: Connection,
+    has_group: bool,
 ) -> None:
     import torch
     import torch.distributed as dist
@@ -51,13 +52,14 @@ def _main(
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(local_size))
     try:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{store}",
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=60),
-        )
+        if has_group:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{store}",
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=60),
+            )
         # Plain pickle: the Pipe's own would hand tensors over in memory that ends with this process.
         pipe.send_bytes(pickle.dumps((True, function(rank, world_size, *args))))
         # Who leaves breaks connections that a slower rank may still be making: all stay until all are done.
@@ -77,9 +79,11 @@ def run_workers(
     local_size: int | None = None,
     timeout_s: float = 90.0,
     may_die: tuple[int, ...] = (),
+    has_group: bool = True,
 ) -> list[Any]:
     """Call function(rank, world_size, *args) in `world_size` processes; their results in rank order.
 
+    has_group: whether they are ranks of a default process group when they begin.
     Raises WorkerFailed with the first traceback; a rank in `may_die` may end without a result (None).
     """
     # After a death the survivors' own ends are what wakes those who wait for them, so there nobody stays.
@@ -94,7 +98,7 @@ def run_workers(
             ours, theirs = CONTEXT.Pipe()
             worker = CONTEXT.Process(
                 target=_main,
-                args=(rank, world_size, local_size or world_size, store, stay_s, function, args, theirs),
+                args=(rank, world_size, local_size or world_size, store, stay_s, function, args, theirs, has_group),
                 daemon=True,
             )
             worker.start()
@@ -142,13 +146,10 @@ def run_program(file: Path, num_ranks: int) -> str:
 
     It finds torchrun's variables, no process group, and what `tests.preloaded` has loaded. Raises WorkerFailed.
     """
-    return "".join(run_workers(_program, num_ranks, file, free_port()))
+    return "".join(run_workers(_program, num_ranks, file, free_port(), has_group=False))
 
 
 def _program(rank: int, world_size: int, file: Path, port: int) -> str:
-    import torch.distributed as dist
-
-    dist.destroy_process_group()
     os.environ.update(LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.chdir(file.parent)
     printed = io.StringIO()

@@ -33,6 +33,8 @@ held: list[dist.TCPStore] = []
 
 def become_island(rank: int, size: int, folder: str) -> ElasticPeers | None:
     """Leave the world of all workers for an island's; its peers, on its first rank."""
+    # Whoever leaves first would break connections that a slower rank still makes.
+    dist.barrier()
     dist.destroy_process_group()
     number, local_rank = divmod(rank, size)
     os.environ.update(RANK=str(local_rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))

@@ -57,7 +57,7 @@ def table_name(cls: type) -> str:
 
 def options_of(cls: type) -> list[Field]:
     """The fields that a table has: all but strategies that belong to another one, which have tables of their own."""
-    held = (BASE, INNER) if hasattr(cls, "apply") else ()
+    held = (BASE, INNER) if hasattr(cls, "plan") else ()
     return [item for item in fields(cls) if item.name not in held] if is_dataclass(cls) else []
 
 

@@ -10,11 +10,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from thinwire.data_parallel import STRATEGIES
 from thinwire.errors import ConfigError, nearest
+from thinwire.registry import STRATEGIES
 from thinwire.training.config import TrainConfig, range_errors
 from thinwire.training.problems import Problems
-from thinwire.training.settings import build_strategy, checked_values, option_tables, strategy_table, with_optimizer
+from thinwire.training.settings import (
+    build_strategy,
+    checked_values,
+    option_tables,
+    strategy_table,
+    with_optimizer,
+)
 
 PLACEHOLDERS = ("run_dir", "steps", "seed", "config", "resume", "stop_at")
 # What a contestant may state for itself besides its strategy's options: methods differ in what they are tuned to.

@@ -18,8 +18,21 @@ from thinwire.errors import ConfigError, nearest
 from thinwire.flags import parse_flags
 from thinwire.lab.check import TOLERANCE, Reading, check
 from thinwire.lab.network import Counters, LabError, Network, check_requirements
-from thinwire.lab.run import GRACE_S, Job, check_command, shell_code, start, threads_per_rank
-from thinwire.lab.spec import LabSpec, SpecError, noted, optional, parse_slow
+from thinwire.lab.run import (
+    GRACE_S,
+    Job,
+    check_command,
+    shell_code,
+    start,
+    threads_per_rank,
+)
+from thinwire.lab.spec import (
+    LabSpec,
+    SpecError,
+    noted,
+    optional,
+    parse_slow,
+)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 HELP_FLAGS = ("--help", "-h")

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 
-from thinwire.training.config import DEFAULTS, FIXED_ON_RESUME, Batch, TrainConfig, flag
+from thinwire.training.config import (
+    DEFAULTS,
+    FIXED_ON_RESUME,
+    Batch,
+    TrainConfig,
+    flag,
+)
 from thinwire.training.settings import NOT_WRITTEN, build_strategy, has_islands, used_tables
 
 # (asked for, in effect, why they differ or how it was found)

@@ -15,14 +15,14 @@ from typing import Annotated, Any, cast, get_type_hints
 
 import tyro
 
-from thinwire.data_parallel import STRATEGIES, TrainingStrategy
-from thinwire.data_parallel.interface import PlannedByRun
-from thinwire.data_parallel.islands import ISLANDS
-from thinwire.data_parallel.options import fits
 from thinwire.errors import ConfigError, nearest, type_name
 from thinwire.flags import parse_flags
+from thinwire.methods.interface import Method, PlannedByRun
+from thinwire.methods.islands.diloco import ISLANDS
+from thinwire.methods.options import fits
 from thinwire.models.llama import LlamaConfig
 from thinwire.optim import OPTIMIZERS
+from thinwire.registry import STRATEGIES
 from thinwire.training.config import TrainConfig, flag
 from thinwire.training.problems import Problems
 from thinwire.training.run_dir import RunDir
@@ -57,7 +57,7 @@ def table_name(cls: type) -> str:
 
 def options_of(cls: type) -> list[Field]:
     """The fields that a table has: all but strategies that belong to another one, which have tables of their own."""
-    held = (BASE, INNER) if hasattr(cls, "apply") else ()
+    held = (BASE, INNER) if hasattr(cls, "plan") else ()
     return [item for item in fields(cls) if item.name not in held] if is_dataclass(cls) else []
 
 
@@ -105,7 +105,7 @@ def used_tables(config: TrainConfig) -> set[str]:
     return inner | {table for table in (llama, strategy_table(config.strategy), base_table(config.strategy)) if table}
 
 
-def build_strategy(config: TrainConfig) -> TrainingStrategy:
+def build_strategy(config: TrainConfig) -> Method:
     """The strategy with its options, for a run of this length.
 
     Raises ConfigError for an unknown name, a refused option, or one that does not fit the run.

@@ -16,14 +16,21 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from thinwire.collectives import host_meeting
-from thinwire.data_parallel.interface import ComingAndGoing
 from thinwire.errors import ThinwireError
+from thinwire.hosts.interface import ComingAndGoing
 from thinwire.training.config import TrainConfig, with_derived
 from thinwire.training.hardware import threads_per_worker
 from thinwire.training.prepare import Island, Start
 from thinwire.training.problems import Problems
 from thinwire.training.run_dir import RunDir
-from thinwire.training.settings import DEFAULT_INNER, has_islands, island_size, read_toml, to_toml, with_optimizer
+from thinwire.training.settings import (
+    DEFAULT_INNER,
+    has_islands,
+    island_size,
+    read_toml,
+    to_toml,
+    with_optimizer,
+)
 from thinwire.training.signals import StopFlag
 from thinwire.training.trainer import Place, Trainer
 

@@ -65,7 +65,7 @@ class AgreeingOptimizer:
         raise NotImplementedError
 
     def _counts(self, name: str) -> bool:
-        """Whether this rank counts what it holds of a parameter's gradient; for each element one rank of the mesh does."""
+        """Whether this rank counts its part of a parameter's gradient; one rank of the mesh counts each element."""
         return self.ranks.counts(name)
 
     def _forget(self) -> list[str]:
@@ -83,7 +83,7 @@ class AgreeingOptimizer:
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the mean gradient to a global 2-norm of at most `max_norm`; returns the norm before (fp64 scalar)."""
-        norm = self._finish_backward()
+        norm = self.reduce()
         if math.isfinite(norm) and norm > max_norm:
             factor = max_norm / (norm + 1e-6)
             self._scale(float(factor))
@@ -93,7 +93,7 @@ class AgreeingOptimizer:
     @torch.no_grad()
     def step(self) -> None:
         """Update the weights with the mean gradient, unless it is not finite; a collective over all ranks."""
-        if bool(torch.isfinite(self._finish_backward())):
+        if bool(torch.isfinite(self.reduce())):
             self._update()
         else:
             self._skip()
@@ -122,8 +122,8 @@ class AgreeingOptimizer:
         if forgotten:
             log.warning("thinwire: step %d: memory of %d parameter(s) dropped: not finite", self.steps, len(forgotten))
 
-    def _finish_backward(self) -> Tensor:
-        """The global norm of the mean gradient, which is complete from here on; once a step."""
+    def reduce(self) -> Tensor:
+        """Wait for the mean gradient, and agree with all ranks on the step; the gradient's norm (fp64 scalar)."""
         if self._grad_norm is None:
             self._reduce()
             counted = [t.grad for name, t in self.trained.items() if t.grad is not None and self._counts(name)]

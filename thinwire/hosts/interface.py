@@ -76,6 +76,10 @@ class ParallelOptimizer(Protocol):
         """Ask all ranks to stop after the next step."""
         ...
 
+    def reduce(self) -> Tensor:
+        """Wait for the mean gradient, and agree with all ranks on the step; the gradient's norm. Once a step."""
+        ...
+
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the mean gradient to a global 2-norm of at most `max_norm`; returns the norm before."""
         ...

@@ -162,7 +162,7 @@ class OneByteOptimizer(AgreeingOptimizer):
         self.log.seal(self.trained.values())
         self._keep_log()
 
-    def _finish_backward(self) -> Tensor:
+    def reduce(self) -> Tensor:
         """An estimate of the gradient's norm, once a step: E[p^2] = |grad|^2. NaN where all samples are left out."""
         if self._grad_norm is None:
             words = [torch.tensor([self._loss], dtype=torch.float32), torch.tensor([self._stop], dtype=torch.uint8)]

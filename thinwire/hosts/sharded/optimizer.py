@@ -141,6 +141,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         finally:
             self._accumulating = before
 
+    def reduce(self) -> Tensor:
+        """Wait for the mean gradient, and agree with all ranks on the step; the gradient's norm (fp64 scalar)."""
+        self._finish_reduction()
+        assert self._grad_norm is not None
+        return self._grad_norm
+
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the mean gradient to a global 2-norm of at most `max_norm`; returns the norm before (fp64 scalar).
@@ -149,9 +155,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         torch.nn.utils.clip_grad_norm_ sees only this rank's gradients, which have been sent already: step refuses to go
         on after it.
         """
-        self._finish_reduction()
-        assert self._grad_norm is not None
-        norm = self._grad_norm
+        norm = self.reduce()
         scale = max_norm / (float(norm) + 1e-6)
         if scale < 1.0:
             for bucket in self.buckets:

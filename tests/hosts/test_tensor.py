@@ -19,8 +19,8 @@ from thinwire.compose import parallelize
 from thinwire.state.replicas import digest
 
 STEPS = 6
-EXACT = {"zero": thinwire.Zero(), "ddp": thinwire.DDP()}
-LOSSY = {
+EXACT: dict[str, Any] = {"zero": thinwire.Zero(), "ddp": thinwire.DDP()}
+LOSSY: dict[str, Any] = {
     "sdp4bit": thinwire.SDP4Bit(),
     "powersgd": thinwire.PowerSGD(rank=2, start_step=2, min_compression=1.0),
     "zero-bf16": thinwire.ZeroBF16(),

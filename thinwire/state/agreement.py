@@ -58,6 +58,6 @@ class Agreed(NamedTuple):
         """From the words of all ranks, uint8 [world_size, word_bytes]; the same on all of them."""
         rows = words.numpy()
         numbers = np.frombuffer(rows[:, :NUMBER_BYTES].tobytes(), dtype=np.float64).reshape(-1, NUMBERS)
-        bits = np.unpackbits(rows[:, NUMBER_BYTES + 1 :], axis=1)[:, :num_parameters].max(axis=0, initial=0)
+        bits = np.bitwise_or.reduce(rows[:, NUMBER_BYTES + 1 :], axis=0)
         norm = math.sqrt(total) if (total := float(numbers[:, 0].sum())) >= 0 else math.nan
-        return cls(norm, float(numbers[:, 1].mean()), bool(rows[:, NUMBER_BYTES].any()), [bool(bit) for bit in bits])
+        return cls(norm, float(numbers[:, 1].mean()), bool(rows[:, NUMBER_BYTES].any()), [bool(bit) for bit in np.unpackbits(bits)[:num_parameters]])

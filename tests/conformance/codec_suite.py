@@ -16,7 +16,6 @@ from thinwire.codecs import (
     Hadamard,
     Identity,
     Integer,
-    LowRank,
     Natural,
     RandomK,
     Sign,
@@ -90,8 +89,6 @@ CASES = [
     Case(CountSketch(8, 96, unbiased=False), 0.96),
     Case(GaussianSketch(4, 128), 2.1),
     Case(GaussianSketch(8, 64, unbiased=False), 0.96),
-    Case(LowRank(3, 16, 20), 0.85),
-    Case(LowRank(1, 8, 5), 0.85),
 ]
 
 

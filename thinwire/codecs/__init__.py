@@ -11,7 +11,6 @@ from thinwire.codecs.gaussian_sketch import GaussianSketch
 from thinwire.codecs.hadamard import Hadamard
 from thinwire.codecs.identity import Identity
 from thinwire.codecs.integer import Integer
-from thinwire.codecs.low_rank import LowRank
 from thinwire.codecs.natural import Natural
 from thinwire.codecs.random import derive_seed, paired_seed
 from thinwire.codecs.random_k import RandomK
@@ -28,7 +27,6 @@ __all__ = [
     "Hadamard",
     "Identity",
     "Integer",
-    "LowRank",
     "Natural",
     "RandomK",
     "Sign",

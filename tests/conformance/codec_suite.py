@@ -121,6 +121,9 @@ def hard_inputs(codec: Codec) -> list[Tensor]:
 class CodecSuite:
     """Inherit, parametrise with `case`, and the codec is tested."""
 
+    def test_its_text_reads_back(self, case: Case) -> None:
+        assert Codec.parse(str(case.codec)) == case.codec
+
     def test_round_trip_stays_within_its_bound(self, case: Case) -> None:
         x = gaussian(40 * case.codec.block + 1000)
         error = (round_trip(case.codec, x) - x).norm() / x.norm()

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from thinwire.codecs import grammar
+from thinwire.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class Traits:
@@ -33,6 +36,20 @@ class Codec(ABC):
     randomness from (seed, counter + i), or from the number of its group, (counter + i) // group, so a tensor cut in
     two and encoded piece by piece at a multiple of `block` gives the same values as the whole.
     """
+
+    @staticmethod
+    def parse(text: str) -> Codec:
+        """The codec that a text such as "int4/64:bf16+hadamard32" stands for; `str` writes it back. See `grammar`.
+
+        Raises ConfigError that names the text, what in it can't be read, and the nearest that can.
+        """
+        try:
+            return grammar.read(text)
+        except ConfigError as error:
+            raise ConfigError(f"codec {text!r}: {error}") from None
+
+    def __str__(self) -> str:
+        return grammar.write(self)
 
     @property
     @abstractmethod

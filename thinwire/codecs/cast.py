@@ -8,11 +8,14 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs.base import Codec, Traits
+from thinwire.codecs.spelling import spelled
 from thinwire.errors import ConfigError, nearest
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+@spelled("bf16", sets={"dtype": "bf16"})
+@spelled("fp16", sets={"dtype": "fp16"})
 @dataclass(frozen=True)
 class Cast(Codec):
     """C(x) = x rounded to nearest even in `dtype`; 16 bits per element.
@@ -27,9 +30,6 @@ class Cast(Codec):
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ConfigError(f"cast dtype {self.dtype!r} is unknown{nearest(str(self.dtype), DTYPES)}")
-
-    def __str__(self) -> str:
-        return self.dtype
 
     @property
     def traits(self) -> Traits:

@@ -8,7 +8,7 @@ from thinwire.codecs import checks
 from thinwire.codecs.fused import Fused
 from thinwire.codecs.layout import group_bytes, packet_sections
 
-SCALES = ("bf16", "fp32")
+SCALES: tuple[str, ...] = ("bf16", "fp32")
 
 
 class Grouped(Fused):

@@ -11,11 +11,13 @@ from torch import Tensor
 from thinwire.codecs import backends
 from thinwire.codecs.base import Codec, Traits
 from thinwire.codecs.integer import Integer
+from thinwire.codecs.spelling import Number, spelled
 from thinwire.errors import ConfigError
 
 INT4 = Integer()
 
 
+@spelled(Number("block_size", "hadamard", optional=True), wraps="inner")
 @dataclass(frozen=True)
 class Hadamard(Codec):
     """C(x) = H^T inner(H x), H block-diagonal: Sylvester Hadamard matrices over sqrt(block_size).
@@ -41,9 +43,6 @@ class Hadamard(Codec):
             raise ConfigError(
                 f"integer group {group} is no multiple of the hadamard block_size {size}; nearest is {close}"
             )
-
-    def __str__(self) -> str:
-        return f"{self.inner}, rotated in rows of {self.block_size}"
 
     @property
     def traits(self) -> Traits:

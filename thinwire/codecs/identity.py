@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs.base import Codec, Traits
+from thinwire.codecs.spelling import spelled
 
 
+@spelled("fp32")
 @dataclass(frozen=True)
 class Identity(Codec):
     """C(x) = x; 32 bits per element."""
-
-    def __str__(self) -> str:
-        return "fp32"
 
     @property
     def traits(self) -> Traits:

@@ -9,13 +9,15 @@ from torch import Tensor
 
 from thinwire.codecs import backends, checks
 from thinwire.codecs.base import Traits
-from thinwire.codecs.grouped import Grouped
+from thinwire.codecs.grouped import SCALES, Grouped
 from thinwire.codecs.layout import LANES
+from thinwire.codecs.spelling import Number, Word, spelled
 
 WIDTHS = tuple(bits for bits in LANES if bits > 1)
-ROUNDINGS = ("nearest", "stochastic")
+ROUNDINGS: tuple[str, ...] = ("nearest", "stochastic")
 
 
+@spelled(Number("bits", "int"), Word("scale", SCALES), Word("rounding", ROUNDINGS), group="group")
 @dataclass(frozen=True)
 class Integer(Grouped):
     """code = clamp(round(x * M/s), -M, M), s = max|x| of the group, M = 2^(bits-1) - 1; decoded: code * s/M.
@@ -36,9 +38,6 @@ class Integer(Grouped):
         checks.width("integer bits", self.bits, WIDTHS)
         checks.one_of("integer rounding", self.rounding, ROUNDINGS)
         self.check_groups("integer")
-
-    def __str__(self) -> str:
-        return f"int{self.bits} {self.rounding}, groups of {self.group} with {self.scale} scales"
 
     @property
     def levels(self) -> int:

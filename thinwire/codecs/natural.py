@@ -10,11 +10,18 @@ from torch import Tensor
 
 from thinwire.codecs import backends, checks, reference
 from thinwire.codecs.base import Traits
-from thinwire.codecs.grouped import Grouped
+from thinwire.codecs.grouped import SCALES, Grouped
 from thinwire.codecs.integer import ROUNDINGS, WIDTHS
 from thinwire.codecs.random import MASK64, draws, noise_keys
+from thinwire.codecs.spelling import Number, Word, spelled
 
 
+@spelled(
+    Number("bits", "e", "m0", read=lambda exponent: int(exponent) + 1, write=lambda bits: str(bits - 1)),
+    Word("scale", SCALES),
+    Word("rounding", ROUNDINGS),
+    group="group",
+)
 @dataclass(frozen=True)
 class Natural(Grouped):
     """decoded = 0 or +-2^(|code| - M) s, |code| = 1..M, s = max|x| of the group, M = 2^(bits-1) - 1.
@@ -37,9 +44,6 @@ class Natural(Grouped):
         checks.width("natural bits", self.bits, WIDTHS)
         checks.one_of("natural rounding", self.rounding, ROUNDINGS)
         self.check_groups("natural")
-
-    def __str__(self) -> str:
-        return f"powers of two in {self.bits} bits, {self.rounding}, groups of {self.group} with {self.scale} scales"
 
     @property
     def traits(self) -> Traits:

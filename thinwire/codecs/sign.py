@@ -10,11 +10,13 @@ from torch import Tensor
 
 from thinwire.codecs import backends, checks, reference
 from thinwire.codecs.base import Traits
-from thinwire.codecs.grouped import Grouped
+from thinwire.codecs.grouped import SCALES, Grouped
+from thinwire.codecs.spelling import Word, spelled
 
-NORMS = ("l1", "l2")
+NORMS: tuple[str, ...] = ("l1", "l2")
 
 
+@spelled("sign", Word("norm", NORMS), Word("scale", SCALES), group="group")
 @dataclass(frozen=True)
 class Sign(Grouped):
     """C(x) = s sign(x), with s the mean of |x| over the group ("l1") or its root mean square ("l2").
@@ -36,9 +38,6 @@ class Sign(Grouped):
     def __post_init__(self) -> None:
         checks.one_of("sign norm", self.norm, NORMS)
         self.check_groups("sign")
-
-    def __str__(self) -> str:
-        return f"sign, groups of {self.group} with {self.scale} {self.norm} scales"
 
     @property
     def traits(self) -> Traits:

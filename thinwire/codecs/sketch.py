@@ -12,7 +12,10 @@ from torch import Tensor
 from thinwire.codecs import backends, checks, shared
 from thinwire.codecs.base import Traits
 from thinwire.codecs.fused import Fused
+from thinwire.codecs.spelling import Word
 from thinwire.errors import ConfigError
+
+UNBIASED = Word("unbiased", {"unbiased": True, "biased": False})
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,12 @@ from thinwire.codecs import backends, checks, indices
 from thinwire.codecs.base import Codec, Traits
 from thinwire.codecs.cast import Cast
 from thinwire.codecs.fused import Fused
+from thinwire.codecs.spelling import Number, percent_of, share_of, spelled
 
 BF16 = Cast("bf16")
 
 
+@spelled(Number("density", "topk", "%", share_of, percent_of, optional=True), group="group", values="values")
 @dataclass(frozen=True)
 class TopK(Fused):
     """Of every `group` elements the k = ceil(density * group) with the largest |x|; the others decode to 0.
@@ -40,9 +42,6 @@ class TopK(Fused):
     @property
     def _name(self) -> str:
         return type(self).__name__.lower()
-
-    def __str__(self) -> str:
-        return f"top {self.density:g} of {self.group} elements, values in {self.values}"
 
     @property
     def traits(self) -> Traits:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from thinwire.codecs.base import Codec, Traits
 from thinwire.codecs.integer import Integer
+from thinwire.codecs.spelling import Number, spelled
 from thinwire.errors import ConfigError
 
 HEADER_BYTES = 4
@@ -19,6 +20,7 @@ INT4 = Integer()
 _per_thread = threading.local()
 
 
+@spelled(Number("level", "zstd", optional=True), wraps="coded")
 @dataclass(frozen=True)
 class Zstd(Codec):
     """C(x) = coded(x), its packet compressed without loss by Zstandard; stored as it is where that does not help.
@@ -38,9 +40,6 @@ class Zstd(Codec):
             raise ConfigError(f"zstd level {self.level}: must be 1 to 19; nearest is {min(max(self.level, 1), 19)}")
         if isinstance(self.coded, Zstd):
             raise ConfigError("zstd coded is compressed already; give it the codec inside")
-
-    def __str__(self) -> str:
-        return f"{self.coded}, entropy-coded"
 
     @property
     def traits(self) -> Traits:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import fields
 from itertools import product
 from typing import Any
@@ -33,7 +34,7 @@ OTHERS: dict[str, list[Any]] = {
     "rounding": ["nearest", "stochastic"],
     "scale": ["bf16", "fp32"],
     "norm": ["l1", "l2"],
-    "density": [0.25, 1 / 3, 0.0104, 1.0],
+    "density": [0.25, 1 / 3, 0.0123, 1.0],
     "stride": [1, 7],
     "every": [2, 3, 100],
     "ratio": [2, 32],
@@ -46,7 +47,7 @@ OTHERS: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.parametrize("cls", {spelling.cls for spelling in SPELLINGS}, ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("cls", dict.fromkeys(spelling.cls for spelling in SPELLINGS), ids=lambda cls: cls.__name__)
 def test_every_option_of_every_codec_can_be_written(cls: type) -> None:
     names = [item.name for item in fields(cls)]
     for values in product(*(OTHERS[name] for name in names)):
@@ -59,9 +60,11 @@ def test_all_codecs_have_a_text() -> None:
     assert spelled == {cls for cls in every_codec(Codec) if not cls.__abstractmethods__}  # type: ignore[attr-defined]
 
 
-def every_codec(cls: type) -> set[type]:
-    own: set[type] = {cls} if cls.__module__.startswith("thinwire.codecs.") else set()
-    return own.union(*(every_codec(below) for below in cls.__subclasses__()))
+def every_codec(cls: type) -> Iterator[type]:
+    if cls.__module__.startswith("thinwire.codecs."):
+        yield cls
+    for derived in cls.__subclasses__():
+        yield from every_codec(derived)
 
 
 @pytest.mark.parametrize("every", range(2, (1 << 14) + 1, 113))
@@ -99,7 +102,6 @@ def test_texts(text: str, codec: Codec) -> None:
     [
         ("", "codec '': no codec is called ''; choose one of bf16"),
         ("itn8/64", "codec 'itn8/64': no codec is called 'itn8'; did you mean 'int8'"),
-        ("itn5", "did you mean 'int4'"),
         ("int", "did you mean 'int4'"),
         ("int5/64", "codec 'int5/64': integer bits 5 is not one of 2, 3, 4, 6, 8; nearest is 4"),
         ("int4.5", "bits must be a whole number"),

@@ -175,8 +175,22 @@ class CodecSuite:
             errors = torch.stack([(round_trip(case.codec, x, seed) - x).square().sum() for seed in range(50)])
             assert errors.mean() < x.square().sum()
 
-    def test_zeros_stay_zeros(self, case: Case) -> None:
-        assert torch.equal(round_trip(case.codec, torch.zeros(1000)), torch.zeros(1000))
+    @pytest.mark.parametrize("backend", ["fastest", "torch"])
+    def test_zeros_stay_zeros(self, case: Case, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        if backend == "torch":
+            monkeypatch.setattr(backends, "cpu_kernels", lambda: None)
+        codec, run = case.codec, case.codec.traits.keeps_zeros
+        assert torch.equal(round_trip(codec, torch.zeros(1000)), torch.zeros(1000))
+        size = 4 * codec.block + 2 * run + run // 2
+        place = torch.arange(size)
+        for zeros in ((place // run) % 2 == 0, (place // run) % 2 == 1, (place // run) % 16 != 3):
+            for seed in range(5):
+                x = gaussian(size, seed).masked_fill(zeros, 0.0)
+                assert not round_trip(codec, x, seed)[zeros].any()
+        if run > 1:
+            leaks = [place % run != 0, gaussian(size, seed=9) > 0]
+            lost = [round_trip(codec, gaussian(size).masked_fill(zeros, 0.0))[zeros].any() for zeros in leaks]
+            assert any(lost), "shorter runs of zeros stay too: the trait promises less than is true"
 
     @pytest.mark.parametrize("scale", [1e-44, 1e-38, 1e-31, 1e-20, 1e20, 1e36])
     def test_tiny_and_huge_values_stay_in_proportion(self, case: Case, scale: float) -> None:

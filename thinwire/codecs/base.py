@@ -21,12 +21,15 @@ class Traits:
     contraction: E|C(x) - x|^2 <= (1 - delta) |x|^2 over the random seed, for some delta > 0 and every x.
     linear: packets of one (seed, counter) can be added with `packet_add`, and the sum decodes to the sum of what they
     decode to, up to fp32 rounding; so a sum may travel where otherwise each of its parts must.
+    keeps_zeros: runs of this many elements that are exactly zero, and start at a multiple of it (or are the tail),
+    decode to exact zeros, if no element of their block is NaN or inf. 1: every zero element; 0: no promise.
     """
 
     lossless: bool = False
     unbiased: bool = False
     contraction: bool = False
     linear: bool = False
+    keeps_zeros: int = 0
 
 
 class Codec(ABC):

@@ -34,7 +34,7 @@ class Cast(Codec):
     @property
     def traits(self) -> Traits:
         """fp16 is no contraction: beyond 65504 it returns inf."""
-        return Traits(contraction=self.dtype == "bf16")
+        return Traits(contraction=self.dtype == "bf16", keeps_zeros=1)
 
     @property
     def bits_per_element(self) -> float:

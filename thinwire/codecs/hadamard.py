@@ -46,8 +46,13 @@ class Hadamard(Codec):
 
     @property
     def traits(self) -> Traits:
-        """The inner codec's, for an orthogonal H; lossless only up to rounding, so not claimed."""
-        return replace(self.inner.traits, lossless=False)
+        """The inner codec's, for an orthogonal H; lossless only up to rounding, so not claimed.
+
+        A zero between other values is rotated to something else, and comes back with the inner codec's error: only
+        whole rows of zeros are kept.
+        """
+        inner = self.inner.traits
+        return replace(inner, lossless=False, keeps_zeros=math.lcm(inner.keeps_zeros, self.block_size))
 
     @property
     def block(self) -> int:

@@ -18,7 +18,7 @@ class Identity(Codec):
 
     @property
     def traits(self) -> Traits:
-        return Traits(lossless=True, unbiased=True, contraction=True, linear=True)
+        return Traits(lossless=True, unbiased=True, contraction=True, linear=True, keeps_zeros=1)
 
     @property
     def bits_per_element(self) -> float:

@@ -50,12 +50,12 @@ class Integer(Grouped):
 
         Stochastic rounding is unbiased; E|C(x) - x|^2 <= (group/4) (s/M)^2 is below |x|^2 for the worst x
         exactly where group <= 4 M^2, so there it is a contraction in expectation over the seed (a bf16 scale
-        is up to 2^-7 larger).
+        is up to 2^-7 larger). The noise stays below 1/2, so that it moves no zero.
         """
         if self.rounding == "nearest":
-            return Traits(contraction=True)
+            return Traits(contraction=True, keeps_zeros=1)
         worst = self.group if self.scale == "fp32" else self.group * (1 + 2**-7) ** 2
-        return Traits(unbiased=True, contraction=worst <= 4 * self.levels**2)
+        return Traits(unbiased=True, contraction=worst <= 4 * self.levels**2, keeps_zeros=1)
 
     @property
     def code_bits(self) -> int:

@@ -55,9 +55,9 @@ class Natural(Grouped):
         l up to 2^-7 larger, and rounds the maximum itself).
         """
         if self.rounding == "nearest":
-            return Traits(contraction=True)
+            return Traits(contraction=True, keeps_zeros=1)
         worst = self.group if self.scale == "fp32" else self.group * 1.03
-        return Traits(unbiased=True, contraction=worst <= 8 * 4.0 ** ((1 << self.bits - 1) - 2))
+        return Traits(unbiased=True, contraction=worst <= 8 * 4.0 ** ((1 << self.bits - 1) - 2), keeps_zeros=1)
 
     @property
     def code_bits(self) -> int:

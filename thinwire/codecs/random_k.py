@@ -25,9 +25,9 @@ CHUNK = 256
 
 
 def every_of(percent: float) -> int:
-    """The `every` of which one is this percentage. Raises ConfigError where it is no whole number, within 0.1%."""
+    """The `every` of which one is this percentage. Raises ConfigError where it is no whole number, within 1%."""
     every = min(max(round(100 / percent), 2), MAX_EVERY) if percent > 0 else MAX_EVERY
-    if not math.isclose(every * percent, 100, rel_tol=1e-3):
+    if not math.isclose(every * percent, 100, rel_tol=1e-2):
         raise ConfigError(
             f"randomk {percent:g}%: must be 1 of a whole number from 2 to {MAX_EVERY}; nearest is {100 / every:g}%"
         )
@@ -68,6 +68,7 @@ class RandomK(Fused):
             unbiased=self.unbiased and inner.unbiased,
             contraction=not self.unbiased and inner.contraction,
             linear=inner.linear,
+            keeps_zeros=1 if inner.keeps_zeros == 1 else self.every * inner.keeps_zeros,
         )
 
     @property

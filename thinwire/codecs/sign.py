@@ -45,7 +45,7 @@ class Sign(Grouped):
 
         "l2": |x - C(x)|^2 = 2 |x|^2 (1 - |x|_1/(sqrt(n) |x|)) is below |x|^2 for every x exactly where n < 4.
         """
-        return Traits(contraction=self.norm == "l1" or self.group < 4)
+        return Traits(contraction=self.norm == "l1" or self.group < 4, keeps_zeros=self.group)
 
     @property
     def code_bits(self) -> int:

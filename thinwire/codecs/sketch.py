@@ -56,7 +56,7 @@ class Sketch(Fused):
 
     @property
     def traits(self) -> Traits:
-        return Traits(unbiased=self.unbiased, contraction=not self.unbiased, linear=True)
+        return Traits(unbiased=self.unbiased, contraction=not self.unbiased, linear=True, keeps_zeros=self.group)
 
     @property
     def block(self) -> int:

@@ -66,8 +66,8 @@ class Word:
         return next(word for word, meant in self._values.items() if meant == value)
 
     def forms(self, default: Any) -> list[str]:
-        """See Number."""
-        return list(self._values)
+        """See Number; the default comes first."""
+        return sorted(self._values, key=lambda word: self._values[word] != default)
 
     @property
     def _values(self) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class Spelling:
     def option_forms(self) -> list[str]:
         """What may stand after a ":"."""
         own = [form for option in self.options for form in option.forms(self.defaults[option.field])]
-        return [*own, *(["fp32", "bf16", "any other codec"] if self.values else [])]
+        return [*own, *([str(self.defaults[self.values]), "CODEC"] if self.values else [])]
 
     def head_text(self, fields: Mapping[str, Any]) -> str:
         return self.head if isinstance(self.head, str) else self.head.text(fields[self.head.field])

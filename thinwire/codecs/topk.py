@@ -45,8 +45,13 @@ class TopK(Fused):
 
     @property
     def traits(self) -> Traits:
-        """What is dropped is lost and what is kept shrinks as the values' codec does: delta = its delta k / group."""
-        return Traits(contraction=self.values.traits.contraction)
+        """What is dropped is lost and what is kept shrinks as the values' codec does: delta = its delta k / group.
+
+        Zeros travel where fewer than k elements are not zero: they stay zero if the values' codec keeps each.
+        """
+        inner = self.values.traits
+        keeps_zeros = self.block if inner.keeps_zeros > 1 else inner.keeps_zeros
+        return Traits(contraction=inner.contraction, keeps_zeros=keeps_zeros)
 
     @property
     def count(self) -> int:

@@ -96,7 +96,7 @@ def kernels(num_elements: int) -> dict[str, Callable[[], object]]:
         add(name, codec, rotated=True)
     for name, codec in GRADIENTS.items():
         add_both_ways(name, codec)
-    calls["hadamard-32 in place"] = lambda: ROTATED["hadamard-32 + int4"].unrotate_(total)
+    calls["hadamard-32 in place"] = lambda: ROTATED["hadamard-32 + int4"].rotate_(total)
     return calls
 
 

@@ -138,7 +138,7 @@ def test_rotation_is_the_orthonormal_sylvester_matrix(block_size: int) -> None:
     for rows in (1, 3, 4, 9):
         x = gaussian(rows * block_size)
         expected = (x.view(rows, -1) @ matrix / block_size**0.5).view(-1)
-        rotated = Hadamard(Identity(), block_size).unrotate_(x.clone())
+        rotated = Hadamard(Identity(), block_size).rotate_(x.clone())
         assert torch.allclose(rotated, expected, atol=1e-6)
         assert same_bits(rotated, reference.hadamard(x, block_size))
 
@@ -173,7 +173,7 @@ def test_wrong_buffers_are_refused() -> None:
     with pytest.raises(ValueError, match="out must be"):
         codec.decode(packet, 1000, out=torch.empty(2000)[::2])
     with pytest.raises(ValueError, match="x must be"):
-        Hadamard(codec).unrotate_(torch.empty(33))
+        Hadamard(codec).rotate_(torch.empty(33))
 
 
 def test_backend_names_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,6 @@ def test_warm_leaves_nothing_to_compile() -> None:
     before = num_compiled()
     for codec in codecs:
         codec.decode_add(codec.encode(gaussian(777), seed=2**63 + 1, counter=2**40), torch.zeros(777))
-        codec.inner.decode(
-            codec.encode(gaussian(5)), 5 if not codec.rotation else -(-5 // codec.rotation) * codec.rotation
-        )
+        if rotation := codec.rotation:
+            rotation.inner.decode(codec.encode(gaussian(5)), -(-5 // rotation.block_size) * rotation.block_size)
     assert num_compiled() == before

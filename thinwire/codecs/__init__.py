@@ -56,4 +56,5 @@ def warm(codecs: Iterable[Codec], device: torch.device | None = None) -> None:
             x = torch.zeros(num_blocks * min(codec.block, MOST_WARM), device=device)
             packet = codec.encode(x)
             codec.decode_add(packet, codec.decode(packet, x.numel()))
-            codec.inner.decode_add(packet, x)
+            if codec.rotation:
+                codec.rotation.inner.decode_add(packet, x)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from thinwire.codecs import grammar
 from thinwire.errors import ConfigError
+
+if TYPE_CHECKING:
+    from thinwire.codecs.hadamard import Hadamard
 
 
 @dataclass(frozen=True)
@@ -99,21 +103,12 @@ class Codec(ABC):
         raise ValueError(f"packets of {self} can't be added: decode them, or use a linear codec such as Identity")
 
     @property
-    def inner(self) -> Codec:
-        """The codec that works in the rotated domain; itself where there is no rotation."""
-        return self
+    def rotation(self) -> Hadamard | None:
+        """This codec as a rotation around another one, or None.
 
-    @property
-    def rotation(self) -> int:
-        """Length of the orthogonal transform around `inner`, 0 for none.
-
-        Sums commute with it: sum_i decode(p_i) = unrotate(sum_i inner.decode(p_i)), so a collective inverts once.
+        Sums commute with it: sum_i decode(p_i) = rotate(sum_i inner.decode(p_i)), so a collective rotates back once.
         """
-        return 0
-
-    def unrotate_(self, x: Tensor) -> Tensor:
-        """Leave the rotated domain, in place; the identity where there is no rotation."""
-        return x
+        return None
 
     def backend(self, device: torch.device) -> str:
         """Which implementation runs on `device`: 'torch', 'numba' or 'torch.compile'."""

@@ -14,8 +14,6 @@ from thinwire.codecs.integer import Integer
 from thinwire.codecs.spelling import Number, spelled
 from thinwire.errors import ConfigError
 
-INT4 = Integer()
-
 
 @spelled(Number("block_size", "hadamard", optional=True), wraps="inner")
 @dataclass(frozen=True)
@@ -27,7 +25,7 @@ class Hadamard(Codec):
     Raises ConfigError otherwise. Source: SDP4Bit (NeurIPS 2024), section 3.2.
     """
 
-    inner: Codec = INT4  # a default, so that it hides the property of Codec
+    inner: Codec = Integer()
     block_size: int = 32
 
     def __post_init__(self) -> None:
@@ -59,8 +57,8 @@ class Hadamard(Codec):
         return math.lcm(self.inner.block, self.block_size)
 
     @property
-    def rotation(self) -> int:
-        return self.block_size
+    def rotation(self) -> Hadamard:
+        return self
 
     @property
     def bits_per_element(self) -> float:
@@ -74,19 +72,19 @@ class Hadamard(Codec):
             return self.inner.encode_rotated(x, rotation=self.block_size, seed=seed, counter=counter, out=out)
         rotated = torch.zeros(self._padded(x.numel()), dtype=torch.float32, device=x.device)
         rotated[: x.numel()] = x.detach().reshape(-1)
-        return self.inner.encode(self.unrotate_(rotated), seed=seed, counter=counter, out=out)
+        return self.inner.encode(self.rotate_(rotated), seed=seed, counter=counter, out=out)
 
     def decode(self, packet: Tensor, num_elements: int, *, out: Tensor | None = None) -> Tensor:
         padded = self._padded(num_elements)
         if out is not None and padded == num_elements:
-            return self.unrotate_(self.inner.decode(packet, padded, out=out))
-        values = self.unrotate_(self.inner.decode(packet, padded))[:num_elements]
+            return self.rotate_(self.inner.decode(packet, padded, out=out))
+        values = self.rotate_(self.inner.decode(packet, padded))[:num_elements]
         return values if out is None else out.copy_(values)
 
     def packet_add(self, packet: Tensor, out: Tensor) -> Tensor:
         return self.inner.packet_add(packet, out)
 
-    def unrotate_(self, x: Tensor) -> Tensor:
+    def rotate_(self, x: Tensor) -> Tensor:
         """x <- H x in place (H is its own inverse) for a flat contiguous fp32 x of whole rows."""
         return backends.rotate_(x, self.block_size)
 

@@ -11,6 +11,7 @@ import zstandard
 from torch import Tensor
 
 from thinwire.codecs.base import Codec, Traits
+from thinwire.codecs.hadamard import Hadamard
 from thinwire.codecs.integer import Integer
 from thinwire.codecs.spelling import Number, spelled
 from thinwire.errors import ConfigError
@@ -85,15 +86,9 @@ class Zstd(Codec):
         return self.coded.decode_add(self._plain(packet, out.numel()), out)
 
     @property
-    def inner(self) -> Codec:
-        return Zstd(self.coded.inner, self.level) if self.coded.rotation else self
-
-    @property
-    def rotation(self) -> int:
-        return self.coded.rotation
-
-    def unrotate_(self, x: Tensor) -> Tensor:
-        return self.coded.unrotate_(x)
+    def rotation(self) -> Hadamard | None:
+        rotation = self.coded.rotation
+        return rotation and replace(rotation, inner=Zstd(rotation.inner, self.level))
 
     def backend(self, device: torch.device) -> str:
         return f"{self.coded.backend(device)} + zstd"

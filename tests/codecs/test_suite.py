@@ -19,8 +19,8 @@ class TestCodecs(CodecSuite):
 
 def num_compiled() -> int:
     """Compiled signatures of every kernel."""
-    names = ["kernels", "kernels_grouped", "kernels_sparse", "kernels_sketch"]
-    modules = [importlib.import_module(f"thinwire.codecs.{name}") for name in names]
+    names = ["integer", "grouped", "sparse", "sketch", "normals"]
+    modules = [importlib.import_module(f"thinwire.codecs.kernels.{name}") for name in names]
     kernels = {value for module in modules for value in vars(module).values() if isinstance(value, Dispatcher)}
     assert len(kernels) > 10
     return sum(len(kernel.signatures) for kernel in kernels)

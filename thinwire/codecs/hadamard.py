@@ -14,6 +14,8 @@ from thinwire.codecs.integer import Integer
 from thinwire.codecs.spelling import Number, spelled
 from thinwire.errors import ConfigError
 
+INT4 = Integer()
+
 
 @spelled(Number("block_size", "hadamard", optional=True), wraps="inner")
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Hadamard(Codec):
     Raises ConfigError otherwise. Source: SDP4Bit (NeurIPS 2024), section 3.2.
     """
 
-    inner: Codec = Integer()
+    inner: Codec = INT4
     block_size: int = 32
 
     def __post_init__(self) -> None:

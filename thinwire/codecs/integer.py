@@ -69,20 +69,11 @@ class Integer(Grouped):
         flat = backends.flat_fp32(x)
         num = flat.numel() + (-flat.numel() % rotation if rotation else 0)
         out = backends.packet_buffer(out, self.packet_bytes(num), flat.device)
-        return backends.encode(
-            flat,
-            out,
-            rotation=rotation,
-            bits=self.bits,
-            group=self.group,
-            stochastic=self.rounding == "stochastic",
-            bf16=self.scale == "bf16",
-            seed=seed,
-            counter=counter,
-        )
+        rounding = backends.rounding(self.rounding == "stochastic", seed, counter)
+        return backends.encode(flat, out, self.groups, rotation=rotation, rounding=rounding)
 
     def _decode(self, packet: Tensor, out: Tensor, *, add: bool) -> Tensor:
-        return backends.decode(packet, out, add=add, bits=self.bits, group=self.group, bf16=self.scale == "bf16")
+        return backends.decode(packet, out, self.groups, add=add)
 
     def backend(self, device: torch.device) -> str:
         return backends.name(device)

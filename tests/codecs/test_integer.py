@@ -182,6 +182,7 @@ def test_backend_names_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Integer().backend(torch.device("cuda")) == "torch.compile"
     assert Cast().backend(CPU) == Identity().backend(CPU) == "torch"
     backends.cpu_kernels.cache_clear()
+    backends._import.cache_clear()
     monkeypatch.setitem(__import__("sys").modules, "thinwire.codecs.kernels.common", None)
     with pytest.warns(UserWarning, match="plain torch"):
         assert Integer().backend(CPU) == "torch"

@@ -25,7 +25,7 @@ COMPILED = {"cuda": "inductor"}
 def cpu_kernels() -> ModuleType | None:
     """What all numba kernels share, or None (announced once) where numba can't be imported."""
     try:
-        return importlib.import_module("thinwire.codecs.kernels.common")
+        return _import("common")
     except ImportError as error:
         warnings.warn(f"codecs run in plain torch on CPU, many times slower: {error}", stacklevel=2)
         return None
@@ -42,6 +42,11 @@ def numba_module(family: str, device: torch.device) -> ModuleType | None:
     """`thinwire.codecs.kernels.<family>` where numba runs, else None."""
     if device.type != "cpu" or cpu_kernels() is None:
         return None
+    return _import(family)
+
+
+@functools.cache
+def _import(family: str) -> ModuleType:
     return importlib.import_module(f"thinwire.codecs.kernels.{family}")
 
 
@@ -111,7 +116,7 @@ def encode(x: Tensor, out: Tensor, groups: Groups, *, rotation: int, rounding: R
         np.empty(4 * max(rotation, 128) if rotation else 0, np.float32),
         np.empty(min(groups.size, num) + 8, np.uint8),
     )
-    kernels.encode(x.numpy(), scales, codes, groups, rotation, rounding, scratch)
+    kernels.encode(x.numpy(), scales, codes, groups, rotation, rounding, *scratch)
     return out
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from functools import cached_property
 
 from thinwire.codecs import checks
 from thinwire.codecs.fused import Fused
@@ -31,7 +32,7 @@ class Grouped(Fused):
     def block(self) -> int:
         return self.group
 
-    @property
+    @cached_property
     def groups(self) -> Groups:
         """The packet's layout."""
         return Groups(self.code_bits, self.group, 16 if self.scale == "bf16" else 0)

@@ -81,7 +81,7 @@ class Natural(Grouped):
         scales, codes, rest = backends.sections(out.numpy(), num, groups)
         rest[:] = 0
         scratch = np.empty(min(self.group, num), np.int32), np.empty(min(self.group, num) + 8, np.uint8)
-        kernels.encode_powers(flat.numpy(), scales, codes, groups, rounding, scratch)
+        kernels.encode_powers(flat.numpy(), scales, codes, groups, rounding, *scratch)
         return out
 
     def _decode(self, packet: Tensor, out: Tensor, *, add: bool) -> Tensor:

@@ -128,10 +128,9 @@ def _powers(x: Array, start: U64, size: U64, scale: F32, levels: I32, draws: Arr
 
 @kernel
 def encode_powers(
-    x: Array, scales: Array, out: Array, groups: Groups, rounding: Rounding, scratch: tuple[Array, Array]
+    x: Array, scales: Array, out: Array, groups: Groups, rounding: Rounding, draws: Array, codes: Array
 ) -> None:
-    """Flat fp32 x -> scales (int32 or int16 bits) and codes. scratch: int32 and uint8, one group each."""
-    draws, codes = scratch
+    """Flat fp32 x -> scales (int32 or int16 bits) and codes. draws: int32, one group; codes: uint8, one group."""
     bits, shift, num, group, at = groups.bits, groups.shift, np.uint64(x.size), np.uint64(groups.size), ZERO
     levels = np.int32((1 << (bits - 1)) - 1)
     lane_shift, lane_bytes = np.uint64(LANE_SHIFT[bits]), np.uint64(LANE_BYTES[bits])

@@ -237,14 +237,15 @@ def encode(
     groups: Groups,
     block: U64,
     rounding: Rounding,
-    scratch: tuple[Array, Array, Array],
+    rows: Array,
+    work: Array,
+    codes: Array,
 ) -> None:
     """Flat fp32 x, with zeros beyond its end up to a whole row -> scales (int32 or int16 bits) and codes.
 
-    block: elements of a Hadamard row, 0 for none. scratch: fp32 for one group and a chunk, fp32 for 4 chunks, uint8
-    for one group.
+    block: elements of a Hadamard row, 0 for none. Scratch: rows, fp32, one group and a chunk; work, fp32, 4 chunks;
+    codes, uint8, one group.
     """
-    rows, work, codes = scratch
     bits, group, block, at = groups.bits, np.uint64(groups.size), np.uint64(block), ZERO
     num = np.uint64(x.size)
     if block:

@@ -50,7 +50,7 @@ CODECS: dict[str, Codec] = {
     "int3": Integer(3, 128, "nearest"),
     "int6": Integer(6, 128, "nearest"),
 }
-ROTATED: dict[str, Codec] = {
+ROTATED: dict[str, Hadamard] = {
     "hadamard-32 + int4": Hadamard(Integer(4, 128, "nearest")),
     "hadamard-32 + int4 stochastic": Hadamard(Integer(4, 128, "stochastic")),
     "hadamard-64 + int4": Hadamard(Integer(4, 128, "nearest"), 64),

@@ -63,6 +63,7 @@ def test_all_codecs_have_a_text() -> None:
 def every_codec(cls: type) -> Iterator[type]:
     if cls.__module__.startswith("thinwire.codecs."):
         yield cls
+    derived: type
     for derived in cls.__subclasses__():
         yield from every_codec(derived)
 

@@ -18,7 +18,6 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "Hadamard",
         "Identity",
         "Integer",
-        "LowRank",
         "Natural",
         "RandomK",
         "Sign",

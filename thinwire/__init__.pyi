@@ -24,9 +24,6 @@ from thinwire.codecs import (
     Integer as Integer,
 )
 from thinwire.codecs import (
-    LowRank as LowRank,
-)
-from thinwire.codecs import (
     Natural as Natural,
 )
 from thinwire.codecs import (

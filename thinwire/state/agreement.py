@@ -60,4 +60,9 @@ class Agreed(NamedTuple):
         numbers = np.frombuffer(rows[:, :NUMBER_BYTES].tobytes(), dtype=np.float64).reshape(-1, NUMBERS)
         bits = np.bitwise_or.reduce(rows[:, NUMBER_BYTES + 1 :], axis=0)
         norm = math.sqrt(total) if (total := float(numbers[:, 0].sum())) >= 0 else math.nan
-        return cls(norm, float(numbers[:, 1].mean()), bool(rows[:, NUMBER_BYTES].any()), [bool(bit) for bit in np.unpackbits(bits)[:num_parameters]])
+        return cls(
+            norm,
+            float(numbers[:, 1].mean()),
+            bool(rows[:, NUMBER_BYTES].any()),
+            [bool(bit) for bit in np.unpackbits(bits)[:num_parameters]],
+        )

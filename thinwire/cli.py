@@ -12,29 +12,9 @@ from thinwire.errors import ConfigError, ThinwireError, nearest
 
 def train(args: Sequence[str]) -> int:
     """Train a language model: here, on several workers, or as one of torchrun's."""
-    from dataclasses import replace
+    from thinwire.launch.command import run_train
 
-    from thinwire.training.problems import Problems
-    from thinwire.training.settings import read_config
-    from thinwire.training.worker import exit_after, place_from_environment
-
-    problems = Problems()
-    config = read_config(args, problems)
-    place = place_from_environment()
-    if place is None:
-        from thinwire.training.launch import launch
-
-        return launch(config, problems)
-    from thinwire.training.prepare import prepare
-
-    asked, config = config.workers, replace(config, workers=place.world_size, nodes=1, node=0, join=None)
-    start = None
-    # The other ranks wait for rank 0, which alone checks and prepares: one error is said once.
-    if place.rank == 0:
-        config, start = prepare(config, problems)
-        if asked not in (1, place.world_size):
-            start.effects.append((f"--workers {asked}", f"{place.world_size}", "torchrun started them"))
-    exit_after(config, place, start, trace=False)
+    return run_train(args)
 
 
 def compare(args: Sequence[str]) -> int:

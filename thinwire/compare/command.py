@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from thinwire.compare.measure import FINISHED
 from thinwire.compare.options import read_race
 from thinwire.compare.race import race
-from thinwire.errors import ThinwireError
-from thinwire.training.problems import Problems
+from thinwire.errors import Problems, ThinwireError
 from thinwire.training.signals import StoppedError
 
 

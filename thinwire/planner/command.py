@@ -8,10 +8,10 @@ from rich.console import Console
 from rich.table import Table
 
 from thinwire.data_parallel import Footprint
+from thinwire.errors import Problems
 from thinwire.planner.explain import Explained, explain
 from thinwire.planner.options import read_explain
 from thinwire.report.units import bytes_text, seconds_text, short
-from thinwire.training.problems import Problems
 
 # Where the output is no terminal, nobody wraps the table's lines.
 PLAIN_WIDTH = 160

@@ -11,15 +11,16 @@ from torch import nn
 from thinwire.collectives import Topology
 from thinwire.data import load_tokenizer
 from thinwire.data_parallel import STRATEGIES, Footprint, NotExplainedError, footprint
-from thinwire.errors import ConfigError, nearest
+from thinwire.errors import ConfigError, Problems, nearest
+from thinwire.flags import flag
 from thinwire.lab.spec import read_rate
 from thinwire.models import build_skeleton
 from thinwire.planner.options import ExplainConfig, range_errors
-from thinwire.training.config import TrainConfig, flag
-from thinwire.training.problems import Problems
-from thinwire.training.settings import build_strategy, strategy_table
+from thinwire.tables import LLAMA, build_strategy, strategy_table
 
 NUM_LAYERS, WIDTH = 32, 1024
+# A run that some strategies plan for, and its warm-up.
+NUM_STEPS, NUM_WARMUP_STEPS = 1000, 100
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def explain(config: ExplainConfig, problems: Problems) -> Explained:
     footprints: dict[str, Footprint | None] = {}
     for name in names:
         with problems.collect():
-            strategy = build_strategy(TrainConfig(strategy=name, tables=config.tables))
+            strategy = build_strategy(name, config.tables, num_steps=NUM_STEPS, num_warmup_steps=NUM_WARMUP_STEPS)
             if model is not None:
                 footprints[name] = known(strategy, model, config)
     problems.messages = list(dict.fromkeys(problems.messages))
@@ -109,7 +110,7 @@ def model_of(config: ExplainConfig) -> nn.Module:
     if config.parameters is not None:
         return stand_in(int(config.parameters))
     tokenizer = load_tokenizer(config.tokenizer)
-    overrides = None if config.model.startswith("hf:") else config.tables.get("llama")
+    overrides = None if config.model.startswith("hf:") else config.tables.get(LLAMA)
     return build_skeleton(config.model, tokenizer.vocab_size, config.seq_len, overrides)
 
 
@@ -135,7 +136,7 @@ def notes_on(
 ) -> Iterator[tuple[str, str, str]]:
     """What was stated and has no effect, and what is not known."""
     used = {strategy_table(name) for name in names}
-    used |= {"llama"} if config.parameters is None and not config.model.startswith("hf:") else set()
+    used |= {LLAMA} if config.parameters is None and not config.model.startswith("hf:") else set()
     for table in sorted(config.tables.keys() - used):
         for option in config.tables[table]:
             yield flag(f"{table}.{option}"), "no effect", "nothing that is explained uses it"

@@ -19,7 +19,7 @@ from thinwire.collectives.elastic import BEGUN, PATIENCE_S
 from thinwire.errors import ConfigError, ThinwireError
 from thinwire.training.config import PER_MACHINE, TrainConfig
 from thinwire.training.effects import Row
-from thinwire.training.prepare import Island
+from thinwire.training.place import Island
 
 Gather = Callable[[Any], list[Any]]
 T = TypeVar("T")

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from thinwire.errors import ConfigError
+from thinwire.flags import Also, flag
 
 
 @dataclass(frozen=True)
@@ -73,11 +74,13 @@ class TrainConfig:
     """Seeds the weights, the order of the data and the rounding."""
     run_dir: str = "runs/run"
     """Folder for config.toml, metrics.jsonl, summary.json, checkpoints/, logs/ and report.html."""
-    resume: bool = False
+    resume: Annotated[bool, Also("auto", "takes the newest sound checkpoint in --run-dir")] = False
     """Go on from the newest checkpoint in the run directory that is complete and sound, with its config.toml unless
     another is given; `--resume auto` is the same."""
     overwrite: bool = False
     """Delete the run that the run directory holds."""
+    dry_run: bool = False
+    """Show the start-up table and the resolved config.toml, and end: nothing is started or written."""
     checkpoint_every: int = 500
     """Steps between checkpoints; 0: only at the end or when stopped."""
     keep_last: int = 2
@@ -116,6 +119,21 @@ class TrainConfig:
         return min(1000, self.steps // 10) if self.warmup_steps is None else self.warmup_steps
 
 
+# The flags under their titles in --help; the first are those that most runs need.
+GROUPS = {
+    "common": (
+        "model", "data", "strategy", "workers", "steps", "tokens_per_step", "seq_len", "micro_batch", "lr", "seed",
+        "run_dir", "resume", "overwrite", "dry_run",
+    ),
+    "machines": ("local_size", "join", "nodes", "node", "timeout"),
+    "data": ("text_field", "tokenizer", "cache_dir"),
+    "training": (
+        "inner", "optimizer", "weight_decay", "warmup_steps", "grad_clip", "dead_steps", "dtype", "stop_at",
+    ),
+    "checkpoints": ("checkpoint_every", "keep_last", "keep_every", "keep_best", "allow_resume_drift"),
+    "results": ("eval_sequences", "prompt", "sample_tokens", "track"),
+    "faults": ("checked", "restarts", "inject"),
+}  # fmt: skip
 DEFAULTS = TrainConfig()
 # Smallest value each number may have; None stands for "above zero".
 LOWEST: dict[str, int | None] = {
@@ -128,17 +146,14 @@ LOWEST: dict[str, int | None] = {
 # Machines may differ in these; the rest must be equal on all ranks.
 PER_MACHINE = {
     "model", "data", "tokenizer", "text_field", "cache_dir", "run_dir", "node", "join", "workers", "resume",
-    "overwrite", "track", "prompt", "sample_tokens", "dtype", "inject", "restarts",
+    "overwrite", "dry_run", "track", "prompt", "sample_tokens", "dtype", "inject", "restarts",
 }  # fmt: skip
+# Of one start only: a run repeated from its config.toml must not delete or move another.
+NOT_WRITTEN = ("resume", "overwrite", "dry_run", "allow_resume_drift", "stop_at", "inject", "node", "tables")
 # A resumed run must be the same in these; a change of any other is announced.
 FIXED_ON_RESUME = (
     "model", "tokenizer", "weight_decay", "data", "seq_len", "seed", "tokens_per_step",
 )  # fmt: skip
-
-
-def flag(name: str) -> str:
-    """The command-line flag of a field."""
-    return f"--{name.replace('_', '-')}"
 
 
 def range_errors(config: TrainConfig) -> Iterator[str]:

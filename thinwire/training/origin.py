@@ -11,11 +11,11 @@ from torch import Tensor
 from thinwire.checkpoint import WEIGHTS, CheckpointError, Piece, Source, latest, next_loss, verify
 from thinwire.checkpoint.folder import Manifest, verified_at
 from thinwire.data_parallel.interface import ParallelOptimizer
+from thinwire.tables import has_islands
 from thinwire.training.agreement import told_by_first
 from thinwire.training.effects import Row
-from thinwire.training.prepare import Island
+from thinwire.training.place import Island
 from thinwire.training.run_dir import RunDir
-from thinwire.training.settings import has_islands
 
 # Of a checkpoint's manifest: how many islands trained together; 1 where none did.
 ISLANDS = "islands"

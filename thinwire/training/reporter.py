@@ -17,12 +17,12 @@ import thinwire
 from thinwire.data import printable
 from thinwire.errors import UnsavedError
 from thinwire.report import write_report
+from thinwire.tables import has_islands
 from thinwire.training.config import TrainConfig
 from thinwire.training.effects import Row
 from thinwire.training.metrics import MembershipEvent, MetricsWriter, StepMetrics, medians
 from thinwire.training.progress import Progress
 from thinwire.training.run_dir import RunDir
-from thinwire.training.settings import has_islands
 from thinwire.training.trackers import open_trackers
 
 

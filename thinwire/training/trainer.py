@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from thinwire.data_parallel.watchdog import Watchdog
 from thinwire.errors import ConfigError
 from thinwire.models import build_model, generate
 from thinwire.optim import make_optimizer
+from thinwire.tables import LLAMA
 from thinwire.training.advice import advise
 from thinwire.training.agreement import agree, agree_on_start
 from thinwire.training.config import PER_MACHINE, TrainConfig, derive
@@ -34,33 +35,14 @@ from thinwire.training.effects import Row
 from thinwire.training.hardware import max_over_ranks, peak_rss_bytes
 from thinwire.training.metrics import MembershipEvent, StepMetrics
 from thinwire.training.origin import ISLANDS, Origin, folder_to_read, is_verified, leave_islands, num_islands
-from thinwire.training.prepare import Island
+from thinwire.training.place import Place
 from thinwire.training.proof import Proof, circumstances
 from thinwire.training.reporter import Reporter, versions
+from thinwire.training.run import Run
 from thinwire.training.run_dir import RunDir
 from thinwire.training.schedule import lr_at
-from thinwire.training.settings import build_strategy, to_toml, used_tables
+from thinwire.training.settings import to_toml
 from thinwire.training.signals import StopFlag
-
-
-@dataclass(frozen=True)
-class Place:
-    """This process among the others of its process group: all, or those of its island."""
-
-    rank: int
-    local_rank: int
-    world_size: int
-    island: Island = field(default_factory=Island)
-
-    @property
-    def num_ranks(self) -> int:
-        """Of all islands."""
-        return self.world_size * self.island.num_islands
-
-    @property
-    def number(self) -> int:
-        """This one's, among the ranks of all islands."""
-        return self.island.number * self.world_size + self.rank
 
 
 class Trainer:
@@ -69,10 +51,9 @@ class Trainer:
     Every rank makes one. Raises ConfigError where ranks disagree about the run.
     """
 
-    def __init__(
-        self, config: TrainConfig, place: Place, stop: StopFlag, dtype: str | None, rows: Sequence[Row]
-    ) -> None:
-        self.config, self.place, self.stop = config, place, stop
+    def __init__(self, run: Run, place: Place, stop: StopFlag, dtype: str | None, rows: Sequence[Row]) -> None:
+        self.config, self.place, self.stop = run.config, place, stop
+        config = run.config
         self.batch = derive(config, place.num_ranks)
         self.run_dir = RunDir(config.run_dir)
         self.tokenizer = load_tokenizer(config.tokenizer)
@@ -85,14 +66,14 @@ class Trainer:
         # What lies on the first machine for the first island was verified before, unless none was sound.
         verifies = place.local_rank == 0 and (place.number > 0 or not is_verified(folder))
         saved, saved_rows = agree_on_start(folder, verifies=verifies, island=place.island)
-        fields = config.tables.get("llama") if "llama" in used_tables(config) else None
+        fields = config.tables.get(LLAMA) if LLAMA in run.used_tables else None
         self.model = build_model(config.model, self.tokenizer.vocab_size, config.seq_len, config.seed, fields)
         self.shapes = {name: list(param.shape) for name, param in self.model.named_parameters()}
         self.frozen, self.buffers = untrained(self.model)
         optimizer = build_optimizer(config, self.model)
         self.num_parameters = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
         # In training the wrapped module is called, which may communicate; everywhere else the model itself.
-        strategy: TrainingStrategy | AmongIslands = build_strategy(config)
+        strategy: TrainingStrategy | AmongIslands = run.strategy
         if isinstance(strategy, OnIslands):
             strategy = strategy.among(partial(meet_others, config, place), terms=common_terms(config, self.digest))
         self.wrapped, self.optimizer = strategy.apply(
@@ -471,7 +452,7 @@ def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimi
     matrices = {"params": [p for p in params if p.dim() >= 2], "weight_decay": config.weight_decay}
     vectors = {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0}
     groups = [group for group in (matrices, vectors) if group["params"]]
-    assert config.optimizer is not None, "resolved by with_optimizer"
+    assert config.optimizer is not None, "resolved by Run.of"
     return make_optimizer(config.optimizer, groups, config.lr)
 
 

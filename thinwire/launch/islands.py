@@ -20,12 +20,14 @@ import torch.distributed as dist
 
 from thinwire.collectives import host_meeting
 from thinwire.collectives.elastic import BEGUN
-from thinwire.errors import ConfigError, ThinwireError, UnsavedError
+from thinwire.errors import ConfigError, Problems, ThinwireError, UnsavedError
+from thinwire.launch.agent import await_node_0, run_workers
+from thinwire.launch.start import Start
 from thinwire.training.config import TrainConfig
-from thinwire.training.prepare import Island, Start
-from thinwire.training.problems import Problems
+from thinwire.training.place import Island
+from thinwire.training.run import island_size
 from thinwire.training.run_dir import RunDir
-from thinwire.training.settings import island_size, read_toml, to_toml
+from thinwire.training.settings import read_toml, to_toml
 from thinwire.training.signals import STOPPING, StoppedError
 
 POLL_S = 0.1
@@ -93,9 +95,6 @@ class Children:
 
 def launch_islands(config: TrainConfig, start: Start) -> int:
     """Run this machine's islands to their end; the worst exit code. Raises StoppedError after a signal."""
-    # That file starts what is below here.
-    from thinwire.training.launch import await_node_0
-
     children = Children(config.restarts)
     size = island_size(config)
     here, count = config.workers // size, config.world_size // size
@@ -113,7 +112,7 @@ def launch_islands(config: TrainConfig, start: Start) -> int:
             own = replace(config, run_dir=str(run_dir.path))
             run_dir.claim(0, to_toml(own), overwrite=config.overwrite)
         island = Island(number, count, meet)
-        command = [sys.executable, "-m", "thinwire.training.islands", str(run_dir.config())]
+        command = [sys.executable, "-m", "thinwire.launch.islands", str(run_dir.config())]
         # The first one here has the terminal.
         log = run_dir.logs / "launcher.out" if number > numbers[0] else None
         # Faults are asked for once.
@@ -177,9 +176,7 @@ def follow_command(island: Island) -> None:
 
 
 def main() -> NoReturn:
-    """`python -m thinwire.training.islands CONFIG.toml START`, as `launch_islands` runs it: one island's launcher."""
-    from thinwire.training.launch import run_workers
-
+    """`python -m thinwire.launch.islands CONFIG.toml START`, as `launch_islands` runs it: one island's launcher."""
     config_path, told = sys.argv[1:]
     start, problems = Start.from_json(told), Problems()
     assert start.island is not None

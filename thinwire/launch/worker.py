@@ -17,36 +17,29 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from thinwire.collectives import host_meeting
 from thinwire.data_parallel.interface import ComingAndGoing
-from thinwire.errors import ThinwireError
-from thinwire.training.config import TrainConfig, with_derived
+from thinwire.errors import Problems, ThinwireError
+from thinwire.launch.start import Start
+from thinwire.training.config import with_derived
 from thinwire.training.hardware import threads_per_worker
-from thinwire.training.prepare import Island, Start
-from thinwire.training.problems import Problems
+from thinwire.training.place import Island, Place
+from thinwire.training.run import Run, island_size
 from thinwire.training.run_dir import RunDir
-from thinwire.training.settings import DEFAULT_INNER, has_islands, island_size, read_toml, to_toml, with_optimizer
+from thinwire.training.settings import read_toml, to_toml
 from thinwire.training.signals import StopFlag
-from thinwire.training.trainer import Place, Trainer
+from thinwire.training.trainer import Trainer
 
 
-def place_from_environment() -> Place | None:
-    """This process among the others, as torchrun's agent states it; None outside of it."""
-    if not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= os.environ.keys():
-        return None
-    rank, local_rank, world_size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
-    return Place(rank, local_rank, world_size)
-
-
-def work(config: TrainConfig, place: Place, start: Start | None) -> int:
+def work(run: Run, place: Place, start: Start | None) -> int:
     """Train as one rank; returns the signal that asked this process to stop, or 0.
 
     start: what was found out before the workers, known at least on rank 0.
     """
     torch.set_num_threads(threads_per_worker(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))[0])
-    start = start or Start()
-    config, place, start, held = join_world(config, place, start)
+    run = replace(run, config=with_derived(run.config)).with_island_size()
+    run, place, start, held = join_world(run, place, start or Start())
     # Not before: a worker that still waits for the others, who may never come, must die of SIGTERM.
     stop = StopFlag(is_replaced=start.island is not None)
-    trainer = Trainer(with_optimizer(with_derived(config)), place, stop, start.dtype, start.effects)
+    trainer = Trainer(run, place, stop, start.dtype, start.effects)
     try:
         trainer.run()
     except BaseException:
@@ -61,18 +54,17 @@ def work(config: TrainConfig, place: Place, start: Start | None) -> int:
     return stop.signum
 
 
-def join_world(config: TrainConfig, place: Place, start: Start) -> tuple[TrainConfig, Place, Start, object]:
+def join_world(run: Run, place: Place, start: Start) -> tuple[Run, Place, Start, object]:
     """Make the default process group: all ranks, or those of this one's island.
 
-    Returns the configuration, the place and what was found out, and what must be held for as long as others may meet.
+    Returns the run, the place and what was found out, and what must be held for as long as others may meet.
     """
+    config = run.config
     timeout = timedelta(seconds=config.timeout)
-    size = island_size(config) if has_islands(config.strategy) else place.world_size
-    if has_islands(config.strategy):
-        config = replace(config, local_size=size, inner=config.inner or DEFAULT_INNER)
+    size = island_size(config) if run.has_islands else place.world_size
     if start.island is not None or size == place.world_size:
         dist.init_process_group("gloo", timeout=timeout)
-        return config, replace(place, island=start.island or Island()), start, None
+        return run, replace(place, island=start.island or Island()), start, None
     store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
     number, rank = divmod(place.rank, size)
     meeting = host_meeting() if place.rank == 0 else None
@@ -82,19 +74,19 @@ def join_world(config: TrainConfig, place: Place, start: Start) -> tuple[TrainCo
     meet, dtype = json.loads(store.get("thinwire/start"))
     island = Island(number, place.world_size // size, meet)
     run_dir = RunDir(config.run_dir).island(number)
-    config = replace(config, run_dir=str(run_dir.path))
+    run = run.but(run_dir=str(run_dir.path))
     if number and rank == 0:
-        run_dir.claim(0, to_toml(with_optimizer(with_derived(config))), overwrite=config.overwrite)
+        run_dir.claim(0, to_toml(run.config), overwrite=config.overwrite)
     own = dist.PrefixStore(f"thinwire/island{number}", store)
     dist.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=timeout)
-    return config, Place(rank, rank, size, island), replace(start, dtype=dtype), (meeting, store)
+    return run, Place(rank, rank, size, island), replace(start, dtype=dtype), (meeting, store)
 
 
-def exit_after(config: TrainConfig, place: Place, start: Start | None, *, trace: bool) -> NoReturn:
+def exit_after(run: Run, place: Place, start: Start | None, *, trace: bool) -> NoReturn:
     """Work, then end the process: 0, or the error's exit code with its message (and `trace`) on stderr."""
     code = 0
     try:
-        signum = record(work)(config, place, start) or 0
+        signum = record(work)(run, place, start) or 0
         # Our own launcher has the signal too, and gives the exit code itself.
         code = 128 + signum if signum and not trace else 0
     except ThinwireError as error:
@@ -112,9 +104,9 @@ def exit_after(config: TrainConfig, place: Place, start: Start | None, *, trace:
 
 
 def main() -> NoReturn:
-    """`python -m thinwire.training.worker CONFIG.toml START`, as the launcher runs it."""
+    """`python -m thinwire.launch.worker CONFIG.toml START`, as the launcher runs it."""
     config_path, start = sys.argv[1:]
-    place = place_from_environment()
+    place = Place.from_environment()
     if place is None:
         raise SystemExit("a worker is started by `thinwire train`, not by hand")
     problems = Problems()
@@ -124,7 +116,7 @@ def main() -> NoReturn:
     config = replace(
         config, stop_at=found.stop_at, inject=found.inject, allow_resume_drift=found.allow_resume_drift
     )  # fmt: skip
-    exit_after(config, place, found, trace=True)
+    exit_after(Run.of(config), place, found, trace=True)
 
 
 if __name__ == "__main__":

@@ -73,10 +73,10 @@ def flag(name: str) -> str:
 
 
 def options_of(cls: type) -> list[Option]:
-    """The fields of a dataclass that a flag can state."""
+    """The fields of a dataclass that a flag can state; none of another class."""
     hints = get_type_hints(cls, include_extras=True)
     found = []
-    for item in fields(cls):
+    for item in fields(cls) if is_dataclass(cls) else ():
         hint = hints[item.name]
         hint, *notes = get_args(hint) if get_origin(hint) is Annotated else [hint]
         option = Option(item.name, hint, item.default, tuple(notes))
@@ -197,7 +197,7 @@ class CommandLine:
         text = texts.get(option.name) or option.name.replace("_", " ")
         note = tyro.conf.arg(help=text, help_behavior_hint=_shown(option.default, self.presets.get(table)))
         if option.is_switch(table):
-            return option.name, Annotated[tyro.conf.DisallowNone[bool | None], note], None
+            return option.name, Annotated[bool | None, tyro.conf.DisallowNone, note], None
         spec = reader(option, table) if reader else option.spec
         spec = replace(spec, metavar=spec.metavar.removeprefix("{None}|"), str_from_instance=lambda value: [])
         if option.markers:
@@ -244,14 +244,11 @@ class CommandLine:
         self, words: Iterable[str], problems: Problems, *, knows_all: bool, hint: str
     ) -> Iterator[tuple[str, str]]:
         """The words under the names of their places; notes places that are empty, and words that have none."""
-        given = list(words)
+        given, texts = list(words), help_of(self.classes[""])
         yield from zip((option.name for option in self.words), given, strict=False)
         for option in self.words[len(given) :]:
             if option.default is MISSING:
-                text = help_of(self.classes[""]).get(option.name, "")
-                problems.messages.append(
-                    f"{self.prog} needs {option.metavar}: {text[:1].lower()}{text[1:].rstrip('.')}"
-                )
+                problems.messages.append(f"{self.prog} needs {option.metavar}: {texts[option.name]}")
         for word in given[len(self.words) :] if knows_all else ():
             takes = " ".join(option.metavar for option in self.words) or "flags"
             problems.messages.append(f"unexpected {word!r}: {hint or f'{self.prog} takes {takes} alone'}")
@@ -259,7 +256,7 @@ class CommandLine:
     @property
     def _switches(self) -> dict[str, Also | None]:
         """The flags without a value, such as --checked and --no-checked, and the word that may follow."""
-        found = {}
+        found: dict[str, Also | None] = {}
         for option in self.tables[""]:
             also = next((note for note in option.notes if isinstance(note, Also)), None)
             names = (option.name, f"no_{option.name}") if option.is_switch("") else ()

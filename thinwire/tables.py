@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, fields, replace
+from dataclasses import MISSING, fields, is_dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -35,7 +35,8 @@ def option_tables() -> Mapping[str, type]:
 def class_of(strategy: str) -> type:
     """The dataclass of a strategy; none is made, which may load a compiler."""
     make: Any = STRATEGIES[strategy]
-    return make.func if isinstance(make, functools.partial) else make
+    cls: type = getattr(make, "func", make)
+    return cls
 
 
 def table_name(cls: type) -> str:
@@ -52,7 +53,8 @@ def strategy_table(strategy: str) -> str | None:
 def base_of(strategy: str) -> Any:
     """The strategy that `strategy` stands on unless another is stated; None for most."""
     keywords = getattr(STRATEGIES[strategy], "keywords", {})
-    found = {item.name: item for item in fields(class_of(strategy))}.get(BASE)
+    cls = class_of(strategy)
+    found = {item.name: item for item in fields(cls)}.get(BASE) if is_dataclass(cls) else None
     if BASE in keywords or found is None:
         return keywords.get(BASE)
     return found.default if found.default_factory is MISSING else found.default_factory()
@@ -65,7 +67,9 @@ def has_islands(strategy: str) -> bool:
 
 def used_tables(strategy: str, inner: str | None = None) -> set[str]:
     """The tables of options that have an effect on a strategy; inner: the one inside its islands, if it has any."""
-    tables = {strategy_table(strategy), base_of(strategy) and table_name(type(base_of(strategy)))} - {None}
+    own, base = strategy_table(strategy), base_of(strategy)
+    tables = {own} if own else set()
+    tables |= {table_name(type(base))} if base else set()
     return tables | (used_tables(inner or DEFAULT_INNER) if has_islands(strategy) else set())
 
 
@@ -85,8 +89,9 @@ def build_strategy(
     if base is not None and (stated := tables.get(table_name(type(base)))):
         options[BASE] = replace(base, **stated)
     if has_islands(strategy):
-        run = {"num_steps": num_steps, "num_warmup_steps": num_warmup_steps}
-        options[INNER] = build_strategy(inner or DEFAULT_INNER, tables, **run)
+        options[INNER] = build_strategy(
+            inner or DEFAULT_INNER, tables, num_steps=num_steps, num_warmup_steps=num_warmup_steps
+        )
     built = STRATEGIES[strategy](**options)
     return built.for_run(num_steps, num_warmup_steps) if isinstance(built, PlannedByRun) else built
 

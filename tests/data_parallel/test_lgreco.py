@@ -16,7 +16,7 @@ from tests.workers import run_workers
 from thinwire import DGC, ConfigError, EFInteger, EFTopK, LGreCo, PowerSGD, Threshold
 from thinwire.data_parallel.ddp.lgreco import LGreCoMean, knapsack
 from thinwire.training.config import TrainConfig
-from thinwire.training.settings import build_strategy, used_tables
+from thinwire.training.run import Run
 
 NUM_BINS = 50
 
@@ -161,8 +161,9 @@ def test_flags_reach_the_method_underneath() -> None:
     config = TrainConfig(
         strategy="lgreco-ef-integer", tables={"lgreco": {"every": 50}, "efinteger": {"bits": 3}, "eftopk": {}}
     )
-    assert build_strategy(config) == LGreCo(EFInteger(bits=3), every=50)
-    assert used_tables(config) == {"llama", "lgreco", "efinteger"}
+    run = Run.of(config)
+    assert run.strategy == LGreCo(EFInteger(bits=3), every=50)
+    assert run.used_tables == {"llama", "lgreco", "efinteger"}
 
 
 # ---------------------------------------------------------------- in a run

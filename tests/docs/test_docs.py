@@ -24,15 +24,16 @@ from thinwire.convert.options import read as read_conversion
 from thinwire.data_parallel import DGC, OneBitAdam
 from thinwire.data_parallel.islands import ISLANDS
 from thinwire.data_parallel.strategies import STRATEGIES, Frontier, SDP4Bit, ZeroPP
+from thinwire.errors import Problems
+from thinwire.flags import flag, options_of
 from thinwire.lab import LabSpec
 from thinwire.lab.command import LabOptions
 from thinwire.lab.command import read as read_lab
 from thinwire.planner import ExplainConfig, explain
 from thinwire.planner.options import read_explain
-from thinwire.training.config import TrainConfig, flag
+from thinwire.training.config import TrainConfig
 from thinwire.training.metrics import MembershipEvent, StepMetrics
-from thinwire.training.problems import Problems
-from thinwire.training.settings import options_of, read_config
+from thinwire.training.settings import read_config
 
 TIMEOUT_S = 120
 CONVERSIONS: dict[str, Any] = {"export": ExportConfig, "import": ImportConfig, "generate": GenerateConfig}

@@ -28,7 +28,10 @@ class Place:
     def from_environment(cls) -> Place | None:
         """As torchrun's agent states it; None outside of it."""
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-        return cls(*(int(os.environ[name]) for name in names)) if set(names) <= os.environ.keys() else None
+        if not set(names) <= os.environ.keys():
+            return None
+        rank, local_rank, world_size = (int(os.environ[name]) for name in names)
+        return cls(rank, local_rank, world_size)
 
     @property
     def num_ranks(self) -> int:

@@ -46,7 +46,10 @@ def read_config(args: Sequence[str], problems: Problems) -> TrainConfig:
     if path is None and asked.resume:
         own = RunDir(asked.run_dir).config(asked.node)
         path = str(own) if own.is_file() else None
-    below = read_toml(Path(path), problems) if path is not None else TrainConfig()
+    try:
+        below = read_toml(Path(path), problems) if path is not None else TrainConfig()
+    except ConfigError as error:
+        raise ConfigError(*problems.messages, *error.problems) from None
     tables = {name: {**below.tables.get(name, {}), **values} for name, values in stated.items()}
     return replace(below, **flags, tables={name: values for name, values in tables.items() if values})
 

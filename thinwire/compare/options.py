@@ -11,8 +11,6 @@ import tyro
 from thinwire.errors import Problems
 from thinwire.flags import CommandLine
 from thinwire.training.config import TrainConfig
-from thinwire.training.settings import command_line as of_training
-from thinwire.training.settings import read_config
 
 
 @dataclass(frozen=True)
@@ -63,6 +61,8 @@ def command_line() -> CommandLine:
 
 def of_other_place(name: str) -> str:
     """What to say of a flag of the training."""
+    from thinwire.training.settings import command_line as of_training
+
     return ": it is one of `thinwire train`, whose flags follow after --" if name in of_training().known else ""
 
 
@@ -77,4 +77,7 @@ def read_race(args: Sequence[str], problems: Problems) -> tuple[RaceConfig, Trai
         own, train_args = own[:cut], own[cut + 1 :]
     stated = command_line().read(own, problems, elsewhere=of_other_place)[""]
     config_file = stated.pop("config_file", None)
+    # Its flags need the strategies, and with them torch, which `thinwire compare --help` does not wait for.
+    from thinwire.training.settings import read_config
+
     return RaceConfig(**stated), read_config([*filter(None, [config_file]), *train_args], problems)

@@ -115,10 +115,10 @@ def run_workers(config: TrainConfig, start: Start, relay: Relay | None = None) -
     if relay.received is not None:
         if own := {rank: one for rank, one in result.failures.items() if has_failed_by_itself(one)}:
             whose = f"island {start.island.number}: " if start.island else ""
-            print(f"thinwire: {whose}{failure(own, run_dir, start.inject)}", file=sys.stderr)
+            print(f"thinwire: {whose}{failure(own, run_dir, config.timeout, start.inject)}", file=sys.stderr)
         raise StoppedError(relay.received)
     if result.is_failed():
-        raise failure(result.failures, run_dir, start.inject)
+        raise failure(result.failures, run_dir, config.timeout, start.inject)
     return 0
 
 

@@ -20,6 +20,7 @@ from thinwire.data_parallel.interface import ComingAndGoing
 from thinwire.errors import Problems, ThinwireError
 from thinwire.launch.start import Start
 from thinwire.training.config import with_derived
+from thinwire.training.gathering import gather
 from thinwire.training.hardware import threads_per_worker
 from thinwire.training.place import Island, Place
 from thinwire.training.run import Run, island_size
@@ -61,11 +62,12 @@ def join_world(run: Run, place: Place, start: Start) -> tuple[Run, Place, Start,
     """
     config = run.config
     timeout = timedelta(seconds=config.timeout)
+    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    gather(store, place.rank, place.world_size, None, "its start")
     size = island_size(config) if run.has_islands else place.world_size
     if start.island is not None or size == place.world_size:
-        dist.init_process_group("gloo", timeout=timeout)
+        join_group(store, place.rank, place.world_size, timeout)
         return run, replace(place, island=start.island or Island()), start, None
-    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
     number, rank = divmod(place.rank, size)
     meeting = host_meeting() if place.rank == 0 else None
     if meeting is not None:
@@ -77,9 +79,14 @@ def join_world(run: Run, place: Place, start: Start) -> tuple[Run, Place, Start,
     run = run.but(run_dir=str(run_dir.path))
     if number and rank == 0:
         run_dir.claim(0, to_toml(run.config), overwrite=config.overwrite)
-    own = dist.PrefixStore(f"thinwire/island{number}", store)
-    dist.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=timeout)
+    join_group(dist.PrefixStore(f"island{number}", store), rank, size, timeout)
     return run, Place(rank, rank, size, island), replace(start, dtype=dtype), (meeting, store)
+
+
+def join_group(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> None:
+    """Make the default process group of the ranks that share a store."""
+    own = dist.PrefixStore("thinwire/group", store)
+    dist.init_process_group("gloo", store=own, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def exit_after(run: Run, place: Place, start: Start | None, *, trace: bool) -> NoReturn:

@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
@@ -19,10 +20,10 @@ from thinwire.collectives.elastic import BEGUN, PATIENCE_S
 from thinwire.errors import ConfigError, ThinwireError
 from thinwire.training.config import PER_MACHINE, TrainConfig
 from thinwire.training.effects import Row
+from thinwire.training.gathering import of_all_ranks, told_by_first
 from thinwire.training.place import Island
 
 Gather = Callable[[Any], list[Any]]
-T = TypeVar("T")
 
 POLL_S = 0.05
 HINTS = {
@@ -38,7 +39,7 @@ def agree(config: TrainConfig, *, tokens: str, dtype: str | None) -> str:
     """
     mine = {name: value for name, value in asdict(config).items() if name not in PER_MACHINE}
     mine |= {"tokens": tokens, "fast dtype": dtype}
-    everyone = _of_all_ranks(mine)
+    everyone = of_all_ranks(mine, "its configuration")
     dtypes = {stated.pop("fast dtype") for stated in everyone}
     for rank, theirs in enumerate(everyone):
         for name, value in theirs.items():
@@ -63,11 +64,11 @@ def agree_on_checkpoint(checkpoints: Path, *, verifies: bool) -> tuple[Path | No
         mine, wrong = choose(checkpoints, moves_pointer=False) if verifies else (latest(checkpoints), [])
     except CheckpointError as error:
         problem = str(error)
-    raise_first(_of_all_ranks(problem), "rank")
+    raise_first(of_all_ranks(problem, "its checkpoints"), "rank")
     rows: list[Row] = [("a later checkpoint", "passed over: it is damaged", why) for why in wrong]
     if wrong and dist.get_rank():
         print("\n".join(f"thinwire: a checkpoint is passed over: {why}" for why in wrong), file=sys.stderr)
-    agreed, more = _newest_of_all(checkpoints, mine, "rank", _of_all_ranks)
+    agreed, more = _newest_of_all(checkpoints, mine, "rank", partial(of_all_ranks, what="its checkpoints"))
     return agreed, [*rows, *more]
 
 
@@ -91,7 +92,7 @@ def agree_on_start(checkpoints: Path, *, verifies: bool, island: Island) -> tupl
         problem = str(error)
     if dist.get_rank() == 0:
         mine, rows = agree_among_islands(checkpoints, mine, island, problem, rows)
-    return told_by_first(mine), rows
+    return told_by_first(mine, "the checkpoint to go on from"), rows
 
 
 def agree_among_islands(
@@ -160,14 +161,3 @@ def _sound(checkpoints: Path) -> Iterator[Path]:
         with suppress(CheckpointError):
             verify(path)
             yield path
-
-
-def told_by_first(mine: T) -> T:
-    """What rank 0 has; a collective on the default group."""
-    return _of_all_ranks(mine)[0]
-
-
-def _of_all_ranks(mine: Any) -> list[Any]:
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return everyone

@@ -12,8 +12,8 @@ from thinwire.checkpoint import WEIGHTS, CheckpointError, Piece, Source, latest,
 from thinwire.checkpoint.folder import Manifest, verified_at
 from thinwire.data_parallel.interface import ParallelOptimizer
 from thinwire.tables import has_islands
-from thinwire.training.agreement import told_by_first
 from thinwire.training.effects import Row
+from thinwire.training.gathering import told_by_first
 from thinwire.training.place import Island
 from thinwire.training.run_dir import RunDir
 
@@ -95,7 +95,7 @@ def leave_islands(source: Source, num_islands: int, optimizer: ParallelOptimizer
         known = [loss for loss in losses if loss is not None]
         mean_loss = sum(known) / len(known) if len(known) == num_islands else None
         told = list(sources), missing, mean_loss
-    (there, missing, mean_loss), names = told_by_first((told, list(means)))
+    (there, missing, mean_loss), names = told_by_first((told, list(means)), "the mean of the islands' weights")
     shapes, comm = source.common["shapes"], optimizer.comm
     values = {name: means[name] if rank == 0 else torch.empty(shapes[name]) for name in names}
     for value in values.values():

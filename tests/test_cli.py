@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import tomllib
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 import thinwire
 from tests.checkpoint.alone import save
 from thinwire import cli
+from thinwire.data_parallel import SDP4Bit
 from thinwire.errors import ConfigError, Problems
 from thinwire.flags import CommandLine
 from thinwire.lab.command import LabOptions
@@ -247,3 +249,41 @@ def test_a_reader_who_leaves_early_leaves_no_traceback() -> None:
         process.stdout.close()
         errors = process.stderr.read()
     assert process.returncode == 141 and not errors
+
+
+def test_a_dry_run_shows_the_table_and_the_configuration_and_writes_nothing(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(tmp_path, text, "--dry-run", "--strategy", "powersgd", "--powersgd.rank", "2", "--sdp4bit.inter-bits", "8")
+    table, _, written = capsys.readouterr().out.partition("\n\n")
+    assert "--sdp4bit.inter-bits: no effect (strategy powersgd does not use it)" in table
+    config = tomllib.loads(written)
+    assert config["strategy"] == "powersgd" and config["powersgd"] == {"rank": 2} and config["tokens_per_step"] == 32
+    assert "dry_run" not in config and not (tmp_path / "run").exists() and not (tmp_path / "cache").exists()
+    with pytest.raises(ConfigError, match="2 problems"):
+        train(tmp_path, text, "--dry-run", "--workers", "0", "--strategy", "sdp4")
+
+
+def test_the_launcher_builds_the_strategy_once(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[str] = []
+    check = SDP4Bit.__post_init__
+
+    def noting(self: SDP4Bit) -> None:
+        built.append(self.name)
+        check(self)
+
+    monkeypatch.setattr(SDP4Bit, "__post_init__", noting)
+    with pytest.raises(AssertionError, match="a process would have been started"):
+        train(tmp_path, text, "--workers", "2")
+    assert built == ["sdp4bit"]
+
+
+def test_completion_knows_commands_and_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    for word in ("train", "--steps", "--sdp4bit.weight-bits", "--local-rate", "--max-kl", "bf16"):
+        assert f"'{word}'" in script or f'"{word}"' in script or f" {word} " in script, word
+    assert subprocess.run(["bash", "-n"], input=script, text=True, timeout=60).returncode == 0
+    assert cli.run(["completion", "zsh"]) == 0 and "#compdef thinwire" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="completion fish: no such shell; choose one of bash, zsh"):
+        cli.run(["completion", "fish"])

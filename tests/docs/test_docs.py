@@ -19,6 +19,7 @@ from tests.workers import free_port, run_program
 from thinwire.compare import RaceConfig
 from thinwire.compare.contestants import read_contestants
 from thinwire.compare.options import read_race
+from thinwire.completion import SHELLS
 from thinwire.convert import ExportConfig, GenerateConfig, ImportConfig
 from thinwire.convert.options import read as read_conversion
 from thinwire.data_parallel import DGC, OneBitAdam
@@ -67,6 +68,8 @@ def test_commands_are_understood(block: Block) -> None:
             understand_lab(words[2:])
         elif words[0] == "thinwire" and words[1] in CONVERSIONS:
             understand_conversion(words[1], words[2:])
+        elif words[:2] == ["thinwire", "completion"]:
+            assert words[2] in SHELLS and words[3:4] == [">"]
         elif words[:2] == ["thinwire", "checkpoints"]:
             assert words[2:] in ([words[-1]], ["verify", words[-1]])
         elif "train" in words:
@@ -81,7 +84,7 @@ def test_commands_are_understood(block: Block) -> None:
 
 
 def understand_train(args: list[str]) -> None:
-    if args in (["--help"], ["CONFIG.toml", "--steps", "500"]):
+    if args in (["--help"], ["--help-all"], ["CONFIG.toml", "--steps", "500"]):
         return
     problems = Problems()
     config = read_config(args, problems)

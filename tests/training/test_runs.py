@@ -138,7 +138,8 @@ def test_a_killed_worker_is_named_and_nothing_is_lost(runner: Runner) -> None:
     steps = [line["step"] for line in runner.metrics("killed")]
     assert steps == list(range(1, len(steps) + 1)) and f"{len(steps)} steps are in" in err
     log = (runner.folder / "killed" / "logs" / "rank0.log").read_text()
-    assert re.search(r"PeerLostError: rank [12] is missing", log), "a survivor says whom it misses"
+    missed = r"(?m)^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d .*PeerLostError: rank [12] is missing"
+    assert re.search(missed, log), "a survivor says whom it misses, and when"
 
 
 def test_a_worker_that_hangs_is_the_cause_that_is_told(runner: Runner) -> None:

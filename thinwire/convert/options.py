@@ -33,7 +33,7 @@ class ExportConfig:
     max_kl: float = 1e-3
     """Largest mean KL divergence from the run's model, nats per token, with which the folder is kept."""
     min_agreement: float = 0.99
-    """Smallest part of the tokens whose likeliest successor must be the same."""
+    """Least share of positions at which both models must give the same most likely next token."""
 
 
 @dataclass(frozen=True)

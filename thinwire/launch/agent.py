@@ -32,6 +32,7 @@ from thinwire.training.signals import STOPPING, StoppedError
 
 LOOPBACK = "127.0.0.1"
 LOOK_EVERY_S = 0.2
+CLOCK = "%Y-%m-%d %H:%M:%S"
 
 
 class RankLogs(LogsSpecs):
@@ -183,5 +184,7 @@ def make_agent(config: TrainConfig, endpoint: str, start: Start, before_start: C
 def keep_log(path: Path) -> None:
     """Send the agent's own messages to a file: what matters of them is said in our words."""
     logger = logging.getLogger("torch.distributed.elastic")
-    logger.handlers[:] = [logging.FileHandler(path, mode="w", delay=True)]
+    handler = logging.FileHandler(path, mode="w", delay=True)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", CLOCK))
+    logger.handlers[:] = [handler]
     logger.propagate = False

@@ -140,7 +140,7 @@ def watch(children: Children, meeting: dist.TCPStore) -> int:
                 # Whoever comes back when the others have finished finds nobody.
                 if not children.is_first_time(number):
                     codes[number] = 0
-                    print(f"thinwire: island {number} came when the others had finished: it is not missed", flush=True)
+                    print(f"thinwire: island {number} came back when the others had finished, and ends", flush=True)
             elif code != ConfigError.exit_code or not children.is_first_time(number):
                 # One that is there again too early finds its number taken, by workers that have not left yet.
                 children.start_again(number, code)

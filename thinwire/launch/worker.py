@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
+import time
 import traceback
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 import torch
 import torch.distributed as dist
@@ -110,8 +112,28 @@ def exit_after(run: Run, place: Place, start: Start | None, *, trace: bool) -> N
     os._exit(code)
 
 
+class Stamped(io.TextIOBase):
+    """A log whose lines begin with the time."""
+
+    def __init__(self, log: TextIO) -> None:
+        self._log, self._begins_line = log, True
+
+    def write(self, text: str) -> int:
+        for line in text.splitlines(keepends=True):
+            self._log.write(time.strftime("%Y-%m-%d %H:%M:%S ") + line if self._begins_line else line)
+            self._begins_line = line.endswith("\n")
+        return len(text)
+
+    def flush(self) -> None:
+        self._log.flush()
+
+    def fileno(self) -> int:
+        return self._log.fileno()
+
+
 def main() -> NoReturn:
     """`python -m thinwire.launch.worker CONFIG.toml START`, as the launcher runs it."""
+    sys.stderr = Stamped(sys.stderr)
     config_path, start = sys.argv[1:]
     place = Place.from_environment()
     if place is None:

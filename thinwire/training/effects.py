@@ -16,12 +16,12 @@ NONE = "no effect"
 
 
 def batch_row(config: TrainConfig, batch: Batch, world_size: int) -> Row:
-    asked = f"{config.tokens_per_step or 'any'} tokens per step, micro-batch up to {config.micro_batch}"
+    asked = f"--tokens-per-step {config.tokens_per_step or 'by default'}, --micro-batch {config.micro_batch}"
     effect = (
-        f"{batch.tokens_per_step} = {world_size} ranks x {batch.accumulation} passes x {batch.micro_batch} sequences "
-        f"x {config.seq_len} tokens"
+        f"{batch.tokens_per_step} tokens = {world_size} ranks x {batch.accumulation} passes x {batch.micro_batch} "
+        f"sequences x {config.seq_len} tokens"
     )
-    return asked, effect, "derived"
+    return asked, effect, "of one optimizer step"
 
 
 def unused_rows(run: Run) -> Iterator[Row]:

@@ -64,7 +64,7 @@ class Reporter:
         )
 
     def last_exchange(self, sent_bytes: int, seconds: float) -> None:
-        """Record and say what the islands' last exchange has cost, which is none of a step."""
+        """Record and say the cost of the islands' last exchange, which happens after the last step."""
         self.last_bytes = sent_bytes
         self.progress.say(
             f"at the end: the mean of the islands' weights, {sent_bytes / 1e6:.3f} MB sent for it in {seconds:.1f} s"

@@ -285,5 +285,5 @@ def test_completion_knows_commands_and_flags(capsys: pytest.CaptureFixture[str])
         assert f"'{word}'" in script or f'"{word}"' in script or f" {word} " in script, word
     assert subprocess.run(["bash", "-n"], input=script, text=True, timeout=60).returncode == 0
     assert cli.run(["completion", "zsh"]) == 0 and "#compdef thinwire" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="completion fish: no such shell; choose one of bash, zsh"):
+    with pytest.raises(ConfigError, match="completion fish: no such shell; did you mean 'zsh'"):
         cli.run(["completion", "fish"])

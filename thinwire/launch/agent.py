@@ -75,7 +75,7 @@ class Relay:
             signal.signal(signum, self._handle)
 
     def step_aside(self) -> None:
-        """Let signals end the process at once: no handler would run while it waits for another machine to answer."""
+        """Let signals end the process at once: no handler runs while it waits for another machine."""
         for signum in STOPPING:
             signal.signal(signum, signal.SIG_DFL)
 
@@ -96,7 +96,7 @@ def run_workers(config: TrainConfig, start: Start, relay: Relay | None = None) -
     relay = relay or Relay()
     host, port = (config.join or f"{LOOPBACK}:{free_port()}").rsplit(":", 1)
     run_dir = RunDir(config.run_dir)
-    # SIGINT and SIGTERM stay ours, and nohup's SIGHUP ignored: the agent would take them over and kill after 30 s.
+    # The agent would handle SIGINT, SIGTERM and SIGHUP itself and kill the workers after 30 s; they stay ours.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
     keep_log(run_dir.logs / f"launcher{config.node}.log")
     relay.agent = make_agent(config, f"{host}:{port}", start, relay.listen)
@@ -111,7 +111,7 @@ def run_workers(config: TrainConfig, start: Start, relay: Relay | None = None) -
             f"node {config.node} did not meet the others at {host}:{port} within {config.timeout:g} s: {error}"
         ) from error
     finally:
-        # The live table hides it, and a killed worker can't bring it back.
+        # The live table hides the cursor, and a killed worker can't bring it back.
         Console().show_cursor()
     if relay.received is not None:
         if own := {rank: one for rank, one in result.failures.items() if has_failed_by_itself(one)}:
@@ -125,7 +125,7 @@ def run_workers(config: TrainConfig, start: Start, relay: Relay | None = None) -
 
 @contextmanager
 def passing_on(path: Path) -> Iterator[None]:
-    """Inside, what workers append to this file is shown on the terminal, which they don't have."""
+    """Show on the terminal what workers without one append to this file."""
     seen, is_over = path.stat().st_size if path.exists() else 0, threading.Event()
 
     def look() -> None:
@@ -182,7 +182,7 @@ def make_agent(config: TrainConfig, endpoint: str, start: Start, before_start: C
 
 
 def keep_log(path: Path) -> None:
-    """Send the agent's own messages to a file: what matters of them is said in our words."""
+    """Send the agent's own messages to a file; the user gets our messages."""
     logger = logging.getLogger("torch.distributed.elastic")
     handler = logging.FileHandler(path, mode="w", delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", CLOCK))

@@ -1,4 +1,4 @@
-"""The islands of one machine: each a world of its own with a launcher of its own."""
+"""Runs the islands of one machine; each has its own process group and its own launcher."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from thinwire.training.signals import STOPPING, StoppedError
 
 POLL_S = 0.1
 CONNECT_S = 5.0
-# An island's launcher has finished, but could not save the end: to start it again would not help.
+# Exit code of an island that has finished but could not save the end: starting it again would not help.
 UNSAVED = 3
 FINISHED = {0, UNSAVED}
 
 
 class Children:
-    """The launchers of this machine's islands: signals go to all of them, and nothing outlives this process's will.
+    """The launchers of this machine's islands, to which all signals are passed on.
 
     restarts: how often each may be started again.
     """
@@ -137,12 +137,12 @@ def watch(children: Children, meeting: dist.TCPStore) -> int:
             if not has_begun:
                 children.send(signal.SIGTERM)
             elif not FINISHED.isdisjoint(codes.values()):
-                # Whoever comes back when the others have finished finds nobody.
+                # An island that comes back after the others have finished finds nobody.
                 if not children.is_first_time(number):
                     codes[number] = 0
                     print(f"thinwire: island {number} came back when the others had finished, and ends", flush=True)
             elif code != ConfigError.exit_code or not children.is_first_time(number):
-                # One that is there again too early finds its number taken, by workers that have not left yet.
+                # An island that comes back too early finds its number taken by old workers that have not left yet.
                 children.start_again(number, code)
         time.sleep(POLL_S)
     if children.received is not None:
@@ -153,8 +153,8 @@ def watch(children: Children, meeting: dist.TCPStore) -> int:
 def follow_command(island: Island) -> None:
     """End this process, an island's launcher, when the command that started it is gone.
 
-    With it went the meeting, or its machine's islands alone. Then all islands stop, as by SIGTERM, while they can; or
-    this one leaves the others, as its workers do when their launcher is gone.
+    If the meeting is gone too, all islands stop, as on SIGTERM. If it still answers, another machine hosts it, and only
+    this island leaves.
     """
     parent = os.getppid()
     host, _, port = island.meet.rpartition(":")

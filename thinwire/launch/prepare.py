@@ -96,13 +96,13 @@ def check_fault(text: str, config: TrainConfig) -> None:
 
 
 def check_data(config: TrainConfig) -> None:
-    """Read the first document; a dataset of the network is left to the tokenising that follows."""
+    """Read the first document; a dataset on the network is read later, when it is tokenised."""
     if not config.data.startswith("hf:"):
         next(documents(config.data, config.text_field), None)
 
 
 def check_model(config: TrainConfig) -> nn.Module | None:
-    """The model without memory; of one of transformers, whose weights may be large, the config alone is checked."""
+    """The model without memory; of a transformers model, whose weights may be large, only the config is checked."""
     tokenizer = load_tokenizer(config.tokenizer)
     if config.seq_len <= 0:
         return None
@@ -114,7 +114,7 @@ def check_model(config: TrainConfig) -> nn.Module | None:
 
 
 def check_join(config: TrainConfig) -> None:
-    """Raise ConfigError for an address that is none, or node 0's port in use."""
+    """Raise ConfigError for a malformed address, or if node 0's port is in use."""
     if config.join is None:
         return
     host, _, port = config.join.rpartition(":")
@@ -195,9 +195,9 @@ def dry_run(config: TrainConfig, problems: Problems) -> int:
 
 
 def saved_config(checkpoint: Path) -> TrainConfig | None:
-    """The configuration that has saved a checkpoint, which config.toml need not be: it is of the last start.
+    """The configuration of the run that saved a checkpoint; config.toml is of the last start and may differ.
 
-    None where it does not say, or is of another version.
+    None if the checkpoint does not state it, or was written by another version.
     """
     text, problems = Manifest.read(checkpoint).about.get("config"), Problems()
     config = parse_toml(text, str(checkpoint), problems) if text else None
@@ -205,7 +205,7 @@ def saved_config(checkpoint: Path) -> TrainConfig | None:
 
 
 def check_resume(config: TrainConfig, run_dir: RunDir) -> list[Row]:
-    """Rows on what a resumed run changes; raises ConfigError for a change that would make it another run."""
+    """Rows on what a resumed run changes; raises ConfigError for a change that needs a new run."""
     if not config.resume:
         return []
     later = passed_over(run_dir.checkpoints)
@@ -214,7 +214,7 @@ def check_resume(config: TrainConfig, run_dir: RunDir) -> list[Row]:
     except CheckpointError as error:
         if config.nodes == 1:
             raise
-        # The other machines wait, and hear it from this one's workers.
+        # The other machines wait for this one, whose workers tell them.
         return [("--resume", "no checkpoint is sound on this machine", str(error))]
     step = step_of(chosen)
     rows: list[Row] = [("a later checkpoint", "passed over", why) for why in later]

@@ -35,12 +35,12 @@ from thinwire.training.trainer import Trainer
 def work(run: Run, place: Place, start: Start | None) -> int:
     """Train as one rank; returns the signal that asked this process to stop, or 0.
 
-    start: what was found out before the workers, known at least on rank 0.
+    start: what was found out before the workers were started; known at least on rank 0.
     """
     torch.set_num_threads(threads_per_worker(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))[0])
     run = replace(run, config=with_derived(run.config)).with_island_size()
     run, place, start, held = join_world(run, place, start or Start())
-    # Not before: a worker that still waits for the others, who may never come, must die of SIGTERM.
+    # Only now: SIGTERM must end a worker that still waits for others, who may never come.
     stop = StopFlag(is_replaced=start.island is not None)
     trainer = Trainer(run, place, stop, start.dtype, start.effects)
     try:
@@ -60,7 +60,7 @@ def work(run: Run, place: Place, start: Start | None) -> int:
 def join_world(run: Run, place: Place, start: Start) -> tuple[Run, Place, Start, object]:
     """Make the default process group: all ranks, or those of this one's island.
 
-    Returns the run, the place and what was found out, and what must be held for as long as others may meet.
+    Returns the run, the place, what was found out, and an object to hold for as long as others may still meet here.
     """
     config = run.config
     timeout = timedelta(seconds=config.timeout)
@@ -73,7 +73,7 @@ def join_world(run: Run, place: Place, start: Start) -> tuple[Run, Place, Start,
     number, rank = divmod(place.rank, size)
     meeting = host_meeting() if place.rank == 0 else None
     if meeting is not None:
-        # One rank knows which dtype is fast, and all islands are to compute alike.
+        # Only rank 0 knows which dtype is fast, and all islands must compute in the same one.
         store.set("thinwire/start", json.dumps([f"{os.environ['MASTER_ADDR']}:{meeting.port}", start.dtype]))
     meet, dtype = json.loads(store.get("thinwire/start"))
     island = Island(number, place.world_size // size, meet)
@@ -96,7 +96,7 @@ def exit_after(run: Run, place: Place, start: Start | None, *, trace: bool) -> N
     code = 0
     try:
         signum = record(work)(run, place, start) or 0
-        # Our own launcher has the signal too, and gives the exit code itself.
+        # Our launcher has received the signal too, and sets the exit code itself.
         code = 128 + signum if signum and not trace else 0
     except ThinwireError as error:
         if trace:

@@ -1,4 +1,4 @@
-"""What was asked for and what is in effect, wherever the two may differ: the rows of the start-up table."""
+"""The rows of the start-up table: what was asked for, what is in effect, and why they differ."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class Reporter:
         # Islands exchange in few of their steps.
         average = fmean if has_islands(self.config.strategy) else median
         records = self.metrics.records
-        # Those before a resume may be another layout's, or another strategy's.
+        # Steps before a resume may have used another layout or strategy.
         own = [record for record in records if record.step > self.first_step] or records
         typical = medians(own, "step_s", "exposed_comm_s", "sent_bytes", average=average)
         summary = {

@@ -31,8 +31,8 @@ from torchft.local_sgd import DiLoCo
 
 from thinwire.data import BatchLoader, heldout_batches, load_tokenizer
 from thinwire.data import prepare as prepare_tokens
-from thinwire.data_parallel.islands.fragments import cut
 from thinwire.errors import Problems
+from thinwire.layout.fragments import cut
 from thinwire.models import build_model
 from thinwire.training.config import TrainConfig, derive
 from thinwire.training.run import Run

@@ -13,8 +13,7 @@ import pytest
 
 import thinwire
 from tests.checkpoint.alone import save
-from thinwire import cli
-from thinwire.data_parallel import SDP4Bit
+from thinwire import SDP4Bit, cli
 from thinwire.errors import ConfigError, Problems
 from thinwire.flags import CommandLine
 from thinwire.lab.command import LabOptions

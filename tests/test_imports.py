@@ -33,7 +33,7 @@ HEAVY = {"torch", "numba", "numpy", "safetensors", "transformers", "rich"}
         ("--version", "tyro"),
         ("checkpoints --help", "tyro"),
         ("lab --help", "thinwire.training"),
-        ("compare --help", "thinwire.data_parallel"),
+        ("compare --help", "thinwire.methods"),
         ("export --help", "thinwire.training"),
         ("import --help", "thinwire.training"),
         ("generate --help", "thinwire.training"),

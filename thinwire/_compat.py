@@ -4,7 +4,7 @@
 - reduce_scatter_single: public from 2.13; before, reduce_scatter_tensor (deprecated in 2.13).
 - default_store: torch.distributed.distributed_c10d._get_default_store, private; 2.11 to 2.13 have it.
 - FSDPGroup, FSDPParameter: what FSDP2 keeps of a module that was given to fully_shard, private. Only here does thinwire
-  learn in which order parameters lie in FSDP2's buffers; whoever relies on it checks it (data_parallel/fsdp/layout.py).
+  learn in which order parameters lie in FSDP2's buffers; whoever relies on it checks it (hosts/fsdp/layout.py).
 - at_end_of_backward: the autograd engine's queue_callback, private, as FSDP2 itself uses it.
 - DCP_METADATA_CLASSES: what a checkpoint's .metadata, a pickle, consists of, by name; three of the names are private.
 - factor_of: the state of a ReduceOp, for the factor of a PREMUL_SUM.

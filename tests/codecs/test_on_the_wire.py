@@ -25,7 +25,7 @@ from thinwire.codecs import (
     paired_seed,
 )
 from thinwire.collectives import Communicator
-from thinwire.collectives.algorithms import HOP_INTER
+from thinwire.collectives.feedback import HOP_INTER
 
 SEED = 11
 CODECS: list[Codec] = [

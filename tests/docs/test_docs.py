@@ -22,16 +22,18 @@ from thinwire.compare.options import read_race
 from thinwire.completion import SHELLS
 from thinwire.convert import ExportConfig, GenerateConfig, ImportConfig
 from thinwire.convert.options import read as read_conversion
-from thinwire.data_parallel import DGC, OneBitAdam
-from thinwire.data_parallel.islands import ISLANDS
-from thinwire.data_parallel.strategies import STRATEGIES, Frontier, SDP4Bit, ZeroPP
 from thinwire.errors import Problems
 from thinwire.flags import flag, options_of
 from thinwire.lab import LabSpec
 from thinwire.lab.command import LabOptions
 from thinwire.lab.command import read as read_lab
+from thinwire.methods.data.dgc import DGC
+from thinwire.methods.data.onebit_adam import OneBitAdam
+from thinwire.methods.data.sdp4bit import SDP4Bit
+from thinwire.methods.islands.diloco import ISLANDS
 from thinwire.planner import ExplainConfig, explain
 from thinwire.planner.options import read_explain
+from thinwire.registry import STRATEGIES, Frontier, ZeroPP
 from thinwire.training.config import TrainConfig
 from thinwire.training.metrics import MembershipEvent, StepMetrics
 from thinwire.training.settings import read_config

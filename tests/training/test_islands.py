@@ -16,9 +16,9 @@ from tests.workers import free_port
 from thinwire.checkpoint import Source
 from thinwire.checkpoint.folder import point_to
 from thinwire.convert.saved import load_run
-from thinwire.data_parallel.islands.loop import OuterLoop
-from thinwire.data_parallel.islands.optimizer import OUTER
 from thinwire.errors import ConfigError
+from thinwire.hosts.islands.loop import OuterLoop
+from thinwire.hosts.islands.optimizer import OUTER
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 

@@ -18,7 +18,13 @@ import numpy as np
 from numba import njit
 
 from thinwire.codecs.layout import LANES
-from thinwire.codecs.random import GAMMA, MIX32_A, MIX32_B, MIX64_A, MIX64_B
+from thinwire.codecs.random import (
+    GAMMA,
+    MIX32_A,
+    MIX32_B,
+    MIX64_A,
+    MIX64_B,
+)
 from thinwire.codecs.reference import MAX_SCALE, TINY
 
 ABS = np.int32(0x7FFFFFFF)

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from thinwire.codecs.kernels import U64, ZERO, Array, fill_draws, kernel
+from thinwire.codecs.kernels import (
+    U64,
+    ZERO,
+    Array,
+    fill_draws,
+    kernel,
+)
 
 QUANTILE_SHIFT = np.int32(11)
 

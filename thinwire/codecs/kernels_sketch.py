@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from thinwire.codecs.kernels import F32, FOUR, ONE, THREE, U64, ZERO, Array, fill_draws, inlined, kernel
+from thinwire.codecs.kernels import (
+    F32,
+    FOUR,
+    ONE,
+    THREE,
+    U64,
+    ZERO,
+    Array,
+    fill_draws,
+    inlined,
+    kernel,
+)
 
 TWO = np.uint64(2)
 BUCKET_SHIFT, LOWEST = np.uint64(22), np.int32(1)

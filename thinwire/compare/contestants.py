@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from thinwire.data_parallel import STRATEGIES
 from thinwire.errors import ConfigError, Problems, nearest
-from thinwire.tables import checked_values, option_tables, strategy_table
+from thinwire.options import checked_values, option_tables, strategy_table
+from thinwire.registry import STRATEGIES
 from thinwire.training.config import TrainConfig, range_errors
 from thinwire.training.run import Run
 

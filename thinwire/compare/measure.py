@@ -17,8 +17,8 @@ from thinwire.compare.plan import Plan
 from thinwire.compare.record import Entry, Leg, Record
 from thinwire.errors import ConfigError
 from thinwire.lab import LabSpec
+from thinwire.options import has_islands
 from thinwire.report.run import Run, number, read_run
-from thinwire.tables import has_islands
 from thinwire.training.effects import Row as EffectRow
 from thinwire.training.hardware import num_cores
 from thinwire.training.reporter import versions

@@ -13,7 +13,13 @@ from rich.table import Table
 
 from thinwire.compare.measure import Result
 from thinwire.compare.plan import Plan
-from thinwire.report.race import FIGURES, figure_text, notes, ratio_text, shown_figures
+from thinwire.report.race import (
+    FIGURES,
+    figure_text,
+    notes,
+    ratio_text,
+    shown_figures,
+)
 from thinwire.report.run import number
 from thinwire.report.units import MISSING, seconds_text
 

@@ -13,7 +13,7 @@ from thinwire.convert.weights import full_weights
 from thinwire.data import Tokenizer, load_tokenizer
 from thinwire.errors import ConfigError, Problems
 from thinwire.models import build_model
-from thinwire.tables import LLAMA
+from thinwire.options import LLAMA
 from thinwire.training.config import TrainConfig
 from thinwire.training.run import tables_in_effect
 from thinwire.training.run_dir import RunDir

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,13 @@ from thinwire.collectives import faults
 from thinwire.collectives.topology import Topology
 from thinwire.data import documents, load_tokenizer
 from thinwire.data import prepare as prepare_tokens
-from thinwire.data_parallel import NotExplainedError, TrainingStrategy, footprint
-from thinwire.data_parallel.islands import OnIslands
 from thinwire.errors import ConfigError, Problems
 from thinwire.launch.start import Start
+from thinwire.methods.interface import Method
+from thinwire.methods.islands.diloco import IslandsMethod
 from thinwire.models import build_model
 from thinwire.models.hf import check_hf, look_into
-from thinwire.tables import LLAMA, has_islands
+from thinwire.options import LLAMA, has_islands
 from thinwire.training.config import FIXED_ON_RESUME, TrainConfig, derive, range_errors, with_derived
 from thinwire.training.effects import Row, batch_row, late_rows, resume_rows, unused_rows
 from thinwire.training.hardware import choose_dtype, free_port, port_is_free, threads_per_worker
@@ -65,15 +64,14 @@ def check(config: TrainConfig, problems: Problems) -> Run | None:
         check_data(config)
     with problems.collect():
         model = check_model(config)
-        if run is not None and isinstance(run.strategy, OnIslands) and model is not None:
+        if run is not None and isinstance(run.strategy, IslandsMethod) and model is not None:
             run.strategy.fragments(model)
     return run
 
 
-def check_grid(strategy: TrainingStrategy, topology: Topology) -> None:
+def check_grid(strategy: Method, topology: Topology) -> None:
     """Raise ConfigError where the strategy can't run on such a grid, whatever the model."""
-    with suppress(NotExplainedError):
-        footprint(strategy, nn.Module(), topology, 1)
+    strategy.plan(nn.Module(), topology, 1)
 
 
 def check_fault(text: str, config: TrainConfig) -> None:

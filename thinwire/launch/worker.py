@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from thinwire.collectives import host_meeting
-from thinwire.data_parallel.interface import ComingAndGoing
 from thinwire.errors import Problems, ThinwireError
+from thinwire.hosts.interface import ComingAndGoing
 from thinwire.launch.start import Start
 from thinwire.training.config import with_derived
 from thinwire.training.gathering import gather

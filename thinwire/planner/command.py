@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from thinwire.data_parallel import Footprint
 from thinwire.errors import Problems
+from thinwire.methods.interface import Plan
 from thinwire.planner.explain import Explained, explain
 from thinwire.planner.options import read_explain
 from thinwire.report.units import bytes_text, seconds_text, short
@@ -53,7 +53,7 @@ def tables(found: Explained) -> list[Table]:
     return made
 
 
-def side_by_side(found: Explained, shown: dict[str, Footprint]) -> Table:
+def side_by_side(found: Explained, shown: dict[str, Plan]) -> Table:
     """One row a strategy."""
     title = (
         f"{short(found.num_parameters)} parameters on {found.topology}, {found.micro_batches} micro-batch(es) a step: "
@@ -76,7 +76,7 @@ def side_by_side(found: Explained, shown: dict[str, Footprint]) -> Table:
     return table
 
 
-def parts_of_memory(footprint: Footprint) -> Table:
+def parts_of_memory(footprint: Plan) -> Table:
     """One row a part of one rank's memory."""
     table = Table("memory", "bytes", "", title="what one rank holds", title_justify="left")
     for name, num_bytes in footprint.memory.items():
@@ -84,7 +84,7 @@ def parts_of_memory(footprint: Footprint) -> Table:
     return table
 
 
-def parts_of_traffic(footprint: Footprint) -> Table:
+def parts_of_traffic(footprint: Plan) -> Table:
     """One row an operation and level."""
     table = Table("operation", "level", "bytes", title="what one rank sends in a step", title_justify="left")
     for (operation, level), num_bytes in footprint.sent.items():

@@ -10,13 +10,14 @@ from torch import nn
 
 from thinwire.collectives import Topology
 from thinwire.data import load_tokenizer
-from thinwire.data_parallel import STRATEGIES, Footprint, NotExplainedError, footprint
 from thinwire.errors import ConfigError, Problems, nearest
 from thinwire.flags import flag
 from thinwire.lab.spec import read_rate
+from thinwire.methods.interface import Plan
 from thinwire.models import build_skeleton
+from thinwire.options import LLAMA, build_strategy, strategy_table
 from thinwire.planner.options import ExplainConfig, range_errors
-from thinwire.tables import LLAMA, build_strategy, strategy_table
+from thinwire.registry import STRATEGIES
 
 NUM_LAYERS, WIDTH = 32, 1024
 # A run that some strategies plan for, and its warm-up.
@@ -33,17 +34,17 @@ class Explained:
     num_parameters: int
     topology: Topology
     micro_batches: int
-    footprints: dict[str, Footprint | None]
+    footprints: dict[str, Plan]
     rate: float | None
     local_rate: float | None
     notes: list[tuple[str, str, str]]
 
-    def link_s(self, found: Footprint) -> float | None:
+    def link_s(self, found: Plan) -> float | None:
         """Seconds that a step's messages between nodes need on one node's link, all ranks of the node together."""
         sent = self.topology.local_size * found.sent_on("inter") if found.crossing is None else found.crossing
         return None if self.rate is None else 8 * sent / self.rate
 
-    def local_s(self, found: Footprint) -> float | None:
+    def local_s(self, found: Plan) -> float | None:
         """Seconds that a step's messages inside a node need on one rank's link."""
         sent = found.sent_on("intra") + found.sent_on("pair")
         return None if self.local_rate is None else 8 * sent / self.local_rate
@@ -59,12 +60,13 @@ def explain(config: ExplainConfig, problems: Problems) -> Explained:
     if not any(True for _ in range_errors(config)):
         with problems.collect():
             model = model_of(config)
-    footprints: dict[str, Footprint | None] = {}
+    footprints: dict[str, Plan] = {}
     for name in names:
         with problems.collect():
             strategy = build_strategy(name, config.tables, num_steps=NUM_STEPS, num_warmup_steps=NUM_WARMUP_STEPS)
             if model is not None:
-                footprints[name] = known(strategy, model, config)
+                topology = Topology(config.nodes, config.local_size)
+                footprints[name] = strategy.plan(model, topology, config.micro_batches)
     problems.messages = list(dict.fromkeys(problems.messages))
     problems.raise_any()
     assert model is not None
@@ -72,14 +74,6 @@ def explain(config: ExplainConfig, problems: Problems) -> Explained:
     topology = Topology(config.nodes, config.local_size)
     notes = list(notes_on(config, names, footprints))
     return Explained(total, topology, config.micro_batches, footprints, rate, local_rate, notes)
-
-
-def known(strategy: object, model: nn.Module, config: ExplainConfig) -> Footprint | None:
-    """The strategy's footprint, None where it has no formula; raises ConfigError where it can't run there."""
-    try:
-        return footprint(strategy, model, Topology(config.nodes, config.local_size), config.micro_batches)
-    except NotExplainedError:
-        return None
 
 
 def chosen(text: str, problems: Problems) -> list[str]:
@@ -131,9 +125,7 @@ def matrix(shape: tuple[int, int]) -> nn.Module:
     return module
 
 
-def notes_on(
-    config: ExplainConfig, names: list[str], footprints: dict[str, Footprint | None]
-) -> Iterator[tuple[str, str, str]]:
+def notes_on(config: ExplainConfig, names: list[str], footprints: dict[str, Plan]) -> Iterator[tuple[str, str, str]]:
     """What was stated and has no effect, and what is not known."""
     used = {strategy_table(name) for name in names}
     used |= {LLAMA} if config.parameters is None and not config.model.startswith("hf:") else set()

@@ -11,7 +11,7 @@ import tyro
 
 from thinwire.errors import Problems
 from thinwire.flags import CommandLine, flag
-from thinwire.tables import LLAMA, option_tables
+from thinwire.options import LLAMA, option_tables
 
 LIMITS = {
     "nodes": (1, 10**6), "local_size": (1, 10**4), "parameters": (1, 10**15), "seq_len": (1, 10**9),

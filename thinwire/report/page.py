@@ -13,7 +13,13 @@ from typing import Any
 from thinwire.errors import ConfigError
 from thinwire.report.charts import Figure, figures
 from thinwire.report.run import Run, number, read_run
-from thinwire.report.units import MISSING, bytes_text, percent_text, seconds_text, short
+from thinwire.report.units import (
+    MISSING,
+    bytes_text,
+    percent_text,
+    seconds_text,
+    short,
+)
 
 UNITS = {"_s": seconds_text, "_bytes": bytes_text, "_bytes_per_step": bytes_text}
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from thinwire.collectives import Communicator
-from thinwire.data_parallel import ParallelOptimizer
+from thinwire.hosts.interface import ParallelOptimizer
 from thinwire.report.units import bytes_text, seconds_text
 from thinwire.training.effects import Row
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from thinwire.flags import flag
-from thinwire.tables import LLAMA
+from thinwire.options import LLAMA
 from thinwire.training.config import DEFAULTS, FIXED_ON_RESUME, NOT_WRITTEN, Batch, TrainConfig
 from thinwire.training.run import Run
 

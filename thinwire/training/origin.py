@@ -8,10 +8,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from thinwire.checkpoint import WEIGHTS, CheckpointError, Piece, Source, latest, next_loss, verify
+from thinwire.checkpoint import (
+    WEIGHTS,
+    CheckpointError,
+    Piece,
+    Source,
+    latest,
+    next_loss,
+    verify,
+)
 from thinwire.checkpoint.folder import Manifest, verified_at
-from thinwire.data_parallel.interface import ParallelOptimizer
-from thinwire.tables import has_islands
+from thinwire.hosts.interface import ParallelOptimizer
+from thinwire.options import has_islands
 from thinwire.training.effects import Row
 from thinwire.training.gathering import told_by_first
 from thinwire.training.place import Island

@@ -16,8 +16,8 @@ import torch
 import thinwire
 from thinwire.data import printable
 from thinwire.errors import UnsavedError
+from thinwire.options import has_islands
 from thinwire.report import write_report
-from thinwire.tables import has_islands
 from thinwire.training.config import TrainConfig
 from thinwire.training.effects import Row
 from thinwire.training.metrics import MembershipEvent, MetricsWriter, StepMetrics, medians

@@ -6,10 +6,10 @@ import os
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from thinwire.data_parallel import TrainingStrategy
 from thinwire.errors import ConfigError, nearest
+from thinwire.methods.interface import Method
 from thinwire.optim import OPTIMIZERS
-from thinwire.tables import DEFAULT_INNER, LLAMA, build_strategy, has_islands, used_tables
+from thinwire.options import DEFAULT_INNER, LLAMA, build_strategy, has_islands, used_tables
 from thinwire.training.config import TrainConfig
 
 
@@ -21,7 +21,7 @@ class Run:
     """
 
     config: TrainConfig
-    strategy: TrainingStrategy
+    strategy: Method
 
     @classmethod
     def of(cls, config: TrainConfig) -> Run:

@@ -13,7 +13,7 @@ import tyro
 
 from thinwire.errors import ConfigError, Problems, nearest
 from thinwire.flags import CommandLine
-from thinwire.tables import LLAMA, checked_values, option_tables
+from thinwire.options import LLAMA, checked_values, option_tables
 from thinwire.training.config import GROUPS, NOT_WRITTEN, TrainConfig
 from thinwire.training.run import tables_in_effect
 from thinwire.training.run_dir import RunDir

@@ -15,19 +15,29 @@ from typing import Any
 import torch
 from torch import nn
 
-from thinwire.checkpoint import FROZEN, Disk, Keep, Piece, Saver, Source, store_of_ranks
+from thinwire.checkpoint import (
+    FROZEN,
+    Disk,
+    Keep,
+    Piece,
+    Saver,
+    Source,
+    store_of_ranks,
+)
 from thinwire.checkpoint.folder import latest, step_of
 from thinwire.codecs import derive_seed
 from thinwire.collectives import ElasticPeers, Peers, faults
+from thinwire.compose import apply
 from thinwire.data import BatchLoader, heldout_batches, load_tokenizer
 from thinwire.data import prepare as prepare_tokens
-from thinwire.data_parallel.interface import CatchesUp, ComingAndGoing, Finishing, TrainingStrategy
-from thinwire.data_parallel.islands import AmongIslands, OnIslands
-from thinwire.data_parallel.watchdog import Watchdog
 from thinwire.errors import ConfigError
+from thinwire.hosts.interface import CatchesUp, ComingAndGoing, Finishing
+from thinwire.hosts.watchdog import Watchdog
+from thinwire.methods.interface import Method
+from thinwire.methods.islands.diloco import AmongIslands, IslandsMethod
 from thinwire.models import build_model, generate
 from thinwire.optim import make_optimizer
-from thinwire.tables import LLAMA
+from thinwire.options import LLAMA
 from thinwire.training.advice import advise
 from thinwire.training.agreement import agree, agree_on_start
 from thinwire.training.config import PER_MACHINE, TrainConfig, derive
@@ -73,11 +83,11 @@ class Trainer:
         optimizer = build_optimizer(config, self.model)
         self.num_parameters = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
         # In training the wrapped module is called, which may communicate; everywhere else the model itself.
-        strategy: TrainingStrategy | AmongIslands = run.strategy
-        if isinstance(strategy, OnIslands):
+        strategy: Method | AmongIslands = run.strategy
+        if isinstance(strategy, IslandsMethod):
             strategy = strategy.among(partial(meet_others, config, place), terms=common_terms(config, self.digest))
-        self.wrapped, self.optimizer = strategy.apply(
-            self.model, optimizer, local_size=config.local_size, seed=config.seed, timeout_s=config.timeout,
+        self.wrapped, self.optimizer = apply(
+            strategy, self.model, optimizer, local_size=config.local_size, seed=config.seed, timeout_s=config.timeout,
             checked=config.checked, overlap=True,
         )  # fmt: skip
         advice = advise(

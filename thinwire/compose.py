@@ -1,0 +1,14 @@
+"""Fifth floor: a method meets its host."""
+
+from __future__ import annotations
+
+# A host registers itself for its kind of method.
+import thinwire.hosts.ddp.optimizer
+import thinwire.hosts.fsdp.optimizer
+import thinwire.hosts.islands.optimizer
+import thinwire.hosts.one_byte.optimizer
+import thinwire.hosts.sharded.levels_wrap
+import thinwire.hosts.sharded.wrap  # noqa: F401
+from thinwire.hosts.interface import apply
+
+__all__ = ["apply"]

@@ -2,9 +2,9 @@
 
 import gc
 
-import thinwire.training.worker  # noqa: F401
 import torch._dynamo  # noqa: F401  (torch loads it in the first step of an optimizer)
 
+import thinwire.launch.worker  # noqa: F401
 from tests.conformance import codec_suite, reduction_suite, strategy_suite  # noqa: F401
 from thinwire.codecs import warm
 

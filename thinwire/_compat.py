@@ -81,6 +81,12 @@ def default_store() -> dist.Store:
     return distributed_c10d._get_default_store()
 
 
+def timeout_of(store: dist.Store) -> float:
+    """Seconds that a store waits for a key."""
+    seconds: float = getattr(store, "timeout").total_seconds()  # noqa: B009
+    return seconds
+
+
 def place_in_file(file: str, offset: int, num_bytes: int) -> Any:
     """Where DCP's reader of files finds a tensor: in which file below its folder, from which byte on."""
     return filesystem._StorageInfo(file, offset, num_bytes)

@@ -35,10 +35,9 @@ from thinwire.compare.record import (
     load_record,
 )
 from thinwire.compare.watch import LegWatch, MetricsTail
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, Problems
 from thinwire.lab import Counters, LabSpec
 from thinwire.training.config import TrainConfig
-from thinwire.training.problems import Problems
 
 
 def contestants(text: str) -> list[Contestant]:

@@ -21,8 +21,11 @@ from thinwire.codecs.command import all_rows
 from thinwire.compare import RaceConfig
 from thinwire.compare.contestants import read_contestants
 from thinwire.compare.options import read_race
+from thinwire.completion import SHELLS
 from thinwire.convert import ExportConfig, GenerateConfig, ImportConfig
 from thinwire.convert.options import read as read_conversion
+from thinwire.errors import Problems
+from thinwire.flags import flag, options_of
 from thinwire.lab import LabSpec
 from thinwire.lab.command import LabOptions
 from thinwire.lab.command import read as read_lab
@@ -33,10 +36,9 @@ from thinwire.methods.islands.diloco import ISLANDS
 from thinwire.planner import ExplainConfig, explain
 from thinwire.planner.options import read_explain
 from thinwire.registry import STRATEGIES, Frontier, ZeroPP
-from thinwire.training.config import TrainConfig, flag
+from thinwire.training.config import TrainConfig
 from thinwire.training.metrics import MembershipEvent, StepMetrics
-from thinwire.training.problems import Problems
-from thinwire.training.settings import options_of, read_config
+from thinwire.training.settings import read_config
 
 TIMEOUT_S = 120
 CONVERSIONS: dict[str, Any] = {"export": ExportConfig, "import": ImportConfig, "generate": GenerateConfig}
@@ -72,6 +74,8 @@ def test_commands_are_understood(block: Block) -> None:
             understand_conversion(words[1], words[2:])
         elif words[:2] == ["thinwire", "codecs"]:
             assert all(map(Codec.parse, words[2:]))
+        elif words[:2] == ["thinwire", "completion"]:
+            assert words[2] in SHELLS and words[3:4] == [">"]
         elif words[:2] == ["thinwire", "checkpoints"]:
             assert words[2:] in ([words[-1]], ["verify", words[-1]])
         elif "train" in words:
@@ -86,7 +90,7 @@ def test_commands_are_understood(block: Block) -> None:
 
 
 def understand_train(args: list[str]) -> None:
-    if args in (["--help"], ["CONFIG.toml", "--steps", "500"]):
+    if args in (["--help"], ["--help-all"], ["CONFIG.toml", "--steps", "500"]):
         return
     problems = Problems()
     config = read_config(args, problems)

@@ -24,7 +24,7 @@ from thinwire import (
 )
 from thinwire.methods.data.lgreco import LGreCoMean, knapsack
 from thinwire.training.config import TrainConfig
-from thinwire.training.settings import build_strategy, used_tables
+from thinwire.training.run import Run
 
 NUM_BINS = 50
 
@@ -169,8 +169,9 @@ def test_flags_reach_the_method_underneath() -> None:
     config = TrainConfig(
         strategy="lgreco-ef-integer", tables={"lgreco": {"every": 50}, "efinteger": {"bits": 3}, "eftopk": {}}
     )
-    assert build_strategy(config) == LGreCo(EFInteger(bits=3), every=50)
-    assert used_tables(config) == {"llama", "lgreco", "efinteger"}
+    run = Run.of(config)
+    assert run.strategy == LGreCo(EFInteger(bits=3), every=50)
+    assert run.used_tables == {"llama", "lgreco", "efinteger"}
 
 
 # ---------------------------------------------------------------- in a run

@@ -17,11 +17,11 @@ from thinwire.compare.plan import Plan
 from thinwire.compare.record import Entry, Leg, Record
 from thinwire.errors import ConfigError
 from thinwire.lab import LabSpec
+from thinwire.options import has_islands
 from thinwire.report.run import Run, number, read_run
 from thinwire.training.effects import Row as EffectRow
 from thinwire.training.hardware import num_cores
 from thinwire.training.reporter import versions
-from thinwire.training.settings import has_islands
 
 FINISHED, FAILED, UNFINISHED = "finished", "failed", "unfinished"
 REFERENCE = "ddp-bf16"

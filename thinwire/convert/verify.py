@@ -20,7 +20,7 @@ class UnfaithfulError(ThinwireError):
 
 @dataclass(frozen=True)
 class Fidelity:
-    """kl: mean over tokens of KL(run || export) in nats; agreement: part of them with the same likeliest successor."""
+    """kl: mean over tokens of KL(run || export) in nats; agreement: share with the same most likely next token."""
 
     kl: float
     agreement: float

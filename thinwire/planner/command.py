@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
+from thinwire.errors import Problems
 from thinwire.methods.interface import Plan
 from thinwire.planner.explain import Explained, explain
 from thinwire.planner.options import read_explain
 from thinwire.report.units import bytes_text, seconds_text, short
-from thinwire.training.problems import Problems
 
 # Where the output is no terminal, nobody wraps the table's lines.
 PLAIN_WIDTH = 160

@@ -10,17 +10,18 @@ from torch import nn
 
 from thinwire.collectives import Topology
 from thinwire.data import load_tokenizer
-from thinwire.errors import ConfigError, nearest
+from thinwire.errors import ConfigError, Problems, nearest
+from thinwire.flags import flag
 from thinwire.lab.spec import read_rate
 from thinwire.methods.interface import Plan
 from thinwire.models import build_skeleton
+from thinwire.options import LLAMA, build_strategy, strategy_table
 from thinwire.planner.options import ExplainConfig, range_errors
 from thinwire.registry import STRATEGIES
-from thinwire.training.config import TrainConfig, flag
-from thinwire.training.problems import Problems
-from thinwire.training.settings import build_strategy, strategy_table
 
 NUM_LAYERS, WIDTH = 32, 1024
+# A run that some strategies plan for, and its warm-up.
+NUM_STEPS, NUM_WARMUP_STEPS = 1000, 100
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def explain(config: ExplainConfig, problems: Problems) -> Explained:
     footprints: dict[str, Plan] = {}
     for name in names:
         with problems.collect():
-            strategy = build_strategy(TrainConfig(strategy=name, tables=config.tables))
+            strategy = build_strategy(name, config.tables, num_steps=NUM_STEPS, num_warmup_steps=NUM_WARMUP_STEPS)
             if model is not None:
                 topology = Topology(config.nodes, config.local_size)
                 footprints[name] = strategy.plan(model, topology, config.micro_batches)
@@ -103,7 +104,7 @@ def model_of(config: ExplainConfig) -> nn.Module:
     if config.parameters is not None:
         return stand_in(int(config.parameters))
     tokenizer = load_tokenizer(config.tokenizer)
-    overrides = None if config.model.startswith("hf:") else config.tables.get("llama")
+    overrides = None if config.model.startswith("hf:") else config.tables.get(LLAMA)
     return build_skeleton(config.model, tokenizer.vocab_size, config.seq_len, overrides)
 
 
@@ -127,7 +128,7 @@ def matrix(shape: tuple[int, int]) -> nn.Module:
 def notes_on(config: ExplainConfig, names: list[str], footprints: dict[str, Plan]) -> Iterator[tuple[str, str, str]]:
     """What was stated and has no effect, and what is not known."""
     used = {strategy_table(name) for name in names}
-    used |= {"llama"} if config.parameters is None and not config.model.startswith("hf:") else set()
+    used |= {LLAMA} if config.parameters is None and not config.model.startswith("hf:") else set()
     for table in sorted(config.tables.keys() - used):
         for option in config.tables[table]:
             yield flag(f"{table}.{option}"), "no effect", "nothing that is explained uses it"

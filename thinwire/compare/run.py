@@ -33,13 +33,12 @@ from thinwire.compare.record import (
     recorded_dtype,
 )
 from thinwire.compare.table import Board
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, Problems
 from thinwire.lab import Network
 from thinwire.report import write_race_report
 from thinwire.report.run import number
 from thinwire.training.config import TrainConfig
 from thinwire.training.metrics import read_metrics
-from thinwire.training.problems import Problems
 from thinwire.training.run_dir import RunDir
 
 

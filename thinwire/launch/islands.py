@@ -1,4 +1,4 @@
-"""The islands of one machine: each a world of its own with a launcher of its own."""
+"""Runs the islands of one machine; each has its own process group and its own launcher."""
 
 from __future__ import annotations
 
@@ -20,23 +20,25 @@ import torch.distributed as dist
 
 from thinwire.collectives import host_meeting
 from thinwire.collectives.elastic import BEGUN
-from thinwire.errors import ConfigError, ThinwireError, UnsavedError
+from thinwire.errors import ConfigError, Problems, ThinwireError, UnsavedError
+from thinwire.launch.agent import await_node_0, run_workers
+from thinwire.launch.start import Start
 from thinwire.training.config import TrainConfig
-from thinwire.training.prepare import Island, Start
-from thinwire.training.problems import Problems
+from thinwire.training.place import Island
+from thinwire.training.run import island_size
 from thinwire.training.run_dir import RunDir
-from thinwire.training.settings import island_size, read_toml, to_toml
+from thinwire.training.settings import read_toml, to_toml
 from thinwire.training.signals import STOPPING, StoppedError
 
 POLL_S = 0.1
 CONNECT_S = 5.0
-# An island's launcher has finished, but could not save the end: to start it again would not help.
+# Exit code of an island that has finished but could not save the end: starting it again would not help.
 UNSAVED = 3
 FINISHED = {0, UNSAVED}
 
 
 class Children:
-    """The launchers of this machine's islands: signals go to all of them, and nothing outlives this process's will.
+    """The launchers of this machine's islands, to which all signals are passed on.
 
     restarts: how often each may be started again.
     """
@@ -93,9 +95,6 @@ class Children:
 
 def launch_islands(config: TrainConfig, start: Start) -> int:
     """Run this machine's islands to their end; the worst exit code. Raises StoppedError after a signal."""
-    # That file starts what is below here.
-    from thinwire.training.launch import await_node_0
-
     children = Children(config.restarts)
     size = island_size(config)
     here, count = config.workers // size, config.world_size // size
@@ -113,7 +112,7 @@ def launch_islands(config: TrainConfig, start: Start) -> int:
             own = replace(config, run_dir=str(run_dir.path))
             run_dir.claim(0, to_toml(own), overwrite=config.overwrite)
         island = Island(number, count, meet)
-        command = [sys.executable, "-m", "thinwire.training.islands", str(run_dir.config())]
+        command = [sys.executable, "-m", "thinwire.launch.islands", str(run_dir.config())]
         # The first one here has the terminal.
         log = run_dir.logs / "launcher.out" if number > numbers[0] else None
         # Faults are asked for once.
@@ -138,12 +137,12 @@ def watch(children: Children, meeting: dist.TCPStore) -> int:
             if not has_begun:
                 children.send(signal.SIGTERM)
             elif not FINISHED.isdisjoint(codes.values()):
-                # Whoever comes back when the others have finished finds nobody.
+                # An island that comes back after the others have finished finds nobody.
                 if not children.is_first_time(number):
                     codes[number] = 0
-                    print(f"thinwire: island {number} came when the others had finished: it is not missed", flush=True)
+                    print(f"thinwire: island {number} came back when the others had finished, and ends", flush=True)
             elif code != ConfigError.exit_code or not children.is_first_time(number):
-                # One that is there again too early finds its number taken, by workers that have not left yet.
+                # An island that comes back too early finds its number taken by old workers that have not left yet.
                 children.start_again(number, code)
         time.sleep(POLL_S)
     if children.received is not None:
@@ -154,8 +153,8 @@ def watch(children: Children, meeting: dist.TCPStore) -> int:
 def follow_command(island: Island) -> None:
     """End this process, an island's launcher, when the command that started it is gone.
 
-    With it went the meeting, or its machine's islands alone. Then all islands stop, as by SIGTERM, while they can; or
-    this one leaves the others, as its workers do when their launcher is gone.
+    If the meeting is gone too, all islands stop, as on SIGTERM. If it still answers, another machine hosts it, and only
+    this island leaves.
     """
     parent = os.getppid()
     host, _, port = island.meet.rpartition(":")
@@ -177,9 +176,7 @@ def follow_command(island: Island) -> None:
 
 
 def main() -> NoReturn:
-    """`python -m thinwire.training.islands CONFIG.toml START`, as `launch_islands` runs it: one island's launcher."""
-    from thinwire.training.launch import run_workers
-
+    """`python -m thinwire.launch.islands CONFIG.toml START`, as `launch_islands` runs it: one island's launcher."""
     config_path, told = sys.argv[1:]
     start, problems = Start.from_json(told), Problems()
     assert start.island is not None

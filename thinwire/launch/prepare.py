@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,95 +17,40 @@ from thinwire.collectives import faults
 from thinwire.collectives.topology import Topology
 from thinwire.data import documents, load_tokenizer
 from thinwire.data import prepare as prepare_tokens
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, Problems
+from thinwire.launch.start import Start
 from thinwire.methods.interface import Method
 from thinwire.methods.islands.diloco import IslandsMethod
 from thinwire.models import build_model
 from thinwire.models.hf import check_hf, look_into
-from thinwire.training.config import (
-    FIXED_ON_RESUME,
-    TrainConfig,
-    derive,
-    range_errors,
-    with_derived,
-)
-from thinwire.training.effects import (
-    Row,
-    batch_row,
-    late_rows,
-    resume_rows,
-    unused_rows,
-)
+from thinwire.options import LLAMA, has_islands
+from thinwire.training.config import FIXED_ON_RESUME, TrainConfig, derive, range_errors, with_derived
+from thinwire.training.effects import Row, batch_row, late_rows, resume_rows, unused_rows
 from thinwire.training.hardware import choose_dtype, free_port, port_is_free, threads_per_worker
 from thinwire.training.metrics import read_metrics
-from thinwire.training.problems import Problems
+from thinwire.training.progress import Progress
+from thinwire.training.run import Run, island_size, tables_in_effect
 from thinwire.training.run_dir import RunDir
-from thinwire.training.settings import (
-    DEFAULT_INNER,
-    build_strategy,
-    has_islands,
-    island_size,
-    parse_toml,
-    read_toml,
-    to_toml,
-    used_tables,
-    with_optimizer,
-)
+from thinwire.training.settings import parse_toml, read_toml, to_toml
 from thinwire.training.trackers import check_trackers
 
 
-class Island(NamedTuple):
-    """One of the worlds that train together. meet: HOST:PORT where their first ranks meet; empty for the only one."""
-
-    number: int = 0
-    num_islands: int = 1
-    meet: str = ""
-
-
-@dataclass(frozen=True)
-class Start:
-    """What the launcher found out for its workers."""
-
-    dtype: str | None = None
-    threads: int = 1
-    effects: list[Row] = field(default_factory=list)
-    stop_at: int | None = None
-    inject: tuple[str, ...] = ()
-    allow_resume_drift: bool = False
-    island: Island | None = None
-
-    def to_json(self) -> str:
-        return json.dumps([
-            self.dtype, self.threads, self.effects, self.stop_at, self.inject, self.allow_resume_drift, self.island,
-        ])  # fmt: skip
-
-    @classmethod
-    def from_json(cls, text: str) -> Start:
-        dtype, threads, effects, stop_at, inject, allow_resume_drift, island = json.loads(text)
-        rows = [(asked, effect, reason) for asked, effect, reason in effects]
-        place = Island(*island) if island else None
-        return cls(dtype, threads, rows, stop_at, tuple(inject), allow_resume_drift, place)
-
-
-def check(config: TrainConfig, problems: Problems) -> None:
-    """Note every reason why this run can't start, without writing anything."""
+def check(config: TrainConfig, problems: Problems) -> Run | None:
+    """Build the run, and note every reason why it can't start, without writing anything; None where it has a fault."""
     wrong_numbers = list(range_errors(config))
     problems.messages += wrong_numbers
-    strategy = topology = None
+    run = topology = None
     with problems.collect():
-        strategy = build_strategy(config)
-        with_optimizer(config)
+        run = Run.of(config)
     if not wrong_numbers:
         with problems.collect():
             derive(config, config.world_size)
         with problems.collect():
-            if strategy is not None and has_islands(config.strategy):
-                topology = Topology.stated(config.world_size, island_size(config))
-            else:
-                topology = Topology.stated(config.world_size, config.local_size or config.workers)
-    if strategy is not None and topology is not None:
+            of_node = island_size(config) if run and run.has_islands else config.local_size or config.workers
+            topology = Topology.stated(config.world_size, of_node)
+    if run is not None and topology is not None:
         with problems.collect():
-            check_grid(strategy, topology)
+            check_grid(run.strategy, topology)
     with problems.collect():
         check_trackers(config.track)
     with problems.collect():
@@ -120,8 +64,9 @@ def check(config: TrainConfig, problems: Problems) -> None:
         check_data(config)
     with problems.collect():
         model = check_model(config)
-        if isinstance(strategy, IslandsMethod) and model is not None:
-            strategy.fragments(model)
+        if run is not None and isinstance(run.strategy, IslandsMethod) and model is not None:
+            run.strategy.fragments(model)
+    return run
 
 
 def check_grid(strategy: Method, topology: Topology) -> None:
@@ -149,13 +94,13 @@ def check_fault(text: str, config: TrainConfig) -> None:
 
 
 def check_data(config: TrainConfig) -> None:
-    """Read the first document; a dataset of the network is left to the tokenising that follows."""
+    """Read the first document; a dataset on the network is read later, when it is tokenised."""
     if not config.data.startswith("hf:"):
         next(documents(config.data, config.text_field), None)
 
 
 def check_model(config: TrainConfig) -> nn.Module | None:
-    """The model without memory; of one of transformers, whose weights may be large, the config alone is checked."""
+    """The model without memory; of a transformers model, whose weights may be large, only the config is checked."""
     tokenizer = load_tokenizer(config.tokenizer)
     if config.seq_len <= 0:
         return None
@@ -163,11 +108,11 @@ def check_model(config: TrainConfig) -> nn.Module | None:
         check_hf(config.model.removeprefix("hf:"), tokenizer.vocab_size, config.seq_len, {})
         return None
     with torch.device("meta"):
-        return build_model(config.model, tokenizer.vocab_size, config.seq_len, config.seed, config.tables.get("llama"))
+        return build_model(config.model, tokenizer.vocab_size, config.seq_len, config.seed, config.tables.get(LLAMA))
 
 
 def check_join(config: TrainConfig) -> None:
-    """Raise ConfigError for an address that is none, or node 0's port in use."""
+    """Raise ConfigError for a malformed address, or if node 0's port is in use."""
     if config.join is None:
         return
     host, _, port = config.join.rpartition(":")
@@ -189,62 +134,68 @@ def model_rows(config: TrainConfig) -> list[Row]:
     return [(f"--model {config.model}", "starts at random", "the folder holds no .safetensors file")]
 
 
-def resolve(config: TrainConfig, threads: int) -> tuple[TrainConfig, list[Row]]:
-    """The configuration with everything derived filled in, and the rows that say so."""
-    batch = derive(config, config.world_size)
+def resolve(run: Run, asked: TrainConfig, threads: int) -> tuple[Run, list[Row]]:
+    """The run with everything derived filled in, and the rows that say so."""
+    batch = derive(asked, asked.world_size)
     dtype: Any
-    dtype, reason = choose_dtype(config.dtype, threads)
-    rows: list[Row] = [(f"dtype {config.dtype}", dtype, reason), batch_row(config, batch, config.world_size)]
-    rows += [*model_rows(config), *unused_rows(config), *late_rows(config)]
-    chosen = with_optimizer(config)
-    if has_islands(config.strategy):
-        size = island_size(config)
-        chosen = replace(chosen, local_size=size, inner=config.inner or DEFAULT_INNER)
-        asked = f"--local-size {config.local_size or 'any'}"
-        why = "" if config.local_size else "every worker of a single machine, else every machine, is an island"
-        rows.append((asked, f"{config.world_size // size} island(s) of {size} rank(s)", why))
-    if config.optimizer is None:
-        rows.append(("--optimizer", f"{chosen.optimizer}", f"the choice of strategy {config.strategy}"))
+    dtype, reason = choose_dtype(asked.dtype, threads)
+    rows: list[Row] = [(f"dtype {asked.dtype}", dtype, reason), batch_row(asked, batch, asked.world_size)]
+    rows += [*model_rows(asked), *unused_rows(run), *late_rows(run)]
+    resolved = run.with_island_size()
+    if run.has_islands:
+        size = resolved.config.local_size or 1
+        why = "" if asked.local_size else "every worker of a single machine, else every machine, is an island"
+        islands = f"{asked.world_size // size} island(s) of {size} rank(s)"
+        rows.append((f"--local-size {asked.local_size or 'by default'}", islands, why))
+    if asked.optimizer is None:
+        rows.append(("--optimizer", f"{run.config.optimizer}", f"the choice of strategy {asked.strategy}"))
     if torch.cuda.is_available():
-        rows.append(("device any", "cpu", "this version trains on the CPU; the GPU it sees is left alone"))
-    return replace(with_derived(chosen), dtype=dtype), rows
+        rows.append(("device", "cpu", "this version trains on the CPU and does not use the GPU"))
+    return replace(resolved, config=replace(with_derived(resolved.config), dtype=dtype)), rows
 
 
-def prepare(config: TrainConfig, problems: Problems) -> tuple[TrainConfig, Start]:
-    """Check, then claim the run directory, and warm what workers would otherwise all do: tokens, kernels, dtype.
+def plan(config: TrainConfig, problems: Problems) -> tuple[Run, Start]:
+    """Check, fill in what follows, and state it in rows; nothing is written. Raises ConfigError with all problems."""
+    run = check(config, problems)
+    problems.raise_any()
+    assert run is not None
+    threads, why = threads_per_worker(config.workers)
+    run, rows = resolve(run, config, threads)
+    rows.insert(0, ("threads per worker", str(threads), why))
+    rows += check_resume(run.config, RunDir(config.run_dir))
+    rows += [(f"--inject {text!r}", "armed", faults.KINDS[faults.parse(text).kind]) for text in config.inject]
+    return run, Start(run.config.dtype, threads, rows, config.stop_at, config.inject, config.allow_resume_drift)
+
+
+def prepare(config: TrainConfig, problems: Problems) -> tuple[Run, Start]:
+    """Plan, then claim the run directory, and do once what every worker would do: tokens and kernels.
 
     Raises ConfigError with all problems at once.
     """
-    check(config, problems)
-    problems.raise_any()
-    threads, why = threads_per_worker(config.workers)
-    resolved, rows = resolve(config, threads)
-    rows.insert(0, ("threads per worker", str(threads), why))
-    run_dir = RunDir(config.run_dir)
-    rows += check_resume(resolved, run_dir)
+    run, start = plan(config, problems)
     cache_dir = Path(config.cache_dir) if config.cache_dir else None
     tokens = prepare_tokens(
         config.data, load_tokenizer(config.tokenizer), text_field=config.text_field, cache_dir=cache_dir
     )
     tokens.split(config.seq_len)
-    warm_kernels(resolved)
-    run_dir.claim(config.node, to_toml(resolved), overwrite=config.overwrite)
-    rows += [(f"--inject {text!r}", "armed", faults.KINDS[faults.parse(text).kind]) for text in config.inject]
-    start = Start(resolved.dtype, threads, rows, config.stop_at, config.inject, config.allow_resume_drift)
-    return resolved, start
-
-
-def warm_kernels(config: TrainConfig) -> None:
-    """Compile the kernels of the strategy's codecs once, into the cache on disk."""
-    strategy = build_strategy(config)
     logging.getLogger("numba").setLevel(logging.WARNING)
-    warm(strategy.codecs)
+    warm(run.strategy.codecs)
+    RunDir(config.run_dir).claim(config.node, to_toml(run.config), overwrite=config.overwrite)
+    return run, start
+
+
+def dry_run(config: TrainConfig, problems: Problems) -> int:
+    """Print the start-up table and the resolved config.toml. Raises ConfigError with all problems at once."""
+    run, start = plan(config, problems)
+    Progress(config.steps, run.config.tokens_per_step or 0, 0.0).start_table(start.effects)
+    print(f"\n{to_toml(run.config)}", end="")
+    return 0
 
 
 def saved_config(checkpoint: Path) -> TrainConfig | None:
-    """The configuration that has saved a checkpoint, which config.toml need not be: it is of the last start.
+    """The configuration of the run that saved a checkpoint; config.toml is of the last start and may differ.
 
-    None where it does not say, or is of another version.
+    None if the checkpoint does not state it, or was written by another version.
     """
     text, problems = Manifest.read(checkpoint).about.get("config"), Problems()
     config = parse_toml(text, str(checkpoint), problems) if text else None
@@ -252,7 +203,7 @@ def saved_config(checkpoint: Path) -> TrainConfig | None:
 
 
 def check_resume(config: TrainConfig, run_dir: RunDir) -> list[Row]:
-    """Rows on what a resumed run changes; raises ConfigError for a change that would make it another run."""
+    """Rows on what a resumed run changes; raises ConfigError for a change that needs a new run."""
     if not config.resume:
         return []
     later = passed_over(run_dir.checkpoints)
@@ -261,7 +212,7 @@ def check_resume(config: TrainConfig, run_dir: RunDir) -> list[Row]:
     except CheckpointError as error:
         if config.nodes == 1:
             raise
-        # The other machines wait, and hear it from this one's workers.
+        # The other machines wait for this one, whose workers tell them.
         return [("--resume", "no checkpoint is sound on this machine", str(error))]
     step = step_of(chosen)
     rows: list[Row] = [("a later checkpoint", "passed over", why) for why in later]
@@ -284,7 +235,7 @@ def check_resume(config: TrainConfig, run_dir: RunDir) -> list[Row]:
         if before != after:
             problems.messages.append(f"--resume: {name} was {before} and can't become {after}; start a new run for it")
     saved = saved_config(chosen) or old
-    for table in used_tables(config) & used_tables(saved):
+    for table in tables_in_effect(config) & tables_in_effect(saved):
         if saved.tables.get(table, {}) != config.tables.get(table, {}):
             problems.messages.append(f"--resume: the options [{table}] can't change; start a new run for that")
     problems.raise_any()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,8 @@ class Source:
         self.rows: list[Row] = []
         self.is_exact = True
         self.is_same = False
+        # How a piece that a host asks for lies in the checkpoint's tensors: as it says, unless a mesh cuts them.
+        self.place_piece: Callable[[str, Piece], Piece] = lambda name, piece: piece
         self._index: Index = {}
         self._parts: dict[int, dict[str, Any]] = {}
         self._debts: dict[str, dict[str, list[tuple[int, Debt]]]] = {}
@@ -110,7 +112,7 @@ class Source:
 
     def read(self, pieces: Mapping[str, Piece]) -> None:
         """Fill the values of these pieces. Raises CheckpointError for elements that are not there."""
-        read_pieces(self.folder, self._index, pieces)
+        read_pieces(self.folder, self._index, {name: self.place_piece(name, p) for name, p in pieces.items()})
 
     def own(self, key: str, rank: int | None = None) -> Any:
         """A part of a rank's own state: by default that of the rank which this one continues."""

@@ -18,13 +18,29 @@ class Piece:
     """Elements [offset, offset + n) of a tensor that has `numel` elements when it is flat.
 
     values: [n], a view of the memory that they are saved from and loaded into. is_copy: every rank holds the same, so
-    that any of them may save it.
+    that any of them may save it. run, row, first: where the tensor is cut inside of its rows, a rank's part of it has
+    elements [first, first + run) of each `row` elements, and `offset` counts in that part; 0: it is not cut so.
     """
 
     numel: int
     offset: int
     values: Tensor
     is_copy: bool = False
+    run: int = 0
+    row: int = 0
+    first: int = 0
+
+    def spans(self) -> Iterator[tuple[int, int, int]]:
+        """(Place in the whole tensor, place in `values`, length) of each run of neighbouring elements."""
+        at, n = 0, self.values.numel()
+        while at < n:
+            if not self.run:
+                yield self.offset, 0, n
+                return
+            number, inside = divmod(self.offset + at, self.run)
+            length = min(self.run - inside, n - at)
+            yield number * self.row + self.first + inside, at, length
+            at += length
 
     @classmethod
     def whole(cls, tensor: Tensor, *, is_copy: bool = True) -> Piece:
@@ -37,7 +53,7 @@ class Piece:
             return self
         n = self.values.numel()
         start, end = n * number // count, n * (number + 1) // count
-        return Piece(self.numel, self.offset + start, self.values[start:end])
+        return replace(self, offset=self.offset + start, values=self.values[start:end], is_copy=False)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.checkpoint import Debt, Snapshot, Source
-from thinwire.collectives import Meter
+from thinwire.collectives import Communicator, Meter
 from thinwire.hosts.ranks import Ranks
 from thinwire.state.agreement import Agreed, Word, word_bytes
 from thinwire.state.portable import REPLICA, Held, add_optimizer, restore_optimizer
@@ -138,6 +138,11 @@ class AgreeingOptimizer:
         self.mean_loss = agreed.loss
         self.stop_requested = self.stop_requested or agreed.stop
         return agreed
+
+    @property
+    def everyone(self) -> Communicator:
+        """All ranks of the mesh."""
+        return self.ranks.everyone
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

@@ -42,6 +42,11 @@ class IslandsOptimizer:
         return self.inner.comm
 
     @property
+    def everyone(self) -> Communicator:
+        """All ranks of the island."""
+        return self.inner.everyone
+
+    @property
     def param_groups(self) -> list[dict[str, Any]]:
         """Those of the user's optimizer."""
         return self.inner.param_groups

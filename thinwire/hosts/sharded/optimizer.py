@@ -198,6 +198,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
             compare_replicas(comm, (bucket.live for bucket in self.buckets if bucket.comm is comm), self.steps)
 
     @property
+    def everyone(self) -> Communicator:
+        """All ranks of the mesh."""
+        return self.ranks.everyone
+
+    @property
     def meter(self) -> Meter:
         """Bytes and seconds of the main group."""
         return self.comm.meter

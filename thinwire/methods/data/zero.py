@@ -23,6 +23,8 @@ class ShardedMethod:
     """What makes a choice of codecs a Method: it is applied by `thinwire.zero`."""
 
     settled_after: ClassVar[int] = 0
+    # Whether other axes may cut what this one trains.
+    shares_mesh: ClassVar[bool] = True
     optimizers: ClassVar[tuple[str, ...]] = ELEMENTWISE
     optimizers_reason: ClassVar[str] = CUTS_TENSORS
 

@@ -114,7 +114,7 @@ from thinwire.hosts.one_byte.optimizer import (
     one_byte as one_byte,
 )
 from thinwire.hosts.sharded.optimizer import (
-    ZeroOptimizer as ZeroOptimizer,
+    ShardedOptimizer as ShardedOptimizer,
 )
 from thinwire.hosts.sharded.wrap import (
     zero as zero,

@@ -27,6 +27,7 @@ from tests.workers import run_workers
 from thinwire.layout.formats import WireFormat
 from thinwire.methods.data.sdp4bit import SDP4Bit
 from thinwire.methods.data.zero import Zero
+from thinwire.methods.sharded import ShardedMethod
 
 
 def train(
@@ -154,7 +155,7 @@ class TwoNumbers(nn.Module):
         self.w = nn.Parameter(torch.tensor([[1.0, -1.0]]))
 
 
-class Ternary:
+class Ternary(ShardedMethod):
     """Ternary nearest weights, exact gradients."""
 
     name = "ternary"
@@ -202,7 +203,7 @@ def low_precision(rank: int, world_size: int) -> tuple[str, float, torch.dtype]:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    far = max(float((b.master - b.live_shard.float()).abs().max()) for b in optimizer.buckets)
+    far = max(float((b.master - b.own.float()).abs().max()) for b in optimizer.buckets)
     import hashlib
 
     raw = b"".join(p.detach().view(torch.int16).numpy().tobytes() for p in model.parameters())
@@ -220,7 +221,7 @@ def test_bf16_replicas_with_fp32_masters() -> None:
 def mistakes(rank: int, world_size: int) -> dict[str, str]:
     found = {}
 
-    def fresh(**options: Any) -> tuple[Net, thinwire.ZeroOptimizer]:
+    def fresh(**options: Any) -> tuple[Net, thinwire.ShardedOptimizer]:
         model = Net(seed=0)
         return thinwire.zero(model, make_optimizer(model), Zero(), local_size=1, timeout_s=30, **options)
 

@@ -35,6 +35,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "faults",
         "host_meeting",
     ),
+    "thinwire.compose": ("Stage", "parallelize"),
     "thinwire.errors": ("ConfigError", "CorruptMessageError", "MismatchError", "PeerLostError", "ThinwireError"),
     "thinwire.hosts.ddp.attach": ("CompressedDDP", "compress_ddp"),
     "thinwire.hosts.fsdp.compress": ("CompressedFSDP", "compress_fsdp"),

@@ -65,6 +65,8 @@ from thinwire.collectives import (
 from thinwire.collectives import (
     host_meeting as host_meeting,
 )
+from thinwire.compose import Stage as Stage
+from thinwire.compose import parallelize as parallelize
 from thinwire.errors import (
     ConfigError as ConfigError,
 )

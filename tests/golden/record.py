@@ -1,7 +1,11 @@
 """Writes golden.json: `python -m tests.golden.record [PREFIX ...]` records the entries that begin so, or all.
 
 One line is one entry. Bits are kept by the fingerprint of the machine's arithmetic. An entry whose bits have changed
-here forgets those of other machines, which must have changed too.
+here forgets those of other machines, which must have changed too. On a processor with AVX-512, the bits of those
+without are recorded under ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2.
+
+Nothing is left out for its randomness: the rows and the runs repeat bit for bit. The model of the runs is too small
+for two-way to compress anything by default; the rows of the suites hold that.
 """
 
 from __future__ import annotations

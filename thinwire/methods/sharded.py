@@ -17,9 +17,6 @@ from thinwire.methods.interface import CUTS_TENSORS, Plan, agreement_sent
 from thinwire.optim import ELEMENTWISE
 from thinwire.table import Row
 
-# The sum of squares and the loss in fp64, and the flags; a bit for each parameter comes on top.
-WORD_BYTES = 17
-
 
 class ShardedMethod(ABC):
     """A choice of codecs for matrices and for vectors, and of the groups of ranks over which tensors are cut.
@@ -88,6 +85,6 @@ class ShardedMethod(ABC):
             gradients=4 * gradients,
             optimizer=12 * shard,
             passing=4 * passing,
-            sent=agreement_sent(topology, WORD_BYTES + -(-len(trained) // 8)) | sent_by(units, micro_batches),
+            sent=agreement_sent(topology, len(trained)) | sent_by(units, micro_batches),
             other={"error feedback": lost} if lost else {},
         )

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from thinwire.checkpoint import Snapshot, Source
 from thinwire.collectives import Communicator, Meter
-from thinwire.hosts.sharded.bucket import Bucket, LiveUnit
+from thinwire.hosts.ranks import Ranks
+from thinwire.hosts.sharded.bucket import Bucket, LiveUnit, Slot
 from thinwire.hosts.sharded.gradients import Gradients
 from thinwire.hosts.sharded.guard import guard
 from thinwire.hosts.sharded.owned import take_over
@@ -24,12 +25,12 @@ from thinwire.hosts.sharded.state import ShardedState
 from thinwire.hosts.sharded.weights import Weights
 from thinwire.layout.spans import Unit, sent_by
 from thinwire.methods.sharded import ShardedMethod
+from thinwire.state.agreement import Agreed, Word, word_bytes
 from thinwire.state.clipping import Clipping, clip_factor
 from thinwire.state.replicas import compare_replicas
 from thinwire.table import Row
 
 log = logging.getLogger("thinwire")
-STOP = 1
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -55,16 +56,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         inner: torch.optim.Optimizer,
         method: ShardedMethod,
         units: Sequence[Unit],
+        ranks: Ranks,
         comms: Sequence[Communicator],
         *,
         overlap: bool,
         seed: int,
         notes: list[Row],
     ) -> None:
-        """Move the model's parameters into buckets. comms: the groups that layouts name by number; the first: all."""
+        """Move the model's parameters into buckets. comms: the groups that layouts name by number; the first: ranks'."""
         params = dict(model.named_parameters())
         self.model, self.inner, self.method, self.overlap = model, inner, method, overlap
-        self.comm, self._comms, self._notes = comms[0], comms, notes
+        self.ranks, self.comm, self._comms, self._notes = ranks, ranks.comm, comms, notes
         self.units = [LiveUnit(u, [Bucket(la, params, comms[la.group]) for la in u.layouts]) for u in units]
         self.buckets = [bucket for unit in self.units for bucket in unit.buckets]
         self.skipped_steps = 0
@@ -116,7 +118,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if bool(torch.isfinite(self._finish_backward())):
+        if bool(torch.isfinite(self.reduce())):
             self._update()
         else:
             self._skip()
@@ -147,7 +149,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         torch.nn.utils.clip_grad_norm_ sees only this rank's gradients, which have been sent already: step refuses to go
         on after it.
         """
-        norm = self._finish_backward()
+        norm = self.reduce()
         scale = clip_factor(float(norm), max_norm)
         if scale < 1.0:
             for bucket in self.buckets:
@@ -198,11 +200,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def close(self) -> None:
         """Wait for all communication and give the process groups back."""
         self._weights.wait_all()
-        for comm in self._comms:
+        for comm in dict.fromkeys([*self._comms, self.ranks.everyone]):
             comm.close()
 
-    def _finish_backward(self) -> Tensor:
-        """The global norm of the mean gradient, which is complete from here on; once a step."""
+    def reduce(self) -> Tensor:
+        """Wait for the mean gradient, and agree with all ranks on the step; the gradient's norm (fp64 scalar)."""
         if self._grad_norm is None:
             if any(param.requires_grad for param in self._frozen):
                 raise RuntimeError("a parameter was frozen when zero() was called and is not now: call zero() again")
@@ -239,27 +241,38 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._grad_norm = None
         self._gradients.reset()
 
-    def _word(self, comm: Communicator, squares: float) -> Tensor:
-        """This rank's word on the step: [sum of squares of its shards, loss] in fp64, flags, a bit per parameter."""
-        numbers = torch.tensor([squares, self._loss], dtype=torch.float64)
-        used = [slot.span.index in self._gradients.used for slot in self._slots if slot.bucket.comm is comm]
-        bits = torch.from_numpy(np.packbits(np.array(used, dtype=np.uint8)))
-        return torch.cat([numbers.view(torch.uint8), torch.tensor([STOP * self._stop], dtype=torch.uint8), bits])
+    def _slots_of(self, comm: Communicator) -> list[Slot]:
+        return [slot for slot in self._slots if slot.bucket.comm is comm]
+
+    def _speaks_on(self, comm: Communicator) -> Communicator:
+        """Where the word on a group's parameters is said: the main group's on the whole mesh."""
+        return self.ranks.everyone if comm is self.comm else comm
 
     def _agree(self) -> Tensor:
         """The global norm; on the way, who has gradients, the mean loss, and whether to stop."""
-        total, squares = torch.zeros((), dtype=torch.float64), squares_of(self.buckets)
+        norm = math.nan
         for comm in self._comms:
-            words = comm.wait(comm.all_gather_exact(self._word(comm, squares)))
-            slots = [slot for slot in self._slots if slot.bucket.comm is comm]
-            bits = np.unpackbits(words[:, 17:].numpy(), axis=1).max(axis=0)
-            self._gradients.used.update(slot.span.index for slot, used in zip(slots, bits, strict=False) if used)
+            speaks_on, slots = self._speaks_on(comm), self._slots_of(comm)
+            squares = self._squares() if comm is self.comm else 0.0
+            word = Word(squares, self._loss, self._stop, [slot.span.index in self._gradients.used for slot in slots])
+            agreed = Agreed.of(speaks_on.wait(speaks_on.all_gather_exact(word.pack())), len(slots))
+            used = zip(slots, agreed.used, strict=True)
+            self._gradients.used.update(slot.span.index for slot, is_used in used if is_used)
             if comm is self.comm:
-                numbers = np.frombuffer(words[:, :16].numpy().tobytes(), dtype=np.float64).reshape(-1, 2)
-                total = torch.tensor(numbers[:, 0].sum())
-                self.mean_loss = float(numbers[:, 1].mean())
-                self.stop_requested = self.stop_requested or bool((words[:, 16] & STOP).any())
-        return total.sqrt()
+                norm, self.mean_loss = agreed.norm, agreed.loss
+                self.stop_requested = self.stop_requested or agreed.stop
+        return torch.tensor(norm, dtype=torch.float64)
+
+    def _squares(self) -> float:
+        """The sum of squares of those elements of this rank's slices of the mean gradient that it counts."""
+        total = 0.0
+        for bucket in self.buckets:
+            counted = [slot.owned for slot in bucket.slots if self.ranks.counts(slot.name)]
+            is_whole = len(counted) == len(bucket.slots)
+            for piece in [slice(None)] if is_whole else counted:
+                norm = float(torch.linalg.vector_norm(bucket.shard_grad[piece], dtype=torch.float64))
+                total += norm * norm
+        return total
 
     @property
     def meter(self) -> Meter:
@@ -269,7 +282,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @property
     def bytes_per_step(self) -> int:
         """Payload this rank sends in a step of one micro-batch; the most it can be, if entropy-coded."""
-        words = sum((comm.world_size - 1) * self._word(comm, 0.0).numel() for comm in self._comms)
+        words = sum(
+            (self._speaks_on(comm).world_size - 1) * word_bytes(len(self._slots_of(comm))) for comm in self._comms
+        )
         return words + sum(sent_by([unit.unit for unit in self.units], 1).values())
 
     @property
@@ -376,19 +391,3 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.param_groups = self.inner.param_groups
         self.state = self.inner.state
         self.defaults = self.inner.defaults
-
-
-def squares_of(buckets: Sequence[Bucket], factors: Mapping[str, float] | None = None) -> float:
-    """The sum of squares of this rank's part of the mean gradient, in fp64.
-
-    factors: by parameter, the share of it that counts here, where other ranks hold copies of it.
-    """
-    total = 0.0
-    for bucket in buckets:
-        parts = [(bucket.shard_grad, 1.0)]
-        if factors is not None:
-            parts = [(bucket.shard_grad[slot.owned], factors[slot.name]) for slot in bucket.slots]
-        for part, factor in parts:
-            norm = float(torch.linalg.vector_norm(part, dtype=torch.float64))
-            total += factor * (norm * norm)
-    return total

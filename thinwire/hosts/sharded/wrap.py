@@ -17,6 +17,7 @@ from thinwire.collectives import Communicator
 from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
 from thinwire.errors import ConfigError
 from thinwire.hosts.interface import ParallelOptimizer, RankOptions, apply
+from thinwire.hosts.ranks import Axis, open_ranks
 from thinwire.hosts.sharded.optimizer import ShardedOptimizer
 from thinwire.layout.levels import Levels
 from thinwire.methods.sharded import ShardedMethod
@@ -36,6 +37,7 @@ def zero(
     *,
     group: Group = None,
     local_size: int | None = None,
+    axis: Axis | None = None,
     group_for: Callable[[str, nn.Parameter], Group] | None = None,
     bucket_numel: int | None = None,
     overlap: bool = False,
@@ -48,10 +50,11 @@ def zero(
 
     strategy: what travels and how, such as `thinwire.SDP4Bit()`. group: the ranks that hold replicas of this model: a
     process group, one dimension of a DeviceMesh, None for all. local_size: ranks per node, found by itself if None.
-    group_for: another group (inside `group`) for some parameters, say experts; None for the main one. bucket_numel:
-    elements to a bucket. overlap: let weights arrive during the next forward; then call optimizer.synchronize() before
-    reading weights by hand. seed: of stochastic rounding. timeout_s, checked: see Communicator. announce: rank 0 prints
-    to stderr what was asked for, what is in effect, and why they differ.
+    axis: given by `parallelize` in place of a group. group_for: another group (inside `group`) for some parameters, say
+    experts; None for the main one. bucket_numel: elements to a bucket. overlap: let weights arrive during the next
+    forward; then call optimizer.synchronize() before reading weights by hand. seed: of stochastic rounding. timeout_s,
+    checked: see Communicator. announce: rank 0 prints to stderr what was asked for, what is in effect, and why they
+    differ.
 
     Call it on every rank, after the optimizer is made and before anything is trained. Ranks may start from different
     weights: rank 0's are taken. Only parameters that the optimizer holds and that require gradients take part.
@@ -62,8 +65,8 @@ def zero(
     _check_strategy(strategy)
     named = _trained_parameters(model, optimizer)
     check_elementwise(optimizer)
-    comm = Communicator(group, local_size=local_size, timeout_s=timeout_s, checked=checked)
-    comms, numbers = [comm], dict[int, int]()
+    ranks = open_ranks(axis, group=group, local_size=local_size, timeout_s=timeout_s, checked=checked)
+    comms, numbers = [ranks.comm], dict[int, int]()
 
     def group_of(name: str, param: nn.Parameter) -> int:
         special = group_for(name, param) if group_for is not None else None
@@ -76,7 +79,8 @@ def zero(
 
     chosen = {name: group_of(name, param) for name, param in model.named_parameters()}
     levels = [strategy.levels(own.topology) for own in comms]
-    _check_cut(strategy, levels, named)
+    if any(own.weights_over > 1 for own in levels):
+        _check_cut(strategy, named, axis, levels)
     device = next(iter(named.values())).device
     if device.type == "cuda":
         # On the CPU the launcher has done it, or the first message waits a second.
@@ -84,8 +88,8 @@ def zero(
     notes = _same_start(model, named, strategy, comms, chosen)
     notes += _notes_on_parameters(model, named, overlap)
     units = strategy.units(model, named, levels, chosen.__getitem__, bucket_numel)
-    sharded = ShardedOptimizer(model, optimizer, strategy, units, comms, overlap=overlap, seed=seed, notes=notes)
-    if announce and comm.rank == 0:
+    sharded = ShardedOptimizer(model, optimizer, strategy, units, ranks, comms, overlap=overlap, seed=seed, notes=notes)
+    if announce and ranks.comm.rank == 0:
         announce_table(sharded.describe())
     return model, sharded
 
@@ -102,10 +106,15 @@ def _check_strategy(strategy: object) -> None:
     raise ConfigError(f"thinwire.zero can't run {name}, which {why}; use {way}`thinwire train --strategy {name}`")
 
 
-def _check_cut(strategy: ShardedMethod, levels: list[Levels], named: dict[str, nn.Parameter]) -> None:
-    """Raise ConfigError where weights that are cut over ranks do not fit this model or several groups."""
-    if all(own.weights_over == 1 for own in levels):
-        return
+def _check_cut(
+    strategy: ShardedMethod, named: dict[str, nn.Parameter], axis: Axis | None, levels: list[Levels]
+) -> None:
+    """Raise ConfigError for what weights that are cut over ranks do not work with."""
+    if axis is not None:
+        raise ConfigError(
+            f"{strategy.name} cuts weights over ranks, and can't share a mesh with another axis; nearest that can: "
+            "sdp4bit, zero, ddp or powersgd"
+        )
     if len(levels) > 1:
         raise ConfigError(f"group_for: {strategy.name} cuts weights over ranks of one group; leave it out")
     for name, param in named.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import logging
 from typing import Any
@@ -220,7 +221,10 @@ def by_hand(rank: int, world_size: int) -> dict[str, Any]:
     found["freed"] = sum(part.live.untyped_storage().nbytes() for part in own.optimizer.buckets)
     found["warned"] = "changed outside the optimizer" in heard.getvalue()
     own.step(1, 1)
+    copied = copy.deepcopy(own.model)
     own.optimizer.synchronize()
+    found["copied"] = all(torch.equal(p, q) for p, q in zip(copied.parameters(), own.model.parameters(), strict=True))
+    copied(batch(0), True).backward()
     found["near"] = max(
         float((p - q).abs().max()) for p, q in zip(own.model.parameters(), Stack(5).parameters(), strict=True)
     )
@@ -242,6 +246,7 @@ def by_hand(rank: int, world_size: int) -> dict[str, Any]:
 def test_edits_are_kept_and_forks_are_seen() -> None:
     for found in run_workers(by_hand, 4):
         assert found["silent"] and found["warned"] and found["freed"] == 0 and found["kept"]
+        assert found["copied"]
         assert found["loss"][0] == pytest.approx(found["loss"][1], rel=1e-5)
         assert found["near"] < 0.02
         assert "no_sync" in found["second"]

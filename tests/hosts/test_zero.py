@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import math
 import os
 import signal
@@ -340,7 +342,13 @@ def read_early(rank: int, overlap: bool) -> list:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        copied, file = copy.deepcopy(model) if step % 2 else None, io.BytesIO()
+        torch.save(model, file)
         seen += [float(loss), float(model.rest[2].weight.sum()), float(model.child.state_dict()["bias"].sum())]
+        file.seek(0)
+        for other in filter(None, (copied, torch.load(file, weights_only=False))):
+            assert all(torch.equal(p, q) for p, q in zip(other.parameters(), model.parameters(), strict=True))
+            other(torch.ones(2, 512)).backward()
     model.load_state_dict(Reader().state_dict())
     optimizer.synchronize()
     fresh = Reader().state_dict()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from thinwire.checkpoint import Debt
+from thinwire.checkpoint import Debt, Piece
 from thinwire.codecs import Codec, Identity, derive_seed
 from thinwire.collectives import Communicator
 from thinwire.collectives.feedback import Lost
@@ -18,7 +18,7 @@ from thinwire.collectives.reduce import reduce_scatter
 from thinwire.collectives.rounds import Rounds
 from thinwire.layout.formats import LevelFormat
 from thinwire.layout.spans import Layout, Span, Unit
-from thinwire.state.portable import GRADIENTS, Held, Owed
+from thinwire.state.portable import GRADIENTS, Owed
 from thinwire.state.replicas import fingerprint
 
 
@@ -39,10 +39,14 @@ class Slot:
         """The part of this rank's shard that belongs to the parameter."""
         return self.bucket.layout.owned(self.span, self.bucket.comm.rank)
 
-    def held(self, shard: Tensor) -> Held:
+    @property
+    def offset(self) -> int:
+        """The first element of the parameter in `owned`."""
+        return self.bucket.layout.shard_start(self.bucket.comm.rank) + self.owned.start - self.span.start
+
+    def piece(self, shard: Tensor) -> Piece:
         """The parameter's part of a tensor like this rank's shard."""
-        offset = self.bucket.layout.shard_start(self.bucket.comm.rank) + self.owned.start - self.span.start
-        return Held(shard[self.owned], self.span.numel, offset)
+        return Piece(self.span.numel, self.offset, shard[self.owned])
 
 
 class Bucket:
@@ -92,8 +96,7 @@ class Bucket:
         flat, layout, rank = value.reshape(-1), self.layout, self.comm.rank
         for first, place in layout.kept(slot.span, rank):
             self.shard[place] = flat[first - slot.span.start :][: place.stop - place.start]
-        first = layout.shard_start(rank) + slot.owned.start - slot.span.start
-        self.master[slot.owned] = flat[first : first + slot.owned.stop - slot.owned.start]
+        self.master[slot.owned] = flat[slot.offset :][: slot.owned.stop - slot.owned.start]
 
     def spread(self, own: Tensor) -> None:
         """Give the compute weights of all ranks these values of what each of them owns; a collective."""
@@ -201,13 +204,14 @@ class Bucket:
                 message = torch.sub(message, self.own, out=difference)
             packet = link.scratch("update", codec.packet_bytes(n), device=device)
             codec.encode(message, seed=seed, counter=layout.first_counter + layout.shard_start(link.rank), out=packet)
-        column, stack, length = link.among(levels.column(link.rank)), link.among(levels.stack(link.rank)), codec.length
-        slices = packet[None]
+        column, stack = link.among(levels.column(link.rank)), link.among(levels.stack(link.rank))
+        slices, length = packet[None], codec.length
         if levels.num_blocks > 1:
-            gathered = yield from all_gather_packets(column, packet, operation, codec.length)
+            gathered = yield from all_gather_packets(column, packet, operation, length)
             slices = link.scratch("slices", levels.num_blocks, packet.numel(), device=device)
             slices.copy_(gathered.transpose(0, 1).reshape(slices.shape))
-            length = Tensor.numel
+            # Of several packets in one message, which is not cut to the length of one.
+            length = torch.numel
         gathered = yield from all_gather_packets(stack, slices.view(-1), operation, length)
         pieces, grid = self.shard.view(levels.num_rows, levels.num_blocks, n), stack.topology
         with link.timed("decode_s", operation):

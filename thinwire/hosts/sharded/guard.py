@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, ItemsView, ValuesView
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -28,16 +28,23 @@ class Waiting(dict[str, nn.Parameter | None]):
         self.wait()
         return super().get(name, default)
 
-    def items(self) -> ItemsView[str, nn.Parameter | None]:
+    def items(self) -> Any:
         self.wait()
         return super().items()
 
-    def values(self) -> ValuesView[nn.Parameter | None]:
+    def values(self) -> Any:
         self.wait()
         return super().values()
 
+    def pop(self, name: str, *default: Any) -> Any:
+        self.wait()
+        return super().pop(name, *default)
+
+    def copy(self) -> dict[str, nn.Parameter | None]:
+        return dict(self.items())
+
     def __reduce_ex__(self, protocol: object) -> tuple[type, tuple[dict[str, nn.Parameter | None]]]:
-        return dict, (dict(self.items()),)
+        return dict, (self.copy(),)
 
 
 class Hook:

@@ -63,7 +63,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         seed: int,
         notes: list[Row],
     ) -> None:
-        """Move the model's parameters into buckets. comms: the groups that layouts name by number; the first: ranks'."""
+        """Move the model's parameters into buckets. comms: the groups that layouts name by number; first all ranks."""
         params = dict(model.named_parameters())
         self.model, self.inner, self.method, self.overlap = model, inner, method, overlap
         self.ranks, self.comm, self._comms, self._notes = ranks, ranks.comm, comms, notes

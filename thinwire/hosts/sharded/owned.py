@@ -30,7 +30,7 @@ class Owned:
     @property
     def held(self) -> Held:
         """It as a part of the parameter."""
-        return self.slot.held(self.slot.bucket.master)
+        return Held(self.master, self.slot.span.numel, self.slot.offset)
 
 
 def take_over(inner: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> list[Owned]:

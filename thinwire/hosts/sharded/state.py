@@ -60,8 +60,7 @@ class ShardedState:
         snapshot = Snapshot(self.layout(), own=self._errors(), common=common, debts=debts)
         for owned in self.owned:
             if owned.slot.bucket.layout.has_replica:
-                replica = owned.slot.held(owned.slot.bucket.own)
-                snapshot.pieces[f"{REPLICA}/{owned.slot.name}"] = replica.piece()
+                snapshot.pieces[f"{REPLICA}/{owned.slot.name}"] = owned.slot.piece(owned.slot.bucket.own)
         return add_optimizer(snapshot, self.inner, self._held())
 
     @torch.no_grad()
@@ -82,7 +81,7 @@ class ShardedState:
         has_replica = any(bucket.layout.has_replica for bucket in self.buckets)
         shards = {bucket: bucket.master.to(bucket.layout.dtype, copy=True) for bucket in self.buckets}
         if has_replica and source.has_any(REPLICA):
-            pieces = {f"{REPLICA}/{o.slot.name}": o.slot.held(shards[o.slot.bucket]).piece() for o in self.owned}
+            pieces = {f"{REPLICA}/{o.slot.name}": o.slot.piece(shards[o.slot.bucket]) for o in self.owned}
             source.read({key: piece for key, piece in pieces.items() if source.has(key)})
         elif has_replica:
             source.note("replicas that weight differences refer to", "transformed", "rebuilt from the weights")

@@ -69,7 +69,7 @@ class ShardedMethod(ABC):
         levels = self.levels(topology)
         units = self.units(model, trained, [levels], lambda _: 0, None)
         layouts = [layout for unit in units for layout in unit.layouts]
-        numel, shard = (sum(n) for n in zip(*((la.numel, la.shard_numel) for la in layouts), strict=True))
+        numel, shard = sum(layout.numel for layout in layouts), sum(layout.shard_numel for layout in layouts)
         staying = sum(unit.numel for unit in units if unit.stays)
         # One computes and the next one comes.
         others = sorted((unit.numel for unit in units if not unit.stays), reverse=True)[:2]

@@ -65,6 +65,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "thinwire.methods.islands.dadao": ("DADAO",),
     "thinwire.methods.islands.fedfix": ("FedFix",),
     "thinwire.methods.islands.gossip": ("Gossip",),
+    "thinwire.methods.sharded": ("ShardedMethod",),
     "thinwire.optim": ("DGCSGD", "LANS", "OneBitAdamW"),
     "thinwire.registry": ("STRATEGIES", "strategy_named"),
 }

@@ -193,6 +193,9 @@ from thinwire.methods.islands.fedfix import (
 from thinwire.methods.islands.gossip import (
     Gossip as Gossip,
 )
+from thinwire.methods.sharded import (
+    ShardedMethod as ShardedMethod,
+)
 from thinwire.optim import (
     DGCSGD as DGCSGD,
 )

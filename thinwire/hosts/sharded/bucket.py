@@ -205,14 +205,16 @@ class Bucket:
             packet = link.scratch("update", codec.packet_bytes(n), device=device)
             codec.encode(message, seed=seed, counter=layout.first_counter + layout.shard_start(link.rank), out=packet)
         column, stack = link.among(levels.column(link.rank)), link.among(levels.stack(link.rank))
-        slices, length = packet[None], codec.length
+        slices = packet[None]
         if levels.num_blocks > 1:
-            gathered = yield from all_gather_packets(column, packet, operation, length)
+            gathered = yield from all_gather_packets(column, packet, operation, codec.length)
             slices = link.scratch("slices", levels.num_blocks, packet.numel(), device=device)
             slices.copy_(gathered.transpose(0, 1).reshape(slices.shape))
-            # Of several packets in one message, which is not cut to the length of one.
-            length = torch.numel
-        gathered = yield from all_gather_packets(stack, slices.view(-1), operation, length)
+        # A message of several packets can't be cut to the length of one.
+        is_cut = levels.num_blocks == 1
+        gathered = yield from all_gather_packets(
+            stack, slices.view(-1), operation, codec.length if is_cut else Tensor.numel
+        )
         pieces, grid = self.shard.view(levels.num_rows, levels.num_blocks, n), stack.topology
         with link.timed("decode_s", operation):
             for row in range(levels.num_rows):

@@ -41,7 +41,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "thinwire.hosts.islands.library": ("DiLoCo", "Islands", "LocalSGD", "StreamingDiLoCo"),
     "thinwire.hosts.one_byte.log": ("OneByteLog",),
     "thinwire.hosts.one_byte.optimizer": ("OneByteOptimizer", "one_byte"),
-    "thinwire.hosts.sharded.optimizer": ("ZeroOptimizer",),
+    "thinwire.hosts.sharded.optimizer": ("ShardedOptimizer",),
     "thinwire.hosts.sharded.wrap": ("zero",),
     "thinwire.hosts.watchdog": ("DeadGradientError",),
     "thinwire.layout.formats": ("Strategy",),
@@ -64,6 +64,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "thinwire.methods.islands.dadao": ("DADAO",),
     "thinwire.methods.islands.fedfix": ("FedFix",),
     "thinwire.methods.islands.gossip": ("Gossip",),
+    "thinwire.methods.sharded": ("ShardedMethod",),
     "thinwire.optim": ("DGCSGD", "LANS", "OneBitAdamW"),
     "thinwire.registry": ("STRATEGIES", "strategy_named"),
 }

@@ -113,7 +113,7 @@ from thinwire.hosts.one_byte.optimizer import (
     one_byte as one_byte,
 )
 from thinwire.hosts.sharded.optimizer import (
-    ZeroOptimizer as ZeroOptimizer,
+    ShardedOptimizer as ShardedOptimizer,
 )
 from thinwire.hosts.sharded.wrap import (
     zero as zero,
@@ -189,6 +189,9 @@ from thinwire.methods.islands.fedfix import (
 )
 from thinwire.methods.islands.gossip import (
     Gossip as Gossip,
+)
+from thinwire.methods.sharded import (
+    ShardedMethod as ShardedMethod,
 )
 from thinwire.optim import (
     DGCSGD as DGCSGD,

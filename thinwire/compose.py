@@ -16,7 +16,6 @@ import thinwire.hosts.ddp.optimizer
 import thinwire.hosts.fsdp.optimizer
 import thinwire.hosts.islands.optimizer
 import thinwire.hosts.one_byte.optimizer
-import thinwire.hosts.sharded.levels_wrap
 import thinwire.hosts.sharded.wrap  # noqa: F401
 from thinwire import _compat
 from thinwire.checkpoint import Snapshot, Source

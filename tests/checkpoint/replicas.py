@@ -116,7 +116,7 @@ class Replica:
         for bucket in getattr(optimizer, "buckets", []):
             if bucket.errors:
                 flat = bucket.lost.by_slices(self.optimizer.comm.topology, self.rank).view(-1)
-                found |= {slot.name: flat[slot.start : slot.end].clone() for slot in bucket.slots}
+                found |= {span.name: flat[span.start : span.end].clone() for span in bucket.layout.spans}
         if hasattr(optimizer, "_reducer"):
             residuals = optimizer._reducer.reduction.residuals()
             sizes = {name: tensor.numel() for name, tensor in optimizer.trained.items()}

@@ -14,6 +14,7 @@ from thinwire.checkpoint import Debt, Snapshot, Source
 from thinwire.collectives import Communicator, Meter
 from thinwire.hosts.ranks import Ranks
 from thinwire.state.agreement import Agreed, Word, word_bytes
+from thinwire.state.clipping import clip_factor
 from thinwire.state.portable import REPLICA, Held, add_optimizer, restore_optimizer
 from thinwire.state.replicas import check_layout, shapes_digest
 from thinwire.table import Row
@@ -84,9 +85,9 @@ class AgreeingOptimizer:
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the mean gradient to a global 2-norm of at most `max_norm`; returns the norm before (fp64 scalar)."""
         norm = self.reduce()
-        if math.isfinite(norm) and norm > max_norm:
-            factor = max_norm / (norm + 1e-6)
-            self._scale(float(factor))
+        factor = clip_factor(float(norm), max_norm)
+        if factor < 1.0:
+            self._scale(factor)
             self._grad_norm = norm * factor
         return norm
 

@@ -14,6 +14,11 @@ class Clip(NamedTuple):
     share: float
 
 
+def clip_factor(norm: float, max_norm: float) -> float:
+    """min(1, max_norm / norm), by which a gradient of this norm is clipped; 1 for a norm that is not finite."""
+    return min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else 1.0
+
+
 @dataclass
 class Clipping:
     """By which factors f the mean gradient is clipped, from step to step; `last` of them, 1 before the first.
@@ -32,7 +37,7 @@ class Clipping:
         """A step's norm was clipped to `max_norm`; one that is not finite does not count."""
         if not math.isfinite(norm):
             return Clip(1.0, 1.0)
-        factor = min(1.0, max_norm / (norm + 1e-6))
+        factor = clip_factor(norm, max_norm)
         share = min(1.0, factor / self.last)
         # Nothing was left of a step that was clipped to 0, which says nothing about the next one.
         self.last = factor or self.last

@@ -64,12 +64,22 @@ def same_options(comm: Communicator, asked: str) -> None:
         raise ConfigError(f"rank {odd[0]} asks for other options than rank {comm.global_ranks[0]}; here: {asked}")
 
 
-def compare_replicas(comm: Communicator, tensors: Iterable[Tensor], step: int) -> None:
-    """Raise ReplicaError that names the ranks whose tensors are not the first rank's, bit for bit; a collective."""
-    # One rank is always equal to itself, and needn't read its weights for that.
-    if comm.world_size > 1 and (odd := odd_ranks(comm, digest(tensors))):
-        first = comm.global_ranks[0]
-        raise ReplicaError(f"after step {step} the weights of rank(s) {odd} differ from rank {first}'s")
+def compare_replicas(comm: Communicator, tensors: Iterable[Tensor], step: int, num_kinds: int = 1) -> None:
+    """Raise ReplicaError that names the ranks whose tensors are not those of the first of their kind, bit for bit.
+
+    num_kinds: rank r holds what rank r % num_kinds holds. A collective.
+    """
+    # Who holds something alone needn't read it.
+    if comm.world_size == num_kinds:
+        return
+    digests = comm.wait(comm.all_gather_exact(digest(tensors)))
+    for first in range(num_kinds):
+        alike = range(first, comm.world_size, num_kinds)
+        odd = [comm.global_ranks[rank] for rank in alike if not torch.equal(digests[rank], digests[first])]
+        if odd:
+            raise ReplicaError(
+                f"after step {step} the weights of rank(s) {odd} differ from rank {comm.global_ranks[first]}'s"
+            )
 
 
 def shapes_digest(trained: Mapping[str, Tensor]) -> str:

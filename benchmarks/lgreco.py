@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from thinwire.data import BatchLoader, ByteTokenizer, prepare
 from thinwire.methods.data.lgreco import LGreCoMean, Plan
-from thinwire.methods.data.plannable import Plannable
+from thinwire.methods.plannable import Plannable
 from thinwire.models import build_model
 
 SEQ_LEN, MICRO_BATCH = 256, 2

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from tests.workers import Rows, run_rows, run_workers
 from thinwire.codecs import Identity
-from thinwire.methods.data.ddp import DDPMethod
+from thinwire.methods.ddp import DDPMethod
 
 SHAPES = {
     "embed": (37, 24),

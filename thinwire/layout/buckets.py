@@ -10,14 +10,15 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from thinwire.checkpoint import Debt
+from thinwire.checkpoint import Share
 from thinwire.collectives import Communicator, Topology
 from thinwire.collectives.feedback import Lost
 from thinwire.collectives.gather import gather_bytes
 from thinwire.collectives.link import Link
 from thinwire.collectives.reduce import reduce_bytes
 from thinwire.layout.formats import Strategy, WireFormat
-from thinwire.state.portable import GRADIENTS, Held, Owed
+from thinwire.state.memory import GRADIENTS, Saved
+from thinwire.state.portable import Held
 
 # Padding at a bucket's end is half of world_size * block elements on average: below 1 percent with this many.
 MIN_UNITS_PER_BUCKET = 64
@@ -162,8 +163,8 @@ class Bucket:
         is_lossy = self.dtype != torch.float32 or not self.wire.weights.traits.lossless
         return is_lossy and self.comm.world_size > 1
 
-    def debts(self, path: str) -> Iterator[Debt]:
-        """Where in `errors`, which lies at `path`, is what is owed to which parameter."""
+    def shares(self, path: str) -> Iterator[Share]:
+        """Where in `errors`, which lies at `path`, each parameter's residual is."""
         if self.lost is None:
             return
         for tensor, start, place, length in self.lost.places(self.comm.topology, self.comm.rank):
@@ -171,20 +172,20 @@ class Bucket:
             for slot in self.slots if number is not None else ():
                 first, last = max(slot.start, place), min(slot.end, place + length)
                 if first < last:
-                    yield Debt(
+                    yield Share(
                         GRADIENTS, slot.name, f"{path}/{number}", start + first - place, first - slot.start,
                         last - first, 1 / self.comm.world_size,
                     )  # fmt: skip
 
-    def owe(self, owed: Owed) -> None:
-        """Take this rank's share of what other ranks owed: (kind, parameter) -> the mean over ranks, flat, if any."""
+    def take_over(self, saved: Saved) -> None:
+        """Take this rank's share of the error feedback that other ranks had saved."""
         if not self.errors or self.lost is None:
             return
         whole = torch.zeros(self.numel, device=self.live.device)
         for slot in self.slots:
-            if (value := owed(GRADIENTS, slot.name)) is not None:
+            if (value := saved(GRADIENTS, slot.name)) is not None:
                 whole[slot.start : slot.end] = value
-        self.lost.owe(whole, self.comm.topology, self.comm.rank)
+        self.lost.spread(whole, self.comm.topology, self.comm.rank)
 
     def sent_bytes(self) -> dict[tuple[str, str], int]:
         """Payload this rank sends in a step, by operation and level."""

@@ -20,7 +20,7 @@ from thinwire.data import documents, load_tokenizer
 from thinwire.data import prepare as prepare_tokens
 from thinwire.errors import ConfigError
 from thinwire.methods.interface import Method
-from thinwire.methods.islands.diloco import IslandsMethod
+from thinwire.methods.islands.base import IslandsMethod
 from thinwire.models import build_model
 from thinwire.models.hf import check_hf, look_into
 from thinwire.training.config import (

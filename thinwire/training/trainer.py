@@ -34,7 +34,7 @@ from thinwire.errors import ConfigError
 from thinwire.hosts.interface import CatchesUp, ComingAndGoing, Finishing
 from thinwire.hosts.watchdog import Watchdog
 from thinwire.methods.interface import Method
-from thinwire.methods.islands.diloco import AmongIslands, IslandsMethod
+from thinwire.methods.islands.base import AmongIslands, IslandsMethod
 from thinwire.models import build_model, generate
 from thinwire.optim import make_optimizer
 from thinwire.training.advice import advise

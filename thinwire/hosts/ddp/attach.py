@@ -17,7 +17,8 @@ from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
 from thinwire.errors import ConfigError
 from thinwire.hosts.ddp.hook import hand_over
 from thinwire.hosts.ddp.reducer import BucketReducer, learning_rates
-from thinwire.methods.data.ddp import DDPMethod
+from thinwire.methods.ddp import DDPMethod
+from thinwire.state.memory import Place
 from thinwire.state.replicas import check_layout, check_updates, unwrapped
 from thinwire.table import Row
 from thinwire.table import announce as announce_table
@@ -92,8 +93,8 @@ class CompressedDDP:
         self.optimizer = optimizer
         self._trained = trained
         self._shapes = {name: param.shape for name, param in trained.items()}
-        self.reduction = method.reduction(comm.world_size, seed)
-        method.bind(self.reduction, trained, optimizer, comm)
+        self.reduction = method.reduction(Place(self._shapes, comm.topology, comm.rank), seed)
+        method.bind(self.reduction, trained, optimizer)
         self._reducer = BucketReducer(comm, self.reduction, trained, self._lrs, alone=method.whole_step)
         self._waits = False
         try:
@@ -115,12 +116,12 @@ class CompressedDDP:
         """Return when every gradient of this backward is the mean; backward itself calls this at its end."""
         self._waits = False
         if not all(bool(torch.isfinite(mean.sum())) for mean in self._reducer.finish()):
-            forgotten = self.reduction.forget()
+            forgotten = self.reduction.state.forget()
             log.warning("thinwire: a mean gradient is not finite; memory of %d parameter(s) dropped", len(forgotten))
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """torch's, of the mean gradient after a backward; what is owed follows, see Clipping. Returns the norm before.
+        """torch's, of the mean gradient after a backward; residuals follow, see Clipping. Returns the norm before.
 
         Where the method clips before it compresses, the norm is only measured.
         """
@@ -137,7 +138,7 @@ class CompressedDDP:
     @property
     def bytes_per_step(self) -> int:
         """Payload this rank sends in one step, once the method is under way."""
-        return sum(self.reduction.sent_bytes(self._shapes, self.comm.topology).values())
+        return sum(self.reduction.sent_bytes().values())
 
     def describe(self) -> list[Row]:
         """Rows of (asked for, in effect, why they differ or how it was found)."""
@@ -145,7 +146,7 @@ class CompressedDDP:
         return [
             ("topology", str(self.comm.topology), self.comm.topology_reason),
             (f"method {self.method.name}", "hook of DistributedDataParallel", ""),
-            *self.reduction.rows(self._shapes),
+            *self.reduction.rows(),
             *self._rows_on_learning_rates(),
             ("overlap", "buckets travel while backward goes on", "backward ends when all have arrived"),
             ("sent per rank and step", f"{self.bytes_per_step / 1e6:.3f} MB", f"{plain:.3f} MB in fp32"),
@@ -158,11 +159,8 @@ class CompressedDDP:
 
     def residuals(self) -> dict[str, torch.Tensor]:
         """By parameter, what this rank's gradients held and the method has not passed on yet."""
-        held = self.reduction.residuals()
-        return {
-            name: held[name].view(-1)[: shape.numel()].view(shape) if name in held else torch.zeros(shape)
-            for name, shape in self._shapes.items()
-        }
+        held = self.reduction.state.residuals()
+        return {name: held[name] if name in held else torch.zeros(shape) for name, shape in self._shapes.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """What the method remembers on this rank; to be saved by every rank beside model and optimizer."""

@@ -24,7 +24,7 @@ from thinwire.hosts.agreeing import AgreeingOptimizer
 from thinwire.hosts.interface import ParallelOptimizer, RankOptions, apply
 from thinwire.hosts.one_byte.directions import Directions
 from thinwire.hosts.one_byte.log import Entry, OneByteLog
-from thinwire.methods.data import one_byte_code as byte
+from thinwire.methods import one_byte_code as byte
 from thinwire.methods.data.one_byte import WORD_BYTES, OneByte
 from thinwire.state.replicas import (
     check_layout,

@@ -308,9 +308,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
             "seed": self.seed,
             "lossy_weights": False,
         }
-        debts = [debt for number, bucket in enumerate(self.buckets) for debt in bucket.debts(f"errors/{number}")]
+        shares = [share for number, bucket in enumerate(self.buckets) for share in bucket.shares(f"errors/{number}")]
         own = {"errors": [bucket.errors for bucket in self.buckets]}
-        snapshot = Snapshot(self._layout(), own=own, common=common, debts=debts)
+        snapshot = Snapshot(self._layout(), own=own, common=common, shares=shares)
         for slot, _, start, end in self._pieces:
             if slot.bucket.has_replica:
                 replica = slot.bucket.live_shard[start:end]
@@ -334,7 +334,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     error.copy_(value)
         else:
             for bucket in self.buckets:
-                bucket.owe(source.owed)
+                bucket.take_over(source.mean_of)
         self._reset()
 
     def _restore_replicas(self, source: Source) -> None:

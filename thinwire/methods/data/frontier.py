@@ -58,6 +58,7 @@ class Frontier:
     settled_after: ClassVar[int] = 0
     optimizers: ClassVar[tuple[str, ...]] = ELEMENTWISE
     optimizers_reason: ClassVar[str] = CUTS_TENSORS
+    shards_optimizer: ClassVar[bool] = True
 
     weights_over: int | None = None
     gradients_over: int | None = None

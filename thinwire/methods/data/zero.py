@@ -28,6 +28,7 @@ class ShardedMethod:
     settled_after: ClassVar[int] = 0
     optimizers: ClassVar[tuple[str, ...]] = ELEMENTWISE
     optimizers_reason: ClassVar[str] = CUTS_TENSORS
+    shards_optimizer: ClassVar[bool] = True
 
     @property
     def codecs(self: Strategy) -> tuple[Codec, ...]:

@@ -62,7 +62,7 @@ def worker(rank: int, world_size: int, base: Plannable, span: float, steps: int,
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     method = thinwire.LGreCo(base, span=span, start=every, every=every, samples=min(10, every))
-    handle = thinwire.compress_ddp(ddp, method, optimizer, local_size=1, announce=False)
+    handle = thinwire.compress_ddp(ddp, method, optimizer=optimizer, local_size=1, announce=False)
     reduction = handle.reduction
     assert isinstance(reduction, LGreCoMean)
     shapes = {name: param.shape for name, param in model.named_parameters()}

@@ -161,7 +161,13 @@ class Harness:
         make = row.optimizer or (lambda params: torch.optim.SGD(params, lr=0.1))
         self.optimizer = make(list(self.model.parameters()))
         self.handle = thinwire.compress_ddp(
-            self.ddp, row.method, self.optimizer, local_size=row.grid[1], seed=seed, timeout_s=30.0, announce=False
+            self.ddp,
+            row.method,
+            optimizer=self.optimizer,
+            local_size=row.grid[1],
+            seed=seed,
+            timeout_s=30.0,
+            announce=False,
         )
 
     def put(self, step: int, *, spoil: bool = False) -> dict[str, Tensor]:

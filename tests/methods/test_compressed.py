@@ -51,7 +51,7 @@ def outputs(
     model = Matrices(*shapes)
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    handle = thinwire.compress_ddp(ddp, method, optimizer, local_size=1, timeout_s=30, seed=0, announce=False)
+    handle = thinwire.compress_ddp(ddp, method, optimizer=optimizer, local_size=1, timeout_s=30, seed=0, announce=False)
     if start is not None:
         handle.reduction.state.load_state_dict(start)
     given = []

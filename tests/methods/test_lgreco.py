@@ -276,7 +276,7 @@ def planned_dgc(rank: int, world_size: int) -> dict[str, Any]:
     method = LGreCo(base, start=3, every=3, samples=2)
     optimizer = thinwire.DGCSGD(model.parameters(), lr=0.1)
     ddp = DistributedDataParallel(model)
-    handle = thinwire.compress_ddp(ddp, method, optimizer, local_size=2, announce=False)
+    handle = thinwire.compress_ddp(ddp, method, optimizer=optimizer, local_size=2, announce=False)
     told: dict[str, Any] = {"plans": [], "sent": [], "formula": []}
     accumulated = {name: torch.zeros(2048) for name in ("sparse", "dense")}
     for step in range(5):

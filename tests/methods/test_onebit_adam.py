@@ -221,7 +221,7 @@ def test_it_freezes_when_told_to_or_when_the_variance_has_settled() -> None:
 def rising(rank: int, world_size: int) -> str:
     model = DistributedDataParallel(nn.Linear(8, 8))
     optimizer = OneBitAdamW(model.parameters(), lr=1e-3)
-    handle = thinwire.compress_ddp(model, OneBitAdam(freeze=3), optimizer, announce=False)
+    handle = thinwire.compress_ddp(model, OneBitAdam(freeze=3), optimizer=optimizer, announce=False)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 10)
     with pytest.raises(ConfigError) as caught:
         for _ in range(5):

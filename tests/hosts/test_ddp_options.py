@@ -1,4 +1,4 @@
-"""compress_ddp under each option of DDP: the gradients of plain DDP, or a refusal; and ranks that were told otherwise."""
+"""compress_ddp under each option of DDP: plain DDP's gradients, or a refusal; and ranks that were told otherwise."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class Averaged:
 
 @dataclass(frozen=True)
 class Residual(Averaged):
-    """Error feedback: what was not sent yet. after_clip: the number of Clip that scales it after a clipped step, if any."""
+    """Error feedback: what was not sent yet. after_clip: the number of Clip that scales it after clipping, if any."""
 
     kind: str = GRADIENTS
     after_clip: Literal["share", "factor"] | None = "share"

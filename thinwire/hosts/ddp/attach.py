@@ -49,8 +49,8 @@ def compress_ddp(
     by methods that weigh errors by the learning rate, or that ask for an optimizer of their own. local_size: ranks per
     node; None: found. announce: print the table of what is in effect.
 
-    Raises ConfigError for a model that is not in DDP, has a hook already or parameters that are not fp32, for options of
-    DDP that go around its hook, for what the method asks of model and optimizer, and where ranks were given other
+    Raises ConfigError for a model that is not in DDP, has a hook already or parameters that are not fp32, for options
+    of DDP that go around its hook, for what the method asks of model and optimizer, and where ranks were given other
     options.
     """
     if not isinstance(model, DistributedDataParallel):

@@ -212,6 +212,8 @@ def make_optimizer(model: nn.Module, kind: str = "adamw") -> torch.optim.Optimiz
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
     if kind == "sgd":
         return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+    if kind == "sgd-plain":
+        return torch.optim.SGD(groups, lr=0.05)
     if kind == "dgc-sgd":
         return thinwire.DGCSGD(groups, lr=0.05)
     if kind == "onebit-adam":

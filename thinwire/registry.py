@@ -11,6 +11,7 @@ from functools import partial
 
 from thinwire.errors import ConfigError, nearest
 from thinwire.methods.data.ddp import DDP
+from thinwire.methods.data.demo import DeMo
 from thinwire.methods.data.dgc import DGC
 from thinwire.methods.data.feedback import EFInteger, EFTopK
 from thinwire.methods.data.frontier import Frontier
@@ -42,6 +43,7 @@ STRATEGIES: dict[str, Callable[..., Method]] = {
     "powersgd-torch": TorchPowerSGD,
     "two-way": TwoWay,
     "dgc": DGC,
+    "demo": DeMo,
     "onebit-adam": OneBitAdam,
     "ef-topk": EFTopK,
     "ef-integer": EFInteger,

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from tests.workers import Rows, run_rows, run_workers
 from thinwire.codecs import Identity
+from thinwire.methods.data.demo import DeMo
 from thinwire.methods.ddp import DDPMethod
 
 SHAPES = {
@@ -115,6 +116,7 @@ ROWS: dict[str, Row] = {
         warmup=3,
         variant=True,
     ),
+    "demo": Row(DeMo(density=0.05, chunk=16), 0.0, owes=False, averages_gradients=False),
     "onebit-adam": Row(
         thinwire.OneBitAdam(freeze=2, clip=30.0),
         0.0,

@@ -139,6 +139,9 @@ from thinwire.methods.data.feedback import (
 from thinwire.methods.data.frontier import (
     Frontier as Frontier,
 )
+from thinwire.methods.data.fsdp import (
+    FSDP as FSDP,
+)
 from thinwire.methods.data.lgreco import (
     LGreCo as LGreCo,
 )
@@ -171,9 +174,6 @@ from thinwire.methods.data.zero import (
 )
 from thinwire.methods.data.zero_compressed import (
     ZeroCompressed as ZeroCompressed,
-)
-from thinwire.methods.data.zeropp import (
-    FSDP as FSDP,
 )
 from thinwire.methods.data.zeropp import (
     ZeroPP as ZeroPP,

@@ -5,6 +5,7 @@
 - default_store: torch.distributed.distributed_c10d._get_default_store, private; 2.11 to 2.13 have it.
 - FSDPGroup, FSDPParameter: what FSDP2 keeps of a module that was given to fully_shard, private. Only here does thinwire
   learn in which order parameters lie in FSDP2's buffers; whoever relies on it checks it (hosts/fsdp/layout.py).
+- has_python_reducer, delays_parameters: options of a DDP, which keeps them under private names.
 - at_end_of_backward: the autograd engine's queue_callback, private, as FSDP2 itself uses it.
 - DCP_METADATA_CLASSES: what a checkpoint's .metadata, a pickle, consists of, by name; three of the names are private.
 - factor_of: the state of a ReduceOp, for the factor of a PREMUL_SUM.
@@ -36,6 +37,7 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.serialization import config as serialization
 
 from thinwire.errors import ConfigError
@@ -106,6 +108,16 @@ def at_end_of_backward(call: Callable[[], None]) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def has_python_reducer(ddp: DistributedDataParallel) -> bool:
+    """Whether Python hooks of compiled autograd reduce the gradients, and not DDP's buckets."""
+    return bool(getattr(ddp, "_use_python_reducer", False))
+
+
+def delays_parameters(ddp: DistributedDataParallel) -> bool:
+    """Whether the gradients of some parameters are reduced apart from DDP's buckets."""
+    return bool(getattr(ddp, "_delay_all_reduce_params", ()))
 
 
 def factor_of(op: Any, world_size: int) -> float:

@@ -27,7 +27,7 @@ from thinwire.hosts.ranks import Axis
 from thinwire.hosts.tensor import TensorAxis, check_same_copies, cut_parameters
 from thinwire.layout.mesh import AXES, check_axis
 from thinwire.methods.interface import Method
-from thinwire.methods.islands.diloco import AmongIslands
+from thinwire.methods.islands.base import AmongIslands
 from thinwire.table import Row
 from thinwire.table import announce as announce_table
 
@@ -102,7 +102,7 @@ class Stage:
             cut = {name: self.tensor.piece_of_whole(name, piece, *place) for name, piece in snapshot.pieces.items()}
             snapshot.pieces = cut
             local = set(self.tensor.local_names())
-            snapshot.debts = [debt for debt in snapshot.debts if debt.name not in local]
+            snapshot.shares = [share for share in snapshot.shares if share.name not in local]
             snapshot.layout |= {"tensor": self.tensor.mesh.size()}
         return snapshot
 

@@ -36,7 +36,7 @@ def attach(
             "FSDP2, in Accelerate FullyShardedDataParallelPlugin(fsdp_version=2)"
         )
     if isinstance(module, DistributedDataParallel):
-        return compress_ddp(module, method, optimizer, **options)
+        return compress_ddp(module, method, optimizer=optimizer, **options)
     raise ConfigError(
         f"nothing of this {type(module).__name__} is sharded: call accelerator.prepare(model, optimizer) or "
         "torch.distributed.fsdp.fully_shard first"

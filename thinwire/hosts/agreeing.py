@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.checkpoint import Debt, Snapshot, Source
+from thinwire.checkpoint import Share, Snapshot, Source
 from thinwire.collectives import Communicator, Meter
 from thinwire.hosts.ranks import Ranks
 from thinwire.state.agreement import Agreed, Word, word_bytes
@@ -223,7 +223,7 @@ class AgreeingOptimizer:
     def snapshot(self) -> Snapshot:
         """This rank's state between two steps, in pieces that any layout can take: views of the live tensors."""
         common = {"steps": self.steps, "skipped_steps": self.skipped_steps, "lossy_weights": self._lossy_weights}
-        snapshot = Snapshot(self._layout(), own=self._own(), common=common, debts=self._debts(), left=self._left())
+        snapshot = Snapshot(self._layout(), own=self._own(), common=common, shares=self._shares(), left=self._left())
         return add_optimizer(snapshot, self.inner, self._held())
 
     @torch.no_grad()
@@ -255,7 +255,7 @@ class AgreeingOptimizer:
     def _load_own(self, own: Mapping[str, Any]) -> None:
         """Restore what `_own` gave."""
 
-    def _debts(self) -> list[Debt]:
+    def _shares(self) -> list[Share]:
         """Of what `_own` gives, what another layout can take over."""
         return []
 

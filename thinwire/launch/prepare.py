@@ -21,7 +21,7 @@ from thinwire.errors import ConfigError, Problems
 from thinwire.launch.start import Start
 from thinwire.layout.mesh import MeshShape
 from thinwire.methods.interface import Method
-from thinwire.methods.islands.diloco import IslandsMethod
+from thinwire.methods.islands.base import IslandsMethod
 from thinwire.models import build_model
 from thinwire.models.hf import check_hf, look_into
 from thinwire.models.llama import Llama, check_cut

@@ -43,6 +43,11 @@ class Method(Protocol):
         ...
 
     @property
+    def shards_optimizer(self) -> bool:
+        """Whether a rank holds the optimizer's state, and the masters, of a part of the weights alone."""
+        ...
+
+    @property
     def settled_after(self) -> int:
         """Steps at the start of a run that are another method's, and say nothing of this one's speed."""
         ...

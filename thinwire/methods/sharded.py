@@ -32,6 +32,7 @@ class ShardedMethod(ABC):
     shares_mesh: ClassVar[bool] = True
     optimizers: ClassVar[tuple[str, ...]] = ELEMENTWISE
     optimizers_reason: ClassVar[str] = CUTS_TENSORS
+    shards_optimizer: ClassVar[bool] = True
 
     @abstractmethod
     def matrix(self) -> WireFormat:

@@ -64,6 +64,37 @@ def same_options(comm: Communicator, asked: str) -> None:
         raise ConfigError(f"rank {odd[0]} asks for other options than rank {comm.global_ranks[0]}; here: {asked}")
 
 
+def check_agreement(group: dist.ProcessGroup | None, options: Mapping[str, object]) -> None:
+    """Raise ConfigError on all ranks where one was given another option than the first rank; a collective.
+
+    It comes before there is a Communicator, whose messages would not fit each other where local sizes differ.
+    """
+    mine = {option: repr(value) for option, value in options.items()}
+    told: list[Any] = [mine] * dist.get_world_size(group)
+    dist.all_gather_object(told, mine, group=group)
+    ranks = dist.get_process_group_ranks(group)
+    for rank, theirs in zip(ranks, told, strict=True):
+        for option in told[0] | theirs:
+            here, there = theirs.get(option, "not given"), told[0].get(option, "not given")
+            if here != there:
+                raise ConfigError(
+                    f"{option} of rank {rank} is {here}, and of rank {ranks[0]} {there}: must be the same on all ranks"
+                )
+
+
+def optimizer_options(optimizer: torch.optim.Optimizer | None) -> dict[str, object]:
+    """The kind of an optimizer and the numbers of each of its groups, such as lr; for `check_agreement`."""
+    if optimizer is None:
+        return {"optimizer": None}
+    groups = {
+        f"{option} of parameter group {number}": value
+        for number, group in enumerate(optimizer.param_groups)
+        for option, value in group.items()
+        if option not in ("params", "param_names")
+    }
+    return {"optimizer": type(optimizer).__name__} | groups
+
+
 def compare_replicas(comm: Communicator, tensors: Iterable[Tensor], step: int, num_kinds: int = 1) -> None:
     """Raise ReplicaError that names the ranks whose tensors are not those of the first of their kind, bit for bit.
 

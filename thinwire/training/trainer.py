@@ -37,7 +37,7 @@ from thinwire.hosts.interface import CatchesUp, ComingAndGoing, Finishing
 from thinwire.hosts.watchdog import Watchdog
 from thinwire.layout.mesh import MeshShape
 from thinwire.methods.interface import Method
-from thinwire.methods.islands.diloco import AmongIslands, IslandsMethod
+from thinwire.methods.islands.base import AmongIslands, IslandsMethod
 from thinwire.models import build_model, generate
 from thinwire.models.llama import Llama, cut_over
 from thinwire.optim import make_optimizer

@@ -21,7 +21,7 @@ from thinwire.hosts.fsdp.compress import CompressedFSDP, mesh_of
 from thinwire.hosts.interface import ParallelOptimizer, RankOptions, apply, without_axis
 from thinwire.hosts.ranks import Ranks
 from thinwire.layout.layers import layers_of
-from thinwire.methods.data.zeropp import FSDPMethod, ShardingStrategy
+from thinwire.methods.fsdp import FSDPMethod, ShardingStrategy
 from thinwire.state.elementwise import check_elementwise
 from thinwire.state.portable import Held
 from thinwire.state.replicas import ReplicaError, digest, odd_ranks, same_start, trained_parameters
@@ -264,7 +264,7 @@ class FSDPOptimizer(AgreeingOptimizer):
     def _left(self) -> dict[str, str]:
         if all(reduction.loco is None for reduction in self.compressed.reductions):
             return {}
-        return {"wires": "LoCo's errors are moving averages over few steps, of these pieces alone, and no debt"}
+        return {"wires": "LoCo's errors are moving averages over few steps, of these pieces alone, and no sums"}
 
     def _adapt(self, source: Source) -> None:
         super()._adapt(source)

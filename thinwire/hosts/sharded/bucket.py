@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from thinwire.checkpoint import Debt, Piece
+from thinwire.checkpoint import Piece, Share
 from thinwire.codecs import Codec, Identity, derive_seed
 from thinwire.collectives import Communicator
 from thinwire.collectives.feedback import Lost
@@ -18,7 +18,7 @@ from thinwire.collectives.reduce import reduce_scatter
 from thinwire.collectives.rounds import Rounds
 from thinwire.layout.formats import LevelFormat
 from thinwire.layout.spans import Layout, Span, Unit
-from thinwire.state.portable import GRADIENTS, Owed
+from thinwire.state.memory import GRADIENTS, Saved
 from thinwire.state.replicas import fingerprint
 
 
@@ -115,8 +115,8 @@ class Bucket:
         """The tensors of `lost`: those of the hops that lose something."""
         return [] if self.lost is None else [error for error in (self.lost.intra, self.lost.inter) if error is not None]
 
-    def debts(self, path: str) -> Iterator[Debt]:
-        """Where in `errors`, which lies at `path`, is what is owed to which parameter."""
+    def shares(self, path: str) -> Iterator[Share]:
+        """Where in `errors`, which lies at `path`, each parameter's residual is."""
         if self.lost is None:
             return
         for tensor, start, place, length in self.lost.places(self.comm.topology, self.comm.rank):
@@ -124,20 +124,20 @@ class Bucket:
             for span in self.layout.spans if number is not None else ():
                 first, last = max(span.start, place), min(span.end, place + length)
                 if first < last:
-                    yield Debt(
+                    yield Share(
                         GRADIENTS, span.name, f"{path}/{number}", start + first - place, first - span.start,
                         last - first, 1 / self.comm.world_size,
                     )  # fmt: skip
 
-    def owe(self, owed: Owed) -> None:
-        """Take this rank's share of what other ranks owed: (kind, parameter) -> the mean over ranks, flat, if any."""
+    def take_over(self, saved: Saved) -> None:
+        """Take this rank's share of the error feedback that other ranks had saved."""
         if not self.errors or self.lost is None:
             return
         whole = torch.zeros(self.layout.numel, device=self.live.device)
         for span in self.layout.spans:
-            if (value := owed(GRADIENTS, span.name)) is not None:
+            if (value := saved(GRADIENTS, span.name)) is not None:
                 whole[span.start : span.end] = value
-        self.lost.owe(whole, self.comm.topology, self.comm.rank)
+        self.lost.spread(whole, self.comm.topology, self.comm.rank)
 
     def gather(self, link: Link) -> Rounds[None]:
         """live = C(shard) of the s1 neighbours, the own one included, so that all compute with the same weights."""

@@ -55,9 +55,9 @@ class ShardedState:
 
     def snapshot(self, numbers: Mapping[str, Any]) -> Snapshot:
         """All of it in pieces that any layout can take: views of the live tensors."""
-        debts = [debt for number, bucket in enumerate(self.buckets) for debt in bucket.debts(f"errors/{number}")]
+        shares = [share for number, bucket in enumerate(self.buckets) for share in bucket.shares(f"errors/{number}")]
         common = {**numbers, "lossy_weights": self.is_lossy}
-        snapshot = Snapshot(self.layout(), own=self._errors(), common=common, debts=debts)
+        snapshot = Snapshot(self.layout(), own=self._errors(), common=common, shares=shares)
         for owned in self.owned:
             if owned.slot.bucket.layout.has_replica:
                 snapshot.pieces[f"{REPLICA}/{owned.slot.name}"] = owned.slot.piece(owned.slot.bucket.own)
@@ -74,7 +74,7 @@ class ShardedState:
             return
         source.is_exact = source.is_exact and not (self.is_lossy or source.common["lossy_weights"])
         for bucket in self.buckets:
-            bucket.owe(source.owed)
+            bucket.take_over(source.mean_of)
 
     def _restore_weights(self, source: Source) -> None:
         """Read what the weights were that computed, or take the masters; then bring them to all ranks."""

@@ -19,7 +19,7 @@ from thinwire import ConfigError, DeadGradientError, ZeroPP, compress_fsdp
 from thinwire.codecs import Hadamard, Identity, Integer
 from thinwire.hosts.fsdp import layout
 from thinwire.hosts.fsdp.compress import CompressedFSDP
-from thinwire.hosts.fsdp.layout import LayoutError, StaleWeightsError
+from thinwire.hosts.fsdp.unit import LayoutError, StaleWeightsError
 from thinwire.hosts.watchdog import Watchdog
 from thinwire.layout.sections import Sections
 

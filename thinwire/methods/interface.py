@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -11,6 +11,7 @@ from torch import nn
 
 from thinwire.codecs import Codec
 from thinwire.collectives import Topology
+from thinwire.collectives.feedback import Feedback
 from thinwire.collectives.gather import gather_bytes
 
 # The reason of strategies that shard the optimizer.
@@ -85,6 +86,24 @@ class Plan:
     def sent_on(self, level: str) -> int:
         """Bytes on one level."""
         return sum(num_bytes for (_, at), num_bytes in self.sent.items() if at == level)
+
+
+class GradientMemory(Protocol):
+    """What a method remembers of the reductions of one module, whose parameters some reductions leave out."""
+
+    count: int
+
+    def of(self, present: Sequence[int]) -> Feedback:
+        """The error feedback of the next reduction, in which the parameters `present` take part."""
+        ...
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """What must be saved, besides `count`."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, torch.Tensor], count: int) -> None:
+        """Restore what state_dict gave after `count` reductions."""
+        ...
 
 
 def trained_shapes(model: nn.Module) -> dict[str, torch.Size]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
@@ -28,6 +29,11 @@ class ShardedMethod:
     settled_after: ClassVar[int] = 0
     optimizers: ClassVar[tuple[str, ...]] = ELEMENTWISE
     optimizers_reason: ClassVar[str] = CUTS_TENSORS
+    # Under compress_fsdp, gathers of unchanged weights stay inside a node.
+    secondary: ClassVar[bool] = True
+
+    def gradient_memory(self, numels: Sequence[int]) -> None:
+        """Under compress_fsdp nothing is remembered of gradients."""
 
     @property
     def codecs(self: Strategy) -> tuple[Codec, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, cast
 
@@ -22,7 +23,8 @@ from thinwire.collectives.reduce import reduce_bytes
 from thinwire.errors import ConfigError, nearest
 from thinwire.layout.formats import Strategy, WireFormat
 from thinwire.layout.layers import layers_of
-from thinwire.methods.interface import CUTS_TENSORS, Plan, agreement_sent
+from thinwire.methods.data.loco import LoCo
+from thinwire.methods.interface import CUTS_TENSORS, GradientMemory, Plan, agreement_sent
 from thinwire.methods.options import check_types
 from thinwire.optim import ELEMENTWISE
 
@@ -40,8 +42,7 @@ class ShardingStrategy(Strategy, Protocol):
 class FSDPMethod:
     """What makes a choice of codecs a Method on FSDP2.
 
-    reshard_after_forward: drop whole weights after forward and gather them again in backward. secondary, loco_beta,
-    loco_reset: see ZeroPP.
+    reshard_after_forward: drop whole weights after forward and gather them again in backward. secondary: see ZeroPP.
     """
 
     settled_after: ClassVar[int] = 0
@@ -52,6 +53,10 @@ class FSDPMethod:
 
     reshard_after_forward: bool = False
     secondary: bool = False
+
+    def gradient_memory(self, numels: Sequence[int]) -> GradientMemory | None:
+        """What is remembered of one module's reductions, by elements of a rank's part of each parameter."""
+        return None
 
     @property
     def codecs(self: Strategy) -> tuple[Codec, ...]:
@@ -179,6 +184,10 @@ class ZeroPP(FSDPMethod):
     def vector(self) -> WireFormat:
         codec = width("vectors", self.vectors, 64, "nearest")
         return WireFormat(codec, differences=False, intra=codec, inter=codec)
+
+    def gradient_memory(self, numels: Sequence[int]) -> LoCo | None:
+        """LoCo's errors, where they are asked for."""
+        return LoCo(numels, self.loco_beta, self.loco_reset) if self.loco else None
 
     def _gradient(self, option: str, name: str) -> Codec:
         codec = width(option, name, self.gradient_group, self.rounding)

@@ -163,7 +163,7 @@ class FSDPParameter:
         spec = self._held._unsharded_dtensor_spec
         shape = list(self.sharded.shape)
         for size, placement in zip(spec.mesh.shape, spec.placements, strict=True):
-            if placement.is_shard():
+            if not placement.is_replicate():
                 shape[placement.dim] = -(-shape[placement.dim] // size)
         shape[self.shard_dim] = -(-shape[self.shard_dim] // getattr(self._held.mesh_info, "shard_mesh_size", 1))
         return torch.Size(shape).numel()

@@ -66,7 +66,7 @@ class Watched:
         for unit in self.units:
             for param in unit.params:
                 if isinstance(grad := param.sharded.grad, DTensor):
-                    by_copies.setdefault(copies_of(grad), []).append(grad.to_local())
+                    by_copies.setdefault(self._copies_of(grad), []).append(grad.to_local())
         squares = sum(float(nn.utils.get_total_norm(grads)) ** 2 / copies for copies, grads in by_copies.items())
         events = (self._num_loads % 128) << 24 | self._reduced & 0xFFFFFF
         return torch.cat([torch.tensor([squares**0.5]).view(torch.int32), torch.tensor([events], dtype=torch.int32)])
@@ -89,8 +89,8 @@ class Watched:
             )
         self.dog.note(math.sqrt(float(words[:, 0].view(torch.float32).double().square().sum())), self.steps)
 
-
-def copies_of(tensor: DTensor) -> int:
-    """How many ranks hold the same elements of it."""
-    mesh = tensor.device_mesh
-    return math.prod(mesh.size(i) for i, placement in enumerate(tensor.placements) if placement.is_replicate())
+    def _copies_of(self, tensor: DTensor) -> int:
+        """How many ranks hold the same elements of it, on its own mesh and beside it."""
+        mesh = tensor.device_mesh
+        cut = [mesh.size(i) for i, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+        return self.comm.world_size // math.prod(cut)

@@ -229,6 +229,8 @@ class CompressedFSDP:
             for unit in self.units:
                 unit.group.module.reshard()
                 unit.group.take_up()
+                if unit.dtypes != [param.dtype for param in unit.params]:
+                    raise ConfigError("the model was converted after compress_fsdp: convert it before")
             self._start()
 
         # Before FSDP2's own hook, which gathers the first weights.

@@ -75,8 +75,9 @@ class Unit:
 
     @property
     def raw_bytes(self) -> int:
-        """Bytes of one rank's part of the others."""
-        return self.shard_bytes - sum(self.params[i].shard_numel * self.dtypes[i].itemsize for i in self.coded)
+        """Bytes of one rank's part of the others, in whole words: packets that follow must begin at one."""
+        num_bytes = self.shard_bytes - sum(self.params[i].shard_numel * self.dtypes[i].itemsize for i in self.coded)
+        return -(-num_bytes // 8) * 8
 
     @property
     def shard_bytes(self) -> int:
@@ -88,12 +89,14 @@ class Unit:
         if self.dtype in FLOATS:
             return shard, shard.new_empty(0, dtype=torch.uint8)
         values, rest = [shard.new_empty(0, dtype=torch.float32)], [shard.new_empty(0, dtype=torch.uint8)]
+        padding = self.raw_bytes
         for dtype, piece in zip(self.dtypes, self._pieces(shard), strict=True):
             if dtype in FLOATS:
                 values.append(piece.clone().view(dtype).float())
             else:
                 rest.append(piece)
-        return torch.cat(values), torch.cat(rest)
+                padding -= piece.numel()
+        return torch.cat(values), torch.cat([*rest, shard.new_zeros(padding, dtype=torch.uint8)])
 
     def join(self, values: Tensor, rest: Tensor, out: Tensor) -> None:
         """Fill a rank's part of FSDP2's buffer with what `split` gives of it."""

@@ -13,6 +13,7 @@ from thinwire.codecs import Codec
 from thinwire.collectives import Topology
 from thinwire.collectives.feedback import Feedback
 from thinwire.collectives.gather import gather_bytes
+from thinwire.layout.formats import Strategy
 
 # The reason of strategies that shard the optimizer.
 CUTS_TENSORS = "cuts tensors anywhere, so that the update of one element must not depend on others"
@@ -103,6 +104,20 @@ class GradientMemory(Protocol):
 
     def load_state_dict(self, state_dict: dict[str, torch.Tensor], count: int) -> None:
         """Restore what state_dict gave after `count` reductions."""
+        ...
+
+
+class GatheredMethod(Strategy, Protocol):
+    """A choice of codecs, and what FSDP2 asks of a method besides.
+
+    secondary: gathers of unchanged weights stay inside a node.
+    """
+
+    @property
+    def secondary(self) -> bool: ...
+
+    def gradient_memory(self, numels: Sequence[int]) -> GradientMemory | None:
+        """What is remembered of one module's reductions, by elements of a rank's part of each parameter."""
         ...
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from itertools import pairwise
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,29 +28,14 @@ from thinwire.hosts.fsdp.reduce import ReduceScatter, Replicas
 from thinwire.hosts.fsdp.unit import Unit
 from thinwire.hosts.fsdp.watch import Watched
 from thinwire.hosts.watchdog import DEFAULT_DEAD_STEPS, Watchdog
-from thinwire.layout.formats import Strategy
 from thinwire.methods.data.zeropp import ZeroPP
-from thinwire.methods.interface import GradientMemory
+from thinwire.methods.interface import GatheredMethod
 from thinwire.state.replicas import ReplicaError, check_layout, check_updates, digest, unwrapped, updates_any
 from thinwire.table import Row
 from thinwire.table import announce as announce_table
 
 # Groups of torch live as long as their modules.
 _compressed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-
-
-class GatheredMethod(Strategy, Protocol):
-    """A choice of codecs, and what FSDP2 asks of a method besides.
-
-    secondary: gathers of unchanged weights stay inside a node.
-    """
-
-    @property
-    def secondary(self) -> bool: ...
-
-    def gradient_memory(self, numels: Sequence[int]) -> GradientMemory | None:
-        """What is remembered of one module's reductions, by elements of a rank's part of each parameter."""
-        ...
 
 
 def compress_fsdp(

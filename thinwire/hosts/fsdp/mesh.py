@@ -7,7 +7,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-import torch
 from torch.distributed.tensor import DTensor
 
 from thinwire._compat import FSDPGroup
@@ -70,11 +69,7 @@ def mesh_ranks(groups: Sequence[FSDPGroup]) -> list[int]:
             raise ConfigError(
                 "the model's parameters are sharded over several meshes: compress each part with its own call"
             )
-    ranks = set(first.shard_ranks)
-    meshes = [param.sharded.device_mesh for group in groups for param in group.params if _is_sharded(param.sharded)]
+    params = [param.sharded for group in groups for param in group.params]
+    meshes = [param.device_mesh for param in params if isinstance(param, DTensor)]
     largest = max(meshes, key=lambda mesh: mesh.mesh.numel())
-    return first.shard_ranks if largest.mesh.numel() == len(ranks) else largest.mesh.flatten().tolist()
-
-
-def _is_sharded(param: torch.nn.Parameter) -> bool:
-    return isinstance(param, DTensor)
+    return first.shard_ranks if largest.mesh.numel() == len(first.shard_ranks) else largest.mesh.flatten().tolist()

@@ -73,7 +73,7 @@ class ReduceScatter(Plug):
         """Fill output_tensor, [n], from input_tensor, [num_shards * n]."""
         factor = _compat.factor_of(op, self.axis.size)
         present = self._take_present(output_tensor.numel())
-        hops = [self._over_shards]
+        hops: list[Hop] = [self._over_shards]
         reason = "it is divided after the sum" if op == dist.ReduceOp.SUM else ""
         if self.replicas.size > 1 and self.unit.group.all_reduces_at_once:
             factor *= self.unit.group.replica_factor(op, self.replicas.size)
@@ -84,7 +84,7 @@ class ReduceScatter(Plug):
         self._submit(hops, input_tensor, output_tensor, factor, present, reason)
         return None
 
-    def all_reduce(self, mean: Tensor, op: dist.ReduceOp.RedOpType) -> None:
+    def all_reduce(self, mean: Tensor, op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> None:
         """Put into `mean`, in place, the sum over replicas, unless that has been done; FSDP2's all_reduce."""
         if self._done is mean:
             self._done = None
@@ -202,10 +202,12 @@ class Replicas(dist.ProcessGroup):
 
     def __init__(self, reduction: ReduceScatter) -> None:
         axis = reduction.replicas
-        super().__init__(axis.members.index(axis.comm.rank), axis.size)
+        super().__init__(axis.members.index(axis.comm.rank), axis.size)  # type: ignore[call-arg]
         self._reduction = reduction
 
-    def allreduce(self, tensors: list[Tensor], options: dist.AllreduceOptions) -> dist.Work:
+    def allreduce(  # type: ignore[override]
+        self, tensors: list[Tensor], options: dist.AllreduceOptions
+    ) -> dist.Work:
         """See ReduceScatter.all_reduce."""
         try:
             self._reduction.all_reduce(tensors[0], options.reduceOp)

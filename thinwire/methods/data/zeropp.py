@@ -24,7 +24,7 @@ from thinwire.errors import ConfigError, nearest
 from thinwire.layout.formats import Strategy, WireFormat
 from thinwire.layout.layers import layers_of
 from thinwire.methods.data.loco import LoCo
-from thinwire.methods.interface import CUTS_TENSORS, GradientMemory, Plan, agreement_sent
+from thinwire.methods.interface import CUTS_TENSORS, GatheredMethod, GradientMemory, Plan, agreement_sent
 from thinwire.methods.options import check_types
 from thinwire.optim import ELEMENTWISE
 
@@ -33,7 +33,7 @@ WIRES: dict[str, Codec] = {"fp32": Identity(), "bf16": Cast("bf16")}
 WIDTHS = {"int8": 8, "int6": 6, "int4": 4, "int3": 3, "int2": 2}
 
 
-class ShardingStrategy(Strategy, Protocol):
+class ShardingStrategy(GatheredMethod, Protocol):
     """A choice of codecs for FSDP2, and whether whole weights are dropped after forward."""
 
     reshard_after_forward: bool

@@ -170,7 +170,7 @@ class CompressedFSDP:
 
     units: what FSDP2 gathers together, in order of registration. comm: all ranks of the mesh, with the meter.
     shards: those that cut a parameter together. replicas: those that hold the same part, in HSDP. started: is called
-    when the weights have their values and FSDP2 its collectives.
+    when the weights have their values, before FSDP2 gets its collectives.
     """
 
     def __init__(
@@ -200,8 +200,6 @@ class CompressedFSDP:
         self._order: list[Unit] | None = [] if overlap else None
         self._hooks: list[Any] = []
         self._undo: list[Callable[[], object]] = []
-        for unit in self.units:
-            _compressed.add(unit.group.module)
 
     def start_or_wait(self) -> None:
         """Give FSDP2 its collectives, now or, where the model is on the meta device, before its first forward."""
@@ -221,11 +219,13 @@ class CompressedFSDP:
         # Before FSDP2's own hook, which gathers the first weights.
         hook = self.model.register_forward_pre_hook(before_forward, prepend=True)
         self._hooks.append(hook)
+        _compressed.update(unit.group.module for unit in self.units)
 
     def _start(self) -> None:
         for unit in self.units:
             check_layout_of(unit)
         warm((*self.method.matrix().codecs, *self.method.vector().codecs), self.units[0].params[0].shard_data.device)
+        self._started(self)
         for unit, gather, reduction in zip(self.units, self.gathers, self.reductions, strict=True):
             self._undo.append(partial(unit.group.set_comms, *unit.group.set_comms(gather, reduction)))
             if self.replicas.size > 1:
@@ -237,7 +237,7 @@ class CompressedFSDP:
                 hook = unit.reached_hook(number)
                 self._hooks.append(unit.params[number].whole.register_post_accumulate_grad_hook(hook))
         self._hooks.append(register_optimizer_step_post_hook(self._note_step))
-        self._started(self)
+        _compressed.update(unit.group.module for unit in self.units)
 
     @property
     def meter(self) -> Meter:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from typing import ClassVar, Protocol, cast
 
 from torch import nn
@@ -14,14 +15,14 @@ from thinwire.collectives.gather import gather_bytes
 from thinwire.collectives.reduce import reduce_bytes
 from thinwire.layout.formats import Strategy
 from thinwire.layout.layers import layers_of
-from thinwire.methods.interface import CUTS_TENSORS, Plan, agreement_sent
+from thinwire.methods.interface import CUTS_TENSORS, GatheredMethod, GradientMemory, Plan, agreement_sent
 from thinwire.optim import ELEMENTWISE
 
 AGAIN = "weights_again"
 WIRES: dict[str, Codec] = {"fp32": Identity(), "bf16": Cast("bf16")}
 
 
-class ShardingStrategy(Strategy, Protocol):
+class ShardingStrategy(GatheredMethod, Protocol):
     """A choice of codecs for FSDP2, and whether whole weights are dropped after forward."""
 
     reshard_after_forward: bool
@@ -30,8 +31,7 @@ class ShardingStrategy(Strategy, Protocol):
 class FSDPMethod:
     """What makes a choice of codecs a Method on FSDP2.
 
-    reshard_after_forward: drop whole weights after forward and gather them again in backward. secondary, loco_beta,
-    loco_reset: see ZeroPP.
+    reshard_after_forward: drop whole weights after forward and gather them again in backward. secondary: see ZeroPP.
     """
 
     settled_after: ClassVar[int] = 0
@@ -43,6 +43,10 @@ class FSDPMethod:
 
     reshard_after_forward: bool = False
     secondary: bool = False
+
+    def gradient_memory(self, numels: Sequence[int]) -> GradientMemory | None:
+        """What is remembered of one module's reductions, by elements of a rank's part of each parameter."""
+        return None
 
     @property
     def codecs(self: Strategy) -> tuple[Codec, ...]:

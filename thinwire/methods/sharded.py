@@ -34,6 +34,13 @@ class ShardedMethod(ABC):
     optimizers_reason: ClassVar[str] = CUTS_TENSORS
     shards_optimizer: ClassVar[bool] = True
 
+    # Under compress_fsdp, gathers of unchanged weights stay inside a node.
+    secondary: ClassVar[bool] = True
+
+    def gradient_memory(self, numels: Sequence[int]) -> None:
+        """Under compress_fsdp nothing is remembered of gradients."""
+        return None
+
     @abstractmethod
     def matrix(self) -> WireFormat:
         """For parameters of two and more dimensions."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,6 +10,7 @@ from thinwire.codecs import Codec, Hadamard, Integer
 from thinwire.errors import ConfigError, nearest
 from thinwire.layout.formats import WireFormat
 from thinwire.methods.fsdp import WIRES, FSDPMethod
+from thinwire.methods.loco import LoCo
 from thinwire.methods.options import check_types
 
 WIDTHS = {"int8": 8, "int6": 6, "int4": 4, "int3": 3, "int2": 2}
@@ -67,6 +69,10 @@ class ZeroPP(FSDPMethod):
     def vector(self) -> WireFormat:
         codec = width("vectors", self.vectors, 64, "nearest")
         return WireFormat(codec, differences=False, intra=codec, inter=codec)
+
+    def gradient_memory(self, numels: Sequence[int]) -> LoCo | None:
+        """LoCo's errors, where they are asked for."""
+        return LoCo(numels, self.loco_beta, self.loco_reset) if self.loco else None
 
     def _gradient(self, option: str, name: str) -> Codec:
         codec = width(option, name, self.gradient_group, self.rounding)

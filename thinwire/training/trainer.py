@@ -34,7 +34,7 @@ from thinwire.errors import ConfigError
 from thinwire.hosts.interface import CatchesUp, ComingAndGoing, Finishing
 from thinwire.hosts.watchdog import Watchdog
 from thinwire.methods.interface import Method
-from thinwire.methods.islands.diloco import AmongIslands, IslandsMethod
+from thinwire.methods.islands.diloco import Connected, IslandsMethod
 from thinwire.models import build_model, generate
 from thinwire.optim import make_optimizer
 from thinwire.training.advice import advise
@@ -109,9 +109,9 @@ class Trainer:
         optimizer = build_optimizer(config, self.model)
         self.num_parameters = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
         # In training the wrapped module is called, which may communicate; everywhere else the model itself.
-        strategy: Method | AmongIslands = build_strategy(config)
+        strategy: Method | Connected = build_strategy(config)
         if isinstance(strategy, IslandsMethod):
-            strategy = strategy.among(partial(meet_others, config, place), terms=common_terms(config, self.digest))
+            strategy = strategy.connected_to(partial(meet_others, config, place), common_options(config, self.digest))
         self.wrapped, self.optimizer = apply(
             strategy, self.model, optimizer, local_size=config.local_size, seed=config.seed, timeout_s=config.timeout,
             checked=config.checked, overlap=True,
@@ -476,7 +476,7 @@ def meet_others(config: TrainConfig, place: Place) -> Peers | None:
     return ElasticPeers(meet, number, timeout_s=config.timeout, max_islands=num_islands, min_islands=num_islands)
 
 
-def common_terms(config: TrainConfig, tokens: str) -> str:
+def common_options(config: TrainConfig, tokens: str) -> str:
     """What all islands must have in common, besides the model and the method."""
     shared = {name: value for name, value in asdict(config).items() if name not in PER_MACHINE}
     return repr((shared, tokens))

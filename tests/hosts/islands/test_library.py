@@ -79,7 +79,7 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def outer_hash(loop: OuterLoop) -> list[int]:
-    return [outer.fingerprint for outer in loop.outer]
+    return [outer.fingerprint for outer in loop.exchanges.outer]
 
 
 # ---------------------------------------------------------------- what is sent when
@@ -179,7 +179,7 @@ def reductions(rank: int, world_size: int) -> dict[str, Any]:
             before = islands.meter.snapshot()
             train(model, optimizer, range(12), rank, world_size)
             sent = (islands.meter.snapshot() - before).sent_bytes
-            numel = islands.loop.fragments[0].numel
+            numel = islands.loop.exchanges.fragments[0].numel
             codec = islands.loop.method.codec
             rounds = 12 // islands.loop.method.sync_every
             assert sent == rounds * islands.bytes_per_round
@@ -266,9 +266,9 @@ def streaming(rank: int, world_size: int) -> dict[str, Any]:
             with islands.outer_parameters():
                 assert any(not torch.equal(own[name], value) for name, value in weights_of(model).items())
             assert all(torch.equal(own[name], value) for name, value in weights_of(model).items())
-            in_flight, largest = len(islands.loop.flights), max(map(islands.loop.exchange_bytes, range(2)))
+            in_flight, largest = len(islands.loop.exchanges.flights), max(map(islands.traffic.exchange_bytes, range(2)))
             hashes = outer_hash(islands.loop)
-            numels = [fragment.numel for fragment in islands.loop.fragments]
+            numels = [fragment.numel for fragment in islands.loop.exchanges.fragments]
         assert largest < 0.75 * sum(message_bytes(islands.loop.method.codec, n) + 1 for n in numels) * (world_size - 1)
         found[codec] = losses, hashes, weights_of(model), in_flight, islands.loop.steps
     return found
@@ -324,7 +324,7 @@ def stop_and_go_on(rank: int, world_size: int) -> tuple[list[str], list[str]]:
     model, optimizer, islands = start(0)
     train(model, optimizer, range(9), rank, world_size)
     file = io.BytesIO()
-    assert islands.loop.flights
+    assert islands.loop.exchanges.flights
     torch.save((model.state_dict(), optimizer.state_dict(), islands.state_dict()), file)
     uninterrupted = go_on(model, optimizer)
     islands.close()

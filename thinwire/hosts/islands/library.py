@@ -10,14 +10,13 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from thinwire.collectives import Communicator, Meter, Peers, WorldPeers
 from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
 from thinwire.collectives.meters import Meters
-from thinwire.errors import ConfigError
-from thinwire.hosts.islands.flights import Host
+from thinwire.hosts.islands.island import Host
 from thinwire.hosts.islands.loop import OuterLoop
+from thinwire.hosts.islands.traffic import Traffic
 from thinwire.methods.islands.diloco import DiLoCoMethod, IslandsMethod, LocalSGDMethod, StreamingDiLoCoMethod
 from thinwire.state.replicas import fitting_parameters
 from thinwire.table import Row
@@ -29,9 +28,6 @@ class WholeWeights:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, comm: Communicator | None) -> None:
         self.comm = comm
-        for name, param in model.named_parameters():
-            if isinstance(param, DTensor):
-                raise ConfigError(f"{name!r} is a DTensor: for a sharded model there is --strategy diloco --inner fsdp")
         self._trained = fitting_parameters(model, optimizer)
 
     def masters(self, names: Collection[str]) -> dict[str, Tensor]:
@@ -83,11 +79,16 @@ class Islands:
         if peers is None and (comm is None and not sharded):
             peers = WorldPeers(timeout_s=timeout_s, checked=checked)
         self.loop = OuterLoop(host, model, strategy.method(), peers, torch_optimizer=torch_optimizer, seed=seed)
+        self.traffic = Traffic(self.loop)
         self._own_comm = comm
         own_meter = host.comm.meter if host.comm is not None else Meter()
-        self.meter = Meters(own_meter, self.loop.peers)
+        self.meter = Meters(own_meter, self.loop.exchanges.connected)
         self._hook = optimizer.register_step_post_hook(lambda *_: self.loop.after_step())
-        if announce and self.loop.peers is not None and self.loop.peers.island == self.loop.peers.members[0]:
+        if (
+            announce
+            and self.loop.exchanges.connected is not None
+            and self.loop.exchanges.connected.island == self.loop.exchanges.connected.members[0]
+        ):
             announce_table(self.describe())
 
     def __enter__(self) -> Islands:
@@ -97,7 +98,7 @@ class Islands:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self.loop.abandon()
+            self.loop.exchanges.abandon()
             return
         self.finish()
         self.close()
@@ -119,20 +120,20 @@ class Islands:
     @property
     def weight(self) -> float:
         """Of this island in the means of the exchanges that follow; set it on the island's first rank."""
-        return self.loop.weight
+        return self.loop.exchanges.weight
 
     @weight.setter
     def weight(self, weight: float) -> None:
-        self.loop.weight = weight
+        self.loop.exchanges.weight = weight
 
     @property
     def bytes_per_round(self) -> int:
         """Payload this rank sends in sync_every steps: each fragment once."""
-        return self.loop.bytes_per_round
+        return self.traffic.bytes_per_round
 
     def describe(self) -> list[Row]:
         """Rows of (asked for, in effect, why they differ or how it was found)."""
-        return [(f"method {self.strategy.name}", "around the optimizer's steps", ""), *self.loop.rows()]
+        return [(f"method {self.strategy.name}", "around the optimizer's steps", ""), *self.traffic.rows()]
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the outer state; to be saved beside model and optimizer, between steps."""
@@ -145,7 +146,7 @@ class Islands:
     def close(self) -> None:
         """Wait for what is under way, and leave the other islands."""
         self._hook.remove()
-        self.loop.close()
+        self.loop.exchanges.close()
         if self._own_comm is not None:
             self._own_comm.close()
 

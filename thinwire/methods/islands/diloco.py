@@ -24,7 +24,7 @@ from thinwire.methods.options import check_types
 class IslandsMethod:
     """What makes the options of an outer method a Method.
 
-    The default group is one island; `among` says which others there are.
+    The default group is one island; `connected_to` says which others there are.
     """
 
     name: ClassVar[str]
@@ -73,12 +73,12 @@ class IslandsMethod:
         """As of the inner strategy."""
         return self.inner.settled_after
 
-    def among(self, peers: Peers | Callable[[], Peers | None] | None, terms: str = "") -> AmongIslands:
+    def connected_to(self, peers: Peers | Callable[[], Peers | None] | None, options: str = "") -> Connected:
         """The strategy of an island that has peers, which its first rank alone knows, or meets by a function.
 
-        terms: what all islands must have in common, besides the model and the options.
+        options: what all islands must have in common, besides the model and the method.
         """
-        return AmongIslands(self, peers, terms)
+        return Connected(self, peers, options)
 
     def plan(self, model: nn.Module, topology: Topology, micro_batches: int) -> Plan:
         """The inner strategy's on one island, a node; exchanges between them are spread over the steps between.
@@ -107,12 +107,12 @@ class IslandsMethod:
 
 
 @dataclass(frozen=True)
-class AmongIslands:
-    """A strategy that has been told of its peers."""
+class Connected:
+    """A strategy together with the island's peers; see IslandsMethod.connected_to."""
 
     strategy: IslandsMethod
     peers: Peers | Callable[[], Peers | None] | None
-    terms: str = ""
+    options: str = ""
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,9 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "thinwire.errors": ("ConfigError", "CorruptMessageError", "MismatchError", "PeerLostError", "ThinwireError"),
     "thinwire.hosts.ddp.attach": ("CompressedDDP", "compress_ddp"),
     "thinwire.hosts.fsdp.compress": ("CompressedFSDP", "compress_fsdp"),
-    "thinwire.hosts.islands.library": ("DiLoCo", "Islands", "LocalSGD", "StreamingDiLoCo"),
+    # Methods that make their context too, where the host that runs it is loaded.
+    "thinwire.hosts.islands.fronts": ("DADAO", "DiLoCo", "FedFix", "Gossip", "LocalSGD", "StreamingDiLoCo"),
+    "thinwire.hosts.islands.library": ("Islands",),
     "thinwire.hosts.one_byte.log": ("OneByteLog",),
     "thinwire.hosts.one_byte.optimizer": ("OneByteOptimizer", "one_byte"),
     "thinwire.hosts.sharded.optimizer": ("ZeroOptimizer",),
@@ -61,9 +63,6 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "thinwire.methods.data.zero_compressed": ("ZeroCompressed",),
     "thinwire.methods.data.zeropp": ("FSDP", "ZeroPP"),
     "thinwire.methods.interface": ("Method",),
-    "thinwire.methods.islands.dadao": ("DADAO",),
-    "thinwire.methods.islands.fedfix": ("FedFix",),
-    "thinwire.methods.islands.gossip": ("Gossip",),
     "thinwire.optim": ("DGCSGD", "LANS", "OneBitAdamW"),
     "thinwire.registry": ("STRATEGIES", "strategy_named"),
 }

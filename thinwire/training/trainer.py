@@ -31,7 +31,7 @@ from thinwire.compose import apply
 from thinwire.data import BatchLoader, heldout_batches, load_tokenizer
 from thinwire.data import prepare as prepare_tokens
 from thinwire.errors import ConfigError
-from thinwire.hosts.interface import CatchesUp, ComingAndGoing, Finishing
+from thinwire.hosts.interface import CatchesUp, ComingAndGoing, Finishing, OwnPace
 from thinwire.hosts.watchdog import Watchdog
 from thinwire.methods.interface import Method
 from thinwire.methods.islands.diloco import Connected, IslandsMethod
@@ -170,11 +170,13 @@ class Trainer:
             self._take_step()
             if self.optimizer.stop_requested:
                 stopped = self.stop.reason or "a signal to another rank"
-            elif self.step < last and self.config.checkpoint_every and self.step % self.config.checkpoint_every == 0:
+            elif self.step < last and self._saves_now:
                 self._save()
         if self.step < self.config.steps and not stopped:
             stopped = f"--stop-at {self.config.stop_at}"
-        if not stopped and isinstance(self.optimizer, Finishing):
+        if isinstance(self.optimizer, OwnPace):
+            stopped = self._meet(self.optimizer, stopped)
+        elif not stopped and isinstance(self.optimizer, Finishing):
             self._finish(self.optimizer)
         self._save()
         self._note_next_loss(self._probe())
@@ -204,6 +206,18 @@ class Trainer:
         sent, self._traffic = traffic - self._traffic, traffic
         if self.reporter is not None:
             self.reporter.last_exchange(sent.sent_bytes, time.perf_counter() - start)
+
+    def _meet(self, optimizer: OwnPace, stopped: str) -> str:
+        """All ranks end together, from where the slowest is; why they stopped, empty if they did not."""
+        self._finish(optimizer)
+        self.loader.skip_steps(optimizer.steps - self.step)
+        self.step = optimizer.steps
+        return stopped or ("a signal to another rank" if optimizer.stop_requested else "")
+
+    @property
+    def _saves_now(self) -> bool:
+        every = 0 if isinstance(self.optimizer, OwnPace) else self.config.checkpoint_every
+        return every > 0 and self.step % every == 0
 
     def _arm_faults(self) -> None:
         """Let the faults happen that are this process's; one that was started again has had its own."""

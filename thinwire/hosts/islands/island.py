@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from datetime import timedelta
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -34,6 +34,16 @@ class Host(Protocol):
     def handover_bytes(self, names: Collection[str]) -> tuple[int, int]: ...
 
 
+@runtime_checkable
+class ShardedHost(Host, Protocol):
+    """An optimizer of a loop of one's own that hands whole weights over by itself, such as that of `thinwire.zero`.
+
+    inner: the torch optimizer that steps its shards.
+    """
+
+    inner: torch.optim.Optimizer
+
+
 class Decision(NamedTuple):
     """What the first rank tells the others with every tensor.
 
@@ -42,6 +52,9 @@ class Decision(NamedTuple):
 
     stop: bool = False
     jump: int = 0
+
+
+NOTHING = Decision()
 
 
 NOTHING = Decision()

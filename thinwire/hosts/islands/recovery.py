@@ -207,8 +207,8 @@ def listen(exchanges: Exchanges, number: int, step: int) -> Sync:
     """Take part in an exchange with no weight in it."""
     fragment, peers = exchanges.fragments[number], exchanges.peers
     sync = Sync(
-        Header(0, 0, number, 0.0), exchanges.method.codec, fragment.numel, step, derive_seed(exchanges.seed, peers.island),
-        delta=fragment.zeros(),
+        Header(0, 0, number, 0.0), exchanges.method.codec, fragment.numel, step,
+        derive_seed(exchanges.seed, peers.island), delta=fragment.zeros(),
     )  # fmt: skip
     sync.submit(peers)
     return sync

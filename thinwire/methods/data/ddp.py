@@ -32,6 +32,8 @@ class DDPMethod:
     # Why thinwire.zero can't host it, to follow its name.
     own_way: ClassVar[str] = "compress_ddp"
     not_on_zero: ClassVar[str] = "averages whole gradients, and zero gives every rank a slice"
+    shards_masters: ClassVar[bool] = False
+    not_inside_islands: ClassVar[str] = ""
     # Whether it weighs what it remembers by the learning rate.
     uses_learning_rates = False
 

@@ -58,6 +58,8 @@ class Frontier:
     settled_after: ClassVar[int] = 0
     optimizers: ClassVar[tuple[str, ...]] = ELEMENTWISE
     optimizers_reason: ClassVar[str] = CUTS_TENSORS
+    shards_masters: ClassVar[bool] = True
+    not_inside_islands: ClassVar[str] = ""
 
     weights_over: int | None = None
     gradients_over: int | None = None

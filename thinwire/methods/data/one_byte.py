@@ -45,6 +45,8 @@ class OneByte:
     settled_after: ClassVar[int] = 0
     optimizers: ClassVar[tuple[str, ...]] = GENERAL
     optimizers_reason: ClassVar[str] = "hands its estimate of the gradient to one that is usual"
+    shards_masters: ClassVar[bool] = False
+    not_inside_islands: ClassVar[str] = "keeps a log of all that was applied, which exchanges would not be in"
 
     samples: int = 1
     eps: float = 1e-3

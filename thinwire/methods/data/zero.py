@@ -28,6 +28,8 @@ class ShardedMethod:
     settled_after: ClassVar[int] = 0
     optimizers: ClassVar[tuple[str, ...]] = ELEMENTWISE
     optimizers_reason: ClassVar[str] = CUTS_TENSORS
+    shards_masters: ClassVar[bool] = True
+    not_inside_islands: ClassVar[str] = ""
 
     @property
     def codecs(self: Strategy) -> tuple[Codec, ...]:

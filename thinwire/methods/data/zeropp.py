@@ -49,6 +49,8 @@ class FSDPMethod:
     not_on_zero: ClassVar[str] = "belongs to torch's wrapper"
     optimizers: ClassVar[tuple[str, ...]] = ELEMENTWISE
     optimizers_reason: ClassVar[str] = CUTS_TENSORS
+    shards_masters: ClassVar[bool] = True
+    not_inside_islands: ClassVar[str] = ""
 
     reshard_after_forward: bool = False
     secondary: bool = False

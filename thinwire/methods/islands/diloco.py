@@ -13,23 +13,24 @@ from thinwire.collectives import Peers, Topology
 from thinwire.errors import ConfigError
 from thinwire.layout.fragments import Fragment, cut
 from thinwire.methods.data.ddp import DDP
-from thinwire.methods.interface import CUTS_TENSORS, Method, Plan, trained_shapes
+from thinwire.methods.interface import Method, Plan, trained_shapes
 from thinwire.methods.islands.exchange import COMMIT, OPERATION, message_bytes
 from thinwire.methods.islands.fedspeed import FedSpeed
+from thinwire.methods.islands.front import Front
 from thinwire.methods.islands.method import OuterMethod, codec_named
 from thinwire.methods.islands.outer import NUM_WORDS
 from thinwire.methods.options import check_types
 
 
-class IslandsMethod:
-    """What makes the options of an outer method a Method.
+class IslandsMethod(Front):
+    """What makes the options of an outer method a Method, and a context around a loop of one's own.
 
     The default group is one island; `connected_to` says which others there are.
     """
 
     name: ClassVar[str]
-    # Of its options: what flags and TOML call them.
-    table: ClassVar[str]
+    shards_masters: ClassVar[bool] = False
+    not_inside_islands: ClassVar[str] = "is itself a method of islands, and islands have no islands"
     inner: Method
 
     def method(self) -> OuterMethod:
@@ -40,12 +41,9 @@ class IslandsMethod:
         """Raises ConfigError for options or an inner strategy that can't work."""
         check_types(self)
         self.method()
-        if isinstance(self.inner, IslandsMethod):
-            raise ConfigError(f"{self.name} inside {self.name}: islands have no islands; nearest: --inner ddp")
-        if self.inner.name == "one-byte":
+        if self.inner.not_inside_islands:
             raise ConfigError(
-                "one-byte inside an island keeps a log of all that was applied, which exchanges would not be in; "
-                "nearest: --inner ddp"
+                f"{self.inner.name} inside an island {self.inner.not_inside_islands}; nearest: --inner ddp"
             )
 
     def fragments(self, model: nn.Module) -> list[Fragment]:
@@ -95,7 +93,7 @@ class IslandsMethod:
         messages = others * sum(message_bytes(method.codec, fragment.numel) for fragment in fragments)
         sent = {(OPERATION, "inter"): messages, (COMMIT, "inter"): others * len(fragments)}
         sent["broadcast", "intra"] = neighbours * sum(4 * (fragment.numel + NUM_WORDS) for fragment in fragments)
-        if self.inner.optimizers_reason == CUTS_TENSORS:
+        if self.inner.shards_masters:
             sent["masters", "intra"] = (1 + bool(method.mix)) * neighbours * whole // topology.local_size
         spread = {key: -(-num_bytes // every) for key, num_bytes in sent.items()}
         outer = 2 * 4 * sum(fragment.numel for fragment in fragments)
@@ -116,7 +114,7 @@ class Connected:
 
 
 @dataclass(frozen=True)
-class DiLoCoMethod(IslandsMethod):
+class DiLoCo(IslandsMethod):
     """DiLoCo: H inner steps on every island, then one outer Nesterov step with the mean of how far they went.
 
     sync_every: H. outer_lr, outer_momentum: of the outer step. codec: of outer gradients: "fp32", "bf16", "int8",
@@ -128,7 +126,6 @@ class DiLoCoMethod(IslandsMethod):
     """
 
     name: ClassVar[str] = "diloco"
-    table: ClassVar[str] = "diloco"
 
     inner: Method = field(default_factory=DDP)
     sync_every: int = 100
@@ -150,7 +147,7 @@ class DiLoCoMethod(IslandsMethod):
 
 
 @dataclass(frozen=True)
-class StreamingDiLoCoMethod(IslandsMethod):
+class StreamingDiLoCo(IslandsMethod):
     """Streaming DiLoCo: the model in fragments, one after the other, at 4 bits, while inner steps go on.
 
     sync_every: H, steps between two exchanges of one fragment. num_fragments: at most the model's layers; None: one
@@ -163,7 +160,6 @@ class StreamingDiLoCoMethod(IslandsMethod):
     """
 
     name: ClassVar[str] = "streaming-diloco"
-    table: ClassVar[str] = "streamingdiloco"
 
     inner: Method = field(default_factory=DDP)
     sync_every: int = 100
@@ -187,7 +183,7 @@ class StreamingDiLoCoMethod(IslandsMethod):
 
 
 @dataclass(frozen=True)
-class LocalSGDMethod(IslandsMethod):
+class LocalSGD(IslandsMethod):
     """Local SGD: every H inner steps each island goes on with the mean of all islands' weights.
 
     sync_every: H. start_after: up to this step the weights are averaged after every step (post-local SGD). codec,
@@ -198,7 +194,6 @@ class LocalSGDMethod(IslandsMethod):
     """
 
     name: ClassVar[str] = "local-sgd"
-    table: ClassVar[str] = "localsgd"
 
     inner: Method = field(default_factory=DDP)
     sync_every: int = 16
@@ -218,7 +213,7 @@ class LocalSGDMethod(IslandsMethod):
 
 
 ISLANDS: dict[str, Callable[..., IslandsMethod]] = {
-    "diloco": DiLoCoMethod,
-    "streaming-diloco": StreamingDiLoCoMethod,
-    "local-sgd": LocalSGDMethod,
+    "diloco": DiLoCo,
+    "streaming-diloco": StreamingDiLoCo,
+    "local-sgd": LocalSGD,
 }

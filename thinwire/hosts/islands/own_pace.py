@@ -118,6 +118,9 @@ class OwnPaceOptimizer(AgreeingOptimizer):
         """
         super().restore(source)
         self._context.begin()
+        if source.is_same:
+            source.is_same, source.is_exact = False, True
+            source.note("weights, and the optimizer's state of each rank", "carried", "the same ranks")
         source.note("state of the method", "starts anew", "from the weights, which all ranks have in common")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

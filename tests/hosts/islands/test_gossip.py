@@ -441,6 +441,19 @@ def test_a_lost_neighbour_is_named() -> None:
     assert all("rank 1 is missing" in results[rank] for rank in (0, 2))
 
 
+@pytest.mark.parametrize("smoothness", [2.0, 3.0, 4.0, 10.0, 100.0])
+def test_time_alone_keeps_states_bounded(smoothness: float) -> None:
+    """L = 3, mu = 1 has a double eigenvalue, for which a solver may give the same eigenvector twice."""
+    mixing = DadaoLaw(Graph.of("ring", 2), smoothness, 1.0).mixing
+    for duration in (0.1, 1.0, 500.0):
+        matrix = mixing.after(duration)
+        half = mixing.after(duration / 2)
+        torch.testing.assert_close(half @ half, matrix, rtol=0, atol=1e-9)
+        # x and x~ go towards each other, and keep their mean.
+        torch.testing.assert_close(matrix[:2, :2].sum(0), torch.ones(2, dtype=torch.float64))
+        assert float(matrix.abs().max()) < 100
+
+
 @pytest.mark.parametrize(("smoothness", "strong_convexity"), [(1.0, 2.0), (1.0, 0.0), (0.0, 0.0)])
 def test_constants_that_cannot_be_are_refused(smoothness: float, strong_convexity: float) -> None:
     with pytest.raises(ConfigError, match="strong_convexity"):

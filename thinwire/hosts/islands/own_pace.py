@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -21,6 +22,7 @@ from thinwire.methods.islands.own_pace import OwnPaceMethod
 from thinwire.state.replicas import compare_replicas, fitting_parameters
 from thinwire.table import Row
 
+log = logging.getLogger("thinwire")
 STOP_KEY = "thinwire/stop"
 # A wish to stop is looked for so often, not in every step: that asks another machine.
 LOOK_EVERY_S = 1.0
@@ -130,6 +132,10 @@ class OwnPaceOptimizer(AgreeingOptimizer):
 
     def _update(self) -> None:
         (self._dadao or self.inner).step()
+
+    def _skip(self) -> None:
+        self.skipped_steps += 1
+        log.warning("thinwire: step %d skipped on this rank alone: a gradient is not finite", self.steps)
 
     def _finish_backward(self) -> Tensor:
         """The norm of this rank's gradient; once a step."""

@@ -438,7 +438,7 @@ def first_rank_fails(rank: int, world_size: int) -> str:
     wrapped, optimizer = thinwire.zero(model, adamw(model), thinwire.SDP4Bit(), announce=False)
     with pytest.raises(ThinwireError) as caught:
         with thinwire.LocalSGD(wrapped, optimizer, sync_every=2, announce=False) as islands:
-            islands.loop._await = fail  # type: ignore[method-assign, assignment]
+            islands.loop._await = fail
             for step in range(2):
                 wrapped(batch(step)).backward()
                 optimizer.step()

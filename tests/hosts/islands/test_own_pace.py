@@ -124,8 +124,9 @@ class Bowl(nn.Module):
     def __init__(self, rank: int) -> None:
         super().__init__()
         self.x = nn.Parameter(torch.zeros(3))
-        self.register_buffer("curvature", torch.tensor([1.0, 2.0, 3.0]))
-        self.register_buffer("centre", torch.tensor([1.0, -1.0, 2.0]) * (-1) ** rank + rank)
+        # No buffers: those are made equal on all ranks at the start.
+        self.curvature = torch.tensor([1.0, 2.0, 3.0])
+        self.centre = torch.tensor([1.0, -1.0, 2.0]) * (-1) ** rank + rank
 
     def forward(self, _: Tensor) -> Tensor:
         return (self.curvature * (self.x - self.centre).square()).sum() / 2
@@ -133,13 +134,9 @@ class Bowl(nn.Module):
 
 def dadao(rank: int, world_size: int) -> Tensor:
     model = Bowl(rank)
-    # Only what is trained is made equal at the start: each rank has a function of its own.
-    model.curvature, model.centre = model.curvature.clone(), model.centre
-    centre = model.centre.clone()
     wrapped, driven = applied(model, "dadao", smoothness=3.0, strong_convexity=1.0, step_s=STEP_S)
-    model.centre.copy_(centre)
     for _ in range(120):
-        drive(wrapped, driven, centre)
+        drive(wrapped, driven, model.centre)
     driven.finish()
     driven.check_replicas()
     return model.x.detach().clone()

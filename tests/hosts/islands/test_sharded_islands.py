@@ -82,10 +82,10 @@ def train(name: str, island: int, shard: Any, mesh: DeviceMesh, **around: Any) -
     return {name: (p.full_tensor() if isinstance(p, DTensor) else p).clone() for name, p in named.items()}
 
 
-def grid(rank: int, world_size: int) -> dict[str, Any]:
+def grid(rank: int, world_size: int) -> dict[tuple[str, str], dict[str, Tensor]]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("island", "tensor"))
     island, tensor = mesh["island"].get_local_rank(), mesh["tensor"]
-    found: dict[str, Any] = {}
+    found: dict[tuple[str, str], dict[str, Tensor]] = {}
     for name in METHODS:
         # On ranks 0 and 2, and again on 1 and 3: two islands of one process.
         found[name, "whole"] = train(name, island, plain, tensor, peers=WorldPeers(mesh["island"]))

@@ -191,3 +191,17 @@ def test_a_reader_who_leaves_early_leaves_no_traceback() -> None:
         process.stdout.close()
         errors = process.stderr.read()
     assert process.returncode == 141 and not errors
+
+
+def test_codecs_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["codecs"]) == 0
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert listed[0] == "codec" and {"fp32", "int4/128", "int4/128+hadamard32", "topk1%/4096"} <= set(listed)
+    assert cli.run(["codecs", "int4/64:bf16+hadamard32", "topk1%"]) == 0
+    _, rotated, sparse = capsys.readouterr().out.splitlines()
+    assert rotated.split("  ")[0] == "int4/64:bf16+hadamard32" and " 4.25 " in rotated
+    assert rotated.endswith("unbiased, contraction, keeps zeros in runs of 32")
+    assert sparse.startswith("topk1%/4096")
+    for args, message in ((["itn4"], "codec 'itn4': .*did you mean 'int4'"), (["--helpp"], "did you mean '--help'")):
+        with pytest.raises(ConfigError, match=message):
+            cli.run(["codecs", *args])

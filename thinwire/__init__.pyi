@@ -26,9 +26,6 @@ from thinwire.codecs import (
     Integer as Integer,
 )
 from thinwire.codecs import (
-    LowRank as LowRank,
-)
-from thinwire.codecs import (
     Natural as Natural,
 )
 from thinwire.codecs import (
@@ -67,6 +64,8 @@ from thinwire.collectives import (
 from thinwire.collectives import (
     host_meeting as host_meeting,
 )
+from thinwire.compose import Stage as Stage
+from thinwire.compose import parallelize as parallelize
 from thinwire.errors import (
     ConfigError as ConfigError,
 )

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint import filesystem
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
@@ -327,3 +328,8 @@ def _store_not_shared() -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
+
+
+def flattened(mesh: DeviceMesh) -> DeviceMesh:
+    """All ranks of a mesh as one dimension; torch has no public name for it."""
+    return mesh._flatten()

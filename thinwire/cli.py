@@ -65,6 +65,13 @@ def explain(args: Sequence[str]) -> int:
     return run_explain(args)
 
 
+def codecs(args: Sequence[str]) -> int:
+    """List the codecs that options take, with bits per element and traits."""
+    from thinwire.codecs.command import run_codecs
+
+    return run_codecs(args)
+
+
 def export(args: Sequence[str]) -> int:
     """Write a run's last checkpoint as a folder for transformers, and compare what it loads."""
     from thinwire.convert.command import run_export
@@ -92,6 +99,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "checkpoints": checkpoints,
     "compare": compare,
     "explain": explain,
+    "codecs": codecs,
     "generate": generate,
     "export": export,
     "import": import_checkpoint,

@@ -16,6 +16,8 @@ import pytest
 
 from tests.docs.pages import PAGES, ROOT, Block, anchors, blocks, links, table_rows
 from tests.workers import free_port, run_program
+from thinwire.codecs import Codec
+from thinwire.codecs.command import all_rows
 from thinwire.compare import RaceConfig
 from thinwire.compare.contestants import read_contestants
 from thinwire.compare.options import read_race
@@ -68,6 +70,8 @@ def test_commands_are_understood(block: Block) -> None:
             understand_lab(words[2:])
         elif words[0] == "thinwire" and words[1] in CONVERSIONS:
             understand_conversion(words[1], words[2:])
+        elif words[:2] == ["thinwire", "codecs"]:
+            assert all(map(Codec.parse, words[2:]))
         elif words[:2] == ["thinwire", "checkpoints"]:
             assert words[2:] in ([words[-1]], ["verify", words[-1]])
         elif "train" in words:
@@ -247,6 +251,12 @@ def test_every_option_of_islands_is_documented() -> None:
     for name, make in ISLANDS.items():
         own = {item.name for item in options_of(make)}  # type: ignore[arg-type]
         assert own == {option for option, of in documented.items() if name in of or of == ["all"]}
+
+
+def test_every_codec_is_documented() -> None:
+    documented = [tuple(row) for row in table_rows(ROOT / "docs/methods/codecs.md", "How a codec is written")]
+    marked = [(*row[:3], " ".join(f"`:{option}`" for option in row[3].split())) for row in all_rows()]
+    assert documented == [tuple(cell.strip("`") for cell in row) for row in marked]
 
 
 def test_every_strategy_is_documented() -> None:

@@ -65,7 +65,7 @@ def reduce_scatter(
     slices = x.view(grid.num_nodes, grid.local_size, num_elements)
     if grid.world_size == 1 or num_elements == 0:
         return x.view(-1)
-    rotated_by: Codec | None = None
+    rotation = None
     sums = slices[:, 0]
     counters = [
         [counter + (y * grid.local_size + i) * num_elements for i in range(grid.local_size)]
@@ -74,19 +74,18 @@ def reduce_scatter(
     if grid.local_size > 1:
         own_seed = paired_seed(derive_seed(seed, HOP_INTRA), link.rank)
         sums = yield from _hop_intra(link, slices, intra, own_seed, counters, operation, lost)
-        rotated_by = intra
+        rotation = intra.rotation
     if grid.num_nodes > 1:
-        if rotated_by is not None and (rotated_by.rotation != inter.rotation or (lost and not lost.is_rotated)):
-            rotated_by.unrotate_(sums.view(-1))
-            rotated_by = None
-        codec = inter if rotated_by is None else inter.inner
+        if rotation and (not _rotate_alike(intra, inter) or (lost and not lost.is_rotated)):
+            rotation.rotate_(sums.view(-1))
+            rotation = None
+        codec = _in_rotated_domain(inter) if rotation else inter
         node_counters = [row[link.local_rank] for row in counters]
         own_seed = paired_seed(derive_seed(seed, HOP_INTER), link.node)
         sums = yield from _hop_inter(link, sums, codec, own_seed, node_counters, operation, lost)
-        rotated_by = inter
-    assert rotated_by is not None
+        rotation = inter.rotation
     with link.timed("decode_s", operation):
-        return rotated_by.unrotate_(sums.view(-1))
+        return rotation.rotate_(sums.view(-1)) if rotation else sums.view(-1)
 
 
 def reduce_in_node(link: Link, x: Tensor, *, operation: str = "reduce_scatter") -> Rounds[Tensor]:
@@ -131,11 +130,13 @@ def _hop_intra(
             round_.send(peer, sends[i].view(-1))
     yield from round_.finish()
 
+    inner = _in_rotated_domain(codec)
+
     def add_up() -> None:
         for i in range(local_size):
             packets = sends[i] if i == link.local_rank else receives[i]
             for y in range(num_nodes):
-                _accumulate(codec.inner, packets[y], total[y], first=i == 0)
+                _accumulate(inner, packets[y], total[y], first=i == 0)
 
     yield from link.work("decode_s", operation, add_up)
     return total
@@ -168,12 +169,25 @@ def _hop_inter(
             round_.send(peer, sends[y])
     yield from round_.finish()
 
+    inner = _in_rotated_domain(codec)
+
     def add_up() -> None:
         for y in range(num_nodes):
-            _accumulate(codec.inner, sends[y] if y == link.node else receives[y], total, first=y == 0)
+            _accumulate(inner, sends[y] if y == link.node else receives[y], total, first=y == 0)
 
     yield from link.work("decode_s", operation, add_up)
     return total
+
+
+def _in_rotated_domain(codec: Codec) -> Codec:
+    """What decodes to rotated values, where the codec rotates; else the codec."""
+    return codec.rotation.inner if codec.rotation else codec
+
+
+def _rotate_alike(one: Codec, other: Codec) -> bool:
+    """Whether both codecs rotate, and by the same matrix."""
+    a, b = one.rotation, other.rotation
+    return a is not None and b is not None and a.block_size == b.block_size
 
 
 def _encode(

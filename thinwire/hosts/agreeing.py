@@ -5,29 +5,29 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection, Mapping
-from concurrent.futures import Future
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from thinwire.checkpoint import Debt, Snapshot, Source
-from thinwire.collectives import Communicator, Meter
+from thinwire.collectives import Meter
+from thinwire.hosts.ranks import Ranks
+from thinwire.state.agreement import Agreed, Word, word_bytes
 from thinwire.state.portable import REPLICA, Held, add_optimizer, restore_optimizer
 from thinwire.state.replicas import check_layout, shapes_digest
 from thinwire.table import Row
 
 log = logging.getLogger("thinwire")
-STOP = 1.0
 
 
 class AgreeingOptimizer:
     """The user's optimizer over gradients that another wrapper averages; a ParallelOptimizer but for what that adds.
 
     trained: the tensors that the optimizer steps, by parameter name: whole parameters or this rank's shards of them.
-    In every step the ranks exchange 24 bytes each, [squared norm, loss, wish to stop] in fp64.
+    In every step all ranks of the mesh tell each other a Word. ranks: the mesh as the method sees it.
 
-    A subclass gives `_reduce`, which leaves the mean gradient in `.grad` of every trained tensor; `_global_norm`; and
+    A subclass gives `_reduce`, which leaves the mean gradient in `.grad` of every trained tensor; `_counts`; and
     `no_sync`, `synchronize`, `check_replicas`, `bytes_per_step`.
     """
 
@@ -35,14 +35,15 @@ class AgreeingOptimizer:
         self,
         model: nn.Module,
         inner: torch.optim.Optimizer,
-        comm: Communicator,
+        ranks: Ranks,
         trained: dict[str, Tensor],
         num_parameters: int,
         rows: list[Row],
     ) -> None:
         self.model = model
         self.inner = inner
-        self.comm = comm
+        self.ranks = ranks
+        self.comm = ranks.comm
         self.trained = trained
         self.num_parameters = num_parameters
         self.steps = 0
@@ -51,11 +52,8 @@ class AgreeingOptimizer:
         self.mean_loss = math.nan
         self._rows = rows
         self._loss = math.nan
-        self._stop = 0.0
+        self._stop = False
         self._grad_norm: Tensor | None = None
-        self._words: Future[Tensor] | None = None
-
-    # ---------------------------------------------------------------- of the wrapper underneath
 
     @property
     def bytes_per_step(self) -> int:
@@ -66,15 +64,13 @@ class AgreeingOptimizer:
         """Wait until the mean gradient over all ranks is in `.grad` of the trained tensors."""
         raise NotImplementedError
 
-    def _global_norm(self, squares: float) -> float:
-        """The norm of the whole gradient, from the squared norm of this rank's `.grad`."""
-        raise NotImplementedError
+    def _counts(self, name: str) -> bool:
+        """Whether this rank counts its part of a parameter's gradient; one rank of the mesh counts each element."""
+        return self.ranks.counts(name)
 
     def _forget(self) -> list[str]:
         """A step was skipped: drop what a method remembers of it that is not finite; of which parameters."""
         return []
-
-    # ---------------------------------------------------------------- a step
 
     def note_loss(self, loss: float) -> None:
         """Say this rank's loss; after the step, `mean_loss` is the mean over ranks."""
@@ -82,12 +78,12 @@ class AgreeingOptimizer:
 
     def request_stop(self) -> None:
         """Ask all ranks to stop; after the next step, `stop_requested` is true on every one of them."""
-        self._stop = STOP
+        self._stop = True
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the mean gradient to a global 2-norm of at most `max_norm`; returns the norm before (fp64 scalar)."""
-        norm = self._finish_backward()
+        norm = self.reduce()
         if math.isfinite(norm) and norm > max_norm:
             factor = max_norm / (norm + 1e-6)
             self._scale(float(factor))
@@ -97,12 +93,11 @@ class AgreeingOptimizer:
     @torch.no_grad()
     def step(self) -> None:
         """Update the weights with the mean gradient, unless it is not finite; a collective over all ranks."""
-        if bool(torch.isfinite(self._finish_backward())):
+        if bool(torch.isfinite(self.reduce())):
             self._update()
         else:
             self._skip()
-        self._hear()
-        self._grad_norm = self._words = None
+        self._grad_norm = None
         self.steps += 1
 
     def zero_grad(self) -> None:
@@ -127,26 +122,22 @@ class AgreeingOptimizer:
         if forgotten:
             log.warning("thinwire: step %d: memory of %d parameter(s) dropped: not finite", self.steps, len(forgotten))
 
-    def _finish_backward(self) -> Tensor:
-        """The global norm of the mean gradient, which is complete from here on; once a step."""
+    def reduce(self) -> Tensor:
+        """Wait for the mean gradient, and agree with all ranks on the step; the gradient's norm (fp64 scalar)."""
         if self._grad_norm is None:
             self._reduce()
-            grads = [tensor.grad for tensor in self.trained.values() if tensor.grad is not None]
-            squares = float(nn.utils.get_total_norm(grads)) ** 2
-            word = torch.tensor([squares, self._loss, self._stop], dtype=torch.float64)
-            self._words = self.comm.all_gather_exact(word)
-            self._grad_norm = torch.tensor(self._global_norm(squares), dtype=torch.float64)
+            counted = [t.grad for name, t in self.trained.items() if t.grad is not None and self._counts(name)]
+            agreed = self._agree(Word(float(nn.utils.get_total_norm(counted)) ** 2, self._loss, self._stop))
+            self._grad_norm = torch.tensor(agreed.norm, dtype=torch.float64)
         return self._grad_norm
 
-    def _hear(self) -> Tensor:
-        """What all ranks say of this step, fp64 [world_size, 3]."""
-        assert self._words is not None
-        words = self.comm.wait(self._words)
-        self.mean_loss = float(words[:, 1].mean())
-        self.stop_requested = self.stop_requested or bool((words[:, 2] == STOP).any())
-        return words
-
-    # ---------------------------------------------------------------- what is known
+    def _agree(self, word: Word) -> Agreed:
+        """Tell all ranks of the mesh this one's word, and keep what they agree on."""
+        everyone = self.ranks.everyone
+        agreed = Agreed.of(everyone.wait(everyone.all_gather_exact(word.pack())), len(word.used))
+        self.mean_loss = agreed.loss
+        self.stop_requested = self.stop_requested or agreed.stop
+        return agreed
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -161,7 +152,7 @@ class AgreeingOptimizer:
     @property
     def agreement_bytes(self) -> int:
         """Payload of the ranks' words in one step."""
-        return 24 * (self.comm.world_size - 1)
+        return word_bytes() * (self.ranks.everyone.world_size - 1)
 
     @property
     def uncompressed_bytes_per_step(self) -> float:
@@ -195,9 +186,7 @@ class AgreeingOptimizer:
 
     def close(self) -> None:
         """Wait for all communication and give the process group back."""
-        self.comm.close()
-
-    # ---------------------------------------------------------------- state
+        self.ranks.close()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of all that is needed to go on bit for bit on the same world."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from functools import singledispatch
-from typing import Any, Protocol, TypedDict, Unpack, runtime_checkable
+from typing import Any, NotRequired, Protocol, TypedDict, Unpack, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from thinwire.checkpoint import Snapshot, Source
 from thinwire.collectives import Communicator, Meter
 from thinwire.errors import ConfigError
+from thinwire.hosts.ranks import Axis
+from thinwire.methods.interface import Method
 
 
 class ParallelOptimizer(Protocol):
@@ -72,6 +74,10 @@ class ParallelOptimizer(Protocol):
 
     def request_stop(self) -> None:
         """Ask all ranks to stop after the next step."""
+        ...
+
+    def reduce(self) -> Tensor:
+        """Wait for the mean gradient, and agree with all ranks on the step; the gradient's norm. Once a step."""
         ...
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -145,13 +151,24 @@ class RankOptions(TypedDict):
     """What every host is told of the ranks.
 
     local_size: ranks per node; None: found from the launcher or host names. seed: of all randomness. timeout_s: how
-    long one message may take. checked: every message carries what it is and a checksum.
+    long one message may take. checked: every message carries what it is and a checksum. axis: of a mesh; None: all
+    ranks.
     """
 
     local_size: int | None
     seed: int
     timeout_s: float
     checked: bool
+    axis: NotRequired[Axis | None]
+
+
+def without_axis(method: Method, options: RankOptions) -> Any:
+    """The options of a host that knows no mesh; raises ConfigError where there is one."""
+    if options.get("axis") is not None:
+        raise ConfigError(
+            f"{method.name} can't share a mesh with another axis; nearest that can: sdp4bit, zero, ddp or powersgd"
+        )
+    return {key: value for key, value in options.items() if key != "axis"}
 
 
 @singledispatch

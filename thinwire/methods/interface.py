@@ -12,6 +12,7 @@ from torch import nn
 from thinwire.codecs import Codec
 from thinwire.collectives import Topology
 from thinwire.collectives.gather import gather_bytes
+from thinwire.state.agreement import word_bytes
 
 # The reason of strategies that shard the optimizer.
 CUTS_TENSORS = "cuts tensors anywhere, so that the update of one element must not depend on others"
@@ -102,9 +103,11 @@ def trained_shapes(model: nn.Module) -> dict[str, torch.Size]:
     return {name: param.shape for name, param in model.named_parameters() if param.requires_grad}
 
 
-def agreement_sent(topology: Topology, word_bytes: int = 24) -> dict[tuple[str, str], int]:
+def agreement_sent(topology: Topology, num_parameters: int = 0) -> dict[tuple[str, str], int]:
     """What the ranks' words about a step take, by the meter's (operation, level)."""
-    return {("all_gather_exact", level): sent for level, sent in gather_bytes(topology, word_bytes).items()}
+    return {
+        ("all_gather_exact", level): sent for level, sent in gather_bytes(topology, word_bytes(num_parameters)).items()
+    }
 
 
 @runtime_checkable

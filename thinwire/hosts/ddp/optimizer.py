@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.checkpoint import Debt, Source
-from thinwire.collectives import Communicator
 from thinwire.errors import ConfigError
 from thinwire.hosts.agreeing import AgreeingOptimizer
 from thinwire.hosts.ddp.hook import hand_over
 from thinwire.hosts.ddp.reducer import BucketReducer, learning_rates
 from thinwire.hosts.interface import ParallelOptimizer, RankOptions, apply
+from thinwire.hosts.ranks import Axis, Ranks, open_ranks
 from thinwire.methods.data.ddp import DDPMethod
 from thinwire.methods.data.reductions import BY_FORMULA, Reduction
 from thinwire.state.replicas import compare_replicas, same_start, trained_parameters
@@ -53,6 +53,7 @@ def wrap_ddp(
     seed: int,
     timeout_s: float,
     checked: bool,
+    axis: Axis | None = None,
 ) -> tuple[nn.Module, DDPOptimizer]:
     """The module to call in training, and the optimizer; a collective over the default group.
 
@@ -60,7 +61,8 @@ def wrap_ddp(
     """
     trained = trained_parameters(model, optimizer)
     strategy.check(model, optimizer)
-    comm = Communicator(local_size=local_size, timeout_s=timeout_s, checked=checked)
+    ranks = open_ranks(axis, local_size=local_size, timeout_s=timeout_s, checked=checked)
+    comm = ranks.comm
     shapes = {name: param.shape for name, param in trained.items()}
     reduction = strategy.reduction(comm.world_size, seed)
     strategy.bind(reduction, trained, optimizer, comm)
@@ -80,8 +82,9 @@ def wrap_ddp(
             gradient_as_bucket_view=True,
             find_unused_parameters=strategy.find_unused_parameters,
             bucket_cap_mb=whole_mb if strategy.single_bucket else None,
+            process_group=None if axis is None else axis.group.get_group(),
         )
-    wrapped = DDPOptimizer(model, optimizer, comm, trained, ddp, reduction, rows, whole_step=strategy.whole_step)
+    wrapped = DDPOptimizer(model, optimizer, ranks, trained, ddp, reduction, rows, whole_step=strategy.whole_step)
     if not strategy.find_unused_parameters:
         wrapped.settle_buckets(entry)
     return ddp, wrapped
@@ -94,7 +97,7 @@ class DDPOptimizer(AgreeingOptimizer):
         self,
         model: nn.Module,
         inner: torch.optim.Optimizer,
-        comm: Communicator,
+        ranks: Ranks,
         trained: dict[str, nn.Parameter],
         ddp: DistributedDataParallel,
         reduction: Reduction,
@@ -102,12 +105,12 @@ class DDPOptimizer(AgreeingOptimizer):
         *,
         whole_step: bool,
     ) -> None:
-        super().__init__(model, inner, comm, dict(trained), sum(p.numel() for p in trained.values()), rows)
+        super().__init__(model, inner, ranks, dict(trained), sum(p.numel() for p in trained.values()), rows)
         self.ddp = ddp
         self._shapes = {name: param.shape for name, param in trained.items()}
         self._clips = not whole_step
         self._reducer = BucketReducer(
-            comm, reduction, trained, lambda: learning_rates(trained, inner), alone=whole_step
+            self.comm, reduction, trained, lambda: learning_rates(trained, inner), alone=whole_step
         )
         ddp.register_comm_hook(self, hand_over)
 
@@ -157,8 +160,9 @@ class DDPOptimizer(AgreeingOptimizer):
             )
         self._reducer.finish()
 
-    def _global_norm(self, squares: float) -> float:
-        return squares**0.5
+    def _counts(self, name: str) -> bool:
+        # Every rank of the axis holds the same mean.
+        return self.comm.rank == 0 and super()._counts(name)
 
     def _forget(self) -> list[str]:
         return self._reducer.reduction.forget()

@@ -18,7 +18,8 @@ from thinwire.collectives import Communicator
 from thinwire.errors import ConfigError
 from thinwire.hosts.agreeing import AgreeingOptimizer
 from thinwire.hosts.fsdp.compress import CompressedFSDP, mesh_of
-from thinwire.hosts.interface import ParallelOptimizer, RankOptions, apply
+from thinwire.hosts.interface import ParallelOptimizer, RankOptions, apply, without_axis
+from thinwire.hosts.ranks import Ranks
 from thinwire.layout.layers import layers_of
 from thinwire.methods.data.zeropp import FSDPMethod, ShardingStrategy
 from thinwire.state.elementwise import check_elementwise
@@ -108,7 +109,7 @@ class FSDPOptimizer(AgreeingOptimizer):
         reshard_after_forward: bool,
         rows: list[Row],
     ) -> None:
-        super().__init__(model, inner, compressed.comm, shards, compressed.num_parameters, rows)
+        super().__init__(model, inner, Ranks(compressed.comm, compressed.comm), shards, compressed.num_parameters, rows)
         self.compressed = compressed
         self.modules: list[FSDPModule] = [module for module in modules if isinstance(module, FSDPModule)]
         self.reshard_after_forward = reshard_after_forward
@@ -224,9 +225,6 @@ class FSDPOptimizer(AgreeingOptimizer):
             shard, grad = self.trained[name], param.grad
             shard.grad = grad.to_local() if isinstance(grad, DTensor) and shard.numel() else None
 
-    def _global_norm(self, squares: float) -> float:
-        return float(self._hear()[:, 0].sum()) ** 0.5
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what state_dict gave; a collective. Raises ConfigError where it does not fit."""
         # A gather that is under way carries the old weights.
@@ -285,4 +283,4 @@ def _apply_fsdp(
     **options: Unpack[RankOptions],
 ) -> tuple[nn.Module, ParallelOptimizer]:
     """See hosts.interface."""
-    return wrap_fsdp(model, optimizer, method, overlap=overlap, **options)  # type: ignore[arg-type]
+    return wrap_fsdp(model, optimizer, method, overlap=overlap, **without_axis(method, options))  # type: ignore[arg-type]

@@ -92,6 +92,10 @@ class IslandsOptimizer:
         """Ask all islands to stop after the next exchange."""
         self.inner.request_stop()
 
+    def reduce(self) -> Tensor:
+        """Of this island."""
+        return self.inner.reduce()
+
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the island's mean gradient; returns the norm before."""
         return self.inner.clip_grad_norm_(max_norm)

@@ -21,9 +21,10 @@ from thinwire.collectives import Communicator
 from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
 from thinwire.errors import ConfigError, PeerLostError
 from thinwire.hosts.agreeing import AgreeingOptimizer
-from thinwire.hosts.interface import ParallelOptimizer, RankOptions, apply
+from thinwire.hosts.interface import ParallelOptimizer, RankOptions, apply, without_axis
 from thinwire.hosts.one_byte.directions import Directions
 from thinwire.hosts.one_byte.log import Entry, OneByteLog
+from thinwire.hosts.ranks import Ranks
 from thinwire.methods.data import one_byte_code as byte
 from thinwire.methods.data.one_byte import WORD_BYTES, OneByte
 from thinwire.state.replicas import (
@@ -95,7 +96,7 @@ class OneByteOptimizer(AgreeingOptimizer):
         self.method = method
         self.log = log
         self.directions = Directions(trained, log.seed)
-        super().__init__(model, inner, comm, dict(trained), self.directions.num_elements, rows)
+        super().__init__(model, inner, Ranks(comm, comm), dict(trained), self.directions.num_elements, rows)
         self.steps = log.end
         self._slopes = torch.zeros(method.samples, dtype=torch.float64)
         self._heard: Tensor | None = None
@@ -161,7 +162,7 @@ class OneByteOptimizer(AgreeingOptimizer):
         self.log.seal(self.trained.values())
         self._keep_log()
 
-    def _finish_backward(self) -> Tensor:
+    def reduce(self) -> Tensor:
         """An estimate of the gradient's norm, once a step: E[p^2] = |grad|^2. NaN where all samples are left out."""
         if self._grad_norm is None:
             words = [torch.tensor([self._loss], dtype=torch.float32), torch.tensor([self._stop], dtype=torch.uint8)]
@@ -172,6 +173,9 @@ class OneByteOptimizer(AgreeingOptimizer):
                 # All that was done together so far can be repeated by those who start again.
                 self._keep_log()
                 raise
+            losses = self._heard[:, -WORD_BYTES:-1].clone(memory_format=torch.contiguous_format).view(torch.float32)
+            self.mean_loss = float(losses.double().mean())
+            self.stop_requested = self.stop_requested or bool(self._heard[:, -1].any())
             self._slopes.zero_()
             slopes = self.log.slopes(self._codes)
             applied = slopes[slopes != 0]
@@ -195,13 +199,6 @@ class OneByteOptimizer(AgreeingOptimizer):
     def _skip(self) -> None:
         super()._skip()
         self._update()
-
-    def _hear(self) -> Tensor:
-        assert self._heard is not None
-        losses = self._heard[:, -WORD_BYTES:-1].clone(memory_format=torch.contiguous_format).view(torch.float32)
-        self.mean_loss = float(losses.double().mean())
-        self.stop_requested = self.stop_requested or bool(self._heard[:, -1].any())
-        return losses
 
     def _warn_of_rounding(self) -> None:
         if torch.is_autocast_enabled("cpu") and not self._has_warned and self.comm.rank == 0:
@@ -337,5 +334,5 @@ def _apply_one_byte(
     **options: Unpack[RankOptions],
 ) -> tuple[nn.Module, ParallelOptimizer]:
     """See hosts.interface."""
-    wrapped = one_byte(model, optimizer, method, announce=False, **options)
+    wrapped = one_byte(model, optimizer, method, announce=False, **without_axis(method, options))
     return Measured(model, wrapped), wrapped

@@ -6,10 +6,10 @@ import logging
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -17,11 +17,13 @@ from thinwire.checkpoint import Snapshot, Source
 from thinwire.codecs import Identity, derive_seed
 from thinwire.collectives import Communicator
 from thinwire.hosts.agreeing import AgreeingOptimizer
+from thinwire.hosts.ranks import Ranks
 from thinwire.hosts.sharded.guard import guard
 from thinwire.layout.buckets import Slot
 from thinwire.layout.levels import Levels
 from thinwire.layout.pieces import shard_param_groups
 from thinwire.layout.units import Part, Unit, sent_by
+from thinwire.state.agreement import Agreed, Word
 from thinwire.state.portable import REPLICA, Held
 from thinwire.state.replicas import ReplicaError, digest
 from thinwire.table import Row
@@ -56,7 +58,9 @@ class FrontierOptimizer(AgreeingOptimizer):
         self._slots = [slot for unit in units for slot in unit.slots]
         self._pieces = shard_param_groups(inner, self._parts)
         trained = {slot.name: piece for slot, piece, _, _ in self._pieces}
-        super().__init__(model, inner, comm, trained, sum(slot.param.numel() for slot in self._slots), rows)
+        super().__init__(
+            model, inner, Ranks(comm, comm), trained, sum(slot.param.numel() for slot in self._slots), rows
+        )
         self._accumulating = False
         self._used: set[int] = set()
         # Units whose refreshed weights have not been asked for yet, in order of forward.
@@ -267,19 +271,20 @@ class FrontierOptimizer(AgreeingOptimizer):
         for unit in reversed(self.units):
             if not unit.is_sent:
                 self._send_gradients(unit, last=True)
-        used = np.array([slot.index in self._used for slot in self._slots], dtype=np.uint8)
-        words = self.comm.all_gather_exact(torch.from_numpy(np.packbits(used)))
         for part in self._parts:
             assert part.reducing is not None
             self.comm.wait(part.reducing)
             part.reducing = None
-        # A parameter that no rank used is left alone, as by the plain optimizer.
-        bits = np.unpackbits(self.comm.wait(words).numpy(), axis=1).max(axis=0)
         for slot, piece, start, end in self._pieces:
-            piece.grad = slot.bucket.shard_grad[start:end] if bits[slot.index] else None
+            piece.grad = slot.bucket.shard_grad[start:end]
 
-    def _global_norm(self, squares: float) -> float:
-        return float(self._hear()[:, 0].sum()) ** 0.5
+    def _agree(self, word: Word) -> Agreed:
+        agreed = super()._agree(replace(word, used=[slot.index in self._used for slot in self._slots]))
+        # A parameter that no rank used is left alone, as by the plain optimizer.
+        for slot, piece, _, _ in self._pieces:
+            if not agreed.used[slot.index]:
+                piece.grad = None
+        return agreed
 
     # ---------------------------------------------------------------- a step
 

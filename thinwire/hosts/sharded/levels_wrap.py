@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from thinwire.collectives import Communicator
-from thinwire.hosts.interface import ParallelOptimizer, RankOptions, apply
+from thinwire.hosts.interface import ParallelOptimizer, RankOptions, apply, without_axis
 from thinwire.hosts.sharded.levels_optimizer import FrontierOptimizer
 from thinwire.layout.levels import Levels
 from thinwire.layout.units import Unit, lay_out
@@ -92,4 +92,4 @@ def _apply_frontier(
     **options: Unpack[RankOptions],
 ) -> tuple[nn.Module, ParallelOptimizer]:
     """See hosts.interface."""
-    return wrap_frontier(model, optimizer, method, overlap=overlap, **options)
+    return wrap_frontier(model, optimizer, method, overlap=overlap, **without_axis(method, options))

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -21,17 +20,18 @@ from thinwire.collectives.gather import all_gather_packets
 from thinwire.collectives.link import Link
 from thinwire.collectives.reduce import reduce_scatter
 from thinwire.collectives.rounds import Rounds
+from thinwire.hosts.ranks import Ranks
 from thinwire.hosts.sharded.guard import guard
 from thinwire.layout.buckets import Bucket, SentGradient, Slot
 from thinwire.layout.formats import Strategy, describe_formats
 from thinwire.layout.pieces import shard_param_groups
+from thinwire.state.agreement import Agreed, Word
 from thinwire.state.clipping import Clipping
 from thinwire.state.portable import REPLICA, Held, add_optimizer, restore_optimizer
 from thinwire.state.replicas import check_layout, compare_replicas, fingerprint
 
 log = logging.getLogger("thinwire")
 GRADIENTS, WEIGHTS = 0, 1
-STOP = 1
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -56,7 +56,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         inner: torch.optim.Optimizer,
         strategy: Strategy,
         buckets: list[Bucket],
-        comm: Communicator,
+        ranks: Ranks,
         *,
         overlap: bool,
         seed: int,
@@ -66,7 +66,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.inner = inner
         self.strategy = strategy
         self.buckets = buckets
-        self.comm = comm
+        self.ranks = ranks
+        self.comm = ranks.comm
         self.overlap = overlap
         self.seed = seed
         self.steps = 0
@@ -75,7 +76,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.stop_requested = False
         self.mean_loss = float("nan")
         self._notes = notes
-        self._comms = list(dict.fromkeys([comm, *(bucket.comm for bucket in buckets)]))
+        self._comms = list(dict.fromkeys([self.comm, *(bucket.comm for bucket in buckets)]))
         self._slots = [slot for bucket in buckets for slot in bucket.slots]
         self._frozen = [p for group in inner.param_groups for p in group["params"] if not p.requires_grad]
         self._complete = False
@@ -140,6 +141,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         finally:
             self._accumulating = before
 
+    def reduce(self) -> Tensor:
+        """Wait for the mean gradient, and agree with all ranks on the step; the gradient's norm (fp64 scalar)."""
+        self._finish_reduction()
+        assert self._grad_norm is not None
+        return self._grad_norm
+
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the mean gradient to a global 2-norm of at most `max_norm`; returns the norm before (fp64 scalar).
@@ -148,9 +155,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         torch.nn.utils.clip_grad_norm_ sees only this rank's gradients, which have been sent already: step refuses to go
         on after it.
         """
-        self._finish_reduction()
-        assert self._grad_norm is not None
-        norm = self._grad_norm
+        norm = self.reduce()
         scale = max_norm / (float(norm) + 1e-6)
         if scale < 1.0:
             for bucket in self.buckets:
@@ -200,7 +205,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     @property
     def bytes_per_step(self) -> int:
         """Payload this rank sends in one step: gradients, weights, agreement; the most it can be, if entropy-coded."""
-        messages = sum((comm.world_size - 1) * self._agreement(comm).numel() for comm in self._comms)
+        messages = sum((self._speaks_on(comm).world_size - 1) * self._word(comm).pack().numel() for comm in self._comms)
         return messages + sum(sum(bucket.sent_bytes().values()) for bucket in self.buckets)
 
     @property
@@ -249,7 +254,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def close(self) -> None:
         """Wait for all communication and give the process groups back."""
         self.synchronize()
-        for comm in self._comms:
+        for comm in dict.fromkeys([*self._comms, self.ranks.everyone]):
             comm.close()
 
     # ---------------------------------------------------------------- state
@@ -436,28 +441,37 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._agree()
         self._refuse_touched()
 
-    def _agreement(self, comm: Communicator) -> Tensor:
-        """This rank's word on the step: [sum of squares of its shards, loss] in fp64, flags, a bit per parameter."""
+    def _slots_of(self, comm: Communicator) -> list[Slot]:
+        return [slot for slot in self._slots if slot.bucket.comm is comm]
+
+    def _speaks_on(self, comm: Communicator) -> Communicator:
+        """Where the word on a group's parameters is said: the main group's on the whole mesh."""
+        return self.ranks.everyone if comm is self.comm else comm
+
+    def _word(self, comm: Communicator) -> Word:
+        """This rank's word on the step; the squares, of all parameters, are the main group's."""
+        squares = self._squares() if comm is self.comm and self._launched else 0.0
+        return Word(squares, self._loss, self._stop, [slot.param.grad is not None for slot in self._slots_of(comm)])
+
+    def _squares(self) -> float:
+        """The sum of squares of those elements of this rank's slices of the mean gradient that it counts."""
         total = torch.zeros(1, dtype=torch.float64)
-        if comm is self.comm and self._launched:
-            for bucket in self.buckets:
-                total += torch.linalg.vector_norm(bucket.shard_grad, dtype=torch.float64).cpu() ** 2
-        used = [slot.param.grad is not None for slot in self._slots if slot.bucket.comm is comm]
-        bits = torch.from_numpy(np.packbits(np.array(used, dtype=np.uint8)))
-        numbers = torch.cat([total, torch.tensor([self._loss], dtype=torch.float64)])
-        return torch.cat([numbers.view(torch.uint8), torch.tensor([STOP * self._stop], dtype=torch.uint8), bits])
+        for bucket in self.buckets:
+            ranges = [bucket.shard_range(slot) for slot in bucket.slots if self.ranks.counts(slot.name)]
+            is_whole = len(ranges) == len(bucket.slots)
+            for start, end in [(0, bucket.shard_numel)] if is_whole else ranges:
+                total += torch.linalg.vector_norm(bucket.shard_grad[start:end], dtype=torch.float64).cpu() ** 2
+        return float(total)
 
     def _agree(self) -> None:
         for comm in self._comms:
-            words = comm.wait(comm.all_gather_exact(self._agreement(comm)))
-            slots = [slot for slot in self._slots if slot.bucket.comm is comm]
-            bits = np.unpackbits(words[:, 17:].numpy(), axis=1).max(axis=0)
-            self._used.update(slot.index for slot, used in zip(slots, bits, strict=False) if used)
+            speaks_on, word, slots = self._speaks_on(comm), self._word(comm), self._slots_of(comm)
+            agreed = Agreed.of(speaks_on.wait(speaks_on.all_gather_exact(word.pack())), len(slots))
+            self._used.update(slot.index for slot, used in zip(slots, agreed.used, strict=True) if used)
             if comm is self.comm:
-                numbers = np.frombuffer(words[:, :16].numpy().tobytes(), dtype=np.float64).reshape(-1, 2)
-                self._grad_norm = torch.tensor(numbers[:, 0].sum()).sqrt()
-                self.mean_loss = float(numbers[:, 1].mean())
-                self.stop_requested = self.stop_requested or bool((words[:, 16] & STOP).any())
+                self._grad_norm = torch.tensor(agreed.norm, dtype=torch.float64)
+                self.mean_loss = agreed.loss
+                self.stop_requested = self.stop_requested or agreed.stop
 
     def _refuse_changed_parameters(self) -> None:
         for slot in self._slots:

@@ -17,6 +17,7 @@ from thinwire.collectives import Communicator
 from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
 from thinwire.errors import ConfigError
 from thinwire.hosts.interface import ParallelOptimizer, RankOptions, apply
+from thinwire.hosts.ranks import Axis, open_ranks
 from thinwire.hosts.sharded.optimizer import ZeroOptimizer
 from thinwire.layout.buckets import Bucket, build_buckets
 from thinwire.layout.formats import Strategy
@@ -36,6 +37,7 @@ def zero(
     *,
     group: Group = None,
     local_size: int | None = None,
+    axis: Axis | None = None,
     group_for: Callable[[str, nn.Parameter], Group] | None = None,
     bucket_numel: int | None = None,
     overlap: bool = False,
@@ -47,11 +49,12 @@ def zero(
     """Shard an optimizer over data-parallel ranks and compress what they exchange; the model object stays the same.
 
     strategy: what travels and how, such as `thinwire.SDP4Bit()`. group: the ranks that hold replicas of this model: a
-    process group, one dimension of a DeviceMesh, None for all. local_size: ranks per node, found by itself if None. group_for:
-    another group (inside `group`) for some parameters, say experts; None for the main one. bucket_numel: elements to
-    a bucket. overlap: let weights arrive during the next forward; then call optimizer.synchronize() before reading
-    weights by hand. seed: of stochastic rounding. timeout_s, checked: see Communicator. announce: rank 0 prints to
-    stderr what was asked for, what is in effect, and why they differ.
+    process group, one dimension of a DeviceMesh, None for all. local_size: ranks per node, found by itself if None.
+    axis: given by `parallelize` in place of a group. group_for: another group (inside `group`) for some parameters, say
+    experts; None for the main one. bucket_numel: elements to a bucket. overlap: let weights arrive during the next
+    forward; then call optimizer.synchronize() before reading weights by hand. seed: of stochastic rounding. timeout_s,
+    checked: see Communicator. announce: rank 0 prints to stderr what was asked for, what is in effect, and why they
+    differ.
 
     Call it on every rank, after the optimizer is made and before anything is trained. Ranks may start from different
     weights: rank 0's are taken. Only parameters that the optimizer holds and that require gradients take part.
@@ -62,7 +65,8 @@ def zero(
     _check_strategy(strategy)
     named = _trained_parameters(model, optimizer)
     check_elementwise(optimizer)
-    comm = Communicator(group, local_size=local_size, timeout_s=timeout_s, checked=checked)
+    ranks = open_ranks(axis, group=group, local_size=local_size, timeout_s=timeout_s, checked=checked)
+    comm = ranks.comm
     comms: dict[int, Communicator] = {}
 
     def comm_for(name: str, param: nn.Parameter) -> Communicator:
@@ -83,7 +87,7 @@ def zero(
     buckets: list[Bucket] = build_buckets(named, strategy, lambda _, param: chosen[id(param)], bucket_numel, Bucket)
     for bucket in buckets:
         bucket.allocate()
-    sharded = ZeroOptimizer(model, optimizer, strategy, buckets, comm, overlap=overlap, seed=seed, notes=notes)
+    sharded = ZeroOptimizer(model, optimizer, strategy, buckets, ranks, overlap=overlap, seed=seed, notes=notes)
     if announce and comm.rank == 0:
         announce_table(sharded.describe())
     return model, sharded

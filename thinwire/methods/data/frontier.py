@@ -27,7 +27,6 @@ from thinwire.optim import ELEMENTWISE
 # Short groups: parameters are padded to them, and every shard holds whole ones. With bf16 scales, 64 gradients cost
 # what 128 do with fp32 scales, and lose less.
 WEIGHT_GROUP, GRADIENT_GROUP = 256, 64
-WORD_BYTES = 24
 WIDTHS = {
     "weights": ("fp32", "bf16", "int8"),
     "intra": ("fp32", "bf16", "int8", "int4"),
@@ -116,8 +115,7 @@ class Frontier:
         trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
         units = lay_out(model, trained, self, cast(Any, Seat(topology)), levels)
         numel = sum(unit.numel for unit in units)
-        # A parameter without a gradient in this step is one bit, in a message of its own.
-        sent = agreement_sent(topology, WORD_BYTES + -(-len(trained) // 8))
+        sent = agreement_sent(topology, len(trained))
         staying = sum(unit.numel for unit in units if unit.stays)
         # One computes and the next one comes.
         others = sorted((unit.numel for unit in units if not unit.stays), reverse=True)[:2]

@@ -18,9 +18,6 @@ from thinwire.layout.formats import Strategy, WireFormat
 from thinwire.methods.interface import CUTS_TENSORS, Plan, agreement_sent, trained_shapes
 from thinwire.optim import ELEMENTWISE
 
-# The sum of squares and the loss in fp64, and the flags; a bit for each parameter comes on top.
-WORD_BYTES = 17
-
 
 class ShardedMethod:
     """What makes a choice of codecs a Method: it is applied by `thinwire.zero`."""
@@ -41,7 +38,7 @@ class ShardedMethod:
         named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
         seat = cast(Any, Seat(topology))
         buckets = build_buckets(named, cast(Strategy, self), lambda name, param: seat, None, Bucket)
-        sent = agreement_sent(topology, WORD_BYTES + -(-len(named) // 8))
+        sent = agreement_sent(topology, len(named))
         for bucket in buckets:
             for key, num_bytes in bucket.sent_bytes().items():
                 sent[key] = sent.get(key, 0) + num_bytes

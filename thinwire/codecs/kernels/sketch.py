@@ -1,21 +1,10 @@
-"""numba kernels of the sketches, bit-equal to their plain versions; habits as in `kernels`."""
+"""The sketches, bit-equal to their plain versions."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from thinwire.codecs.kernels import (
-    F32,
-    FOUR,
-    ONE,
-    THREE,
-    U64,
-    ZERO,
-    Array,
-    fill_draws,
-    inlined,
-    kernel,
-)
+from thinwire.codecs.kernels.common import F32, FOUR, ONE, THREE, U64, ZERO, Array, fill_draws, inlined, kernel
 
 TWO = np.uint64(2)
 BUCKET_SHIFT, LOWEST = np.uint64(22), np.int32(1)

@@ -1,16 +1,10 @@
-"""numba kernel of normal numbers, bit-equal to its plain version; habits as in `kernels`."""
+"""Normal numbers, bit-equal to their plain version."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from thinwire.codecs.kernels import (
-    U64,
-    ZERO,
-    Array,
-    fill_draws,
-    kernel,
-)
+from thinwire.codecs.kernels.common import U64, ZERO, Array, fill_draws, kernel
 
 QUANTILE_SHIFT = np.int32(11)
 

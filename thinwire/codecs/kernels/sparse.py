@@ -1,11 +1,11 @@
-"""numba kernels of TopK, Threshold and RandomK, bit-equal to their plain versions; habits as in `kernels`."""
+"""TopK, Threshold and RandomK, bit-equal to their plain versions."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from thinwire.codecs.indices import MAX_ADAPTATIONS, MAX_KEY
-from thinwire.codecs.kernels import (
+from thinwire.codecs.kernels.common import (
     ABS,
     I32,
     INF_BITS,
@@ -14,10 +14,10 @@ from thinwire.codecs.kernels import (
     U64,
     ZERO,
     Array,
-    _peak_bits,
     fill_draws,
     inlined,
     kernel,
+    peak_bits,
 )
 
 LAST_KEY, LARGEST_FINITE = np.int32(0x7FFFFFFF), np.int32(MAX_KEY)
@@ -250,7 +250,7 @@ def encode_picks(x: Array, picked: Array, every: U64, scaled: bool, seed: U64, c
             start = (first + c) * every
             size = min(every, num - start)
             value = x[start + ((np.uint64(draws[c]) * size) >> DRAW_BITS)]
-            damaged = _peak_bits(x, start, size) >= INF_BITS
+            damaged = peak_bits(x, start, size) >= INF_BITS
             picked[first + c] = NAN if damaged else value * (np.float32(size) if scaled else np.float32(1))
         first += count
 

@@ -1,10 +1,10 @@
-"""numba kernels of Sign and Natural: one pass over memory, bit-equal to `reference`; habits as in `kernels`."""
+"""Sign and Natural, bit-equal to `reference`."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from thinwire.codecs.kernels import (
+from thinwire.codecs.kernels.common import (
     F32,
     I32,
     INF_BITS,
@@ -16,14 +16,15 @@ from thinwire.codecs.kernels import (
     U64,
     ZERO,
     Array,
-    _pack,
-    _peak_bits,
-    _scale_bits,
-    _unpack,
     fill_draws,
     inlined,
     kernel,
+    pack,
+    peak_bits,
+    scale_bits,
+    unpack,
 )
+from thinwire.codecs.layout import Groups, Rounding
 
 SIGN = np.int32(-(1 << 31))
 EIGHT, SEVEN = np.uint64(8), np.uint64(7)
@@ -66,9 +67,9 @@ def _mean_bits(x: Array, start: U64, size: U64, squared: bool, shift: I32, sums:
 
 
 @kernel
-def encode_signs(x: Array, scales: Array, out: Array, group: U64, squared: bool, shift: I32, sums: Array) -> None:
+def encode_signs(x: Array, scales: Array, out: Array, groups: Groups, squared: bool, sums: Array) -> None:
     """Flat fp32 x -> scales (int32 or int16 bits) and sign bits. sums: fp64 scratch, a group's power of two."""
-    num, group, at = np.uint64(x.size), np.uint64(group), ZERO
+    shift, num, group, at = groups.shift, np.uint64(x.size), np.uint64(groups.size), ZERO
     for index in range(np.uint64(scales.size)):
         start = index * group
         size = min(group, num - start)
@@ -86,9 +87,9 @@ def encode_signs(x: Array, scales: Array, out: Array, group: U64, squared: bool,
 
 
 @kernel
-def decode_signs(scales: Array, packed: Array, out: Array, group: U64, shift: I32, add: bool) -> None:
+def decode_signs(scales: Array, packed: Array, out: Array, groups: Groups, add: bool) -> None:
     """Scales and sign bits -> out = values, or out += values."""
-    num, group, at = np.uint64(out.size), np.uint64(group), ZERO
+    shift, num, group, at = groups.shift, np.uint64(out.size), np.uint64(groups.size), ZERO
     for index in range(np.uint64(scales.size)):
         start = index * group
         size = min(group, num - start)
@@ -127,37 +128,27 @@ def _powers(x: Array, start: U64, size: U64, scale: F32, levels: I32, draws: Arr
 
 @kernel
 def encode_powers(
-    x: Array,
-    scales: Array,
-    out: Array,
-    bits: I32,
-    group: U64,
-    shift: I32,
-    stochastic: bool,
-    seed: U64,
-    counter: U64,
-    draws: Array,
-    codes: Array,
+    x: Array, scales: Array, out: Array, groups: Groups, rounding: Rounding, draws: Array, codes: Array
 ) -> None:
     """Flat fp32 x -> scales (int32 or int16 bits) and codes. draws: int32, one group; codes: uint8, one group."""
-    num, group, at = np.uint64(x.size), np.uint64(group), ZERO
+    bits, shift, num, group, at = groups.bits, groups.shift, np.uint64(x.size), np.uint64(groups.size), ZERO
     levels = np.int32((1 << (bits - 1)) - 1)
     lane_shift, lane_bytes = np.uint64(LANE_SHIFT[bits]), np.uint64(LANE_BYTES[bits])
-    if not stochastic:
+    if not rounding.is_stochastic:
         for j in range(np.uint64(draws.size)):
             draws[j] = HALF
     for index in range(np.uint64(scales.size)):
         start = index * group
         size = min(group, num - start)
         width = (size + (ONE << lane_shift) - ONE) >> lane_shift
-        stored = _scale_bits(_peak_bits(x, start, size), shift)
+        stored = scale_bits(peak_bits(x, start, size), shift)
         scales[index] = stored
         if stored == 0 or stored >= INF_BITS >> shift:
             for j in range(width * lane_bytes):
                 out[at + j] = np.uint8(0)
         else:
-            if stochastic:
-                fill_draws(draws, size, seed, counter + start)
+            if rounding.is_stochastic:
+                fill_draws(draws, size, rounding.seed, rounding.counter + start)
             scale = np.int32(stored << shift).view(np.float32)
             if bits == 8:
                 _powers(x, start, size, scale, levels, draws, out, at)
@@ -165,7 +156,7 @@ def encode_powers(
                 _powers(x, start, size, scale, levels, draws, codes, ZERO)
                 for j in range(size, width << lane_shift):
                     codes[j] = np.uint8(0)
-                _pack(codes, width, bits, out, at)
+                pack(codes, width, bits, out, at)
         at += width * lane_bytes
 
 
@@ -179,11 +170,9 @@ def _power(code: I32, offset: I32, scale: F32) -> F32:
 
 
 @kernel
-def decode_powers(
-    scales: Array, packed: Array, out: Array, bits: I32, group: U64, shift: I32, add: bool, codes: Array
-) -> None:
+def decode_powers(scales: Array, packed: Array, out: Array, groups: Groups, add: bool, codes: Array) -> None:
     """Scales and packed codes -> out = values, or out += values. codes: uint8 scratch, one group."""
-    num, group, at = np.uint64(out.size), np.uint64(group), ZERO
+    bits, shift, num, group, at = groups.bits, groups.shift, np.uint64(out.size), np.uint64(groups.size), ZERO
     lane_shift, lane_bytes = np.uint64(LANE_SHIFT[bits]), np.uint64(LANE_BYTES[bits])
     offset = np.int32(128 - (1 << (bits - 1)))
     for index in range(np.uint64(scales.size)):
@@ -199,7 +188,7 @@ def decode_powers(
                 byte = packed[at + j]
                 codes[j], codes[width + j] = np.uint8(np.int8(byte << 4) >> 4), np.uint8(np.int8(byte) >> 4)
         else:
-            _unpack(packed, at, width, bits, codes)
+            unpack(packed, at, width, bits, codes)
         if add:
             for j in range(size):
                 out[start + j] += _power(codes[j], offset, scale)

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 import thinwire
 from tests.conformance.strategy_suite import hash_of
 from tests.workers import run_workers
+from thinwire.codecs import Integer
 from thinwire.errors import ConfigError, PeerLostError
 from thinwire.hosts.islands.ticks import FedFixIsland, Tick
 from thinwire.methods.islands.fedfix import FedFix
-from thinwire.methods.islands.method import codec_named
 
 LR, JOB, SLOW, SLOW_TICKS = 0.1, 2, 3, 8
 
@@ -206,7 +206,7 @@ def test_a_network_learns_at_four_bits_while_deltas_travel(run: list[dict[str, A
     results = [result["network"] for result in run]
     assert len({result["hash"] for result in results}) == 1
     for result in results:
-        assert result["codec"] == codec_named("int4")
+        assert result["codec"] == Integer()
         assert torch.equal(result["servers"], results[0]["servers"])
         assert result["losses"][1] < 0.5 * result["losses"][0]
         # Every step was handed in, and once.

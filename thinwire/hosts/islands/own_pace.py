@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from thinwire import _compat
 from thinwire.checkpoint import Source
-from thinwire.collectives import Communicator
 from thinwire.hosts.agreeing import AgreeingOptimizer
-from thinwire.hosts.interface import ParallelOptimizer, RankOptions, apply
+from thinwire.hosts.interface import ParallelOptimizer, RankOptions, apply, without_axis
 from thinwire.hosts.islands.meetings import DADAONode
+from thinwire.hosts.ranks import Ranks, open_ranks
 from thinwire.methods.islands.front import around
 from thinwire.methods.islands.own_pace import OwnPaceMethod
 from thinwire.state.replicas import compare_replicas, fitting_parameters
@@ -57,7 +57,7 @@ class OwnPaceOptimizer(AgreeingOptimizer):
         self,
         model: nn.Module,
         inner: torch.optim.Optimizer,
-        comm: Communicator,
+        ranks: Ranks,
         method: OwnPaceMethod,
         context: Around,
         dadao: DADAONode | None,
@@ -65,7 +65,7 @@ class OwnPaceOptimizer(AgreeingOptimizer):
         trained = fitting_parameters(model, inner)
         num_parameters = sum(param.numel() for param in trained.values())
         rows: list[Row] = [(f"strategy {method.name}", "every rank is an island", ""), *context.describe(), *PACE_ROWS]
-        super().__init__(model, inner, comm, dict(trained), num_parameters, rows + (DADAO_ROWS if dadao else []))
+        super().__init__(model, inner, ranks, dict(trained), num_parameters, rows + (DADAO_ROWS if dadao else []))
         self._context, self._dadao = context, dadao
         self._has_entered = False
         self._looked_s = time.monotonic()
@@ -89,7 +89,7 @@ class OwnPaceOptimizer(AgreeingOptimizer):
     @torch.no_grad()
     def step(self) -> None:
         """Update this rank's weights, and take in what others have sent meanwhile."""
-        norm, is_first = self._finish_backward(), not self._has_entered
+        norm, is_first = self.reduce(), not self._has_entered
         if is_first:
             self._context.__enter__()
             self._has_entered = True
@@ -137,7 +137,7 @@ class OwnPaceOptimizer(AgreeingOptimizer):
         self.skipped_steps += 1
         log.warning("thinwire: step %d skipped on this rank alone: a gradient is not finite", self.steps)
 
-    def _finish_backward(self) -> Tensor:
+    def reduce(self) -> Tensor:
         """The norm of this rank's gradient; once a step."""
         if self._grad_norm is None:
             grads = [tensor.grad for tensor in self.trained.values() if tensor.grad is not None]
@@ -188,10 +188,14 @@ def _apply_own_pace(
     **options: Unpack[RankOptions],
 ) -> tuple[nn.Module, ParallelOptimizer]:
     """See hosts.interface."""
-    shared = {"timeout_s": options["timeout_s"], "checked": options["checked"]}
-    comm = Communicator(local_size=options["local_size"], timeout_s=shared["timeout_s"], checked=options["checked"])
+    told = without_axis(method, options)
+    timeout_s, checked = told["timeout_s"], told["checked"]
+    ranks = open_ranks(None, local_size=told["local_size"], timeout_s=timeout_s, checked=checked)
     loop = (model, optimizer)[: method.num_loop_arguments]
-    context = around(method, *loop, seed=options["seed"], announce=False, meter=comm.meter, **shared)
+    context = around(
+        method, *loop, seed=told["seed"], timeout_s=timeout_s, checked=checked, announce=False,
+        meter=ranks.comm.meter,
+    )  # fmt: skip
     dadao = context if isinstance(context, DADAONode) else None
-    wrapped = OwnPaceOptimizer(model, optimizer, comm, method, context, dadao)
+    wrapped = OwnPaceOptimizer(model, optimizer, ranks, method, context, dadao)
     return model, wrapped

@@ -13,7 +13,6 @@ from thinwire.collectives import Topology
 from thinwire.errors import ConfigError, nearest
 from thinwire.layout.segments import Segments
 from thinwire.methods.interface import Plan, trained_shapes
-from thinwire.methods.islands.method import codec_named
 from thinwire.methods.islands.own_pace import OwnPaceMethod
 from thinwire.methods.options import check_types
 
@@ -37,7 +36,7 @@ class FedFix(OwnPaceMethod):
         importance: p_i, one number for each rank, scaled to a sum of 1; None: all equal.
         outer_lr: learning rate of the sum.
         max_ticks: no d_i is larger than max_ticks p_i.
-        codec: how a Delta travels, each tensor by itself: "fp32", "bf16", "int8", "int4" or "e3m0".
+        codec: how a Delta travels, each tensor by itself; see Codec.parse.
         overlap: train on while a Delta travels, and add those steps to the model that comes; else wait for it.
 
     `FedFix(model, optimizer, **options)` is the context around a loop of one's own, which all ranks enter. Its other
@@ -74,11 +73,11 @@ class FedFix(OwnPaceMethod):
             raise ConfigError(f"outer_lr {self.outer_lr:g}: above 0; 1 is the paper's")
         if self.weights not in WEIGHTS:
             raise ConfigError(f"weights {self.weights!r}{nearest(self.weights, WEIGHTS)}")
-        codec_named(self.codec)
+        Codec.parse(self.codec)
 
     @property
     def codecs(self) -> tuple[Codec, ...]:
-        return (codec_named(self.codec),)
+        return (Codec.parse(self.codec),)
 
     def importance_of(self, world_size: int) -> list[float]:
         """p, of sum 1; raises ConfigError where there is not one number above 0 for each rank."""
@@ -112,6 +111,6 @@ class FedFix(OwnPaceMethod):
         """Every rank sends its Delta to every other once in K steps; two bytes at each tick are left out."""
         self.importance_of(topology.world_size)
         lengths = tuple(shape.numel() for shape in trained_shapes(model).values())
-        packet = Segments(codec_named(self.codec), lengths, tuple(range(len(lengths)))).packet_bytes(sum(lengths))
+        packet = Segments(Codec.parse(self.codec), lengths, tuple(range(len(lengths)))).packet_bytes(sum(lengths))
         sent = -(-(topology.world_size - 1) * packet // self.local_steps)
         return self.whole_plan(model, {("hand_in", "inter"): sent})

@@ -82,9 +82,6 @@ def outer_hash(loop: OuterLoop) -> list[int]:
     return [outer.fingerprint for outer in loop.exchanges.outer]
 
 
-# ---------------------------------------------------------------- what is sent when
-
-
 def layers_in(fragment: Fragment) -> list[str]:
     return sorted({name.split(".")[1] for name in fragment.names if "blocks" in name})
 
@@ -141,9 +138,6 @@ def test_what_can_not_work_is_refused(options: dict[str, Any], message: str) -> 
     model = Net()
     with pytest.raises(ConfigError, match=message):
         thinwire.StreamingDiLoCo(model, sgd(model), **options, announce=False)
-
-
-# ---------------------------------------------------------------- reductions to known methods
 
 
 def simulate_diloco(num_islands: int, every: int, num_steps: int, lr: float, momentum: float) -> dict[str, Tensor]:
@@ -251,9 +245,6 @@ def test_one_island_trains_as_ever() -> None:
         torch.testing.assert_close(weights_of(alone)[key], value, rtol=0, atol=1e-6)
 
 
-# ---------------------------------------------------------------- overlap, 4 bits, state
-
-
 def streaming(rank: int, world_size: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for codec in ("fp32", "e3m0"):
@@ -342,8 +333,6 @@ def test_a_loaded_state_goes_on_bit_for_bit() -> None:
     for uninterrupted, resumed in run_workers(stop_and_go_on, 2):
         assert uninterrupted == resumed
 
-
-# ---------------------------------------------------------------- FedSpeed
 
 NUM_INNER, NUM_ROUNDS, LAM = 20, 60, 1.0
 

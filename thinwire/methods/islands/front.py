@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from functools import singledispatch
 from typing import Any, ClassVar
 
@@ -22,10 +23,10 @@ class Front:
     def __new__(cls, *loop: Any, **options: Any) -> Any:
         if not loop:
             return super().__new__(cls)
-        names = [name for name in cls.__dataclass_fields__ if name != "inner"]  # type: ignore[attr-defined]
+        names = [item.name for item in fields(cls)]  # type: ignore[arg-type]
         loop, positional = loop[: cls.num_loop_arguments], loop[cls.num_loop_arguments :]
-        own = dict(zip(names, positional, strict=False))
-        own |= {name: options.pop(name) for name in list(options) if name in cls.__dataclass_fields__}  # type: ignore[attr-defined]
+        own = dict(zip((name for name in names if name != "inner"), positional, strict=False))
+        own |= {name: options.pop(name) for name in names if name in options}
         return around(cls(**own), *loop, **options)
 
 

@@ -14,7 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 # A host registers itself for its kind of method.
 import thinwire.hosts.ddp.optimizer
 import thinwire.hosts.fsdp.optimizer
+import thinwire.hosts.islands.library
 import thinwire.hosts.islands.optimizer
+import thinwire.hosts.islands.own_pace
+import thinwire.hosts.islands.ticks
 import thinwire.hosts.one_byte.optimizer
 import thinwire.hosts.sharded.wrap  # noqa: F401
 from thinwire import _compat
@@ -27,7 +30,7 @@ from thinwire.hosts.ranks import Axis
 from thinwire.hosts.tensor import TensorAxis, check_same_copies, cut_parameters
 from thinwire.layout.mesh import AXES, check_axis
 from thinwire.methods.interface import Method
-from thinwire.methods.islands.base import AmongIslands
+from thinwire.methods.islands.base import Connected
 from thinwire.table import Row
 from thinwire.table import announce as announce_table
 
@@ -121,7 +124,7 @@ def parallelize(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     mesh: DeviceMesh,
-    methods: Iterable[Method | AmongIslands],
+    methods: Iterable[Method | Connected],
     *,
     local_size: int | None = None,
     overlap: bool = False,
@@ -167,7 +170,7 @@ def parallelize(
     return stage
 
 
-def checked_method(mesh: DeviceMesh, methods: Sequence[Method | AmongIslands]) -> Method | AmongIslands:
+def checked_method(mesh: DeviceMesh, methods: Sequence[Method | Connected]) -> Method | Connected:
     """The method of the data axis; raises ConfigError where mesh and methods do not fit each other."""
     names = names_of(mesh)
     if len(names) != mesh.ndim:

@@ -28,7 +28,10 @@ from thinwire.methods.data.zero import Zero, ZeroBF16
 from thinwire.methods.data.zero_compressed import ZeroCompressed
 from thinwire.methods.data.zeropp import ZeroPP
 from thinwire.methods.interface import Method
+from thinwire.methods.islands.dadao import DADAO
 from thinwire.methods.islands.diloco import ISLANDS
+from thinwire.methods.islands.fedfix import FedFix
+from thinwire.methods.islands.gossip import Gossip
 
 STRATEGIES: dict[str, Callable[..., Method]] = {
     "zero": Zero,
@@ -58,6 +61,9 @@ STRATEGIES: dict[str, Callable[..., Method]] = {
     "zeropp": ZeroPP,
     "one-byte": OneByte,
     **ISLANDS,
+    "fedfix": FedFix,
+    "gossip": Gossip,
+    "dadao": DADAO,
 }
 
 

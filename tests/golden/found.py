@@ -19,6 +19,7 @@ import thinwire
 from tests.conformance import reduction_suite, strategy_suite
 from tests.golden.arithmetic import digest, fingerprint
 from tests.workers import run_command, run_rows, run_workers
+from thinwire.methods.islands.own_pace import OwnPaceMethod
 
 STEPS = 20
 # The optimizers that the suites train with.
@@ -32,6 +33,12 @@ SESSIONS = {"saved": (2, 1, None), "resumed": (2, 1, "saved"), "wider": (4, 2, "
 BOTH_WAYS = ("sdp4bit", "zero-compressed", "powersgd", "lgreco-dgc", "onebit-adam", "zeropp", "frontier", "diloco")
 # Steps before the checkpoint: enough for what begins late by default. After it come as many as AFTER.
 LATE = {"powersgd": 12, "powersgd-torch": 12, "lgreco": 22}
+# Where the clock decides what a step takes in, no run repeats another.
+REPEATABLE = [
+    name
+    for name, make in thinwire.STRATEGIES.items()
+    if not (isinstance(make, type) and issubclass(make, OwnPaceMethod))
+]
 BEFORE = {name: LATE.get(name, LATE.get(name.split("-")[0], 4)) for name in thinwire.STRATEGIES}
 AFTER = 3
 # By default islands exchange more rarely than these runs have steps.
@@ -80,7 +87,7 @@ def groups() -> list[Group]:
     for grid in sorted({row.grid for row in reduction_suite.ROWS.values()}):
         names = [name for name, row in reduction_suite.ROWS.items() if row.grid == grid]
         found.append(Group(tuple(f"reduction/{name}/{_shown(grid)}" for name in names), _rows(_reduction, grid)))
-    for name in thinwire.STRATEGIES:
+    for name in REPEATABLE:
         sessions = [session for session in SESSIONS if session != "back" or name in BOTH_WAYS]
         found.append(Group(tuple(f"trainer/{name}/{session}" for session in sessions), _runs))
     return found

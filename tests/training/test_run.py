@@ -10,7 +10,7 @@ import pytest
 from tests.workers import run_workers
 from thinwire import DDP, SDP4Bit
 from thinwire.errors import ConfigError
-from thinwire.methods.islands.diloco import DiLoCoMethod
+from thinwire.methods.islands.diloco import DiLoCo
 from thinwire.training.config import TrainConfig, with_derived
 from thinwire.training.place import Place
 from thinwire.training.run import Run
@@ -53,7 +53,7 @@ def test_a_worker_builds_the_strategy_once(tmp_path: Path) -> None:
 def test_islands_have_their_inner_strategy_and_size() -> None:
     config = TrainConfig(strategy="diloco", workers=4, tables={"diloco": {"sync_every": 7}, "ddp": {"wire": "bf16"}})
     run = Run.of(config)
-    assert run.strategy == DiLoCoMethod(inner=DDP(wire="bf16"), sync_every=7) and run.has_islands
+    assert run.strategy == DiLoCo(inner=DDP(wire="bf16"), sync_every=7) and run.has_islands
     assert run.used_tables == {"llama", "diloco", "ddp"}
     resolved = run.with_island_size()
     assert (resolved.config.local_size, resolved.config.inner) == (1, "ddp") and resolved.strategy is run.strategy

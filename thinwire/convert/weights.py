@@ -8,8 +8,8 @@ from torch import Tensor
 
 from thinwire.checkpoint import Source, choose, step_of
 from thinwire.errors import ConfigError
-from thinwire.hosts.islands.loop import OuterLoop
 from thinwire.hosts.islands.optimizer import OUTER
+from thinwire.methods.islands.outer import parameters_in
 from thinwire.training.run_dir import RunDir
 
 
@@ -30,7 +30,7 @@ def full_weights(run_dir: RunDir) -> tuple[int, dict[str, Tensor]]:
     weights = source.own("trainer", rank=0)["buffers"] | dict(source.weights())
     if outer := source.own(OUTER, rank=0):
         try:
-            weights |= OuterLoop.parameters_in(outer, source.common["shapes"])
+            weights |= parameters_in(outer, source.common["shapes"])
         except ConfigError as error:
             raise ConfigError(f"{folder}: {error}") from None
     return step_of(folder), weights

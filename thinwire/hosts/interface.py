@@ -213,6 +213,19 @@ class Finishing(Protocol):
 
 
 @runtime_checkable
+class OwnPace(Finishing, Protocol):
+    """A ParallelOptimizer whose ranks have no step in common: they are together at the start, and after `finish`.
+
+    Its run ends with `finish`, also where it is stopped. From then on `steps` is the fewest that any rank has taken,
+    and `stop_requested` says whether any was asked to stop.
+    """
+
+    steps: int
+    stop_requested: bool
+    has_own_pace: bool
+
+
+@runtime_checkable
 class ComingAndGoing(Protocol):
     """A ParallelOptimizer that trains together with others that may be lost, and come."""
 

@@ -25,6 +25,7 @@ class DDPMethod:
     own_way: ClassVar[str] = "compress_ddp"
     not_on_zero: ClassVar[str] = "averages whole gradients, and zero gives every rank a slice"
     shards_optimizer: ClassVar[bool] = False
+    not_inside_islands: ClassVar[str] = ""
     # Whether it weighs what it remembers by the learning rate.
     uses_learning_rates = False
 

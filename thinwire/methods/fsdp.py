@@ -40,6 +40,7 @@ class FSDPMethod:
     optimizers: ClassVar[tuple[str, ...]] = ELEMENTWISE
     optimizers_reason: ClassVar[str] = CUTS_TENSORS
     shards_optimizer: ClassVar[bool] = True
+    not_inside_islands: ClassVar[str] = ""
 
     reshard_after_forward: bool = False
     secondary: bool = False

@@ -54,6 +54,11 @@ class Method(Protocol):
         """Steps at the start of a run that are another method's, and say nothing of this one's speed."""
         ...
 
+    @property
+    def not_inside_islands(self) -> str:
+        """Why it can't train an island of a method such as DiLoCo, to follow "NAME inside an island"; empty: it can."""
+        ...
+
     def plan(self, model: nn.Module, topology: Topology, micro_batches: int) -> Plan:
         """What a rank would hold and send, known before anything runs.
 

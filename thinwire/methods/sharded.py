@@ -33,6 +33,7 @@ class ShardedMethod(ABC):
     optimizers: ClassVar[tuple[str, ...]] = ELEMENTWISE
     optimizers_reason: ClassVar[str] = CUTS_TENSORS
     shards_optimizer: ClassVar[bool] = True
+    not_inside_islands: ClassVar[str] = ""
 
     # Under compress_fsdp, gathers of unchanged weights stay inside a node.
     secondary: ClassVar[bool] = True

@@ -33,11 +33,11 @@ from thinwire.compose import parallelize
 from thinwire.data import BatchLoader, heldout_batches, load_tokenizer
 from thinwire.data import prepare as prepare_tokens
 from thinwire.errors import ConfigError
-from thinwire.hosts.interface import CatchesUp, ComingAndGoing, Finishing
+from thinwire.hosts.interface import CatchesUp, ComingAndGoing, Finishing, OwnPace
 from thinwire.hosts.watchdog import Watchdog
 from thinwire.layout.mesh import MeshShape
 from thinwire.methods.interface import Method
-from thinwire.methods.islands.base import AmongIslands, IslandsMethod
+from thinwire.methods.islands.base import Connected, IslandsMethod
 from thinwire.models import build_model, generate
 from thinwire.models.llama import Llama, cut_over
 from thinwire.optim import make_optimizer
@@ -94,9 +94,9 @@ class Trainer:
         optimizer = build_optimizer(config, self.model)
         self.num_parameters = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         # In training the wrapped module is called, which may communicate; everywhere else the model itself.
-        strategy: Method | AmongIslands = run.strategy
+        strategy: Method | Connected = run.strategy
         if isinstance(strategy, IslandsMethod):
-            strategy = strategy.among(partial(meet_others, config, place), terms=common_terms(config, self.digest))
+            strategy = strategy.connected_to(partial(meet_others, config, place), common_options(config, self.digest))
         self.stage = parallelize(
             self.model, optimizer, mesh, [strategy], local_size=config.local_size, seed=config.seed,
             timeout_s=config.timeout, checked=config.checked, overlap=True, announce=False,
@@ -156,11 +156,13 @@ class Trainer:
             self._take_step()
             if self.optimizer.stop_requested:
                 stopped = self.stop.reason or "a signal to another rank"
-            elif self.step < last and self.config.checkpoint_every and self.step % self.config.checkpoint_every == 0:
+            elif self.step < last and self._saves_now:
                 self._save()
         if self.step < self.config.steps and not stopped:
             stopped = f"--stop-at {self.config.stop_at}"
-        if not stopped and isinstance(self.optimizer, Finishing):
+        if isinstance(self.optimizer, OwnPace):
+            stopped = self._meet(self.optimizer, stopped)
+        elif not stopped and isinstance(self.optimizer, Finishing):
             self._finish(self.optimizer)
         self._save()
         self._note_next_loss(self._probe())
@@ -192,6 +194,18 @@ class Trainer:
         sent, self._traffic = traffic - self._traffic, traffic
         if self.reporter is not None:
             self.reporter.last_exchange(sent.sent_bytes, time.perf_counter() - start)
+
+    def _meet(self, optimizer: OwnPace, stopped: str) -> str:
+        """All ranks end together, from where the slowest is; why they stopped, empty if they did not."""
+        self._finish(optimizer)
+        self.loader.skip_steps(optimizer.steps - self.step)
+        self.step = optimizer.steps
+        return stopped or ("a signal to another rank" if optimizer.stop_requested else "")
+
+    @property
+    def _saves_now(self) -> bool:
+        every = 0 if isinstance(self.optimizer, OwnPace) else self.config.checkpoint_every
+        return every > 0 and self.step % every == 0
 
     def _arm_faults(self) -> None:
         """Arm the faults that are meant for this process; a process that was started again has had them."""
@@ -471,7 +485,7 @@ def meet_others(config: TrainConfig, place: Place) -> Peers | None:
     return ElasticPeers(meet, number, timeout_s=config.timeout, max_islands=num_islands, min_islands=num_islands)
 
 
-def common_terms(config: TrainConfig, tokens: str) -> str:
+def common_options(config: TrainConfig, tokens: str) -> str:
     """What all islands must have in common, besides the model and the method."""
     shared = {name: value for name, value in asdict(config).items() if name not in PER_MACHINE}
     return repr((shared, tokens))

@@ -79,10 +79,7 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def outer_hash(loop: OuterLoop) -> list[int]:
-    return [outer.fingerprint for outer in loop.outer]
-
-
-# ---------------------------------------------------------------- what is sent when
+    return [outer.fingerprint for outer in loop.exchanges.outer]
 
 
 def layers_in(fragment: Fragment) -> list[str]:
@@ -143,9 +140,6 @@ def test_what_can_not_work_is_refused(options: dict[str, Any], message: str) -> 
         thinwire.StreamingDiLoCo(model, sgd(model), **options, announce=False)
 
 
-# ---------------------------------------------------------------- reductions to known methods
-
-
 def simulate_diloco(num_islands: int, every: int, num_steps: int, lr: float, momentum: float) -> dict[str, Tensor]:
     """DiLoCo in one process, its outer step by torch.optim.SGD(nesterov=True) on the mean difference."""
     outer = Net()
@@ -179,7 +173,7 @@ def reductions(rank: int, world_size: int) -> dict[str, Any]:
             before = islands.meter.snapshot()
             train(model, optimizer, range(12), rank, world_size)
             sent = (islands.meter.snapshot() - before).sent_bytes
-            numel = islands.loop.fragments[0].numel
+            numel = islands.loop.exchanges.fragments[0].numel
             codec = islands.loop.method.codec
             rounds = 12 // islands.loop.method.sync_every
             assert sent == rounds * islands.bytes_per_round
@@ -251,9 +245,6 @@ def test_one_island_trains_as_ever() -> None:
         torch.testing.assert_close(weights_of(alone)[key], value, rtol=0, atol=1e-6)
 
 
-# ---------------------------------------------------------------- overlap, 4 bits, state
-
-
 def streaming(rank: int, world_size: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for codec in ("fp32", "e3m0"):
@@ -266,9 +257,9 @@ def streaming(rank: int, world_size: int) -> dict[str, Any]:
             with islands.outer_parameters():
                 assert any(not torch.equal(own[name], value) for name, value in weights_of(model).items())
             assert all(torch.equal(own[name], value) for name, value in weights_of(model).items())
-            in_flight, largest = len(islands.loop.flights), max(map(islands.loop.exchange_bytes, range(2)))
+            in_flight, largest = len(islands.loop.exchanges.flights), max(map(islands.traffic.exchange_bytes, range(2)))
             hashes = outer_hash(islands.loop)
-            numels = [fragment.numel for fragment in islands.loop.fragments]
+            numels = [fragment.numel for fragment in islands.loop.exchanges.fragments]
         assert largest < 0.75 * sum(message_bytes(islands.loop.method.codec, n) + 1 for n in numels) * (world_size - 1)
         found[codec] = losses, hashes, weights_of(model), in_flight, islands.loop.steps
     return found
@@ -324,7 +315,7 @@ def stop_and_go_on(rank: int, world_size: int) -> tuple[list[str], list[str]]:
     model, optimizer, islands = start(0)
     train(model, optimizer, range(9), rank, world_size)
     file = io.BytesIO()
-    assert islands.loop.flights
+    assert islands.loop.exchanges.flights
     torch.save((model.state_dict(), optimizer.state_dict(), islands.state_dict()), file)
     uninterrupted = go_on(model, optimizer)
     islands.close()
@@ -342,8 +333,6 @@ def test_a_loaded_state_goes_on_bit_for_bit() -> None:
     for uninterrupted, resumed in run_workers(stop_and_go_on, 2):
         assert uninterrupted == resumed
 
-
-# ---------------------------------------------------------------- FedSpeed
 
 NUM_INNER, NUM_ROUNDS, LAM = 20, 60, 1.0
 

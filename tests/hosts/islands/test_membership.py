@@ -192,7 +192,7 @@ def train(seat: Seat) -> dict[str, Any]:
     peers = seat.meet()
     with story.method(model, optimizer, **story.options, peers=peers, announce=False) as islands:
         loop = islands.loop
-        while not loop.stop_agreed:
+        while not loop.exchanges.stop_agreed:
             assert time.monotonic() < due, loop.changes
             # An island that is gone stops the others before they have taken so many steps.
             is_calm = peers is not None and len(peers.members) == ISLANDS and seat.store.check(story.names)
@@ -217,7 +217,7 @@ def train(seat: Seat) -> dict[str, Any]:
             one.cost_s for one in loop.changes if one.membership.lost and seat.island not in one.membership.joined
         ],
         "losses": losses,
-        "hashes": [(outer.number, outer.fingerprint) for outer in loop.outer],
+        "hashes": [(outer.number, outer.fingerprint) for outer in loop.exchanges.outer],
         "weights": {name: param.detach().clone() for name, param in model.named_parameters()},
         "steps": loop.steps,
     }
@@ -438,7 +438,7 @@ def first_rank_fails(rank: int, world_size: int) -> str:
     wrapped, optimizer = thinwire.zero(model, adamw(model), thinwire.SDP4Bit(), announce=False)
     with pytest.raises(ThinwireError) as caught:
         with thinwire.LocalSGD(wrapped, optimizer, sync_every=2, announce=False) as islands:
-            islands.loop._await = fail  # type: ignore[method-assign, assignment]
+            islands.loop._await = fail
             for step in range(2):
                 wrapped(batch(step)).backward()
                 optimizer.step()

@@ -64,7 +64,7 @@ class Replica:
         self.model.fixed.load_state_dict(Net(0).fixed.state_dict())
         size = dist.get_world_size()
         self.optimizer: IslandsOptimizer
-        self.wrapped, self.optimizer = apply(strategy.among(peers),   # type: ignore[assignment]
+        self.wrapped, self.optimizer = apply(strategy.connected_to(peers),   # type: ignore[assignment]
             self.model, make_optimizer(self.model, kind), local_size=size, seed=0, timeout_s=30, checked=True,
             overlap=True,
         )  # fmt: skip
@@ -80,7 +80,7 @@ class Replica:
 
     @property
     def outer(self) -> list[int]:
-        return [outer.fingerprint for outer in self.optimizer.loop.outer]
+        return [outer.fingerprint for outer in self.optimizer.loop.exchanges.outer]
 
 
 def train(rank: int, world_size: int, folder: str) -> dict[str, Any]:
@@ -106,9 +106,9 @@ def train(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         assert optimizer.stop_requested
         wait(list(optimizer.comm._unfinished))
         sent = (optimizer.meter.snapshot() - start).sent_bytes
-        promised = 3 * (EVERY * optimizer.inner.bytes_per_step + optimizer.loop.bytes_per_round)
+        promised = 3 * (EVERY * optimizer.inner.bytes_per_step + optimizer.traffic.bytes_per_round)
         plan = strategy.plan(Net(0), Topology(2, 2), 1)
-        outer = optimizer.loop.peers.comm.meter.snapshot().operations if optimizer.loop.peers else {}
+        outer = peers.comm.meter.snapshot().operations if peers else {}
         optimizer.finish()
         optimizer.check_replicas()
         found[inner] = (hashes, sent, promised, replica.outer, hash_of(replica.model), plan.sent, len(outer))

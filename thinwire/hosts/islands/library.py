@@ -1,62 +1,77 @@
-"""DiLoCo, Streaming DiLoCo and local SGD around a loop of one's own."""
+"""Outer steps around a loop of one's own: what `DiLoCo(model, optimizer)` and its relatives make."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from thinwire.collectives import Communicator, Meter, Peers, WorldPeers
 from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
 from thinwire.collectives.meters import Meters
 from thinwire.errors import ConfigError
-from thinwire.hosts.islands.flights import Host
+from thinwire.hosts.islands.island import Host, ShardedHost
 from thinwire.hosts.islands.loop import OuterLoop
+from thinwire.hosts.islands.traffic import Traffic
 from thinwire.methods.islands.base import IslandsMethod
-from thinwire.methods.islands.diloco import DiLoCoMethod, LocalSGDMethod, StreamingDiLoCoMethod
+from thinwire.methods.islands.front import around
 from thinwire.state.replicas import fitting_parameters
+from thinwire.state.whole import whole, write_whole
 from thinwire.table import Row
 from thinwire.table import announce as announce_table
 
 
-class WholeWeights:
-    """A model that lies whole on every rank of its island, with a torch optimizer: a Host."""
+class TorchWeights:
+    """A Host of a model that a torch optimizer steps: whole on every rank of its island, or sharded by torch (DTensor).
+
+    Sharded parameters, of tensor parallelism or FSDP2, are gathered whole for each exchange over the mesh that they lie
+    on, and written back shard by shard. comm: the island's ranks; None for one. Raises ConfigError for sharded
+    parameters without it.
+    """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, comm: Communicator | None) -> None:
         self.comm = comm
-        for name, param in model.named_parameters():
-            if isinstance(param, DTensor):
-                raise ConfigError(f"{name!r} is a DTensor: for a sharded model there is --strategy diloco --inner fsdp")
         self._trained = fitting_parameters(model, optimizer)
+        for name, param in self._trained.items():
+            if isinstance(param, DTensor) and param.device_mesh.size() > (comm.world_size if comm else 1):
+                raise ConfigError(
+                    f"{name!r} is sharded over {param.device_mesh.size()} ranks, which must be in one island: give "
+                    "their process group as within="
+                )
 
     def masters(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Copies of the parameters."""
-        return {name: self._trained[name].detach().clone() for name in names}
+        """Copies of the whole parameters; what torch sends for it is counted by formula."""
+        if self.comm is not None and (sent := self.handover_bytes(names)[0]):
+            self.comm.meter.count("masters", "intra", sent, sent)
+        return {name: whole(self._trained[name]) for name in names}
 
-    @torch.no_grad()
     def adopt_weights(self, values: Mapping[str, Tensor]) -> None:
-        """Write the parameters."""
+        """Write the parameters in place."""
         for name, value in values.items():
-            self._trained[name].copy_(value)
+            write_whole(self._trained[name], value)
 
     def handover_bytes(self, names: Collection[str]) -> tuple[int, int]:
-        """Nothing is sent."""
-        return 0, 0
+        """A rank sends its shard to the other ranks of the mesh for `masters`; `adopt_weights` sends nothing."""
+        sharded = [param for name in names if isinstance(param := self._trained[name], DTensor)]
+        return sum((param.device_mesh.size() - 1) * param.to_local().nbytes for param in sharded), 0
 
 
 class Islands:
     """Outer steps with other islands after the inner steps of `optimizer`; a context manager.
 
-    optimizer: a torch optimizer on a model that every rank of the island holds whole, or one made by `thinwire.zero`.
-    peers: the other islands, on the island's first rank; by default every rank of the default process group is an
-    island. within: the ranks of this island where it has several; its model must average gradients over them, say by
-    DistributedDataParallel. announce: print the table of what is in effect, on the first island.
+    optimizer: a torch optimizer on a model that every rank of the island holds whole, or that torch shards over the
+    island (tensor parallelism, FSDP2), or one made by `thinwire.zero`. peers: the other islands, on the island's first
+    rank; by default every rank of the default process group is an island. within: the ranks of this island where it has
+    several, a process group or one dimension of a DeviceMesh; where they see different data, the model must average
+    gradients over them, say by DistributedDataParallel. announce: print the table of what is in effect, on the
+    first island.
 
     At the end of the `with` block all that is under way is received, and the model has the outer parameters, the same
     on all islands: the result. Where islands differ then, it is the mean of their weights. Every island must take the
@@ -70,25 +85,26 @@ class Islands:
         strategy: IslandsMethod,
         *,
         peers: Peers | None = None,
-        within: dist.ProcessGroup | None = None,
+        within: dist.ProcessGroup | DeviceMesh | None = None,
         seed: int = 0,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         checked: bool = False,
         announce: bool = True,
     ) -> None:
         self.strategy = strategy
-        sharded = hasattr(optimizer, "masters")
         comm = Communicator(within, timeout_s=timeout_s, checked=checked) if within is not None else None
-        host = cast(Host, optimizer) if sharded else WholeWeights(model, optimizer, comm)
-        torch_optimizer = cast(Any, optimizer).inner if sharded else optimizer
-        if peers is None and (comm is None and not sharded):
+        host: Host = optimizer if isinstance(optimizer, ShardedHost) else TorchWeights(model, optimizer, comm)
+        torch_optimizer = optimizer.inner if isinstance(optimizer, ShardedHost) else optimizer
+        if peers is None and host.comm is None:
             peers = WorldPeers(timeout_s=timeout_s, checked=checked)
         self.loop = OuterLoop(host, model, strategy.method(), peers, torch_optimizer=torch_optimizer, seed=seed)
+        self.traffic = Traffic(self.loop)
         self._own_comm = comm
         own_meter = host.comm.meter if host.comm is not None else Meter()
-        self.meter = Meters(own_meter, self.loop.peers)
+        self.meter = Meters(own_meter, self.loop.exchanges.connected)
         self._hook = optimizer.register_step_post_hook(lambda *_: self.loop.after_step())
-        if announce and self.loop.peers is not None and self.loop.peers.island == self.loop.peers.members[0]:
+        connected = self.loop.exchanges.connected
+        if announce and connected is not None and connected.island == connected.members[0]:
             announce_table(self.describe())
 
     def __enter__(self) -> Islands:
@@ -98,7 +114,7 @@ class Islands:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self.loop.abandon()
+            self.loop.exchanges.abandon()
             return
         self.finish()
         self.close()
@@ -120,20 +136,20 @@ class Islands:
     @property
     def weight(self) -> float:
         """Of this island in the means of the exchanges that follow; set it on the island's first rank."""
-        return self.loop.weight
+        return self.loop.exchanges.weight
 
     @weight.setter
     def weight(self, weight: float) -> None:
-        self.loop.weight = weight
+        self.loop.exchanges.weight = weight
 
     @property
     def bytes_per_round(self) -> int:
         """Payload this rank sends in sync_every steps: each fragment once."""
-        return self.loop.bytes_per_round
+        return self.traffic.bytes_per_round
 
     def describe(self) -> list[Row]:
         """Rows of (asked for, in effect, why they differ or how it was found)."""
-        return [(f"method {self.strategy.name}", "around the optimizer's steps", ""), *self.loop.rows()]
+        return [(f"method {self.strategy.name}", "around the optimizer's steps", ""), *self.traffic.rows()]
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the outer state; to be saved beside model and optimizer, between steps."""
@@ -146,39 +162,12 @@ class Islands:
     def close(self) -> None:
         """Wait for what is under way, and leave the other islands."""
         self._hook.remove()
-        self.loop.close()
+        self.loop.exchanges.close()
         if self._own_comm is not None:
             self._own_comm.close()
 
 
-class DiLoCo(Islands):
-    """DiLoCo around a loop of one's own; options: those of DiLoCoMethod, then those of Islands."""
-
-    def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, sync_every: int = 100, **options: Any
-    ) -> None:
-        super().__init__(model, optimizer, *_split(DiLoCoMethod, sync_every, options), **options)
-
-
-class StreamingDiLoCo(Islands):
-    """Streaming DiLoCo around a loop of one's own; options: those of StreamingDiLoCoMethod, then those of Islands."""
-
-    def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, sync_every: int = 100, **options: Any
-    ) -> None:
-        super().__init__(model, optimizer, *_split(StreamingDiLoCoMethod, sync_every, options), **options)
-
-
-class LocalSGD(Islands):
-    """Local SGD around a loop of one's own; options: those of LocalSGDMethod, then those of Islands."""
-
-    def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, sync_every: int = 16, **options: Any
-    ) -> None:
-        super().__init__(model, optimizer, *_split(LocalSGDMethod, sync_every, options), **options)
-
-
-def _split(kind: type, sync_every: int, options: dict[str, Any]) -> tuple[IslandsMethod]:
-    """The strategy from the options that are its own, which are taken out."""
-    own = {name: options.pop(name) for name in list(options) if name in kind.__dataclass_fields__}  # type: ignore[attr-defined]
-    return (kind(sync_every=sync_every, **own),)
+@around.register
+def _islands(method: IslandsMethod, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> Islands:
+    """See methods.islands.front."""
+    return Islands(model, optimizer, method, **options)

@@ -16,7 +16,8 @@ from thinwire.collectives.meters import Meters
 from thinwire.hosts.interface import ParallelOptimizer, RankOptions, apply
 from thinwire.hosts.islands.loop import OuterLoop
 from thinwire.hosts.islands.recovery import Change
-from thinwire.methods.islands.base import AmongIslands, IslandsMethod
+from thinwire.hosts.islands.traffic import Traffic
+from thinwire.methods.islands.base import Connected, IslandsMethod
 from thinwire.table import Row
 
 # Of a checkpoint: what an island's outer method holds.
@@ -34,7 +35,8 @@ class IslandsOptimizer:
 
     def __init__(self, inner: ParallelOptimizer, loop: OuterLoop, strategy: IslandsMethod) -> None:
         self.inner, self.loop, self.strategy = inner, loop, strategy
-        self._meter = Meters(inner.meter, loop.peers)
+        self.traffic = Traffic(loop)
+        self._meter = Meters(inner.meter, loop.exchanges.connected)
 
     @property
     def comm(self) -> Communicator:
@@ -64,7 +66,7 @@ class IslandsOptimizer:
     @property
     def stop_requested(self) -> bool:
         """Whether the islands have agreed to stop."""
-        return self.loop.stop_agreed
+        return self.loop.exchanges.stop_agreed
 
     @property
     def meter(self) -> Meter:
@@ -74,13 +76,14 @@ class IslandsOptimizer:
     @property
     def bytes_per_step(self) -> int:
         """Payload this rank sends in one step, where that of the exchanges is spread over all steps between them."""
-        return self.inner.bytes_per_step - (-self.loop.bytes_per_round // self.loop.schedule.sync_every)
+        return self.inner.bytes_per_step + self.traffic.bytes_per_step
 
     @property
     def uncompressed_bytes_per_step(self) -> float:
         """What fp32 gradients and weights of an optimizer sharded over all islands' ranks would need."""
-        num_parameters = sum(shape.numel() for fragment in self.loop.fragments for shape in fragment.shapes.values())
-        return 8 * num_parameters * (1 - 1 / max(1, self.comm.world_size * self.loop.num_islands))
+        fragments = self.loop.exchanges.fragments
+        num_parameters = sum(shape.numel() for fragment in fragments for shape in fragment.shapes.values())
+        return 8 * num_parameters * (1 - 1 / max(1, self.comm.world_size * self.traffic.num_islands))
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Forward and backward passes inside only accumulate gradients."""
@@ -148,7 +151,7 @@ class IslandsOptimizer:
 
     def abandon(self) -> None:
         """Leave the other islands at once, after a failure."""
-        self.loop.abandon()
+        self.loop.exchanges.abandon()
 
     def finish(self) -> None:
         """Exchange what is left to exchange, and leave the outer parameters in the model, the same on all islands."""
@@ -157,11 +160,11 @@ class IslandsOptimizer:
 
     def describe(self) -> list[Row]:
         """Rows of (asked for, in effect, why they differ or how it was found)."""
-        per_step = self.bytes_per_step - self.inner.bytes_per_step
-        shown = f"{per_step / 1e6:.3f} MB", f"the mean over {self.loop.schedule.sync_every} steps, besides the island's"
+        per_step, every = self.traffic.bytes_per_step, self.loop.method.sync_every
+        shown = f"{per_step / 1e6:.3f} MB", f"the mean over {every} steps, besides the island's"
         return [
             (f"strategy {self.strategy.name}", f"{self.strategy.inner.name} inside each island", ""),
-            *self.loop.rows(),
+            *self.traffic.rows(),
             ("sent for exchanges per step", *shown),
             *self.inner.describe(),
         ]
@@ -187,7 +190,7 @@ class IslandsOptimizer:
         self.loop.begin()
         source.is_same = False
         # An island that was away has taken fewer steps itself than the islands have.
-        self.loop.steps = self.loop.sent_through = source.common.get(POSITION, source.common["steps"])
+        self.loop.go_on_from(source.common.get(POSITION, source.common["steps"]))
         source.note("outer parameters", "start anew", "from the weights, without momentum: another method, or none")
 
     def level(self, *, has_own: bool) -> Row:
@@ -213,13 +216,13 @@ class IslandsOptimizer:
 
     def close(self) -> None:
         """Wait for all communication, leave the other islands, and give the process groups back."""
-        self.loop.close()
+        self.loop.exchanges.close()
         self.inner.close()
 
 
 @apply.register
-def _apply_among(
-    method: AmongIslands,
+def _apply_connected(
+    method: Connected,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
@@ -232,7 +235,7 @@ def _apply_among(
     peers = method.peers() if callable(method.peers) else method.peers
     loop = OuterLoop(
         inner, model, method.strategy.method(), peers,
-        terms=method.terms, torch_optimizer=optimizer, seed=options["seed"],
+        options=method.options, torch_optimizer=optimizer, seed=options["seed"],
     )  # fmt: skip
     return wrapped, IslandsOptimizer(inner, loop, method.strategy)
 
@@ -247,4 +250,4 @@ def _apply_only_island(
     **options: Unpack[RankOptions],
 ) -> tuple[nn.Module, ParallelOptimizer]:
     """See hosts.interface."""
-    return apply(method.among(None), model, optimizer, overlap=overlap, **options)
+    return apply(method.connected_to(None), model, optimizer, overlap=overlap, **options)

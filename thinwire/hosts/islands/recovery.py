@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,11 +22,9 @@ from thinwire.collectives.faults import say
 from thinwire.collectives.link import Link
 from thinwire.collectives.rounds import Rounds
 from thinwire.errors import ConfigError, CorruptMessageError, PeerLostError
+from thinwire.hosts.islands.exchanges import Exchanges
 from thinwire.methods.islands.exchange import Header, Sync
 from thinwire.state.replicas import digest
-
-if TYPE_CHECKING:
-    from thinwire.hosts.islands.loop import OuterLoop
 
 OPERATION = "join"
 # A part of the state travels at a time, so that exchanges find room in between.
@@ -42,30 +39,32 @@ UNSURE, RECEIVED, COMMITTED = 0, 1, 2
 class Change:
     """A change of membership, as one island saw it. how: what became of exchanges under way, or what it was given.
 
-    cost_s: seconds that it stood still, from when it began to wait for the exchange that broke off.
+    cost_s: seconds that it stood still, from when it began to wait for the exchange that broke off. jump: the step at
+    which an island goes on that has caught up with the others; 0: it goes on where it is.
     """
 
     membership: Membership
     cost_s: float
     how: str
+    jump: int = 0
 
 
 @dataclass(frozen=True)
 class Word:
     """What one island tells the others when they have met anew; lists are by fragment.
 
-    terms: stands for the model and the options. sent_through: the step whose exchanges were the last to be started.
+    options: stands for the model and the options. sent_through: the step whose exchanges were the last to be started.
     applied: exchanges so far. pending: the step after which one was sent that is not applied; 0: none. status: of it.
     """
 
-    terms: int
+    options: int
     sent_through: int
     applied: list[int]
     pending: list[int]
     status: list[int]
 
     def packed(self) -> Tensor:
-        return torch.tensor([self.terms, self.sent_through, *self.applied, *self.pending, *self.status])
+        return torch.tensor([self.options, self.sent_through, *self.applied, *self.pending, *self.status])
 
     @classmethod
     def unpacked(cls, numbers: list[int]) -> Word:
@@ -74,63 +73,56 @@ class Word:
         return cls(numbers[0], numbers[1], *lists)
 
 
-def join(loop: OuterLoop) -> None:
-    """Catch up with islands that have begun before, and whom this one has just met; see renew."""
-    renew(loop, time.monotonic(), has_met=True)
+def join(exchanges: Exchanges) -> Change:
+    """Catch up with islands that have begun before, and that this one has just met; see renew."""
+    return renew(exchanges, time.monotonic(), has_met=True)
 
 
-def renew(loop: OuterLoop, start: float, has_met: bool = False) -> None:
+def renew(exchanges: Exchanges, start: float, has_met: bool = False) -> Change:
     """Meet those that are left and those that wait, and go on with them; an island that was out catches up.
 
     start: when this island began to stand still, by time.monotonic. Raises ThinwireError where that can't be,
     PeerLostError where nobody can be met anew.
     """
-    peers = loop.peers
-    assert peers is not None
+    peers = exchanges.peers
     while True:
         if not has_met:
             peers.renew()
         try:
-            how = go_on(loop)
+            words = exchange_words(exchanges)
+            how, jump = (settle(exchanges, words), 0) if peers.has_state else catch_up(exchanges, words)
         except (PeerLostError, CorruptMessageError) as error:
             say(f"thinwire: island {peers.island}: {error}; the islands meet once more")
             has_met = False
             continue
-        loop.changes.append(Change(peers.membership, time.monotonic() - start, how))
-        return
+        return Change(peers.membership, time.monotonic() - start, how, jump)
 
 
-def go_on(loop: OuterLoop) -> str:
-    """The first things that members of a new generation do together; returns what this island did."""
-    assert loop.peers is not None
-    words = exchange_words(loop)
-    if loop.peers.has_state:
-        return settle(loop, words)
-    return catch_up(loop, words)
-
-
-def exchange_words(loop: OuterLoop) -> dict[int, Word]:
+def exchange_words(exchanges: Exchanges) -> dict[int, Word]:
     """What the members that have the state tell, by island."""
-    peers = loop.peers
-    assert peers is not None
-    numbers = range(len(loop.fragments))
-    pending = {flight.fragment: flight.sync for flight in loop.flights if flight.sync and not flight.is_applied}
+    peers, numbers = exchanges.peers, range(len(exchanges.fragments))
+    pending = {flight.fragment: flight.sync for flight in exchanges.flights if flight.sync and not flight.is_applied}
     status = dict.fromkeys(numbers, UNSURE)
     for number, sync in pending.items():
         status[number] = COMMITTED if sync.is_committed else RECEIVED if sync.received is not None else UNSURE
     mine = Word(
-        int(digest([loop.asked().encode()]).view(torch.int64)[0]),
-        loop.sent_through,
-        [outer.number for outer in loop.outer],
+        options_digest(exchanges),
+        exchanges.sent_through,
+        [outer.number for outer in exchanges.outer],
         [pending[number].step if number in pending else 0 for number in numbers],
         list(status.values()),
     )
-    told = loop.result_of(peers.comm.all_gather_exact(mine.packed()))
+    told = exchanges.result_of(peers.comm.all_gather_exact(mine.packed()))
     return {
         island: Word.unpacked(numbers)
         for island, numbers in zip(peers.members, told.tolist(), strict=True)
         if island not in peers.membership.joined
     }
+
+
+def options_digest(exchanges: Exchanges) -> int:
+    """Stands for the model and the options, which all islands must have in common."""
+    return int(digest([exchanges.options.encode()]).view(torch.int64)[0])
 
 
 def counting(words: Mapping[int, Word]) -> list[int]:
@@ -146,60 +138,60 @@ def counting(words: Mapping[int, Word]) -> list[int]:
     return counts
 
 
-def settle(loop: OuterLoop, words: Mapping[int, Word]) -> str:
+def settle(exchanges: Exchanges, words: Mapping[int, Word]) -> str:
     """Apply what counts, hand the state to newcomers, and send once more what does not count."""
-    peers = loop.peers
-    assert peers is not None
+    peers = exchanges.peers
     for number, count in enumerate(counting(words)):
-        if loop.outer[number].number < count:
-            loop.apply(loop.pending(number))
-    again = [flight for flight in loop.flights if not flight.is_applied]
+        if exchanges.outer[number].number < count:
+            exchanges.apply(exchanges.pending(number))
+    again = [flight for flight in exchanges.flights if not flight.is_applied]
     if peers.membership.joined:
         donor, *_ = words
-        state = loop.state_to_hand_over() if donor == peers.island else None
-        submit_hand_over(loop, donor, state)
+        state = exchanges.outer_state() if donor == peers.island else None
+        submit_hand_over(exchanges, donor, state)
     for flight in again:
         flight.submit(peers)
     return f"{len(again)} exchange(s) sent once more" if again else "nothing had to be sent once more"
 
 
-def catch_up(loop: OuterLoop, words: Mapping[int, Word]) -> str:
+def catch_up(exchanges: Exchanges, words: Mapping[int, Word]) -> tuple[str, int]:
     """Get the state as of now while the others train on, listen to their exchanges, and apply those to it.
 
-    Ends right after an exchange, at the step at which the others go on from it.
+    Ends right after an exchange; returns what was done, and the step at which the others go on from it.
     """
-    peers, start = loop.peers, time.monotonic()
-    assert peers is not None
+    peers, start = exchanges.peers, time.monotonic()
     (donor, told), *_ = words.items()
-    if told.terms != int(digest([loop.asked().encode()]).view(torch.int64)[0]):
+    if told.options != options_digest(exchanges):
         raise ConfigError(
             f"island {peers.island} trains another model, on other data or by other options than island {donor}: "
             "start it with the same"
         )
     counts = counting(words)
-    state = loop.state_to_hand_over()
-    arriving = submit_hand_over(loop, donor, state)[peers.island]
-    heard = []
-    for step, numbers in exchanges_after(loop, told, counts):
-        syncs = [listen(loop, number, step) for number in numbers]
+    state = exchanges.outer_state()
+    arriving = submit_hand_over(exchanges, donor, state)[peers.island]
+    followed = []
+    for step, numbers in exchanges_after(exchanges, told, counts):
+        syncs = [listen(exchanges, number, step) for number in numbers]
         for number, sync in zip(numbers, syncs, strict=True):
-            loop.wait_for(sync)
-            heard.append((number, sync))
+            exchanges.wait_for(sync)
+            followed.append((number, sync))
         if any(header.wishes_renewal for sync in syncs for header in sync.headers()):
             raise PeerLostError(f"island {peers.island}: others come or go before it has caught up")
         if arriving.done():
             break
     peers.comm.wait(arriving)
-    loop.take_over(state, counts)
-    for number, sync in heard:
-        loop.apply_sync(number, sync, peers.members)
-    loop.jump = step
+    exchanges.take_over(state, counts)
+    for number, sync in followed:
+        exchanges.apply_sync(number, sync, peers.members)
     peers.has_state = True
     took_s = time.monotonic() - start
-    return f"{state.nbytes / 1e6:.3f} MB from island {donor}, {len(heard)} exchange(s) heard, {took_s:.1f} s"
+    return (
+        f"{state.nbytes / 1e6:.3f} MB from island {donor}, {len(followed)} exchange(s) followed, {took_s:.1f} s",
+        step,
+    )
 
 
-def exchanges_after(loop: OuterLoop, told: Word, counts: list[int]) -> Iterator[tuple[int, list[int]]]:
+def exchanges_after(exchanges: Exchanges, told: Word, counts: list[int]) -> Iterator[tuple[int, list[int]]]:
     """Which fragments the others exchange after which step, from the first exchange that does not count yet."""
     again: dict[int, list[int]] = {}
     for number, step in enumerate(told.pending):
@@ -207,26 +199,24 @@ def exchanges_after(loop: OuterLoop, told: Word, counts: list[int]) -> Iterator[
             again.setdefault(step, []).append(number)
     yield from sorted(again.items())
     for step in itertools.count(told.sent_through + 1):
-        if numbers := loop.schedule.due(step):
+        if numbers := exchanges.schedule.due(step):
             yield step, numbers
 
 
-def listen(loop: OuterLoop, number: int, step: int) -> Sync:
+def listen(exchanges: Exchanges, number: int, step: int) -> Sync:
     """Take part in an exchange with no weight in it."""
-    fragment, peers = loop.fragments[number], loop.peers
-    assert peers is not None
+    fragment, peers = exchanges.fragments[number], exchanges.peers
     sync = Sync(
-        Header(0, 0, number, 0.0), loop.method.codec, fragment.numel, step, derive_seed(loop.seed, peers.island),
-        delta=fragment.zeros(),
+        Header(0, 0, number, 0.0), exchanges.method.codec, fragment.numel, step,
+        derive_seed(exchanges.seed, peers.island), delta=fragment.zeros(),
     )  # fmt: skip
     sync.submit(peers)
     return sync
 
 
-def submit_hand_over(loop: OuterLoop, donor: int, state: Tensor | None) -> dict[int, Future]:
+def submit_hand_over(exchanges: Exchanges, donor: int, state: Tensor | None) -> dict[int, Future]:
     """Start to bring the donor's state into that of each newcomer, by island; every member submits all of it."""
-    peers = loop.peers
-    assert peers is not None
+    peers = exchanges.peers
     source = peers.members.index(donor)
     return {
         island: peers.comm.submit(partial(hand_over, state=state, donor=source, joiner=peers.members.index(island)))

@@ -44,8 +44,9 @@ class OneByte:
     name: ClassVar[str] = "one-byte"
     settled_after: ClassVar[int] = 0
     optimizers: ClassVar[tuple[str, ...]] = GENERAL
-    shards_optimizer: ClassVar[bool] = False
     optimizers_reason: ClassVar[str] = "hands its estimate of the gradient to one that is usual"
+    shards_optimizer: ClassVar[bool] = False
+    not_inside_islands: ClassVar[str] = "keeps a log of all that was applied, which exchanges would not be in"
 
     samples: int = 1
     eps: float = 1e-3

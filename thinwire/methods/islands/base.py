@@ -14,20 +14,21 @@ from thinwire.errors import ConfigError
 from thinwire.layout.fragments import Fragment, cut
 from thinwire.methods.interface import Method, Plan, trained_shapes
 from thinwire.methods.islands.exchange import COMMIT, OPERATION, message_bytes
+from thinwire.methods.islands.front import Front
 from thinwire.methods.islands.method import OuterMethod
 from thinwire.methods.islands.outer import NUM_WORDS
 from thinwire.methods.options import check_types
 
 
-class IslandsMethod:
-    """What makes the options of an outer method a Method.
+class IslandsMethod(Front):
+    """What makes the options of an outer method a Method, and a context around a loop of one's own.
 
-    The default group is one island; `among` says which others there are.
+    The default group is one island; `connected_to` says which others there are.
     """
 
     name: ClassVar[str]
-    # Of its options: what flags and TOML call them.
-    table: ClassVar[str]
+    shards_optimizer: ClassVar[bool] = False
+    not_inside_islands: ClassVar[str] = "is itself a method of islands, and islands have no islands"
     inner: Method
 
     def method(self) -> OuterMethod:
@@ -38,12 +39,9 @@ class IslandsMethod:
         """Raises ConfigError for options or an inner strategy that can't work."""
         check_types(self)
         self.method()
-        if isinstance(self.inner, IslandsMethod):
-            raise ConfigError(f"{self.name} inside {self.name}: islands have no islands; nearest: --inner ddp")
-        if self.inner.name == "one-byte":
+        if self.inner.not_inside_islands:
             raise ConfigError(
-                "one-byte inside an island keeps a log of all that was applied, which exchanges would not be in; "
-                "nearest: --inner ddp"
+                f"{self.inner.name} inside an island {self.inner.not_inside_islands}; nearest: --inner ddp"
             )
 
     def fragments(self, model: nn.Module) -> list[Fragment]:
@@ -67,21 +65,16 @@ class IslandsMethod:
         return self.inner.optimizers_reason
 
     @property
-    def shards_optimizer(self) -> bool:
-        """As of the inner strategy."""
-        return self.inner.shards_optimizer
-
-    @property
     def settled_after(self) -> int:
         """As of the inner strategy."""
         return self.inner.settled_after
 
-    def among(self, peers: Peers | Callable[[], Peers | None] | None, terms: str = "") -> AmongIslands:
+    def connected_to(self, peers: Peers | Callable[[], Peers | None] | None, options: str = "") -> Connected:
         """The strategy of an island that has peers, which its first rank alone knows, or meets by a function.
 
-        terms: what all islands must have in common, besides the model and the options.
+        options: what all islands must have in common, besides the model and the method.
         """
-        return AmongIslands(self, peers, terms)
+        return Connected(self, peers, options)
 
     def plan(self, model: nn.Module, topology: Topology, micro_batches: int) -> Plan:
         """The inner strategy's on one island, a node; exchanges between them are spread over the steps between.
@@ -110,9 +103,9 @@ class IslandsMethod:
 
 
 @dataclass(frozen=True)
-class AmongIslands:
-    """A strategy that has been told of its peers."""
+class Connected:
+    """A strategy together with the island's peers; see IslandsMethod.connected_to."""
 
     strategy: IslandsMethod
     peers: Peers | Callable[[], Peers | None] | None
-    terms: str = ""
+    options: str = ""

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor
 
-from thinwire.collectives import Communicator
-from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
 from thinwire.errors import ConfigError
-from thinwire.methods.islands.gossip import PairwiseGossip
-from thinwire.methods.islands.graph import Edge, Graph, Mixing
-from thinwire.state.replicas import fitting_parameters
-from thinwire.table import announce as announce_table
+from thinwire.methods.islands.gossip import GossipMethod
+from thinwire.methods.islands.graph import Graph, Mixing
+from thinwire.methods.options import check_types
 
 X, X_TILDE, Y, Y_TILDE, Z, Z_TILDE = range(6)
 
@@ -43,11 +38,7 @@ class DadaoLaw:
     strong_convexity: float
 
     def __post_init__(self) -> None:
-        if not 0 < self.strong_convexity <= self.smoothness:
-            raise ConfigError(
-                f"strong_convexity {self.strong_convexity:g}, smoothness {self.smoothness:g}: the first above 0 and at "
-                "most the second"
-            )
+        check_constants(self.smoothness, self.strong_convexity)
 
     @property
     def nu(self) -> float:
@@ -97,53 +88,56 @@ class DadaoLaw:
         state[Z_TILDE].sub_(difference, alpha=2 * self.graph.chi1 / (self.rate * self.root))
 
 
-class DADAO(PairwiseGossip):
-    """Minimise sum_i f_i, one convex function a rank, over a graph; the optimizer of one's own loop, and a context.
+@dataclass(frozen=True)
+class DADAO(GossipMethod):
+    """Minimise sum_i f_i, one convex function a rank, over a graph, with no optimizer besides.
 
-    Each rank calls `step()` after backward, when it can; a gradient is taken in at the time of that call. All x_i
-    approach the minimiser of the sum, whatever the graph and whatever the ranks' speeds. On leaving the context the
-    model is the mean of the x_i on all ranks.
+    Each rank takes a gradient in when it can, at the time of that step. All x_i approach the minimiser of the sum,
+    whatever the graph and whatever the ranks' speeds. At the end all ranks have the mean of the x_i.
 
-    smoothness, strong_convexity: L and mu of every f_i. graph: "ring", "star", "complete" or a list of edges. step_s:
-    seconds of a gradient, the unit of time: ranks that are faster wait. Raises ConfigError for options that can't work
-    or differ between ranks; PeerLostError, in `step()`, where a neighbour is lost.
+    Args:
+        smoothness, strong_convexity: L and mu of every f_i.
+        step_s: seconds of a gradient, the unit of time: ranks that are faster wait.
+        graph: "ring", "star", "complete" or a list of edges.
+
+    `DADAO(model, **options)` is the optimizer of a loop of one's own, and a context that all ranks enter: call its
+    `step()` after backward, and `zero_grad()`. Its other options: `group`, `seed`, `timeout_s`, `checked`, `announce`.
+
+    Raises ConfigError for options that can't work or differ between ranks; PeerLostError, in `step()`, where a
+    neighbour is lost.
+    Source: Nabli and Oyallon, "DADAO", ICML 2023.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        smoothness: float,
-        strong_convexity: float,
-        step_s: float,
-        graph: str | Sequence[Edge] = "ring",
-        group: dist.ProcessGroup | DeviceMesh | None = None,
-        seed: int = 0,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-        checked: bool = False,
-        announce: bool = True,
-    ) -> None:
-        parameters = [param for param in model.parameters() if param.requires_grad]
-        trained = fitting_parameters(model, torch.optim.SGD(parameters, lr=1.0))
-        comm = Communicator(group, local_size=1, timeout_s=timeout_s, checked=checked)
-        net = Graph.of(graph, comm.world_size)
-        self._law = DadaoLaw(net, smoothness, strong_convexity)
-        super().__init__(model, trained, comm, net, self._law, step_s, seed)
-        if announce and comm.rank == 0:
-            announce_table(self.describe())
+    name: ClassVar[str] = "dadao"
+    num_loop_arguments: ClassVar[int] = 1
+    num_vectors: ClassVar[int] = 7
 
-    def step(self) -> None:
-        """Take in the gradient, and write the new x into the model."""
-        gradient = self._model.gradient()
-        self.pace()
-        with self._background.changed:
-            self.bring_to_(self.now())
-            self._law.gradient_(self.state, gradient)
-            x = self.state[X].clone()
-        self._model.write(x)
-        self.steps += 1
+    smoothness: float = 10.0
+    strong_convexity: float = 1.0
+    step_s: float = 0.1
+    graph: str | tuple[tuple[int, int], ...] = "ring"
 
-    def zero_grad(self) -> None:
-        """Forget the gradients."""
-        for tensor in self._model.tensors:
-            tensor.grad = None
+    def __post_init__(self) -> None:
+        check_types(self)
+        self.check_step()
+        check_constants(self.smoothness, self.strong_convexity)
+
+    @property
+    def optimizers(self) -> tuple[str, ...]:
+        return ("sgd-plain",)
+
+    @property
+    def optimizers_reason(self) -> str:
+        return "takes gradients in by its own law, and leaves an optimizer nothing to do"
+
+    def law(self, num_nodes: int) -> DadaoLaw:
+        return DadaoLaw(Graph.of(self.graph, num_nodes), self.smoothness, self.strong_convexity)
+
+
+def check_constants(smoothness: float, strong_convexity: float) -> None:
+    """Raise ConfigError for constants that no function has."""
+    if not 0 < strong_convexity <= smoothness:
+        raise ConfigError(
+            f"strong_convexity {strong_convexity:g}, smoothness {smoothness:g}: the first above 0 and at most the "
+            "second"
+        )

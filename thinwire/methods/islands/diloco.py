@@ -1,4 +1,4 @@
-"""DiLoCo, Streaming DiLoCo and local SGD as strategies."""
+"""DiLoCo, Streaming DiLoCo and local SGD as strategies: an outer method around any strategy inside an island."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from thinwire.methods.islands.method import OuterMethod, codec_named
 
 
 @dataclass(frozen=True)
-class DiLoCoMethod(IslandsMethod):
+class DiLoCo(IslandsMethod):
     """DiLoCo: H inner steps on every island, then one outer Nesterov step with the mean of how far they went.
 
     sync_every: H. outer_lr, outer_momentum: of the outer step. codec: of outer gradients: "fp32", "bf16", "int8",
@@ -26,7 +26,6 @@ class DiLoCoMethod(IslandsMethod):
     """
 
     name: ClassVar[str] = "diloco"
-    table: ClassVar[str] = "diloco"
 
     inner: Method = field(default_factory=DDP)
     sync_every: int = 100
@@ -48,7 +47,7 @@ class DiLoCoMethod(IslandsMethod):
 
 
 @dataclass(frozen=True)
-class StreamingDiLoCoMethod(IslandsMethod):
+class StreamingDiLoCo(IslandsMethod):
     """Streaming DiLoCo: the model in fragments, one after the other, at 4 bits, while inner steps go on.
 
     sync_every: H, steps between two exchanges of one fragment. num_fragments: at most the model's layers; None: one
@@ -61,7 +60,6 @@ class StreamingDiLoCoMethod(IslandsMethod):
     """
 
     name: ClassVar[str] = "streaming-diloco"
-    table: ClassVar[str] = "streamingdiloco"
 
     inner: Method = field(default_factory=DDP)
     sync_every: int = 100
@@ -85,7 +83,7 @@ class StreamingDiLoCoMethod(IslandsMethod):
 
 
 @dataclass(frozen=True)
-class LocalSGDMethod(IslandsMethod):
+class LocalSGD(IslandsMethod):
     """Local SGD: every H inner steps each island goes on with the mean of all islands' weights.
 
     sync_every: H. start_after: up to this step the weights are averaged after every step (post-local SGD). codec,
@@ -96,7 +94,6 @@ class LocalSGDMethod(IslandsMethod):
     """
 
     name: ClassVar[str] = "local-sgd"
-    table: ClassVar[str] = "localsgd"
 
     inner: Method = field(default_factory=DDP)
     sync_every: int = 16
@@ -116,7 +113,7 @@ class LocalSGDMethod(IslandsMethod):
 
 
 ISLANDS: dict[str, Callable[..., IslandsMethod]] = {
-    "diloco": DiLoCoMethod,
-    "streaming-diloco": StreamingDiLoCoMethod,
-    "local-sgd": LocalSGDMethod,
+    "diloco": DiLoCo,
+    "streaming-diloco": StreamingDiLoCo,
+    "local-sgd": LocalSGD,
 }

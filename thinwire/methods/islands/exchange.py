@@ -95,7 +95,7 @@ class Sync:
         return self.step + self.header.is_last
 
     def submit(self, peers: Peers) -> None:
-        """Start, or start once more among those that are present now."""
+        """Start, or start once more with those that are present now."""
         if self.future is not None:
             # Whoever was wished for has been met.
             self.header = self.header._replace(wishes=self.header.wishes & ~RENEW)

@@ -99,19 +99,17 @@ class Graph:
 
 
 class Mixing:
-    """expm(A s) for one constant matrix A, from its eigenvalues, on vectors side by side.
+    """expm(A s) for one constant matrix A, on vectors side by side.
 
-    matrix: fp64 [V, V], diagonalisable over the complex numbers.
+    matrix: fp64 [V, V]. Eigenvectors would be quicker, and wrong where A has none that are independent.
     """
 
     def __init__(self, matrix: Tensor) -> None:
         self.matrix = matrix
-        self._values, self._vectors = torch.linalg.eig(matrix)
-        self._inverse = torch.linalg.inv(self._vectors)
 
     def after(self, duration: float) -> Tensor:
         """expm(A s), fp64 [V, V]."""
-        return ((self._vectors * torch.exp(self._values * duration)) @ self._inverse).real
+        return torch.linalg.matrix_exp(self.matrix * duration)
 
     def apply_(self, state: Tensor, duration: float) -> None:
         """state <- expm(A s) state, for [V, n], in its dtype."""

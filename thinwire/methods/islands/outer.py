@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,6 +57,10 @@ class OuterFragment:
             self._fingerprint = fingerprint(self.parameters)
         return self._fingerprint
 
+    def tensors(self) -> list[Tensor]:
+        """All that an island needs to take part in the exchanges of this fragment, besides `number`."""
+        return [tensor for tensor in (self.parameters, self.momentum, self.correction) if tensor is not None]
+
     def set_parameters(self, flat: Tensor) -> None:
         """Take other values."""
         self.parameters.copy_(flat)
@@ -86,6 +92,23 @@ class OuterFragment:
     def starting(cls, fragment: Fragment, parameters: Tensor, *, corrected: bool) -> OuterFragment:
         """Momentum and correction are zero."""
         return cls(fragment, parameters, fragment.zeros(), correction=fragment.zeros() if corrected else None)
+
+
+def parameters_in(state: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
+    """The outer parameters by name in the state that an island's first rank has saved; shapes: of the model's.
+
+    Raises ConfigError for a state of an older version, which does not say where they begin.
+    """
+    if missing := sorted({"outer", "names", "block"} - state.keys()):
+        raise ConfigError(
+            f"the outer parameters of its islands were saved by an older version of thinwire, without {missing}: "
+            "take some more steps with `thinwire train --resume auto`, which saves them anew, or use that version"
+        )
+    found: dict[str, Tensor] = {}
+    for names, (parameters, *_) in zip(state["names"], state["outer"], strict=True):
+        fragment = Fragment({name: torch.Size(shapes[name]) for name in names}, state["block"])
+        found |= fragment.views(parameters)
+    return found
 
 
 def merged(weights: Tensor, outer: Tensor, mix: float) -> Tensor:

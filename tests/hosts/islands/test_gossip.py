@@ -15,15 +15,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import thinwire
 from tests.conformance.strategy_suite import hash_of
 from tests.workers import run_workers
-from thinwire import DADAO, ConfigError, Gossip, PeerLostError
+from thinwire import ConfigError, PeerLostError
 from thinwire.codecs import derive_seed
-from thinwire.methods.islands.dadao import Z_TILDE, DadaoLaw, X, Z
+from thinwire.hosts.islands.meetings import DADAONode
+from thinwire.methods.islands.dadao import DADAO, Z_TILDE, DadaoLaw, X, Z
 from thinwire.methods.islands.gossip import A2CiD2, Law
 from thinwire.methods.islands.graph import Graph, Meeting, Mixing
-
-# ---------------------------------------------------------------- graphs, time, meetings
 
 
 @pytest.mark.parametrize("n", [2, 4, 7, 10])
@@ -95,9 +95,6 @@ def integrated(mixing: Mixing, duration: float, num_steps: int = 400) -> Tensor:
         k3 = a @ (state + h / 2 * k2)
         state = state + h / 6 * (k1 + 2 * k2 + 2 * k3 + a @ (state + h * k3))
     return state
-
-
-# ---------------------------------------------------------------- all nodes in one process
 
 
 class Nodes:
@@ -223,8 +220,6 @@ def test_the_second_vector_speeds_up_gossip_on_a_ring() -> None:
     assert spreads[1] < 0.5 * spreads[0] < 1.0
 
 
-# ---------------------------------------------------------------- real processes
-
 NODES, STEP_S, SMOOTHNESS = 4, 0.002, 4.0
 
 
@@ -257,7 +252,7 @@ class Logged(DadaoLaw):
         super().meet_(state, difference)
 
 
-class Timed(DADAO):
+class Timed(DADAONode):
     """Says when each event was."""
 
     def _timed(self, event: Callable[..., None]) -> Callable[..., None]:
@@ -268,9 +263,9 @@ class Timed(DADAO):
         return noted
 
     def __enter__(self) -> Self:
-        self.law = self._law = Logged(self.graph, SMOOTHNESS, 1.0)
+        self.law = Logged(self.graph, SMOOTHNESS, 1.0)
         self.at: list[float] = []
-        law = self._law
+        law = self.law
         for name in ("gradient_", "meet_"):
             object.__setattr__(law, name, self._timed(getattr(law, name)))
         return super().__enter__()
@@ -279,9 +274,8 @@ class Timed(DADAO):
 def dadao(rank: int, until: float, *, delay_steps: int = 3, **options: Any) -> dict[str, Any]:
     problem = Quadratics(NODES, SMOOTHNESS)
     model = Quadratic(problem, rank)
-    with Timed(
-        model, smoothness=SMOOTHNESS, strong_convexity=1.0, step_s=STEP_S, announce=False, seed=7, **options
-    ) as gossip:
+    method = DADAO(smoothness=SMOOTHNESS, strong_convexity=1.0, step_s=STEP_S, **options)
+    with Timed(model, method, announce=False, seed=7) as gossip:
         while gossip.now() < until:
             model().backward()
             if rank == 3:
@@ -291,7 +285,7 @@ def dadao(rank: int, until: float, *, delay_steps: int = 3, **options: Any) -> d
         with pytest.raises(ConfigError, match="outside of the context"):
             gossip.state_dict()
     reading = gossip.meter.snapshot()
-    events = gossip._law.events  # type: ignore[attr-defined]
+    events = gossip.law.events  # type: ignore[attr-defined]
     gossip.close()
     return {
         "state": gossip.state,
@@ -317,7 +311,7 @@ def network(rank: int, graph: Any) -> dict[str, Any]:
         return (model(x) - y).square().mean()
 
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    gossip = Gossip(model, optimizer, step_s=STEP_S, graph=graph, announce=False)
+    gossip = thinwire.Gossip(model, optimizer, step_s=STEP_S, graph=graph, announce=False)
     start = gossip.state.clone()
     before = 0.0
     for _ in range(2):
@@ -331,7 +325,7 @@ def network(rank: int, graph: Any) -> dict[str, Any]:
         gossip.state.zero_()
         gossip.load_state_dict(saved)
     with pytest.raises(ConfigError, match="other options"):
-        Gossip(model, optimizer, step_s=STEP_S * (1 + rank), graph=graph)
+        thinwire.Gossip(model, optimizer, step_s=STEP_S * (1 + rank), graph=graph)
     return {
         "start": start[0],
         "state": gossip.state,
@@ -406,7 +400,7 @@ def test_sums_are_kept_and_bytes_promised(run: list[dict[str, Any]]) -> None:
     assert num_meetings == pytest.approx(math.sqrt(6) * results[0]["at"], rel=0.25)
 
 
-def test_nodes_that_hear_nothing_find_their_own_minima(run: list[dict[str, Any]]) -> None:
+def test_nodes_without_meetings_find_their_own_minima(run: list[dict[str, Any]]) -> None:
     problem = Quadratics(NODES, SMOOTHNESS)
     for rank, result in enumerate(run):
         x = result["alone"]["state"][X]
@@ -432,7 +426,7 @@ def one_rank_dies(rank: int, world_size: int) -> str:
     model = Quadratic(problem, rank)
     options: Any = {"smoothness": SMOOTHNESS, "strong_convexity": 1.0, "step_s": STEP_S, "timeout_s": 20}
     with pytest.raises(PeerLostError) as caught:
-        with DADAO(model, graph="complete", announce=False, **options) as gossip:
+        with thinwire.DADAO(model, graph="complete", announce=False, **options) as gossip:
             while True:
                 model().backward()
                 gossip.step()
@@ -445,6 +439,19 @@ def one_rank_dies(rank: int, world_size: int) -> str:
 def test_a_lost_neighbour_is_named() -> None:
     results = run_workers(one_rank_dies, 3, may_die=(1,), timeout_s=40)
     assert all("rank 1 is missing" in results[rank] for rank in (0, 2))
+
+
+@pytest.mark.parametrize("smoothness", [2.0, 3.0, 4.0, 10.0, 100.0])
+def test_time_alone_keeps_states_bounded(smoothness: float) -> None:
+    """L = 3, mu = 1 has a double eigenvalue, for which a solver may give the same eigenvector twice."""
+    mixing = DadaoLaw(Graph.of("ring", 2), smoothness, 1.0).mixing
+    for duration in (0.1, 1.0, 500.0):
+        matrix = mixing.after(duration)
+        half = mixing.after(duration / 2)
+        torch.testing.assert_close(half @ half, matrix, rtol=0, atol=1e-9)
+        # x and x~ go towards each other, and keep their mean.
+        torch.testing.assert_close(matrix[:2, :2].sum(0), torch.ones(2, dtype=torch.float64))
+        assert float(matrix.abs().max()) < 100
 
 
 @pytest.mark.parametrize(("smoothness", "strong_convexity"), [(1.0, 2.0), (1.0, 0.0), (0.0, 0.0)])

@@ -1,0 +1,221 @@
+"""The exchanges of an island with others: what is under way, and the outer state that they lead to."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs import derive_seed
+from thinwire.collectives import Peers
+from thinwire.errors import CorruptMessageError, PeerLostError
+from thinwire.layout.fragments import Fragment
+from thinwire.methods.islands.exchange import LAST, RENEW, STOP, Header, Sync
+from thinwire.methods.islands.method import OuterMethod
+from thinwire.methods.islands.outer import OuterFragment
+
+LOOK_EVERY_S = 0.1
+
+log = logging.getLogger("thinwire")
+
+
+@dataclass(eq=False)
+class Flight:
+    """An exchange under way. due: the step after which its result is taken. sync: known to the island's first rank."""
+
+    fragment: int
+    due: int
+    sync: Sync | None
+    members: tuple[int, ...] = ()
+    is_applied: bool = False
+
+    def submit(self, peers: Peers) -> None:
+        """Start it with those that are present."""
+        assert self.sync is not None
+        self.members = peers.members
+        self.sync.submit(peers)
+
+
+class Exchanges:
+    """The exchanges under way and the outer state. All ranks of an island have one and call it alike.
+
+    connected: the other islands, on the island's first rank, which alone has the outer state; None on the others.
+    options: stands for what all islands must have in common, besides model and method.
+    """
+
+    def __init__(
+        self, method: OuterMethod, fragments: list[Fragment], connected: Peers | None, *, options: str, seed: int
+    ) -> None:
+        self.method, self.fragments, self.connected, self.seed = method, fragments, connected, seed
+        self.schedule = method.schedule(len(fragments))
+        self.options = repr((shapes_of(fragments), method, options))
+        self.flights: deque[Flight] = deque()
+        self.outer: list[OuterFragment] = []
+        # After which step the last exchanges were started.
+        self.sent_through = 0
+        self.weight = 1.0
+        self.stop_agreed = False
+
+    @property
+    def peers(self) -> Peers:
+        """The other islands; of the first rank."""
+        assert self.connected is not None
+        return self.connected
+
+    def begin(self, start: list[Tensor]) -> None:
+        """Start anew from these weights, one flat tensor for each fragment; on the first rank."""
+        corrected = self.method.correction is not None
+        self.outer = [
+            OuterFragment.starting(fragment, flat, corrected=corrected)
+            for fragment, flat in zip(self.fragments, start, strict=True)
+        ]
+
+    def send(
+        self, number: int, step: int, weights: Mapping[str, Tensor], *, wishes_stop: bool = False, is_last: bool = False
+    ) -> None:
+        """Send the outer gradient x - w of a fragment.
+
+        is_last: nothing follows, so that x becomes the mean of w.
+        """
+        flight = Flight(number, step + self.method.overlap_steps, None)
+        if self.connected is not None:
+            outer, weight = self.outer[number], self.weight
+            count = outer.number + 1
+            delta = outer.parameters - self.fragments[number].flat(weights)
+            wishes = STOP * wishes_stop + RENEW * self.peers.changed() + LAST * is_last
+            if not bool(torch.isfinite(delta.sum())):
+                log.warning("thinwire: island %d is left out of an exchange: not finite", self.peers.island)
+                weight = 0.0
+            flight.sync = Sync(
+                Header(outer.fingerprint, count, number, weight, wishes),
+                self.method.codec, self.fragments[number].numel, step,
+                derive_seed(self.seed, count, number, self.peers.island),
+                delta=delta,
+            )  # fmt: skip
+            flight.submit(self.peers)
+        self.flights.append(flight)
+
+    def wait_for(self, sync: Sync) -> None:
+        """Return when all members hold all messages.
+
+        Raises PeerLostError, at once where a member is known to be lost; CorruptMessageError where nobody knows whether
+        they do.
+        """
+        if sync.future is not None:
+            with self.peers.awaiting(sync.due):
+                self.result_of(sync.future)
+
+    def result_of(self, future: Future) -> Any:
+        """What the islands do together; raises PeerLostError at once where a member is known to be lost."""
+        if not future.done():
+            with self.peers.comm.meter.timed("exposed_s"):
+                while wait([future], timeout=LOOK_EVERY_S).not_done:
+                    if self.peers.lost():
+                        raise PeerLostError("an island that takes part in the exchange under way is gone")
+        return future.result()
+
+    def apply(self, flight: Flight) -> None:
+        """Take one outer step with what was received; every island takes the same, bit for bit."""
+        assert flight.sync is not None
+        self.apply_sync(flight.fragment, flight.sync, flight.members)
+        flight.is_applied = True
+
+    def apply_sync(self, number: int, sync: Sync, members: tuple[int, ...]) -> None:
+        """See apply; members: the islands that have exchanged it."""
+        sync.check(members)
+        total, weights = sync.total()
+        if any(header.is_last for header in sync.headers()):
+            self.outer[number].take_mean(total, weights)
+        else:
+            self.outer[number].apply(self.method.rule, total, weights, len(members))
+        self.stop_agreed = self.stop_agreed or any(header.wishes_stop for header in sync.headers())
+
+    def pending(self, number: int) -> Flight:
+        """The exchange of a fragment that is under way and not applied."""
+        return next(flight for flight in self.flights if flight.fragment == number and not flight.is_applied)
+
+    def outer_state(self) -> Tensor:
+        """The outer state in one, fp32, flat: what an island needs to take part, besides counts."""
+        return torch.cat([tensor for outer in self.outer for tensor in outer.tensors()])
+
+    def take_over(self, state: Tensor, counts: list[int]) -> None:
+        """Take what another island's `outer_state` gave; counts: exchanges applied to it, by fragment."""
+        rest = state
+        for outer, count in zip(self.outer, counts, strict=True):
+            for tensor in outer.tensors():
+                tensor.copy_(rest[: tensor.numel()])
+                rest = rest[tensor.numel() :]
+            outer.set_parameters(outer.parameters.clone())
+            outer.number = count
+
+    def wait_for_all(self) -> None:
+        """Wait for what is under way. What a loss has stopped is sent again, when it is due or the state is loaded."""
+        for flight in self.flights:
+            if flight.sync is not None:
+                with suppress(PeerLostError, CorruptMessageError):
+                    self.wait_for(flight.sync)
+
+    def drop_all(self) -> None:
+        """Wait for what is under way, and drop it."""
+        self.wait_for_all()
+        self.flights.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The outer state, and what is under way as messages, which has been waited for."""
+        flights = []
+        for flight in self.flights:
+            sync = flight.sync
+            told = None if sync is None else (tuple(sync.header), sync.step, sync.seed, sync.received, sync.message)
+            flights.append((flight.fragment, flight.due, flight.members, told, flight.is_applied))
+        return {
+            "flights": flights,
+            "outer": [(o.parameters, o.momentum, o.number, o.correction) for o in self.outer],
+            "names": [fragment.names for fragment in self.fragments],
+            "block": self.method.codec.block,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what state_dict gave; messages that had not arrived are sent again."""
+        self.drop_all()
+        for outer, (parameters, momentum, number, correction) in zip(self.outer, state["outer"], strict=True):
+            outer.set_parameters(parameters)
+            outer.momentum.copy_(momentum)
+            outer.number = number
+            if outer.correction is not None:
+                outer.correction.copy_(correction)
+        for fragment, due, members, told, is_applied in state["flights"]:
+            flight = Flight(fragment, due, None, tuple(members), is_applied)
+            if told is not None:
+                header, step, seed, received, message = told
+                flight.sync = Sync(Header(*header), self.method.codec, self.fragments[fragment].numel, step, seed)
+                flight.sync.message, flight.sync.received = message, received
+                flight.sync.is_committed = received is not None
+                if self.connected is not None and received is None:
+                    flight.submit(self.connected)
+            self.flights.append(flight)
+
+    def close(self) -> None:
+        """Wait for what is under way, and leave the other islands."""
+        self.drop_all()
+        if self.connected is not None:
+            # Whoever leaves breaks connections that a slower one may still wait on; if one is gone, that is over.
+            with suppress(PeerLostError):
+                self.connected.comm.barrier()
+            self.connected.close()
+
+    def abandon(self) -> None:
+        """Leave the other islands at once, after a failure."""
+        if self.connected is not None:
+            self.connected.abandon()
+
+
+def shapes_of(fragments: list[Fragment]) -> list[list[tuple[str, tuple[int, ...]]]]:
+    """Names and shapes of what is exchanged, by fragment."""
+    return [[(name, tuple(shape)) for name, shape in fragment.shapes.items()] for fragment in fragments]

@@ -1,0 +1,13 @@
+"""The methods of islands, with the hosts loaded that run them around a loop of one's own."""
+
+from __future__ import annotations
+
+import thinwire.hosts.islands.library
+import thinwire.hosts.islands.meetings
+import thinwire.hosts.islands.ticks  # noqa: F401
+from thinwire.methods.islands.dadao import DADAO
+from thinwire.methods.islands.diloco import DiLoCo, LocalSGD, StreamingDiLoCo
+from thinwire.methods.islands.fedfix import FedFix
+from thinwire.methods.islands.gossip import Gossip
+
+__all__ = ["DADAO", "DiLoCo", "FedFix", "Gossip", "LocalSGD", "StreamingDiLoCo"]

@@ -1,0 +1,57 @@
+"""Islands that begin or go on together are made equal: compared, and sent or averaged only where they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from thinwire.errors import ConfigError
+from thinwire.hosts.islands.exchanges import Exchanges
+from thinwire.state.replicas import digest, odd_ranks
+
+
+def same_start(exchanges: Exchanges, fixed: Iterable[Tensor]) -> bool:
+    """Give all islands the first one's outer parameters; returns whether they differed. On all first ranks.
+
+    fixed: frozen weights and buffers. Raises ConfigError where these, the model or the options differ.
+    """
+    comm = exchanges.peers.comm
+    if odd := odd_ranks(comm, digest([exchanges.options.encode(), *fixed])):
+        raise ConfigError(
+            f"island {odd[0]} trains another model, on other data or by other options than island "
+            f"{exchanges.peers.members[0]}, or its frozen weights and buffers differ: start all with the same"
+        )
+    if not odd_ranks(comm, digest(outer.parameters for outer in exchanges.outer)):
+        return False
+    for outer in exchanges.outer:
+        flat = outer.parameters.clone()
+        comm.wait(comm.broadcast_(flat))
+        outer.set_parameters(flat)
+    return True
+
+
+def take_mean(exchanges: Exchanges, *, has_own: bool) -> int:
+    """Where outer parameters differ they become the mean of those of islands that have their own; how many these are.
+
+    0: nothing differs. On all first ranks.
+    """
+    comm = exchanges.peers.comm
+    if not odd_ranks(comm, digest(outer.parameters for outer in exchanges.outer)):
+        return 0
+    owners = exchanges.result_of(comm.all_gather_exact(torch.tensor([float(has_own)])))
+    for outer in exchanges.outer:
+        held = exchanges.result_of(comm.all_gather_exact(outer.parameters))
+        total = torch.zeros(len(outer.parameters), dtype=torch.float64)
+        for is_owner, weights in zip(owners, held, strict=True):
+            total += weights * is_owner
+        outer.set_parameters((total / owners.sum()).float())
+    return int(owners.sum())
+
+
+def sum_of(exchanges: Exchanges, numbers: Sequence[float]) -> Tensor:
+    """The sum over islands of what their first ranks give, fp64. On all first ranks."""
+    given = torch.tensor(numbers, dtype=torch.float64)
+    total: Tensor = exchanges.result_of(exchanges.peers.comm.all_gather_exact(given)).sum(0)
+    return total

@@ -1,0 +1,201 @@
+"""The trainer's optimizer where ranks have no step in common: each is an island, and takes steps when it can."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from thinwire import _compat
+from thinwire.checkpoint import Source
+from thinwire.hosts.agreeing import AgreeingOptimizer
+from thinwire.hosts.interface import ParallelOptimizer, RankOptions, apply, without_axis
+from thinwire.hosts.islands.meetings import DADAONode
+from thinwire.hosts.ranks import Ranks, open_ranks
+from thinwire.methods.islands.front import around
+from thinwire.methods.islands.own_pace import OwnPaceMethod
+from thinwire.state.replicas import compare_replicas, fitting_parameters
+from thinwire.table import Row
+
+log = logging.getLogger("thinwire")
+STOP_KEY = "thinwire/stop"
+# A wish to stop is looked for so often, not in every step: that asks another machine.
+LOOK_EVERY_S = 1.0
+
+
+class Around(Protocol):
+    """A context around training that runs a method; see methods.islands.front."""
+
+    @property
+    def bytes_per_step(self) -> float: ...
+
+    def begin(self) -> None: ...
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *raised: Any) -> None: ...
+
+    def describe(self) -> list[Row]: ...
+
+
+class OwnPaceOptimizer(AgreeingOptimizer):
+    """A ParallelOptimizer that is one rank's own; the ranks are together in the first step, and in `finish`.
+
+    In between none waits for all. The loss is this rank's; that of the first step is the mean over ranks, which proves
+    a resume. A step whose gradient is not finite is skipped on this rank alone. context: runs the method beside
+    training. dadao: takes the steps, in place of the user's optimizer; None: that does.
+    """
+
+    has_own_pace = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inner: torch.optim.Optimizer,
+        ranks: Ranks,
+        method: OwnPaceMethod,
+        context: Around,
+        dadao: DADAONode | None,
+    ) -> None:
+        trained = fitting_parameters(model, inner)
+        num_parameters = sum(param.numel() for param in trained.values())
+        rows: list[Row] = [(f"strategy {method.name}", "every rank is an island", ""), *context.describe(), *PACE_ROWS]
+        super().__init__(model, inner, ranks, dict(trained), num_parameters, rows + (DADAO_ROWS if dadao else []))
+        self._context, self._dadao = context, dadao
+        self._has_entered = False
+        self._looked_s = time.monotonic()
+
+    @property
+    def bytes_per_step(self) -> int:
+        """Payload this rank sends in one step, on average."""
+        return round(self._context.bytes_per_step)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Nothing: a backward pass does not communicate."""
+        return nullcontext()
+
+    def synchronize(self) -> None:
+        """Nothing: every rank holds the whole weights at all times."""
+
+    def check_replicas(self) -> None:
+        """Compare the weights of all ranks bit for bit, where they are together; a collective."""
+        compare_replicas(self.comm, self.trained.values(), self.steps)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update this rank's weights, and take in what others have sent meanwhile."""
+        norm, is_first = self.reduce(), not self._has_entered
+        if is_first:
+            self._context.__enter__()
+            self._has_entered = True
+        if bool(torch.isfinite(norm)):
+            self._update()
+        else:
+            self._skip()
+        self.mean_loss = self.all_mean(self._loss) if is_first else self._loss
+        self._grad_norm = None
+        self.steps += 1
+        self._share_stop()
+
+    def finish(self) -> None:
+        """Wait until all ranks have taken their steps, and leave the method's result in the model; a collective.
+
+        From then on `steps` is the fewest that any rank has taken, and `stop_requested` whether any was asked to stop.
+        """
+        if self._has_entered:
+            self._context.__exit__(None, None, None)
+        words = torch.tensor([self.steps, self.stop_requested], dtype=torch.int64)
+        told = self.comm.wait(self.comm.all_gather_exact(words))
+        self.steps, self.stop_requested = int(told[:, 0].min()), bool(told[:, 1].any())
+
+    def restore(self, source: Source) -> None:
+        """Go on from a checkpoint: from its weights, with each rank's own optimizer state where the ranks are the same.
+
+        What the method remembers besides, such as ticks or second vectors, starts anew.
+        """
+        super().restore(source)
+        self._context.begin()
+        if source.is_same:
+            source.is_same, source.is_exact = False, True
+            source.note("weights, and the optimizer's state of each rank", "carried", "the same ranks")
+        source.note("state of the method", "starts anew", "from the weights, which all ranks have in common")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As AgreeingOptimizer's; the method starts anew from the weights."""
+        super().load_state_dict(state_dict)
+        self._context.begin()
+
+    def _update(self) -> None:
+        (self._dadao or self.inner).step()
+
+    def _skip(self) -> None:
+        self.skipped_steps += 1
+        log.warning("thinwire: step %d skipped on this rank alone: a gradient is not finite", self.steps)
+
+    def reduce(self) -> Tensor:
+        """The norm of this rank's gradient; once a step."""
+        if self._grad_norm is None:
+            grads = [tensor.grad for tensor in self.trained.values() if tensor.grad is not None]
+            self._grad_norm = nn.utils.get_total_norm(grads).double()
+        return self._grad_norm
+
+    def _share_stop(self) -> None:
+        """A rank that is asked to stop says so to all; they stop within LOOK_EVERY_S and a step."""
+        now = time.monotonic()
+        if self.comm.world_size == 1:
+            self.stop_requested = bool(self._stop)
+        elif self._stop and not self.stop_requested:
+            _compat.default_store().set(STOP_KEY, "")
+            self.stop_requested = True
+        elif now - self._looked_s > LOOK_EVERY_S:
+            self._looked_s = now
+            self.stop_requested = self.stop_requested or _compat.default_store().check([STOP_KEY])
+
+    def _own(self) -> dict[str, Any]:
+        """The user's optimizer's state, which differs between ranks."""
+        return {"state": {str(number): state for number, state in self.inner.state_dict()["state"].items()}}
+
+    def _load_own(self, own: Mapping[str, Any]) -> None:
+        held = self.inner.state_dict()
+        held["state"] = {int(number): state for number, state in own["state"].items()}
+        self.inner.load_state_dict(held)
+
+
+PACE_ROWS: list[Row] = [
+    ("--steps", "taken by every rank at its own pace", "no rank waits for all; tokens count this rank's step as all's"),
+    ("loss, grad_norm", "this rank's own", "the first step's loss is the mean over ranks"),
+    ("--checkpoint-every", "one checkpoint, at the end", "in between the ranks have no weights in common"),
+    ("--seed", "does not repeat a run bit for bit", "the clock decides what a step takes in"),
+]
+DADAO_ROWS: list[Row] = [
+    ("--optimizer, --lr, --weight-decay", "no effect", "steps follow from smoothness and strong_convexity"),
+    ("guarantee", "none where the loss is not convex", "as that of a neural network is not"),
+]
+
+
+@apply.register
+def _apply_own_pace(
+    method: OwnPaceMethod,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    overlap: bool,
+    **options: Unpack[RankOptions],
+) -> tuple[nn.Module, ParallelOptimizer]:
+    """See hosts.interface."""
+    told = without_axis(method, options)
+    timeout_s, checked = told["timeout_s"], told["checked"]
+    ranks = open_ranks(None, local_size=told["local_size"], timeout_s=timeout_s, checked=checked)
+    loop = (model, optimizer)[: method.num_loop_arguments]
+    context = around(
+        method, *loop, seed=told["seed"], timeout_s=timeout_s, checked=checked, announce=False,
+        meter=ranks.comm.meter,
+    )  # fmt: skip
+    dadao = context if isinstance(context, DADAONode) else None
+    wrapped = OwnPaceOptimizer(model, optimizer, ranks, method, context, dadao)
+    return model, wrapped

@@ -1,0 +1,77 @@
+"""What an outer loop sends, and what it says of itself in the start-up table."""
+
+from __future__ import annotations
+
+from thinwire.hosts.islands.loop import OuterLoop
+from thinwire.layout.fragments import Fragment
+from thinwire.methods.islands.exchange import sent_bytes
+from thinwire.methods.islands.outer import NUM_WORDS
+from thinwire.table import Row
+
+
+class Traffic:
+    """Bytes of a loop's exchanges, promised from shapes, and the rows that describe the loop."""
+
+    def __init__(self, loop: OuterLoop) -> None:
+        self._loop = loop
+
+    @property
+    def num_islands(self) -> int:
+        """Those present; 0 where only the island's first rank knows."""
+        connected = self._loop.exchanges.connected
+        return len(connected.members) if connected is not None else 0
+
+    def exchange_bytes(self, number: int) -> int:
+        """Payload this rank sends to other islands for one exchange of a fragment."""
+        exchanges = self._loop.exchanges
+        if exchanges.connected is None:
+            return 0
+        return sent_bytes(exchanges.method.codec, exchanges.fragments[number].numel, self.num_islands)
+
+    @property
+    def bytes_per_round(self) -> int:
+        """Payload this rank sends in sync_every steps besides the inner strategy's: each fragment once."""
+        fragments = self._loop.exchanges.fragments
+        return sum(self.exchange_bytes(n) + self._inside_bytes(f) for n, f in enumerate(fragments))
+
+    @property
+    def bytes_per_step(self) -> int:
+        """The same spread over the steps of a round, rounded up."""
+        return -(-self.bytes_per_round // self._loop.method.sync_every)
+
+    def _inside_bytes(self, fragment: Fragment) -> int:
+        """Handing a fragment from the shards to the first rank, and the merged one back to all."""
+        host, comm = self._loop.host, self._loop.host.comm
+        if comm is None or comm.world_size == 1:
+            return 0
+        reads, writes = host.handover_bytes(fragment.names)
+        grid, node, local_rank = comm.topology, comm.topology.node(comm.rank), comm.topology.local_rank(comm.rank)
+        copies = (grid.local_size - 1 if local_rank == 0 else 0) + (grid.num_nodes - 1 if comm.rank == 0 else 0)
+        copies = copies if node == 0 or local_rank == 0 else 0
+        return (1 + bool(self._loop.method.mix)) * reads + writes + 4 * (fragment.numel + NUM_WORDS) * copies
+
+    def rows(self) -> list[Row]:
+        """Rows of (asked for, in effect, why they differ or how it was found)."""
+        exchanges, method, codec = self._loop.exchanges, self._loop.method, self._loop.method.codec
+        connected = exchanges.connected
+        largest = max(map(self.exchange_bytes, range(len(exchanges.fragments))))
+        held = sum(outer.parameters.nbytes + outer.momentum.nbytes for outer in exchanges.outer) / 1e6
+        schedule = f"every {method.sync_every} steps"
+        if method.start_after:
+            schedule += f", every step until step {method.start_after}"
+        overlap = f"{method.overlap_steps} steps" if method.overlap_steps else "off: all wait for each exchange"
+        going_on = f"{method.mix:g} of the island's own weights" if method.mix else "the outer parameters"
+        rows: list[Row] = [
+            ("islands", f"{self.num_islands}, this is {connected.island if connected else '?'}", ""),
+            self._loop.start_row,
+            ("exchange of each fragment", schedule, f"{len(exchanges.fragments)} fragment(s), {method.pattern}"),
+            ("outer gradients", str(codec), f"{codec.bits_per_element:.4g} bits an element"),
+            ("outer optimizer", f"Nesterov, rate {method.outer_lr:g}, momentum {method.outer_momentum:g}",
+             f"{held:.3f} MB on the CPU of each island's first rank"),
+            ("overlap of an exchange", overlap, ""),
+            ("after an exchange go on with", going_on, ""),
+            ("largest exchange", f"{largest / 1e6:.3f} MB", "sent by each island"),
+        ]  # fmt: skip
+        if method.correction:
+            rows.append(("correction", f"FedSpeed, lam {method.correction.lam:g}", "behind clipping"))
+        return rows

@@ -6,10 +6,10 @@ import shlex
 import signal
 from collections.abc import Sequence
 
-from thinwire.compare.measure import FINISHED
 from thinwire.compare.options import read_race
 from thinwire.compare.race import race
 from thinwire.errors import ThinwireError
+from thinwire.report.verdict import FINISHED
 from thinwire.training.problems import Problems
 from thinwire.training.signals import StoppedError
 

@@ -287,8 +287,8 @@ def test_weights_hide_behind_the_forward_and_gradients_behind_the_backward() -> 
 
 
 def test_means_and_ratios_leave_out_what_is_not_known() -> None:
-    mean = mean_of([Figures(step_s=1.0, heldout_loss=2.0), Figures(step_s=3.0)])
-    assert (mean.step_s, mean.heldout_loss) == (2.0, None)
+    mean = mean_of(64, [Figures(step_s=1.0, heldout_loss=2.0, tokens_per_s=64.0), Figures(step_s=3.0)])
+    assert (mean.step_s, mean.heldout_loss, mean.tokens_per_s) == (2.0, None, 32.0)
     found = ratios(mean, Figures(step_s=4.0, heldout_loss=2.0, codec_s=0.0))
     assert (found["step_s"], found["heldout_loss"], found["codec_s"]) == (0.5, None, None)
 

@@ -13,6 +13,7 @@ from thinwire.errors import ConfigError
 from thinwire.report import write_race_report
 from thinwire.report.race import figure_text, seconds_note
 from thinwire.report.race_charts import bar, style_of
+from thinwire.report.svg import LEFT
 
 FIGURES: dict[str, Any] = {
     "step_s": 0.5, "tokens_per_s": 128.0, "compute_s": 0.3, "exposed_comm_s": 0.2, "codec_s": 0.0,
@@ -24,19 +25,28 @@ UNKNOWN = dict.fromkeys(FIGURES)
 
 
 def row(name: str, mean: dict[str, Any], **more: Any) -> dict[str, Any]:
-    seed = {"seed": 0, "run_dir": f"{name}/seed0", "num_steps": 4, "num_timed_steps": 2, "target_loss": 3.0}
+    seed = {
+        "seed": 0,
+        "run_dir": f"{name}/seed0",
+        "num_steps": 4,
+        "num_timed_steps": 2,
+        "target_loss": 3.0,
+        "figures": mean,
+    }
     values = {"strategy": name, "options": {}, "command": "", "status": "finished", "reason": "", "is_whole": False}
     ratio = dict.fromkeys(FIGURES, 0.5)
-    return {"name": name, **values, "mean": mean, "ratio": ratio, "seeds": [{**seed, "target_step": 3}], **more}
+    seeds = [{**seed, "target_step": 3}]
+    return {"name": name, **values, "mean": mean, "ratio": ratio, "spread": {}, "seeds": seeds, **more}
 
 
 def write_race(out: Path, *rows: dict[str, Any], **more: Any) -> str:
     """compare.json, a run for each row, and the page that follows from them."""
     values: dict[str, Any] = {
-        "command": "thinwire compare --strategies <a>", "stopped": "", "lab": "nodes=2,rate=100mbit", "steps": 4,
-        "tokens_per_step": 64, "smooth": 2, "average": "median",
+        "command": "thinwire compare --strategies <a>", "measured_at": "2026-03-04T05:06:07+00:00",
+        "machine": {"host": "box", "processor": "Abacus 9", "cores": 2}, "stopped": "",
+        "lab": "nodes=2,rate=100mbit", "steps": 4, "tokens_per_step": 64, "smooth": 2, "average": "median",
         "reference": "zero", "reference_why": "ddp-bf16 is not in the race",
-        "compute_alone_s": 0.25, "compute_alone_failed": "", "machine": {"cores": 2}, "versions": {"torch": "2.13"},
+        "compute_alone_s": 0.25, "compute_alone_failed": "", "versions": {"torch": "2.13"},
         "effects": [["dtype auto", "fp32", "measured"]], "settings": {"seeds": [0]},
     }  # fmt: skip
     (out / "compare.json").write_text(json.dumps({**values, "contestants": rows, **more}))
@@ -57,8 +67,10 @@ def test_a_race_with_a_failure_and_one_that_misses_the_target(tmp_path: Path) ->
     failed = row("bad", UNKNOWN, status="failed", reason="rank 1 ended with 4: <no luck>")
     page = write_race(tmp_path, row("zero", FIGURES), row("slow", missed, is_whole=True), failed)
     for words in (
-        "rank 1 ended with 4: &lt;no luck&gt;", "not reached", "1.50 min", "2 MB", "0.500x", "ran whole", "&lt;a&gt;",
-        "1.000x: ratio to zero (ddp-bf16 is not in the race)", "2 of 4 steps timed", "Computation alone takes 250 ms",
+        "rank 1 ended with 4: &lt;no luck&gt;", "not reached", "1.50 min", "2 MB", "0.500x", "in one piece",
+        "&lt;a&gt;",
+        "1.000x is zero (ddp-bf16 is not in the race)", "2 of 4 steps were timed", "Computing alone takes 250 ms",
+        "box · Abacus 9 · 2 cores", "2026-03-04 05:06", "zero reaches the target loss first",
     ):  # fmt: skip
         assert words in page
     assert not re.search(r"(?:src|href)=|url\(|@import|<script|nan|None", page)
@@ -67,13 +79,13 @@ def test_a_race_with_a_failure_and_one_that_misses_the_target(tmp_path: Path) ->
 
 def test_losses_stand_over_each_contestants_own_time(tmp_path: Path) -> None:
     page = write_race(tmp_path, row("zero", FIGURES), row("slow", {**FIGURES, "step_s": 1.0}))
-    over_time = pictures(page)[1]
+    over_time = pictures(page)[0]
     ends = []
     for style in ("line c0", "line c1"):
         (line,) = (mark for mark in over_time.iter("path") if mark.get("class") == style)
         points = [tuple(map(float, pair.split())) for pair in (line.get("d") or "")[1:].split("L")]
         ends.append(points[-1])
-    left = 62
+    left = LEFT
     assert (ends[1][0] - left) / (ends[0][0] - left) == pytest.approx(2.0, rel=0.01)
     assert ends[1][1] == ends[0][1]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime
 from pathlib import Path
 from statistics import fmean, median
@@ -149,7 +149,8 @@ def measure(plan: Plan, record: Record) -> Result:
             Row(
                 contestant.name, contestant.strategy, dict(contestant.options), contestant.command,
                 statuses[contestant.name], record.failure(contestant.name), contestant.is_whole,
-                mean_of([seed.figures for seed in seeds]), {}, seeds, spread_of(plan, seeds, entries),
+                mean_of(plan.tokens_per_step, [seed.figures for seed in seeds]), {}, seeds,
+                spread_of(plan, seeds, entries),
             )
         )  # fmt: skip
     reference, why = reference_of(rows)
@@ -317,10 +318,11 @@ def target_loss(plan: Plan, finished: Sequence[str], runs: dict[tuple[str, int],
     return math.ceil(100 * last) / 100 if math.isfinite(last) else None
 
 
-def mean_of(figures: Sequence[Figures]) -> Figures:
-    """The mean of each figure over seeds; None where a seed lacks it."""
+def mean_of(tokens_per_step: int, figures: Sequence[Figures]) -> Figures:
+    """The mean of each figure over seeds, None where a seed lacks it; tokens/s are those of the mean step."""
     columns = {item.name: [getattr(one, item.name) for one in figures] for item in fields(Figures)}
-    return Figures(**{name: None if None in values else fmean(values) for name, values in columns.items()})
+    mean = Figures(**{name: None if None in values else fmean(values) for name, values in columns.items()})
+    return replace(mean, tokens_per_s=tokens_per_step / mean.step_s if mean.step_s else None)
 
 
 def ratios(figures: Figures, reference: Figures) -> dict[str, float | None]:

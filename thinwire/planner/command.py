@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -20,7 +20,7 @@ MEANINGS = {
     "weights": "held through the step",
     "gradients": "at the end of backward",
     "optimizer": "AdamW: both moments, and fp32 masters where they are not the weights",
-    "passing": "whole weights and gradients of the parts that compute, at most",
+    "passing": "weights and gradients gathered for the part of the model that computes; at most",
 }
 FOOT = (
     "fp32, AdamW. Not counted: activations, and scratch memory for the packets of a few buckets. Bytes are payload "
@@ -38,9 +38,22 @@ def run_explain(args: Sequence[str]) -> int:
     for table in tables(found):
         console.print(table)
     console.print(FOOT)
+    for line in reasons(found):
+        console.print(line)
     for asked, effect, why in found.notes:
         console.print(f"{asked}: {effect} ({why})")
     return 0
+
+
+def reasons(found: Explained) -> Iterator[str]:
+    """Why figures of some strategies are not what a reader expects."""
+    for every in sorted(set(found.mean_over.values())):
+        names = ", ".join(name for name, steps in found.mean_over.items() if steps == every)
+        yield f"* {names}: exchanges once in {every} steps, so the bytes of a step are the mean over {every} steps."
+    if found.whole:
+        names = ", ".join(found.whole)
+        why = "on a slow link a second gather would cost more than the memory"
+        yield f"{names}: weights are the rank's shard and the whole model, kept from forward to backward; {why}."
 
 
 def tables(found: Explained) -> list[Table]:
@@ -49,7 +62,8 @@ def tables(found: Explained) -> list[Table]:
     made = [side_by_side(found, shown)]
     if len(shown) == 1:
         (footprint,) = shown.values()
-        made += [parts_of_memory(footprint), parts_of_traffic(footprint)]
+        (steps,) = found.mean_over.values() or (1,)
+        made += [parts_of_memory(footprint), parts_of_traffic(footprint, steps)]
     return made
 
 
@@ -59,6 +73,7 @@ def side_by_side(found: Explained, shown: dict[str, Footprint]) -> Table:
         f"{short(found.num_parameters)} parameters on {found.topology}, {found.micro_batches} micro-batch(es) a step: "
         "memory of one rank, and what it sends in a step"
     )
+    title += f"\n{found.vocabulary}" if found.vocabulary else ""
     has_pair = any(footprint.sent_on("pair") for footprint in shown.values())
     levels = [level for level in LEVELS if level != "pair" or has_pair]
     memory = ("weights", "gradients", "optimizer", "passing")
@@ -72,7 +87,8 @@ def side_by_side(found: Explained, shown: dict[str, Footprint]) -> Table:
         held = [getattr(footprint, part) for part in memory] + [sum(footprint.other.values())]
         sent = [footprint.sent_on(level) for level in levels]
         times = [seconds_text(value) for _, of, _ in seconds if (value := of(footprint)) is not None]
-        table.add_row(name, *map(bytes_text, [*held, sum(held), *sent]), *times)
+        marked = f"{name} *" if name in found.mean_over else name
+        table.add_row(marked, *map(bytes_text, [*held, sum(held), *sent]), *times)
     return table
 
 
@@ -84,9 +100,10 @@ def parts_of_memory(footprint: Footprint) -> Table:
     return table
 
 
-def parts_of_traffic(footprint: Footprint) -> Table:
+def parts_of_traffic(footprint: Footprint, mean_over: int) -> Table:
     """One row an operation and level."""
-    table = Table("operation", "level", "bytes", title="what one rank sends in a step", title_justify="left")
+    title = "what one rank sends in a step" + (f", mean over {mean_over} steps" if mean_over > 1 else "")
+    table = Table("operation", "level", "bytes", title=title, title_justify="left")
     for (operation, level), num_bytes in footprint.sent.items():
         if num_bytes:
             table.add_row(operation, LEVELS[level], bytes_text(num_bytes))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -13,8 +13,9 @@ from thinwire.data import load_tokenizer
 from thinwire.data_parallel import STRATEGIES, Footprint, NotExplainedError, footprint
 from thinwire.errors import ConfigError, nearest
 from thinwire.lab.spec import read_rate
-from thinwire.models import build_skeleton
+from thinwire.models import PRESETS, Llama, build_skeleton
 from thinwire.planner.options import ExplainConfig, range_errors
+from thinwire.report.units import short
 from thinwire.training.config import TrainConfig, flag
 from thinwire.training.problems import Problems
 from thinwire.training.settings import build_strategy, strategy_table
@@ -24,9 +25,11 @@ NUM_LAYERS, WIDTH = 32, 1024
 
 @dataclass(frozen=True)
 class Explained:
-    """The footprint of each strategy, None where it has none to say; bit/s of the links, None where not stated.
+    """The footprint of each strategy, None where it has no formula; bit/s of the links, None where not stated.
 
-    notes: (asked for, in effect, why), wherever the two differ.
+    notes: (asked for, in effect, why), wherever the two differ. vocabulary: why a preset has fewer or more parameters
+    than its name says; empty where it has not. mean_over: of a strategy that exchanges in few steps, over how many its
+    bytes are a mean. whole: the strategies that hold whole weights beside their shard.
     """
 
     num_parameters: int
@@ -36,6 +39,9 @@ class Explained:
     rate: float | None
     local_rate: float | None
     notes: list[tuple[str, str, str]]
+    vocabulary: str = ""
+    mean_over: Mapping[str, int] = field(default_factory=dict)
+    whole: Sequence[str] = ()
 
     def link_s(self, found: Footprint) -> float | None:
         """Seconds that a step's messages between nodes need on one node's link, all ranks of the node together."""
@@ -59,9 +65,14 @@ def explain(config: ExplainConfig, problems: Problems) -> Explained:
         with problems.collect():
             model = model_of(config)
     footprints: dict[str, Footprint | None] = {}
+    mean_over, whole = {}, []
     for name in names:
         with problems.collect():
             strategy = build_strategy(TrainConfig(strategy=name, tables=config.tables))
+            if (every := getattr(strategy, "sync_every", 1)) > 1:
+                mean_over[name] = every
+            if getattr(strategy, "reshard_after_forward", None) is False:
+                whole.append(name)
             if model is not None:
                 footprints[name] = known(strategy, model, config)
     problems.messages = list(dict.fromkeys(problems.messages))
@@ -70,11 +81,27 @@ def explain(config: ExplainConfig, problems: Problems) -> Explained:
     total = sum(param.numel() for param in model.parameters() if param.requires_grad)
     topology = Topology(config.nodes, config.local_size)
     notes = list(notes_on(config, names, footprints))
-    return Explained(total, topology, config.micro_batches, footprints, rate, local_rate, notes)
+    return Explained(
+        total, topology, config.micro_batches, footprints, rate, local_rate, notes, vocabulary_of(config, model),
+        mean_over, whole,
+    )  # fmt: skip
+
+
+def vocabulary_of(config: ExplainConfig, model: nn.Module) -> str:
+    """The vocabulary of a preset that has another one of its own, with the number of parameters that it would have."""
+    own = PRESETS.get(config.model)
+    if own is None or not isinstance(model, Llama) or model.config.vocab_size == own.vocab_size:
+        return ""
+    overrides = {**(config.tables.get("llama") or {}), "vocab_size": own.vocab_size}
+    usual = build_skeleton(config.model, own.vocab_size, config.seq_len, overrides)
+    return (
+        f"the vocabulary is the {model.config.vocab_size:,} tokens of --tokenizer {config.tokenizer}; with the "
+        f"{own.vocab_size:,} of {config.model}: {short(sum(param.numel() for param in usual.parameters()))}"
+    )
 
 
 def known(strategy: object, model: nn.Module, config: ExplainConfig) -> Footprint | None:
-    """The strategy's footprint, None where it has no formula; raises ConfigError where it can't run there."""
+    """The strategy's footprint, None where it has no formula. Raises ConfigError where it can't run on the grid."""
     try:
         return footprint(strategy, model, Topology(config.nodes, config.local_size), config.micro_batches)
     except NotExplainedError:
@@ -93,7 +120,7 @@ def chosen(text: str, problems: Problems) -> list[str]:
 
 
 def read(text: str | None, problems: Problems) -> float | None:
-    """Bits per second; notes what can't be read."""
+    """Bits per second, None where none are stated; notes a rate that can't be read."""
     if text is None:
         return None
     with problems.collect():
@@ -105,7 +132,7 @@ def read(text: str | None, problems: Problems) -> float | None:
 
 
 def model_of(config: ExplainConfig) -> nn.Module:
-    """The model, or one of as many parameters, on the device "meta"; raises ConfigError for one that can't be built."""
+    """The model, or one with that many parameters, on the device "meta". Raises ConfigError where it can't be built."""
     if config.parameters is not None:
         return stand_in(int(config.parameters))
     tokenizer = load_tokenizer(config.tokenizer)
@@ -114,7 +141,7 @@ def model_of(config: ExplainConfig) -> nn.Module:
 
 
 def stand_in(num_parameters: int) -> nn.Module:
-    """Layers of one matrix each, as equal as whole rows allow; what is left is a matrix of one row."""
+    """Layers of one matrix each, of nearly equal sizes, and one matrix of a single row for the remainder."""
     rows, rest = divmod(num_parameters, WIDTH)
     sizes = [(rows // NUM_LAYERS + (layer < rows % NUM_LAYERS), WIDTH) for layer in range(NUM_LAYERS)]
     shapes = [shape for shape in (*sizes, (1, rest)) if shape[0] * shape[1]]
@@ -133,7 +160,7 @@ def matrix(shape: tuple[int, int]) -> nn.Module:
 def notes_on(
     config: ExplainConfig, names: list[str], footprints: dict[str, Footprint | None]
 ) -> Iterator[tuple[str, str, str]]:
-    """What was stated and has no effect, and what is not known."""
+    """Options without an effect, and strategies without a formula."""
     used = {strategy_table(name) for name in names}
     used |= {"llama"} if config.parameters is None and not config.model.startswith("hf:") else set()
     for table in sorted(config.tables.keys() - used):

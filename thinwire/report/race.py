@@ -112,8 +112,9 @@ def result_cells(
     for name, column in shown.items():
         small = filter(None, (ratio_text(name, row, reference), spread_text(name, row)))
         about = "".join(f"<small>{text(words)}</small>" for words in small)
-        is_best = ' class="best"' if best.get(name) == row["name"] else ""
-        yield f'<td{is_best} data-label="{text(column)}"><span>{text(figure_text(name, row))}</span>{about}</td>'
+        figure = figure_text(name, row)
+        is_best = ' class="best"' if best.get(name) == figure and row["status"] == FINISHED else ""
+        yield f'<td{is_best} data-label="{text(column)}"><span>{text(figure)}</span>{about}</td>'
 
 
 def shown_figures(columns: Iterable[str], rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -122,13 +123,13 @@ def shown_figures(columns: Iterable[str], rows: Sequence[Mapping[str, Any]]) -> 
 
 
 def best_of(names: Iterable[str], rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Who has the best of each figure, among at least two that finished and know it."""
+    """The best of each figure as it is shown, among at least two contestants that finished and know it."""
     best = {}
     for name in (name for name in names if name not in NO_BEST):
         known = [row for row in rows if row["status"] == FINISHED and row["mean"][name] is not None]
         if len(known) > 1:
-            ranked = sorted(known, key=lambda row: number(row["mean"][name]), reverse=name in HIGHEST_IS_BEST)
-            best[name] = ranked[0]["name"]
+            values = [row["mean"][name] for row in known]
+            best[name] = value_text(name, max(values) if name in HIGHEST_IS_BEST else min(values))
     return best
 
 

@@ -136,7 +136,7 @@ def difference_figure(values: Mapping[str, Any], out: Path) -> Figure | None:
     bounds = around(y for points in [*drawn, [(0.0, 0.0)]] for _, y in points)
     x_high = max(points[-1][0] for points in drawn if points)
     names = [*(name for name, _, _ in curves), reference]
-    chart = Chart("difference in loss", (0.0, x_high), bounds, "tokens", f"loss less that of {reference}", names=names)
+    chart = Chart("difference in loss", (0.0, x_high), bounds, "tokens", "nats per token", names=names)
     for style, low, high in areas:
         chart.area(thin_out(low), thin_out(high), style)
     reference_line = (reference, style_of(position[reference]), [(0.0, 0.0), (x_high, 0.0)])

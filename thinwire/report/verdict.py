@@ -27,7 +27,8 @@ def verdict(values: Mapping[str, Any]) -> list[str]:
         sentence = f"{first['name']} has the shortest step: {seconds_text(step_s(first))}, {how}."
     sentences = [sentence]
     if overlap(first, second):
-        sentences.append(f"The step times of {first['name']} and {second['name']} are too close to call.")
+        names = f"{first['name']} and {second['name']}"
+        sentences.append(f"The step times of {names} overlap from round to round: too close to call.")
     reference = next((row for row in rows if row["name"] == values["reference"]), None)
     if reference is not None and reference is not winner:
         sentences += [*filter(None, (bytes_sentence(winner, reference), loss_sentence(winner, reference)))]

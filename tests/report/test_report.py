@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import platform
 import re
 import xml.etree.ElementTree as ElementTree
 from itertools import pairwise
@@ -63,6 +64,10 @@ def test_a_finished_run(tmp_path: Path) -> None:
     assert "measured &lt;faster&gt;" in page and "&lt;b&gt;" in page
     assert "return x &lt; 1 &amp; \ufffd" in page and "\x00" not in page
     assert "versions.torch" in page
+    assert 'title="6290.2">6290<' in page and ">650 ms<" in page and ">41.0k<" in page, "rounded, and exact below"
+    assert "Learning rate and gradient norm" in page and ">3e-4<" in page
+    assert platform.node() in page and f"thinwire train {tmp_path}/config.toml" in page
+    assert re.search(r"<dt>ended</dt><dd>20\d\d-\d\d-\d\d \d\d:\d\d", page)
     assert not re.search(r"(?:src|href)=|url\(|@import|<script", page), "the page must be self-contained"
 
 

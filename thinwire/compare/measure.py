@@ -150,7 +150,7 @@ def measure(plan: Plan, record: Record) -> Result:
                 contestant.name, contestant.strategy, dict(contestant.options), contestant.command,
                 statuses[contestant.name], record.failure(contestant.name), contestant.is_whole,
                 mean_of(plan.tokens_per_step, [seed.figures for seed in seeds]), {}, seeds,
-                spread_of(plan, seeds, entries),
+                spread_of(plan.tokens_per_step, AVERAGES[average_of(plan)], seeds, entries),
             )
         )  # fmt: skip
     reference, why = reference_of(rows)
@@ -228,14 +228,15 @@ def times_of(rows: Sequence[Mapping[str, Any]], average: Callable[[Iterable[floa
 
 
 def spread_of(
-    plan: Plan, seeds: Sequence[SeedResult], entries: Sequence[tuple[Entry, Run]]
+    tokens_per_step: int,
+    average: Callable[[Iterable[float]], float],
+    seeds: Sequence[SeedResult],
+    entries: Sequence[tuple[Entry, Run]],
 ) -> dict[str, tuple[float, float] | None]:
     """The lowest and the highest of each figure: see `Row`."""
     found = {item.name: _ends(getattr(seed.figures, item.name) for seed in seeds) for item in fields(Figures)}
     rounds = [
-        times_of(
-            [row for row in run.steps if leg.first_timed <= row["step"] <= leg.last_timed], AVERAGES[average_of(plan)]
-        )
+        times_of([row for row in run.steps if leg.first_timed <= row["step"] <= leg.last_timed], average)
         for entry, run in entries
         for leg in entry.legs
         if leg.last_timed
@@ -243,7 +244,7 @@ def spread_of(
     found |= {name: _ends(times[name] for times in rounds) for name in rounds[0]} if rounds else {}
     found["tokens_per_s"] = None
     if ends := found["step_s"]:
-        found["tokens_per_s"] = plan.tokens_per_step / ends[1], plan.tokens_per_step / ends[0]
+        found["tokens_per_s"] = tokens_per_step / ends[1], tokens_per_step / ends[0]
     return found
 
 

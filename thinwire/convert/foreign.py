@@ -69,7 +69,7 @@ def families_named(settings: Mapping[str, Any], source: str, format_name: str) -
         yield
     except ConfigError as error:
         family = settings.get("model_type")
-        if family in FAMILIES:
+        if family is None or family in FAMILIES:
             raise
         why = f"import reads models of the families {', '.join(FAMILIES)}, and {source} is of {family}"
         rest = f"; it needs no import: thinwire train --model hf:{source}" if format_name == "hf" else ""

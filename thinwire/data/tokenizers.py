@@ -105,7 +105,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
             write = f"AutoTokenizer.from_pretrained({spec!r}).save_pretrained({spec!r})"
             raise ConfigError(
                 f"tokenizer {spec!r}: the folder holds no tokenizer.json; transformers writes one for most models: "
-                f'python -c "from transformers import *; {write}"'
+                f'python -c "import transformers as t; t.{write}"'
             )
     if not path.is_file():
         names = {"bytes", *(file.name for file in path.parent.glob("*tokenizer*.json"))} - {"tokenizer_config.json"}

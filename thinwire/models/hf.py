@@ -107,7 +107,7 @@ def refuse_pickles(path: Path) -> None:
         convert = f"AutoModelForCausalLM.from_pretrained({str(path)!r}).save_pretrained('NEW')"
         raise ConfigError(
             f"{pickles[0]} is a pickle, which can run code when it is opened, so it is refused; if you trust the file, "
-            f'write .safetensors with transformers: python -c "from transformers import *; {convert}"'
+            f'write .safetensors with transformers: python -c "import transformers as t; t.{convert}"'
         )
 
 

@@ -319,7 +319,10 @@ def test_divergence_and_agreement_are_what_they_say() -> None:
         (["export", "RUN", "RUN"], "ddp is there already"),
         (["export", "RUN2", "out"], "holds no run"),
         (["export", "EMPTY", "out"], "holds no checkpoint yet"),
-        (["export", "DEMO", "out"], r"is not of model demo, .*config\.toml names: model.embed_tokens.weight differs"),
+        (
+            ["export", "DEMO", "out"],
+            r"does not fit the model demo that .*config\.toml names: model.embed_tokens.weight differs",
+        ),
         (["generate", "CHECKPOINTS"], "is neither a run directory nor a folder with a config.json"),
         (["generate", "QWEN"], "holds no tokenizer.json"),
     ],

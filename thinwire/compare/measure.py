@@ -265,7 +265,7 @@ def payload_per_step(legs: Sequence[Leg], run: Run) -> float | None:
 
 
 def weights_share(rows: Sequence[Mapping[str, Any]]) -> float:
-    """The part of the payload that brings weights to the next forward; the rest leaves in the backward."""
+    """The share of the payload that brings weights to the next forward; the rest is gradients, sent in the backward."""
     sent = sum(number(row.get("sent_bytes")) for row in rows)
     weights = sum(number(row.get("sent_weight_bytes", 0)) for row in rows)
     return weights / sent if sent > 0 and math.isfinite(weights) else 0.0
@@ -284,7 +284,7 @@ def least_time(
     max(compute, link), where link is the busiest link's bytes over its rate. Where forward (seconds, of computation
     alone) and weights (the share of the bytes that bring them) are given:
     max(forward, weights link) + max(compute - forward, (1 - weights) link),
-    for no gradient exists before the last weight has arrived, and no weight before the last gradient.
+    because gradients exist only after the last weight has arrived, and new weights only after the last gradient.
     """
     if alone is None or not sent:
         return None
@@ -308,7 +308,7 @@ def first_at_most(losses: Sequence[float], target: float, window: int) -> int | 
 def target_loss(plan: Plan, finished: Sequence[str], runs: dict[tuple[str, int], Run], seed: int) -> float | None:
     """The stated target, or with auto the smoothed loss at the end of zero, else ddp, else the first that finished.
 
-    That loss is rounded up to hundredths: others reach it or miss it by more than the last bits of a sum.
+    That loss is rounded up to hundredths, so that rounding errors do not decide who reaches it.
     """
     if plan.target != "auto":
         return None if plan.target is None else float(plan.target)

@@ -19,7 +19,7 @@ from thinwire.report.units import MISSING, seconds_text
 from thinwire.report.verdict import verdict
 
 LINE_EVERY_S = 10.0
-# Where the output is no terminal, nobody wraps the table's lines.
+# Width of the table where the output is not a terminal.
 PLAIN_WIDTH = 160
 
 

@@ -13,7 +13,7 @@ from thinwire.planner.options import read_explain
 from thinwire.report.units import bytes_text, seconds_text, short
 from thinwire.training.problems import Problems
 
-# Where the output is no terminal, nobody wraps the table's lines.
+# Width of the table where the output is not a terminal.
 PLAIN_WIDTH = 160
 LEVELS = {"pair": "inside a pair", "intra": "inside a node", "inter": "between nodes"}
 MEANINGS = {

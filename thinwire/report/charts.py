@@ -167,7 +167,7 @@ def optimizer_figure(run: Run) -> Figure:
 
 
 def time_scale(bars: Sequence[float], totals: Sequence[float]) -> tuple[float, str]:
-    """The height of the time axis, which a few slow steps must not decide, and a note about those."""
+    """The height of the time axis, in which a few slow steps do not flatten the others, and a note about those."""
     finite = sorted(value for value in bars if math.isfinite(value))
     if not finite:
         return 1.0, ""

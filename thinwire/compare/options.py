@@ -32,10 +32,11 @@ class RaceConfig:
     lab: str = "nodes=2,rate=100mbit"
     """The network: nodes=N,rate=R and, if you like, local_size=L,slow=NODE:R,delay=T,loss=P."""
     target_loss: str | None = None
-    """Training loss to reach: a number, or auto for the loss with which zero ends (else ddp, else the first to finish)."""
+    """Training loss to reach: a number, or auto for the loss with which zero ends (else ddp, else the first to
+    finish)."""
     rounds: int | None = None
-    """Rounds into which the steps are divided; in each, every contestant runs once, in another order. By default 3, or as
-    many as the steps allow."""
+    """Rounds into which the steps are divided; in each, every contestant runs once, in another order. By default 3, or
+    as many as the steps allow."""
     timed_steps: int | None = None
     """Steps of each round that run in the slow network, after the warm-up; by default all of them."""
     smooth: int | None = None

@@ -21,7 +21,7 @@ from thinwire.training.settings import read_toml, used_tables
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A run's configuration, tokenizer and model, in evaluation mode, and the step and training loss of its checkpoint."""
+    """A run's configuration, tokenizer and model (in evaluation mode), and its checkpoint's step and training loss."""
 
     config: TrainConfig
     tokenizer: Tokenizer
@@ -45,7 +45,8 @@ def load_run(path: str) -> SavedRun:
     odd = [name for name, shape in wanted.items() if name not in weights or weights[name].shape != shape]
     if odd := odd or model.load_state_dict(weights, strict=False).unexpected_keys:
         raise ConfigError(
-            f"{run_dir.checkpoints} does not fit the model {config.model} that {run_dir.config()} names: {odd[0]} differs"
+            f"{run_dir.checkpoints} does not fit the model {config.model} that {run_dir.config()} names: "
+            f"{odd[0]} differs"
         )
     loss = Manifest.read(folder_of(run_dir.checkpoints, step)).loss
     return SavedRun(config, tokenizer, model.eval(), step, loss)

@@ -20,7 +20,7 @@ class UnfaithfulError(ThinwireError):
 
 @dataclass(frozen=True)
 class Fidelity:
-    """kl: mean over tokens of KL(run || export) in nats; agreement: share of tokens with the same predicted next one."""
+    """kl: mean over tokens of KL(run || export) in nats; agreement: share of tokens with the same prediction."""
 
     kl: float
     agreement: float

@@ -106,7 +106,7 @@ def test_everyone_has_a_row_and_a_failure_its_reason(races: Races, whole: str, r
     for name in ("zero", "q", "peer"):
         assert rows[name]["seeds"][0]["num_steps"] == NUM_STEPS
         assert rows[name]["seeds"][0]["num_timed_steps"] == (3 if name == "peer" else 6)
-    assert "3 to 6 of 12 steps timed" in whole
+    assert "3 to 6 of 12 steps were timed" in whole
     assert not list((races.folder / "whole").rglob("step-*")), "checkpoints that nothing goes on from"
 
 

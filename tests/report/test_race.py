@@ -161,16 +161,20 @@ def test_the_verdict_goes_by_the_target_where_there_is_one() -> None:
     assert verdict_of(row("zero", FIGURES), late)[0] == (
         "zero reaches the target loss first, in 1.50 minutes: 2.00 times as fast as late (3.00)."
     )
+    tied = row("tied", FIGURES)
+    assert verdict_of(row("zero", FIGURES), tied)[0].endswith("in 1.50 minutes: about as fast as tied (1.50).")
     never = row("never", {**FIGURES, "step_s": 0.1, "minutes_to_target": None})
     assert verdict_of(row("zero", FIGURES), never)[0].endswith("in 1.50 minutes; no other contestant reaches it.")
 
 
 def test_the_table_marks_the_best_and_shows_the_spread(tmp_path: Path) -> None:
     slow = {**FIGURES, "step_s": 1.0, "heldout_loss": 3.10001}
-    page = write_race(tmp_path, row("zero", FIGURES, spread={"step_s": (0.45, 0.6)}), row("slow", slow))
+    worse = row("worse", {**slow, "heldout_loss": 3.2})
+    page = write_race(tmp_path, row("zero", FIGURES, spread={"step_s": (0.45, 0.6)}), row("slow", slow), worse)
     best = re.findall(r'<td class="best" data-label="(.*?)"><span>(.*?)</span>', page)
     assert best.count(("step", "500 ms")) == 1 and ("step", "1 s") not in best
     assert best.count(("held-out loss", "3.1000")) == 2, "equal as far as it is shown"
+    assert not [column for column, _ in best if column == "sent per step"], "all are equal"
     assert "<small>450 ms to 600 ms</small>" in page
 
 

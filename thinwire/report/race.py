@@ -123,13 +123,12 @@ def shown_figures(columns: Iterable[str], rows: Sequence[Mapping[str, Any]]) -> 
 
 
 def best_of(names: Iterable[str], rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """The best of each figure as it is shown, among at least two contestants that finished and know it."""
+    """The best of each figure as it is shown, where contestants that finished differ in it."""
     best = {}
     for name in (name for name in names if name not in NO_BEST):
-        known = [row for row in rows if row["status"] == FINISHED and row["mean"][name] is not None]
-        if len(known) > 1:
-            values = [row["mean"][name] for row in known]
-            best[name] = value_text(name, max(values) if name in HIGHEST_IS_BEST else min(values))
+        known = [row["mean"][name] for row in rows if row["status"] == FINISHED and row["mean"][name] is not None]
+        if len({value_text(name, value) for value in known}) > 1:
+            best[name] = value_text(name, max(known) if name in HIGHEST_IS_BEST else min(known))
     return best
 
 

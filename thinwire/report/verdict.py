@@ -23,7 +23,7 @@ def verdict(values: Mapping[str, Any]) -> list[str]:
         winner, sentence = by_target(rows, reached, values["reference"])
     else:
         winner, other = first, rival(first, second, rows, values["reference"])
-        how = f"{times(step_s(other), step_s(first))} as fast as {other['name']} ({seconds_text(step_s(other))})"
+        how = f"{faster(step_s(other), step_s(first))} {other['name']} ({seconds_text(step_s(other))})"
         sentence = f"{first['name']} has the shortest step: {seconds_text(step_s(first))}, {how}."
     sentences = [sentence]
     if overlap(first, second):
@@ -44,7 +44,7 @@ def by_target(
     if not others:
         return winner, f"{text}; no other contestant reaches it."
     other = rival(winner, others[0], reached, reference)
-    how = f"{times(minutes(other), minutes(winner))} as fast as {other['name']} ({minutes(other):.2f})"
+    how = f"{faster(minutes(other), minutes(winner))} {other['name']} ({minutes(other):.2f})"
     return winner, f"{text}: {how}."
 
 
@@ -94,5 +94,6 @@ def minutes(row: Mapping[str, Any]) -> float:
     return row["mean"]["minutes_to_target"]
 
 
-def times(slow: float, fast: float) -> str:
-    return f"{slow / fast:.2f} times"
+def faster(slow: float, fast: float) -> str:
+    ratio = f"{slow / fast:.2f}"
+    return "about as fast as" if ratio == "1.00" else f"{ratio} times as fast as"

@@ -14,7 +14,7 @@ DEMO_FLAGS ?=
 help:
 	@echo 'make demo    train a 10M-parameter model on 4 processes with 4-bit communication, then write a report'
 	@echo 'make test    run every test'
-	@echo 'make lint    ruff and mypy'
+	@echo 'make lint    ruff, mypy and the floors of the house'
 	@echo 'make check   the same, and the tests of the documentation'
 	@echo 'make bench   run the benchmarks and write their figures into README.md'
 	@echo 'make format  let ruff format and fix what it can'
@@ -34,6 +34,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 check: lint
 	$(BIN)/python -m pytest tests/docs

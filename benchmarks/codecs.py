@@ -50,7 +50,7 @@ CODECS: dict[str, Codec] = {
     "int3": Integer(3, 128, "nearest"),
     "int6": Integer(6, 128, "nearest"),
 }
-ROTATED: dict[str, Codec] = {
+ROTATED: dict[str, Hadamard] = {
     "hadamard-32 + int4": Hadamard(Integer(4, 128, "nearest")),
     "hadamard-32 + int4 stochastic": Hadamard(Integer(4, 128, "stochastic")),
     "hadamard-64 + int4": Hadamard(Integer(4, 128, "nearest"), 64),
@@ -96,7 +96,7 @@ def kernels(num_elements: int) -> dict[str, Callable[[], object]]:
         add(name, codec, rotated=True)
     for name, codec in GRADIENTS.items():
         add_both_ways(name, codec)
-    calls["hadamard-32 in place"] = lambda: ROTATED["hadamard-32 + int4"].unrotate_(total)
+    calls["hadamard-32 in place"] = lambda: ROTATED["hadamard-32 + int4"].rotate_(total)
     return calls
 
 

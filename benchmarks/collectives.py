@@ -23,7 +23,7 @@ import torch.multiprocessing as mp
 
 from thinwire import _compat
 from thinwire.collectives import Communicator
-from thinwire.collectives.algorithms import all_gather_packets
+from thinwire.collectives.gather import all_gather_packets
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)
 

@@ -46,7 +46,8 @@ from thinwire.codecs import (
     backends,
     warm,
 )
-from thinwire.data_parallel.strategies import STRATEGIES, strategy_named
+from thinwire.compose import apply
+from thinwire.registry import STRATEGIES, strategy_named
 
 GOAL = 0.7
 WORLD_SIZE, STEPS, TIMEOUT_S = 2, 4, 60.0
@@ -167,8 +168,15 @@ def train(strategy_name: str, device: torch.device, rank: int) -> tuple[float, f
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    wrapped, sharded = strategy_named(strategy_name).apply(
-        model, optimizer, local_size=1, seed=0, timeout_s=TIMEOUT_S, checked=False, overlap=True
+    wrapped, sharded = apply(
+        strategy_named(strategy_name),
+        model,
+        optimizer,
+        local_size=1,
+        seed=0,
+        timeout_s=TIMEOUT_S,
+        checked=False,
+        overlap=True,
     )
     x = torch.randn(STEPS, 8, 256, generator=torch.Generator().manual_seed(1 + rank)).to(device)
     spent = []

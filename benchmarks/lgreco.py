@@ -28,8 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from thinwire.data import BatchLoader, ByteTokenizer, prepare
-from thinwire.data_parallel.ddp.lgreco import LGreCoMean, Plan
-from thinwire.data_parallel.ddp.plannable import Plannable
+from thinwire.methods.data.lgreco import LGreCoMean, Plan
+from thinwire.methods.data.plannable import Plannable
 from thinwire.models import build_model
 
 SEQ_LEN, MICRO_BATCH = 256, 2

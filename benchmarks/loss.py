@@ -23,9 +23,8 @@ from pathlib import Path
 import torch
 
 from thinwire.compare.contestants import Contestant, read_contestants
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, Problems
 from thinwire.training.config import TrainConfig
-from thinwire.training.problems import Problems
 from thinwire.training.settings import to_toml
 
 BASE = TrainConfig(

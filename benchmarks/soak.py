@@ -34,7 +34,7 @@ MESSAGE_FAULTS = ("corrupt", "drop")
 # The exit code of a run that did not end when it was told to.
 NOT_ENDED = -1
 # Workers of the same run belong to a process with this module in its command line.
-WORKER = "thinwire.training.worker"
+WORKER = "thinwire.launch.worker"
 
 
 @dataclass(frozen=True)

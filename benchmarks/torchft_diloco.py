@@ -31,12 +31,13 @@ from torchft.local_sgd import DiLoCo
 
 from thinwire.data import BatchLoader, heldout_batches, load_tokenizer
 from thinwire.data import prepare as prepare_tokens
-from thinwire.data_parallel.islands.fragments import cut
+from thinwire.errors import Problems
+from thinwire.layout.fragments import cut
 from thinwire.models import build_model
 from thinwire.training.config import TrainConfig, derive
-from thinwire.training.problems import Problems
+from thinwire.training.run import Run
 from thinwire.training.schedule import lr_at
-from thinwire.training.settings import read_toml, with_optimizer
+from thinwire.training.settings import read_toml
 from thinwire.training.trainer import build_optimizer
 
 WAIT = timedelta(seconds=120)
@@ -147,7 +148,7 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    config = with_optimizer(replace(read_toml(arguments.config, Problems()), steps=arguments.steps))
+    config = Run.of(replace(read_toml(arguments.config, Problems()), steps=arguments.steps)).config
     lighthouse = None
     if rank == 0:
         # It waits a while for those who have not come yet, and for nobody once all have.

@@ -4,6 +4,7 @@ import gc
 
 import torch._dynamo  # noqa: F401  (torch loads it in the first step of an optimizer)
 
+import thinwire.launch.worker  # noqa: F401
 from tests.conformance import codec_suite, reduction_suite, strategy_suite  # noqa: F401
 from thinwire.codecs import warm
 

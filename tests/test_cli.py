@@ -5,14 +5,19 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import tomllib
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pytest
 
 import thinwire
 from tests.checkpoint.alone import save
-from thinwire import cli
-from thinwire.errors import ConfigError
+from thinwire import SDP4Bit, cli
+from thinwire.errors import ConfigError, Problems
+from thinwire.flags import CommandLine
+from thinwire.lab.command import LabOptions
+from thinwire.training.config import GROUPS, TrainConfig
 
 
 @pytest.fixture
@@ -34,9 +39,9 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object) -> None:
         raise AssertionError("a process would have been started")
 
-    monkeypatch.setattr("thinwire.training.launch.make_agent", refuse)
+    monkeypatch.setattr("thinwire.launch.agent.make_agent", refuse)
     # The test's own process keeps its signal handlers.
-    monkeypatch.setattr("thinwire.training.launch.Relay.listen", lambda self: None)
+    monkeypatch.setattr("thinwire.launch.agent.Relay.listen", lambda self: None)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
 
@@ -63,7 +68,7 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--sdp4bit.weight-bits", "4.5"], "--sdp4bit.weight-bits 4.5: must be a whole number"),
         (["--seed"], "--seed: needs a value, a whole number, such as"),
         (["--seed", "one", "--sed", "1"], "(?s)2 problems.*--sed; did you mean '--seed'.*--seed one: must be"),
-        (["one.toml", "two.toml"], "^Unrecognized options: two.toml$"),
+        (["one.toml", "two.toml"], r"(?s)2 problems.*unexpected 'two.toml'.*one.toml does not exist"),
         (["--run-dir", "/dev/null/run"], "/dev/null is a file, not a folder"),
     ],
 )
@@ -140,7 +145,7 @@ def test_a_change_that_a_resumed_run_can_not_make(tmp_path: Path, text: Path) ->
         (["explain", "--nodes", "two"], "--nodes two: must be a whole number, such as 2"),
         (["lab", "--nodes", "two", "--", "true"], "--nodes two: must be a whole number, such as 4"),
         (["export", "run", "folder", "--to", "hg"], "--to hg: must be one of hf"),
-        (["generate"], "^Missing from thinwire generate: RUN"),
+        (["generate"], "^thinwire generate needs RUN.DIR: The run directory, or the folder"),
     ],
 )
 def test_every_command_says_which_value_it_cannot_read(command: list[str], message: str) -> None:
@@ -158,12 +163,64 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.count("train") >= 2
     assert cli.run(["--version"]) == 0
     assert capsys.readouterr().out == f"thinwire {thinwire.__version__}\n"
-    with pytest.raises(SystemExit) as stopped:
-        cli.run(["train", "--help"])
-    assert not stopped.value.code
+
+
+def test_help_shows_the_common_flags_and_help_all_every_one(capsys: pytest.CaptureFixture[str]) -> None:
+    def shown(*args: str) -> str:
+        with pytest.raises(SystemExit) as stopped:
+            cli.run(["train", *args])
+        assert not stopped.value.code
+        return capsys.readouterr().out
+
+    short, long = shown("--help"), shown("--help-all")
+    assert "--tokens-per-step" in short and "[CONFIG.toml]" in short and "--help-all" in short
+    assert "--checkpoint-every" not in short and "--sdp4bit" not in short and len(short.splitlines()) < 80
+    for name in ("--tokens-per-step", "--checkpoint-every", "--sdp4bit.weight-bits", "--llama.hidden-size"):
+        assert name in long
+    assert shown("-h", "--stepps", "3") == short
+
+
+def test_every_flag_has_a_title_in_the_help() -> None:
+    titled = [name for names in GROUPS.values() for name in names]
+    assert sorted(titled) == sorted(item.name for item in fields(TrainConfig) if item.name != "tables")
+
+
+@dataclass(frozen=True)
+class Documented:
+    """A class."""
+
+    bits: int = 4
+    """Bits of a value
+    on the wire."""
+    group: int = 8
+
+
+def test_help_is_the_docstring_under_the_field(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        CommandLine("program", {"": LabOptions, "method": Documented}).read(["--help"], Problems())
     shown = capsys.readouterr().out
-    for name in ("--tokens-per-step", "--sdp4bit.weight-bits", "--llama.hidden-size", "[CONFIG.toml]"):
-        assert name in shown
+    assert "Bits of a value on the wire. (default: 4)" in shown and "--method.group" in shown
+    assert "Machines to emulate. (default: 4)" in shown
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--stepps", "3", "--sed", "4"], ["unknown flag --stepps; did you mean '--steps'", "'--seed'"]),
+        (["--stepps", "3", "--lr", "fast"], ["'--steps'", "--lr fast: must be a number, such as 0.0003"]),
+        (["--lr", "fast", "--strategy", "sdp4"], ["--lr fast: must be a number", "did you mean 'sdp4bit'"]),
+        (["--lr", "fast", "--seed", "x"], ["--lr fast: must be a number", "--seed x: must be a whole number"]),
+        (["--seed", "--stepps", "3"], ["--seed: needs a value, a whole number", "'--steps'"]),
+        (["--seed", "--dtype", "bf61"], ["--seed: needs a value", "did you mean 'bf16'"]),
+        (["--keep-best", "yes", "--sed=1"], ["--keep-best yes: takes no value", "'--seed'"]),
+        (["absent.toml", "--sed", "1"], ["absent.toml does not exist", "'--seed'"]),
+    ],
+)
+def test_two_mistakes_are_both_told(tmp_path: Path, text: Path, flags: list[str], told: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        train(tmp_path, text, *flags)
+    message = str(caught.value)
+    assert message.startswith("2 problems") and all(part in message for part in told)
 
 
 @pytest.mark.parametrize("flags", [["--stepps", "3"], ["--steps", "many"], ["--workers", "0"]])
@@ -191,3 +248,55 @@ def test_a_reader_who_leaves_early_leaves_no_traceback() -> None:
         process.stdout.close()
         errors = process.stderr.read()
     assert process.returncode == 141 and not errors
+
+
+def test_codecs_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["codecs"]) == 0
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert listed[0] == "codec" and {"fp32", "int4/128", "int4/128+hadamard32", "topk1%/4096"} <= set(listed)
+    assert cli.run(["codecs", "int4/64:bf16+hadamard32", "topk1%"]) == 0
+    _, rotated, sparse = capsys.readouterr().out.splitlines()
+    assert rotated.split("  ")[0] == "int4/64:bf16+hadamard32" and " 4.25 " in rotated
+    assert rotated.endswith("unbiased, contraction, keeps zeros in runs of 32")
+    assert sparse.startswith("topk1%/4096")
+    for args, message in ((["itn4"], "codec 'itn4': .*did you mean 'int4'"), (["--helpp"], "did you mean '--help'")):
+        with pytest.raises(ConfigError, match=message):
+            cli.run(["codecs", *args])
+
+
+def test_a_dry_run_shows_the_table_and_the_configuration_and_writes_nothing(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(tmp_path, text, "--dry-run", "--strategy", "powersgd", "--powersgd.rank", "2", "--sdp4bit.inter-bits", "8")
+    table, _, written = capsys.readouterr().out.partition("\n\n")
+    assert "--sdp4bit.inter-bits: no effect (strategy powersgd does not use it)" in table
+    config = tomllib.loads(written)
+    assert config["strategy"] == "powersgd" and config["powersgd"] == {"rank": 2} and config["tokens_per_step"] == 32
+    assert "dry_run" not in config and not (tmp_path / "run").exists() and not (tmp_path / "cache").exists()
+    with pytest.raises(ConfigError, match="2 problems"):
+        train(tmp_path, text, "--dry-run", "--workers", "0", "--strategy", "sdp4")
+
+
+def test_the_launcher_builds_the_strategy_once(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[str] = []
+    check = SDP4Bit.__post_init__
+
+    def noting(self: SDP4Bit) -> None:
+        built.append(self.name)
+        check(self)
+
+    monkeypatch.setattr(SDP4Bit, "__post_init__", noting)
+    with pytest.raises(AssertionError, match="a process would have been started"):
+        train(tmp_path, text, "--workers", "2")
+    assert built == ["sdp4bit"]
+
+
+def test_completion_knows_commands_and_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    for word in ("train", "--steps", "--sdp4bit.weight-bits", "--local-rate", "--max-kl", "bf16"):
+        assert f"'{word}'" in script or f'"{word}"' in script or f" {word} " in script, word
+    assert subprocess.run(["bash", "-n"], input=script, text=True, timeout=60).returncode == 0
+    assert cli.run(["completion", "zsh"]) == 0 and "#compdef thinwire" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="completion fish: no such shell; did you mean 'zsh'"):
+        cli.run(["completion", "fish"])

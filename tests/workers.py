@@ -9,6 +9,7 @@ import os
 import pickle
 import runpy
 import socket
+import sys
 import tempfile
 import time
 import traceback
@@ -156,6 +157,38 @@ def _program(rank: int, world_size: int, file: Path, port: int) -> str:
     with contextlib.redirect_stdout(printed):
         runpy.run_path(str(file), run_name="__main__")
     return printed.getvalue()
+
+
+def run_command(arguments: Sequence[str], num_ranks: int, log: Path, timeout_s: float = 150.0) -> None:
+    """Run `thinwire ARGUMENTS` as torchrun runs it on one node; all that the ranks print goes to `log`.
+
+    They find what `tests.preloaded` has loaded. Raises WorkerFailed where one does not end with exit code 0.
+    """
+    place = num_ranks, free_port(), arguments, log
+    ranks = [CONTEXT.Process(target=_command, args=(rank, *place), daemon=True) for rank in range(num_ranks)]
+    for rank in ranks:
+        rank.start()
+    deadline = time.monotonic() + timeout_s
+    for rank in ranks:
+        rank.join(max(0.0, deadline - time.monotonic()))
+    codes = [rank.exitcode for rank in ranks]
+    for rank in ranks:
+        if rank.is_alive():
+            rank.kill()
+            rank.join()
+    if any(code != 0 for code in codes):
+        raise WorkerFailed(f"thinwire {' '.join(arguments)}: exit codes {codes}\n{log.read_text()[-4000:]}")
+
+
+def _command(rank: int, num_ranks: int, port: int, arguments: Sequence[str], log: Path) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_WORLD_SIZE=str(num_ranks))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    sys.argv = ["thinwire", *arguments]
+    with log.open("a", buffering=1) as output:
+        for stream in (1, 2):
+            os.dup2(output.fileno(), stream)
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+            runpy.run_module("thinwire", run_name="__main__")
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@
 - reduce_scatter_single: public from 2.13; before, reduce_scatter_tensor (deprecated in 2.13).
 - default_store: torch.distributed.distributed_c10d._get_default_store, private; 2.11 to 2.13 have it.
 - FSDPGroup, FSDPParameter: what FSDP2 keeps of a module that was given to fully_shard, private. Only here does thinwire
-  learn in which order parameters lie in FSDP2's buffers; whoever relies on it checks it (data_parallel/fsdp/layout.py).
+  learn in which order parameters lie in FSDP2's buffers; whoever relies on it checks it (hosts/fsdp/layout.py).
 - at_end_of_backward: the autograd engine's queue_callback, private, as FSDP2 itself uses it.
 - DCP_METADATA_CLASSES: what a checkpoint's .metadata, a pickle, consists of, by name; three of the names are private.
 - factor_of: the state of a ReduceOp, for the factor of a PREMUL_SUM.
@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint import filesystem
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
@@ -78,6 +79,12 @@ def reduce_scatter_single(
 def default_store() -> dist.Store:
     """The key-value store in which the ranks of the default group met; raises ValueError before that."""
     return distributed_c10d._get_default_store()
+
+
+def timeout_of(store: dist.Store) -> float:
+    """Seconds that a store waits for a key."""
+    seconds: float = getattr(store, "timeout").total_seconds()  # noqa: B009
+    return seconds
 
 
 def place_in_file(file: str, offset: int, num_bytes: int) -> Any:
@@ -327,3 +334,8 @@ def _store_not_shared() -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
+
+
+def flattened(mesh: DeviceMesh) -> DeviceMesh:
+    """All ranks of a mesh as one dimension; torch has no public name for it."""
+    return mesh._flatten()

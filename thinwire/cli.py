@@ -9,32 +9,27 @@ from collections.abc import Callable, Sequence
 
 from thinwire.errors import ConfigError, ThinwireError, nearest
 
+HELP = ("--help", "-h")
+CHECKPOINTS = """usage: thinwire checkpoints RUN
+       thinwire checkpoints verify RUN
+
+Lists the checkpoints of a run directory: step, size, training loss of that step, ranks and strategy that saved it, and
+whether its checksums were compared; of a run's other islands too. `verify` compares them all; the exit code is 1 where
+one is damaged."""
+
+COMPLETION = """usage: thinwire completion SHELL
+
+Prints a script that completes commands and flags in SHELL, bash or zsh. To have it in every new shell:
+
+  bash: thinwire completion bash > ~/.local/share/bash-completion/completions/thinwire
+  zsh:  thinwire completion zsh > ~/.zfunc/_thinwire      (with ~/.zfunc in $fpath)"""
+
 
 def train(args: Sequence[str]) -> int:
     """Train a language model: here, on several workers, or as one of torchrun's."""
-    from dataclasses import replace
+    from thinwire.launch.command import run_train
 
-    from thinwire.training.problems import Problems
-    from thinwire.training.settings import read_config
-    from thinwire.training.worker import exit_after, place_from_environment
-
-    problems = Problems()
-    config = read_config(args, problems)
-    place = place_from_environment()
-    if place is None:
-        from thinwire.training.launch import launch
-
-        return launch(config, problems)
-    from thinwire.training.prepare import prepare
-
-    asked, config = config.workers, replace(config, workers=place.world_size, nodes=1, node=0, join=None)
-    start = None
-    # The other ranks wait for rank 0, which alone checks and prepares: one error is said once.
-    if place.rank == 0:
-        config, start = prepare(config, problems)
-        if asked not in (1, place.world_size):
-            start.effects.append((f"--workers {asked}", f"{place.world_size}", "torchrun started them"))
-    exit_after(config, place, start, trace=False)
+    return run_train(args)
 
 
 def compare(args: Sequence[str]) -> int:
@@ -53,6 +48,9 @@ def lab(args: Sequence[str]) -> int:
 
 def checkpoints(args: Sequence[str]) -> int:
     """List what a run has saved, or verify it."""
+    if not args or args[0] in HELP:
+        print(CHECKPOINTS)
+        return 0
     from thinwire.checkpoint.command import run_checkpoints
 
     return run_checkpoints(args)
@@ -63,6 +61,13 @@ def explain(args: Sequence[str]) -> int:
     from thinwire.planner.command import run_explain
 
     return run_explain(args)
+
+
+def codecs(args: Sequence[str]) -> int:
+    """List the codecs that options take, with bits per element and traits."""
+    from thinwire.codecs.command import run_codecs
+
+    return run_codecs(args)
 
 
 def export(args: Sequence[str]) -> int:
@@ -86,12 +91,25 @@ def generate(args: Sequence[str]) -> int:
     return run_generate(args)
 
 
+def completion(args: Sequence[str]) -> int:
+    """Print a script that completes commands and flags: `completion bash`, `completion zsh`."""
+    if not args or args[0] in HELP:
+        print(COMPLETION)
+        return 0
+    from thinwire.completion import script
+
+    print(script(args))
+    return 0
+
+
 # A command is one row.
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
     "checkpoints": checkpoints,
     "compare": compare,
+    "completion": completion,
     "explain": explain,
+    "codecs": codecs,
     "generate": generate,
     "export": export,
     "import": import_checkpoint,
@@ -115,7 +133,7 @@ commands:
 def run(args: Sequence[str]) -> int:
     """Run one command line; returns the exit code, raises ThinwireError."""
     command, rest = (args[0], args[1:]) if args else ("--help", [])
-    if command in ("--help", "-h", "help"):
+    if command in (*HELP, "help"):
         print(usage())
         return 0
     if command == "--version":

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -19,11 +20,31 @@ class ConfigError(ThinwireError, ValueError):
 
     exit_code = 2
 
-    @classmethod
-    def of(cls, problems: Sequence[str]) -> ConfigError:
-        """One error of all of them."""
+    def __init__(self, *problems: str) -> None:
+        """One error of all `problems`."""
+        self.problems = problems
         listed = "".join(f"\n  - {problem}" for problem in problems)
-        return ConfigError(problems[0] if len(problems) == 1 else f"{len(problems)} problems:{listed}")
+        super().__init__(problems[0] if len(problems) == 1 else f"{len(problems)} problems:{listed}")
+
+
+class Problems:
+    """Collects every error in the configuration, so that the user sees all of them at once."""
+
+    def __init__(self, messages: Iterable[str] = ()) -> None:
+        self.messages = list(messages)
+
+    @contextmanager
+    def collect(self) -> Iterator[None]:
+        """Note the block's ConfigError instead of raising it."""
+        try:
+            yield
+        except ConfigError as error:
+            self.messages += error.problems
+
+    def raise_any(self) -> None:
+        """Raise one ConfigError with all messages, if there are any."""
+        if self.messages:
+            raise ConfigError(*self.messages)
 
 
 class UnsavedError(ThinwireError):

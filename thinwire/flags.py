@@ -1,85 +1,315 @@
-"""Reads command lines by tyro, and says what is wrong with one as every other error of the user is said."""
+"""Reads command lines by tyro: what they state, and everything that is wrong with them at once."""
 
 from __future__ import annotations
 
-import io
-import types
-from collections.abc import Iterator, Sequence
-from contextlib import redirect_stderr
-from dataclasses import MISSING, fields, is_dataclass
-from itertools import pairwise
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass, replace
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import tyro
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from thinwire.errors import ConfigError, nearest, type_name
+from thinwire.errors import Problems, nearest, type_name
 
-# What stands around tyro's messages.
-FRAME, TITLE = "│╰╯─ ", "╭"
+# What a flag has that was not stated.
+UNSET: Any = ...
+PAIRLESS = tyro.conf.FlagCreatePairsOff
 
 
-def parse_flags(cls: type, args: Sequence[str], problems: Sequence[str] = (), **options: Any) -> Any:
-    """An object of the dataclass `cls` from flags; options: tyro's.
+@dataclass(frozen=True)
+class Also:
+    """A word that may stand behind a switch without a meaning of its own, and the rule that other words break."""
 
-    Raises ConfigError with `problems`, found before, and every value that can't be read; SystemExit after --help.
+    word: str
+    rule: str
+
+
+@dataclass(frozen=True)
+class Option:
+    """One field of a dataclass as a flag; `notes` are those of its Annotated type."""
+
+    name: str
+    hint: Any
+    default: Any
+    notes: tuple[Any, ...]
+
+    @property
+    def is_word(self) -> bool:
+        """Whether it has no flag, but its place on the line."""
+        return tyro.conf.Positional in self.notes
+
+    @property
+    def metavar(self) -> str:
+        """What stands for it in the usage: the name in capitals, unless it states another."""
+        stated = (getattr(note, "metavar", None) for note in self.notes)
+        return next(filter(None, stated), self.name.upper())
+
+    @property
+    def spec(self) -> Any:
+        """How tyro reads it; of another type for what it can't read from words."""
+        return ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(self.hint, set(self.markers)))
+
+    @property
+    def markers(self) -> list[Any]:
+        return [note for note in self.notes if note is tyro.conf.UseAppendAction]
+
+    def flag(self, table: str) -> str:
+        """How it is written on a command line."""
+        return flag(f"{table}.{self.name}" if table else self.name)
+
+    def is_switch(self, table: str) -> bool:
+        """Whether the flag takes no value; the options of a table do."""
+        return self.hint is bool and not table
+
+
+def flag(name: str) -> str:
+    """The command-line flag of a field."""
+    return f"--{name.replace('_', '-')}"
+
+
+def options_of(cls: type) -> list[Option]:
+    """The fields of a dataclass that a flag can state; none of another class."""
+    hints = get_type_hints(cls, include_extras=True)
+    found = []
+    for item in fields(cls) if is_dataclass(cls) else ():
+        hint = hints[item.name]
+        hint, *notes = get_args(hint) if get_origin(hint) is Annotated else [hint]
+        option = Option(item.name, hint, item.default, tuple(notes))
+        if tyro.conf.Suppress not in notes and isinstance(option.spec, PrimitiveConstructorSpec):
+            found.append(option)
+    return found
+
+
+def help_of(cls: type) -> dict[str, str]:
+    """The docstring under each field of a dataclass, in one line."""
+    found: dict[str, str] = {}
+    for base in filter(is_dataclass, reversed(cls.__mro__)):
+        (node,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        assert isinstance(node, ast.ClassDef)
+        for item, below in pairwise(node.body):
+            match item, below:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    found[name] = " ".join(text.split())
+    return found
+
+
+class CommandLine:
+    """The flags of one command.
+
+    tables: a dataclass for each prefix, such as `--sdp4bit.`; the one without a prefix is named "". presets: what to
+    show as the default of every option of a table, in place of the field's own. groups: titles, and the options of the
+    first table below them. `--help` shows the first group, `--help-all` everything; without groups `--help` does.
     """
-    said = io.StringIO()
-    try:
-        with redirect_stderr(said):
-            return tyro.cli(cls, args=list(args), **options)
-    except SystemExit as stop:
-        if not stop.code:
-            raise
-    wrong = [*unreadable(cls, args)] or [_words(said.getvalue())]
-    raise ConfigError.of([*problems, *wrong])
+
+    def __init__(
+        self, prog: str, tables: Mapping[str, type], *, presets: Mapping[str, str] | None = None,
+        groups: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:  # fmt: skip
+        self.prog, self.presets, self.groups = prog, presets or {}, groups or {}
+        self.classes = dict(tables)
+        self.tables = {table: options_of(cls) for table, cls in tables.items()}
+        self.words = [option for option in self.tables[""] if option.is_word]
+
+    @property
+    def known(self) -> list[str]:
+        """Every flag."""
+        values = [option.flag(table) for table in self.tables for option in self.tables[table] if not option.is_word]
+        return [*values, *self._switches, *map(flag, self._helps)]
+
+    def read(
+        self, args: Sequence[str], problems: Problems, *, elsewhere: Callable[[str], str] = lambda name: "",
+        hint: str = "",
+    ) -> dict[str, dict[str, Any]]:  # fmt: skip
+        """The stated values of each table, under the fields' names; notes everything that is wrong.
+
+        elsewhere: what to say of a flag that has another place. hint: what to say of a word that has no place. Raises
+        SystemExit after --help.
+        """
+        wrong: list[str] = []
+        try:
+            parsed, rest = self._parse(args, wrong, is_lenient=False)
+        except SystemExit:
+            # A value is missing, at which tyro stops.
+            wrong.clear()
+            parsed, rest = self._parse(args, wrong, is_lenient=True)
+        if parsed.help or getattr(parsed, "help_all", False):
+            self.show_help(everything=not (self.groups and parsed.help))
+        unknown = [word for word in rest if word.startswith("-") and not word[1:2].isdigit()]
+        for word in unknown:
+            name = word.partition("=")[0].replace("_", "-")
+            problems.messages.append(f"unknown flag {name}{elsewhere(name) or nearest(name, self.known)}")
+        problems.messages += wrong
+        stated: dict[str, dict[str, Any]] = {table: {} for table in self.tables}
+        for table, name, value in self._stated(parsed, ""):
+            stated[table][name] = value
+        words = self._own([*parsed.words, *(word for word in rest if word not in unknown)], args, unknown, problems)
+        stated[""] |= self._placed(words, problems, knows_all=not unknown, hint=hint)
+        return stated
+
+    def show_help(self, *, everything: bool) -> None:
+        """Print the flags, and exit."""
+        description = inspect.cleandoc(self.classes[""].__doc__ or "")
+        description += "" if everything else f"\n\n`{self.prog} --help-all` shows every flag."
+        tyro.cli(self.flags(everything=everything), args=["--help"], prog=self.prog, description=description)
+
+    def flags(self, *, everything: bool = True) -> type:
+        """What tyro shows and completes; everything: not the first group alone."""
+        return make_dataclass("Flags", [*self._words(), *self._fields(everything=everything)])
+
+    def _parse(self, args: Sequence[str], wrong: list[str], *, is_lenient: bool) -> tuple[Any, list[str]]:
+        """What tyro makes of the words, and those that it does not know; bad values go to `wrong`.
+
+        is_lenient: a flag may lack its value, and takes all words that follow.
+        """
+
+        def reader(option: Option, table: str) -> Any:
+            return _noting(option, option.flag(table), wrong, is_lenient=is_lenient)
+
+        helps = [(name, Annotated[bool, tyro.conf.FlagCreatePairsOff, _aliases(name)], False) for name in self._helps]
+        words = ("words", Annotated[tuple[str, ...], tyro.conf.Positional], ())
+        cls = make_dataclass("Flags", [words, *helps, *self._fields(reader)])
+        return tyro.cli(cls, args=list(args), return_unknown_args=True, add_help=False, console_outputs=False)
+
+    def _fields(self, reader: Reader | None = None, *, everything: bool = True) -> Iterator[tuple[str, Any, Any]]:
+        """The fields that tyro reads: options in no group, then those of groups, then those of tables."""
+        own = {option.name: option for option in self.tables[""] if not option.is_word}
+        grouped = set(chain(*self.groups.values()))
+        texts = {} if reader else help_of(self.classes[""])
+        others = [name for name in own if name not in grouped] if everything else ()
+        yield from (self._field(own[name], "", texts, reader) for name in others)
+        for title in list(self.groups)[: None if everything else 1]:
+            inside = [self._field(own[name], "", texts, reader) for name in self.groups[title]]
+            yield _nested(title, "", inside, tyro.conf.OmitArgPrefixes)
+        for table in self.tables if everything else ():
+            if table:
+                texts = {} if reader else help_of(self.classes[table])
+                inside = [self._field(option, table, texts, reader) for option in self.tables[table]]
+                yield _nested(table, (self.classes[table].__doc__ or "").split("\n")[0], inside)
+
+    def _field(
+        self, option: Option, table: str, texts: Mapping[str, str], reader: Reader | None
+    ) -> tuple[str, Any, Any]:
+        text = texts.get(option.name) or option.name.replace("_", " ")
+        note = tyro.conf.arg(help=text, help_behavior_hint=_shown(option.default, self.presets.get(table)))
+        if option.is_switch(table):
+            return option.name, Annotated[bool | None, tyro.conf.DisallowNone, note], None
+        spec = reader(option, table) if reader else option.spec
+        spec = replace(spec, metavar=spec.metavar.removeprefix("{None}|"), str_from_instance=lambda value: [])
+        if option.markers:
+            return option.name, Annotated[(option.hint, spec, note, *option.markers)], ()
+        return option.name, Annotated[Any, spec, note], UNSET
+
+    def _words(self) -> list[tuple[str, Any, Any]]:
+        """The fields of the words that have no flag."""
+        texts, made = help_of(self.classes[""]), []
+        for option in self.words:
+            note = tyro.conf.arg(help=texts.get(option.name, ""), metavar=option.metavar, help_behavior_hint="")
+            made.append((option.name, Annotated[str, tyro.conf.Positional, note], ""))
+        return made
+
+    def _stated(self, parsed: Any, table: str) -> Iterator[tuple[str, str, Any]]:
+        """(Table, name, value) of what has one."""
+        for item in fields(parsed):
+            value = getattr(parsed, item.name)
+            if is_dataclass(value):
+                yield from self._stated(value, item.name if item.name in self.tables else table)
+            elif item.name not in ("words", *self._helps) and value is not item.default:
+                yield table, item.name, value
+
+    def _own(
+        self, words: Iterable[str], args: Sequence[str], unknown: Sequence[str], problems: Problems
+    ) -> Iterator[str]:
+        """The words less those that stand behind an unknown flag, or are meant as the value of a switch."""
+        pieces = [piece for arg in args for piece in (arg.split("=", 1) if arg.startswith("--") else [arg])]
+        before = {word: name.replace("_", "-") for name, word in pairwise(["", *pieces])}
+        for word in words:
+            name = before[word]
+            if name in [one.replace("_", "-") for one in unknown]:
+                continue
+            if name not in self._switches or word.endswith(".toml") or Path(word).is_file():
+                yield word
+                continue
+            also = self._switches[name]
+            if also is None:
+                problems.messages.append(f"{name} {word}: takes no value; say {name} alone, or leave it out")
+            elif word != also.word:
+                problems.messages.append(f"{name} {word}: {also.rule}; nearest: {name} {also.word}")
+
+    def _placed(
+        self, words: Iterable[str], problems: Problems, *, knows_all: bool, hint: str
+    ) -> Iterator[tuple[str, str]]:
+        """The words under the names of their places; notes places that are empty, and words that have none."""
+        given, texts = list(words), help_of(self.classes[""])
+        yield from zip((option.name for option in self.words), given, strict=False)
+        for option in self.words[len(given) :]:
+            if option.default is MISSING:
+                problems.messages.append(f"{self.prog} needs {option.metavar}: {texts[option.name]}")
+        for word in given[len(self.words) :] if knows_all else ():
+            takes = " ".join(option.metavar for option in self.words) or "flags"
+            problems.messages.append(f"unexpected {word!r}: {hint or f'{self.prog} takes {takes} alone'}")
+
+    @property
+    def _switches(self) -> dict[str, Also | None]:
+        """The flags without a value, such as --checked and --no-checked, and the word that may follow."""
+        found: dict[str, Also | None] = {}
+        for option in self.tables[""]:
+            also = next((note for note in option.notes if isinstance(note, Also)), None)
+            names = (option.name, f"no_{option.name}") if option.is_switch("") else ()
+            found |= {flag(name): also for name in names}
+        return found
+
+    @property
+    def _helps(self) -> list[str]:
+        return ["help", *(["help_all"] if self.groups else [])]
 
 
-def unreadable(cls: type, args: Sequence[str]) -> Iterator[str]:
-    """One message for each flag of `cls` whose value is missing or can't be read."""
-    words = [part for arg in args for part in (arg.split("=", 1) if arg.startswith("--") else [arg])]
-    for name, value in pairwise([*words, "--"]):
-        hint, default = _declared(cls, name.removeprefix("--").replace("-", "_").split("."))
-        if not name.startswith("--") or hint in (None, bool):
-            continue
-        example = "" if default in (MISSING, None, ()) else f", such as {default}"
-        if value.startswith("--"):
-            yield f"{name}: needs a value, {type_name(hint)}{example}"
-        elif not _can_be(value, hint):
-            close = nearest(value, map(str, get_args(hint))) if get_origin(hint) is Literal else example
-            yield f"{name} {value}: must be {type_name(hint)}{close}"
+Reader = Callable[[Option, str], PrimitiveConstructorSpec]
 
 
-def _declared(cls: type, path: list[str]) -> tuple[Any, Any]:
-    """(Type, default) of the field behind a flag; a field that is a dataclass goes by its name, or by none."""
-    hints, defaults = get_type_hints(cls), {item.name: item.default for item in fields(cls)}
-    name, *rest = path
-    if not rest and name in hints:
-        return hints[name], defaults[name]
-    inner = [(hints[name], rest)] if name in hints else [(hint, path) for hint in hints.values()]
-    found = (_declared(hint, below) for hint, below in inner if is_dataclass(hint) and isinstance(hint, type) and below)
-    return next((answer for answer in found if answer[0] is not None), (None, MISSING))
+def _noting(option: Option, name: str, wrong: list[str], *, is_lenient: bool) -> PrimitiveConstructorSpec:
+    """How tyro reads the option, but that what it can't read becomes a message; is_lenient: see `_parse`."""
+    own, kind = option.spec, type_name(option.hint)
+    takes_one = own.nargs == 1
+    such_as = "" if option.default in (MISSING, None, ()) else f", such as {option.default}"
+
+    def read(words: list[str]) -> Any:
+        if takes_one and not words:
+            wrong.append(f"{name}: needs a value, {kind}{such_as}")
+            return UNSET
+        words = words[:1] if takes_one else words
+        try:
+            if own.choices is None or set(words) <= set(own.choices):
+                return own.instance_from_str(words)
+        except ValueError:
+            pass
+        is_choice = get_origin(option.hint) is Literal
+        close = nearest(words[0], map(str, get_args(option.hint))) if is_choice else such_as
+        wrong.append(f"{name} {' '.join(words)}: must be {kind}{close}")
+        return UNSET
+
+    return replace(own, instance_from_str=read, choices=None, nargs="*" if is_lenient else own.nargs)
 
 
-def _can_be(value: str, hint: Any) -> bool:
-    """Whether a flag's value can stand for this type."""
-    if get_origin(hint) in (Union, types.UnionType):
-        return any(_can_be(value, option) for option in get_args(hint))
-    if get_origin(hint) is Literal:
-        return value in map(str, get_args(hint))
-    if hint is types.NoneType:
-        return value == "None"
-    if hint is bool:
-        return value in ("True", "False")
-    if hint not in (int, float):
-        return True
-    try:
-        hint(value)
-    except ValueError:
-        return False
-    return True
+def _nested(name: str, text: str, inside: list[tuple[str, Any, Any]], *markers: Any) -> tuple[str, Any, Any]:
+    """A field that holds others, under a title of their own in --help."""
+    cls = make_dataclass(name, inside)
+    cls.__doc__ = text
+    return name, Annotated[(cls, *markers)] if markers else cls, field(default_factory=cls)
 
 
-def _words(text: str) -> str:
-    """What a framed message says, in one line: neither its title nor where help is."""
-    lines = [line.strip(FRAME) for line in text.splitlines() if not line.startswith(TITLE)]
-    return " ".join(filter(None, lines)).partition(" For full help")[0]
+def _aliases(name: str) -> Any:
+    return tyro.conf.arg(aliases=("-h",) if name == "help" else None)
+
+
+def _shown(default: Any, preset: str | None) -> str:
+    """The default, as --help shows it; nothing where the text says what holds by default."""
+    if preset is not None:
+        return f"(default: {preset})"
+    if default in (MISSING, None, ()):
+        return ""
+    return f"(default: {'off' if default is False else default})"

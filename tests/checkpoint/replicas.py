@@ -12,8 +12,10 @@ from torch import Tensor, nn
 import thinwire
 from thinwire._compat import default_store
 from thinwire.checkpoint import Disk, Keep, Saver, Source
-from thinwire.data_parallel import FSDP, Zero
-from thinwire.data_parallel.interface import ParallelOptimizer
+from thinwire.compose import apply
+from thinwire.hosts.interface import ParallelOptimizer
+from thinwire.methods.data.zero import Zero
+from thinwire.methods.data.zeropp import FSDP
 
 SEQUENCES = 24
 STRATEGIES: dict[str, tuple[Any, str]] = {
@@ -74,8 +76,8 @@ class Replica:
         params = [param for param in model.parameters() if param.requires_grad]
         make = {"adamw": torch.optim.AdamW, "dgc-sgd": thinwire.DGCSGD, "onebit-adam": thinwire.OneBitAdamW}[kind]
         optimizer = make([{"params": params[:1]}, {"params": params[1:]}], lr=3e-3)
-        options = {"seed": 3, "timeout_s": 60.0, "checked": False, "overlap": True}
-        wrapped, parallel = strategy.apply(model, optimizer, local_size=local_size, **options)
+        options: Any = {"seed": 3, "timeout_s": 60.0, "checked": False, "overlap": True}
+        wrapped, parallel = apply(strategy, model, optimizer, local_size=local_size, **options)
         return cls(model, wrapped, parallel, rank, world_size)
 
     def step(self, number: int) -> float:

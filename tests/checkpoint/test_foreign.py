@@ -16,7 +16,14 @@ from torch import Tensor
 from tests.checkpoint import makers
 from tests.workers import run_workers
 from thinwire import cli
-from thinwire.checkpoint.foreign import DCPSource, MegatronSource, SafetensorsSource, Sizes, Zero3Source, huggingface
+from thinwire.checkpoint.foreign import (
+    DCPSource,
+    MegatronSource,
+    SafetensorsSource,
+    Sizes,
+    Zero3Source,
+    huggingface,
+)
 from thinwire.checkpoint.foreign import consolidate as consolidated
 from thinwire.checkpoint.foreign.pickles import load_metadata, load_pt
 from thinwire.checkpoint.foreign.tables import rotary_halves

@@ -15,7 +15,6 @@ from thinwire.codecs import (
     GaussianSketch,
     Identity,
     Integer,
-    LowRank,
     Natural,
     RandomK,
     Sign,
@@ -25,7 +24,7 @@ from thinwire.codecs import (
     paired_seed,
 )
 from thinwire.collectives import Communicator
-from thinwire.collectives.algorithms import HOP_INTER
+from thinwire.collectives.feedback import HOP_INTER
 
 SEED = 11
 CODECS: list[Codec] = [
@@ -38,7 +37,6 @@ CODECS: list[Codec] = [
     Natural(4, 64),
     CountSketch(4, 64),
     GaussianSketch(4, 64, unbiased=False),
-    LowRank(2, 8, 10),
 ]
 LINEAR: list[Codec] = [Identity(), RandomK(8), CountSketch(4, 64), GaussianSketch(4, 64)]
 WORLD_SIZE = 2

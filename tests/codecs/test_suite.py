@@ -19,8 +19,8 @@ class TestCodecs(CodecSuite):
 
 def num_compiled() -> int:
     """Compiled signatures of every kernel."""
-    names = ["kernels", "kernels_grouped", "kernels_sparse", "kernels_sketch"]
-    modules = [importlib.import_module(f"thinwire.codecs.{name}") for name in names]
+    names = ["integer", "grouped", "sparse", "sketch", "normals"]
+    modules = [importlib.import_module(f"thinwire.codecs.kernels.{name}") for name in names]
     kernels = {value for module in modules for value in vars(module).values() if isinstance(value, Dispatcher)}
     assert len(kernels) > 10
     return sum(len(kernel.signatures) for kernel in kernels)
@@ -32,7 +32,6 @@ def test_warm_leaves_nothing_to_compile() -> None:
     before = num_compiled()
     for codec in codecs:
         codec.decode_add(codec.encode(gaussian(777), seed=2**63 + 1, counter=2**40), torch.zeros(777))
-        codec.inner.decode(
-            codec.encode(gaussian(5)), 5 if not codec.rotation else -(-5 // codec.rotation) * codec.rotation
-        )
+        if rotation := codec.rotation:
+            rotation.inner.decode(codec.encode(gaussian(5)), -(-5 // rotation.block_size) * rotation.block_size)
     assert num_compiled() == before

@@ -12,8 +12,10 @@ import torch
 
 from tests.workers import run_workers
 from thinwire.codecs import Hadamard, Identity, Integer
-from thinwire.collectives import Communicator, algorithms
-from thinwire.collectives.algorithms import Link, Lost, all_reduce, slice_length
+from thinwire.collectives import Communicator, gather
+from thinwire.collectives.feedback import Lost
+from thinwire.collectives.link import Link
+from thinwire.collectives.reduce import all_reduce, slice_length
 from thinwire.collectives.rounds import Rounds
 from thinwire.errors import ConfigError
 
@@ -87,11 +89,11 @@ def rank_coded(rank: int, world_size: int, local_size: int) -> torch.Tensor:
     x = torch.arange(world_size).repeat_interleave(32) * 1000.0 + rank + 1
     total = comm.wait(comm.reduce_scatter(x, Identity()))
     at_once = comm.wait(comm.all_gather(total, Identity()))
-    usual, algorithms.LARGE_BYTES = algorithms.LARGE_BYTES, 1
+    usual, gather.LARGE_BYTES = gather.LARGE_BYTES, 1
     packet = total.view(torch.uint8)
-    gathered = comm.wait(comm.submit(lambda link: algorithms.all_gather_packets(link, packet, in_turns=True))).clone()
+    gathered = comm.wait(comm.submit(lambda link: gather.all_gather_packets(link, packet, in_turns=True))).clone()
     in_turns = gathered.transpose(0, 1).reshape(world_size, -1).view(torch.float32)
-    algorithms.LARGE_BYTES = usual
+    gather.LARGE_BYTES = usual
     comm.close()
     assert torch.equal(at_once.view(world_size, -1), in_turns)
     return in_turns

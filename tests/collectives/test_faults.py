@@ -9,7 +9,8 @@ import torch
 
 from tests.workers import run_workers
 from thinwire.codecs import Identity
-from thinwire.collectives import Communicator, algorithms, faults
+from thinwire.collectives import Communicator, faults
+from thinwire.collectives import gather as gathering
 from thinwire.collectives.faults import Fault, parse
 from thinwire.errors import ConfigError, CorruptMessageError, PeerLostError
 
@@ -105,13 +106,13 @@ def test_damage_is_noticed_and_named_and_the_group_goes_on() -> None:
 
 def damaged_in_turns(rank: int, world_size: int) -> str:
     """A large message is damaged in the first of two turns."""
-    algorithms.LARGE_BYTES = 1
+    gathering.LARGE_BYTES = 1
     comm = Communicator(local_size=1, timeout_s=20, checked=True)
     faults.arm([parse("corrupt rank=1 operation=outer")], rank=rank, announce=lambda message: None)
     packet = torch.full((64,), rank, dtype=torch.uint8)
 
     def gather() -> list[int]:
-        done = comm.submit(lambda link: algorithms.all_gather_packets(link, packet, "outer", in_turns=True))
+        done = comm.submit(lambda link: gathering.all_gather_packets(link, packet, "outer", in_turns=True))
         return comm.wait(done)[0, :, 0].tolist()
 
     told = "fine"

@@ -10,8 +10,9 @@ from functools import partial
 import pytest
 
 from thinwire.collectives import Communicator
-from thinwire.collectives.algorithms import Link, together
+from thinwire.collectives.link import Link
 from thinwire.collectives.rounds import Rounds
+from thinwire.collectives.together import together
 
 LIMIT_S = 20
 

@@ -13,8 +13,9 @@ from tests.collectives.test_algorithms import all_operations
 from tests.workers import run_workers
 from thinwire.collectives import staging
 from thinwire.collectives.rounds import Rounds
-from thinwire.data_parallel.strategies import strategy_named
+from thinwire.compose import apply
 from thinwire.errors import ConfigError
+from thinwire.registry import strategy_named
 
 
 class LateDevice:
@@ -78,7 +79,7 @@ def train_all(rank: int) -> Ends:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(40, 24), nn.Tanh(), nn.Linear(24, 8))
         strategy = strategy_named(name, **({"start_step": 2} if name == "powersgd" else {}))
-        wrapped, optimizer = strategy.apply(
+        wrapped, optimizer = apply(strategy,
             model, torch.optim.AdamW(model.parameters(), lr=1e-2), local_size=1, seed=1, timeout_s=20.0, checked=False,
             overlap=False,
         )  # fmt: skip
@@ -113,7 +114,7 @@ def test_other_devices_are_refused_by_name() -> None:
         staging.must_stage(torch.empty(3, device="meta"))
     model = nn.Linear(4, 4, device="meta")
     with pytest.raises(ConfigError, match=r"'weight' is on device meta: it must be materialised"):
-        thinwire.zero(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        thinwire.zero(model, torch.optim.SGD(model.parameters(), lr=0.1), thinwire.SDP4Bit())
 
 
 class Stream:

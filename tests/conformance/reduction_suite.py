@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from tests.workers import Rows, run_rows, run_workers
 from thinwire.codecs import Identity
-from thinwire.data_parallel.ddp.strategies import OnDDP
+from thinwire.methods.data.ddp import DDPMethod
 
 SHAPES = {
     "embed": (37, 24),
@@ -40,7 +40,7 @@ BATCH_S = 170
 
 @dataclass(frozen=True)
 class Row:
-    method: OnDDP
+    method: DDPMethod
     # Largest |out - mean| / |mean| of one step over all gradients; 0: the same within 1e-6.
     error: float
     # Whether what is not sent is owed: sum of outputs + mean of `residuals` = sum of the means put in.

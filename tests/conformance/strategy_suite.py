@@ -24,20 +24,17 @@ from torch import nn
 
 import thinwire
 from tests.workers import Rows, run_rows, run_workers
-from thinwire.data_parallel import (
-    DDP,
-    FSDP,
-    Frontier,
-    OneByte,
-    PowerSGD,
-    TorchPowerSGD,
-    TwoWay,
-    Zero,
-    ZeroBF16,
-    ZeroCompressed,
-    ZeroPP,
-)
-from thinwire.data_parallel.interface import ParallelOptimizer
+from thinwire.compose import apply
+from thinwire.hosts.interface import ParallelOptimizer
+from thinwire.methods.data.ddp import DDP
+from thinwire.methods.data.frontier import Frontier
+from thinwire.methods.data.one_byte import OneByte
+from thinwire.methods.data.powersgd import PowerSGD
+from thinwire.methods.data.torch_powersgd import TorchPowerSGD
+from thinwire.methods.data.two_way import TwoWay
+from thinwire.methods.data.zero import Zero, ZeroBF16
+from thinwire.methods.data.zero_compressed import ZeroCompressed
+from thinwire.methods.data.zeropp import FSDP, ZeroPP
 
 STEPS = 20
 # Seconds for all rows of one grid, on a busy machine.
@@ -48,7 +45,7 @@ FLAT_GRIDS = ((1, 1), (2, 1), (4, 1))
 
 @dataclass(frozen=True)
 class Row:
-    # A TrainingStrategy; those of thinwire.zero are also Strategies.
+    # A Method; those of thinwire.zero are also Strategies.
     strategy: Any
     # Largest |w - w_single| / |w_single - w_start| over all weights after 20 steps; 0 means: within 1e-6; None: any.
     drift: float | None
@@ -270,7 +267,7 @@ class Replica:
         self.norms: list[float] = []
         self.wrapped: nn.Module
         self.optimizer: ParallelOptimizer
-        self.wrapped, self.optimizer = self.row.strategy.apply(
+        self.wrapped, self.optimizer = apply(self.row.strategy,
             self.model, make_optimizer(self.model, self.row.optimizer), local_size=local_size, seed=0, timeout_s=30,
             checked=True, overlap=True,
         )  # fmt: skip

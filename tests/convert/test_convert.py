@@ -18,19 +18,20 @@ from tests.workers import run_workers
 from thinwire import cli
 from thinwire.checkpoint.folder import Manifest, point_to
 from thinwire.convert import ExportConfig
-from thinwire.convert.command import decoded
 from thinwire.convert.export import export
+from thinwire.convert.generate import decoded
 from thinwire.convert.saved import SavedRun, load_run
 from thinwire.convert.verify import Fidelity, UnfaithfulError, compare
 from thinwire.data import ByteTokenizer
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, Problems
+from thinwire.launch.prepare import model_rows, prepare
+from thinwire.launch.start import Start
 from thinwire.models import HFCausalLM, build_model
-from thinwire.training.config import TrainConfig, with_derived
-from thinwire.training.prepare import Start, model_rows, prepare
-from thinwire.training.problems import Problems
-from thinwire.training.settings import with_optimizer
+from thinwire.training.config import TrainConfig
+from thinwire.training.place import Place
+from thinwire.training.run import Run
 from thinwire.training.signals import StopFlag
-from thinwire.training.trainer import Place, Trainer
+from thinwire.training.trainer import Trainer
 
 transformers = pytest.importorskip("transformers")
 # A base of the rotary table and an epsilon that are nobody's default.
@@ -57,17 +58,15 @@ class Runs:
         return str(self.folder / name)
 
 
-def train_all(rank: int, world_size: int, starts: list[tuple[str, TrainConfig, Start]]) -> dict[str, dict[str, Tensor]]:
+def train_all(rank: int, world_size: int, starts: list[tuple[str, Run, Start]]) -> dict[str, dict[str, Tensor]]:
     """One run after another; what the model of each ends with, as rank 0 sees it."""
     ended = {}
-    for name, config, start in starts:
-        trainer = Trainer(
-            with_optimizer(with_derived(config)), Place(rank, rank, world_size), StopFlag(), start.dtype, start.effects
-        )
+    for name, run, start in starts:
+        trainer = Trainer(run, Place(rank, rank, world_size), StopFlag(), start.dtype, start.effects)
         trainer.run()
         if trainer.reporter is not None:
             trainer.reporter.close()
-        is_whole = not config.strategy.startswith(("fsdp", "frontier"))
+        is_whole = not run.config.strategy.startswith(("fsdp", "frontier"))
         ended[name] = {n: p.detach().clone() for n, p in trainer.model.named_parameters()} if is_whole else {}
     return ended
 
@@ -273,7 +272,7 @@ def test_generate_shows_text_as_it_is_drawn(runs: Runs, monkeypatch: pytest.Monk
             assert "".join(written) == f"line {complete}"
             yield torch.tensor([[byte]])
 
-    monkeypatch.setattr("thinwire.convert.command.generate_tokens", draw)
+    monkeypatch.setattr("thinwire.convert.generate.generate_tokens", draw)
 
     def show(text: str = "", file: object = None, **rest: object) -> None:
         if file is None:

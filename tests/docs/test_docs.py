@@ -16,23 +16,29 @@ import pytest
 
 from tests.docs.pages import PAGES, ROOT, Block, anchors, blocks, links, table_rows
 from tests.workers import free_port, run_program
+from thinwire.codecs import Codec
+from thinwire.codecs.command import all_rows
 from thinwire.compare import RaceConfig
 from thinwire.compare.contestants import read_contestants
 from thinwire.compare.options import read_race
+from thinwire.completion import SHELLS
 from thinwire.convert import ExportConfig, GenerateConfig, ImportConfig
 from thinwire.convert.options import read as read_conversion
-from thinwire.data_parallel import DGC, OneBitAdam
-from thinwire.data_parallel.islands import ISLANDS
-from thinwire.data_parallel.strategies import STRATEGIES, Frontier, SDP4Bit, ZeroPP
+from thinwire.errors import Problems
+from thinwire.flags import flag, options_of
 from thinwire.lab import LabSpec
 from thinwire.lab.command import LabOptions
 from thinwire.lab.command import read as read_lab
+from thinwire.methods.data.dgc import DGC
+from thinwire.methods.data.onebit_adam import OneBitAdam
+from thinwire.methods.data.sdp4bit import SDP4Bit
+from thinwire.methods.islands.diloco import ISLANDS
 from thinwire.planner import ExplainConfig, explain
 from thinwire.planner.options import read_explain
-from thinwire.training.config import TrainConfig, flag
+from thinwire.registry import STRATEGIES, Frontier, ZeroPP
+from thinwire.training.config import TrainConfig
 from thinwire.training.metrics import MembershipEvent, StepMetrics
-from thinwire.training.problems import Problems
-from thinwire.training.settings import options_of, read_config
+from thinwire.training.settings import read_config
 
 TIMEOUT_S = 120
 CONVERSIONS: dict[str, Any] = {"export": ExportConfig, "import": ImportConfig, "generate": GenerateConfig}
@@ -66,6 +72,10 @@ def test_commands_are_understood(block: Block) -> None:
             understand_lab(words[2:])
         elif words[0] == "thinwire" and words[1] in CONVERSIONS:
             understand_conversion(words[1], words[2:])
+        elif words[:2] == ["thinwire", "codecs"]:
+            assert all(map(Codec.parse, words[2:]))
+        elif words[:2] == ["thinwire", "completion"]:
+            assert words[2] in SHELLS and words[3:4] == [">"]
         elif words[:2] == ["thinwire", "checkpoints"]:
             assert words[2:] in ([words[-1]], ["verify", words[-1]])
         elif "train" in words:
@@ -80,7 +90,7 @@ def test_commands_are_understood(block: Block) -> None:
 
 
 def understand_train(args: list[str]) -> None:
-    if args in (["--help"], ["CONFIG.toml", "--steps", "500"]):
+    if args in (["--help"], ["--help-all"], ["CONFIG.toml", "--steps", "500"]):
         return
     problems = Problems()
     config = read_config(args, problems)
@@ -245,6 +255,12 @@ def test_every_option_of_islands_is_documented() -> None:
     for name, make in ISLANDS.items():
         own = {item.name for item in options_of(make)}  # type: ignore[arg-type]
         assert own == {option for option, of in documented.items() if name in of or of == ["all"]}
+
+
+def test_every_codec_is_documented() -> None:
+    documented = [tuple(row) for row in table_rows(ROOT / "docs/methods/codecs.md", "How a codec is written")]
+    marked = [(*row[:3], " ".join(f"`:{option}`" for option in row[3].split())) for row in all_rows()]
+    assert documented == [tuple(cell.strip("`") for cell in row) for row in marked]
 
 
 def test_every_strategy_is_documented() -> None:

@@ -16,7 +16,13 @@ import pytest
 from tests.lab.meter_worker import MESSAGES
 from tests.lab.support import LIMIT_S, needs_network
 from thinwire.errors import ConfigError
-from thinwire.lab import Job, LabSpec, Network, environment, start
+from thinwire.lab import (
+    Job,
+    LabSpec,
+    Network,
+    environment,
+    start,
+)
 from thinwire.lab.run import threads_per_rank
 
 pytestmark = needs_network

@@ -10,11 +10,13 @@ import torch
 from tests.conformance.strategy_suite import Net, batch, make_optimizer
 from tests.workers import run_workers
 from thinwire.collectives import Topology
-from thinwire.data_parallel import DDP, DGC, STRATEGIES, PowerSGD, footprint
-from thinwire.data_parallel.interface import NotExplainedError
-from thinwire.data_parallel.islands import ISLANDS
+from thinwire.compose import apply
 from thinwire.errors import ConfigError
+from thinwire.methods.data.dgc import DGC
+from thinwire.methods.data.powersgd import PowerSGD
+from thinwire.methods.islands.diloco import ISLANDS
 from thinwire.planner.command import run_explain
+from thinwire.registry import STRATEGIES
 
 # Methods that begin with steps of another kind begin with fewer.
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -34,11 +36,11 @@ def run(rank: int, world_size: int) -> dict[str, list[tuple[dict, dict]]]:
     """Bytes by operation and level: of the meter for steps of 1 and 2 micro-batches, and of the formula."""
     found = {}
     for name, make in STRATEGIES.items():
-        # Islands are worlds of their own; tests/data_parallel/islands has them.
+        # Islands are worlds of their own; tests/hosts/islands has them.
         if name in ISLANDS:
             continue
         strategy, model = make(**OPTIONS.get(name, {})), Net(0)
-        wrapped, optimizer = strategy.apply(
+        wrapped, optimizer = apply(strategy,
             model, make_optimizer(model, OPTIMIZER.get(name, "adamw")), local_size=2, seed=0, timeout_s=30,
             checked=False, overlap=False,
         )  # fmt: skip
@@ -59,7 +61,7 @@ def run(rank: int, world_size: int) -> dict[str, list[tuple[dict, dict]]]:
             operations = (optimizer.meter.snapshot() - before).operations
             metered = {key: reading.sent_bytes for key, reading in operations.items() if reading.sent_bytes}
             with torch.device("meta"):
-                plan = footprint(strategy, Net(0), Topology(2, 2), micro_batches)
+                plan = strategy.plan(Net(0), Topology(2, 2), micro_batches)
             optimizer_bytes.append((metered, {key: num for key, num in plan.sent.items() if num}))
         optimizer.close()
         found[name] = optimizer_bytes
@@ -80,15 +82,15 @@ def memory(rank: int, world_size: int) -> dict[str, tuple[int, int]]:
     for name in ("zero", "ddp"):
         model = Net(0)
         strategy = STRATEGIES[name]()
-        wrapped, optimizer = strategy.apply(
-            model, make_optimizer(model), local_size=1, seed=0, timeout_s=30, checked=False, overlap=False
+        wrapped, optimizer = apply(
+            strategy, model, make_optimizer(model), local_size=1, seed=0, timeout_s=30, checked=False, overlap=False
         )
         wrapped(batch(0), True).backward()
         optimizer.step()
         inner: Any = optimizer
         held = [value for state in inner.inner.state.values() for value in state.values() if value.dim()]
         held += [bucket.master for bucket in getattr(optimizer, "buckets", ())]
-        plan = footprint(strategy, Net(0), Topology(world_size, 1), 1)
+        plan = strategy.plan(Net(0), Topology(world_size, 1), 1)
         found[name] = sum(value.nbytes for value in held), plan.optimizer
         optimizer.close()
     return found
@@ -151,20 +153,6 @@ def test_all_mistakes_are_reported_at_once() -> None:
         run_explain(["--strategy", "frontier", "--frontier.weights-over", "3"])
     with pytest.raises(ConfigError, match="did you mean 'demo'"):
         run_explain(["--model", "demoo"])
-
-
-def test_a_strategy_without_a_formula_is_announced(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Silent:
-        name = "silent"
-
-    with pytest.raises(NotExplainedError):
-        footprint(Silent(), Net(0), Topology(1, 1), 1)
-    assert footprint(DDP(), Net(0), Topology(1, 2), 1).sent_on("inter") == 0
-    monkeypatch.setitem(STRATEGIES, "silent", Silent)
-    assert run_explain(["--strategy", "silent,zero", "--model", "tiny"]) == 0
-    assert "silent: not shown (it does not say what it holds and sends)" in capsys.readouterr().out
 
 
 def test_figures_that_surprise_are_said_why(capsys: pytest.CaptureFixture[str]) -> None:

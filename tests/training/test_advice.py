@@ -9,6 +9,7 @@ import torch
 
 import thinwire
 from tests.workers import run_workers
+from thinwire.compose import apply
 from thinwire.training import advice
 from thinwire.training.effects import Row
 
@@ -18,7 +19,7 @@ def advise_on(
 ) -> list[Row]:
     os.environ["LOCAL_WORLD_SIZE"] = str(machine)
     model = torch.nn.Linear(256, 256)
-    _, optimizer = thinwire.strategy_named(strategy).apply(
+    _, optimizer = apply(thinwire.strategy_named(strategy),
         model, torch.optim.AdamW(model.parameters()), local_size=local_size, seed=0, timeout_s=30.0, checked=False,
         overlap=False,
     )  # fmt: skip

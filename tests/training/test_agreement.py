@@ -13,10 +13,10 @@ from tests.workers import run_workers
 from thinwire.checkpoint import CheckpointError, Keep, step_of
 from thinwire.checkpoint.folder import folder_of
 from thinwire.errors import ConfigError, ThinwireError
+from thinwire.launch.prepare import check_resume
 from thinwire.training.agreement import agree_on_checkpoint
 from thinwire.training.config import TrainConfig
 from thinwire.training.origin import is_verified
-from thinwire.training.prepare import check_resume
 from thinwire.training.run_dir import RunDir
 from thinwire.training.settings import to_toml
 

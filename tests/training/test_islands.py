@@ -16,9 +16,9 @@ from tests.workers import free_port
 from thinwire.checkpoint import Source
 from thinwire.checkpoint.folder import point_to
 from thinwire.convert.saved import load_run
-from thinwire.data_parallel.islands.loop import OuterLoop
-from thinwire.data_parallel.islands.optimizer import OUTER
 from thinwire.errors import ConfigError
+from thinwire.hosts.islands.loop import OuterLoop
+from thinwire.hosts.islands.optimizer import OUTER
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 
@@ -108,7 +108,7 @@ def test_from_one_method_to_another_and_out_of_islands_and_into_them(runner: Run
     told = (runner.folder / "streaming/island-1/logs/launcher.out").read_text()
     for text in (out, told):
         assert "weights of the islands: transformed (all start from the mean of 2 islands' weights)" in text
-        assert "resume proven: step 4" in text and "off by 0 of it)" in text
+        assert "resume proven: step 4" in text and "a relative difference of 0)" in text
     code, out, err = finish(runner.start(*runner.again("left"), "--strategy", "ddp", "--workers", "1"))
     assert code == 0, err
     assert "weights of the islands: transformed (the mean of those of islands [0, 1])" in out

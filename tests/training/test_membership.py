@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from tests.training.commands import LIMIT_S, THINWIRE, Runner, children, finish, is_running
 from tests.workers import free_port
 from thinwire.convert.saved import load_run
-from thinwire.training.launch import has_failed_by_itself
+from thinwire.launch.failures import has_failed_by_itself
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 
@@ -75,7 +75,7 @@ def test_an_island_that_died_comes_back_and_all_stop_at_the_same_step(tmp_path: 
 
 ORPHAN = """
 import os, signal, time
-from thinwire.training.islands import Island, follow_command
+from thinwire.launch.islands import Island, follow_command
 
 follow_command(Island(1, 2, "127.0.0.1:{port}"))
 os.kill(os.getppid(), signal.SIGKILL)

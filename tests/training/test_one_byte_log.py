@@ -11,8 +11,8 @@ import torch
 
 from tests.training.commands import THINWIRE, Runner, finish
 from thinwire import ConfigError, OneByteLog
-from thinwire.data_parallel import ReplicaError
 from thinwire.models import build_model
+from thinwire.state.replicas import ReplicaError
 from thinwire.training.config import TrainConfig
 from thinwire.training.trainer import build_optimizer
 

@@ -13,6 +13,7 @@ import pytest
 
 from thinwire.compare.watch import MetricsTail
 from thinwire.errors import ConfigError
+from thinwire.launch.prepare import check_fault
 from thinwire.report.run import read_run
 from thinwire.training import hardware
 from thinwire.training.config import TrainConfig
@@ -25,10 +26,10 @@ from thinwire.training.metrics import (
     read_events,
     read_metrics,
 )
-from thinwire.training.prepare import check_fault
 from thinwire.training.progress import Progress
 from thinwire.training.proof import Proof, ResumeDriftError
 from thinwire.training.reporter import Reporter
+from thinwire.training.run import Run
 from thinwire.training.run_dir import RunDir
 from thinwire.training.schedule import lr_at
 
@@ -149,7 +150,7 @@ def test_medians_leave_out_the_first_step() -> None:
 def test_a_resume_that_drifts_stops_with_both_losses() -> None:
     proof = Proof(2.0, 1e-5, "the same weights")
     assert proof.check(5, 2.0 + 1e-5, allow_drift=False).startswith("resume proven: step 5")
-    with pytest.raises(ResumeDriftError, match=r"the loss is 2\.1 and was 2\.0 before: off by 0\.05"):
+    with pytest.raises(ResumeDriftError, match=r"the loss is 2\.1 and was 2\.0 before: a relative difference of 0\.05"):
         proof.check(5, 2.1, allow_drift=False)
     assert "NOT proven" in proof.check(5, 2.1, allow_drift=True)
     with pytest.raises(ResumeDriftError):
@@ -196,7 +197,7 @@ def test_options_without_effect_are_rows() -> None:
         stop_at=3,
         tables={"sdp4bit": {"weight_bits": 8}, "llama": {"hidden_size": 64}},
     )  # fmt: skip
-    rows = {asked: effect for asked, effect, _ in unused_rows(config)}
+    rows = {asked: effect for asked, effect, _ in unused_rows(Run.of(config))}
     assert rows == {
         "--sdp4bit.weight-bits": "no effect",
         "--llama.hidden-size": "no effect",
@@ -205,14 +206,14 @@ def test_options_without_effect_are_rows() -> None:
         "--stop-at 3": "no effect",
         "--warmup-steps 9": "never finishes",
     }
-    assert not list(unused_rows(TrainConfig(tables={"sdp4bit": {"weight_bits": 8}})))
+    assert not list(unused_rows(Run.of(TrainConfig(tables={"sdp4bit": {"weight_bits": 8}}))))
 
 
 def test_a_run_that_ends_before_its_strategy_begins_says_so() -> None:
     late = TrainConfig(strategy="onebit-adam", steps=40, tables={"onebitadam": {"freeze": 40}})
-    assert "its first 40 steps differ from the others, and the run ends after 40" in str(list(late_rows(late)))
-    assert not list(late_rows(TrainConfig(strategy="onebit-adam", steps=40)))
-    assert list(late_rows(TrainConfig(strategy="lgreco-ef-topk", steps=20)))
+    assert "its first 40 steps differ from the others, and the run ends after 40" in str(list(late_rows(Run.of(late))))
+    assert not list(late_rows(Run.of(TrainConfig(strategy="onebit-adam", steps=40))))
+    assert list(late_rows(Run.of(TrainConfig(strategy="lgreco-ef-topk", steps=20))))
 
 
 def test_changes_on_resume_are_rows() -> None:

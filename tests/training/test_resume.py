@@ -56,7 +56,7 @@ def test_another_layout_goes_on_where_the_last_sound_checkpoint_was(runner: Runn
     (folder / "step-00000004" / "next_loss.json").write_text(json.dumps(before[4]["loss"] * 1.001))
     code, out, err = finish(runner.start(*runner.again("run"), "--strategy", "zero", "--workers", "2"))
     assert code == 1 and "Traceback" not in err
-    assert "the resumed run does not go on as the saved one" in err and "--allow-resume-drift" in err
+    assert "the resumed run does not continue the saved one" in err and "--allow-resume-drift" in err
 
 
 def test_islands_that_can_not_save_their_end_are_not_started_again(runner: Runner) -> None:

@@ -138,7 +138,40 @@ def test_a_killed_worker_is_named_and_nothing_is_lost(runner: Runner) -> None:
     steps = [line["step"] for line in runner.metrics("killed")]
     assert steps == list(range(1, len(steps) + 1)) and f"{len(steps)} steps are in" in err
     log = (runner.folder / "killed" / "logs" / "rank0.log").read_text()
-    assert re.search(r"PeerLostError: rank [12] is missing", log), "a survivor says whom it misses"
+    missed = r"(?m)^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d .*PeerLostError: rank [12] is missing"
+    assert re.search(missed, log), "a survivor says whom it misses, and when"
+
+
+def test_a_worker_that_hangs_is_the_cause_that_is_told(runner: Runner) -> None:
+    process = runner.train("hung", workers=3, steps=1_000_000, timeout=10)
+    runner.await_steps("hung", process)
+    workers = children(process.pid)
+    os.kill(workers[1], signal.SIGSTOP)
+    code, _, err = finish(process)
+    assert code == 1 and "Traceback" not in err
+    first = err.splitlines()[0]
+    assert re.search(rf"rank 1 \(pid {workers[1]}\) has hung since about \d\d:\d\d:\d\d", first), err
+    assert re.search(r"rank [02]: rank 1 is missing: \w+ \(message \d+\)", first), "names the operation"
+    assert "SIGKILL" not in err and not any(map(is_running, workers))
+
+
+STOPPED = """
+import os, signal
+if os.environ.get("RANK") == "1":
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+def test_a_worker_that_hangs_while_it_starts_is_named(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    hook = runner.folder / "hook"
+    hook.mkdir()
+    (hook / "sitecustomize.py").write_text(STOPPED)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(hook), os.environ.get("PYTHONPATH", "")]))
+    code, _, err = finish(runner.train("silent", timeout=20))
+    assert code == 1 and "Traceback" not in err
+    first = err.splitlines()[0]
+    assert re.search(r"rank 1 \(pid \d+\) has hung since about", first), err
+    assert "rank 1 is silent at the start of the run: rank 0 waits for its start since" in first
 
 
 def test_workers_stop_when_the_launcher_is_killed(runner: Runner) -> None:

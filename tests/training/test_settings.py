@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, Problems
 from thinwire.training.config import TrainConfig
-from thinwire.training.problems import Problems
-from thinwire.training.settings import build_strategy, read_config, to_toml, with_optimizer
+from thinwire.training.run import Run
+from thinwire.training.settings import read_config, to_toml
 
 
 def read(*args: str) -> TrainConfig:
@@ -121,24 +121,24 @@ def test_values_that_cannot_be_read_come_with_the_other_problems() -> None:
 
 
 def test_strategies_take_their_table() -> None:
-    strategy = build_strategy(read("--strategy", "sdp4bit-gradients", "--sdp4bit.inter-bits", "3"))
+    strategy = Run.of(read("--strategy", "sdp4bit-gradients", "--sdp4bit.inter-bits", "3")).strategy
     assert "inter_bits=3" in str(strategy) and "weights=False" in str(strategy)
-    assert str(build_strategy(read("--strategy", "powersgd", "--powersgd.rank", "2"))).startswith("PowerSGD(rank=2")
+    assert str(Run.of(read("--strategy", "powersgd", "--powersgd.rank", "2")).strategy).startswith("PowerSGD(rank=2")
     assert "find_unused_parameters=True" in str(
-        build_strategy(read("--strategy", "ddp-bf16", "--ddp.find-unused-parameters", "True"))
+        Run.of(read("--strategy", "ddp-bf16", "--ddp.find-unused-parameters", "True")).strategy
     )
     with pytest.raises(ConfigError, match="rank 0 of powersgd"):
-        build_strategy(read("--strategy", "powersgd", "--powersgd.rank", "0"))
+        Run.of(read("--strategy", "powersgd", "--powersgd.rank", "0"))
     with pytest.raises(ConfigError, match="did you mean 'sdp4bit'"):
-        build_strategy(TrainConfig(strategy="sdp4bits"))
+        Run.of(TrainConfig(strategy="sdp4bits"))
     with pytest.raises(ConfigError):
-        build_strategy(read("--sdp4bit.inter-group", "100"))
+        Run.of(read("--sdp4bit.inter-group", "100"))
 
 
 def test_a_strategy_chooses_its_optimizer_and_refuses_what_it_cannot_drive() -> None:
-    assert with_optimizer(read()).optimizer == "adamw"
-    assert with_optimizer(read("--strategy", "ddp", "--optimizer", "lans")).optimizer == "lans"
+    assert Run.of(read()).config.optimizer == "adamw"
+    assert Run.of(read("--strategy", "ddp", "--optimizer", "lans")).config.optimizer == "lans"
     with pytest.raises(ConfigError, match=r"--optimizer adam: no such optimizer; did you mean 'adamw'"):
-        with_optimizer(read("--optimizer", "adam"))
+        Run.of(read("--optimizer", "adam"))
     with pytest.raises(ConfigError, match=r"lans does not fit strategy zero, which cuts tensors.*choose one of adamw"):
-        with_optimizer(read("--strategy", "zero", "--optimizer", "lans"))
+        Run.of(read("--strategy", "zero", "--optimizer", "lans"))

@@ -9,8 +9,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.data_parallel import CompressedDDP, CompressedFSDP, ZeroPP, compress_ddp, compress_fsdp
 from thinwire.errors import ConfigError
+from thinwire.hosts.ddp.attach import CompressedDDP, compress_ddp
+from thinwire.hosts.fsdp.compress import CompressedFSDP, compress_fsdp
+from thinwire.methods.data.zeropp import ZeroPP
 
 
 def attach(

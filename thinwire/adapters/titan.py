@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from thinwire.data_parallel import CompressedFSDP, compress_fsdp
+from thinwire.hosts.fsdp.compress import CompressedFSDP, compress_fsdp
 
 
 class CompressedParallelize:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from thinwire.adapters.attach import attach
-from thinwire.data_parallel import CompressedDDP, CompressedFSDP
 from thinwire.errors import ConfigError
+from thinwire.hosts.ddp.attach import CompressedDDP
+from thinwire.hosts.fsdp.compress import CompressedFSDP
 
 log = logging.getLogger("thinwire")
 

@@ -6,26 +6,24 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from thinwire.checkpoint.dcp import CheckpointError
-from thinwire.checkpoint.folder import Manifest, all_of, checkpoints_of, latest, step_of, verified_at, verify
+from thinwire.checkpoint.folder import (
+    Manifest,
+    all_of,
+    checkpoints_of,
+    latest,
+    step_of,
+    verified_at,
+    verify,
+)
 from thinwire.errors import ConfigError, nearest
-
-USAGE = """usage: thinwire checkpoints RUN
-       thinwire checkpoints verify RUN
-
-Lists the checkpoints of a run directory: step, size, training loss of that step, ranks and strategy that saved it, and
-whether its checksums were compared; of a run's other islands too. `verify` compares them all; the exit code is 1 where
-one is damaged."""
 
 
 def run_checkpoints(args: Sequence[str]) -> int:
     """List the checkpoints of a run, or compare their checksums; returns the exit code."""
-    if not args or args[0] in ("--help", "-h"):
-        print(USAGE)
-        return 0
-    verifies = args[0] == "verify"
+    verifies = args[:1] == ["verify"]
     places = args[1:] if verifies else args
     if len(places) != 1:
-        hint = nearest(places[0], ["verify"]) if len(places) == 2 else f": {USAGE.splitlines()[0]}"
+        hint = nearest(places[0], ["verify"]) if len(places) == 2 else ", as `thinwire checkpoints RUN`"
         raise ConfigError(f"checkpoints takes one run directory, not {len(places)}{hint}")
     folder, num_damaged = checkpoints_of(Path(places[0])), 0
     print(f"{'step':>9}  {'MB':>10}  {'loss':>9}  saved by")

@@ -17,7 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.checkpoint.dcp import Sums, part_of, sync_folder, write_metadata, write_pieces
+from thinwire.checkpoint.dcp import (
+    Sums,
+    part_of,
+    sync_folder,
+    write_metadata,
+    write_pieces,
+)
 from thinwire.checkpoint.folder import (
     Keep,
     Manifest,

@@ -11,7 +11,6 @@ from thinwire.codecs.gaussian_sketch import GaussianSketch
 from thinwire.codecs.hadamard import Hadamard
 from thinwire.codecs.identity import Identity
 from thinwire.codecs.integer import Integer
-from thinwire.codecs.low_rank import LowRank
 from thinwire.codecs.natural import Natural
 from thinwire.codecs.random import derive_seed, paired_seed
 from thinwire.codecs.random_k import RandomK
@@ -28,7 +27,6 @@ __all__ = [
     "Hadamard",
     "Identity",
     "Integer",
-    "LowRank",
     "Natural",
     "RandomK",
     "Sign",
@@ -58,4 +56,5 @@ def warm(codecs: Iterable[Codec], device: torch.device | None = None) -> None:
             x = torch.zeros(num_blocks * min(codec.block, MOST_WARM), device=device)
             packet = codec.encode(x)
             codec.decode_add(packet, codec.decode(packet, x.numel()))
-            codec.inner.decode_add(packet, x)
+            if codec.rotation:
+                codec.rotation.inner.decode_add(packet, x)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import reference
-from thinwire.codecs.layout import packet_sections
+from thinwire.codecs.layout import Groups, Rounding
 from thinwire.codecs.random import MASK64, noise_keys
 
 # Device type -> the compiler of torch.compile there; eager mode makes a dozen passes over memory.
@@ -23,13 +23,12 @@ COMPILED = {"cuda": "inductor"}
 
 @functools.cache
 def cpu_kernels() -> ModuleType | None:
-    """The numba kernels, or None (announced once) where numba cannot be imported."""
+    """What all numba kernels share, or None (announced once) where numba can't be imported."""
     try:
-        from thinwire.codecs import kernels
+        return _import("common")
     except ImportError as error:
         warnings.warn(f"codecs run in plain torch on CPU, many times slower: {error}", stacklevel=2)
         return None
-    return kernels
 
 
 def name(device: torch.device) -> str:
@@ -40,10 +39,15 @@ def name(device: torch.device) -> str:
 
 
 def numba_module(family: str, device: torch.device) -> ModuleType | None:
-    """`thinwire.codecs.kernels_<family>` where numba runs, else None."""
+    """`thinwire.codecs.kernels.<family>` where numba runs, else None."""
     if device.type != "cpu" or cpu_kernels() is None:
         return None
-    return importlib.import_module(f"thinwire.codecs.kernels_{family}")
+    return _import(family)
+
+
+@functools.cache
+def _import(family: str) -> ModuleType:
+    return importlib.import_module(f"thinwire.codecs.kernels.{family}")
 
 
 def numba_or_torch(device: torch.device) -> str:
@@ -54,6 +58,11 @@ def numba_or_torch(device: torch.device) -> str:
 def flat_fp32(x: Tensor) -> Tensor:
     """`x` as a flat contiguous fp32 tensor, itself where it is one already."""
     return x.detach().reshape(-1).to(torch.float32).contiguous()
+
+
+def rounding(is_stochastic: bool, seed: int, counter: int) -> Rounding:
+    """Nearest rounding, or stochastic rounding by the draws of both numbers modulo 2^64."""
+    return Rounding(is_stochastic, np.uint64(seed & MASK64), np.uint64(counter & MASK64))
 
 
 def one_nan_(values: Tensor) -> Tensor:
@@ -83,81 +92,58 @@ def _check(what: str, tensor: Tensor, size: int, dtype: torch.dtype) -> None:
         )
 
 
-def encode(
-    x: Tensor,
-    out: Tensor,
-    *,
-    rotation: int,
-    bits: int,
-    group: int,
-    stochastic: bool,
-    bf16: bool,
-    seed: int,
-    counter: int,
-) -> Tensor:
+def encode(x: Tensor, out: Tensor, groups: Groups, *, rotation: int, rounding: Rounding) -> Tensor:
     """H x (`rotation` 0: x itself) as integers into the packet `out`; x is zero-padded to whole rows."""
-    kernels = cpu_kernels() if x.device.type == "cpu" else None
+    kernels = numba_module("integer", x.device)
     if kernels is None:
         if rotation:
             x = torch.nn.functional.pad(x, (0, -x.numel() % rotation))
-        keys, low = noise_keys(seed, counter, x.numel(), x.device) if stochastic else (None, None)
+        keys, low = None, None
+        if rounding.is_stochastic:
+            keys, low = noise_keys(int(rounding.seed), int(rounding.counter), x.numel(), x.device)
 
         def quantise(rows: Tensor, start: int) -> tuple[Tensor, Tensor]:
-            run = _plain("encode_rows", rows, group, rotation, bits, bf16)
+            run = _plain("encode_rows", rows, groups.size, rotation, groups.bits, groups.bf16)
             return run(rows, keys, None if low is None else low + start)
 
-        reference.encode_groups(quantise, x, out, bits, group, bf16)
+        reference.encode_groups(quantise, x, out, groups)
         return out
     num = x.numel() + (-x.numel() % rotation if rotation else 0)
-    packet = out.numpy()
-    scales, codes, rest = sections(packet, num, bits, group, bf16)
+    scales, codes, rest = sections(out.numpy(), num, groups)
     rest[:] = 0
-    kernels.encode(
-        x.numpy(),
-        num,
-        scales,
-        codes,
-        bits,
-        group,
-        16 if bf16 else 0,
-        rotation,
-        np.float32(rotation**-0.5 if rotation else 1.0),
-        stochastic,
-        np.uint64(seed & MASK64),
-        np.uint64(counter & MASK64),
-        np.empty(min(group, num) + 128 if rotation else 0, np.float32),
+    scratch = (
+        np.empty(min(groups.size, num) + 128 if rotation else 0, np.float32),
         np.empty(4 * max(rotation, 128) if rotation else 0, np.float32),
-        np.empty(min(group, num) + 8, np.uint8),
+        np.empty(min(groups.size, num) + 8, np.uint8),
     )
+    kernels.encode(x.numpy(), scales, codes, groups, rotation, rounding, *scratch)
     return out
 
 
-def decode(packet: Tensor, out: Tensor, *, add: bool, bits: int, group: int, bf16: bool) -> Tensor:
+def decode(packet: Tensor, out: Tensor, groups: Groups, *, add: bool) -> Tensor:
     """out = values of the packet, or out += them."""
-    kernels = cpu_kernels() if packet.device.type == "cpu" else None
+    kernels = numba_module("integer", packet.device)
     if kernels is None:
 
         def dequantise(rows: Tensor, scales: Tensor, packed: Tensor) -> None:
-            _plain("decode_rows", rows, group, bits, add)(rows, scales, packed)
+            _plain("decode_rows", rows, groups.size, groups.bits, add)(rows, scales, packed)
 
-        reference.decode_groups(dequantise, packet, out, bits, group, bf16)
+        reference.decode_groups(dequantise, packet, out, groups)
         return out
-    num = out.numel()
-    scales, codes, _ = sections(packet.numpy(), num, bits, group, bf16)
-    scratch = np.empty(min(group, num) + 8, np.uint8)
-    kernels.decode(scales, codes, out.detach().numpy(), bits, group, 16 if bf16 else 0, add, scratch)
+    scales, codes, _ = sections(packet.numpy(), out.numel(), groups)
+    scratch = np.empty(min(groups.size, out.numel()) + 8, np.uint8)
+    kernels.decode(scales, codes, out.detach().numpy(), groups, add, scratch)
     return out
 
 
 def rotate_(x: Tensor, block_size: int) -> Tensor:
     """x <- H x in place. Raises ValueError unless x is flat, contiguous, fp32 and of whole rows."""
     _check("x", x, -(-x.numel() // block_size) * block_size, torch.float32)
-    kernels = cpu_kernels() if x.device.type == "cpu" else None
+    kernels = numba_module("integer", x.device)
     if kernels is None:
         rows = x.view(-1, block_size)
         return x.copy_(_plain("hadamard", rows, block_size, block_size)(rows))
-    scale = np.float32(block_size**-0.5)
-    kernels.rotate_inplace(x.detach().numpy(), block_size, scale, np.empty(4 * max(block_size, 128), np.float32))
+    kernels.rotate_inplace(x.detach().numpy(), block_size, np.empty(4 * max(block_size, 128), np.float32))
     return x
 
 
@@ -172,14 +158,17 @@ def _plain(function: str, rows: Tensor, width: int, *options: int) -> Callable[.
 
 
 @functools.cache
-def _compiled(function: str, backend: str, *options: int) -> Callable[..., Any]:
-    """Compiled by itself: a width or number of bits that varies would turn into a variable of the kernel.
+def _compiled(function: str, backend: str, width: int, *options: int) -> Callable[..., Any]:
+    """`_bound`, compiled by itself: a width or number of bits that varies would turn into a variable of the kernel.
 
-    torch.compile remembers what varied, and how often it compiled, by a function's code and name.
+    torch.compile remembers what varied, and how often it compiled, for each piece of code. So every format gets a
+    function of its own, from source in which its options are written out.
     """
-    run = _bound(getattr(reference, function), options[1:])
-    run.__code__ = run.__code__.replace(co_name="_".join(map(str, (function, *options))))
-    return torch.compile(run, backend=backend, fullgraph=True)
+    name = "_".join(map(str, (function, width, *options)))
+    source = f"def {name}(*tensors):\n    return {function}(*tensors, {', '.join(map(str, options))})\n"
+    scope = {function: getattr(reference, function)}
+    exec(compile(source, f"<{name}>", "exec"), scope)
+    return torch.compile(scope[name], backend=backend, fullgraph=True)
 
 
 def _bound(function: Callable[..., Any], options: tuple[int, ...]) -> Any:
@@ -189,10 +178,8 @@ def _bound(function: Callable[..., Any], options: tuple[int, ...]) -> Any:
     return run
 
 
-def sections(
-    packet: np.ndarray, num: int, bits: int, group: int, bf16: bool
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def sections(packet: np.ndarray, num: int, groups: Groups) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The packet's scales (as int16 or int32), its codes and its last zeros, as views."""
-    end_of_scales, used, _ = packet_sections(num, bits, group, 2 if bf16 else 4)
-    scales = packet[:end_of_scales].view(np.int16 if bf16 else np.int32)
+    end_of_scales, used, _ = groups.sections(num)
+    scales = packet[:end_of_scales].view(np.int16 if groups.bf16 else np.int32)
     return scales, packet[end_of_scales:used], packet[used:]

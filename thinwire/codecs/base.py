@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from thinwire.codecs import grammar
+from thinwire.errors import ConfigError
+
+if TYPE_CHECKING:
+    from thinwire.codecs.hadamard import Hadamard
 
 
 @dataclass(frozen=True)
@@ -18,12 +25,15 @@ class Traits:
     contraction: E|C(x) - x|^2 <= (1 - delta) |x|^2 over the random seed, for some delta > 0 and every x.
     linear: packets of one (seed, counter) can be added with `packet_add`, and the sum decodes to the sum of what they
     decode to, up to fp32 rounding; so a sum may travel where otherwise each of its parts must.
+    keeps_zeros: runs of this many elements that are exactly zero, and start at a multiple of it (or are the tail),
+    decode to exact zeros, if no element of their block is NaN or inf. 1: every zero element; 0: no promise.
     """
 
     lossless: bool = False
     unbiased: bool = False
     contraction: bool = False
     linear: bool = False
+    keeps_zeros: int = 0
 
 
 class Codec(ABC):
@@ -33,6 +43,20 @@ class Codec(ABC):
     randomness from (seed, counter + i), or from the number of its group, (counter + i) // group, so a tensor cut in
     two and encoded piece by piece at a multiple of `block` gives the same values as the whole.
     """
+
+    @staticmethod
+    def parse(text: str) -> Codec:
+        """The codec that a text such as "int4/64:bf16+hadamard32" stands for; `str` writes it back. See `grammar`.
+
+        Raises ConfigError that names the text, what in it can't be read, and the nearest that can.
+        """
+        try:
+            return grammar.read(text)
+        except ConfigError as error:
+            raise ConfigError(f"codec {text!r}: {error}") from None
+
+    def __str__(self) -> str:
+        return grammar.write(self)
 
     @property
     @abstractmethod
@@ -79,21 +103,12 @@ class Codec(ABC):
         raise ValueError(f"packets of {self} can't be added: decode them, or use a linear codec such as Identity")
 
     @property
-    def inner(self) -> Codec:
-        """The codec that works in the rotated domain; itself where there is no rotation."""
-        return self
+    def rotation(self) -> Hadamard | None:
+        """This codec as a rotation around another one, or None.
 
-    @property
-    def rotation(self) -> int:
-        """Length of the orthogonal transform around `inner`, 0 for none.
-
-        Sums commute with it: sum_i decode(p_i) = unrotate(sum_i inner.decode(p_i)), so a collective inverts once.
+        Sums commute with it: sum_i decode(p_i) = rotate(sum_i inner.decode(p_i)), so a collective rotates back once.
         """
-        return 0
-
-    def unrotate_(self, x: Tensor) -> Tensor:
-        """Leave the rotated domain, in place; the identity where there is no rotation."""
-        return x
+        return None
 
     def backend(self, device: torch.device) -> str:
         """Which implementation runs on `device`: 'torch', 'numba' or 'torch.compile'."""

@@ -8,11 +8,14 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs.base import Codec, Traits
+from thinwire.codecs.spelling import spelled
 from thinwire.errors import ConfigError, nearest
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+@spelled("bf16", sets={"dtype": "bf16"})
+@spelled("fp16", sets={"dtype": "fp16"})
 @dataclass(frozen=True)
 class Cast(Codec):
     """C(x) = x rounded to nearest even in `dtype`; 16 bits per element.
@@ -28,13 +31,10 @@ class Cast(Codec):
         if self.dtype not in DTYPES:
             raise ConfigError(f"cast dtype {self.dtype!r} is unknown{nearest(str(self.dtype), DTYPES)}")
 
-    def __str__(self) -> str:
-        return self.dtype
-
     @property
     def traits(self) -> Traits:
         """fp16 is no contraction: beyond 65504 it returns inf."""
-        return Traits(contraction=self.dtype == "bf16")
+        return Traits(contraction=self.dtype == "bf16", keeps_zeros=1)
 
     @property
     def bits_per_element(self) -> float:

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from thinwire.codecs import backends
 from thinwire.codecs.random import MASK64, draws, noise_keys
-from thinwire.codecs.sketch import Sketch
+from thinwire.codecs.sketch import UNBIASED, Sketch
+from thinwire.codecs.spelling import Number, spelled
 
 
+@spelled(Number("ratio", "countsketch", optional=True), UNBIASED, group="group")
 @dataclass(frozen=True)
 class CountSketch(Sketch):
     """Element j goes to sum p(j) with sign s(j), hashes of (seed, counter + j); decoded: gamma s(j) y[p(j)].
@@ -21,9 +23,6 @@ class CountSketch(Sketch):
     E|C(x) - x|^2 = (n - 1)/b |x|^2 for gamma = 1. One addition an element each way. Else as Sketch.
     Source: Charikar, Chen and Farach-Colton, "Finding frequent items in data streams" (2002), one row, mean estimate.
     """
-
-    def __str__(self) -> str:
-        return f"count sketch, {self.ratio} elements to a sum, groups of {self.group}"
 
     def _best_shrink(self, size: int, num_buckets: int) -> float:
         return num_buckets / (num_buckets + size - 1)

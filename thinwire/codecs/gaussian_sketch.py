@@ -10,11 +10,13 @@ from torch import Tensor
 
 from thinwire.codecs import backends, checks
 from thinwire.codecs.normals import add_normals
-from thinwire.codecs.sketch import Sketch
+from thinwire.codecs.sketch import UNBIASED, Sketch
+from thinwire.codecs.spelling import Number, spelled
 
 MAX_GROUP = 4096  # its matrix takes 4 group^2 / ratio bytes
 
 
+@spelled(Number("ratio", "gaussiansketch", optional=True), UNBIASED, group="group")
 @dataclass(frozen=True)
 class GaussianSketch(Sketch):
     """R = G / sqrt(b), G of independent normal entries [b, n]; decoded: gamma R^T y.
@@ -31,9 +33,6 @@ class GaussianSketch(Sketch):
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.whole_number("gaussiansketch group", self.group, 2, MAX_GROUP)
-
-    def __str__(self) -> str:
-        return f"gaussian sketch, {self.ratio} elements to a sum, groups of {self.group}"
 
     def _best_shrink(self, size: int, num_buckets: int) -> float:
         return num_buckets / (num_buckets + size + 1)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from functools import cached_property
 
 from thinwire.codecs import checks
 from thinwire.codecs.fused import Fused
-from thinwire.codecs.layout import group_bytes, packet_sections
+from thinwire.codecs.layout import Groups, group_bytes
 
-SCALES = ("bf16", "fp32")
+SCALES: tuple[str, ...] = ("bf16", "fp32")
 
 
 class Grouped(Fused):
@@ -31,13 +32,14 @@ class Grouped(Fused):
     def block(self) -> int:
         return self.group
 
-    @property
-    def scale_bytes(self) -> int:
-        return 4 if self.scale == "fp32" else 2
+    @cached_property
+    def groups(self) -> Groups:
+        """The packet's layout."""
+        return Groups(self.code_bits, self.group, 16 if self.scale == "bf16" else 0)
 
     @property
     def bits_per_element(self) -> float:
-        return 8 * (self.scale_bytes + group_bytes(self.group, self.code_bits)) / self.group
+        return (32 - self.groups.shift + 8 * group_bytes(self.group, self.code_bits)) / self.group
 
     def packet_bytes(self, num_elements: int) -> int:
-        return packet_sections(num_elements, self.code_bits, self.group, self.scale_bytes)[2]
+        return self.groups.sections(num_elements)[2]

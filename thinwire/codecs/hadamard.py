@@ -11,11 +11,13 @@ from torch import Tensor
 from thinwire.codecs import backends
 from thinwire.codecs.base import Codec, Traits
 from thinwire.codecs.integer import Integer
+from thinwire.codecs.spelling import Number, spelled
 from thinwire.errors import ConfigError
 
 INT4 = Integer()
 
 
+@spelled(Number("block_size", "hadamard", optional=True), wraps="inner")
 @dataclass(frozen=True)
 class Hadamard(Codec):
     """C(x) = H^T inner(H x), H block-diagonal: Sylvester Hadamard matrices over sqrt(block_size).
@@ -25,7 +27,7 @@ class Hadamard(Codec):
     Raises ConfigError otherwise. Source: SDP4Bit (NeurIPS 2024), section 3.2.
     """
 
-    inner: Codec = INT4  # a default, so that it hides the property of Codec
+    inner: Codec = INT4
     block_size: int = 32
 
     def __post_init__(self) -> None:
@@ -42,21 +44,23 @@ class Hadamard(Codec):
                 f"integer group {group} is no multiple of the hadamard block_size {size}; nearest is {close}"
             )
 
-    def __str__(self) -> str:
-        return f"{self.inner}, rotated in rows of {self.block_size}"
-
     @property
     def traits(self) -> Traits:
-        """The inner codec's, for an orthogonal H; lossless only up to rounding, so not claimed."""
-        return replace(self.inner.traits, lossless=False)
+        """The inner codec's, for an orthogonal H; lossless only up to rounding, so not claimed.
+
+        A zero between other values is rotated to something else, and comes back with the inner codec's error: only
+        whole rows of zeros are kept.
+        """
+        inner = self.inner.traits
+        return replace(inner, lossless=False, keeps_zeros=math.lcm(inner.keeps_zeros, self.block_size))
 
     @property
     def block(self) -> int:
         return math.lcm(self.inner.block, self.block_size)
 
     @property
-    def rotation(self) -> int:
-        return self.block_size
+    def rotation(self) -> Hadamard:
+        return self
 
     @property
     def bits_per_element(self) -> float:
@@ -70,19 +74,19 @@ class Hadamard(Codec):
             return self.inner.encode_rotated(x, rotation=self.block_size, seed=seed, counter=counter, out=out)
         rotated = torch.zeros(self._padded(x.numel()), dtype=torch.float32, device=x.device)
         rotated[: x.numel()] = x.detach().reshape(-1)
-        return self.inner.encode(self.unrotate_(rotated), seed=seed, counter=counter, out=out)
+        return self.inner.encode(self.rotate_(rotated), seed=seed, counter=counter, out=out)
 
     def decode(self, packet: Tensor, num_elements: int, *, out: Tensor | None = None) -> Tensor:
         padded = self._padded(num_elements)
         if out is not None and padded == num_elements:
-            return self.unrotate_(self.inner.decode(packet, padded, out=out))
-        values = self.unrotate_(self.inner.decode(packet, padded))[:num_elements]
+            return self.rotate_(self.inner.decode(packet, padded, out=out))
+        values = self.rotate_(self.inner.decode(packet, padded))[:num_elements]
         return values if out is None else out.copy_(values)
 
     def packet_add(self, packet: Tensor, out: Tensor) -> Tensor:
         return self.inner.packet_add(packet, out)
 
-    def unrotate_(self, x: Tensor) -> Tensor:
+    def rotate_(self, x: Tensor) -> Tensor:
         """x <- H x in place (H is its own inverse) for a flat contiguous fp32 x of whole rows."""
         return backends.rotate_(x, self.block_size)
 

@@ -8,18 +8,17 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs.base import Codec, Traits
+from thinwire.codecs.spelling import spelled
 
 
+@spelled("fp32")
 @dataclass(frozen=True)
 class Identity(Codec):
     """C(x) = x; 32 bits per element."""
 
-    def __str__(self) -> str:
-        return "fp32"
-
     @property
     def traits(self) -> Traits:
-        return Traits(lossless=True, unbiased=True, contraction=True, linear=True)
+        return Traits(lossless=True, unbiased=True, contraction=True, linear=True, keeps_zeros=1)
 
     @property
     def bits_per_element(self) -> float:

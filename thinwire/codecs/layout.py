@@ -9,6 +9,8 @@ group needs only the j-th code of each plane and both directions run as straight
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 # bits -> (codes per lane, bytes per lane)
 LANES = {1: (8, 1), 2: (4, 1), 3: (8, 3), 4: (2, 1), 6: (4, 3), 8: (1, 1)}
 
@@ -23,9 +25,32 @@ def group_bytes(num_elements: int, bits: int) -> int:
     return plane_width(num_elements, bits) * LANES[bits][1]
 
 
-def packet_sections(num_elements: int, bits: int, group: int, scale_bytes: int) -> tuple[int, int, int]:
-    """(bytes of scales, bytes of scales and codes, packet bytes); the last is rounded up to 4."""
-    full, tail = divmod(num_elements, group)
-    scales = (full + (tail > 0)) * scale_bytes
-    used = scales + full * group_bytes(group, bits) + group_bytes(tail, bits)
-    return scales, used, -(-used // 4) * 4
+class Groups(NamedTuple):
+    """How a codec with a scale for each group lays out a packet; what its kernels must know of it.
+
+    bits: of a code. size: elements of a group. shift: lower bits of an fp32 scale that do not travel, 0 or 16.
+    """
+
+    bits: int
+    size: int
+    shift: int
+
+    @property
+    def bf16(self) -> bool:
+        """Whether scales travel as bf16."""
+        return self.shift == 16
+
+    def sections(self, num_elements: int) -> tuple[int, int, int]:
+        """(bytes of scales, bytes of scales and codes, packet bytes); the last is rounded up to 4."""
+        full, tail = divmod(num_elements, self.size)
+        scales = (full + (tail > 0)) * (32 - self.shift) // 8
+        used = scales + full * group_bytes(self.size, self.bits) + group_bytes(tail, self.bits)
+        return scales, used, -(-used // 4) * 4
+
+
+class Rounding(NamedTuple):
+    """How a kernel rounds: to nearest, or stochastically by the draws of (seed, counter), both numpy.uint64."""
+
+    is_stochastic: bool
+    seed: Any
+    counter: Any

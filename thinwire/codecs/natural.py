@@ -10,11 +10,18 @@ from torch import Tensor
 
 from thinwire.codecs import backends, checks, reference
 from thinwire.codecs.base import Traits
-from thinwire.codecs.grouped import Grouped
+from thinwire.codecs.grouped import SCALES, Grouped
 from thinwire.codecs.integer import ROUNDINGS, WIDTHS
-from thinwire.codecs.random import MASK64, draws, noise_keys
+from thinwire.codecs.random import draws, noise_keys
+from thinwire.codecs.spelling import Number, Word, spelled
 
 
+@spelled(
+    Number("bits", "e", "m0", read=lambda exponent: int(exponent) + 1, write=lambda bits: str(bits - 1)),
+    Word("scale", SCALES),
+    Word("rounding", ROUNDINGS),
+    group="group",
+)
 @dataclass(frozen=True)
 class Natural(Grouped):
     """decoded = 0 or +-2^(|code| - M) s, |code| = 1..M, s = max|x| of the group, M = 2^(bits-1) - 1.
@@ -38,9 +45,6 @@ class Natural(Grouped):
         checks.one_of("natural rounding", self.rounding, ROUNDINGS)
         self.check_groups("natural")
 
-    def __str__(self) -> str:
-        return f"powers of two in {self.bits} bits, {self.rounding}, groups of {self.group} with {self.scale} scales"
-
     @property
     def traits(self) -> Traits:
         """Nearest is a contraction: no element's error exceeds the element, and the largest one's is near 0.
@@ -51,9 +55,9 @@ class Natural(Grouped):
         l up to 2^-7 larger, and rounds the maximum itself).
         """
         if self.rounding == "nearest":
-            return Traits(contraction=True)
+            return Traits(contraction=True, keeps_zeros=1)
         worst = self.group if self.scale == "fp32" else self.group * 1.03
-        return Traits(unbiased=True, contraction=worst <= 8 * 4.0 ** ((1 << self.bits - 1) - 2))
+        return Traits(unbiased=True, contraction=worst <= 8 * 4.0 ** ((1 << self.bits - 1) - 2), keeps_zeros=1)
 
     @property
     def code_bits(self) -> int:
@@ -61,49 +65,38 @@ class Natural(Grouped):
 
     def encode(self, x: Tensor, *, seed: int = 0, counter: int = 0, out: Tensor | None = None) -> Tensor:
         flat = backends.flat_fp32(x)
-        num, bf16, stochastic = flat.numel(), self.scale == "bf16", self.rounding == "stochastic"
+        num, groups = flat.numel(), self.groups
+        rounding = backends.rounding(self.rounding == "stochastic", seed, counter)
         out = backends.packet_buffer(out, self.packet_bytes(num), flat.device)
         kernels = backends.numba_module("grouped", flat.device)
         if kernels is None:
             keys, low = noise_keys(seed, counter, num, flat.device)
 
             def quantise(rows: Tensor, start: int) -> tuple[Tensor, Tensor]:
-                random = draws(keys, low + start, rows.numel()).view(rows.shape) if stochastic else None
-                return reference.quantise_powers(rows, random, self.bits, bf16)
+                random = draws(keys, low + start, rows.numel()).view(rows.shape) if rounding.is_stochastic else None
+                return reference.quantise_powers(rows, random, self.bits, groups.bf16)
 
-            reference.encode_groups(quantise, flat, out, self.bits, self.group, bf16)
+            reference.encode_groups(quantise, flat, out, groups)
             return out
-        scales, codes, rest = backends.sections(out.numpy(), num, self.bits, self.group, bf16)
+        scales, codes, rest = backends.sections(out.numpy(), num, groups)
         rest[:] = 0
-        kernels.encode_powers(
-            flat.numpy(),
-            scales,
-            codes,
-            self.bits,
-            self.group,
-            16 if bf16 else 0,
-            stochastic,
-            np.uint64(seed & MASK64),
-            np.uint64(counter & MASK64),
-            np.empty(min(self.group, num), np.int32),
-            np.empty(min(self.group, num) + 8, np.uint8),
-        )
+        scratch = np.empty(min(self.group, num), np.int32), np.empty(min(self.group, num) + 8, np.uint8)
+        kernels.encode_powers(flat.numpy(), scales, codes, groups, rounding, *scratch)
         return out
 
     def _decode(self, packet: Tensor, out: Tensor, *, add: bool) -> Tensor:
-        bf16 = self.scale == "bf16"
+        groups = self.groups
         kernels = backends.numba_module("grouped", packet.device)
         if kernels is None:
 
             def dequantise(rows: Tensor, scales: Tensor, packed: Tensor) -> None:
                 reference.store(rows, reference.dequantise_powers(scales, packed, rows.shape[1], self.bits), add)
 
-            reference.decode_groups(dequantise, packet, out, self.bits, self.group, bf16)
+            reference.decode_groups(dequantise, packet, out, groups)
             return out
-        scales, codes, _ = backends.sections(packet.numpy(), out.numel(), self.bits, self.group, bf16)
+        scales, codes, _ = backends.sections(packet.numpy(), out.numel(), groups)
         scratch = np.empty(min(self.group, out.numel()) + 8, np.uint8)
-        shift = 16 if bf16 else 0
-        kernels.decode_powers(scales, codes, out.detach().numpy(), self.bits, self.group, shift, add, scratch)
+        kernels.decode_powers(scales, codes, out.detach().numpy(), groups, add, scratch)
         return out
 
     def backend(self, device: torch.device) -> str:

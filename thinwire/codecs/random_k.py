@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +14,9 @@ from thinwire.codecs.base import Codec, Traits
 from thinwire.codecs.fused import Fused
 from thinwire.codecs.identity import Identity
 from thinwire.codecs.random import MASK64, derive_seed, draws, noise_keys
+from thinwire.codecs.sketch import UNBIASED
+from thinwire.codecs.spelling import Number, spelled
+from thinwire.errors import ConfigError
 
 FP32 = Identity()
 PICK = 2  # part of the picks' seed, so that they are independent of the rounding of values
@@ -20,6 +24,21 @@ MAX_EVERY = 1 << 14
 CHUNK = 256
 
 
+def every_of(percent: float) -> int:
+    """The `every` of which one is this percentage. Raises ConfigError where it is no whole number, within 1%."""
+    every = min(max(round(100 / percent), 2), MAX_EVERY) if percent > 0 else MAX_EVERY
+    if not math.isclose(every * percent, 100, rel_tol=1e-2):
+        raise ConfigError(
+            f"randomk {percent:g}%: must be 1 of a whole number from 2 to {MAX_EVERY}; nearest is {100 / every:g}%"
+        )
+    return every
+
+
+@spelled(
+    Number("every", "randomk", "%", lambda percent: every_of(float(percent)), lambda every: f"{100 / every:g}", True),
+    UNBIASED,
+    values="values",
+)
 @dataclass(frozen=True)
 class RandomK(Fused):
     """From each cell of `every` elements one is drawn uniformly; the others decode to 0.
@@ -42,9 +61,6 @@ class RandomK(Fused):
     def __post_init__(self) -> None:
         checks.whole_number("randomk every", self.every, 2, MAX_EVERY)
 
-    def __str__(self) -> str:
-        return f"a random 1 of {self.every}{' scaled' if self.unbiased else ''}, values in {self.values}"
-
     @property
     def traits(self) -> Traits:
         inner = self.values.traits
@@ -52,6 +68,7 @@ class RandomK(Fused):
             unbiased=self.unbiased and inner.unbiased,
             contraction=not self.unbiased and inner.contraction,
             linear=inner.linear,
+            keeps_zeros=1 if inner.keeps_zeros == 1 else self.every * inner.keeps_zeros,
         )
 
     @property

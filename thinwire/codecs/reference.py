@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from thinwire.codecs.layout import LANES, group_bytes, packet_sections
+from thinwire.codecs.layout import LANES, Groups, group_bytes
 from thinwire.codecs.random import noise
 
 # Below this M/s would overflow (bits = 8) and s/M come near the denormals: such a group is zero on the wire.
@@ -109,23 +109,21 @@ def encode_groups(
     quantise_rows: Callable[[Tensor, int], tuple[Tensor, Tensor]],
     x: Tensor,
     out: Tensor,
-    bits: int,
-    group: int,
-    bf16: bool,
+    groups: Groups,
 ) -> None:
     """The packet of `layout`: whole groups as the rows of one matrix, then the tail as another of one row.
 
     quantise_rows: (x [rows, n], its first element's number) -> (scales fp32 [rows, 1], packed uint8 [rows, bytes]).
     """
     num = x.numel()
-    end_of_scales, used, _ = packet_sections(num, bits, group, 2 if bf16 else 4)
-    stored = out[:end_of_scales].view(torch.int16 if bf16 else torch.int32)
-    whole, first_scale, first_code = num - num % group, 0, end_of_scales
-    for start, stop, width in ((0, whole, group), (whole, num, num - whole)):
+    end_of_scales, used, _ = groups.sections(num)
+    stored = out[:end_of_scales].view(torch.int16 if groups.bf16 else torch.int32)
+    whole, first_scale, first_code = num - num % groups.size, 0, end_of_scales
+    for start, stop, width in ((0, whole, groups.size), (whole, num, num - whole)):
         if stop > start:
             scales, packed = quantise_rows(x[start:stop].view(-1, width), start)
             words = scales.flatten().view(torch.int32)
-            stored[first_scale : first_scale + len(scales)] = words >> 16 if bf16 else words
+            stored[first_scale : first_scale + len(scales)] = words >> groups.shift
             out[first_code : first_code + packed.numel()] = packed.flatten()
             first_scale, first_code = first_scale + len(scales), first_code + packed.numel()
     out[used:] = 0
@@ -145,18 +143,17 @@ def decode_groups(
     dequantise_rows: Callable[[Tensor, Tensor, Tensor], None],
     packet: Tensor,
     out: Tensor,
-    bits: int,
-    group: int,
-    bf16: bool,
+    groups: Groups,
 ) -> None:
     """The inverse of `encode_groups`; dequantise_rows(out [rows, n], scales fp32 [rows, 1], packed [rows, bytes])."""
     num = out.numel()
-    end_of_scales, used, _ = packet_sections(num, bits, group, 2 if bf16 else 4)
-    scales = packet[:end_of_scales].view(torch.bfloat16 if bf16 else torch.float32).to(torch.float32).view(-1, 1)
-    full = num // group
-    whole, middle = full * group, end_of_scales + full * group_bytes(group, bits)
+    end_of_scales, used, _ = groups.sections(num)
+    stored = packet[:end_of_scales].view(torch.bfloat16 if groups.bf16 else torch.float32)
+    scales = stored.to(torch.float32).view(-1, 1)
+    full = num // groups.size
+    whole, middle = full * groups.size, end_of_scales + full * group_bytes(groups.size, groups.bits)
     if full:
-        dequantise_rows(out[:whole].view(full, group), scales[:full], packet[end_of_scales:middle].view(full, -1))
+        dequantise_rows(out[:whole].view(full, groups.size), scales[:full], packet[end_of_scales:middle].view(full, -1))
     if whole < num:
         dequantise_rows(out[whole:].view(1, -1), scales[full:], packet[middle:used].view(1, -1))
 

@@ -10,11 +10,13 @@ from torch import Tensor
 
 from thinwire.codecs import backends, checks, reference
 from thinwire.codecs.base import Traits
-from thinwire.codecs.grouped import Grouped
+from thinwire.codecs.grouped import SCALES, Grouped
+from thinwire.codecs.spelling import Word, spelled
 
-NORMS = ("l1", "l2")
+NORMS: tuple[str, ...] = ("l1", "l2")
 
 
+@spelled("sign", Word("norm", NORMS), Word("scale", SCALES), group="group")
 @dataclass(frozen=True)
 class Sign(Grouped):
     """C(x) = s sign(x), with s the mean of |x| over the group ("l1") or its root mean square ("l2").
@@ -37,16 +39,13 @@ class Sign(Grouped):
         checks.one_of("sign norm", self.norm, NORMS)
         self.check_groups("sign")
 
-    def __str__(self) -> str:
-        return f"sign, groups of {self.group} with {self.scale} {self.norm} scales"
-
     @property
     def traits(self) -> Traits:
         """ "l1": |x|_1^2 >= |x|^2 gives delta = 1/group (a scale rounded to bf16 costs 2^-16 of what it saves).
 
         "l2": |x - C(x)|^2 = 2 |x|^2 (1 - |x|_1/(sqrt(n) |x|)) is below |x|^2 for every x exactly where n < 4.
         """
-        return Traits(contraction=self.norm == "l1" or self.group < 4)
+        return Traits(contraction=self.norm == "l1" or self.group < 4, keeps_zeros=self.group)
 
     @property
     def code_bits(self) -> int:
@@ -54,34 +53,34 @@ class Sign(Grouped):
 
     def encode(self, x: Tensor, *, seed: int = 0, counter: int = 0, out: Tensor | None = None) -> Tensor:
         flat = backends.flat_fp32(x)
-        num, bf16, squared = flat.numel(), self.scale == "bf16", self.norm == "l2"
+        num, groups, squared = flat.numel(), self.groups, self.norm == "l2"
         out = backends.packet_buffer(out, self.packet_bytes(num), flat.device)
         kernels = backends.numba_module("grouped", flat.device)
         if kernels is None:
 
             def quantise(rows: Tensor, _: int) -> tuple[Tensor, Tensor]:
-                return reference.quantise_signs(rows, squared, bf16)
+                return reference.quantise_signs(rows, squared, groups.bf16)
 
-            reference.encode_groups(quantise, flat, out, 1, self.group, bf16)
+            reference.encode_groups(quantise, flat, out, groups)
             return out
-        scales, codes, rest = backends.sections(out.numpy(), num, 1, self.group, bf16)
+        scales, codes, rest = backends.sections(out.numpy(), num, groups)
         rest[:] = 0
         sums = np.empty(1 << min(self.group, max(num, 1)).bit_length(), np.float64)
-        kernels.encode_signs(flat.numpy(), scales, codes, self.group, squared, 16 if bf16 else 0, sums)
+        kernels.encode_signs(flat.numpy(), scales, codes, groups, squared, sums)
         return out
 
     def _decode(self, packet: Tensor, out: Tensor, *, add: bool) -> Tensor:
-        bf16 = self.scale == "bf16"
+        groups = self.groups
         kernels = backends.numba_module("grouped", packet.device)
         if kernels is None:
 
             def dequantise(rows: Tensor, scales: Tensor, packed: Tensor) -> None:
                 reference.store(rows, reference.dequantise_signs(scales, packed, rows.shape[1]), add)
 
-            reference.decode_groups(dequantise, packet, out, 1, self.group, bf16)
+            reference.decode_groups(dequantise, packet, out, groups)
             return out
-        scales, codes, _ = backends.sections(packet.numpy(), out.numel(), 1, self.group, bf16)
-        kernels.decode_signs(scales, codes, out.detach().numpy(), self.group, 16 if bf16 else 0, add)
+        scales, codes, _ = backends.sections(packet.numpy(), out.numel(), groups)
+        kernels.decode_signs(scales, codes, out.detach().numpy(), groups, add)
         return out
 
     def backend(self, device: torch.device) -> str:

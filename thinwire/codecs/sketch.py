@@ -12,7 +12,10 @@ from torch import Tensor
 from thinwire.codecs import backends, checks, shared
 from thinwire.codecs.base import Traits
 from thinwire.codecs.fused import Fused
+from thinwire.codecs.spelling import Word
 from thinwire.errors import ConfigError
+
+UNBIASED = Word("unbiased", {"unbiased": True, "biased": False})
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Sketch(Fused):
 
     @property
     def traits(self) -> Traits:
-        return Traits(unbiased=self.unbiased, contraction=not self.unbiased, linear=True)
+        return Traits(unbiased=self.unbiased, contraction=not self.unbiased, linear=True, keeps_zeros=self.group)
 
     @property
     def block(self) -> int:

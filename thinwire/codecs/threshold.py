@@ -10,11 +10,18 @@ from torch import Tensor
 
 from thinwire.codecs import checks, indices
 from thinwire.codecs.random import MASK64, derive_seed, draws, noise_keys
+from thinwire.codecs.spelling import Number, percent_of, share_of, spelled
 from thinwire.codecs.topk import TopK
 
 SAMPLE = 1  # part of the sample's seed, so that its start is independent of the rounding of values
 
 
+@spelled(
+    Number("density", "threshold", "%", share_of, percent_of, optional=True),
+    Number("stride", "stride"),
+    group="group",
+    values="values",
+)
 @dataclass(frozen=True)
 class Threshold(TopK):
     """Of every `group` elements those with |x| >= t, where t is the sample's k-th largest, k = ceil(density * size).
@@ -31,9 +38,6 @@ class Threshold(TopK):
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.whole_number("threshold stride", self.stride, 1, self.group)
-
-    def __str__(self) -> str:
-        return f"{super().__str__()}, threshold from every {self.stride}th"
 
     def _least(self, count: int) -> int:
         return -(-4 * count // 5)

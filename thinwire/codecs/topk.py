@@ -13,10 +13,12 @@ from thinwire.codecs import backends, checks, indices
 from thinwire.codecs.base import Codec, Traits
 from thinwire.codecs.cast import Cast
 from thinwire.codecs.fused import Fused
+from thinwire.codecs.spelling import Number, percent_of, share_of, spelled
 
 BF16 = Cast("bf16")
 
 
+@spelled(Number("density", "topk", "%", share_of, percent_of, optional=True), group="group", values="values")
 @dataclass(frozen=True)
 class TopK(Fused):
     """Of every `group` elements the k = ceil(density * group) with the largest |x|; the others decode to 0.
@@ -41,13 +43,15 @@ class TopK(Fused):
     def _name(self) -> str:
         return type(self).__name__.lower()
 
-    def __str__(self) -> str:
-        return f"top {self.density:g} of {self.group} elements, values in {self.values}"
-
     @property
     def traits(self) -> Traits:
-        """What is dropped is lost and what is kept shrinks as the values' codec does: delta = its delta k / group."""
-        return Traits(contraction=self.values.traits.contraction)
+        """What is dropped is lost and what is kept shrinks as the values' codec does: delta = its delta k / group.
+
+        Zeros travel where fewer than k elements are not zero: they stay zero if the values' codec keeps each.
+        """
+        inner = self.values.traits
+        keeps_zeros = self.block if inner.keeps_zeros > 1 else inner.keeps_zeros
+        return Traits(contraction=inner.contraction, keeps_zeros=keeps_zeros)
 
     @property
     def count(self) -> int:

@@ -11,7 +11,9 @@ import zstandard
 from torch import Tensor
 
 from thinwire.codecs.base import Codec, Traits
+from thinwire.codecs.hadamard import Hadamard
 from thinwire.codecs.integer import Integer
+from thinwire.codecs.spelling import Number, spelled
 from thinwire.errors import ConfigError
 
 HEADER_BYTES = 4
@@ -19,6 +21,7 @@ INT4 = Integer()
 _per_thread = threading.local()
 
 
+@spelled(Number("level", "zstd", optional=True), wraps="coded")
 @dataclass(frozen=True)
 class Zstd(Codec):
     """C(x) = coded(x), its packet compressed without loss by Zstandard; stored as it is where that does not help.
@@ -38,9 +41,6 @@ class Zstd(Codec):
             raise ConfigError(f"zstd level {self.level}: must be 1 to 19; nearest is {min(max(self.level, 1), 19)}")
         if isinstance(self.coded, Zstd):
             raise ConfigError("zstd coded is compressed already; give it the codec inside")
-
-    def __str__(self) -> str:
-        return f"{self.coded}, entropy-coded"
 
     @property
     def traits(self) -> Traits:
@@ -86,15 +86,9 @@ class Zstd(Codec):
         return self.coded.decode_add(self._plain(packet, out.numel()), out)
 
     @property
-    def inner(self) -> Codec:
-        return Zstd(self.coded.inner, self.level) if self.coded.rotation else self
-
-    @property
-    def rotation(self) -> int:
-        return self.coded.rotation
-
-    def unrotate_(self, x: Tensor) -> Tensor:
-        return self.coded.unrotate_(x)
+    def rotation(self) -> Hadamard | None:
+        rotation = self.coded.rotation
+        return rotation and replace(rotation, inner=Zstd(rotation.inner, self.level))
 
     def backend(self, device: torch.device) -> str:
         return f"{self.coded.backend(device)} + zstd"

@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.codecs import Codec
-from thinwire.collectives import algorithms, staging
-from thinwire.collectives.algorithms import Link
+from thinwire.collectives import gather, reduce, staging
 from thinwire.collectives.exchange import Members, Wire
+from thinwire.collectives.link import Link
 from thinwire.collectives.meter import Meter
 from thinwire.collectives.rounds import Arrival, Rounds
 from thinwire.collectives.topology import Topology, node_label
@@ -229,7 +229,7 @@ class Communicator:
 
     def all_gather(self, shard: Tensor, codec: Codec, *, seed: int = 0) -> Future[Tensor]:
         """fp32 [world_size, n]: every rank's shard after the codec, equal on all ranks."""
-        return self.submit(lambda link: algorithms.all_gather(link, shard, codec, seed=seed))
+        return self.submit(lambda link: gather.all_gather(link, shard, codec, seed=seed))
 
     def reduce_scatter(
         self, x: Tensor, intra: Codec, inter: Codec | None = None, *, seed: int = 0, counter: int = 0
@@ -243,7 +243,7 @@ class Communicator:
         flat = x.reshape(-1).float()
 
         def job(link: Link) -> Rounds[Tensor]:
-            total = yield from algorithms.reduce_scatter(link, flat, intra, inter, seed=seed, counter=counter)
+            total = yield from reduce.reduce_scatter(link, flat, intra, inter, seed=seed, counter=counter)
             return total.clone()
 
         return self.submit(job)
@@ -259,15 +259,15 @@ class Communicator:
     ) -> Future[Tensor]:
         """fp32 in x's shape: the sum over ranks, equal on all ranks; `gather` (default `inter`) carries it back."""
         inter = inter or intra
-        return self.submit(lambda link: algorithms.all_reduce(link, x, intra, inter, gather or inter, seed=seed))
+        return self.submit(lambda link: reduce.all_reduce(link, x, intra, inter, gather or inter, seed=seed))
 
     def broadcast_(self, x: Tensor, source: int = 0) -> Future[Tensor]:
         """Overwrite contiguous `x` with the bits of group rank `source`."""
-        return self.submit(lambda link: algorithms.broadcast_(link, x, source))
+        return self.submit(lambda link: gather.broadcast_(link, x, source))
 
     def all_gather_exact(self, x: Tensor) -> Future[Tensor]:
         """[world_size, *shape] of x's dtype: every rank's bits; for small things that must agree."""
-        return self.submit(lambda link: algorithms.all_gather_exact(link, x))
+        return self.submit(lambda link: gather.all_gather_exact(link, x))
 
     def barrier(self) -> None:
         """Return when every rank has arrived and everything submitted before is done."""

@@ -9,8 +9,21 @@ From Python:
     print(result.row("sdp4bit").mean.step_s, result.row("sdp4bit").ratio["step_s"])
 """
 
-from thinwire.compare.measure import Figures, Result, Row, SeedResult
-from thinwire.compare.options import RaceConfig
-from thinwire.compare.race import race
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from thinwire.compare.measure import Figures, Result, Row, SeedResult
+    from thinwire.compare.options import RaceConfig
+    from thinwire.compare.run import race
 
 __all__ = ["Figures", "RaceConfig", "Result", "Row", "SeedResult", "race"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for, and nothing before that: the command reads its flags without torch."""
+    for place in ("options", "measure", "run") if name in __all__ else ():
+        module = import_module(f"{__name__}.{place}")
+        if hasattr(module, name):
+            return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

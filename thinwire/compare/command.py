@@ -7,10 +7,7 @@ import signal
 from collections.abc import Sequence
 
 from thinwire.compare.options import read_race
-from thinwire.compare.race import race
-from thinwire.errors import ThinwireError
-from thinwire.report.verdict import FINISHED
-from thinwire.training.problems import Problems
+from thinwire.errors import Problems, ThinwireError
 from thinwire.training.signals import StoppedError
 
 
@@ -21,6 +18,9 @@ def run_compare(args: Sequence[str]) -> int:
     """
     problems = Problems()
     config, train = read_race(args, problems)
+    from thinwire.compare.run import race
+    from thinwire.report.verdict import FINISHED
+
     result = race(config, train, command=shlex.join(["thinwire", "compare", *args]), problems=problems)
     if result.stopped:
         raise StoppedError(signal.Signals[result.stopped])

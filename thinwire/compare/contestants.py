@@ -7,14 +7,14 @@ import shlex
 import shutil
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from thinwire.data_parallel import STRATEGIES
-from thinwire.errors import ConfigError, nearest
+from thinwire.errors import ConfigError, Problems, nearest
+from thinwire.options import checked_values, option_tables, strategy_table
+from thinwire.registry import STRATEGIES
 from thinwire.training.config import TrainConfig, range_errors
-from thinwire.training.problems import Problems
-from thinwire.training.settings import build_strategy, checked_values, option_tables, strategy_table, with_optimizer
+from thinwire.training.run import Run
 
 PLACEHOLDERS = ("run_dir", "steps", "seed", "config", "resume", "stop_at")
 # Options of the training that a contestant may set for itself: the best values differ from method to method.
@@ -59,7 +59,7 @@ class Contestant:
 
     def settled_after(self, base: TrainConfig) -> int:
         """First steps of a run in which the strategy does not yet work as it does later; 0 for an outside program."""
-        return 0 if self.command else build_strategy(self.config(base)).settled_after
+        return 0 if self.command else Run.of(self.config(base)).strategy.settled_after
 
     def words(self, values: Mapping[str, str]) -> list[str]:
         """The command with its placeholders filled in; a word that is then empty is left out."""
@@ -144,7 +144,7 @@ def read_strategy(text: str, problems: Problems, base: TrainConfig) -> Contestan
         stated = dict(_option(part, text) for part in match["options"].split(",") if part.strip())
         options = checked_options(strategy, stated, f"--strategies {text}: ", problems)
     contestant = Contestant(_usable(match["name"] or strategy), strategy, options)
-    with_optimizer(contestant.config(base))
+    Run.of(contestant.config(base))
     return contestant
 
 
@@ -156,8 +156,7 @@ def checked_options(strategy: str, stated: Mapping[str, Any], note: str, problem
     for name in own if table is None else ():
         problems.messages.append(f"{note}{strategy} has no option {name!r}{nearest(name, TUNED)}")
     options = {} if table is None else checked_values(option_tables()[table], own, note, problems, others=TUNED)
-    skip = [item.name for item in fields(TrainConfig) if item.name not in TUNED]
-    tuned = checked_values(TrainConfig, tuned, note, problems, skip=skip)
+    tuned = checked_values(TrainConfig, tuned, note, problems, only=TUNED)
     problems.messages += [note + message for message in range_errors(replace(TrainConfig(), **tuned))]
     return options | tuned
 

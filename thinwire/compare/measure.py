@@ -17,12 +17,12 @@ from thinwire.compare.plan import Plan
 from thinwire.compare.record import Entry, Leg, Record
 from thinwire.errors import ConfigError
 from thinwire.lab import LabSpec
+from thinwire.options import has_islands
 from thinwire.report.machine import machine
 from thinwire.report.run import Run, number, read_run
 from thinwire.report.verdict import FINISHED
 from thinwire.training.effects import Row as EffectRow
 from thinwire.training.reporter import versions
-from thinwire.training.settings import has_islands
 
 FAILED, UNFINISHED = "failed", "unfinished"
 REFERENCE = "ddp-bf16"

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Annotated
 
 import tyro
 
-from thinwire.flags import parse_flags
-from thinwire.training.config import TrainConfig, flag
-from thinwire.training.problems import Problems
-from thinwire.training.settings import (
-    HELP_FLAGS,
-    known_flags,
-    read_config,
-    without_unknown_flags,
-    without_values_of_switches,
-)
+from thinwire.errors import Problems
+from thinwire.flags import CommandLine
+from thinwire.training.config import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -55,8 +48,27 @@ class RaceConfig:
     """Delete the race that the folder holds."""
 
 
+@dataclass(frozen=True)
+class RaceLine(RaceConfig):
+    __doc__ = RaceConfig.__doc__
+
+    config_file: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[CONFIG.toml]")] = None
+
+
+def command_line() -> CommandLine:
+    """The flags of `thinwire compare`."""
+    return CommandLine("thinwire compare", {"": RaceLine})
+
+
+def of_other_place(name: str) -> str:
+    """What to say of a flag of the training."""
+    from thinwire.training.settings import command_line as of_training
+
+    return ": it is one of `thinwire train`, whose flags follow after --" if name in of_training().known else ""
+
+
 def read_race(args: Sequence[str], problems: Problems) -> tuple[RaceConfig, TrainConfig]:
-    """The race and the training that the command line asks for; wrong flags and keys are noted as problems.
+    """The race and the training that the command line asks for; notes everything that is wrong.
 
     Raises ConfigError for a CONFIG.toml that can't be read; SystemExit after --help.
     """
@@ -64,18 +76,9 @@ def read_race(args: Sequence[str], problems: Problems) -> tuple[RaceConfig, Trai
     if "--" in own:
         cut = own.index("--")
         own, train_args = own[:cut], own[cut + 1 :]
-    own = list(without_values_of_switches(own, problems, RaceConfig))
-    known = [*(flag(item.name) for item in fields(RaceConfig)), *HELP_FLAGS]
-    trains = dict.fromkeys(known_flags(), ": it is one of `thinwire train`, whose flags follow after --")
-    own = list(without_unknown_flags(own, problems, known, trains))
-    parsed = parse_flags(
-        _Race, own, problems.messages, prog="thinwire compare",
-        description=RaceConfig.__doc__, config=(tyro.conf.FlagCreatePairsOff,),
-    )  # fmt: skip
-    return parsed.race, read_config([*filter(None, [parsed.config_file]), *train_args], problems)
+    stated = command_line().read(own, problems, elsewhere=of_other_place)[""]
+    config_file = stated.pop("config_file", None)
+    # Its flags need the strategies, and with them torch, which `thinwire compare --help` does not wait for.
+    from thinwire.training.settings import read_config
 
-
-@dataclass(frozen=True)
-class _Race:
-    config_file: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[CONFIG.toml]", help="")] = None
-    race: Annotated[RaceConfig, tyro.conf.arg(name="")] = RaceConfig()
+    return RaceConfig(**stated), read_config([*filter(None, [config_file]), *train_args], problems)

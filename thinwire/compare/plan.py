@@ -22,13 +22,14 @@ from thinwire.compare.contestants import Contestant, read_contestants
 from thinwire.compare.options import RaceConfig
 from thinwire.data import load_tokenizer
 from thinwire.data import prepare as prepare_tokens
+from thinwire.errors import Problems
+from thinwire.flags import flag
 from thinwire.lab import LabSpec
-from thinwire.training.config import DEFAULTS, TrainConfig, flag, with_derived
+from thinwire.launch.prepare import check
+from thinwire.training.config import DEFAULTS, TrainConfig, with_derived
 from thinwire.training.effects import Row, late_rows, unused_rows
 from thinwire.training.hardware import choose_dtype, threads_per_worker
-from thinwire.training.prepare import check
-from thinwire.training.problems import Problems
-from thinwire.training.settings import used_tables, with_optimizer
+from thinwire.training.run import Run, tables_in_effect
 
 DEFAULT_SMOOTH = 20
 # Options that the race sets itself, and why; stating one of them has no effect, which is said.
@@ -42,6 +43,7 @@ SET_BY_RACE = {
     "run_dir": "runs lie below --out",
     "resume": "--resume of the race stands before `--`",
     "overwrite": "--overwrite of the race stands before `--`",
+    "dry_run": "a race has none",
     "stop_at": "--rounds cuts the steps",
     "sample_tokens": "no text is generated",
     "prompt": "no text is generated",
@@ -137,7 +139,7 @@ def check_training(train: TrainConfig, contestants: list[Contestant], problems: 
     check(replace(first, run_dir=str(Path(tempfile.gettempdir(), uuid.uuid4().hex))), problems)
     for contestant in own[1:]:
         with problems.collect():
-            with_optimizer(contestant.config(train))
+            Run.of(contestant.config(train))
     # Contestants that share a wrong table of options have the same to say about it.
     problems.messages = list(dict.fromkeys(problems.messages))
 
@@ -149,17 +151,16 @@ def rows_of(race: RaceConfig, asked: TrainConfig, train: TrainConfig, contestant
             yield f"{flag(name)} {getattr(asked, name)}", "no effect", why
     if race.seeds is not None and asked.seed != DEFAULTS.seed:
         yield f"--seed {asked.seed}", "no effect", f"--seeds {race.seeds} names them"
-    used = set().union(*(used_tables(contestant.config(train)) for contestant in contestants))
+    used = set().union(*(tables_in_effect(contestant.config(train)) for contestant in contestants))
     strategy = next((contestant.strategy for contestant in contestants if contestant.strategy), "zero")
     unused = {name: table for name, table in train.tables.items() if name not in used}
-    shown = replace(train, strategy=strategy, tables=unused)
-    yield from ((option, effect, why) for option, effect, why in unused_rows(shown))
+    yield from unused_rows(Run.of(replace(train, strategy=strategy, optimizer=None, tables=unused)))
     num_rounds = rounds_of(race, train.steps)
     if race.rounds is None and num_rounds < DEFAULT_ROUNDS:
         why = f"{train.steps} steps allow no more: {WARM_UP_STEPS} steps of each round are its warm-up"
         yield f"--rounds {DEFAULT_ROUNDS}", str(num_rounds), why
     for contestant in contestants:
-        for option, _, why in late_rows(contestant.config(train)) if contestant.strategy else ():
+        for option, _, why in late_rows(Run.of(contestant.config(train))) if contestant.strategy else ():
             yield option, "no step is timed", why
         if contestant.is_whole and num_rounds > 1:
             yield f"rounds of {contestant.name}", "runs whole, in the last round", "its command has no {stop_at}"

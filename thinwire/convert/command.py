@@ -2,26 +2,10 @@
 
 from __future__ import annotations
 
-import math
-import sys
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
-import torch
-from torch import nn
-
-from thinwire.checkpoint import nearest_run
 from thinwire.convert.options import ExportConfig, GenerateConfig, ImportConfig, read
-from thinwire.convert.saved import load_run
-from thinwire.data import Tokenizer, load_tokenizer, printable
-from thinwire.errors import ConfigError
-from thinwire.models import build_model, generate_tokens
-from thinwire.models.hf import refuse_pickles
 from thinwire.report.units import short
-from thinwire.training.run_dir import RunDir
-
-# How a decoder shows the first bytes of a character that is not complete.
-BROKEN = "\ufffd"
 
 
 def run_export(args: Sequence[str]) -> int:
@@ -58,52 +42,9 @@ def run_import(args: Sequence[str]) -> int:
 def run_generate(args: Sequence[str]) -> int:
     """Print the prompt, and each word of what the model adds as soon as it is there."""
     config = read(GenerateConfig, args, "generate")
-    model, tokenizer = load_source(config.source)
-    prompt = [int(token) for token in tokenizer.encode(config.prompt)] or [tokenizer.end_of_document or 0]
-    generator = torch.Generator().manual_seed(config.seed)
-    drawn = generate_tokens(model, torch.tensor([prompt]), config.tokens, config.temperature, generator)
-    for text in decoded(tokenizer, prompt, (int(token) for token in drawn)):
-        print(printable(text), end="", flush=True)
+    from thinwire.convert.generate import pieces
+
+    for piece in pieces(config):
+        print(piece, end="", flush=True)
     print()
     return 0
-
-
-def decoded(tokenizer: Tokenizer, prompt: Sequence[int], drawn: Iterable[int]) -> Iterator[str]:
-    """The text of the prompt and the tokens that follow it, piece by piece; no character before it is complete."""
-    tokens = list(prompt)
-    text = tokenizer.decode(tokens)
-    yield text.rstrip(BROKEN)
-    shown = len(text.rstrip(BROKEN))
-    for token in drawn:
-        tokens.append(token)
-        text = tokenizer.decode(tokens)
-        yield text[shown:].rstrip(BROKEN)
-        shown = max(shown, len(text.rstrip(BROKEN)))
-    yield text[shown:]
-
-
-def load_source(source: str) -> tuple[nn.Module, Tokenizer]:
-    """The model and the tokenizer of a run directory or of a folder of transformers; says if it is hardly trained.
-
-    Raises ConfigError for neither.
-    """
-    if RunDir(source).config().is_file():
-        run = load_run(source)
-        blind = math.log(run.tokenizer.vocab_size)
-        # A model that knows nothing but how frequent each token is gets to about half of it.
-        if run.loss is not None and not run.loss < blind / 2:
-            print(
-                f"thinwire: {source} is hardly trained: its loss was {run.loss:.2f} after step {run.step}, and a blind "
-                f"guess among {run.tokenizer.vocab_size:,} tokens has {blind:.2f}; train it longer",
-                file=sys.stderr,
-            )
-        return run.model, run.tokenizer
-    folder = Path(source)
-    if not (folder / "config.json").is_file():
-        hint = nearest_run(folder)
-        raise ConfigError(f"{source} is neither a run directory nor a folder with a config.json{hint}")
-    tokenizer = load_tokenizer(source)
-    refuse_pickles(folder)
-    if not any(folder.glob("*.safetensors")):
-        raise ConfigError(f"{source} holds no weights: generate needs .safetensors files")
-    return build_model(f"hf:{source}", tokenizer.vocab_size, 1), tokenizer

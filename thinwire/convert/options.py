@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
-from typing import Annotated, Literal, TypeVar, cast
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
-from thinwire.flags import parse_flags
-from thinwire.training.config import flag
-from thinwire.training.problems import Problems
-from thinwire.training.settings import HELP_FLAGS, without_unknown_flags
+from thinwire.errors import Problems
+from thinwire.flags import CommandLine, flag
 
 Source = Annotated[str, tyro.conf.Positional]
 
@@ -77,14 +75,10 @@ AnyConfig = TypeVar("AnyConfig", ExportConfig, ImportConfig, GenerateConfig)
 def read(cls: type[AnyConfig], args: Sequence[str], command: str) -> AnyConfig:
     """What the command line asks for. Raises ConfigError with everything that is wrong; SystemExit after --help."""
     problems = Problems()
-    known = [*(flag(item.name) for item in fields(cls)), *HELP_FLAGS]
-    args = list(without_unknown_flags(args, problems, known))
-    parsed = parse_flags(
-        cls, args, problems.messages, prog=f"thinwire {command}", config=(tyro.conf.FlagCreatePairsOff,)
-    )
-    problems.messages += range_errors(parsed)
+    stated = CommandLine(f"thinwire {command}", {"": cls}).read(args, problems)[""]
+    problems.messages += range_errors(stated)
     problems.raise_any()
-    return cast(AnyConfig, parsed)
+    return cls(**stated)
 
 
 # The smallest and the largest value that a number may have.
@@ -94,10 +88,10 @@ LIMITS = {
 }  # fmt: skip
 
 
-def range_errors(config: object) -> Iterator[str]:
+def range_errors(stated: Mapping[str, Any]) -> Iterator[str]:
     """One message for each number that is out of its range."""
     for name, (lowest, highest) in LIMITS.items():
-        value = getattr(config, name, None)
+        value = stated.get(name)
         # Not value < lowest: that would let NaN pass.
         if value is not None and not lowest <= value <= highest:
             close = highest if value > highest else lowest

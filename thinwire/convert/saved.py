@@ -11,12 +11,13 @@ from thinwire.checkpoint import nearest_run
 from thinwire.checkpoint.folder import Manifest, folder_of
 from thinwire.convert.weights import full_weights
 from thinwire.data import Tokenizer, load_tokenizer
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, Problems
 from thinwire.models import build_model
+from thinwire.options import LLAMA
 from thinwire.training.config import TrainConfig
-from thinwire.training.problems import Problems
+from thinwire.training.run import tables_in_effect
 from thinwire.training.run_dir import RunDir
-from thinwire.training.settings import read_toml, used_tables
+from thinwire.training.settings import read_toml
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ def load_run(path: str) -> SavedRun:
     config = read_toml(run_dir.config(), problems)
     problems.raise_any()
     tokenizer = load_tokenizer(config.tokenizer)
-    fields = config.tables.get("llama") if "llama" in used_tables(config) else None
+    fields = config.tables.get(LLAMA) if LLAMA in tables_in_effect(config) else None
     model = build_model(config.model, tokenizer.vocab_size, config.seq_len, config.seed, fields)
     step, weights = full_weights(run_dir)
     wanted = {name: param.shape for name, param in model.named_parameters()}

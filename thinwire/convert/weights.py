@@ -7,9 +7,9 @@ import sys
 from torch import Tensor
 
 from thinwire.checkpoint import Source, choose, step_of
-from thinwire.data_parallel.islands.loop import OuterLoop
-from thinwire.data_parallel.islands.optimizer import OUTER
 from thinwire.errors import ConfigError
+from thinwire.hosts.islands.loop import OuterLoop
+from thinwire.hosts.islands.optimizer import OUTER
 from thinwire.training.run_dir import RunDir
 
 

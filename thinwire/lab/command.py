@@ -8,21 +8,20 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from types import FrameType
 from typing import Annotated
 
 import tyro
 
-from thinwire.errors import ConfigError, nearest
-from thinwire.flags import parse_flags
+from thinwire.errors import ConfigError, Problems
+from thinwire.flags import CommandLine
 from thinwire.lab.check import TOLERANCE, Reading, check
 from thinwire.lab.network import Counters, LabError, Network, check_requirements
 from thinwire.lab.run import GRACE_S, Job, check_command, shell_code, start, threads_per_rank
-from thinwire.lab.spec import LabSpec, SpecError, noted, optional, parse_slow
+from thinwire.lab.spec import LabSpec, optional, parse_slow
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-HELP_FLAGS = ("--help", "-h")
 
 
 @dataclass(frozen=True)
@@ -49,6 +48,11 @@ class LabOptions:
     """Measure every link instead of running a command; exit code 1 where one is more than 5 % off."""
 
 
+def command_line() -> CommandLine:
+    """The flags of `thinwire lab`."""
+    return CommandLine("thinwire lab", {"": LabOptions})
+
+
 def run_lab(args: Sequence[str]) -> int:
     """Do what the command line asks; returns the exit code. Raises ConfigError before anything is made."""
     options, spec, command = read(args)
@@ -59,50 +63,26 @@ def read(args: Sequence[str]) -> tuple[LabOptions, LabSpec, list[str]]:
     """The options, the network and the command; raises ConfigError with everything that is wrong."""
     args = list(args)
     split = args.index("--") if "--" in args else len(args)
-    problems: list[str] = []
-    own, command = list(without_unknown(args[:split], problems)), args[split + 1 :]
-    options = parse_flags(
-        LabOptions, own, problems, prog="thinwire lab", config=(tyro.conf.FlagCreatePairsOff,)
-    )  # fmt: skip
+    problems, command = Problems(), args[split + 1 :]
+    hint = "the command to run comes after --"
+    options = LabOptions(**command_line().read(args[:split], problems, hint=hint)[""])
     spec, slow = LabSpec(), dict[int, str]()
-    with noted(problems):
+    with problems.collect():
         check_requirements()
     for text in options.slow:
-        with noted(problems):
+        with problems.collect():
             slow |= parse_slow(text)
-    with noted(problems):
+    with problems.collect():
         spec = LabSpec(options.nodes, optional(options.rate), options.local_size, slow, options.delay, options.loss)
-    with noted(problems):
+    with problems.collect():
         if not options.check:
             check_command(command, os.environ)
         elif options.nodes == 1:
             raise ConfigError("--check: a network of 1 node has no link to measure; nearest: --nodes 2")
         elif command:
             raise ConfigError(f"--check runs no command: leave out {shlex.join(command)!r}, or --check")
-    if problems:
-        raise SpecError(problems)
+    problems.raise_any()
     return options, spec, command
-
-
-def without_unknown(args: Sequence[str], problems: list[str]) -> Iterator[str]:
-    """The arguments less unknown ones, each of which becomes a problem."""
-    flags = [f"--{item.name.replace('_', '-')}" for item in fields(LabOptions)]
-    value_of = ""
-    for arg in args:
-        name, equals, _ = arg.partition("=")
-        name = name.replace("_", "-")
-        if arg.startswith("-"):
-            is_known = name in (*flags, *HELP_FLAGS)
-            value_of = "" if equals or name in ("--check", *HELP_FLAGS) else name
-            if not is_known:
-                problems.append(f"unknown flag {name}{nearest(name, [*flags, *HELP_FLAGS])}")
-        else:
-            is_known = value_of in flags
-            if not value_of:
-                problems.append(f"unexpected {arg!r}: the command to run comes after --")
-            value_of = ""
-        if is_known:
-            yield arg
 
 
 def run_command(spec: LabSpec, command: Sequence[str], env: dict[str, str]) -> int:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 
-from thinwire.errors import ConfigError, nearest
+from thinwire.errors import ConfigError, Problems, nearest
 
 RATE_UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -15,25 +14,6 @@ TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 SLOWEST, FASTEST = "1mbit", "20gbit"
 MOST_NODES = 200
 MOST_DELAY_S = 10.0
-
-
-class SpecError(ConfigError):
-    """Everything that is wrong with a lab: one message, or a list of them."""
-
-    def __init__(self, problems: list[str]) -> None:
-        self.problems = problems
-        super().__init__(str(ConfigError.of(problems)))
-
-
-@contextmanager
-def noted(problems: list[str]) -> Iterator[None]:
-    """Add what the block's ConfigError says to `problems` instead of raising it."""
-    try:
-        yield
-    except SpecError as error:
-        problems += error.problems
-    except ConfigError as error:
-        problems.append(str(error))
 
 
 def parse_rate(text: str) -> float:
@@ -106,14 +86,13 @@ class LabSpec:
     loss: str | None = None
 
     def __post_init__(self) -> None:
-        problems = list(self._wrong_numbers())
+        problems = Problems(self._wrong_numbers())
         rates = [(parse_rate, rate) for rate in (self.rate, *self.slow.values())]
         for parse, text in (*rates, (parse_delay, self.delay), (parse_loss, self.loss)):
             if text is not None:
-                with noted(problems):
+                with problems.collect():
                     parse(text)
-        if problems:
-            raise SpecError(problems)
+        problems.raise_any()
 
     def _wrong_numbers(self) -> Iterator[str]:
         if not 1 <= self.nodes <= MOST_NODES:
@@ -152,12 +131,12 @@ class LabSpec:
         `slow` may be repeated; `rate=none` leaves links unshaped. Raises ConfigError with everything that is wrong.
         """
         values: dict = {"slow": {}}
-        problems: list[str] = []
+        problems = Problems()
         known = [item.name for item in fields(cls)]
         for part in filter(None, text.replace(" ", "").split(",")):
             key, _, value = part.partition("=")
             key = key.replace("-", "_")
-            with noted(problems):
+            with problems.collect():
                 if key not in known:
                     raise ConfigError(f"unknown key {key!r} in the lab's description{nearest(key, known)}")
                 if not value:
@@ -167,10 +146,9 @@ class LabSpec:
                 else:
                     values[key] = _whole(key, value) if key in ("nodes", "local_size") else optional(value)
         spec = cls()
-        with noted(problems):
+        with problems.collect():
             spec = cls(**values)
-        if problems:
-            raise SpecError(problems)
+        problems.raise_any()
         return spec
 
     def __str__(self) -> str:

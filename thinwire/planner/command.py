@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from thinwire.data_parallel import Footprint
+from thinwire.errors import Problems
+from thinwire.methods.interface import Plan
 from thinwire.planner.explain import Explained, explain
 from thinwire.planner.options import read_explain
 from thinwire.report.units import bytes_text, seconds_text, short
-from thinwire.training.problems import Problems
 
 # Width of the table where the output is not a terminal.
 PLAIN_WIDTH = 160
@@ -58,23 +58,22 @@ def reasons(found: Explained) -> Iterator[str]:
 
 def tables(found: Explained) -> list[Table]:
     """All strategies side by side; of one alone also every part."""
-    shown = {name: footprint for name, footprint in found.footprints.items() if footprint is not None}
-    made = [side_by_side(found, shown)]
-    if len(shown) == 1:
-        (footprint,) = shown.values()
+    made = [side_by_side(found)]
+    if len(found.plans) == 1:
+        (plan,) = found.plans.values()
         (steps,) = found.mean_over.values() or (1,)
-        made += [parts_of_memory(footprint), parts_of_traffic(footprint, steps)]
+        made += [parts_of_memory(plan), parts_of_traffic(plan, steps)]
     return made
 
 
-def side_by_side(found: Explained, shown: dict[str, Footprint]) -> Table:
+def side_by_side(found: Explained) -> Table:
     """One row a strategy."""
     title = (
         f"{short(found.num_parameters)} parameters on {found.topology}, {found.micro_batches} micro-batch(es) a step: "
         "memory of one rank, and what it sends in a step"
     )
     title += f"\n{found.vocabulary}" if found.vocabulary else ""
-    has_pair = any(footprint.sent_on("pair") for footprint in shown.values())
+    has_pair = any(plan.sent_on("pair") for plan in found.plans.values())
     levels = [level for level in LEVELS if level != "pair" or has_pair]
     memory = ("weights", "gradients", "optimizer", "passing")
     seconds = [("on the link", found.link_s, found.rate), ("inside", found.local_s, found.local_rate)]
@@ -83,28 +82,28 @@ def side_by_side(found: Explained, shown: dict[str, Footprint]) -> Table:
     table = Table("strategy", title=title, title_justify="left")
     for head in heads:
         table.add_column(head, justify="right")
-    for name, footprint in shown.items():
-        held = [getattr(footprint, part) for part in memory] + [sum(footprint.other.values())]
-        sent = [footprint.sent_on(level) for level in levels]
-        times = [seconds_text(value) for _, of, _ in seconds if (value := of(footprint)) is not None]
+    for name, plan in found.plans.items():
+        held = [getattr(plan, part) for part in memory] + [sum(plan.other.values())]
+        sent = [plan.sent_on(level) for level in levels]
+        times = [seconds_text(value) for _, of, _ in seconds if (value := of(plan)) is not None]
         marked = f"{name} *" if name in found.mean_over else name
         table.add_row(marked, *map(bytes_text, [*held, sum(held), *sent]), *times)
     return table
 
 
-def parts_of_memory(footprint: Footprint) -> Table:
+def parts_of_memory(plan: Plan) -> Table:
     """One row a part of one rank's memory."""
     table = Table("memory", "bytes", "", title="what one rank holds", title_justify="left")
-    for name, num_bytes in footprint.memory.items():
+    for name, num_bytes in plan.memory.items():
         table.add_row(name, bytes_text(num_bytes), MEANINGS.get(name, "kept between steps"))
     return table
 
 
-def parts_of_traffic(footprint: Footprint, mean_over: int) -> Table:
+def parts_of_traffic(plan: Plan, mean_over: int) -> Table:
     """One row an operation and level."""
     title = "what one rank sends in a step" + (f", mean over {mean_over} steps" if mean_over > 1 else "")
     table = Table("operation", "level", "bytes", title=title, title_justify="left")
-    for (operation, level), num_bytes in footprint.sent.items():
+    for (operation, level), num_bytes in plan.sent.items():
         if num_bytes:
             table.add_row(operation, LEVELS[level], bytes_text(num_bytes))
     return table

@@ -10,22 +10,24 @@ from torch import nn
 
 from thinwire.collectives import Topology
 from thinwire.data import load_tokenizer
-from thinwire.data_parallel import STRATEGIES, Footprint, NotExplainedError, footprint
-from thinwire.errors import ConfigError, nearest
+from thinwire.errors import ConfigError, Problems, nearest
+from thinwire.flags import flag
 from thinwire.lab.spec import read_rate
+from thinwire.methods.interface import Plan
 from thinwire.models import PRESETS, Llama, build_skeleton
+from thinwire.options import LLAMA, build_strategy, strategy_table
 from thinwire.planner.options import ExplainConfig, range_errors
+from thinwire.registry import STRATEGIES
 from thinwire.report.units import short
-from thinwire.training.config import TrainConfig, flag
-from thinwire.training.problems import Problems
-from thinwire.training.settings import build_strategy, strategy_table
 
 NUM_LAYERS, WIDTH = 32, 1024
+# A run that some strategies plan for, and its warm-up.
+NUM_STEPS, NUM_WARMUP_STEPS = 1000, 100
 
 
 @dataclass(frozen=True)
 class Explained:
-    """The footprint of each strategy, None where it has no formula; bit/s of the links, None where not stated.
+    """The plan of each strategy; bit/s of the links, None where not stated.
 
     notes: (asked for, in effect, why), wherever the two differ. vocabulary: why a preset has fewer or more parameters
     than its name says; empty where it has not. mean_over: of a strategy that exchanges in few steps, over how many its
@@ -35,7 +37,7 @@ class Explained:
     num_parameters: int
     topology: Topology
     micro_batches: int
-    footprints: dict[str, Footprint | None]
+    plans: dict[str, Plan]
     rate: float | None
     local_rate: float | None
     notes: list[tuple[str, str, str]]
@@ -43,19 +45,19 @@ class Explained:
     mean_over: Mapping[str, int] = field(default_factory=dict)
     whole: Sequence[str] = ()
 
-    def link_s(self, found: Footprint) -> float | None:
+    def link_s(self, found: Plan) -> float | None:
         """Seconds that a step's messages between nodes need on one node's link, all ranks of the node together."""
         sent = self.topology.local_size * found.sent_on("inter") if found.crossing is None else found.crossing
         return None if self.rate is None else 8 * sent / self.rate
 
-    def local_s(self, found: Footprint) -> float | None:
+    def local_s(self, found: Plan) -> float | None:
         """Seconds that a step's messages inside a node need on one rank's link."""
         sent = found.sent_on("intra") + found.sent_on("pair")
         return None if self.local_rate is None else 8 * sent / self.local_rate
 
 
 def explain(config: ExplainConfig, problems: Problems) -> Explained:
-    """Every strategy's footprint; raises ConfigError with all problems at once."""
+    """Every strategy's plan; raises ConfigError with all problems at once."""
     problems.messages += range_errors(config)
     names = chosen(config.strategy, problems)
     rate = read(config.rate, problems)
@@ -64,25 +66,26 @@ def explain(config: ExplainConfig, problems: Problems) -> Explained:
     if not any(True for _ in range_errors(config)):
         with problems.collect():
             model = model_of(config)
-    footprints: dict[str, Footprint | None] = {}
+    plans: dict[str, Plan] = {}
     mean_over, whole = {}, []
     for name in names:
         with problems.collect():
-            strategy = build_strategy(TrainConfig(strategy=name, tables=config.tables))
+            strategy = build_strategy(name, config.tables, num_steps=NUM_STEPS, num_warmup_steps=NUM_WARMUP_STEPS)
             if (every := getattr(strategy, "sync_every", 1)) > 1:
                 mean_over[name] = every
             if getattr(strategy, "reshard_after_forward", None) is False:
                 whole.append(name)
             if model is not None:
-                footprints[name] = known(strategy, model, config)
+                topology = Topology(config.nodes, config.local_size)
+                plans[name] = strategy.plan(model, topology, config.micro_batches)
     problems.messages = list(dict.fromkeys(problems.messages))
     problems.raise_any()
     assert model is not None
     total = sum(param.numel() for param in model.parameters() if param.requires_grad)
     topology = Topology(config.nodes, config.local_size)
-    notes = list(notes_on(config, names, footprints))
+    notes = list(notes_on(config, names))
     return Explained(
-        total, topology, config.micro_batches, footprints, rate, local_rate, notes, vocabulary_of(config, model),
+        total, topology, config.micro_batches, plans, rate, local_rate, notes, vocabulary_of(config, model),
         mean_over, whole,
     )  # fmt: skip
 
@@ -92,20 +95,12 @@ def vocabulary_of(config: ExplainConfig, model: nn.Module) -> str:
     own = PRESETS.get(config.model)
     if own is None or not isinstance(model, Llama) or model.config.vocab_size == own.vocab_size:
         return ""
-    overrides = {**(config.tables.get("llama") or {}), "vocab_size": own.vocab_size}
+    overrides = {**(config.tables.get(LLAMA) or {}), "vocab_size": own.vocab_size}
     usual = build_skeleton(config.model, own.vocab_size, config.seq_len, overrides)
     return (
         f"the vocabulary is the {model.config.vocab_size:,} tokens of --tokenizer {config.tokenizer}; with the "
         f"{own.vocab_size:,} of {config.model}: {short(sum(param.numel() for param in usual.parameters()))}"
     )
-
-
-def known(strategy: object, model: nn.Module, config: ExplainConfig) -> Footprint | None:
-    """The strategy's footprint, None where it has no formula. Raises ConfigError where it can't run on the grid."""
-    try:
-        return footprint(strategy, model, Topology(config.nodes, config.local_size), config.micro_batches)
-    except NotExplainedError:
-        return None
 
 
 def chosen(text: str, problems: Problems) -> list[str]:
@@ -136,7 +131,7 @@ def model_of(config: ExplainConfig) -> nn.Module:
     if config.parameters is not None:
         return stand_in(int(config.parameters))
     tokenizer = load_tokenizer(config.tokenizer)
-    overrides = None if config.model.startswith("hf:") else config.tables.get("llama")
+    overrides = None if config.model.startswith("hf:") else config.tables.get(LLAMA)
     return build_skeleton(config.model, tokenizer.vocab_size, config.seq_len, overrides)
 
 
@@ -157,12 +152,10 @@ def matrix(shape: tuple[int, int]) -> nn.Module:
     return module
 
 
-def notes_on(
-    config: ExplainConfig, names: list[str], footprints: dict[str, Footprint | None]
-) -> Iterator[tuple[str, str, str]]:
-    """Options without an effect, and strategies without a formula."""
+def notes_on(config: ExplainConfig, names: list[str]) -> Iterator[tuple[str, str, str]]:
+    """Options without an effect."""
     used = {strategy_table(name) for name in names}
-    used |= {"llama"} if config.parameters is None and not config.model.startswith("hf:") else set()
+    used |= {LLAMA} if config.parameters is None and not config.model.startswith("hf:") else set()
     for table in sorted(config.tables.keys() - used):
         for option in config.tables[table]:
             yield flag(f"{table}.{option}"), "no effect", "nothing that is explained uses it"
@@ -173,6 +166,3 @@ def notes_on(
         yield f"--rate {config.rate}", "no effect", "there is one node"
     if config.local_rate is not None and config.local_size == 1:
         yield f"--local-rate {config.local_rate}", "no effect", "there is one rank on each node"
-    for name, found in footprints.items():
-        if found is None:
-            yield name, "not shown", "it does not say what it holds and sends"

@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, make_dataclass, replace
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import tyro
 
-from thinwire.flags import parse_flags
-from thinwire.training.config import flag
-from thinwire.training.problems import Problems
-from thinwire.training.settings import (
-    HELP_FLAGS,
-    option_tables,
-    stated_tables,
-    table_fields,
-    table_flags,
-    without_unknown_flags,
-)
+from thinwire.errors import Problems
+from thinwire.flags import CommandLine, flag
+from thinwire.options import LLAMA, option_tables
 
 LIMITS = {
     "nodes": (1, 10**6), "local_size": (1, 10**4), "parameters": (1, 10**15), "seq_len": (1, 10**9),
@@ -57,22 +49,16 @@ class ExplainConfig:
     tables: Annotated[Mapping[str, Mapping[str, Any]], tyro.conf.Suppress] = field(default_factory=dict)
 
 
-def read_explain(args: Sequence[str], problems: Problems) -> ExplainConfig:
-    """What the command line asks for; wrong flags are noted as problems.
+def command_line() -> CommandLine:
+    """The flags of `thinwire explain`, and a prefix such as --sdp4bit. for each table."""
+    return CommandLine("thinwire explain", {"": ExplainConfig, **option_tables()}, presets={LLAMA: "the preset's"})
 
-    Raises ConfigError for values that can't be read, SystemExit after --help.
-    """
-    own = [flag(item.name) for item in fields(ExplainConfig) if item.name != "tables"]
-    known = [*own, *table_flags(), *HELP_FLAGS]
-    plan = Annotated[ExplainConfig, tyro.conf.arg(name="")]
-    flags = make_dataclass("Explain", [("plan", plan), *table_fields()])
-    default = flags(plan=ExplainConfig(), **{name: flags.__annotations__[name]() for name in option_tables()})
-    args = list(without_unknown_flags(args, problems, known))
-    parsed = parse_flags(
-        flags, args, problems.messages, default=default, prog="thinwire explain",
-        description=ExplainConfig.__doc__, config=(tyro.conf.FlagCreatePairsOff,),
-    )  # fmt: skip
-    return replace(parsed.plan, tables=stated_tables(parsed))
+
+def read_explain(args: Sequence[str], problems: Problems) -> ExplainConfig:
+    """What the command line asks for; notes everything that is wrong. Raises SystemExit after --help."""
+    stated = command_line().read(args, problems)
+    own = stated.pop("")
+    return ExplainConfig(**own, tables={name: values for name, values in stated.items() if values})
 
 
 def range_errors(config: ExplainConfig) -> Iterator[str]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from thinwire.collectives import Communicator
-from thinwire.data_parallel import ParallelOptimizer
+from thinwire.hosts.interface import ParallelOptimizer
 from thinwire.report.units import bytes_text, seconds_text
 from thinwire.training.effects import Row
 
@@ -53,7 +53,7 @@ def advise(
 
     16 bits both ways take link_s = 8 * 4 N (Y-1)/Y / rate on the link of one of Y nodes; computing takes about
     compute_s = 6 N tokens / (EFFICIENCY * FLOP/s). Where link_s <= compute_s the one hides the other, and compression
-    has nothing to gain. Between processes of one machine that is told of loopback, and nothing is recommended.
+    has nothing to gain. Between processes of one machine the link is loopback; then nothing is recommended.
     """
     grid = optimizer.comm.topology
     if grid.num_nodes == 1:

@@ -1,4 +1,4 @@
-"""Ranks compare what they are about to do before they do it together."""
+"""Before they start, the ranks compare their configurations and agree on the checkpoint to continue from."""
 
 from __future__ import annotations
 
@@ -8,21 +8,29 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
-from thinwire.checkpoint import CheckpointError, all_of, choose, latest, step_of, verify
+from thinwire.checkpoint import (
+    CheckpointError,
+    all_of,
+    choose,
+    latest,
+    step_of,
+    verify,
+)
 from thinwire.collectives.elastic import BEGUN, PATIENCE_S
 from thinwire.errors import ConfigError, ThinwireError
 from thinwire.training.config import PER_MACHINE, TrainConfig
 from thinwire.training.effects import Row
-from thinwire.training.prepare import Island
+from thinwire.training.gathering import of_all_ranks, told_by_first
+from thinwire.training.place import Island
 
 Gather = Callable[[Any], list[Any]]
-T = TypeVar("T")
 
 POLL_S = 0.05
 HINTS = {
@@ -33,12 +41,12 @@ HINTS = {
 def agree(config: TrainConfig, *, tokens: str, dtype: str | None) -> str:
     """The compute dtype of all ranks; a collective on the default group.
 
-    Every rank states its configuration, the digest of its tokens, and the dtype that is fast there (None: no opinion).
-    bf16 needs that no rank is faster in fp32. Raises ConfigError where they differ.
+    Every rank states its configuration, the digest of its tokens, and the dtype that is fast on its machine (None: not
+    measured). bf16 is chosen if no rank is faster in fp32. Raises ConfigError where configurations or tokens differ.
     """
     mine = {name: value for name, value in asdict(config).items() if name not in PER_MACHINE}
     mine |= {"tokens": tokens, "fast dtype": dtype}
-    everyone = _of_all_ranks(mine)
+    everyone = of_all_ranks(mine, "its configuration")
     dtypes = {stated.pop("fast dtype") for stated in everyone}
     for rank, theirs in enumerate(everyone):
         for name, value in theirs.items():
@@ -49,12 +57,12 @@ def agree(config: TrainConfig, *, tokens: str, dtype: str | None) -> str:
 
 
 def agree_on_checkpoint(checkpoints: Path, *, verifies: bool) -> tuple[Path | None, list[Row]]:
-    """The checkpoint to go on from, None for none, and what is to be said of it; a collective on the default group.
+    """The checkpoint to continue from, if any, and rows that explain the choice; a collective on the default group.
 
-    It is the last one, unless machines with disks of their own have different last ones: one was saving when it died,
-    or lost a file. Then it is the newest that lies sound on every disk. Raises ConfigError where there is none,
-    CheckpointError on all ranks where a disk has some and none of them is sound.
-    verifies: whether this rank compares checksums before it names its last one, since nobody has on its disk.
+    That is the last checkpoint. Machines with disks of their own may have different last ones: one was saving when it
+    died, or lost a file. Then it is the newest checkpoint that is sound on every disk. Raises ConfigError where there
+    is no such checkpoint, CheckpointError on all ranks where a disk holds checkpoints and none of them is sound.
+    verifies: whether this rank compares checksums first, because nobody has done so on its disk.
     """
     mine: Path | None = None
     wrong: list[str] = []
@@ -63,23 +71,23 @@ def agree_on_checkpoint(checkpoints: Path, *, verifies: bool) -> tuple[Path | No
         mine, wrong = choose(checkpoints, moves_pointer=False) if verifies else (latest(checkpoints), [])
     except CheckpointError as error:
         problem = str(error)
-    raise_first(_of_all_ranks(problem), "rank")
+    raise_first(of_all_ranks(problem, "its checkpoints"), "rank")
     rows: list[Row] = [("a later checkpoint", "passed over: it is damaged", why) for why in wrong]
     if wrong and dist.get_rank():
         print("\n".join(f"thinwire: a checkpoint is passed over: {why}" for why in wrong), file=sys.stderr)
-    agreed, more = _newest_of_all(checkpoints, mine, "rank", _of_all_ranks)
+    agreed, more = _newest_of_all(checkpoints, mine, "rank", partial(of_all_ranks, what="its checkpoints"))
     return agreed, [*rows, *more]
 
 
 def raise_first(problems: list[str], who: str) -> None:
-    """Raise CheckpointError with the first one's problem who has any; problems: of each, empty for none."""
+    """Raise CheckpointError with the first problem; problems: one for each rank or island, empty where all is well."""
     for number, problem in enumerate(problems):
         if problem:
             raise CheckpointError(f"{who} {number}: {problem}")
 
 
 def agree_on_start(checkpoints: Path, *, verifies: bool, island: Island) -> tuple[Path | None, list[Row]]:
-    """See agree_on_checkpoint; over all islands, whose problems all of them raise."""
+    """The same for a run that may have islands: all of them agree, and all raise the problem of any of them."""
     if island.num_islands == 1:
         return agree_on_checkpoint(checkpoints, verifies=verifies)
     mine: Path | None = None
@@ -91,18 +99,18 @@ def agree_on_start(checkpoints: Path, *, verifies: bool, island: Island) -> tupl
         problem = str(error)
     if dist.get_rank() == 0:
         mine, rows = agree_among_islands(checkpoints, mine, island, problem, rows)
-    return told_by_first(mine), rows
+    return told_by_first(mine, "the checkpoint to go on from"), rows
 
 
 def agree_among_islands(
     checkpoints: Path, mine: Path | None, island: Island, problem: str = "", rows: Sequence[Row] = ()
 ) -> tuple[Path | None, list[Row]]:
-    """The same for islands, each of which would go on from `mine`; every island's first rank calls it.
+    """The same between islands, each of which proposes `mine`; the first rank of every island calls it.
 
-    They begin together, so from the same step. One that comes when the others have begun takes their state, and needs
-    none. problem: why this one can't go on from any. rows: what is to be said of this one; all say it of all.
-    Raises CheckpointError where one has a problem, ThinwireError where the meeting can't be reached, or an island does
-    not come to it in PATIENCE_S.
+    Islands start together from the same step. An island that comes later takes the state of the others and needs no
+    checkpoint. problem: why this island can't use any of its checkpoints. rows: what this island reports, which
+    all islands show. Raises CheckpointError where an island has a problem, ThinwireError where the meeting
+    can't be reached, or an island does not come to it within PATIENCE_S.
     """
     host, port = island.meet.rsplit(":", 1)
     rounds = count()
@@ -136,7 +144,7 @@ def agree_among_islands(
 
 
 def _newest_of_all(checkpoints: Path, mine: Path | None, who: str, gather: Gather) -> tuple[Path | None, list[Row]]:
-    """The last checkpoint where all have the same; else the newest that is sound wherever one of `who` looks."""
+    """The last checkpoint if all have the same one, else the newest that is sound on every rank's or island's disk."""
     lasts = gather(step_of(mine))
     if len(set(lasts)) == 1:
         return mine, []
@@ -155,19 +163,8 @@ def _newest_of_all(checkpoints: Path, mine: Path | None, who: str, gather: Gathe
 
 
 def _sound(checkpoints: Path) -> Iterator[Path]:
-    """Those whose checksums are right."""
+    """The checkpoints whose checksums are right."""
     for path in all_of(checkpoints):
         with suppress(CheckpointError):
             verify(path)
             yield path
-
-
-def told_by_first(mine: T) -> T:
-    """What rank 0 has; a collective on the default group."""
-    return _of_all_ranks(mine)[0]
-
-
-def _of_all_ranks(mine: Any) -> list[Any]:
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return everyone

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from thinwire.errors import ConfigError
+from thinwire.flags import Also, flag
 
 
 @dataclass(frozen=True)
@@ -30,16 +31,16 @@ class TrainConfig:
     cache_dir: str | None = None
     """Where tokenised data is kept; by default thinwire's folder in the user's cache."""
     strategy: str = "sdp4bit"
-    """How ranks share the work, such as sdp4bit, zero, ddp or fsdp; `thinwire explain` lists all."""
+    """How ranks share the work, such as sdp4bit, zero, ddp or fsdp; `thinwire explain` lists them all."""
     inner: str | None = None
-    """Strategy inside an island, for diloco, streaming-diloco and local-sgd; by default ddp."""
+    """Strategy inside each island, for diloco, streaming-diloco and local-sgd; by default ddp."""
     workers: int = 1
     """Worker processes to start on this machine."""
     local_size: int | None = None
-    """Ranks that share a fast link ("node"); by default the workers of one machine. 1: every rank is a node.
-    A node is an island where the strategy has islands; then by default 1 on a single machine."""
+    """Ranks that share a fast link: a node. By default the workers of one machine; 1 makes every rank a node. A
+    strategy with islands makes each node an island; then the default on a single machine is 1."""
     join: str | None = None
-    """HOST:PORT of node 0, for a run over several machines; the same on all of them."""
+    """HOST:PORT of node 0, for a run on several machines; give the same value on all of them."""
     nodes: int = 1
     """Number of machines, with --join."""
     node: int = 0
@@ -47,63 +48,65 @@ class TrainConfig:
     steps: int = 1000
     """Optimizer steps of the whole run."""
     stop_at: int | None = None
-    """End this session after that step, with a checkpoint; --resume goes on, the schedule still spans --steps."""
+    """Save a checkpoint after this step and end; --resume continues. The learning-rate schedule still spans --steps."""
     tokens_per_step: int | None = None
-    """Tokens of one optimizer step over all ranks; by default one micro-batch per rank."""
+    """Tokens of one optimizer step on all ranks together; by default one micro-batch per rank."""
     seq_len: int = 256
     """Tokens of one sequence."""
     micro_batch: int = 8
-    """Most sequences that fit into one forward pass of one worker; the accumulation follows from it."""
+    """Most sequences in one forward pass of one worker; the number of accumulation steps follows from it."""
     optimizer: str | None = None
     """adamw (betas 0.9 and 0.95), sgd (momentum 0.9), sgd-plain, lans, dgc-sgd or onebit-adam; by default the
     strategy's own choice."""
     lr: float = 3e-4
-    """Peak learning rate; it warms up linearly, then falls as a cosine to a tenth."""
+    """Peak learning rate. It rises linearly during the warm-up, then falls along a cosine to a tenth of the peak."""
     weight_decay: float = 0.1
-    """Decay of parameters with two or more dimensions; the others have none."""
+    """Weight decay of parameters with two or more dimensions; the others have none."""
     warmup_steps: int | None = None
-    """Steps until the peak learning rate; by default a tenth of the steps, at most 1000."""
+    """Steps until the learning rate reaches its peak; by default a tenth of the steps, at most 1000."""
     grad_clip: float = 1.0
-    """Largest global norm of the gradient; 0: no clipping."""
+    """Largest global norm of the gradient; 0 turns clipping off."""
     dead_steps: int = 20
-    """Steps in a row with a gradient of zero, or not finite, after which the run ends with a reason; 0: none."""
+    """End the run after this many steps in a row whose gradient is zero or not finite; 0 turns this off."""
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
-    """Compute type; auto measures whether bf16 autocast is faster here. Weights and sums stay fp32."""
+    """Compute type; auto measures whether bf16 autocast is faster on this machine. Weights and sums stay fp32."""
     seed: int = 0
     """Seeds the weights, the order of the data and the rounding."""
     run_dir: str = "runs/run"
     """Folder for config.toml, metrics.jsonl, summary.json, checkpoints/, logs/ and report.html."""
-    resume: bool = False
-    """Go on from the newest checkpoint in the run directory that is complete and sound, with its config.toml unless
-    another is given; `--resume auto` is the same."""
+    resume: Annotated[bool, Also("auto", "takes the newest sound checkpoint in --run-dir")] = False
+    """Continue from the newest complete and sound checkpoint in the run directory, with the config.toml that lies
+    there unless you name another. `--resume auto` means the same."""
     overwrite: bool = False
-    """Delete the run that the run directory holds."""
+    """Delete the run that is in the run directory, and start anew."""
+    dry_run: bool = False
+    """Print the start-up table and the resolved config.toml, then end. Nothing is started or written."""
     checkpoint_every: int = 500
-    """Steps between checkpoints; 0: only at the end or when stopped."""
+    """Steps between checkpoints; 0: only at the end, or when the run is stopped."""
     keep_last: int = 2
-    """Checkpoints that are kept: so many of the last ones."""
+    """Number of newest checkpoints to keep."""
     keep_every: int = 0
-    """Also keep those taken after a multiple of so many steps; 0: none."""
+    """Also keep checkpoints whose step is a multiple of this number; 0: none."""
     keep_best: bool = False
-    """Also keep the one whose step had the least training loss."""
+    """Also keep the checkpoint whose step had the lowest training loss."""
     allow_resume_drift: bool = False
-    """Go on where the first loss after --resume is not the one that the run had there."""
+    """Continue even if the first loss after --resume differs from the loss that the saved run had at that step."""
     eval_sequences: int = 64
-    """Most held-out sequences for the loss at the end, over all ranks; 0: none."""
+    """Most held-out sequences for the loss at the end, on all ranks together; 0: do not measure it."""
     prompt: str = "def "
     """Start of the text that the trained model continues."""
     sample_tokens: int = 200
-    """Tokens to generate at the end; 0: none."""
+    """Tokens to generate at the end; 0: generate no text."""
     track: tuple[str, ...] = ()
     """Also log to tensorboard, wandb or trackio."""
     timeout: float = 300.0
-    """Seconds after which a silent peer is given up; start-up and shutdown follow it."""
+    """Seconds after which a silent rank counts as lost, also during start-up and shutdown."""
     checked: bool = False
-    """Put operation, number, length and checksum in front of every message, and compare them."""
+    """Send operation, number, length and checksum in front of every message, and compare them on arrival."""
     restarts: int = 3
-    """How often an island that has failed is started again, to join the others; 0: never."""
+    """How often a failed island is started again, to join the others; 0: never."""
     inject: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """A fault to inject, such as "kill rank=2 step=40"; may be given several times."""
+    """A fault to inject, such as "kill rank=2 step=40"; may be repeated."""
     tables: Annotated[Mapping[str, Mapping[str, Any]], tyro.conf.Suppress] = field(default_factory=dict)
 
     @property
@@ -116,6 +119,21 @@ class TrainConfig:
         return min(1000, self.steps // 10) if self.warmup_steps is None else self.warmup_steps
 
 
+# The flags under their titles in --help; the first are those that most runs need.
+GROUPS = {
+    "common": (
+        "model", "data", "strategy", "workers", "steps", "tokens_per_step", "seq_len", "micro_batch", "lr", "seed",
+        "run_dir", "resume", "overwrite", "dry_run",
+    ),
+    "machines": ("local_size", "join", "nodes", "node", "timeout"),
+    "data": ("text_field", "tokenizer", "cache_dir"),
+    "training": (
+        "inner", "optimizer", "weight_decay", "warmup_steps", "grad_clip", "dead_steps", "dtype", "stop_at",
+    ),
+    "checkpoints": ("checkpoint_every", "keep_last", "keep_every", "keep_best", "allow_resume_drift"),
+    "results": ("eval_sequences", "prompt", "sample_tokens", "track"),
+    "faults": ("checked", "restarts", "inject"),
+}  # fmt: skip
 DEFAULTS = TrainConfig()
 # Smallest value each number may have; None stands for "above zero".
 LOWEST: dict[str, int | None] = {
@@ -128,17 +146,14 @@ LOWEST: dict[str, int | None] = {
 # Machines may differ in these; the rest must be equal on all ranks.
 PER_MACHINE = {
     "model", "data", "tokenizer", "text_field", "cache_dir", "run_dir", "node", "join", "workers", "resume",
-    "overwrite", "track", "prompt", "sample_tokens", "dtype", "inject", "restarts",
+    "overwrite", "dry_run", "track", "prompt", "sample_tokens", "dtype", "inject", "restarts",
 }  # fmt: skip
+# Of one start only: a run repeated from its config.toml must not delete or move another.
+NOT_WRITTEN = ("resume", "overwrite", "dry_run", "allow_resume_drift", "stop_at", "inject", "node", "tables")
 # A resumed run must be the same in these; a change of any other is announced.
 FIXED_ON_RESUME = (
     "model", "tokenizer", "weight_decay", "data", "seq_len", "seed", "tokens_per_step",
 )  # fmt: skip
-
-
-def flag(name: str) -> str:
-    """The command-line flag of a field."""
-    return f"--{name.replace('_', '-')}"
 
 
 def range_errors(config: TrainConfig) -> Iterator[str]:

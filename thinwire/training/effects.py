@@ -1,12 +1,14 @@
-"""What was asked for and what is in effect, wherever the two may differ: the rows of the start-up table."""
+"""The rows of the start-up table: what was asked for, what is in effect, and why they differ."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields
 
-from thinwire.training.config import DEFAULTS, FIXED_ON_RESUME, Batch, TrainConfig, flag
-from thinwire.training.settings import NOT_WRITTEN, build_strategy, has_islands, used_tables
+from thinwire.flags import flag
+from thinwire.options import LLAMA
+from thinwire.training.config import DEFAULTS, FIXED_ON_RESUME, NOT_WRITTEN, Batch, TrainConfig
+from thinwire.training.run import Run
 
 # (asked for, in effect, why they differ or how it was found)
 Row = tuple[str, str, str]
@@ -14,27 +16,28 @@ NONE = "no effect"
 
 
 def batch_row(config: TrainConfig, batch: Batch, world_size: int) -> Row:
-    asked = f"{config.tokens_per_step or 'any'} tokens per step, micro-batch up to {config.micro_batch}"
+    asked = f"--tokens-per-step {config.tokens_per_step or 'by default'}, --micro-batch {config.micro_batch}"
     effect = (
-        f"{batch.tokens_per_step} = {world_size} ranks x {batch.accumulation} passes x {batch.micro_batch} sequences "
-        f"x {config.seq_len} tokens"
+        f"{batch.tokens_per_step} tokens = {world_size} ranks x {batch.accumulation} passes x {batch.micro_batch} "
+        f"sequences x {config.seq_len} tokens"
     )
-    return asked, effect, "derived"
+    return asked, effect, "of one optimizer step"
 
 
-def unused_rows(config: TrainConfig) -> Iterator[Row]:
+def unused_rows(run: Run) -> Iterator[Row]:
     """One row for every option that was stated and changes nothing."""
-    for table in sorted(config.tables.keys() - used_tables(config)):
-        owner = f"model {config.model}" if table == "llama" else f"strategy {config.strategy}"
+    config = run.config
+    for table in sorted(config.tables.keys() - run.used_tables):
+        owner = f"model {config.model}" if table == LLAMA else f"strategy {config.strategy}"
         for option in config.tables[table]:
             yield flag(f"{table}.{option}"), NONE, f"{owner} does not use it"
     reads_fields = config.data.startswith("hf:") or config.data.endswith((".jsonl", ".parquet"))
-    clips = getattr(build_strategy(config), "whole_step", False)
+    clips = getattr(run.strategy, "whole_step", False)
     pointless = {
         "text_field": (not reads_fields and not folder_like(config.data), f"data {config.data} has no fields"),
         "join": (config.nodes == 1, "there is one machine"),
-        "inner": (not has_islands(config.strategy), f"strategy {config.strategy} has no islands"),
-        "restarts": (not has_islands(config.strategy), f"strategy {config.strategy} has no islands"),
+        "inner": (not run.has_islands, f"strategy {config.strategy} has no islands"),
+        "restarts": (not run.has_islands, f"strategy {config.strategy} has no islands"),
         "prompt": (config.sample_tokens == 0, "no tokens are generated"),
         "grad_clip": (clips, f"strategy {config.strategy} clips each rank's gradient, by an option of its own"),
         "weight_decay": (config.lr == 0, "the learning rate is 0"),
@@ -49,14 +52,14 @@ def unused_rows(config: TrainConfig) -> Iterator[Row]:
         yield f"{flag('warmup_steps')} {config.num_warmup_steps}", "never finishes", warning
 
 
-def late_rows(config: TrainConfig) -> Iterator[Row]:
+def late_rows(run: Run) -> Iterator[Row]:
     """One row where the run ends before the strategy is itself, such as in exact first steps or a warm-up."""
-    settled = 0 if has_islands(config.strategy) else build_strategy(config).settled_after
-    if settled >= config.steps:
+    settled, steps = 0 if run.has_islands else run.strategy.settled_after, run.config.steps
+    if settled >= steps:
         yield (
-            f"{flag('strategy')} {config.strategy}",
+            f"{flag('strategy')} {run.config.strategy}",
             "not in full",
-            f"its first {settled} steps differ from the others, and the run ends after {config.steps}",
+            f"its first {settled} steps differ from the others, and the run ends after {steps}",
         )
 
 

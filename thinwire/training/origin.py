@@ -1,4 +1,4 @@
-"""Where a resumed run takes its state from, where islands have come, gone, or were none before."""
+"""Where a resumed run takes its state from, if the number of islands has changed since it was saved."""
 
 from __future__ import annotations
 
@@ -8,21 +8,29 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from thinwire.checkpoint import WEIGHTS, CheckpointError, Piece, Source, latest, next_loss, verify
+from thinwire.checkpoint import (
+    WEIGHTS,
+    CheckpointError,
+    Piece,
+    Source,
+    latest,
+    next_loss,
+    verify,
+)
 from thinwire.checkpoint.folder import Manifest, verified_at
-from thinwire.data_parallel.interface import ParallelOptimizer
-from thinwire.training.agreement import told_by_first
+from thinwire.hosts.interface import ParallelOptimizer
+from thinwire.options import has_islands
 from thinwire.training.effects import Row
-from thinwire.training.prepare import Island
+from thinwire.training.gathering import told_by_first
+from thinwire.training.place import Island
 from thinwire.training.run_dir import RunDir
-from thinwire.training.settings import has_islands
 
 # Of a checkpoint's manifest: how many islands trained together; 1 where none did.
 ISLANDS = "islands"
 
 
 def num_islands(checkpoint: Path, here: Island) -> int:
-    """How many islands have saved a checkpoint, from folders where it is of an older version, which does not say."""
+    """How many islands saved a checkpoint; older versions do not state it, so their folders are counted."""
     about = Manifest.read(checkpoint).about
     if ISLANDS in about or not has_islands(about.get("strategy", "")):
         return about.get(ISLANDS, 1)
@@ -30,7 +38,7 @@ def num_islands(checkpoint: Path, here: Island) -> int:
 
 
 def folder_to_read(run_dir: RunDir, island: Island) -> Path:
-    """The checkpoints that an island goes on from: its own, or the run's, which has last saved without this island."""
+    """The checkpoints that an island continues from: its own, or the run's if the last save was without this island."""
     if not island.number:
         return run_dir.checkpoints
     of_run = RunDir(run_dir.path.parent).checkpoints
@@ -43,7 +51,7 @@ def folder_to_read(run_dir: RunDir, island: Island) -> Path:
 
 
 def is_verified(checkpoints: Path) -> bool:
-    """Whether somebody has compared all checksums of the last checkpoint; also where there is none."""
+    """Whether all checksums of the last checkpoint have been compared; true if there is no checkpoint."""
     last = latest(checkpoints)
     return last is None or bool(verified_at(last))
 
@@ -52,8 +60,9 @@ def is_verified(checkpoints: Path) -> bool:
 class Origin:
     """What is known of the state that a rank has restored, and of those beside it.
 
-    num_islands: as many have saved; 1 where none did. has_own: whether this island is one of them. next_loss: what the
-    next step's is to be; None: it can't be told, `why_unknown`. rows: of the load report.
+    num_islands: how many islands saved; 1 for a run without islands. has_own: whether this island is one of them.
+    next_loss: what the loss of the next step must be; None: unknown, for the reason in `why_unknown`. rows: of the load
+    report.
     """
 
     num_islands: int
@@ -64,11 +73,11 @@ class Origin:
 
     @classmethod
     def of(cls, source: Source, num_islands: int, *, has_own: bool) -> Origin:
-        """Where nothing has come or gone."""
+        """The case that no island has come or gone."""
         return cls(num_islands, has_own, next_loss(source.folder))
 
     def among(self, number: int) -> Origin:
-        """The same where another number of islands goes on."""
+        """The same if another number of islands continues."""
         before = self.num_islands
         row: Row = ("resume: islands", "left out", f"{before} have saved, and {number} go on")
         if number > before:
@@ -95,7 +104,7 @@ def leave_islands(source: Source, num_islands: int, optimizer: ParallelOptimizer
         known = [loss for loss in losses if loss is not None]
         mean_loss = sum(known) / len(known) if len(known) == num_islands else None
         told = list(sources), missing, mean_loss
-    (there, missing, mean_loss), names = told_by_first((told, list(means)))
+    (there, missing, mean_loss), names = told_by_first((told, list(means)), "the mean of the islands' weights")
     shapes, comm = source.common["shapes"], optimizer.comm
     values = {name: means[name] if rank == 0 else torch.empty(shapes[name]) for name in names}
     for value in values.values():

@@ -1,4 +1,4 @@
-"""The first loss after a resume against the one that the run had at that step: a resume that lost something shows."""
+"""Compares the first loss after a resume with the loss that the saved run had at the same step."""
 
 from __future__ import annotations
 
@@ -55,21 +55,24 @@ class Proof:
             return cls(expected, SAME_BITS, "the same layout: bit for bit")
         if source.is_exact and not draws:
             return cls(expected, ROUNDING[here["dtype"]], f"the same weights, {here['dtype']} sums in another order")
-        return cls(expected, OTHER_WEIGHTS, "codecs make the weights that compute others than before")
+        return cls(expected, OTHER_WEIGHTS, "codecs round the weights differently than in the saved run")
 
     @property
     def row(self) -> Row:
-        return "resume proof", f"the next loss is to be {self.expected:.6f} within {self.tolerance:g} of it", self.why
+        return "resume proof", f"the next loss must be {self.expected:.6f}, within {self.tolerance:g} of it", self.why
 
     def check(self, step: int, loss: float, *, allow_drift: bool) -> str:
         """A line that says how it went; raises ResumeDriftError where the loss is another and that is not allowed."""
         drift = abs(loss - self.expected) / max(abs(self.expected), 1e-12)
-        both = f"step {step}: the loss is {loss!r} and was {self.expected!r} before: off by {drift:.2g} of it"
+        both = (
+            f"step {step}: the loss is {loss!r} and was {self.expected!r} before: a relative difference of {drift:.2g}"
+        )
         if math.isfinite(loss) and drift <= self.tolerance:
             return f"resume proven: {both}"
         if allow_drift:
-            return f"resume NOT proven: {both}, more than {self.tolerance:g} ({self.why}); --allow-resume-drift goes on"
+            limit = f"more than {self.tolerance:g} ({self.why})"
+            return f"resume NOT proven: {both}, {limit}; the run continues because of --allow-resume-drift"
         raise ResumeDriftError(
-            f"the resumed run does not go on as the saved one: {both}, and {self.tolerance:g} is allowed ({self.why}); "
-            "look for what has changed, or go on anyway with --allow-resume-drift"
+            f"the resumed run does not continue the saved one: {both}, and {self.tolerance:g} is allowed ({self.why}); "
+            "look for what has changed, or continue anyway with --allow-resume-drift"
         )

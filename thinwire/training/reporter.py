@@ -16,13 +16,13 @@ import torch
 import thinwire
 from thinwire.data import printable
 from thinwire.errors import UnsavedError
+from thinwire.options import has_islands
 from thinwire.report import write_report
 from thinwire.training.config import TrainConfig
 from thinwire.training.effects import Row
 from thinwire.training.metrics import MembershipEvent, MetricsWriter, StepMetrics, medians
 from thinwire.training.progress import Progress
 from thinwire.training.run_dir import RunDir
-from thinwire.training.settings import has_islands
 from thinwire.training.trackers import open_trackers
 
 
@@ -64,7 +64,7 @@ class Reporter:
         )
 
     def last_exchange(self, sent_bytes: int, seconds: float) -> None:
-        """Record and say what the islands' last exchange has cost, which is none of a step."""
+        """Record and say the cost of the islands' last exchange, which happens after the last step."""
         self.last_bytes = sent_bytes
         self.progress.say(
             f"at the end: the mean of the islands' weights, {sent_bytes / 1e6:.3f} MB sent for it in {seconds:.1f} s"
@@ -82,7 +82,7 @@ class Reporter:
         # Islands exchange in few of their steps.
         average = fmean if has_islands(self.config.strategy) else median
         records = self.metrics.records
-        # Those before a resume may be another layout's, or another strategy's.
+        # Steps before a resume may have used another layout or strategy.
         own = [record for record in records if record.step > self.first_step] or records
         typical = medians(own, "step_s", "exposed_comm_s", "sent_bytes", average=average)
         summary = {

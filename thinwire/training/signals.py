@@ -22,7 +22,7 @@ class StoppedError(ThinwireError):
 class StopFlag:
     """Remembers that this process was asked to stop: by a signal, or by the death of the launcher.
 
-    is_replaced: others go on without this process, and another one takes its place, once its launcher is gone.
+    is_replaced: once its launcher is gone, the others continue without this process, and another takes its place.
     """
 
     def __init__(self, is_replaced: bool = False) -> None:

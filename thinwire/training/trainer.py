@@ -1,4 +1,4 @@
-"""The training loop: a thin example of the library, which does the rest of what a run needs around it."""
+"""The training loop, and what a run needs around it: data, checkpoints, the held-out loss, reports."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,18 +15,29 @@ from typing import Any
 import torch
 from torch import nn
 
-from thinwire.checkpoint import FROZEN, Disk, Keep, Piece, Saver, Source, store_of_ranks
+from thinwire.checkpoint import (
+    FROZEN,
+    Disk,
+    Keep,
+    Piece,
+    Saver,
+    Source,
+    store_of_ranks,
+)
 from thinwire.checkpoint.folder import latest, step_of
 from thinwire.codecs import derive_seed
 from thinwire.collectives import ElasticPeers, Peers, faults
+from thinwire.compose import apply
 from thinwire.data import BatchLoader, heldout_batches, load_tokenizer
 from thinwire.data import prepare as prepare_tokens
-from thinwire.data_parallel.interface import CatchesUp, ComingAndGoing, Finishing, TrainingStrategy
-from thinwire.data_parallel.islands import AmongIslands, OnIslands
-from thinwire.data_parallel.watchdog import Watchdog
 from thinwire.errors import ConfigError
+from thinwire.hosts.interface import CatchesUp, ComingAndGoing, Finishing
+from thinwire.hosts.watchdog import Watchdog
+from thinwire.methods.interface import Method
+from thinwire.methods.islands.diloco import AmongIslands, IslandsMethod
 from thinwire.models import build_model, generate
 from thinwire.optim import make_optimizer
+from thinwire.options import LLAMA
 from thinwire.training.advice import advise
 from thinwire.training.agreement import agree, agree_on_start
 from thinwire.training.config import PER_MACHINE, TrainConfig, derive
@@ -34,33 +45,14 @@ from thinwire.training.effects import Row
 from thinwire.training.hardware import max_over_ranks, peak_rss_bytes
 from thinwire.training.metrics import MembershipEvent, StepMetrics
 from thinwire.training.origin import ISLANDS, Origin, folder_to_read, is_verified, leave_islands, num_islands
-from thinwire.training.prepare import Island
+from thinwire.training.place import Place
 from thinwire.training.proof import Proof, circumstances
 from thinwire.training.reporter import Reporter, versions
+from thinwire.training.run import Run
 from thinwire.training.run_dir import RunDir
 from thinwire.training.schedule import lr_at
-from thinwire.training.settings import build_strategy, to_toml, used_tables
+from thinwire.training.settings import to_toml
 from thinwire.training.signals import StopFlag
-
-
-@dataclass(frozen=True)
-class Place:
-    """This process among the others of its process group: all, or those of its island."""
-
-    rank: int
-    local_rank: int
-    world_size: int
-    island: Island = field(default_factory=Island)
-
-    @property
-    def num_ranks(self) -> int:
-        """Of all islands."""
-        return self.world_size * self.island.num_islands
-
-    @property
-    def number(self) -> int:
-        """This one's, among the ranks of all islands."""
-        return self.island.number * self.world_size + self.rank
 
 
 class Trainer:
@@ -69,10 +61,9 @@ class Trainer:
     Every rank makes one. Raises ConfigError where ranks disagree about the run.
     """
 
-    def __init__(
-        self, config: TrainConfig, place: Place, stop: StopFlag, dtype: str | None, rows: Sequence[Row]
-    ) -> None:
-        self.config, self.place, self.stop = config, place, stop
+    def __init__(self, run: Run, place: Place, stop: StopFlag, dtype: str | None, rows: Sequence[Row]) -> None:
+        self.config, self.place, self.stop = run.config, place, stop
+        config = run.config
         self.batch = derive(config, place.num_ranks)
         self.run_dir = RunDir(config.run_dir)
         self.tokenizer = load_tokenizer(config.tokenizer)
@@ -82,21 +73,21 @@ class Trainer:
         self.digest = tokens.info.digest
         self.dtype = agree(config, tokens=self.digest, dtype=dtype)
         folder = folder_to_read(self.run_dir, place.island)
-        # What lies on the first machine for the first island was verified before, unless none was sound.
+        # The launcher has verified the first island's checkpoints on the first machine, unless none was sound.
         verifies = place.local_rank == 0 and (place.number > 0 or not is_verified(folder))
         saved, saved_rows = agree_on_start(folder, verifies=verifies, island=place.island)
-        fields = config.tables.get("llama") if "llama" in used_tables(config) else None
+        fields = config.tables.get(LLAMA) if LLAMA in run.used_tables else None
         self.model = build_model(config.model, self.tokenizer.vocab_size, config.seq_len, config.seed, fields)
         self.shapes = {name: list(param.shape) for name, param in self.model.named_parameters()}
         self.frozen, self.buffers = untrained(self.model)
         optimizer = build_optimizer(config, self.model)
         self.num_parameters = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
         # In training the wrapped module is called, which may communicate; everywhere else the model itself.
-        strategy: TrainingStrategy | AmongIslands = build_strategy(config)
-        if isinstance(strategy, OnIslands):
+        strategy: Method | AmongIslands = run.strategy
+        if isinstance(strategy, IslandsMethod):
             strategy = strategy.among(partial(meet_others, config, place), terms=common_terms(config, self.digest))
-        self.wrapped, self.optimizer = strategy.apply(
-            self.model, optimizer, local_size=config.local_size, seed=config.seed, timeout_s=config.timeout,
+        self.wrapped, self.optimizer = apply(
+            strategy, self.model, optimizer, local_size=config.local_size, seed=config.seed, timeout_s=config.timeout,
             checked=config.checked, overlap=True,
         )  # fmt: skip
         advice = advise(
@@ -123,12 +114,12 @@ class Trainer:
             "config": to_toml(config),
         }
         self._proof: Proof | None = None
-        # After this step the loss is known, or that of another layout than has saved the checkpoint.
+        # A checkpoint of this step has its next loss already, or another layout's loss would follow.
         self._known_after = -1
         load_report: list[Row] = []
         self.step = 0
         self._follow()
-        # Who has joined others has their state, and no use for its own of long ago.
+        # An island that has joined others has their state; its own older checkpoint is of no use.
         if saved and not self.step:
             self.step, load_report = self._load(saved)
         elif not self.step:
@@ -180,7 +171,7 @@ class Trainer:
             )  # fmt: skip
 
     def _finish(self, optimizer: Finishing) -> None:
-        """Leave the result in the model, and say what that has cost: it belongs to no step."""
+        """Leave the result in the model, and report the cost, which counts for no step."""
         start = time.perf_counter()
         optimizer.finish()
         traffic = self.optimizer.meter.snapshot()
@@ -189,14 +180,14 @@ class Trainer:
             self.reporter.last_exchange(sent.sent_bytes, time.perf_counter() - start)
 
     def _arm_faults(self) -> None:
-        """Let the faults happen that are this process's; one that was started again has had its own."""
+        """Arm the faults that are meant for this process; a process that was started again has had them."""
         if not int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
             island = self.place.island.number if isinstance(self.optimizer, ComingAndGoing) else None
             told = map(faults.parse, self.config.inject)
             faults.arm(told, rank=self.place.rank, island=island, announce=self._tell_of_fault)
 
     def _tell_of_fault(self, text: str) -> None:
-        """The first rank has the terminal; what others have to say the launcher passes on."""
+        """Show it on the terminal, which rank 0 has; other ranks write it to a file, which the launcher shows."""
         if self.place.number == 0 and self.reporter is not None:
             self.reporter.progress.warn(text)
             return
@@ -206,7 +197,7 @@ class Trainer:
             log.write(f"{text}\n")
 
     def _follow(self) -> None:
-        """Go where the others are: an island that was away, or comes late, leaves out the steps that it has missed."""
+        """Skip the steps that the other islands took while this one was away or had not started."""
         if isinstance(self.optimizer, ComingAndGoing):
             self.loader.skip_steps(self.optimizer.position - self.step)
             self.step = self.optimizer.position
@@ -237,14 +228,14 @@ class Trainer:
         optimizer.note_loss(self._forward_backward())
         if self.stop.reason:
             optimizer.request_stop()
-        # From here on all ranks know of the loss, of the gradient's norm and of a wish to stop.
+        # From here on all ranks know the loss, the norm of the gradient, and whether any rank wants to stop.
         grad_norm = float(optimizer.clip_grad_norm_(self.config.grad_clip or math.inf))
         # The weights of this step travel during the next one's forward, with which they are counted.
         traffic = optimizer.meter.snapshot()
         optimizer.step()
         optimizer.zero_grad()
         if isinstance(optimizer, Finishing):
-            # What travels between islands leaves at the end of a step, and is waited for there.
+            # Messages between islands are sent and awaited at the end of a step.
             traffic = optimizer.meter.snapshot()
         self.step += 1
         spent = optimizer.meter.snapshot() - before
@@ -286,7 +277,7 @@ class Trainer:
         return torch.autocast("cpu", torch.bfloat16, enabled=self.dtype == "bf16")
 
     def _watch_gradient(self, norm: float) -> None:
-        """Say every skipped step aloud; end a run that takes none any more, or has nothing to learn from."""
+        """Warn of every skipped step; end a run whose gradients stay zero or not finite."""
         if self.reporter is not None and not math.isfinite(norm):
             self.reporter.progress.warn(f"step {self.step} skipped on all ranks: a gradient is not finite")
         self._watchdog.note(norm, self.step)
@@ -323,7 +314,7 @@ class Trainer:
     # ---------------------------------------------------------------- checkpoints
 
     def _catch_up(self) -> int:
-        """The step after which a run without a checkpoint begins: 0, but for strategies that repeat what others did."""
+        """The step after which a run without a checkpoint begins: 0, or the last that a strategy replays from a log."""
         if not isinstance(self.optimizer, CatchesUp):
             return 0
         step = self.optimizer.catch_up()
@@ -367,7 +358,7 @@ class Trainer:
         return position["step"], [*source.report(), *origin.rows, proof_row]
 
     def _prepare_proof(self, source: Source, origin: Origin, step: int) -> Row:
-        """What the first loss is to be; where islands are still to be levelled, whose losses then change, it is now."""
+        """What the first loss must be. Islands that are still to be brought to one state are compared before that."""
         row: Row = ("resume proof", "none", origin.why_unknown)
         if origin.next_loss is not None:
             self._proof = Proof.of(source, origin.next_loss, self._about["circumstances"])
@@ -376,7 +367,7 @@ class Trainer:
             return row
         if self._proof is not None:
             loss = self._probe()
-            # What was saved without islands is the loss of all of their data.
+            # A run without islands has saved the loss over the data of all of them.
             loss = self.optimizer.mean_over_islands(loss) if origin.num_islands == 1 else loss
             line = self._proof.check(step + 1, loss, allow_drift=self.config.allow_resume_drift)
             self._proof, row = None, ("resume proof", "made before islands are levelled", line)
@@ -384,7 +375,7 @@ class Trainer:
         return row
 
     def _restore_random_state(self, source: Source, step: int, before: int, *, has_own: bool) -> None:
-        """Take this rank's random state, and the buffers, back; in another world nobody has the same ones.
+        """Restore this rank's random state and the buffers; with another number of ranks, seed anew.
 
         before: the islands that have saved; has_own: whether this was one of them.
         """
@@ -418,7 +409,7 @@ class Trainer:
         return self.optimizer.all_mean(float(total))
 
     def _compare_losses(self, loss: float) -> None:
-        """Keep the first loss after a save, for those who resume; compare the first one after a resume."""
+        """Note the first loss after a save, for a later resume; compare the first loss after a resume."""
         if self.step == self.saver.last_step + 1:
             self._note_next_loss(loss)
         if self._proof is not None:
@@ -428,12 +419,12 @@ class Trainer:
                 self.reporter.progress.say(line)
 
     def _note_next_loss(self, loss: float) -> None:
-        """Keep the loss of the step after the last checkpoint, unless that is known, or was another layout's."""
+        """Note the loss of the step after the last checkpoint, unless it is known or came from another layout."""
         if self.saver.last_step != self._known_after and math.isfinite(loss):
             self.saver.note_next_loss(loss)
 
     def _warn_of_saves(self) -> list[str]:
-        """Say aloud that checkpoints could not be written, and why; training goes on."""
+        """Warn of checkpoints that could not be written, and say why; training goes on."""
         problems = self.saver.problems()
         for problem in problems:
             if self.reporter is not None:
@@ -441,7 +432,7 @@ class Trainer:
         return problems
 
     def _unsaved(self, problem: str) -> str:
-        """What to say in the end of a run whose last checkpoint could not be written."""
+        """The message at the end of a run whose last checkpoint could not be written."""
         newest = step_of(latest(self.run_dir.checkpoints))
         left = f"the newest checkpoint is of step {newest}" if newest else "there is no checkpoint"
         return f"the end of this run is not saved: {problem}; {left}"
@@ -471,7 +462,7 @@ def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimi
     matrices = {"params": [p for p in params if p.dim() >= 2], "weight_decay": config.weight_decay}
     vectors = {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0}
     groups = [group for group in (matrices, vectors) if group["params"]]
-    assert config.optimizer is not None, "resolved by with_optimizer"
+    assert config.optimizer is not None, "resolved by Run.of"
     return make_optimizer(config.optimizer, groups, config.lr)
 
 

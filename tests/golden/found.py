@@ -1,0 +1,205 @@
+"""What the record holds, computed from the code as it is: the suites' strategies and reductions, and whole runs.
+
+An entry is a name, such as `strategy/zero/4x2`, bytes, which every machine sends alike, and bits, which depend on the
+machine's arithmetic. Entries that share a start of the processes are a group.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import thinwire
+from tests.conformance import reduction_suite, strategy_suite
+from tests.golden.arithmetic import digest, fingerprint
+from tests.workers import run_command, run_rows, run_workers
+
+STEPS = 20
+# The optimizers that the suites train with.
+OPTIMIZERS = ("adamw", "sgd", "dgc-sgd", "onebit-adam", "adagrad", "amsgrad")
+# Seconds for the entries of one group, on a busy machine.
+GROUP_S = 600
+
+# Runs of the command line: ranks and ranks per node, and whose checkpoint a run goes on from.
+SESSIONS = {"saved": (2, 1, None), "resumed": (2, 1, "saved"), "wider": (4, 2, "saved"), "back": (2, 1, "wider")}
+# Both ways between worlds, for one strategy of each host and each kind of memory; for all others one way is enough.
+BOTH_WAYS = ("sdp4bit", "zero-compressed", "powersgd", "lgreco-dgc", "onebit-adam", "zeropp", "frontier", "diloco")
+# Steps before the checkpoint: enough for what begins late by default. After it come as many as AFTER.
+LATE = {"powersgd": 12, "powersgd-torch": 12, "lgreco": 22}
+BEFORE = {name: LATE.get(name, LATE.get(name.split("-")[0], 4)) for name in thinwire.STRATEGIES}
+AFTER = 3
+# By default islands exchange more rarely than these runs have steps.
+OPTIONS = {name: (f"--{name.replace('-', '')}.sync-every", "2") for name in ("diloco", "streaming-diloco", "local-sgd")}
+SMALL = (
+    "--model", "tiny", "--seq-len", "16", "--micro-batch", "2", "--tokens-per-step", "128", "--lr", "0.003",
+    "--dtype", "fp32", "--eval-sequences", "8", "--sample-tokens", "0", "--timeout", "120",
+)  # fmt: skip
+# What the ranks tell each other of a step may still be on its way when the step ends, and count in the next one: the
+# bytes of a run's steps are equal but for two such words, of 24 bytes to each of three others.
+LOOSE_BYTES = 144
+
+
+@dataclass(frozen=True)
+class Found:
+    bytes: dict[str, Any]
+    bits: Any
+
+    def sends_as(self, recorded: dict[str, Any]) -> bool:
+        """Whether the bytes are those recorded; those of a run's steps within LOOSE_BYTES."""
+        if "steps" not in recorded or "steps" not in self.bytes:
+            return self.bytes == recorded
+        ours, theirs = self.bytes["steps"], recorded["steps"]
+        off = [abs(a - b) for a, b in zip(ours, theirs, strict=False)]
+        return len(ours) == len(theirs) and max(off) <= LOOSE_BYTES
+
+
+# Takes the names of the entries that are wanted, and gives what tells each by its name.
+Compute = Callable[[Sequence[str]], Callable[[str], Found]]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Entries that share a start of the processes."""
+
+    names: tuple[str, ...]
+    compute: Compute
+
+
+def groups() -> list[Group]:
+    found = [Group(tuple(f"alone/{name}" for name in OPTIMIZERS), _alone)]
+    grids = sorted({grid for row in strategy_suite.ROWS.values() for grid in row.grids})
+    for grid in grids:
+        names = [name for name, row in strategy_suite.ROWS.items() if grid in row.grids]
+        found.append(Group(tuple(f"strategy/{name}/{_shown(grid)}" for name in names), _rows(_strategy, grid)))
+    for grid in sorted({row.grid for row in reduction_suite.ROWS.values()}):
+        names = [name for name, row in reduction_suite.ROWS.items() if row.grid == grid]
+        found.append(Group(tuple(f"reduction/{name}/{_shown(grid)}" for name in names), _rows(_reduction, grid)))
+    for name in thinwire.STRATEGIES:
+        sessions = [session for session in SESSIONS if session != "back" or name in BOTH_WAYS]
+        found.append(Group(tuple(f"trainer/{name}/{session}" for session in sessions), _runs))
+    return found
+
+
+def machine() -> str:
+    """The fingerprint of a rank's arithmetic."""
+    return run_workers(_fingerprint, 1, has_group=False)[0]
+
+
+def _fingerprint(rank: int, world_size: int) -> str:
+    return fingerprint()
+
+
+def _shown(grid: tuple[int, int]) -> str:
+    """Nodes x ranks of a node, for (world size, ranks of a node)."""
+    return f"{grid[0] // grid[1]}x{grid[1]}"
+
+
+def _alone(names: Sequence[str]) -> Callable[[str], Found]:
+    rows = run_rows(_single_process, [name.split("/")[1] for name in names], 1, timeout_s=GROUP_S)
+    return lambda name: Found({}, rows.of(name.split("/")[1])[0])
+
+
+def _single_process(rank: int, world_size: int, kind: str) -> str:
+    return digest(strategy_suite.single_process(kind))
+
+
+def _rows(function: Callable[..., tuple[str, str, Any, int]], grid: tuple[int, int]) -> Compute:
+    """Rows of a suite. On each rank `function` gives the digest of what is equal on all ranks, that of what is the
+    rank's own (empty: nothing is), the bytes sent and those promised for a step."""
+
+    def compute(names: Sequence[str]) -> Callable[[str], Found]:
+        rows = [name.split("/")[1] for name in names]
+        told = run_rows(function, rows, grid[0], grid[1], local_size=grid[1], timeout_s=GROUP_S)
+
+        def found(name: str) -> Found:
+            equal, own, sent, promised = zip(*told.of(name.split("/")[1]), strict=True)
+            assert len(set(equal)) == 1, f"{name}: replicas differ"
+            return Found(
+                {"sent": _shared(sent), "promised": _shared(promised)}, _shared((equal[0], *filter(None, own)))
+            )
+
+        return found
+
+    return compute
+
+
+def _shared(values: Sequence[Any]) -> Any:
+    """One value where all ranks have the same, else a list in rank order."""
+    return values[0] if all(value == values[0] for value in values) else list(values)
+
+
+def _strategy(rank: int, world_size: int, name: str, local_size: int) -> tuple[str, str, Any, int]:
+    replica = strategy_suite.Replica(name, rank, world_size, seed=rank, local_size=local_size)
+    meter = replica.optimizer.meter
+    before = meter.snapshot()
+    for step in range(STEPS):
+        replica.step(step)
+    sent = _sent(meter.snapshot() - before)
+    weights = digest(dict(replica.model.named_parameters()))
+    promised = replica.optimizer.bytes_per_step
+    replica.optimizer.close()
+    return weights, "", sent, promised
+
+
+def _reduction(rank: int, world_size: int, name: str, local_size: int) -> tuple[str, str, Any, int]:
+    harness = reduction_suite.Harness(reduction_suite.ROWS[name], rank)
+    meter = harness.handle.meter
+    before = meter.snapshot()
+    outs = {f"{step:02} {key}": out for step in range(STEPS) for key, out in harness.put(step).items()}
+    sent = _sent(meter.snapshot() - before)
+    weights = {f"weights {key}": weight for key, weight in harness.model.named_parameters()}
+    owed = digest(harness.owed())
+    promised = harness.handle.bytes_per_step
+    harness.close()
+    return digest(outs | weights), owed, sent, promised
+
+
+def _sent(reading: Any) -> dict[str, int]:
+    """Payload bytes by operation and level."""
+    operations = {f"{name}/{level}": each.sent_bytes for (name, level), each in reading.operations.items()}
+    return {key: num_bytes for key, num_bytes in sorted(operations.items()) if num_bytes}
+
+
+def _runs(names: Sequence[str]) -> Callable[[str], Found]:
+    strategy = names[0].split("/")[1]
+    wanted = {name.split("/")[2] for name in names}
+    # With each session those before it that it goes on from.
+    for name in reversed(SESSIONS):
+        if name in wanted and (origin := SESSIONS[name][2]):
+            wanted.add(origin)
+    with tempfile.TemporaryDirectory() as folder:
+        told = {name: _run(Path(folder), strategy, name) for name in SESSIONS if name in wanted}
+    return lambda name: told[name.split("/")[2]]
+
+
+def _run(folder: Path, strategy: str, session: str) -> Found:
+    num_ranks, local_size, origin = SESSIONS[session]
+    run_dir, before = folder / session, BEFORE[strategy]
+    place = ["--run-dir", run_dir, "--workers", num_ranks, "--local-size", local_size]
+    if origin is None:
+        text = folder / "data.txt"
+        text.write_text("".join(f"line {n} of {n * n} lines\n" for n in range(300)))
+        data = ["--data", text, "--cache-dir", folder / "cache", "--strategy", strategy, *OPTIONS.get(strategy, ())]
+        flags = [*SMALL, *data, "--steps", before + AFTER, "--stop-at", before]
+        first = 0
+    else:
+        shutil.copytree(folder / origin, run_dir)
+        first = before if SESSIONS[origin][2] is None else before + AFTER
+        flags = ["--resume", "--steps", first + AFTER]
+    run_command(["train", *map(str, [*place, *flags])], num_ranks, folder / f"{session}.log")
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if line.get("step", 0) > first]
+    summary = json.loads((run_dir / "summary.json").read_text())
+    bits = {"loss": [line["loss"] for line in steps], "norm": [line["grad_norm"] for line in steps]}
+    return Found({"steps": [line["sent_bytes"] for line in steps]}, bits | {"heldout": summary["heldout_loss"]})
+
+
+def everything() -> Iterator[str]:
+    """The names of all entries."""
+    return itertools.chain.from_iterable(group.names for group in groups())

@@ -1,0 +1,195 @@
+"""Outer methods around strategies: real islands of two ranks, each a world of its own."""
+
+from __future__ import annotations
+
+import io
+import os
+import time
+from concurrent.futures import wait
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import thinwire
+from tests.conformance.strategy_suite import Net, batch, hash_of, make_optimizer
+from tests.workers import run_workers
+from thinwire.collectives import ElasticPeers, Topology, host_meeting
+from thinwire.compose import apply
+from thinwire.errors import ConfigError
+from thinwire.hosts.islands.optimizer import IslandsOptimizer
+from thinwire.methods.islands.diloco import IslandsMethod
+from thinwire.registry import strategy_named
+
+EVERY = 4
+# The meeting of the islands, in the process that hosts it.
+held: list[dist.TCPStore] = []
+
+
+def become_island(rank: int, size: int, folder: str) -> ElasticPeers | None:
+    """Leave the world of all workers for an island's; its peers, on its first rank."""
+    # Whoever leaves first would break connections that a slower rank still makes.
+    dist.barrier()
+    dist.destroy_process_group()
+    number, local_rank = divmod(rank, size)
+    os.environ.update(RANK=str(local_rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
+    store = dist.FileStore(f"{folder}/island{number}", size)
+    dist.init_process_group("gloo", store=store, rank=local_rank, world_size=size, timeout=timedelta(seconds=80))
+    port = Path(folder, "port")
+    if rank == 0:
+        held.append(host_meeting())
+        port.with_suffix(".new").write_text(str(held[0].port))
+        port.with_suffix(".new").rename(port)
+    if local_rank:
+        return None
+    while not port.exists():
+        time.sleep(0.01)
+    return ElasticPeers(f"127.0.0.1:{port.read_text()}", number, timeout_s=40, min_islands=2)
+
+
+class Replica:
+    """One rank of one of two islands."""
+
+    def __init__(
+        self, strategy: IslandsMethod, rank: int, world_size: int, peers: Any, *, seed: int, kind: str = "adamw"
+    ) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.model = Net(seed)
+        # Only what is trained is made equal at the start.
+        self.model.fixed.load_state_dict(Net(0).fixed.state_dict())
+        size = dist.get_world_size()
+        self.optimizer: IslandsOptimizer
+        self.wrapped, self.optimizer = apply(strategy.among(peers),   # type: ignore[assignment]
+            self.model, make_optimizer(self.model, kind), local_size=size, seed=0, timeout_s=30, checked=True,
+            overlap=True,
+        )  # fmt: skip
+
+    def step(self, number: int) -> str:
+        self.wrapped(batch(number).chunk(self.world_size)[self.rank], True).backward()
+        self.optimizer.note_loss(0.0)
+        self.optimizer.clip_grad_norm_(1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.optimizer.synchronize()
+        return hash_of(self.model)
+
+    @property
+    def outer(self) -> list[int]:
+        return [outer.fingerprint for outer in self.optimizer.loop.outer]
+
+
+def train(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """Two rounds under each inner strategy: what was sent and promised, and hashes."""
+    peers = become_island(rank, 2, folder)
+    found: dict[str, Any] = {}
+    streaming = strategy_named("streaming-diloco", sync_every=EVERY)
+    assert isinstance(streaming, IslandsMethod)
+    for inner in ("ddp", "sdp4bit", "zero-bf16", "fsdp"):
+        strategy = replace(streaming, inner=strategy_named(inner))  # type: ignore[type-var]
+        # Peers are the optimizer's to close; here they go on to the next.
+        replica = Replica(strategy, rank, world_size, Kept(peers) if peers else None, seed=rank)
+        optimizer = replica.optimizer
+        # What is still on its way is not counted yet.
+        wait(list(optimizer.comm._unfinished))
+        start = optimizer.meter.snapshot()
+        hashes = [replica.step(step) for step in range(2 * EVERY)]
+        if rank == world_size - 1:
+            optimizer.request_stop()
+        hashes += [replica.step(step) for step in range(2 * EVERY, 3 * EVERY)]
+        assert not optimizer.stop_requested
+        optimizer.loop.drain()
+        assert optimizer.stop_requested
+        wait(list(optimizer.comm._unfinished))
+        sent = (optimizer.meter.snapshot() - start).sent_bytes
+        promised = 3 * (EVERY * optimizer.inner.bytes_per_step + optimizer.loop.bytes_per_round)
+        plan = strategy.plan(Net(0), Topology(2, 2), 1)
+        outer = optimizer.loop.peers.comm.meter.snapshot().operations if optimizer.loop.peers else {}
+        optimizer.finish()
+        optimizer.check_replicas()
+        found[inner] = (hashes, sent, promised, replica.outer, hash_of(replica.model), plan.sent, len(outer))
+        optimizer.close()
+    # Averaging after every step with plain SGD is data parallelism.
+    replica = Replica(thinwire.strategy_named("local-sgd", sync_every=1), rank, world_size, peers, seed=0, kind="sgd")  # type: ignore[arg-type]
+    for step in range(5):
+        replica.wrapped(batch(step).chunk(world_size)[rank], True).backward()
+        replica.optimizer.step()
+        replica.optimizer.zero_grad()
+    found["weights"] = {name: p.detach().clone() for name, p in replica.model.named_parameters()}
+    replica.optimizer.close()
+    return found
+
+
+class Kept:
+    """Peers that are not closed with their first user."""
+
+    def __init__(self, peers: ElasticPeers) -> None:
+        self._peers = peers
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._peers, name)
+
+    def close(self) -> None:
+        pass
+
+
+def test_islands_of_two_ranks_under_every_kind_of_host(tmp_path: Path) -> None:
+    results = run_workers(train, 4, str(tmp_path), local_size=2, timeout_s=150)
+    reference = plain_sgd(5)
+    for rank, found in enumerate(results):
+        for name, value in found.pop("weights").items():
+            torch.testing.assert_close(value, reference[name], rtol=0, atol=1e-6)
+        for inner, (hashes, sent, promised, outer, last, plan, _) in found.items():
+            island = rank // 2 * 2
+            assert hashes == results[island][inner][0], f"replicas of an island differ under {inner}"
+            assert last == results[0][inner][4], f"islands end with other weights under {inner}"
+            assert outer in ([], results[0][inner][3])
+            assert sent == promised, inner
+            assert plan["outer", "inter"] > 0
+        assert found["ddp"][0] != results[(rank + 2) % 4]["ddp"][0], "islands train by themselves"
+
+
+def plain_sgd(steps: int) -> dict[str, Tensor]:
+    model = Net(0)
+    optimizer = make_optimizer(model, "sgd")
+    for step in range(steps):
+        model(batch(step), True).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def stop_and_go_on(rank: int, world_size: int, folder: str) -> tuple[list[str], list[str]]:
+    """Hashes of the last steps, uninterrupted and by fresh objects that load a state."""
+    peers = become_island(rank, 2, folder)
+    strategy = thinwire.strategy_named("streaming-diloco", sync_every=EVERY, overlap_steps=2, inner=thinwire.SDP4Bit())
+    assert isinstance(strategy, IslandsMethod)
+    first = Replica(strategy, rank, world_size, Kept(peers) if peers else None, seed=0)
+    for step in range(EVERY + 1):
+        first.step(step)
+    file = io.BytesIO()
+    torch.save((first.optimizer.state_dict(), first.model.fixed.state_dict()), file)
+    uninterrupted = [first.step(step) for step in range(EVERY + 1, 3 * EVERY)]
+    second = Replica(strategy, rank, world_size, peers, seed=9)
+    state, frozen = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    second.optimizer.load_state_dict(state)
+    second.model.fixed.load_state_dict(frozen)
+    resumed = [second.step(step) for step in range(EVERY + 1, 3 * EVERY)]
+    second.optimizer.close()
+    return uninterrupted, resumed
+
+
+def test_a_loaded_state_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    for uninterrupted, resumed in run_workers(stop_and_go_on, 4, str(tmp_path), local_size=2, timeout_s=150):
+        assert uninterrupted == resumed
+
+
+def test_what_can_not_be_inside_an_island_is_refused() -> None:
+    with pytest.raises(ConfigError, match="islands have no islands"):
+        strategy_named("diloco", inner=strategy_named("local-sgd"))
+    with pytest.raises(ConfigError, match="keeps a log"):
+        strategy_named("diloco", inner=strategy_named("one-byte"))

@@ -1,0 +1,205 @@
+"""Tensor parallelism by torch's parallelize_module beside a method on the data axis, held to one process."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+import thinwire
+from tests.workers import run_rows, run_workers
+from thinwire.compose import parallelize
+from thinwire.state.replicas import digest
+
+STEPS = 6
+EXACT: dict[str, Any] = {"zero": thinwire.Zero(), "ddp": thinwire.DDP()}
+LOSSY: dict[str, Any] = {
+    "sdp4bit": thinwire.SDP4Bit(),
+    "powersgd": thinwire.PowerSGD(rank=2, start_step=2, min_compression=1.0),
+    "zero-bf16": thinwire.ZeroBF16(),
+}
+METHODS = EXACT | LOSSY
+
+
+class Block(nn.Module):
+    """Two matrices that are cut, a norm and a bias that every rank of the tensor axis holds whole."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Stack(nn.Module):
+    def __init__(self, seed: int, recompute: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.recompute = recompute
+        self.blocks = nn.ModuleList(Block(12, 20) for _ in range(2))
+        self.head = nn.Linear(12, 5, bias=False)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
+        return nn.functional.cross_entropy(self.head(x), y)
+
+
+PLAN: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+
+
+def batches(step: int, share: int, num_shares: int, micro_batches: int = 2) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(16, 12, generator=generator)
+    y = torch.randint(5, (16,), generator=generator)
+    own = slice(share * 16 // num_shares, (share + 1) * 16 // num_shares)
+    return list(zip(x[own].chunk(micro_batches), y[own].chunk(micro_batches), strict=True))
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def alone(max_norm: float = 0.5) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Weights and norms of one process that sees every batch."""
+    model = Stack(0)
+    optimizer, norms = adamw(model), []
+    for step in range(STEPS):
+        for x, y in batches(step, 0, 1, 4):
+            (model(x, y) / 4).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), max_norm)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: param.detach() for name, param in model.named_parameters()}, norms
+
+
+def train(rank: int, world_size: int, name: str, sizes: tuple[int, int], recompute: bool = False) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("data", "tensor"))
+    # Ranks start from other weights: the first one's are taken, of what is cut as of what is not.
+    model = Stack(0, recompute)
+    if rank:
+        with torch.no_grad():
+            model.head.weight.add_(rank)
+    for block in model.blocks:
+        parallelize_module(block, mesh["tensor"], PLAN)
+    stage = parallelize(
+        model, adamw(model), mesh, [METHODS[name]], local_size=1, checked=True, timeout_s=60, announce=False
+    )
+    norms, hashes = [], []
+    before = stage.optimizer.meter.snapshot()
+    for step in range(STEPS):
+        stage.forward_backward(batches(step, mesh["data"].get_local_rank(), sizes[0]))
+        stage.reduce()
+        norms.append(float(stage.update(0.5)))
+        hashes.append({name: digest([param.detach()]).tolist() for name, param in model.named_parameters()})
+    sent = (stage.optimizer.meter.snapshot() - before).sent_bytes
+    stage.optimizer.check_replicas()
+    found = {
+        "weights": {name: param.detach().clone() for name, param in model.named_parameters()},
+        "norms": norms, "hashes": hashes, "sent": sent, "promised": stage.optimizer.bytes_per_step,
+        "loss": stage.optimizer.mean_loss, "place": (mesh["data"].get_local_rank(), mesh["tensor"].get_local_rank()),
+    }  # fmt: skip
+    stage.close()
+    return found
+
+
+def whole(name: str, parts: list[torch.Tensor]) -> torch.Tensor:
+    """A parameter from the parts of the ranks of the tensor axis."""
+    if ".up." in name:
+        return torch.cat(parts)
+    return torch.cat(parts, dim=1) if name.endswith("down.weight") else parts[0]
+
+
+@pytest.fixture(scope="module", params=[(2, 2), (1, 2)], ids=["2x2", "1x2"])
+def runs(request: pytest.FixtureRequest) -> tuple[tuple[int, int], Any]:
+    sizes = request.param
+    return sizes, run_rows(train, list(METHODS), sizes[0] * sizes[1], sizes)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_replicas_are_equal_and_bytes_are_those_of_the_formula(name: str, runs: tuple) -> None:
+    sizes, rows = runs
+    ranks = rows.of(name)
+    for tensor in range(sizes[1]):
+        column = [found["hashes"] for found in ranks if found["place"][1] == tensor]
+        assert all(hashes == column[0] for hashes in column)
+    copies = [key for key in ranks[0]["hashes"][0] if ".up." not in key and not key.endswith("down.weight")]
+    for step in range(STEPS):
+        assert all(found["hashes"][step][key] == ranks[0]["hashes"][step][key] for found in ranks for key in copies)
+    assert all(found["norms"] == ranks[0]["norms"] for found in ranks)
+    if name != "powersgd":
+        assert all(found["sent"] == STEPS * found["promised"] for found in ranks)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_equals_one_process(name: str, runs: tuple) -> None:
+    sizes, rows = runs
+    ranks, (expected, norms) = rows.of(name), alone()
+    parts = sorted((found for found in ranks if found["place"][0] == 0), key=lambda found: found["place"][1])
+    if name in EXACT or sizes[0] == 1:
+        assert ranks[0]["norms"] == pytest.approx(norms, rel=1e-5)
+    start = dict(Stack(0).named_parameters())
+    far = near = 0.0
+    for key, value in expected.items():
+        found = whole(key, [part["weights"][key] for part in parts])
+        far += float((found - value).square().sum())
+        near += float((value - start[key].detach()).square().sum())
+        if name in EXACT:
+            torch.testing.assert_close(found, value, rtol=0, atol=1e-6)
+    assert math.sqrt(far / near) < 0.5
+
+
+def recomputed(rank: int, world_size: int) -> list[dict[str, Any]]:
+    return [train(rank, world_size, "zero", (1, 2), recompute) for recompute in (False, True)]
+
+
+def test_activations_may_be_computed_again_in_backward() -> None:
+    for plain, again in run_workers(recomputed, 2):
+        assert plain["hashes"] == again["hashes"]
+
+
+def refusals(rank: int, world_size: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    said = []
+
+    def refused(make: Any, *args: Any) -> None:
+        model = Stack(0)
+        with pytest.raises(thinwire.ConfigError) as caught:
+            make(model, *args)
+        said.append(str(caught.value))
+
+    def with_mesh(model: nn.Module, mesh: Any, methods: list) -> None:
+        parallelize(model, adamw(model), mesh, methods, announce=False)
+
+    refused(with_mesh, mesh, [thinwire.Zero()])
+    refused(with_mesh, mesh, [])
+    refused(with_mesh, init_device_mesh("cpu", (2,)), [thinwire.Zero()])
+    refused(with_mesh, init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensr")), [thinwire.Zero()])
+    refused(with_mesh, init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",)), [thinwire.Zero()])
+    uneven = copy.deepcopy(Stack(0))
+    uneven.blocks[0].up = nn.Linear(12, 7)
+    parallelize_module(uneven.blocks[0].up, mesh["tensor"], ColwiseParallel())
+    with pytest.raises(thinwire.ConfigError) as caught:
+        with_mesh(uneven, mesh, [thinwire.Zero()])
+    said.append(str(caught.value))
+    return said
+
+
+def test_what_does_not_fit_is_refused_with_the_nearest_choice() -> None:
+    uncut, missing, nameless, misspelt, dataless, uneven = run_workers(refusals, 2)[0]
+    assert "no parameter is cut over it" in uncut and "parallelize_module" in uncut
+    assert "the data axis takes one method, not none; nearest: [thinwire.Zero()]" in missing
+    assert "mesh_dim_names" in nameless
+    assert "did you mean 'tensor'" in misspelt
+    assert "has no data axis" in dataless
+    assert "'blocks.0.up.weight' of shape (7, 12)" in uneven and "multiple of 2" in uneven

@@ -1,0 +1,431 @@
+"""Asynchronous rounds: the weights, what they make of unequal speed, and real processes held to a replay."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.conformance.strategy_suite import hash_of
+from tests.workers import run_workers
+from thinwire import (
+    ConfigError,
+    FedFix,
+    Identity,
+    Integer,
+    PeerLostError,
+)
+from thinwire.methods.islands.fedfix import Tick
+from thinwire.methods.islands.weights import (
+    async_weights,
+    estimated_weights,
+    fedavg_weights,
+    fedfix_weights,
+    frequency_weights,
+    normalised,
+    tick_weights,
+)
+
+# ---------------------------------------------------------------- the weights
+
+JOB_S = (1.0, 0.8, 0.6, 0.4, 0.2)
+EQUAL = [0.2] * 5
+
+
+def test_weights_are_the_published_ones() -> None:
+    assert fedfix_weights([1.0] * 5, JOB_S, 0.25) == [4, 4, 3, 2, 1]
+    assert fedfix_weights([1.0] * 5, JOB_S, 0.5) == [2, 2, 2, 1, 1]
+    assert fedfix_weights([1.0] * 5, JOB_S, 1.0) == fedavg_weights([1.0] * 5)
+    # 0.6 / 0.2 is above 3 in floating point.
+    assert fedfix_weights([1.0] * 5, JOB_S, 0.2) == [5, 4, 3, 2, 1]
+    rate = 1 + 1.25 + 1 / 0.6 + 2.5 + 5
+    assert async_weights(EQUAL, JOB_S) == pytest.approx([0.2 * tau * rate for tau in JOB_S])
+    assert frequency_weights(EQUAL, [0.25, 0.5, 1, 1, 1]) == pytest.approx([0.8, 0.4, 0.2, 0.2, 0.2])
+    assert estimated_weights(EQUAL, 8, [0, 1, 2, 8, 9]) == pytest.approx([1.6, 1.6, 0.8, 0.2, 0.2])
+    assert estimated_weights(EQUAL, 8, [0, 1, 2, 8, 9], largest=5) == pytest.approx([1.0, 1.0, 0.8, 0.2, 0.2])
+    assert normalised([1, 3]) == [0.25, 0.75]
+
+
+# ---------------------------------------------------------------- a server with a clock of its own
+
+
+class Simulation:
+    """Five clients, f_i = 0.5 |x - (i, -i)|^2, one step of lr 0.02 a job; the best x is (2, -2)."""
+
+    def __init__(self, end: float = 4000.0, dead_from: float = math.inf) -> None:
+        self.x, self.end, self.dead_from = 0.0, end, dead_from
+        self.sent = [0.0] * 5
+        self.values: list[float] = []
+        self.counts = [0] * 5
+
+    def aggregate(self, clients: Sequence[int], weights: Sequence[float]) -> None:
+        self.x += sum(weights[i] * 0.02 * (i - self.sent[i]) for i in clients)
+        for i in clients:
+            self.sent[i] = self.x
+            self.counts[i] += 1
+        self.values.append(self.x)
+
+    def arrivals(self, restart: Callable[[int, float], float]) -> Any:
+        """(time, client) in order; client 3 may die."""
+        queue = [(tau, i) for i, tau in enumerate(JOB_S)]
+        heapq.heapify(queue)
+        while queue and queue[0][0] < self.end + 1e-9:
+            now, i = heapq.heappop(queue)
+            if i != 3 or now < self.dead_from:
+                yield now, i
+                heapq.heappush(queue, (restart(i, now), i))
+
+    def every_arrival(self, weights: Sequence[float]) -> Simulation:
+        for _, i in self.arrivals(lambda i, now: now + JOB_S[i]):
+            self.aggregate([i], weights)
+        return self
+
+    def every_interval(self, interval: float, weights: Sequence[float]) -> Simulation:
+        def next_tick(now: float) -> int:
+            return math.ceil(now / interval - 1e-9)
+
+        waiting: dict[int, list[int]] = {}
+        for now, i in self.arrivals(lambda i, now: next_tick(now) * interval + JOB_S[i]):
+            tick = next_tick(now)
+            for earlier in range(len(self.values) + 1, tick):
+                self.aggregate(sorted(waiting.pop(earlier, [])), weights)
+            waiting.setdefault(tick, []).append(i)
+        return self
+
+    def every_few(self, count: int, weights: Sequence[float]) -> Simulation:
+        """FedBuff: clients wait for the aggregation that they take part in."""
+        queue = [(tau, i) for i, tau in enumerate(JOB_S)]
+        now = 0.0
+        while now < self.end:
+            first = sorted(queue)[:count]
+            now = first[-1][0]
+            if any(i == 3 and at >= self.dead_from for at, i in first):
+                queue = [(at, i) for at, i in queue if i != 3]
+                continue
+            self.aggregate(sorted(i for _, i in first), weights)
+            queue = [(now + JOB_S[i], i) if (at, i) in first else (at, i) for at, i in queue]
+        return self
+
+    @property
+    def mean(self) -> float:
+        half = self.values[len(self.values) // 2 :]
+        return sum(half) / len(half)
+
+    @property
+    def deviation(self) -> float:
+        return float(torch.tensor(self.values[len(self.values) // 2 :], dtype=torch.float64).std())
+
+
+def test_the_fixed_points_are_the_published_ones() -> None:
+    by_time = Simulation().every_arrival([1.0] * 5)
+    assert by_time.mean == pytest.approx(2.810, abs=1e-3)
+    # Clients that arrive at the same time may be taken in any order, which is worth 0.01.
+    assert Simulation().every_arrival(async_weights(EQUAL, JOB_S)).mean == pytest.approx(2.002, abs=0.01)
+    for interval, mean, biased in ((0.25, 2.007, 2.752), (0.5, 2.004, 2.430), (1.0, 2.000, 2.000)):
+        fixed = Simulation().every_interval(interval, fedfix_weights(EQUAL, JOB_S, interval))
+        assert fixed.mean == pytest.approx(mean, abs=2e-3)
+        assert Simulation().every_interval(interval, fedavg_weights(EQUAL)).mean == pytest.approx(biased, abs=2e-3)
+        assert len(fixed.values) == pytest.approx(4000 / interval, abs=2)
+    assert len(by_time.values) == pytest.approx(45_664, rel=1e-3)
+
+
+def test_buffers_and_estimates_are_unbiased_too() -> None:
+    buffered = Simulation().every_few(2, [0.5] * 5)
+    assert buffered.mean == pytest.approx(2.646, abs=5e-3)
+    frequency = [count / len(buffered.values) for count in buffered.counts]
+    assert frequency == pytest.approx([0.206, 0.255, 0.330, 0.467, 0.742], abs=3e-3)
+    assert Simulation().every_few(2, frequency_weights(EQUAL, frequency)).mean == pytest.approx(2.003, abs=3e-3)
+
+
+def test_iterates_swing_less_at_fixed_times() -> None:
+    swings = [
+        Simulation().every_arrival(async_weights(EQUAL, JOB_S)).deviation,
+        Simulation().every_interval(0.5, fedfix_weights(EQUAL, JOB_S, 0.5)).deviation,
+        Simulation().every_interval(1.0, fedavg_weights(EQUAL)).deviation,
+    ]
+    assert swings[0] > swings[1] > swings[2]
+    assert swings[2] < 1e-9
+
+
+def test_each_counts_its_importance_in_a_long_window() -> None:
+    """sum over aggregations of d_i 1(i in S) / aggregations = p_i, which is all that being unbiased asks for."""
+    p = normalised([1, 2, 3, 4, 5])
+    for interval in (0.25, 0.5, 0.7):
+        run = Simulation().every_interval(interval, weights := fedfix_weights(p, JOB_S, interval))
+        counted = [weight * count / len(run.values) for weight, count in zip(weights, run.counts, strict=True)]
+        assert counted == pytest.approx(p, rel=0.01)
+    # Ticks of jobs whose lengths vary: exact after every job.
+    lengths = [3, 1, 4, 1, 5, 9, 2, 6]
+    assert sum(sum(tick_weights([0.3], [length])) for length in lengths) == pytest.approx(0.3 * sum(lengths))
+
+
+def test_a_dead_client_does_not_stop_the_others() -> None:
+    """Its f is then missing: the mean of 0, 1, 2 and 4."""
+    for run in (
+        Simulation(dead_from=1000).every_arrival(async_weights(EQUAL, JOB_S)),
+        Simulation(dead_from=1000).every_interval(0.5, fedfix_weights(EQUAL, JOB_S, 0.5)),
+    ):
+        assert run.mean == pytest.approx(7 / 4, abs=0.02)
+    assert len(Simulation(dead_from=1000).every_few(2, [0.5] * 5).values) > 8000
+
+
+# ---------------------------------------------------------------- real processes
+
+LR, JOB, SLOW, SLOW_TICKS = 0.1, 2, 3, 8
+
+
+class Point(nn.Module):
+    """f_i(x) = 0.5 |x - i|^2 in two tensors of 3 elements."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(2))
+        self.rank = rank
+
+    def forward(self) -> Tensor:
+        return 0.5 * (torch.cat([self.first, self.second]) - self.rank).square().sum()
+
+
+def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, *args: Tensor) -> float:
+    loss = model(*args)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.detach())
+
+
+class Recorded(FedFix):
+    """Keeps what it hands in, the server after each tick, and who took part."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self.history: list[Tick] = []
+        self.servers: list[Tensor] = []
+        self.given = torch.zeros(())
+        super().__init__(*args, on_tick=self.keep, announce=False, **options)
+
+    def keep(self, tick: Tick) -> None:
+        self.history.append(tick)
+        self.servers.append(self._server.clone())
+
+    def _hand_in(self) -> None:
+        self.given = self.given + (self._model.read() - self._begun)
+        super()._hand_in()
+
+
+def quadratics(rank: int, weights: str, num_ticks: int) -> dict[str, Any]:
+    model = Point(rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    before = 0
+    options: Any = {"interval_s": 0.01, "local_steps": JOB, "weights": weights, "max_ticks": 1000}
+    with Recorded(model, optimizer, codec=Identity(), **options) as fed:
+        steps = 0
+        while fed.ticks < num_ticks:
+            if rank == SLOW and steps % JOB == JOB - 1:
+                while fed.ticks < min(before + SLOW_TICKS - 1, num_ticks):
+                    time.sleep(0.001)
+            step_of(model, optimizer)
+            before = fed.ticks if steps % JOB == JOB - 1 else before
+            steps += 1
+    reading = fed.meter.snapshot()
+    return {
+        "history": fed.history,
+        "servers": torch.stack(fed.servers),
+        "model": fed._model.read(),
+        "steps": steps,
+        "jobs": fed.jobs,
+        "sent": (reading.sent_by("hand_in"), fed.jobs * fed.bytes_per_job),
+        "words": (
+            reading.sent_by("clock") + reading.operations["all_gather_exact", "inter"].sent_bytes,
+            fed.ticks * fed.bytes_per_tick,
+        ),
+    }
+
+
+def replay(history: list[Tick], steps: list[int]) -> list[Tensor]:
+    """The same run in one process, from who took part at which tick."""
+    server, left = torch.zeros(3), list(steps)
+    begun = [torch.zeros(3)] * len(steps)
+    servers = []
+    for tick in history:
+        total = torch.zeros(3)
+        for rank, weight in zip(tick.finished, tick.weights, strict=True):
+            model = Point(rank)
+            with torch.no_grad():
+                model.first.copy_(begun[rank][:1])
+                model.second.copy_(begun[rank][1:])
+            optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+            for _ in range(min(JOB, left[rank])):
+                step_of(model, optimizer)
+            left[rank] -= min(JOB, left[rank])
+            end = torch.cat([model.first.detach(), model.second.detach()])
+            total.add_(end - begun[rank], alpha=weight)
+        if tick.finished:
+            server = server.add(total, alpha=1.0)
+        for rank in tick.finished:
+            begun[rank] = server
+        servers.append(server)
+    assert left == [0] * len(steps)
+    return servers
+
+
+def islands(rank: int, world_size: int) -> dict[str, Any]:
+    results: dict[str, Any] = {name: quadratics(rank, name, 150) for name in ("ticks", "importance")}
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(64, 4, generator=generator)
+    y = x.prod(1, keepdim=True).tanh() + x.sum(1, keepdim=True)
+    options: Any = {"interval_s": 0.01, "local_steps": 5, "weights": "estimated", "overlap": True, "max_ticks": 4}
+
+    def mse() -> Tensor:
+        return (model(x) - y).square().mean()
+
+    losses, moved = [float(mse().detach())], torch.zeros(())
+    with Recorded(model, optimizer, **options) as fed:
+        while fed.ticks < 60:
+            optimizer.zero_grad()
+            mse().backward()
+            before = fed._model.read()
+            # Without the hook, so that what comes from the server is not counted as this rank's.
+            type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
+            moved = moved + (fed._model.read() - before)
+            fed._after_step()
+            time.sleep(0.004 if rank == 3 else 0.0)
+    losses.append(float(mse().detach()))
+    state = fed.state_dict()
+    again = FedFix(model, optimizer, announce=False, **options)
+    # The ranks' states are some ticks apart in a run; the newest is taken.
+    if rank != 2:
+        state["counts"][0] -= 1
+        state["server"] += 1
+    again.load_state_dict(state)
+    with again:
+        pass
+    results["network"] = {
+        "losses": losses,
+        "hash": hash_of(model),
+        "servers": torch.stack(fed.servers),
+        "kept": (fed.given, moved),
+        "resumed": (again.ticks - fed.ticks, float((again._server - fed._server).abs().max())),
+        "codec": fed.codec,
+    }
+    with pytest.raises(ConfigError, match="other options") as caught:
+        FedFix(model, optimizer, interval_s=0.01 * (1 + (rank == 1)), local_steps=5)
+    results["refusal"] = str(caught.value)
+    return results
+
+
+@pytest.fixture(scope="module")
+def run() -> list[dict[str, Any]]:
+    return run_workers(islands, 4, timeout_s=150.0)
+
+
+@pytest.mark.parametrize("weights", ["ticks", "importance"])
+def test_a_run_is_its_replay_bit_for_bit(run: list[dict[str, Any]], weights: str) -> None:
+    results = [result[weights] for result in run]
+    history = results[0]["history"]
+    expected = torch.stack(replay(history, [result["steps"] for result in results]))
+    for result in results:
+        assert result["history"] == history
+        assert torch.equal(result["servers"], expected)
+        assert torch.equal(result["model"], expected[-1])
+        assert result["sent"][0] == result["sent"][1] > 0
+
+
+def test_words_take_the_promised_bytes(run: list[dict[str, Any]]) -> None:
+    for rank, result in enumerate(run):
+        sent, promised = result["ticks"]["words"]
+        # Besides ticks: two digests of 16 bytes for the start's weights and names, one for options, and a barrier.
+        assert sent - promised == 3 * (3 * 16 + 1), rank
+
+
+def test_weights_make_unequal_speed_unbiased(run: list[dict[str, Any]]) -> None:
+    means = {name: float(run[0][name]["servers"][75:].mean()) for name in ("ticks", "importance")}
+    assert means["ticks"] == pytest.approx(1.5, abs=0.15)
+    taken = [sum(rank in tick.finished for tick in run[0]["importance"]["history"]) for rank in range(4)]
+    biased = sum(rank * count for rank, count in enumerate(taken)) / sum(taken)
+    assert means["importance"] == pytest.approx(biased, abs=0.15)
+    assert biased < 1.3
+
+
+def test_a_slow_island_does_not_slow_the_others(run: list[dict[str, Any]]) -> None:
+    jobs = [result["ticks"]["jobs"] for result in run]
+    assert min(jobs[:3]) > 2 * jobs[SLOW] > 0
+
+
+def test_a_network_learns_at_four_bits_while_deltas_travel(run: list[dict[str, Any]]) -> None:
+    results = [result["network"] for result in run]
+    assert len({result["hash"] for result in results}) == 1
+    for result in results:
+        assert result["codec"] == Integer()
+        assert torch.equal(result["servers"], results[0]["servers"])
+        assert result["losses"][1] < 0.5 * result["losses"][0]
+        # Every step was handed in, and once.
+        given, moved = result["kept"]
+        assert torch.allclose(given, moved, atol=2e-5)
+        ticks, drift = result["resumed"]
+        assert ticks >= 1 and drift == 0.0
+
+
+def test_ranks_must_agree_on_options(run: list[dict[str, Any]]) -> None:
+    assert all("rank 1 asks for other options than rank 0" in result["refusal"] for result in run)
+
+
+def one_rank_dies(rank: int, world_size: int) -> str:
+    model = Point(rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    with pytest.raises(PeerLostError) as caught:
+        with FedFix(model, optimizer, interval_s=0.01, local_steps=JOB, timeout_s=20, announce=False) as fed:
+            while True:
+                step_of(model, optimizer)
+                if rank == 1 and fed.ticks > 5:
+                    os.kill(os.getpid(), signal.SIGKILL)
+    return str(caught.value)
+
+
+def test_a_lost_island_is_named() -> None:
+    results = run_workers(one_rank_dies, 3, may_die=(1,), timeout_s=40)
+    assert all("rank 1 is missing" in results[rank] for rank in (0, 2))
+
+
+def test_one_island_needs_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    model = Point(3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    with FedFix(model, optimizer, interval_s=0.001, local_steps=1, max_ticks=1, announce=False) as fed:
+        for _ in range(20):
+            begun = fed.ticks
+            while fed.ticks < begun + 2:
+                time.sleep(0.0005)
+            step_of(model, optimizer)
+    assert fed.jobs == 20 and fed.meter.snapshot().sent_bytes == 0
+    assert float(model.first.detach()) == pytest.approx(3 * (1 - 0.9**20))
+    # Said once.
+    assert [record.message.split(" took ")[0] for record in caplog.records] == ["thinwire: a job of rank 0"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"interval_s": 0.0}, "interval_s 0"),
+        ({"interval_s": 700.0}, "below timeout_s"),
+        ({"local_steps": 0}, "local_steps 0"),
+        ({"weights": "tick"}, "did you mean 'ticks'"),
+        ({"outer_lr": 0.0}, "outer_lr 0"),
+        ({"max_ticks": 0}, "max_ticks 0"),
+        ({"importance": [1.0, 2.0]}, "one number above 0 for each of the 1"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(options: dict[str, Any], message: str) -> None:
+    model = Point(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    with pytest.raises(ConfigError, match=message):
+        FedFix(model, optimizer, **({"interval_s": 0.1, "local_steps": 1} | options))

@@ -1,0 +1,97 @@
+"""Combinations that can't work are refused at construction, with the reason and a way out."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from typing import Any, get_type_hints
+
+import numpy as np
+import pytest
+
+from thinwire import (
+    DGC,
+    ConfigError,
+    Frontier,
+    Hadamard,
+    Identity,
+    Integer,
+    SDP4Bit,
+    ZeroPP,
+)
+from thinwire.layout.formats import WireFormat
+from thinwire.methods.options import fits
+from thinwire.registry import STRATEGIES, strategy_named
+
+
+def test_unknown_strategy_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'sdp4bit'"):
+        strategy_named("sdp4bits")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"weight_bits": 5}, "nearest is 4"),
+        ({"inter_group": 100}, "no multiple of the hadamard block_size 32; nearest is 96"),
+        ({"hadamard": 33}, "not a power of two"),
+        ({"rounding": "up"}, "rounding 'up'"),
+        ({"weights": False, "gradients": False}, "compresses nothing"),
+        ({"weight_bits": 2}, "grows in the next"),
+    ],
+)
+def test_refused_options_say_why(options: dict, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        SDP4Bit(**options)
+
+
+def test_every_option_has_a_type_that_is_checked() -> None:
+    classes: set[Any] = {type(make()) for make in STRATEGIES.values()}
+    for cls in classes:
+        hints = get_type_hints(cls)
+        for item in fields(cls) if is_dataclass(cls) else ():
+            for wrong in ({1}, "no", True, 2.5):
+                if not fits(wrong, hints[item.name]):
+                    with pytest.raises(ConfigError, match=rf"{item.name} .* of {cls.__name__}|can't plan"):
+                        cls(**{item.name: wrong})
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "words"),
+    [
+        (ZeroPP, {"secondary": "yes"}, "secondary 'yes' of ZeroPP: must be true or false"),
+        (ZeroPP, {"weights": 8}, "weights 8 of ZeroPP: must be a string"),
+        (ZeroPP, {"weight_group": 2048.0}, "weight_group 2048.0 of ZeroPP: must be a whole number"),
+        (Frontier, {"weights_over": "2"}, "weights_over '2' of Frontier: must be a whole number"),
+        (DGC, {"warmup": ("a",)}, r"warmup \('a',\) of DGC: must be a list of numbers"),
+    ],
+)
+def test_options_of_a_wrong_type_are_named(cls: type, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        cls(**options)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    options: dict[str, Any] = {"weight_group": np.int64(64), "loco_beta": np.float32(0.5)}
+    assert ZeroPP(**options).matrix().weights == Integer(8, 64, "nearest")
+    lists: dict[str, Any] = {"clip": 1, "warmup": [0.25]}
+    assert DGC(**lists).density_at(0) == 0.25
+
+
+def test_a_lossy_codec_may_carry_differences_if_what_it_loses_shrinks() -> None:
+    exact = Identity()
+    for codec in (Integer(2, 2048, "nearest"), Integer(2, 32), Integer(4, 2048), Hadamard(Integer(3, 2048))):
+        WireFormat(codec, True, exact, exact)
+    with pytest.raises(ConfigError):
+        WireFormat(Integer(2, 2048), True, exact, exact)
+    WireFormat(Integer(2, 2048), False, exact, exact)
+
+
+def test_each_half_alone() -> None:
+    first, second = STRATEGIES["sdp4bit-weights"](), STRATEGIES["sdp4bit-gradients"]()
+    assert isinstance(first, SDP4Bit) and isinstance(second, SDP4Bit)
+    weights, gradients = first.matrix(), second.matrix()
+    assert weights.differences
+    assert weights.inter == weights.intra == Identity()
+    assert not gradients.differences
+    assert gradients.weights == Identity()
+    assert gradients.inter.bits_per_element == 4.25

@@ -1,0 +1,245 @@
+"""The third noun: who sends which packet to whom, in what order, and in which precision the sum is taken.
+
+Generators over a Link, driven by the communication thread, which goes on with another job while one waits for its
+messages. Packets lie where the tensors do, on the CPU or a CUDA device. Every sum is taken in fp32 in rank order, so
+results do not depend on which message arrives first. A caller's tensor is written only after all messages of the
+operation have arrived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from math import lcm
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs import Codec, Identity, derive_seed, paired_seed
+from thinwire.collectives.feedback import HOP_INTER, HOP_INTRA, Feedback, Lost
+from thinwire.collectives.gather import (
+    all_gather,
+    gather_bytes,
+)
+from thinwire.collectives.link import Link
+from thinwire.collectives.rounds import Rounds
+from thinwire.collectives.topology import Topology
+
+
+def added(*sent: Mapping[str, int]) -> dict[str, int]:
+    """Bytes by level, added up."""
+    return {level: sum(one[level] for one in sent) for level in ("intra", "inter")}
+
+
+def reduce_bytes(grid: Topology, num_elements: int, intra: Codec, inter: Codec) -> dict[str, int]:
+    """What one rank sends on each level in `reduce_scatter`; num_elements: of its slice."""
+    to_neighbours = (grid.local_size - 1) * grid.num_nodes * intra.packet_bytes(num_elements)
+    return {"intra": to_neighbours, "inter": (grid.num_nodes - 1) * inter.packet_bytes(num_elements)}
+
+
+def reduce_scatter(
+    link: Link,
+    x: Tensor,
+    intra: Codec,
+    inter: Codec,
+    *,
+    seed: int = 0,
+    counter: int = 0,
+    operation: str = "reduce_scatter",
+    lost: Feedback | None = None,
+) -> Rounds[Tensor]:
+    """This rank's slice of the sum over ranks of flat fp32 `x`: fp32 [n / world_size], scratch of the link.
+
+    Slice j of `x` belongs to rank j = y * local_size + i. Hop 1, inside the node: the num_nodes slices of local rank i
+    travel with `intra` to local rank i, which adds local_size pieces in fp32. Hop 2, between nodes: each partial sum
+    travels with `inter` to its owner, which adds num_nodes pieces. With one rank to a node, or one node, the hop that
+    has no partner is left out. Where both codecs rotate alike, the sums stay rotated and are rotated back once.
+    `counter` numbers the first element of `x` for the codecs' randomness. Draws differ by rank in hop 1 and by node in
+    hop 2, so the sum does not depend on which rank owns an element; neighbours draw opposite noise, which halves what
+    the sum loses (see paired_seed). With `lost`, each hop feeds back what its codec lost the last time.
+
+    Source: SDP4Bit, NeurIPS 2024, two-level gradient reduction with Hadamard smoother.
+    """
+    grid = link.topology
+    num_elements = x.numel() // grid.world_size
+    slices = x.view(grid.num_nodes, grid.local_size, num_elements)
+    if grid.world_size == 1 or num_elements == 0:
+        return x.view(-1)
+    rotation = None
+    sums = slices[:, 0]
+    counters = [
+        [counter + (y * grid.local_size + i) * num_elements for i in range(grid.local_size)]
+        for y in range(grid.num_nodes)
+    ]
+    if grid.local_size > 1:
+        own_seed = paired_seed(derive_seed(seed, HOP_INTRA), link.rank)
+        sums = yield from _hop_intra(link, slices, intra, own_seed, counters, operation, lost)
+        rotation = intra.rotation
+    if grid.num_nodes > 1:
+        if rotation and (not _rotate_alike(intra, inter) or (lost and not lost.is_rotated)):
+            rotation.rotate_(sums.view(-1))
+            rotation = None
+        codec = _in_rotated_domain(inter) if rotation else inter
+        node_counters = [row[link.local_rank] for row in counters]
+        own_seed = paired_seed(derive_seed(seed, HOP_INTER), link.node)
+        sums = yield from _hop_inter(link, sums, codec, own_seed, node_counters, operation, lost)
+        rotation = inter.rotation
+    with link.timed("decode_s", operation):
+        return rotation.rotate_(sums.view(-1)) if rotation else sums.view(-1)
+
+
+def reduce_in_node(link: Link, x: Tensor, *, operation: str = "reduce_scatter") -> Rounds[Tensor]:
+    """This local rank's slice of the sum over its node of flat fp32 `x`: fp32 [n / local_size], scratch of the link."""
+    grid = link.topology
+    slices = x.view(1, grid.local_size, -1)
+    if grid.local_size == 1 or x.numel() == 0:
+        return slices[0, 0]
+    total = yield from _hop_intra(link, slices, Identity(), 0, [[0] * grid.local_size], operation, None)
+    return total[0]
+
+
+def _hop_intra(
+    link: Link,
+    slices: Tensor,
+    codec: Codec,
+    seed: int,
+    counters: list[list[int]],
+    operation: str,
+    lost: Feedback | None,
+) -> Rounds[Tensor]:
+    """Sum over the node, rotated: fp32 [num_nodes, n], the partial sums of this local rank's slices."""
+    num_nodes, local_size, num_elements = slices.shape
+    packet_bytes = codec.packet_bytes(num_elements)
+    device = slices.device
+    sends = link.scratch("intra_send", local_size, num_nodes, packet_bytes, device=device)
+    receives = link.scratch("intra_receive", local_size, num_nodes, packet_bytes, device=device)
+    total = link.scratch("intra_sum", num_nodes, num_elements, dtype=torch.float32, device=device)
+    grid = link.topology
+    buffers = {peer: receives[grid.local_rank(peer)].view(-1) for peer in link.local_peers()}
+
+    def pack(i: int) -> None:
+        for y in range(num_nodes):
+            piece = (HOP_INTRA, grid.rank(y, i))
+            _encode(codec, lost, slices[y, i], piece, seed, counters[y][i], sends[i, y])
+
+    round_ = link.exchange(operation, "intra", buffers)
+    for peer in [*link.local_peers(), link.rank]:
+        i = grid.local_rank(peer)
+        yield from link.work("encode_s", operation, partial(pack, i))
+        if peer != link.rank:
+            round_.send(peer, sends[i].view(-1))
+    yield from round_.finish()
+
+    inner = _in_rotated_domain(codec)
+
+    def add_up() -> None:
+        for i in range(local_size):
+            packets = sends[i] if i == link.local_rank else receives[i]
+            for y in range(num_nodes):
+                _accumulate(inner, packets[y], total[y], first=i == 0)
+
+    yield from link.work("decode_s", operation, add_up)
+    return total
+
+
+def _hop_inter(
+    link: Link,
+    sums: Tensor,
+    codec: Codec,
+    seed: int,
+    counters: list[int],
+    operation: str,
+    lost: Feedback | None,
+) -> Rounds[Tensor]:
+    """Sum over the nodes, rotated: fp32 [n], this rank's slice."""
+    num_nodes, num_elements = sums.shape
+    packet_bytes = codec.packet_bytes(num_elements)
+    device = sums.device
+    sends = link.scratch("inter_send", num_nodes, packet_bytes, device=device)
+    receives = link.scratch("inter_receive", num_nodes, packet_bytes, device=device)
+    total = link.scratch("inter_sum", num_elements, dtype=torch.float32, device=device)
+    grid = link.topology
+    buffers = {peer: receives[grid.node(peer)] for peer in link.node_peers()}
+    round_ = link.exchange(operation, "inter", buffers, codec.length)
+    for peer in [*link.node_peers(), link.rank]:
+        y = grid.node(peer)
+        pack = partial(_encode, codec, lost, sums[y], (HOP_INTER, y), seed, counters[y], sends[y])
+        yield from link.work("encode_s", operation, pack)
+        if peer != link.rank:
+            round_.send(peer, sends[y])
+    yield from round_.finish()
+
+    inner = _in_rotated_domain(codec)
+
+    def add_up() -> None:
+        for y in range(num_nodes):
+            _accumulate(inner, sends[y] if y == link.node else receives[y], total, first=y == 0)
+
+    yield from link.work("decode_s", operation, add_up)
+    return total
+
+
+def _in_rotated_domain(codec: Codec) -> Codec:
+    """What decodes to rotated values, where the codec rotates; else the codec."""
+    return codec.rotation.inner if codec.rotation else codec
+
+
+def _rotate_alike(one: Codec, other: Codec) -> bool:
+    """Whether both codecs rotate, and by the same matrix."""
+    a, b = one.rotation, other.rotation
+    return a is not None and b is not None and a.block_size == b.block_size
+
+
+def _encode(
+    codec: Codec, lost: Feedback | None, x: Tensor, piece: tuple[int, int], seed: int, counter: int, out: Tensor
+) -> None:
+    if lost is None:
+        codec.encode(x, seed=seed, counter=counter, out=out)
+    else:
+        lost.encode(codec, x, piece, seed=seed, counter=counter, out=out)
+
+
+def _accumulate(codec: Codec, packet: Tensor, total: Tensor, *, first: bool) -> None:
+    if first:
+        codec.decode(packet, total.numel(), out=total)
+    else:
+        codec.decode_add(packet, total)
+
+
+def all_reduce(
+    link: Link,
+    x: Tensor,
+    intra: Codec,
+    inter: Codec,
+    gather: Codec,
+    *,
+    seed: int = 0,
+    operation: str = "all_reduce",
+    lost: Lost | None = None,
+) -> Rounds[Tensor]:
+    """The sum over ranks of `x`, fp32 in its shape, equal on every rank: reduce_scatter, then all_gather.
+
+    lost: for slices of `slice_length` elements.
+    """
+    world_size = link.topology.world_size
+    if world_size == 1:
+        return x.float().clone()
+    length = slice_length(x.numel(), world_size, intra, inter, gather)
+    padded = torch.zeros(world_size * length, device=x.device)
+    padded[: x.numel()].copy_(x.reshape(-1))
+    shard = yield from reduce_scatter(link, padded, intra, inter, seed=seed, operation=operation, lost=lost)
+    own = lost.gather if lost is not None else None
+    total = yield from all_gather(link, shard, gather, seed=seed, operation=operation, lost=own)
+    return total.view(-1)[: x.numel()].view(x.shape)
+
+
+def slice_length(num_elements: int, world_size: int, *codecs: Codec) -> int:
+    """Elements of each rank's slice of a tensor that zeros fill up to where the codecs can cut it."""
+    block = lcm(*(codec.block for codec in codecs))
+    return -(-num_elements // (world_size * block)) * block
+
+
+def all_reduce_bytes(num_elements: int, grid: Topology, intra: Codec, inter: Codec, gather: Codec) -> dict[str, int]:
+    """What one rank sends on each level in `all_reduce`."""
+    n = slice_length(num_elements, grid.world_size, intra, inter, gather)
+    return added(reduce_bytes(grid, n, intra, inter), gather_bytes(grid, gather.packet_bytes(n)))

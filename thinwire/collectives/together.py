@@ -1,0 +1,36 @@
+"""Parts of one job side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from thinwire.collectives.rounds import Arrival, Computed, Rounds
+
+
+def together(*jobs: Rounds[Any]) -> Rounds[list[Any]]:
+    """Run parts of one job side by side, each on a `Link.part` of its own; their results.
+
+    While the messages of one travel, the next one packs. What they compute on a pool it computes at once, and each goes
+    on when its own is ready, in the order in which they asked.
+    """
+    results: list[Any] = [None] * len(jobs)
+    waiting: dict[int, Sequence[Arrival]] = {}
+
+    def advance(number: int) -> None:
+        waiting.pop(number, None)
+        try:
+            waiting[number] = next(jobs[number])
+        except StopIteration as end:
+            results[number] = end.value
+
+    for number in range(len(jobs)):
+        advance(number)
+    while waiting:
+        computing = [n for n, awaited in waiting.items() if any(isinstance(one, Computed) for one in awaited)]
+        ready = computing[:1] or list(waiting)
+        if awaited := [arrival for number in ready for arrival in waiting[number]]:
+            yield awaited
+        for number in ready:
+            advance(number)
+    return results

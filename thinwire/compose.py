@@ -1,0 +1,195 @@
+"""Fifth floor: methods meet their hosts, each on its axis of one mesh."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+# A host registers itself for its kind of method.
+import thinwire.hosts.ddp.optimizer
+import thinwire.hosts.fsdp.optimizer
+import thinwire.hosts.islands.optimizer
+import thinwire.hosts.one_byte.optimizer
+import thinwire.hosts.sharded.levels_wrap
+import thinwire.hosts.sharded.wrap  # noqa: F401
+from thinwire import _compat
+from thinwire.collectives import Communicator
+from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
+from thinwire.errors import ConfigError, nearest
+from thinwire.hosts.interface import ParallelOptimizer, apply
+from thinwire.hosts.ranks import Axis
+from thinwire.hosts.tensor import TensorAxis, check_same_copies, cut_parameters
+from thinwire.methods.interface import Method
+from thinwire.table import Row
+from thinwire.table import announce as announce_table
+
+__all__ = ["AXES", "Stage", "apply", "parallelize"]
+
+# The axes of a mesh, from the outside in.
+AXES = ("island", "pipeline", "data", "sequence", "expert", "tensor")
+# Those that have methods, and the tensor axis, which is torch's.
+SERVED = ("data", "tensor")
+
+
+class Stage:
+    """A model in training on a mesh; made by `parallelize`.
+
+    A step is `forward_backward`, `reduce`, `update`, or `forward_backward` and `step`. module: what to call in
+    training. optimizer: what steps it, a ParallelOptimizer.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: ParallelOptimizer, rows: Sequence[Row] = ()) -> None:
+        self.module, self.optimizer = module, optimizer
+        self._rows = list(rows)
+
+    def forward_backward(
+        self, batches: Sequence[Any], loss: Callable[[nn.Module, Any], Tensor] = lambda module, batch: module(*batch)
+    ) -> float:
+        """The mean loss over this rank's micro-batches; only the last one's backward communicates.
+
+        batches: of one step. loss: of one micro-batch; by default what the module returns for `module(*batch)`.
+        """
+        total = torch.zeros(())
+        for number, batch in enumerate(batches):
+            is_last = number == len(batches) - 1
+            with nullcontext() if is_last else self.optimizer.no_sync():
+                value = loss(self.module, batch) / len(batches)
+                value.backward()
+            total += value.detach().cpu()
+        self.optimizer.note_loss(float(total))
+        return float(total)
+
+    def reduce(self) -> Tensor:
+        """Wait for the mean gradient, and agree with all ranks of the mesh on its norm, the loss and stopping.
+
+        Returns the 2-norm of the whole gradient, each element counted once on the mesh, an fp64 scalar.
+        """
+        return self.optimizer.reduce()
+
+    def update(self, max_norm: float = math.inf) -> Tensor:
+        """Clip the gradient to a norm of at most `max_norm`, update the weights, forget the gradient.
+
+        A step whose gradient is not finite is skipped on all ranks. Returns the norm before clipping.
+        """
+        norm = self.optimizer.clip_grad_norm_(max_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return norm
+
+    def step(self, max_norm: float = math.inf) -> Tensor:
+        """`reduce` and `update`."""
+        self.reduce()
+        return self.update(max_norm)
+
+    def describe(self) -> list[Row]:
+        """Rows of (asked for, in effect, why they differ or how it was found)."""
+        return [*self._rows, *self.optimizer.describe()]
+
+    def close(self) -> None:
+        """Wait for all communication and give the process groups back."""
+        self.optimizer.close()
+
+
+def parallelize(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    mesh: DeviceMesh,
+    methods: Iterable[Method],
+    *,
+    local_size: int | None = None,
+    overlap: bool = False,
+    seed: int = 0,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    checked: bool = False,
+    announce: bool = True,
+) -> Stage:
+    """Train `model` on a mesh, with one method on each axis that has one; a collective over the mesh.
+
+    The tensor axis is torch's: give the model to `parallelize_module(model, mesh["tensor"], plan)` first, then make the
+    optimizer. On the data axis any method of the sharded optimizer or of DistributedDataParallel works beside it. The
+    norm that clips is that of the whole model, and ranks that hold the same elements stay equal bit for bit.
+
+    Args:
+        model: on every rank of the mesh; its parameters are plain tensors, or DTensors on the tensor axis.
+        optimizer: over its parameters; an elementwise one where a method shards it.
+        mesh: with names of AXES for its dimensions, such as ("data", "tensor").
+        methods: at most one for each axis, such as [thinwire.SDP4Bit()].
+        local_size: ranks of a node; None: found from the launcher or host names.
+        overlap: weights may arrive during the next forward.
+        seed: of all randomness. timeout_s: seconds that one message may take.
+        checked: every message carries what it is and a checksum.
+        announce: rank 0 prints what was asked for, what is in effect, and why they differ.
+
+    Raises ConfigError for a mesh without names, an axis without a method, two methods for one axis, and for what a
+    method refuses.
+    """
+    methods = list(methods)
+    data = checked_method(mesh, methods)
+    options: dict[str, Any] = {"local_size": local_size, "seed": seed, "timeout_s": timeout_s, "checked": checked}
+    rows: list[Row] = [("mesh", shape_of(mesh), "axes from the outside in")]
+    tensor: TensorAxis | None = None
+    if "tensor" in names_of(mesh):
+        tensor = cut_parameters(model, optimizer, mesh["tensor"])
+        rows += tensor_rows(model, tensor, timeout_s)
+    if mesh.ndim > 1:
+        options["axis"] = Axis(mesh["data"], _compat.flattened(mesh), counts_of(tensor))
+    module, parallel = apply(data, model, optimizer, overlap=overlap, **options)
+    stage = Stage(module, parallel, rows)
+    if announce and mesh.get_rank() == 0:
+        announce_table(stage.describe())
+    return stage
+
+
+def checked_method(mesh: DeviceMesh, methods: Sequence[Method]) -> Method:
+    """The method of the data axis; raises ConfigError where mesh and methods do not fit each other."""
+    names = names_of(mesh)
+    if len(names) != mesh.ndim:
+        raise ConfigError(f"the mesh has no names: give init_device_mesh mesh_dim_names, of {', '.join(AXES)}")
+    for name in names:
+        if name not in AXES:
+            raise ConfigError(f"the mesh has an axis {name!r}: must be of {', '.join(AXES)}{nearest(name, AXES)}")
+        if name not in SERVED:
+            raise ConfigError(f"the mesh has an axis {name!r}, for which there is no method yet; nearest: data")
+    if "data" not in names:
+        raise ConfigError(f"the mesh {shape_of(mesh)} has no data axis: add one, of 1 rank if need be")
+    if len(methods) != 1:
+        given = ", ".join(type(method).__name__ for method in methods) or "none"
+        raise ConfigError(f"the data axis takes one method, not {given}; nearest: [thinwire.Zero()]")
+    return methods[0]
+
+
+def names_of(mesh: DeviceMesh) -> tuple[str, ...]:
+    """The names of a mesh's dimensions, as far as it has any."""
+    return tuple(mesh.mesh_dim_names or ())
+
+
+def shape_of(mesh: DeviceMesh) -> str:
+    """Such as data=2,tensor=2."""
+    return ",".join(f"{name}={size}" for name, size in zip(names_of(mesh), mesh.mesh.shape, strict=True))
+
+
+def counts_of(tensor: TensorAxis | None) -> Callable[[str], bool]:
+    """Whether this rank counts its part of a parameter in what is added up over the mesh."""
+    return (lambda name: True) if tensor is None else tensor.counts
+
+
+def tensor_rows(model: nn.Module, axis: TensorAxis, timeout_s: float) -> list[Row]:
+    """What became of the tensor axis; a collective over it. Raises ConfigError where nothing is cut."""
+    if axis.mesh.size() > 1 and not axis.local_names():
+        raise ConfigError(
+            f"the mesh has a tensor axis of {axis.mesh.size()} ranks, and no parameter is cut over it: call "
+            'torch.distributed.tensor.parallel.parallelize_module(model, mesh["tensor"], plan) before the optimizer is '
+            "made, or leave the axis out"
+        )
+    comm = Communicator(axis.mesh, local_size=1, timeout_s=timeout_s)
+    differed = check_same_copies(model, axis, comm)
+    comm.close()
+    effect = f"{len(axis.local_names())} parameters cut over {axis.mesh.size()} ranks"
+    sent = f"{len(differed)} copies differed and were sent by its first rank" if differed else "copies are equal"
+    return [("tensor axis", effect, sent)]

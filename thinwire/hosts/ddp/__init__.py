@@ -1,0 +1,1 @@
+"""torch's DistributedDataParallel, with gradients averaged by a method."""

@@ -1,0 +1,189 @@
+"""Compressed gradients for a model that is already in DistributedDataParallel, in its own loop."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire import _compat
+from thinwire.collectives import Communicator, Meter
+from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
+from thinwire.errors import ConfigError
+from thinwire.hosts.ddp.hook import hand_over
+from thinwire.hosts.ddp.reducer import BucketReducer, learning_rates
+from thinwire.methods.data.ddp import DDPMethod
+from thinwire.state.replicas import check_layout, check_updates, unwrapped
+from thinwire.table import Row
+from thinwire.table import announce as announce_table
+
+log = logging.getLogger("thinwire")
+
+
+def compress_ddp(
+    model: DistributedDataParallel,
+    method: DDPMethod,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    local_size: int | None = None,
+    seed: int = 0,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    checked: bool = False,
+    announce: bool = True,
+) -> CompressedDDP:
+    """Average the gradients of a DDP model by `method`; a collective over its process group.
+
+    After every backward outside `model.no_sync()` the gradients are the same on all ranks, as ever. optimizer: needed
+    by methods that weigh errors by the learning rate, or that ask for an optimizer of their own. local_size: ranks per
+    node; None: found. announce: print the table of what is in effect.
+
+    Raises ConfigError for a model that is not in DDP, has a hook already or parameters that are not fp32, and for what
+    the method asks of model and optimizer.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        raise ConfigError(
+            f"compress_ddp got a {type(model).__name__}: wrap it in torch.nn.parallel.DistributedDataParallel first; "
+            "for fully_shard there is compress_fsdp"
+        )
+    if not isinstance(method, DDPMethod):
+        raise ConfigError(
+            f"{type(method).__name__} does not average gradients in DistributedDataParallel: give a method that does, "
+            "such as thinwire.PowerSGD(), or shard the model with fully_shard, for which there is compress_fsdp"
+        )
+    trained = {name: param for name, param in model.module.named_parameters() if param.requires_grad}
+    for name, param in trained.items():
+        if param.dtype != torch.float32:
+            raise ConfigError(f"{name!r} is {param.dtype}: gradients of parameters must be float32; use autocast")
+    if method.whole_step and model.find_unused_parameters:
+        raise ConfigError(
+            f"{method.name} may pass on what an earlier step held back of any parameter, so all must take part in "
+            "every step: give DDP find_unused_parameters=False"
+        )
+    optimizer = unwrapped(optimizer)
+    if optimizer is not None:
+        check_updates(optimizer, list(model.module.parameters()), "DistributedDataParallel")
+    method.check(model.module, optimizer)
+    comm = Communicator(model.process_group, local_size=local_size, timeout_s=timeout_s, checked=checked)
+    handle = CompressedDDP(model, method, optimizer, comm, seed)
+    if announce and comm.rank == 0:
+        announce_table(handle.describe())
+    return handle
+
+
+class CompressedDDP:
+    """A DDP model whose gradients travel by a method; made by `compress_ddp`."""
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        method: DDPMethod,
+        optimizer: torch.optim.Optimizer | None,
+        comm: Communicator,
+        seed: int,
+    ) -> None:
+        trained = {name: param for name, param in model.module.named_parameters() if param.requires_grad}
+        self.comm = comm
+        self.method = method
+        self.optimizer = optimizer
+        self._trained = trained
+        self._shapes = {name: param.shape for name, param in trained.items()}
+        self.reduction = method.reduction(comm.world_size, seed)
+        method.bind(self.reduction, trained, optimizer, comm)
+        self._reducer = BucketReducer(comm, self.reduction, trained, self._lrs, alone=method.whole_step)
+        self._waits = False
+        try:
+            model.register_comm_hook(self, hand_over)
+        except RuntimeError as error:
+            comm.close()
+            raise ConfigError(f"DDP refuses the hook: {error}") from error
+
+    def launch(self, bucket: dist.GradBucket) -> None:
+        """Average a complete bucket in the background, and wait for all of them where backward ends; DDP's hook."""
+        if not self._waits:
+            self._waits = True
+            _compat.at_end_of_backward(self.finish)
+        if self.method.single_bucket and bucket.index() > 0:
+            raise ConfigError(f"{self.method.name} takes all gradients at once: give DDP bucket_cap_mb=10000")
+        self._reducer.launch(bucket)
+
+    def finish(self) -> None:
+        """Return when every gradient of this backward is the mean; backward itself calls this at its end."""
+        self._waits = False
+        if not all(bool(torch.isfinite(mean.sum())) for mean in self._reducer.finish()):
+            forgotten = self.reduction.forget()
+            log.warning("thinwire: a mean gradient is not finite; memory of %d parameter(s) dropped", len(forgotten))
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """torch's, of the mean gradient after a backward; what is owed follows, see Clipping. Returns the norm before.
+
+        Where the method clips before it compresses, the norm is only measured.
+        """
+        limit = math.inf if self.method.whole_step else max_norm
+        norm = torch.nn.utils.clip_grad_norm_(self._trained.values(), limit)
+        self._reducer.note_clipping(float(norm), max_norm)
+        return norm
+
+    @property
+    def meter(self) -> Meter:
+        """Bytes and seconds of the group."""
+        return self.comm.meter
+
+    @property
+    def bytes_per_step(self) -> int:
+        """Payload this rank sends in one step, once the method is under way."""
+        return sum(self.reduction.sent_bytes(self._shapes, self.comm.topology).values())
+
+    def describe(self) -> list[Row]:
+        """Rows of (asked for, in effect, why they differ or how it was found)."""
+        plain = 8e-6 * sum(shape.numel() for shape in self._shapes.values()) * (1 - 1 / self.comm.world_size)
+        return [
+            ("topology", str(self.comm.topology), self.comm.topology_reason),
+            (f"method {self.method.name}", "hook of DistributedDataParallel", ""),
+            *self.reduction.rows(self._shapes),
+            *self._rows_on_learning_rates(),
+            ("overlap", "buckets travel while backward goes on", "backward ends when all have arrived"),
+            ("sent per rank and step", f"{self.bytes_per_step / 1e6:.3f} MB", f"{plain:.3f} MB in fp32"),
+        ]
+
+    def _rows_on_learning_rates(self) -> list[Row]:
+        if not self.method.uses_learning_rates or self.optimizer is not None:
+            return []
+        return [("errors weighed by learning rates", "not weighed", "give compress_ddp the optimizer")]
+
+    def residuals(self) -> dict[str, torch.Tensor]:
+        """By parameter, what this rank's gradients held and the method has not passed on yet."""
+        held = self.reduction.residuals()
+        return {
+            name: held[name].view(-1)[: shape.numel()].view(shape) if name in held else torch.zeros(shape)
+            for name, shape in self._shapes.items()
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the method remembers on this rank; to be saved by every rank beside model and optimizer."""
+        return self._place() | self._reducer.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what state_dict gave; raises ConfigError for the state of other options, another world or rank."""
+        check_layout(self._place(), state)
+        self._reducer.load_state_dict(state)
+
+    def _place(self) -> dict[str, Any]:
+        return {
+            "method": repr(self.method),
+            "world_size": self.comm.world_size,
+            "local_size": self.comm.topology.local_size,
+            "rank": self.comm.rank,
+        }
+
+    def close(self) -> None:
+        """Wait for all communication and give the process group back."""
+        self.comm.close()
+
+    def _lrs(self) -> dict[str, float]:
+        return learning_rates(self._trained, self.optimizer)

@@ -1,0 +1,203 @@
+"""DistributedDataParallel with its reductions on the communication thread."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Unpack
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.checkpoint import Debt, Source
+from thinwire.errors import ConfigError
+from thinwire.hosts.agreeing import AgreeingOptimizer
+from thinwire.hosts.ddp.hook import hand_over
+from thinwire.hosts.ddp.reducer import BucketReducer, learning_rates
+from thinwire.hosts.interface import ParallelOptimizer, RankOptions, apply
+from thinwire.hosts.ranks import Axis, Ranks, open_ranks
+from thinwire.methods.data.ddp import DDPMethod
+from thinwire.methods.data.reductions import BY_FORMULA, Reduction
+from thinwire.state.replicas import compare_replicas, same_start, trained_parameters
+from thinwire.table import Row
+
+MIB = 1 << 20
+
+
+class Entry(nn.Module):
+    """What DDP wraps: the model, or a pass that touches every parameter without it."""
+
+    def __init__(self, model: nn.Module, trained: list[nn.Parameter]) -> None:
+        super().__init__()
+        self.model = model
+        self._trained = trained
+        self.only_touch = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output; or the sum of all trained elements, whose backward reaches the last parameter first."""
+        if self.only_touch:
+            return torch.stack([param.sum() for param in self._trained]).sum()
+        return self.model(*args, **kwargs)
+
+
+def wrap_ddp(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    strategy: DDPMethod,
+    *,
+    local_size: int | None,
+    seed: int,
+    timeout_s: float,
+    checked: bool,
+    axis: Axis | None = None,
+) -> tuple[nn.Module, DDPOptimizer]:
+    """The module to call in training, and the optimizer; a collective over the default group.
+
+    Raises ConfigError for models and optimizers that do not fit each other.
+    """
+    trained = trained_parameters(model, optimizer)
+    strategy.check(model, optimizer)
+    ranks = open_ranks(axis, local_size=local_size, timeout_s=timeout_s, checked=checked)
+    comm = ranks.comm
+    shapes = {name: param.shape for name, param in trained.items()}
+    reduction = strategy.reduction(comm.world_size, seed)
+    strategy.bind(reduction, trained, optimizer, comm)
+    rows: list[Row] = [(f"strategy {strategy.name}", "on torch's DistributedDataParallel", ""), *reduction.rows(shapes)]
+    if checked and BY_FORMULA in rows:
+        rows.append(("--checked", "no effect on gradients", "torch's collectives put nothing in front of a message"))
+    rows.append(same_start(model, comm))
+    entry = Entry(model, list(trained.values()))
+    whole_mb = sum(shape.numel() * 4 for shape in shapes.values()) // MIB + 1
+    with warnings.catch_warnings():
+        # Its successor, forward_sync_buffers, is unknown to older versions.
+        warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")
+        ddp = DistributedDataParallel(
+            entry,
+            broadcast_buffers=False,
+            init_sync=False,
+            gradient_as_bucket_view=True,
+            find_unused_parameters=strategy.find_unused_parameters,
+            bucket_cap_mb=whole_mb if strategy.single_bucket else None,
+            process_group=None if axis is None else axis.group.get_group(),
+        )
+    wrapped = DDPOptimizer(model, optimizer, ranks, trained, ddp, reduction, rows, whole_step=strategy.whole_step)
+    if not strategy.find_unused_parameters:
+        wrapped.settle_buckets(entry)
+    return ddp, wrapped
+
+
+class DDPOptimizer(AgreeingOptimizer):
+    """The user's optimizer over gradients that DDP's buckets average while backward goes on; made by `wrap_ddp`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inner: torch.optim.Optimizer,
+        ranks: Ranks,
+        trained: dict[str, nn.Parameter],
+        ddp: DistributedDataParallel,
+        reduction: Reduction,
+        rows: list[Row],
+        *,
+        whole_step: bool,
+    ) -> None:
+        super().__init__(model, inner, ranks, dict(trained), sum(p.numel() for p in trained.values()), rows)
+        self.ddp = ddp
+        self._shapes = {name: param.shape for name, param in trained.items()}
+        self._clips = not whole_step
+        self._reducer = BucketReducer(
+            self.comm, reduction, trained, lambda: learning_rates(trained, inner), alone=whole_step
+        )
+        ddp.register_comm_hook(self, hand_over)
+
+    def settle_buckets(self, entry: Entry) -> None:
+        """Let DDP lay out its buckets before the first step, which it does after the first backward it sees.
+
+        The rounding of a sum depends on where in a bucket an element lies: a run that is resumed would differ in its
+        first step from the one that was not stopped.
+        """
+        self._reducer.is_idle = entry.only_touch = True
+        self.ddp().backward()
+        self._reducer.is_idle = entry.only_touch = False
+        self.zero_grad()
+
+    def launch(self, bucket: dist.GradBucket) -> None:
+        """Average a complete bucket in the background; called by DDP's hook."""
+        self._reducer.launch(bucket)
+
+    @property
+    def bytes_per_step(self) -> int:
+        """Payload this rank sends in one step, once the method is under way."""
+        return sum(self._reducer.reduction.sent_bytes(self._shapes, self.comm.topology).values()) + self.agreement_bytes
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Forward and backward passes inside only accumulate gradients."""
+        return self.ddp.no_sync()
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """As AgreeingOptimizer's, but only measured where the method has clipped before it compressed."""
+        norm = super().clip_grad_norm_(max_norm if self._clips else math.inf)
+        self._reducer.note_clipping(float(norm), max_norm)
+        return norm
+
+    def synchronize(self) -> None:
+        """Every rank holds the whole weights at all times."""
+
+    def check_replicas(self) -> None:
+        """Compare the weights of all ranks bit for bit; raises ReplicaError that names the ranks; a collective."""
+        compare_replicas(self.comm, self.trained.values(), self.steps)
+
+    def _reduce(self) -> None:
+        if not self._reducer.all_launched:
+            unused = [name for name, param in self.trained.items() if param.grad is None]
+            raise ConfigError(
+                f"DDP waits for every parameter, and {len(unused)} took no part in this step, such as {unused[:1]}: "
+                "use them, or set find_unused_parameters to True"
+            )
+        self._reducer.finish()
+
+    def _counts(self, name: str) -> bool:
+        # Every rank of the axis holds the same mean.
+        return self.comm.rank == 0 and super()._counts(name)
+
+    def _forget(self) -> list[str]:
+        return self._reducer.reduction.forget()
+
+    def _own(self) -> dict[str, Any]:
+        return {"reducer": self._reducer.state_dict()}
+
+    def _load_own(self, own: Mapping[str, Any]) -> None:
+        self._reducer.load_state_dict(own["reducer"])
+
+    def _debts(self) -> list[Debt]:
+        held = self._reducer.reduction.debts(self._shapes, self.comm.topology, self.comm.rank)
+        return [debt.below("reducer/reduction") for debt in held if debt.length]
+
+    def _adapt(self, source: Source) -> None:
+        super()._adapt(source)
+        reduction = self._reducer.reduction
+        self._reducer.steps = self.steps
+        if source.layout.get("reduction") == type(reduction).__name__:
+            # What is the same on all ranks, such as a plan or a basis; what is owed follows.
+            reduction.load_state_dict(source.own("reducer", rank=0)["reduction"])
+        reduction.owe(self._shapes, self.comm.topology, self.comm.rank, source.owed)
+
+    def _layout(self) -> dict[str, Any]:
+        return super()._layout() | {"reduction": type(self._reducer.reduction).__name__}
+
+
+@apply.register
+def _apply_ddp(
+    method: DDPMethod,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    overlap: bool,
+    **options: Unpack[RankOptions],
+) -> tuple[nn.Module, ParallelOptimizer]:
+    """See hosts.interface."""
+    return wrap_ddp(model, optimizer, method, **options)

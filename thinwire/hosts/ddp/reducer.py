@@ -1,0 +1,122 @@
+"""Between DDP's hook and a reduction: buckets become communication jobs, and somebody waits for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from thinwire.collectives import Communicator, staging
+from thinwire.collectives.gather import all_gather_exact
+from thinwire.collectives.link import Link
+from thinwire.hosts.ddp.on_host import on_host
+from thinwire.methods.data.reductions import Bucket, Forgiving, Reduction, Step
+from thinwire.state.clipping import Clipping
+
+
+class BucketReducer:
+    """Runs a reduction on every bucket that DDP completes, on the communication thread.
+
+    names: of the trained parameters, as the reduction shall know them. lrs: the learning rates by those names, asked
+    for once a step. alone: run it in a world of one too. The thread that trains must call `finish` between the backward
+    and the use of gradients.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        reduction: Reduction,
+        trained: Mapping[str, nn.Parameter],
+        lrs: Callable[[], Mapping[str, float]],
+        *,
+        alone: bool = False,
+    ) -> None:
+        self.comm = comm
+        self.reduction = reduction
+        self.steps = 0
+        self.clipping = Clipping()
+        self.is_idle = False
+        self.all_launched = False
+        self._names = {id(param): name for name, param in trained.items()}
+        self._lrs = lrs
+        self._alone = alone
+        self._step: Step | None = None
+        self._reducing: dict[int, tuple[Bucket, Future[None]]] = {}
+
+    def launch(self, grads: dist.GradBucket) -> None:
+        """Average a complete bucket in the background; called by DDP's hook. Does nothing while `is_idle`."""
+        if self.is_idle:
+            return
+        names = [self._names[id(param)] for param in grads.parameters()]
+        bucket = Bucket(grads.index(), names, grads.buffer(), grads.gradients(), grads.is_last())
+        self.all_launched = self.all_launched or bucket.last
+        if self.comm.world_size == 1 and not self._alone:
+            return
+        if bucket.number in self._reducing:
+            raise RuntimeError(
+                "a second backward reached gradients that were sent already: wrap every forward and backward but the "
+                "last of a step in `with optimizer.no_sync():`"
+            )
+        self._step = self._step or Step(self.steps, self._lrs())
+        self._reducing[bucket.number] = bucket, self.comm.submit(self._job(bucket, self._step))
+
+    def _job(self, bucket: Bucket, step: Step) -> Callable[[Link], Generator[Any, None, None]]:
+        def job(link: Link) -> Generator[Any, None, None]:
+            try:
+                held = yield from on_host(link, bucket)
+                yield from self.reduction.run(link, held, step)
+                if held is not bucket:
+                    staging.to_device(held.flat, bucket.flat)
+            except RuntimeError:
+                # gloo does not say which rank is missing; asking each of them for a message does.
+                yield from all_gather_exact(link, torch.zeros(1))
+                raise
+
+        return job
+
+    def finish(self) -> list[Tensor]:
+        """The buckets, flat, once every one holds its mean; raises what a reduction raised.
+
+        Where gradients are no views into them, DDP copies them back only after this.
+        """
+        means = []
+        for bucket, reducing in self._reducing.values():
+            self.comm.wait(reducing)
+            means.append(bucket.flat)
+        self._reducing.clear()
+        self._step = None
+        self.all_launched = False
+        self.steps += 1
+        return means
+
+    def note_clipping(self, norm: float, max_norm: float) -> None:
+        """The means of the last step, of this norm, were clipped to `max_norm`."""
+        clip = self.clipping.note(norm, max_norm)
+        if clip.factor < 1.0 and isinstance(self.reduction, Forgiving):
+            self.reduction.forgive(clip)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the reduction remembers on this rank."""
+        return {"steps": self.steps, "clipped": self.clipping.last, "reduction": self.reduction.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what state_dict gave."""
+        self.steps, self.clipping.last = state["steps"], state["clipped"]
+        self.reduction.load_state_dict(state["reduction"])
+
+
+def learning_rates(trained: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer | None) -> dict[str, float]:
+    """The learning rate of each parameter, by name; empty without an optimizer."""
+    if optimizer is None:
+        return {}
+    names = {id(param): name for name, param in trained.items()}
+    return {
+        names[id(param)]: float(group["lr"])
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if id(param) in names
+    }

@@ -1,0 +1,286 @@
+"""torch's FSDP2 with its collectives on the communication thread."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from thinwire._compat import fsdp_groups
+from thinwire.checkpoint import Source
+from thinwire.collectives import Communicator
+from thinwire.errors import ConfigError
+from thinwire.hosts.agreeing import AgreeingOptimizer
+from thinwire.hosts.fsdp.compress import CompressedFSDP, mesh_of
+from thinwire.hosts.interface import ParallelOptimizer, RankOptions, apply, without_axis
+from thinwire.hosts.ranks import Ranks
+from thinwire.layout.layers import layers_of
+from thinwire.methods.data.zeropp import FSDPMethod, ShardingStrategy
+from thinwire.state.elementwise import check_elementwise
+from thinwire.state.portable import Held
+from thinwire.state.replicas import ReplicaError, digest, odd_ranks, same_start, trained_parameters
+from thinwire.table import Row
+
+
+def wrap_fsdp(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    strategy: ShardingStrategy,
+    *,
+    local_size: int | None,
+    seed: int,
+    timeout_s: float,
+    checked: bool,
+    overlap: bool,
+) -> tuple[nn.Module, FSDPOptimizer]:
+    """Shard model and optimizer in place; a collective over the default group.
+
+    Raises ConfigError for a model and an optimizer that do not fit each other, for scalar parameters, and for an
+    optimizer that looks across the elements of a tensor.
+    """
+    trained = trained_parameters(model, optimizer)
+    scalars = [name for name, param in trained.items() if param.dim() == 0]
+    if scalars:
+        raise ConfigError(f"{scalars[0]!r} is a scalar, which FSDP2 can't cut: give it one dimension")
+    check_elementwise(optimizer)
+    comm = Communicator(local_size=local_size, timeout_s=timeout_s, checked=checked)
+    start = same_start(model, comm)
+    modules = shard_modules(model, comm.world_size, strategy.reshard_after_forward)
+    shards = shard_param_groups(model, optimizer, trained)
+    groups = fsdp_groups(model)
+    mesh_of(model, groups)
+    compressed = CompressedFSDP(model, groups, strategy, comm, seed=seed, overlap=overlap)
+    kind = type(modules[-1]).__name__.removeprefix("FSDP")
+    cut = f"the root and {len(modules) - 1} x {kind}" if len(modules) > 1 else "the root alone"
+    gathers = "gathered for forward and for backward" if strategy.reshard_after_forward else "one gather a step"
+    rows: list[Row] = [
+        ("FSDP2 modules", cut, "children of ModuleLists"),
+        ("reshard after forward", "on" if strategy.reshard_after_forward else "off", gathers),
+        ("collectives", "thinwire's, through FSDP2's plug-ins", "gloo's reduce_scatter moves twice the bytes"),
+        start,
+    ]
+    return model, FSDPOptimizer(model, optimizer, compressed, shards, modules, strategy.reshard_after_forward, rows)
+
+
+def shard_modules(model: nn.Module, world_size: int, reshard_after_forward: bool) -> list[nn.Module]:
+    """Give the model's parts to fully_shard; the root first, then in order of forward."""
+    frozen = {param for param in model.parameters() if not param.requires_grad}
+    mesh = init_device_mesh(next(model.parameters()).device.type, (world_size,))
+    modules = layers_of(model)
+    for module in (*modules, model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward, ignored_params=frozen)
+    return [model, *modules]
+
+
+def shard_param_groups(
+    model: nn.Module, optimizer: torch.optim.Optimizer, trained: dict[str, nn.Parameter]
+) -> dict[str, Tensor]:
+    """Put this rank's shards in the place of the parameters, group by group; the shards by name, also empty ones."""
+    names = {id(param): name for name, param in trained.items()}
+    sharded = {name: param for name, param in model.named_parameters() if isinstance(param, DTensor)}
+    shards = {name: sharded[name].to_local().detach() for name in trained}
+    for group in optimizer.param_groups:
+        own = [names[id(param)] for param in group["params"] if id(param) in names]
+        group["params"] = [shards[name] for name in own if shards[name].numel()]
+    return shards
+
+
+class FSDPOptimizer(AgreeingOptimizer):
+    """The user's optimizer on this rank's shards, which FSDP2 gathers and reduces; made by `wrap_fsdp`.
+
+    `trained` are the local tensors of FSDP2's sharded parameters: plain fp32, without DTensor's cost for every
+    operation of the optimizer. Where whole weights are kept through a step, the gather of the next starts when the step
+    ends, and the modules wait for theirs in the next forward; where they are dropped, each is gathered one ahead.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inner: torch.optim.Optimizer,
+        compressed: CompressedFSDP,
+        shards: dict[str, Tensor],
+        modules: list[nn.Module],
+        reshard_after_forward: bool,
+        rows: list[Row],
+    ) -> None:
+        super().__init__(model, inner, Ranks(compressed.comm, compressed.comm), shards, compressed.num_parameters, rows)
+        self.compressed = compressed
+        self.modules: list[FSDPModule] = [module for module in modules if isinstance(module, FSDPModule)]
+        self.reshard_after_forward = reshard_after_forward
+        self._sharded = {name: param for name, param in model.named_parameters() if name in shards}
+
+    @property
+    def bytes_per_step(self) -> int:
+        """Payload this rank sends in one step of one micro-batch in which every parameter has a gradient."""
+        return self.compressed.bytes_per_step + self.agreement_bytes
+
+    def describe(self) -> list[Row]:
+        """Rows of (asked for, in effect, why they differ or how it was found)."""
+        *rows, sent = super().describe()
+        # Of the topology and of the bytes, which count the agreement, there is a row already.
+        own = [row for row in self.compressed.describe() if row[0] not in (rows[0][0], sent[0], "dead gradients")]
+        return [*own, *rows, sent]
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Forward and backward passes inside only accumulate gradients, whole and in fp32, on whole weights."""
+        root = self.modules[0]
+        root.set_requires_gradient_sync(False)
+        root.set_reshard_after_backward(False)
+        self._drop_after_forward(False)
+        try:
+            yield
+        finally:
+            root.set_requires_gradient_sync(True)
+            root.set_reshard_after_backward(True)
+            self._drop_after_forward(True)
+
+    def _drop_after_forward(self, drop: bool) -> None:
+        if self.reshard_after_forward:
+            self.modules[0].set_reshard_after_forward(drop)
+
+    def step(self) -> None:
+        """Update this rank's shards, unless the gradient is not finite, and send them; a collective over all ranks."""
+        super().step()
+        self._drop_after_forward(True)
+        # A rank whose shards are all empty has written nothing, and yet the weights have changed.
+        self.compressed.weights_changed(replaced=False)
+        self._start_gathers()
+
+    def _start_gathers(self) -> None:
+        """Where whole weights are kept, those of the next step come at once."""
+        if not self.reshard_after_forward:
+            for module in self.modules:
+                module.unshard(async_op=self.compressed.overlap)
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        super().zero_grad()
+        for param in self._sharded.values():
+            param.grad = None
+
+    def synchronize(self) -> None:
+        """Bring the whole weights to every rank, where they stay until the next backward."""
+        self._drop_after_forward(False)
+        for module in self.modules:
+            module.unshard()
+
+    def check_replicas(self) -> None:
+        """Every weight has one owner, from whom the others take it anew: compares the ranks' numbers of steps."""
+        if odd := odd_ranks(self.comm, digest([repr(self.steps).encode()])):
+            raise ReplicaError(f"rank(s) {odd} have not taken as many steps as rank 0, which took {self.steps}")
+
+    def masters(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Copies of the fp32 weights that are stepped, whole, by parameter name; between steps, a collective."""
+        mine = torch.cat([self._padded(name) for name in names])
+        gathered = self.comm.wait(self.comm.all_gather_exact(mine))
+        pieces = gathered.split([self._shard_numel(name) for name in names], dim=1)
+        shapes = [self._sharded[name].shape for name in names]
+        return {
+            name: piece.reshape(-1)[: shape.numel()].view(shape).clone()
+            for name, piece, shape in zip(names, pieces, shapes, strict=True)
+        }
+
+    @torch.no_grad()
+    def adopt_weights(self, values: Mapping[str, Tensor]) -> None:
+        """Take whole weights, the same bits on all ranks, as this rank's shards; between steps, a collective."""
+        if not self.reshard_after_forward:
+            # The gather that is under way carries the old ones.
+            self.synchronize()
+        for name, value in values.items():
+            shard, start = self.trained[name], self.comm.rank * self._shard_numel(name)
+            shard.copy_(value.reshape(-1)[start : start + shard.numel()].view_as(shard))
+        self.compressed.weights_changed(replaced=False)
+        for module in self.modules:
+            module.reshard()
+        self._start_gathers()
+
+    def handover_bytes(self, names: Collection[str]) -> tuple[int, int]:
+        """Payload this rank sends in `masters` and in `adopt_weights`, where kept weights are gathered once more."""
+        shards = sum(4 * self._shard_numel(name) for name in names)
+        again = 0 if self.reshard_after_forward else sum(gather.gather_bytes() for gather in self.compressed.gathers)
+        return shards * (self.comm.world_size - 1), again
+
+    def _shard_numel(self, name: str) -> int:
+        """Elements of one rank's rows, padded: the same on all ranks."""
+        shape = self._sharded[name].shape
+        return -(-shape[0] // self.comm.world_size) * shape[1:].numel()
+
+    def _padded(self, name: str) -> Tensor:
+        shard = self.trained[name].detach().reshape(-1)
+        return nn.functional.pad(shard, (0, self._shard_numel(name) - shard.numel()))
+
+    def close(self) -> None:
+        """Wait for all communication and give the process group back."""
+        self.compressed.close()
+
+    def _reduce(self) -> None:
+        for name, param in self._sharded.items():
+            shard, grad = self.trained[name], param.grad
+            shard.grad = grad.to_local() if isinstance(grad, DTensor) and shard.numel() else None
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what state_dict gave; a collective. Raises ConfigError where it does not fit."""
+        # A gather that is under way carries the old weights.
+        self.synchronize()
+        super().load_state_dict(state_dict)
+        for module in self.modules:
+            module.reshard()
+
+    def restore(self, source: Source) -> None:
+        """Go on from a checkpoint of any layout; from the same, bit for bit. A collective."""
+        self.synchronize()
+        super().restore(source)
+        for module in self.modules:
+            module.reshard()
+
+    @property
+    def _lossy_weights(self) -> bool:
+        wires = [wire for unit in self.compressed.units for wire in unit.wires]
+        return self.comm.world_size > 1 and not all(wire.weights.traits.lossless for wire in wires)
+
+    def _held(self) -> dict[str, Held]:
+        return {name: self._part_of(name, shard) for name, shard in self.trained.items()}
+
+    def _part_of(self, name: str, shard: Tensor) -> Held:
+        """FSDP2 cuts the first dimension into parts of equal size, the last ones smaller or empty."""
+        shape = self._sharded[name].shape
+        rows = -(-shape[0] // self.comm.world_size)
+        first = min(self.comm.rank * rows, shape[0])
+        return Held(shard, shape.numel(), first * shape[1:].numel())
+
+    def _own(self) -> dict[str, Any]:
+        return {"wires": self.compressed.state_dict()}
+
+    def _load_own(self, own: Mapping[str, Any]) -> None:
+        self.compressed.load_state_dict(own["wires"])
+
+    def _left(self) -> dict[str, str]:
+        if all(reduction.loco is None for reduction in self.compressed.reductions):
+            return {}
+        return {"wires": "LoCo's errors are moving averages over few steps, of these pieces alone, and no debt"}
+
+    def _adapt(self, source: Source) -> None:
+        super()._adapt(source)
+        self.compressed.weights_changed()
+        if self.compressed.differences:
+            source.note("reference of weight differences", "transformed", "the first gather sends the weights exactly")
+
+
+@apply.register
+def _apply_fsdp(
+    method: FSDPMethod,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    overlap: bool,
+    **options: Unpack[RankOptions],
+) -> tuple[nn.Module, ParallelOptimizer]:
+    """See hosts.interface."""
+    return wrap_fsdp(model, optimizer, method, overlap=overlap, **without_axis(method, options))  # type: ignore[arg-type]

@@ -1,0 +1,245 @@
+"""The optimizer of an island under an outer method, for the trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.checkpoint import Snapshot, Source
+from thinwire.collectives import Communicator, Meter
+from thinwire.collectives.meters import Meters
+from thinwire.hosts.interface import ParallelOptimizer, RankOptions, apply
+from thinwire.hosts.islands.loop import OuterLoop
+from thinwire.hosts.islands.recovery import Change
+from thinwire.methods.islands.diloco import AmongIslands, IslandsMethod
+from thinwire.table import Row
+
+# Of a checkpoint: what an island's outer method holds.
+OUTER = "outer"
+# Steps that the islands have taken.
+POSITION = "position"
+
+
+class IslandsOptimizer:
+    """A ParallelOptimizer that takes the inner strategy's steps, and outer ones with other islands.
+
+    What is said of "all ranks" holds for those of this island. A wish to stop is carried by the next exchange, after
+    which all islands stop at the same step.
+    """
+
+    def __init__(self, inner: ParallelOptimizer, loop: OuterLoop, strategy: IslandsMethod) -> None:
+        self.inner, self.loop, self.strategy = inner, loop, strategy
+        self._meter = Meters(inner.meter, loop.peers)
+
+    @property
+    def comm(self) -> Communicator:
+        """The island's."""
+        return self.inner.comm
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of the user's optimizer."""
+        return self.inner.param_groups
+
+    @property
+    def skipped_steps(self) -> int:
+        """Of this island."""
+        return self.inner.skipped_steps
+
+    @property
+    def mean_loss(self) -> float:
+        """The mean over the island's ranks."""
+        return self.inner.mean_loss
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether the islands have agreed to stop."""
+        return self.loop.stop_agreed
+
+    @property
+    def meter(self) -> Meter:
+        """Bytes and seconds inside the island and between islands."""
+        return self._meter
+
+    @property
+    def bytes_per_step(self) -> int:
+        """Payload this rank sends in one step, where that of the exchanges is spread over all steps between them."""
+        return self.inner.bytes_per_step - (-self.loop.bytes_per_round // self.loop.schedule.sync_every)
+
+    @property
+    def uncompressed_bytes_per_step(self) -> float:
+        """What fp32 gradients and weights of an optimizer sharded over all islands' ranks would need."""
+        num_parameters = sum(shape.numel() for fragment in self.loop.fragments for shape in fragment.shapes.values())
+        return 8 * num_parameters * (1 - 1 / max(1, self.comm.world_size * self.loop.num_islands))
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Forward and backward passes inside only accumulate gradients."""
+        return self.inner.no_sync()
+
+    def note_loss(self, loss: float) -> None:
+        """Say this rank's loss."""
+        self.inner.note_loss(loss)
+
+    def request_stop(self) -> None:
+        """Ask all islands to stop after the next exchange."""
+        self.inner.request_stop()
+
+    def reduce(self) -> Tensor:
+        """Of this island."""
+        return self.inner.reduce()
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale the island's mean gradient; returns the norm before."""
+        return self.inner.clip_grad_norm_(max_norm)
+
+    def step(self) -> None:
+        """An inner step, and what is due between islands."""
+        self.inner.step()
+        self.loop.wishes_stop = self.inner.stop_requested
+        self.loop.after_step()
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        self.inner.zero_grad()
+
+    def synchronize(self) -> None:
+        """Bring the island's whole weights to each of its ranks."""
+        self.inner.synchronize()
+
+    def all_mean(self, value: float) -> float:
+        """The mean of a number over the island's ranks."""
+        return self.inner.all_mean(value)
+
+    def check_replicas(self) -> None:
+        """Compare the island's weights; islands compare their outer parameters in every exchange."""
+        self.inner.check_replicas()
+
+    def masters(self, names: Collection[str]) -> dict[str, Tensor]:
+        """See the inner strategy's."""
+        return self.inner.masters(names)
+
+    def adopt_weights(self, values: Mapping[str, Tensor]) -> None:
+        """See the inner strategy's."""
+        self.inner.adopt_weights(values)
+
+    def handover_bytes(self, names: Collection[str]) -> tuple[int, int]:
+        """See the inner strategy's."""
+        return self.inner.handover_bytes(names)
+
+    @property
+    def position(self) -> int:
+        """Steps that the islands have taken; it jumps where this one has caught up with others."""
+        return self.loop.steps
+
+    def take_changes(self) -> list[Change]:
+        """The changes of membership since the last call; known to the island's first rank."""
+        taken, self.loop.changes = self.loop.changes, []
+        return taken
+
+    def abandon(self) -> None:
+        """Leave the other islands at once, after a failure."""
+        self.loop.abandon()
+
+    def finish(self) -> None:
+        """Exchange what is left to exchange, and leave the outer parameters in the model, the same on all islands."""
+        self.loop.finish()
+        self.inner.synchronize()
+
+    def describe(self) -> list[Row]:
+        """Rows of (asked for, in effect, why they differ or how it was found)."""
+        per_step = self.bytes_per_step - self.inner.bytes_per_step
+        shown = f"{per_step / 1e6:.3f} MB", f"the mean over {self.loop.schedule.sync_every} steps, besides the island's"
+        return [
+            (f"strategy {self.strategy.name}", f"{self.strategy.inner.name} inside each island", ""),
+            *self.loop.rows(),
+            ("sent for exchanges per step", *shown),
+            *self.inner.describe(),
+        ]
+
+    def snapshot(self) -> Snapshot:
+        """The inner strategy's, and what the outer method holds; what is under way between islands is waited for."""
+        snapshot = self.inner.snapshot()
+        common = {**snapshot.common, POSITION: self.position}
+        return replace(snapshot, own={**(snapshot.own or {}), OUTER: self.loop.state_dict()}, common=common)
+
+    def restore(self, source: Source) -> None:
+        """Go on from a checkpoint of any layout; a collective over all islands.
+
+        Where one of them finds another island's state, method or model, or none, no outer method has anything left but
+        the weights to start from, which may differ between islands: `level` must follow.
+        """
+        self.inner.restore(source)
+        outer = source.own(OUTER) if source.is_same else None
+        num_fitting, num_islands = self.loop.sum_over_islands([outer is not None and self.loop.fits(outer), 1])
+        if outer is not None and num_fitting == num_islands:
+            self.loop.load_state_dict(outer)
+            return
+        self.loop.begin()
+        source.is_same = False
+        # An island that was away has taken fewer steps itself than the islands have.
+        self.loop.steps = self.loop.sent_through = source.common.get(POSITION, source.common["steps"])
+        source.note("outer parameters", "start anew", "from the weights, without momentum: another method, or none")
+
+    def level(self, *, has_own: bool) -> Row:
+        """Give all islands the mean of the weights of those that have their own, where they differ; a collective."""
+        count = self.loop.level(has_own=has_own)
+        if count:
+            return "weights of the islands", "transformed", f"all start from the mean of {count} islands' weights"
+        return "weights of the islands", "carried", "they are the same bits on all islands"
+
+    def mean_over_islands(self, value: float) -> float:
+        """The mean of what the islands' first ranks give; a collective over all islands."""
+        total, count = self.loop.sum_over_islands([value, 1.0])
+        return total / count
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of all that is needed to go on bit for bit."""
+        return {"inner": self.inner.state_dict(), "outer": self.loop.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what state_dict gave; a collective. Raises ConfigError where it does not fit."""
+        self.inner.load_state_dict(state_dict["inner"])
+        self.loop.load_state_dict(state_dict["outer"])
+
+    def close(self) -> None:
+        """Wait for all communication, leave the other islands, and give the process groups back."""
+        self.loop.close()
+        self.inner.close()
+
+
+@apply.register
+def _apply_among(
+    method: AmongIslands,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    overlap: bool,
+    **options: Unpack[RankOptions],
+) -> tuple[nn.Module, ParallelOptimizer]:
+    """See hosts.interface."""
+    # Those who have begun wait for whoever has met them.
+    wrapped, inner = apply(method.strategy.inner, model, optimizer, overlap=overlap, **options)
+    peers = method.peers() if callable(method.peers) else method.peers
+    loop = OuterLoop(
+        inner, model, method.strategy.method(), peers,
+        terms=method.terms, torch_optimizer=optimizer, seed=options["seed"],
+    )  # fmt: skip
+    return wrapped, IslandsOptimizer(inner, loop, method.strategy)
+
+
+@apply.register
+def _apply_only_island(
+    method: IslandsMethod,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    overlap: bool,
+    **options: Unpack[RankOptions],
+) -> tuple[nn.Module, ParallelOptimizer]:
+    """See hosts.interface."""
+    return apply(method.among(None), model, optimizer, overlap=overlap, **options)

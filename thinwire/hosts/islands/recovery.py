@@ -1,0 +1,286 @@
+"""When islands are lost or come: agree on what was applied, hand the state to newcomers, and catch up as one.
+
+All of it runs on the islands' first ranks. Nobody ever applies a sum of which another survivor holds only a part: an
+exchange counts where anyone knew that all members held all of its messages, and is done once more where nobody did.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs import derive_seed
+from thinwire.collectives import Membership
+from thinwire.collectives.faults import say
+from thinwire.collectives.link import Link
+from thinwire.collectives.rounds import Rounds
+from thinwire.errors import ConfigError, CorruptMessageError, PeerLostError
+from thinwire.methods.islands.exchange import Header, Sync
+from thinwire.state.replicas import digest
+
+if TYPE_CHECKING:
+    from thinwire.hosts.islands.loop import OuterLoop
+
+OPERATION = "join"
+# A part of the state travels at a time, so that exchanges find room in between.
+CHUNK_BYTES = 1 << 18
+MAX_CHUNKS = 2000
+SAY_EVERY_S = 2.0
+# Of an exchange that is not applied yet: nothing is sure, all messages are here, or all members hold them.
+UNSURE, RECEIVED, COMMITTED = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of membership, as one island saw it. how: what became of exchanges under way, or what it was given.
+
+    cost_s: seconds that it stood still, from when it began to wait for the exchange that broke off.
+    """
+
+    membership: Membership
+    cost_s: float
+    how: str
+
+
+@dataclass(frozen=True)
+class Word:
+    """What one island tells the others when they have met anew; lists are by fragment.
+
+    terms: stands for the model and the options. sent_through: the step whose exchanges were the last to be started.
+    applied: exchanges so far. pending: the step after which one was sent that is not applied; 0: none. status: of it.
+    """
+
+    terms: int
+    sent_through: int
+    applied: list[int]
+    pending: list[int]
+    status: list[int]
+
+    def packed(self) -> Tensor:
+        return torch.tensor([self.terms, self.sent_through, *self.applied, *self.pending, *self.status])
+
+    @classmethod
+    def unpacked(cls, numbers: list[int]) -> Word:
+        size = (len(numbers) - 2) // 3
+        lists = [numbers[2 + i * size : 2 + (i + 1) * size] for i in range(3)]
+        return cls(numbers[0], numbers[1], *lists)
+
+
+def join(loop: OuterLoop) -> None:
+    """Catch up with islands that have begun before, and whom this one has just met; see renew."""
+    renew(loop, time.monotonic(), has_met=True)
+
+
+def renew(loop: OuterLoop, start: float, has_met: bool = False) -> None:
+    """Meet those that are left and those that wait, and go on with them; an island that was out catches up.
+
+    start: when this island began to stand still, by time.monotonic. Raises ThinwireError where that can't be,
+    PeerLostError where nobody can be met anew.
+    """
+    peers = loop.peers
+    assert peers is not None
+    while True:
+        if not has_met:
+            peers.renew()
+        try:
+            how = go_on(loop)
+        except (PeerLostError, CorruptMessageError) as error:
+            say(f"thinwire: island {peers.island}: {error}; the islands meet once more")
+            has_met = False
+            continue
+        loop.changes.append(Change(peers.membership, time.monotonic() - start, how))
+        return
+
+
+def go_on(loop: OuterLoop) -> str:
+    """The first things that members of a new generation do together; returns what this island did."""
+    assert loop.peers is not None
+    words = exchange_words(loop)
+    if loop.peers.has_state:
+        return settle(loop, words)
+    return catch_up(loop, words)
+
+
+def exchange_words(loop: OuterLoop) -> dict[int, Word]:
+    """What the members that have the state tell, by island."""
+    peers = loop.peers
+    assert peers is not None
+    numbers = range(len(loop.fragments))
+    pending = {flight.fragment: flight.sync for flight in loop.flights if flight.sync and not flight.is_applied}
+    status = dict.fromkeys(numbers, UNSURE)
+    for number, sync in pending.items():
+        status[number] = COMMITTED if sync.is_committed else RECEIVED if sync.received is not None else UNSURE
+    mine = Word(
+        int(digest([loop.asked().encode()]).view(torch.int64)[0]),
+        loop.sent_through,
+        [outer.number for outer in loop.outer],
+        [pending[number].step if number in pending else 0 for number in numbers],
+        list(status.values()),
+    )
+    told = loop.result_of(peers.comm.all_gather_exact(mine.packed()))
+    return {
+        island: Word.unpacked(numbers)
+        for island, numbers in zip(peers.members, told.tolist(), strict=True)
+        if island not in peers.membership.joined
+    }
+
+
+def counting(words: Mapping[int, Word]) -> list[int]:
+    """By fragment, how many exchanges count, from the words of those who have the state.
+
+    They are at most one apart: nobody sends the next before it has applied this one.
+    """
+    counts = []
+    for number in range(len(next(iter(words.values())).applied)):
+        fewest = min(word.applied[number] for word in words.values())
+        is_sure = any(word.applied[number] > fewest or word.status[number] == COMMITTED for word in words.values())
+        counts.append(fewest + is_sure)
+    return counts
+
+
+def settle(loop: OuterLoop, words: Mapping[int, Word]) -> str:
+    """Apply what counts, hand the state to newcomers, and send once more what does not count."""
+    peers = loop.peers
+    assert peers is not None
+    for number, count in enumerate(counting(words)):
+        if loop.outer[number].number < count:
+            loop.apply(loop.pending(number))
+    again = [flight for flight in loop.flights if not flight.is_applied]
+    if peers.membership.joined:
+        donor, *_ = words
+        state = loop.state_to_hand_over() if donor == peers.island else None
+        submit_hand_over(loop, donor, state)
+    for flight in again:
+        flight.submit(peers)
+    return f"{len(again)} exchange(s) sent once more" if again else "nothing had to be sent once more"
+
+
+def catch_up(loop: OuterLoop, words: Mapping[int, Word]) -> str:
+    """Get the state as of now while the others train on, listen to their exchanges, and apply those to it.
+
+    Ends right after an exchange, at the step at which the others go on from it.
+    """
+    peers, start = loop.peers, time.monotonic()
+    assert peers is not None
+    (donor, told), *_ = words.items()
+    if told.terms != int(digest([loop.asked().encode()]).view(torch.int64)[0]):
+        raise ConfigError(
+            f"island {peers.island} trains another model, on other data or by other options than island {donor}: "
+            "start it with the same"
+        )
+    counts = counting(words)
+    state = loop.state_to_hand_over()
+    arriving = submit_hand_over(loop, donor, state)[peers.island]
+    heard = []
+    for step, numbers in exchanges_after(loop, told, counts):
+        syncs = [listen(loop, number, step) for number in numbers]
+        for number, sync in zip(numbers, syncs, strict=True):
+            loop.wait_for(sync)
+            heard.append((number, sync))
+        if any(header.wishes_renewal for sync in syncs for header in sync.headers()):
+            raise PeerLostError(f"island {peers.island}: others come or go before it has caught up")
+        if arriving.done():
+            break
+    peers.comm.wait(arriving)
+    loop.take_over(state, counts)
+    for number, sync in heard:
+        loop.apply_sync(number, sync, peers.members)
+    loop.jump = step
+    peers.has_state = True
+    took_s = time.monotonic() - start
+    return f"{state.nbytes / 1e6:.3f} MB from island {donor}, {len(heard)} exchange(s) heard, {took_s:.1f} s"
+
+
+def exchanges_after(loop: OuterLoop, told: Word, counts: list[int]) -> Iterator[tuple[int, list[int]]]:
+    """Which fragments the others exchange after which step, from the first exchange that does not count yet."""
+    again: dict[int, list[int]] = {}
+    for number, step in enumerate(told.pending):
+        if step and told.applied[number] == counts[number]:
+            again.setdefault(step, []).append(number)
+    yield from sorted(again.items())
+    for step in itertools.count(told.sent_through + 1):
+        if numbers := loop.schedule.due(step):
+            yield step, numbers
+
+
+def listen(loop: OuterLoop, number: int, step: int) -> Sync:
+    """Take part in an exchange with no weight in it."""
+    fragment, peers = loop.fragments[number], loop.peers
+    assert peers is not None
+    sync = Sync(
+        Header(0, 0, number, 0.0), loop.method.codec, fragment.numel, step, derive_seed(loop.seed, peers.island),
+        delta=fragment.zeros(),
+    )  # fmt: skip
+    sync.submit(peers)
+    return sync
+
+
+def submit_hand_over(loop: OuterLoop, donor: int, state: Tensor | None) -> dict[int, Future]:
+    """Start to bring the donor's state into that of each newcomer, by island; every member submits all of it."""
+    peers = loop.peers
+    assert peers is not None
+    source = peers.members.index(donor)
+    return {
+        island: peers.comm.submit(partial(hand_over, state=state, donor=source, joiner=peers.members.index(island)))
+        for island in peers.membership.joined
+    }
+
+
+def hand_over(link: Link, state: Tensor | None, donor: int, joiner: int) -> Rounds[None]:
+    """Bring `state` from one rank into that of another, a chunk at a time, bits as they are.
+
+    A chunk that comes damaged is sent again. The other ranks have no part in it.
+    """
+    if link.rank not in (donor, joiner):
+        return
+    assert state is not None
+    message = state.view(torch.uint8)
+    progress = Progress(link, message.numel(), donor, joiner)
+    for chunk in message.split(max(CHUNK_BYTES, -(-message.numel() // MAX_CHUNKS))):
+        is_there = False
+        while not is_there:
+            is_there = yield from hand_over_chunk(link, chunk, donor, joiner)
+        progress.add(chunk.numel())
+
+
+def hand_over_chunk(link: Link, chunk: Tensor, donor: int, joiner: int) -> Rounds[bool]:
+    """One chunk and the answer to it: whether it came as it was sent."""
+    is_donor = link.rank == donor
+    round_ = link.exchange(OPERATION, "inter", {} if is_donor else {donor: chunk})
+    if is_donor:
+        round_.send(joiner, chunk)
+    answer = torch.ones(1, dtype=torch.uint8)
+    try:
+        yield from round_.finish()
+    except CorruptMessageError:
+        answer.zero_()
+    round_ = link.exchange(OPERATION, "inter", {joiner: answer} if is_donor else {})
+    if not is_donor:
+        round_.send(donor, answer)
+    yield from round_.finish()
+    return bool(answer)
+
+
+class Progress:
+    """Says every now and then how far a newcomer's state has come."""
+
+    def __init__(self, link: Link, num_bytes: int, donor: int, joiner: int) -> None:
+        self._what = f"thinwire: state from {link.wire.name(donor)} to {link.wire.name(joiner)}"
+        self._num_bytes, self._done_bytes = num_bytes, 0
+        self._start = self._said = time.monotonic()
+
+    def add(self, num_bytes: int) -> None:
+        self._done_bytes += num_bytes
+        now = time.monotonic()
+        if now - self._said > SAY_EVERY_S or self._done_bytes == self._num_bytes:
+            self._said = now
+            done, whole = self._done_bytes / 1e6, self._num_bytes / 1e6
+            say(f"{self._what}: {done:.3f} of {whole:.3f} MB after {now - self._start:.1f} s")

@@ -1,0 +1,1 @@
+"""Training without backward: losses along directions that every rank draws for itself."""

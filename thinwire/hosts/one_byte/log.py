@@ -1,0 +1,153 @@
+"""All that a training by one-byte gradients was: the bytes of every step, from which it can be repeated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import IO, Any
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.errors import ConfigError
+from thinwire.hosts.one_byte.directions import Directions
+from thinwire.methods.data import one_byte_code as byte
+from thinwire.state.replicas import (
+    ReplicaError,
+    check_layout,
+    digest,
+    fitting_parameters,
+    shapes_digest,
+)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One step: codes uint8 [ranks, n]; what the sum over samples was multiplied by; each group's learning rate."""
+
+    codes: Tensor
+    factor: float
+    lrs: tuple[float, ...]
+
+
+class OneByteLog:
+    """The steps that all ranks took, from `first_step` on; P n + 8 + 8 groups bytes a step.
+
+    Step t adds g = factor sum_{r,k} p_rk z_rk to nothing and gives it to the optimizer as the gradient, where
+    p = min(max(decoded, -cap), cap) and z comes from (seed, t, r, k). A run and its repetition do this in the same
+    code, so weights that start alike end alike, bit for bit, on any number of ranks. A sealed log holds 16 bytes that
+    stand for the weights after one of its steps, and a repetition compares its own with them.
+    """
+
+    def __init__(self, seed: int, cap: float, parameters: str, first_step: int = 0) -> None:
+        self.seed, self.cap, self.parameters, self.first_step = seed, cap, parameters, first_step
+        self.entries: list[Entry] = []
+        self.sealed_step, self.seal_digest = first_step, ""
+
+    @property
+    def end(self) -> int:
+        """The number of the step that comes next."""
+        return self.first_step + len(self.entries)
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """What a run and its log must have in common."""
+        return {"parameters": self.parameters, "seed": self.seed, "cap": self.cap}
+
+    def slopes(self, codes: Tensor) -> Tensor:
+        """What the bytes mean here, fp64: decoded, then limited to the cap; 0 where a sample is left out."""
+        return byte.decode(codes).clamp(-self.cap, self.cap)
+
+    def seal(self, weights: Iterable[Tensor]) -> None:
+        """Note the bits of the trained weights after the last step."""
+        self.sealed_step, self.seal_digest = self.end, _hex(weights)
+
+    def take(self, step: int, directions: Directions, optimizer: torch.optim.Optimizer) -> None:
+        """Take a step that the log holds; one in which every sample was left out does nothing."""
+        entry = self.entries[step - self.first_step]
+        if entry.factor == 0.0:
+            return
+        for group, lr in zip(optimizer.param_groups, entry.lrs, strict=True):
+            group["lr"] = lr
+        slopes = self.slopes(entry.codes)
+        samples = [(int(rank), int(k)) for rank, k in slopes.nonzero()]
+        with directions.gradient(step, samples, (slopes[slopes != 0] * entry.factor).tolist()):
+            optimizer.step()
+
+    def replay(self, model: nn.Module, optimizer: torch.optim.Optimizer, after: int | None = None) -> None:
+        """Bring a model that stands after step `after` to the end of the log, without data and without others.
+
+        after: by default where the log begins. The optimizer must be as that of the run, in the state after that step.
+        Raises ConfigError for another model or optimizer, and a step outside of the log; ReplicaError where the weights
+        are not those of the run at the step that is sealed.
+        """
+        after = self.first_step if after is None else after
+        trained = fitting_parameters(model, optimizer)
+        check_layout({"parameters": shapes_digest(trained)}, {"parameters": self.parameters})
+        if not self.first_step <= after <= self.end:
+            raise ConfigError(f"after {after}: the log holds the steps from {self.first_step} to {self.end}")
+        self.repeat(Directions(trained, self.seed), optimizer, after)
+
+    @torch.no_grad()
+    def repeat(self, directions: Directions, optimizer: torch.optim.Optimizer, after: int) -> None:
+        """Take the steps after `after`; see replay."""
+        groups = {len(entry.lrs) for entry in self.entries}
+        if groups - {len(optimizer.param_groups)}:
+            raise ConfigError(f"the optimizer has {len(optimizer.param_groups)} groups; the run's had {max(groups)}")
+        for step in range(after, self.end):
+            self.take(step, directions, optimizer)
+            if self.seal_digest and step + 1 == self.sealed_step and _hex(directions.trained) != self.seal_digest:
+                raise ReplicaError(
+                    f"after step {step + 1} of the log the weights are not those of the run: it began from other "
+                    "weights, or its machine rounds differently"
+                )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The log as few tensors."""
+        return {
+            **self.layout,
+            "first_step": self.first_step,
+            "sealed_step": self.sealed_step,
+            "seal_digest": self.seal_digest,
+            "codes": torch.cat([torch.empty(0, dtype=torch.uint8), *(e.codes.flatten() for e in self.entries)]),
+            "shapes": torch.tensor([tuple(entry.codes.shape) for entry in self.entries]).view(-1, 2),
+            "factors": torch.tensor([entry.factor for entry in self.entries], dtype=torch.float64),
+            "lrs": torch.tensor([entry.lrs for entry in self.entries], dtype=torch.float64),
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> OneByteLog:
+        """The log that gave this state."""
+        log = cls(state["seed"], state["cap"], state["parameters"], state["first_step"])
+        shapes = [(ranks, samples) for ranks, samples in state["shapes"].long().tolist()]
+        codes = state["codes"].split([ranks * samples for ranks, samples in shapes])
+        lrs = state["lrs"].tolist()
+        log.entries = [
+            Entry(part.view(shape), factor, tuple(rates))
+            for part, shape, factor, rates in zip(codes, shapes, state["factors"].tolist(), lrs, strict=True)
+        ]
+        log.sealed_step, log.seal_digest = state["sealed_step"], state["seal_digest"]
+        return log
+
+    def save(self, file: str | Path | IO[bytes]) -> None:
+        """Write the log to a file, whose old content stays until the new one is complete."""
+        if not isinstance(file, str | Path):
+            torch.save(self.state_dict(), file)
+            return
+        temporary = Path(f"{file}.tmp")
+        torch.save(self.state_dict(), temporary)
+        temporary.replace(file)
+
+    @classmethod
+    def load(cls, file: str | Path | IO[bytes]) -> OneByteLog:
+        """Read what `save` wrote; raises ConfigError for anything else."""
+        try:
+            return cls.from_state_dict(torch.load(file, weights_only=True))
+        except (OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError, UnpicklingError) as error:
+            raise ConfigError(f"{file} is no readable log of one-byte gradients: {error}") from None
+
+
+def _hex(weights: Iterable[Tensor]) -> str:
+    return bytes(digest(weights).tolist()).hex()

@@ -1,0 +1,338 @@
+"""The user's optimizer over gradients that are estimated from losses, and of which one byte travels."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, Unpack
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from thinwire.checkpoint import Source
+from thinwire.codecs import backends
+from thinwire.collectives import Communicator
+from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
+from thinwire.errors import ConfigError, PeerLostError
+from thinwire.hosts.agreeing import AgreeingOptimizer
+from thinwire.hosts.interface import ParallelOptimizer, RankOptions, apply, without_axis
+from thinwire.hosts.one_byte.directions import Directions
+from thinwire.hosts.one_byte.log import Entry, OneByteLog
+from thinwire.hosts.ranks import Ranks
+from thinwire.methods.data import one_byte_code as byte
+from thinwire.methods.data.one_byte import WORD_BYTES, OneByte
+from thinwire.state.replicas import (
+    check_layout,
+    compare_replicas,
+    fitting_parameters,
+    same_options,
+    same_start,
+    shapes_digest,
+)
+from thinwire.table import Row
+from thinwire.table import announce as announce_table
+
+logger = logging.getLogger("thinwire")
+
+
+def one_byte(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    method: OneByte | None = None,
+    *,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+    log: OneByteLog | None = None,
+    local_size: int | None = None,
+    seed: int = 0,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    checked: bool = False,
+    announce: bool = True,
+) -> OneByteOptimizer:
+    """Fine-tune `model` by `method`, OneByte() by default; a collective over the group, by default all ranks.
+
+    The model is left as it is, and computes as ever; losses are measured by the optimizer's `measure`. log: go on
+    after its last step, with its seed and with weights that stand there. announce: print the table of what is in
+    effect.
+
+    Raises ConfigError for parameters that are not fp32 on the CPU, an optimizer that does not fit them, the log of
+    another model or cap, and ranks that do not agree.
+    """
+    method = method or OneByte()
+    trained = fitting_parameters(model, optimizer)
+    comm = Communicator(group, local_size=local_size, timeout_s=timeout_s, checked=checked)
+    own = OneByteLog(seed if log is None else log.seed, method.cap, shapes_digest(trained))
+    if log is not None:
+        check_layout(own.layout, log.layout)
+    log = log or own
+    same_options(comm, f"{method}, seed {log.seed}, {log.end} steps done")
+    wrapped = OneByteOptimizer(model, optimizer, comm, trained, method, log, [same_start(model, comm)])
+    if announce and comm.rank == 0:
+        announce_table(wrapped.describe())
+    return wrapped
+
+
+class OneByteOptimizer(AgreeingOptimizer):
+    """Steps the user's optimizer with gradients that `measure` estimated; made by `one_byte`.
+
+    In every step each rank sends its n samples, one byte each, and WORD_BYTES more. `log` is all that was applied.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inner: torch.optim.Optimizer,
+        comm: Communicator,
+        trained: dict[str, nn.Parameter],
+        method: OneByte,
+        log: OneByteLog,
+        rows: list[Row],
+    ) -> None:
+        self.method = method
+        self.log = log
+        self.directions = Directions(trained, log.seed)
+        super().__init__(model, inner, Ranks(comm, comm), dict(trained), self.directions.num_elements, rows)
+        self.steps = log.end
+        self._slopes = torch.zeros(method.samples, dtype=torch.float64)
+        self._heard: Tensor | None = None
+        self._factor = 0.0
+        self._has_warned = False
+
+    # ---------------------------------------------------------------- a sample
+
+    @torch.no_grad()
+    def measure(self, loss: Callable[[], Tensor]) -> Tensor:
+        """Call `loss` on both sides of the weights along each of the n directions; the mean of what it gave, fp32.
+
+        The backward of the result costs nothing: it hands in the slopes, times the gradient that reaches it. So losses
+        of several micro-batches add up as gradients do, each along the same directions. Both sides see the same random
+        numbers of torch, dropout's too. loss: must give one number.
+        """
+        self._warn_of_rounding()
+        losses = torch.zeros(self.method.samples, 2, dtype=torch.float64)
+        for k in range(self.method.samples):
+            random = torch.get_rng_state()
+            for side, distance in enumerate((self.method.eps, -self.method.eps)):
+                torch.set_rng_state(random)
+                with self.directions.moved(self.steps, (self.comm.rank, k), distance):
+                    losses[k, side] = _number(loss())
+        slopes = (losses[:, 0] - losses[:, 1]) / (2 * self.method.eps)
+        result = losses.mean().float().requires_grad_()
+
+        def hand_in(gradient: Tensor) -> None:
+            self._slopes += slopes * float(gradient)
+
+        result.register_hook(hand_in)
+        return result
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Nothing is sent before the step."""
+        return nullcontext()
+
+    def zero_grad(self) -> None:
+        """Forget what was handed in."""
+        self._slopes.zero_()
+
+    # ---------------------------------------------------------------- a step
+
+    def step(self) -> None:
+        """Exchange the bytes, update the weights with all of them; a collective over all ranks.
+
+        A rank that measured nothing, or whose loss is not finite, hands in the byte that leaves it out. A step in
+        which all are left out is skipped. Raises ReplicaError where every `check_every`-th step finds other bits.
+        """
+        super().step()
+        if self.method.check_every and self.steps % self.method.check_every == 0:
+            self.check_replicas()
+
+    def synchronize(self) -> None:
+        """Every rank holds the whole weights at all times."""
+
+    def check_replicas(self) -> None:
+        """Compare the weights of all ranks bit for bit, then keep the log; a collective.
+
+        Raises ReplicaError that names the ranks.
+        """
+        compare_replicas(self.comm, self.trained.values(), self.steps)
+        self.log.seal(self.trained.values())
+        self._keep_log()
+
+    def reduce(self) -> Tensor:
+        """An estimate of the gradient's norm, once a step: E[p^2] = |grad|^2. NaN where all samples are left out."""
+        if self._grad_norm is None:
+            words = [torch.tensor([self._loss], dtype=torch.float32), torch.tensor([self._stop], dtype=torch.uint8)]
+            message = torch.cat([byte.encode(self._slopes), *(word.view(torch.uint8) for word in words)])
+            try:
+                self._heard = self.comm.wait(self.comm.all_gather_exact(message))
+            except PeerLostError:
+                # All that was done together so far can be repeated by those who start again.
+                self._keep_log()
+                raise
+            losses = self._heard[:, -WORD_BYTES:-1].clone(memory_format=torch.contiguous_format).view(torch.float32)
+            self.mean_loss = float(losses.double().mean())
+            self.stop_requested = self.stop_requested or bool(self._heard[:, -1].any())
+            self._slopes.zero_()
+            slopes = self.log.slopes(self._codes)
+            applied = slopes[slopes != 0]
+            self._factor = self.method.factor(applied.numel()) if applied.numel() else 0.0
+            self._grad_norm = applied.square().mean().sqrt()
+        return self._grad_norm
+
+    @property
+    def _codes(self) -> Tensor:
+        assert self._heard is not None
+        return self._heard[:, :-WORD_BYTES]
+
+    def _scale(self, factor: float) -> None:
+        self._factor *= factor
+
+    def _update(self) -> None:
+        lrs = tuple(float(group["lr"]) for group in self.inner.param_groups)
+        self.log.entries.append(Entry(self._codes.clone(), self._factor, lrs))
+        self.log.take(self.steps, self.directions, self.inner)
+
+    def _skip(self) -> None:
+        super()._skip()
+        self._update()
+
+    def _warn_of_rounding(self) -> None:
+        if torch.is_autocast_enabled("cpu") and not self._has_warned and self.comm.rank == 0:
+            logger.warning("thinwire: one-byte takes differences of losses, which bf16 rounds: try --dtype fp32")
+        self._has_warned = True
+
+    # ---------------------------------------------------------------- the log in a file
+
+    def catch_up(self) -> int:
+        """Before the first step: repeat what the file `method.log` of the first rank holds; the number of steps done.
+
+        All ranks get the log from the first, and nothing else; without such a file there is nothing to repeat. A
+        collective. Raises ConfigError for a file that can't be read or written and for the log of another run,
+        ReplicaError for other weights than those it began from.
+        """
+        if not self.method.log or self.steps:
+            return self.steps
+        own = self._read_log() if self.comm.rank == 0 else b""
+        length = int(self.comm.wait(self.comm.all_gather_exact(torch.tensor([len(own)])))[0])
+        effect = "new: rank 0 writes it whenever the replicas were compared"
+        if length:
+            message = torch.tensor(list(own or bytes(length)), dtype=torch.uint8)
+            self.comm.wait(self.comm.broadcast_(message))
+            log = OneByteLog.load(io.BytesIO(bytes(message.tolist())))
+            check_layout(self.log.layout, log.layout)
+            log.repeat(self.directions, self.inner, log.first_step)
+            self.log, self.steps = log, log.end
+            self.skipped_steps = sum(entry.factor == 0.0 for entry in log.entries)
+            effect = f"goes on after step {log.end}, repeated from {length} bytes; rank 0 writes what follows"
+        self._rows.append((f"log {self.method.log}", effect, "delete the file to begin anew"))
+        return self.steps
+
+    def _read_log(self) -> bytes:
+        """The file's content once it is known to be a log; nothing where there is no file yet."""
+        path = Path(self.method.log)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"log {path} of one-byte: its folder can't be made: {error.strerror}") from None
+        if not os.access(path.parent, os.W_OK | os.X_OK):
+            raise ConfigError(f"log {path} of one-byte: its folder is not writable by this user; choose another")
+        if not path.exists():
+            return b""
+        OneByteLog.load(path)
+        return path.read_bytes()
+
+    def _keep_log(self) -> None:
+        if self.method.log and self.comm.rank == 0:
+            self.log.save(self.method.log)
+
+    # ---------------------------------------------------------------- what is known
+
+    @property
+    def bytes_per_step(self) -> int:
+        """Payload this rank sends in one step: n samples, its loss and its wish to stop, to each other rank."""
+        return (self.method.samples + WORD_BYTES) * (self.comm.world_size - 1)
+
+    def describe(self) -> list[Row]:
+        """Rows of (asked for, in effect, why they differ or how it was found)."""
+        method, world_size = self.method, self.comm.world_size
+        normals = (2 + world_size) * method.samples * self.num_parameters
+        checks = f"16 bytes to each rank every {method.check_every} steps" if method.check_every else "checkpoints only"
+        return [
+            ("topology", str(self.comm.topology), self.comm.topology_reason),
+            (
+                f"strategy {method.name}",
+                f"{method.samples} sample(s) of one byte per rank and step, two forward passes each, no backward",
+                "for fine-tuning: from random weights it is hopelessly slow; start from a trained model",
+            ),
+            *self._rows,
+            ("optimizer", type(self.inner).__name__, "plain SGD is the published choice"),
+            (
+                "normal numbers per step",
+                f"{normals:.3g} drawn by every rank, {backends.numba_or_torch(torch.device('cpu'))}",
+                "(2 + ranks) x samples x parameters",
+            ),
+            ("replicas compared", checks, ""),
+            (
+                "sent per rank and step",
+                f"{self.bytes_per_step} bytes",
+                f"{self.uncompressed_bytes_per_step / 1e6:.3f} MB in fp32",
+            ),
+        ]
+
+    # ---------------------------------------------------------------- state
+
+    def _own(self) -> dict[str, Any]:
+        return {"log": self.log.state_dict()}
+
+    def _load_own(self, own: Mapping[str, Any]) -> None:
+        self.log = OneByteLog.from_state_dict(own["log"])
+
+    def _adapt(self, source: Source) -> None:
+        super()._adapt(source)
+        self.log = OneByteLog(self.log.seed, self.log.cap, self.log.parameters, first_step=self.steps)
+
+    @property
+    def _lossy_weights(self) -> bool:
+        # Losses are measured around the weights, in directions that depend on the rank.
+        return True
+
+    def _layout(self) -> dict[str, Any]:
+        return {"kind": type(self).__name__} | self.log.layout
+
+
+class Measured(nn.Module):
+    """A model that gives its loss, called as ever, with every call measured."""
+
+    def __init__(self, model: nn.Module, optimizer: OneByteOptimizer) -> None:
+        super().__init__()
+        self.model = model
+        self.optimizer = optimizer
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The mean loss around the weights; its backward costs nothing."""
+        return self.optimizer.measure(lambda: self.model(*args, **kwargs))
+
+
+def _number(loss: Tensor) -> float:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        given = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise ConfigError(f"one-byte needs the loss itself, one number, not {given}: give `measure` your loss function")
+    return float(loss)
+
+
+@apply.register
+def _apply_one_byte(
+    method: OneByte,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    overlap: bool,
+    **options: Unpack[RankOptions],
+) -> tuple[nn.Module, ParallelOptimizer]:
+    """See hosts.interface."""
+    wrapped = one_byte(model, optimizer, method, announce=False, **without_axis(method, options))
+    return Measured(model, wrapped), wrapped

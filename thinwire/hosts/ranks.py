@@ -1,0 +1,68 @@
+"""The mesh as a host sees it: the replicas of one axis, and everybody who trains the same model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from thinwire.collectives import Communicator, Topology
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of a mesh, for a method that is applied to it.
+
+    group: the ranks along the axis, where all others of the mesh are as this one's. whole: the mesh, flat: all ranks
+    that train one model together. counts: whether this rank counts its part of a parameter when something is added up
+    over the mesh; one of the ranks that hold the same elements does.
+    """
+
+    group: DeviceMesh
+    whole: DeviceMesh
+    counts: Callable[[str], bool]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """comm: among the ranks of a method's axis. everyone: among all ranks of the mesh, who agree on every step."""
+
+    comm: Communicator
+    everyone: Communicator
+    counts: Callable[[str], bool] = lambda name: True
+
+    def close(self) -> None:
+        """Wait for all communication and give the process groups back."""
+        for comm in dict.fromkeys([self.comm, self.everyone]):
+            comm.close()
+
+
+def open_ranks(
+    axis: Axis | None,
+    *,
+    local_size: int | None,
+    timeout_s: float,
+    checked: bool,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+) -> Ranks:
+    """Communicators for an axis of a mesh, or for `group`, by default all ranks, where there is no mesh; a collective.
+
+    local_size: ranks of a node, of all ranks of the mesh. Both count into one meter.
+    """
+    if axis is None:
+        comm = Communicator(group, local_size=local_size, timeout_s=timeout_s, checked=checked)
+        return Ranks(comm, comm)
+    everyone = Communicator(axis.whole, local_size=local_size, timeout_s=timeout_s, checked=checked)
+    members = [everyone.global_ranks.index(rank) for rank in axis.group.mesh.flatten().tolist()]
+    own = along(everyone.topology, members)
+    comm = Communicator(axis.group, local_size=own, timeout_s=timeout_s, checked=checked, meter=everyone.meter)
+    return Ranks(comm, everyone, axis.counts)
+
+
+def along(grid: Topology, members: list[int]) -> int:
+    """Ranks of a node among some ranks of a grid: 1 where they do not lie evenly on nodes."""
+    nodes = [grid.node(rank) for rank in members]
+    counts = {nodes.count(node) for node in nodes}
+    return counts.pop() if len(counts) == 1 and nodes == sorted(nodes) else 1

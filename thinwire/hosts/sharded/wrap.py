@@ -1,0 +1,202 @@
+"""`thinwire.zero`: turn a model and its optimizer into a sharded, compressed pair, in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar, Unpack
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.codecs import warm
+from thinwire.collectives import Communicator
+from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
+from thinwire.errors import ConfigError
+from thinwire.hosts.interface import ParallelOptimizer, RankOptions, apply
+from thinwire.hosts.ranks import Axis, open_ranks
+from thinwire.hosts.sharded.optimizer import ZeroOptimizer
+from thinwire.layout.buckets import Bucket, build_buckets
+from thinwire.layout.formats import Strategy
+from thinwire.methods.data.zero import ShardedMethod
+from thinwire.state.elementwise import check_elementwise
+from thinwire.state.replicas import check_device, digest, odd_ranks
+from thinwire.table import announce as announce_table
+
+Model = TypeVar("Model", bound=nn.Module)
+Group = dist.ProcessGroup | DeviceMesh | None
+
+
+def zero(
+    model: Model,
+    optimizer: torch.optim.Optimizer,
+    strategy: Strategy,
+    *,
+    group: Group = None,
+    local_size: int | None = None,
+    axis: Axis | None = None,
+    group_for: Callable[[str, nn.Parameter], Group] | None = None,
+    bucket_numel: int | None = None,
+    overlap: bool = False,
+    seed: int = 0,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    checked: bool = False,
+    announce: bool = True,
+) -> tuple[Model, ZeroOptimizer]:
+    """Shard an optimizer over data-parallel ranks and compress what they exchange; the model object stays the same.
+
+    strategy: what travels and how, such as `thinwire.SDP4Bit()`. group: the ranks that hold replicas of this model: a
+    process group, one dimension of a DeviceMesh, None for all. local_size: ranks per node, found by itself if None.
+    axis: given by `parallelize` in place of a group. group_for: another group (inside `group`) for some parameters, say
+    experts; None for the main one. bucket_numel: elements to a bucket. overlap: let weights arrive during the next
+    forward; then call optimizer.synchronize() before reading weights by hand. seed: of stochastic rounding. timeout_s,
+    checked: see Communicator. announce: rank 0 prints to stderr what was asked for, what is in effect, and why they
+    differ.
+
+    Call it on every rank, after the optimizer is made and before anything is trained. Ranks may start from different
+    weights: rank 0's are taken. Only parameters that the optimizer holds and that require gradients take part.
+
+    Raises ConfigError for a model or optimizer that can't be sharded, with the reason.
+    Source: ZeRO (SC 2020), stages 1 and 2.
+    """
+    _check_strategy(strategy)
+    named = _trained_parameters(model, optimizer)
+    check_elementwise(optimizer)
+    ranks = open_ranks(axis, group=group, local_size=local_size, timeout_s=timeout_s, checked=checked)
+    comm = ranks.comm
+    comms: dict[int, Communicator] = {}
+
+    def comm_for(name: str, param: nn.Parameter) -> Communicator:
+        special = group_for(name, param) if group_for is not None else None
+        if special is None:
+            return comm
+        if id(special) not in comms:
+            comms[id(special)] = Communicator(special, timeout_s=timeout_s, checked=checked)
+        return comms[id(special)]
+
+    chosen = {id(param): comm_for(name, param) for name, param in model.named_parameters()}
+    device = named[0][1].device
+    if device.type == "cuda":
+        # On the CPU the launcher has done it, or the first message waits a second.
+        warm({*strategy.matrix().codecs, *strategy.vector().codecs}, device)
+    notes = _same_start(model, named, strategy, comm, chosen)
+    notes += _notes_on_parameters(model, named, overlap)
+    buckets: list[Bucket] = build_buckets(named, strategy, lambda _, param: chosen[id(param)], bucket_numel, Bucket)
+    for bucket in buckets:
+        bucket.allocate()
+    sharded = ZeroOptimizer(model, optimizer, strategy, buckets, ranks, overlap=overlap, seed=seed, notes=notes)
+    if announce and comm.rank == 0:
+        announce_table(sharded.describe())
+    return model, sharded
+
+
+def _check_strategy(strategy: Strategy) -> None:
+    """Raise ConfigError for a method of another host."""
+    why = getattr(strategy, "not_on_zero", "" if hasattr(strategy, "matrix") else "belongs to another wrapper")
+    if why:
+        way = f"thinwire.{strategy.own_way} or " if hasattr(strategy, "own_way") else ""
+        raise ConfigError(
+            f"thinwire.zero can't run {strategy.name}, which {why}; "
+            f"use {way}`thinwire train --strategy {strategy.name}`"
+        )
+
+
+def _trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:
+    """The parameters to shard, in order of registration; raises ConfigError for what can't be."""
+    if isinstance(model, DistributedDataParallel):
+        raise ConfigError(
+            "the model is wrapped in DistributedDataParallel, which would reduce gradients too: give its .module"
+        )
+    if isinstance(optimizer, ZeroOptimizer):
+        raise ConfigError("this optimizer is sharded already; call zero() once")
+    held = {id(param): param for group in optimizer.param_groups for param in group["params"]}
+    named = [(name, param) for name, param in model.named_parameters() if id(param) in held]
+    if len(named) < len(held):
+        raise ConfigError(f"the optimizer holds {len(held) - len(named)} parameter(s) that the model does not have")
+    named = [(name, param) for name, param in named if param.requires_grad]
+    if not named:
+        raise ConfigError("the optimizer holds no parameter that requires a gradient: nothing to train")
+    check_device(dict(named))
+    memory: dict[int, str] = {}
+    for name, param in named:
+        if isinstance(param, DTensor):
+            raise ConfigError(f"{name!r} is a DTensor, sharded already; zero() takes whole parameters")
+        if param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ConfigError(f"{name!r} is {param.dtype}; zero() takes float32, bfloat16 and float16")
+        twin = memory.setdefault(param.data_ptr(), name) if param.numel() else name
+        if twin != name:
+            raise ConfigError(f"{name!r} and {twin!r} share memory: tie them as one nn.Parameter")
+    return named
+
+
+def _same_start(
+    model: nn.Module,
+    named: list[tuple[str, nn.Parameter]],
+    strategy: Strategy,
+    comm: Communicator,
+    chosen: dict[int, Communicator],
+) -> list[tuple[str, str, str]]:
+    """Make all ranks start from rank 0's weights and buffers, sending them only where they differ."""
+    # Decoding rounds differently on another kind of device, and replicas would drift apart.
+    kind = torch.cuda.get_device_name(named[0][1].device) if named[0][1].is_cuda else "cpu"
+    shapes = kind + repr([(name, tuple(p.shape), str(p.dtype)) for name, p in named])
+    shapes += repr((strategy.matrix(), strategy.vector()))
+    if odd := odd_ranks(comm, digest([shapes.encode()])):
+        raise ConfigError(
+            f"rank {odd[0]} has other parameters, another strategy or another kind of device than rank "
+            f"{comm.global_ranks[0]}: names, shapes, dtypes, options and devices must be the same on all ranks"
+        )
+    sent: list[str] = []
+    everything = [(name, t.data) for name, t in [*model.named_parameters(), *model.named_buffers()] if not t.is_meta]
+    by_comm: dict[Communicator, list[tuple[str, torch.Tensor]]] = {comm: []}
+    special = {name: chosen[id(param)] for name, param in model.named_parameters()}
+    for name, tensor in everything:
+        by_comm.setdefault(special.get(name, comm), []).append((name, tensor.data))
+    for own, tensors in by_comm.items():
+        if not odd_ranks(own, digest(tensor for _, tensor in tensors)):
+            continue
+        for name, tensor in tensors:
+            whole = tensor.contiguous()
+            own.wait(own.broadcast_(whole))
+            tensor.copy_(whole)
+            sent.append(name)
+    effect = f"{len(sent)} tensors sent by rank 0" if sent else "nothing sent"
+    return [("equal replicas at start", effect, "they differed" if sent else "they were equal already")]
+
+
+def _notes_on_parameters(
+    model: nn.Module, named: list[tuple[str, nn.Parameter]], overlap: bool
+) -> list[tuple[str, str, str]]:
+    known = {id(param) for _, param in named}
+    left = [name for name, param in model.named_parameters() if id(param) not in known and param.requires_grad]
+    frozen = [name for name, param in model.named_parameters() if not param.requires_grad]
+    rows = [
+        (
+            "overlap of weights with forward",
+            "on" if overlap else "off",
+            "call optimizer.synchronize() before reading weights by hand"
+            if overlap
+            else "pass overlap=True to hide them",
+        )
+    ]
+    if left:
+        rows.append(("train all parameters", f"{len(left)} left out", f"not in the optimizer: {', '.join(left[:3])}"))
+    if frozen:
+        rows.append(("frozen parameters", f"{len(frozen)} not sent", "requires_grad is off"))
+    return rows
+
+
+@apply.register
+def _apply_sharded(
+    method: ShardedMethod,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    overlap: bool,
+    **options: Unpack[RankOptions],
+) -> tuple[nn.Module, ParallelOptimizer]:
+    """See hosts.interface."""
+    return zero(model, optimizer, method, overlap=overlap, announce=False, **options)  # type: ignore[arg-type]

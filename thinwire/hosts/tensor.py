@@ -1,0 +1,171 @@
+"""The tensor axis: parameters that torch's parallelize_module has cut, shown to every other host as plain tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from thinwire.collectives import Communicator
+from thinwire.errors import ConfigError
+from thinwire.state.replicas import digest, odd_ranks
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a parameter lies on the tensor axis: `shape` of the whole, cut along dimension `dim`, None for a copy."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @property
+    def dim(self) -> int | None:
+        (placement,) = self.placements
+        return placement.dim if isinstance(placement, Shard) else None
+
+    def whole(self, local: Tensor) -> DTensor:
+        """The DTensor that has `local` as this rank's part; gradients flow back to `local`."""
+        return DTensor.from_local(
+            local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
+        )
+
+
+@dataclass
+class TensorAxis:
+    """The cut parameters of a model, by name. While the model's forward runs they are DTensors, else local tensors.
+
+    Hosts, optimizers and hooks see this rank's part of a parameter as a plain leaf tensor. In forward the module's
+    attribute is a DTensor made from that leaf, so torch's tensor parallelism works as ever, and the gradient of the
+    part arrives at the leaf.
+    """
+
+    mesh: DeviceMesh
+    cuts: dict[str, Cut] = field(default_factory=dict)
+    # (module, attribute, name of the parameter)
+    places: list[tuple[nn.Module, str, str]] = field(default_factory=list)
+
+    @property
+    def rank(self) -> int:
+        return self.mesh.get_local_rank()
+
+    def counts(self, name: str) -> bool:
+        """Whether this rank counts its part: of a parameter that all ranks of the axis hold whole the first does."""
+        cut = self.cuts.get(name)
+        return self.rank == 0 or (cut is not None and cut.dim is not None)
+
+    def local_names(self) -> list[str]:
+        """The parameters of which every rank of the axis holds another part."""
+        return [name for name, cut in self.cuts.items() if cut.dim is not None]
+
+    def show_whole(self) -> None:
+        """Put DTensors in the place of the modules' attributes; the registered parameters stay as they are."""
+        made: dict[str, DTensor] = {}
+        for module, attribute, name in self.places:
+            if name not in made:
+                local = module._parameters[attribute]
+                assert local is not None
+                made[name] = self.cuts[name].whole(local)
+            module.__dict__[attribute] = made[name]
+
+    def show_whole_once(self) -> None:
+        """The same, unless that is so already."""
+        if not all(attribute in module.__dict__ for module, attribute, _ in self.places):
+            self.show_whole()
+
+    def show_local(self) -> None:
+        """Take the DTensors away again."""
+        for module, attribute, _ in self.places:
+            module.__dict__.pop(attribute, None)
+
+    def gather(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Whole tensors from every rank's part of them; a collective over the axis."""
+        return {
+            name: self.cuts[name].whole(value.contiguous()).full_tensor() if name in self.cuts else value
+            for name, value in values.items()
+        }
+
+    def part(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's part of whole tensors."""
+        found: dict[str, Tensor] = {}
+        for name, value in values.items():
+            cut = self.cuts.get(name)
+            dim = None if cut is None else cut.dim
+            found[name] = value if dim is None else value.chunk(self.mesh.size(), dim)[self.rank].contiguous()
+        return found
+
+
+@torch.no_grad()
+def cut_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> TensorAxis:
+    """Put local tensors in the place of the model's DTensors, in modules and optimizer; see TensorAxis.
+
+    mesh: the tensor axis. Raises ConfigError for DTensors on another mesh, and for uneven or partial ones.
+    """
+    axis = TensorAxis(mesh)
+    leaves: dict[int, tuple[str, nn.Parameter]] = {}
+    for prefix, module in model.named_modules():
+        for attribute, param in list(module._parameters.items()):
+            if not isinstance(param, DTensor):
+                continue
+            if id(param) not in leaves:
+                name = f"{prefix}.{attribute}" if prefix else attribute
+                axis.cuts[name] = checked_cut(name, param, mesh)
+                leaf = nn.Parameter(param.to_local().detach(), requires_grad=param.requires_grad)
+                leaves[id(param)] = name, leaf
+            name, leaf = leaves[id(param)]
+            module._parameters[attribute] = leaf
+            axis.places.append((module, attribute, name))
+    for group in optimizer.param_groups:
+        group["params"] = [leaves[id(param)][1] if id(param) in leaves else param for param in group["params"]]
+    for param in [param for param in optimizer.state if id(param) in leaves]:
+        held = optimizer.state.pop(param)
+        optimizer.state[leaves[id(param)][1]] = {
+            key: value.to_local() if isinstance(value, DTensor) else value for key, value in held.items()
+        }
+    model.register_forward_pre_hook(lambda *_: axis.show_whole(), prepend=True)
+    model.register_forward_hook(lambda *_: axis.show_local(), always_call=True)
+    # A module may be called by itself, by a checkpoint that computes it again in backward for one.
+    for module in {place[0] for place in axis.places}:
+        module.register_forward_pre_hook(lambda *_: axis.show_whole_once(), prepend=True)
+    return axis
+
+
+def checked_cut(name: str, param: DTensor, mesh: DeviceMesh) -> Cut:
+    """How a DTensor is cut; raises ConfigError for what can't be."""
+    if param.device_mesh != mesh:
+        raise ConfigError(
+            f"{name!r} lies on the mesh {param.device_mesh}, which is not the tensor axis: a model of fully_shard is "
+            "compressed by thinwire.compress_fsdp; parallelize_module must be given mesh['tensor']"
+        )
+    (placement,) = param.placements
+    if not (placement.is_replicate() or isinstance(placement, Shard)):
+        raise ConfigError(f"{name!r} is placed as {placement}: must be Shard or Replicate")
+    if isinstance(placement, Shard) and param.shape[placement.dim] % mesh.size():
+        raise ConfigError(
+            f"{name!r} of shape {tuple(param.shape)} is cut along dimension {placement.dim}, whose "
+            f"{param.shape[placement.dim]} elements do not divide among {mesh.size()} ranks: choose a width that is a "
+            f"multiple of {mesh.size()}"
+        )
+    return Cut(mesh, tuple(param.placements), param.shape, tuple(param.stride()))
+
+
+def check_same_copies(model: nn.Module, axis: TensorAxis, comm: Communicator) -> list[str]:
+    """Give all ranks of the axis the first one's values of what they all hold whole; the names of what differed.
+
+    A collective over `comm`, the ranks of the axis.
+    """
+    local = set(axis.local_names())
+    tensors = {n: t.data for n, t in [*model.named_parameters(), *model.named_buffers()] if n not in local}
+    if not odd_ranks(comm, digest(tensors.values())):
+        return []
+    for tensor in tensors.values():
+        whole = tensor.contiguous()
+        comm.wait(comm.broadcast_(whole))
+        tensor.copy_(whole)
+    return list(tensors)

@@ -1,0 +1,92 @@
+"""Why a run has failed: the first cause among what its workers left behind, in one short message."""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Mapping, Sequence
+
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from thinwire.checkpoint import latest, step_of
+from thinwire.collectives import faults
+from thinwire.errors import ConfigError, ThinwireError, UnsavedError
+from thinwire.training.metrics import read_metrics
+from thinwire.training.run_dir import RunDir
+
+# Half of the time that torchrun's agent gives workers between asking them to end and killing them.
+AGENT_PATIENCE_S = 15
+# Errors whose message says it all.
+SAID_PLAINLY = ("ConfigError", "CheckpointError", "PeerLostError", "ThinwireError", "UnsavedError")
+
+
+def failure(
+    failures: Mapping[int, ProcessFailure], run_dir: RunDir, timeout_s: float, injected: Sequence[str] = ()
+) -> ThinwireError:
+    """One short message on why the run failed: the first cause, and what is left.
+
+    timeout_s: how long ranks wait for one that is silent.
+    """
+    rank, cause = first_cause(failures)
+    records = read_metrics(run_dir.metrics)
+    what = explain(rank, cause, injected)
+    if "PeerLostError" in str(cause.message):
+        what = hung(failures, cause.timestamp - timeout_s) + what
+    if cause.exitcode == ConfigError.exit_code:
+        return ConfigError(what)
+    steps = f"{len(records)} steps are in {run_dir.metrics}" if records else "no step was finished"
+    saved = step_of(latest(run_dir.checkpoints))
+    resume = f"--resume goes on after step {saved}" if saved else "there is no checkpoint yet to --resume from"
+    kind = UnsavedError if is_unsaved(cause) else ThinwireError
+    return kind(f"{what}\n{steps}; {resume}; details are in {run_dir.logs}")
+
+
+def first_cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
+    """The rank whose failure the others follow from, and that failure.
+
+    First comes a process that was killed, then any error but a lost peer, then a lost peer. Last comes a process that
+    the agent itself has killed, because it was frozen, long after the others have reported it.
+    """
+    first_report = min((f.timestamp for f in failures.values() if not is_killed(f)), default=math.inf)
+
+    def order(failure: ProcessFailure) -> tuple[int, int]:
+        if is_killed(failure):
+            return (0 if failure.timestamp < first_report + AGENT_PATIENCE_S else 3), failure.timestamp
+        return 1 + ("PeerLostError" in str(failure.message)), failure.timestamp
+
+    return min(failures.items(), key=lambda item: order(item[1]))
+
+
+def hung(failures: Mapping[int, ProcessFailure], since: float) -> str:
+    """Names the workers that had to be killed in the end, and when they fell silent; empty where there are none."""
+    killed = [f"rank {rank} (pid {one.pid})" for rank, one in failures.items() if is_killed(one)]
+    clock = time.strftime("%H:%M:%S", time.localtime(since))
+    return f"{', '.join(killed)} has hung since about {clock}, and was ended; " if killed else ""
+
+
+def explain(rank: int, cause: ProcessFailure, injected: Sequence[str] = ()) -> str:
+    if is_killed(cause):
+        asked = ", or as --inject asks" if any(faults.parse(text).kind == "kill" for text in injected) else ""
+        by_whom = f" (by hand, or by the system for want of memory{asked})"
+        hint = by_whom if cause.exitcode == -signal.SIGKILL else ""
+        return f"rank {rank} (pid {cause.pid}) was killed by {cause.signal_name()}{hint}; the others stopped"
+    message = cause.message["message"] if isinstance(cause.message, dict) else cause.message
+    kind, _, text = str(message).partition(": ")
+    return f"rank {rank}: {text if kind in SAID_PLAINLY else message}"
+
+
+def is_unsaved(cause: ProcessFailure) -> bool:
+    """Whether the run had come to its end, and could not write what it leaves."""
+    message = cause.message["message"] if isinstance(cause.message, dict) else cause.message
+    return str(message).startswith("UnsavedError: ")
+
+
+def is_killed(cause: ProcessFailure) -> bool:
+    """Whether a signal ended it that the agent did not send itself while closing."""
+    return cause.exitcode < 0 and cause.exitcode != -signal.SIGTERM
+
+
+def has_failed_by_itself(failure: ProcessFailure) -> bool:
+    """Whether neither a signal has ended it nor the loss of another."""
+    return failure.exitcode > 0 and "PeerLostError" not in str(failure.message)

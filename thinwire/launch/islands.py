@@ -1,0 +1,198 @@
+"""Runs the islands of one machine; each has its own process group and its own launcher."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from thinwire.collectives import host_meeting
+from thinwire.collectives.elastic import BEGUN
+from thinwire.errors import ConfigError, Problems, ThinwireError, UnsavedError
+from thinwire.launch.agent import await_node_0, run_workers
+from thinwire.launch.start import Start
+from thinwire.training.config import TrainConfig
+from thinwire.training.place import Island
+from thinwire.training.run import island_size
+from thinwire.training.run_dir import RunDir
+from thinwire.training.settings import read_toml, to_toml
+from thinwire.training.signals import STOPPING, StoppedError
+
+POLL_S = 0.1
+CONNECT_S = 5.0
+# Exit code of an island that has finished but could not save the end: starting it again would not help.
+UNSAVED = 3
+FINISHED = {0, UNSAVED}
+
+
+class Children:
+    """The launchers of this machine's islands, to which all signals are passed on.
+
+    restarts: how often each may be started again.
+    """
+
+    def __init__(self, restarts: int) -> None:
+        self.restarts = restarts
+        self.running: dict[int, subprocess.Popen] = {}
+        self._again: dict[int, tuple[list[str], Path | None]] = {}
+        self._num_restarts: dict[int, int] = {}
+        self.received: int | None = None
+        for signum in STOPPING:
+            signal.signal(signum, self._handle)
+
+    def start(self, number: int, command: list[str], again: list[str], log: Path | None) -> None:
+        """Start an island; again: the command with which it is started again. log: its output; None: this one's."""
+        self._again[number] = again, log
+        with nullcontext() if log is None else log.open("a") as output:
+            # A terminal's Ctrl-C would reach them twice: from the terminal, and from here.
+            self.running[number] = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, start_new_session=True
+            )
+
+    def is_first_time(self, number: int) -> bool:
+        """Whether it was never started again."""
+        return number not in self._num_restarts
+
+    def start_again(self, number: int, code: int) -> None:
+        """Start an island that has failed with that exit code, if it may be; it joins the others."""
+        done, failed = self._num_restarts.get(number, 0), f"thinwire: island {number} failed with exit code {code}"
+        if done >= self.restarts:
+            print(f"{failed}, and is not started again; the others go on", file=sys.stderr)
+            return
+        self._num_restarts[number] = done + 1
+        print(f"{failed}, and is started again ({done + 1} of {self.restarts})", file=sys.stderr)
+        again, log = self._again[number]
+        self.start(number, again, again, log)
+
+    def send(self, signum: int) -> None:
+        for child in self.running.values():
+            with suppress(ProcessLookupError):
+                child.send_signal(signum)
+
+    def ended(self) -> dict[int, int]:
+        """Exit codes, as a shell states them, of those that have ended since the last look."""
+        codes = {number: child.returncode for number, child in self.running.items() if child.poll() is not None}
+        for number in codes:
+            del self.running[number]
+        return {number: 128 - code if code < 0 else code for number, code in codes.items()}
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        self.received = signum
+        self.send(signum)
+
+
+def launch_islands(config: TrainConfig, start: Start) -> int:
+    """Run this machine's islands to their end; the worst exit code. Raises StoppedError after a signal."""
+    children = Children(config.restarts)
+    size = island_size(config)
+    here, count = config.workers // size, config.world_size // size
+    host, _, port = (config.join or "127.0.0.1:0").rpartition(":")
+    if config.node == 0:
+        meeting = host_meeting(int(port))
+    else:
+        await_node_0(host, int(port), config.timeout)
+        meeting = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=config.timeout))
+    meet = f"{host}:{meeting.port}"
+    numbers = range(config.node * here, (config.node + 1) * here)
+    for number in numbers:
+        run_dir = RunDir(config.run_dir).island(number)
+        if number:
+            own = replace(config, run_dir=str(run_dir.path))
+            run_dir.claim(0, to_toml(own), overwrite=config.overwrite)
+        island = Island(number, count, meet)
+        command = [sys.executable, "-m", "thinwire.launch.islands", str(run_dir.config())]
+        # The first one here has the terminal.
+        log = run_dir.logs / "launcher.out" if number > numbers[0] else None
+        # Faults are asked for once.
+        first, again = (replace(start, island=island, inject=inject).to_json() for inject in (start.inject, ()))
+        children.start(number, [*command, first], [*command, again], log)
+    return watch(children, meeting)
+
+
+def watch(children: Children, meeting: dist.TCPStore) -> int:
+    """Return when all have ended; one that fails before the islands have met ends all, later it is started again."""
+    codes: dict[int, int] = {}
+    while children.running:
+        for number, code in children.ended().items():
+            codes[number] = code
+            if code in FINISHED or children.received is not None:
+                continue
+            try:
+                has_begun = meeting.check([BEGUN])
+            except dist.DistError:
+                print(f"thinwire: island {number} failed, and nobody answers at the meeting any more", file=sys.stderr)
+                continue
+            if not has_begun:
+                children.send(signal.SIGTERM)
+            elif not FINISHED.isdisjoint(codes.values()):
+                # An island that comes back after the others have finished finds nobody.
+                if not children.is_first_time(number):
+                    codes[number] = 0
+                    print(f"thinwire: island {number} came back when the others had finished, and ends", flush=True)
+            elif code != ConfigError.exit_code or not children.is_first_time(number):
+                # An island that comes back too early finds its number taken by old workers that have not left yet.
+                children.start_again(number, code)
+        time.sleep(POLL_S)
+    if children.received is not None:
+        raise StoppedError(children.received)
+    return max(1 if code == UNSAVED else code for code in codes.values())
+
+
+def follow_command(island: Island) -> None:
+    """End this process, an island's launcher, when the command that started it is gone.
+
+    If the meeting is gone too, all islands stop, as on SIGTERM. If it still answers, another machine hosts it, and only
+    this island leaves.
+    """
+    parent = os.getppid()
+    host, _, port = island.meet.rpartition(":")
+
+    def look() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        told = f"thinwire: island {island.number}: the command that started it is gone"
+        try:
+            socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
+        except OSError:
+            print(f"{told}: all islands stop", file=sys.stderr, flush=True)
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            print(f"{told}: it leaves the others", file=sys.stderr, flush=True)
+            os._exit(1)
+
+    threading.Thread(target=look, name="thinwire-parent", daemon=True).start()
+
+
+def main() -> NoReturn:
+    """`python -m thinwire.launch.islands CONFIG.toml START`, as `launch_islands` runs it: one island's launcher."""
+    config_path, told = sys.argv[1:]
+    start, problems = Start.from_json(told), Problems()
+    assert start.island is not None
+    follow_command(start.island)
+    try:
+        config = read_toml(Path(config_path), problems)
+        problems.raise_any()
+        assert config.local_size is not None
+        alone = replace(config, workers=config.local_size, nodes=1, node=0, join=None, stop_at=start.stop_at)
+        code = run_workers(alone, start)
+    except ThinwireError as error:
+        if not isinstance(error, StoppedError):
+            print(f"thinwire: island {start.island.number}: {error}", file=sys.stderr)
+        code = UNSAVED if isinstance(error, UnsavedError) else error.exit_code
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+"""Everything that can go wrong before a process starts, and everything worth doing only once."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from thinwire.checkpoint import CheckpointError, choose, passed_over, step_of
+from thinwire.checkpoint.folder import Manifest
+from thinwire.codecs import warm
+from thinwire.collectives import faults
+from thinwire.collectives.topology import Topology
+from thinwire.data import documents, load_tokenizer
+from thinwire.data import prepare as prepare_tokens
+from thinwire.errors import ConfigError, Problems
+from thinwire.launch.start import Start
+from thinwire.methods.interface import Method
+from thinwire.methods.islands.diloco import IslandsMethod
+from thinwire.models import build_model
+from thinwire.models.hf import check_hf, look_into
+from thinwire.options import LLAMA, has_islands
+from thinwire.training.config import FIXED_ON_RESUME, TrainConfig, derive, range_errors, with_derived
+from thinwire.training.effects import Row, batch_row, late_rows, resume_rows, unused_rows
+from thinwire.training.hardware import choose_dtype, free_port, port_is_free, threads_per_worker
+from thinwire.training.metrics import read_metrics
+from thinwire.training.progress import Progress
+from thinwire.training.run import Run, island_size, tables_in_effect
+from thinwire.training.run_dir import RunDir
+from thinwire.training.settings import parse_toml, read_toml, to_toml
+from thinwire.training.trackers import check_trackers
+
+
+def check(config: TrainConfig, problems: Problems) -> Run | None:
+    """Build the run, and note every reason why it can't start, without writing anything; None where it has a fault."""
+    wrong_numbers = list(range_errors(config))
+    problems.messages += wrong_numbers
+    run = topology = None
+    with problems.collect():
+        run = Run.of(config)
+    if not wrong_numbers:
+        with problems.collect():
+            derive(config, config.world_size)
+        with problems.collect():
+            of_node = island_size(config) if run and run.has_islands else config.local_size or config.workers
+            topology = Topology.stated(config.world_size, of_node)
+    if run is not None and topology is not None:
+        with problems.collect():
+            check_grid(run.strategy, topology)
+    with problems.collect():
+        check_trackers(config.track)
+    with problems.collect():
+        RunDir(config.run_dir).check(config.node, resume=config.resume, overwrite=config.overwrite)
+    for text in config.inject:
+        with problems.collect():
+            check_fault(text, config)
+    with problems.collect():
+        check_join(config)
+    with problems.collect():
+        check_data(config)
+    with problems.collect():
+        model = check_model(config)
+        if run is not None and isinstance(run.strategy, IslandsMethod) and model is not None:
+            run.strategy.fragments(model)
+    return run
+
+
+def check_grid(strategy: Method, topology: Topology) -> None:
+    """Raise ConfigError where the strategy can't run on such a grid, whatever the model."""
+    strategy.plan(nn.Module(), topology, 1)
+
+
+def check_fault(text: str, config: TrainConfig) -> None:
+    """Raise ConfigError for a fault that can't be read, or can't fire in this run."""
+    fault, num_ranks = faults.parse(text), config.world_size
+    if not has_islands(config.strategy):
+        if fault.island is not None:
+            raise ConfigError(f"--inject {text!r}: strategy {config.strategy} has no islands; name a rank")
+    else:
+        num_ranks = island_size(config)
+        num_islands = config.world_size // num_ranks
+        if fault.island is None:
+            raise ConfigError(f"--inject {text!r}: name the island too, such as island=0; ranks count inside of it")
+        if fault.island >= num_islands:
+            raise ConfigError(f"--inject {text!r}: islands are numbered from 0 to {num_islands - 1}")
+    if fault.rank is not None and fault.rank >= num_ranks:
+        raise ConfigError(f"--inject {text!r}: ranks are numbered from 0 to {num_ranks - 1}")
+    if fault.step is not None and fault.step > config.steps:
+        raise ConfigError(f"--inject {text!r}: the run ends after step {config.steps}")
+
+
+def check_data(config: TrainConfig) -> None:
+    """Read the first document; a dataset on the network is read later, when it is tokenised."""
+    if not config.data.startswith("hf:"):
+        next(documents(config.data, config.text_field), None)
+
+
+def check_model(config: TrainConfig) -> nn.Module | None:
+    """The model without memory; of a transformers model, whose weights may be large, only the config is checked."""
+    tokenizer = load_tokenizer(config.tokenizer)
+    if config.seq_len <= 0:
+        return None
+    if config.model.startswith("hf:"):
+        check_hf(config.model.removeprefix("hf:"), tokenizer.vocab_size, config.seq_len, {})
+        return None
+    with torch.device("meta"):
+        return build_model(config.model, tokenizer.vocab_size, config.seq_len, config.seed, config.tables.get(LLAMA))
+
+
+def check_join(config: TrainConfig) -> None:
+    """Raise ConfigError for a malformed address, or if node 0's port is in use."""
+    if config.join is None:
+        return
+    host, _, port = config.join.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ConfigError(f"--join {config.join}: must be HOST:PORT, such as 192.168.1.10:29500")
+    if config.node == 0 and not port_is_free(int(port)):
+        raise ConfigError(
+            f"--join {config.join}: port {port} is in use on this machine; take another, the same on all machines, "
+            f"such as {free_port()}"
+        )
+
+
+def model_rows(config: TrainConfig) -> list[Row]:
+    """Where the weights of a model of transformers come from."""
+    if not config.model.startswith("hf:"):
+        return []
+    if look_into(Path(config.model.removeprefix("hf:")).expanduser()):
+        return [(f"--model {config.model}", "starts from the folder's weights", "")]
+    return [(f"--model {config.model}", "starts at random", "the folder holds no .safetensors file")]
+
+
+def resolve(run: Run, asked: TrainConfig, threads: int) -> tuple[Run, list[Row]]:
+    """The run with everything derived filled in, and the rows that say so."""
+    batch = derive(asked, asked.world_size)
+    dtype: Any
+    dtype, reason = choose_dtype(asked.dtype, threads)
+    rows: list[Row] = [(f"dtype {asked.dtype}", dtype, reason), batch_row(asked, batch, asked.world_size)]
+    rows += [*model_rows(asked), *unused_rows(run), *late_rows(run)]
+    resolved = run.with_island_size()
+    if run.has_islands:
+        size = resolved.config.local_size or 1
+        why = "" if asked.local_size else "every worker of a single machine, else every machine, is an island"
+        islands = f"{asked.world_size // size} island(s) of {size} rank(s)"
+        rows.append((f"--local-size {asked.local_size or 'by default'}", islands, why))
+    if asked.optimizer is None:
+        rows.append(("--optimizer", f"{run.config.optimizer}", f"the choice of strategy {asked.strategy}"))
+    if torch.cuda.is_available():
+        rows.append(("device", "cpu", "this version trains on the CPU and does not use the GPU"))
+    return replace(resolved, config=replace(with_derived(resolved.config), dtype=dtype)), rows
+
+
+def plan(config: TrainConfig, problems: Problems) -> tuple[Run, Start]:
+    """Check, fill in what follows, and state it in rows; nothing is written. Raises ConfigError with all problems."""
+    run = check(config, problems)
+    problems.raise_any()
+    assert run is not None
+    threads, why = threads_per_worker(config.workers)
+    run, rows = resolve(run, config, threads)
+    rows.insert(0, ("threads per worker", str(threads), why))
+    rows += check_resume(run.config, RunDir(config.run_dir))
+    rows += [(f"--inject {text!r}", "armed", faults.KINDS[faults.parse(text).kind]) for text in config.inject]
+    return run, Start(run.config.dtype, threads, rows, config.stop_at, config.inject, config.allow_resume_drift)
+
+
+def prepare(config: TrainConfig, problems: Problems) -> tuple[Run, Start]:
+    """Plan, then claim the run directory, and do once what every worker would do: tokens and kernels.
+
+    Raises ConfigError with all problems at once.
+    """
+    run, start = plan(config, problems)
+    cache_dir = Path(config.cache_dir) if config.cache_dir else None
+    tokens = prepare_tokens(
+        config.data, load_tokenizer(config.tokenizer), text_field=config.text_field, cache_dir=cache_dir
+    )
+    tokens.split(config.seq_len)
+    logging.getLogger("numba").setLevel(logging.WARNING)
+    warm(run.strategy.codecs)
+    RunDir(config.run_dir).claim(config.node, to_toml(run.config), overwrite=config.overwrite)
+    return run, start
+
+
+def dry_run(config: TrainConfig, problems: Problems) -> int:
+    """Print the start-up table and the resolved config.toml. Raises ConfigError with all problems at once."""
+    run, start = plan(config, problems)
+    Progress(config.steps, run.config.tokens_per_step or 0, 0.0).start_table(start.effects)
+    print(f"\n{to_toml(run.config)}", end="")
+    return 0
+
+
+def saved_config(checkpoint: Path) -> TrainConfig | None:
+    """The configuration of the run that saved a checkpoint; config.toml is of the last start and may differ.
+
+    None if the checkpoint does not state it, or was written by another version.
+    """
+    text, problems = Manifest.read(checkpoint).about.get("config"), Problems()
+    config = parse_toml(text, str(checkpoint), problems) if text else None
+    return None if problems.messages else config
+
+
+def check_resume(config: TrainConfig, run_dir: RunDir) -> list[Row]:
+    """Rows on what a resumed run changes; raises ConfigError for a change that needs a new run."""
+    if not config.resume:
+        return []
+    later = passed_over(run_dir.checkpoints)
+    try:
+        chosen, wrong = choose(run_dir.checkpoints)
+    except CheckpointError as error:
+        if config.nodes == 1:
+            raise
+        # The other machines wait for this one, whose workers tell them.
+        return [("--resume", "no checkpoint is sound on this machine", str(error))]
+    step = step_of(chosen)
+    rows: list[Row] = [("a later checkpoint", "passed over", why) for why in later]
+    rows += [("a later checkpoint", "passed over: it is damaged", problem) for problem in wrong]
+    if chosen is None:
+        return [*rows, ("--resume", "starts at step 0", f"{run_dir.path} holds no checkpoint yet")]
+    why = "all of its files have the right checksums"
+    records = read_metrics(run_dir.metrics)
+    if records and records[-1].step > step:
+        why += f"; steps {step + 1} to {records[-1].step} are in no sound checkpoint, and are taken again"
+    rows.append(("--resume", f"goes on after step {step}", why))
+    if config.stop_at is not None and config.stop_at < step:
+        raise ConfigError(f"--stop-at {config.stop_at}: the checkpoint was taken after step {step}; nearest: {step}")
+    if not run_dir.config(config.node).is_file():
+        return rows
+    problems = Problems()
+    old = read_toml(run_dir.config(config.node), problems)
+    for name in FIXED_ON_RESUME:
+        before, after = getattr(old, name), getattr(config, name)
+        if before != after:
+            problems.messages.append(f"--resume: {name} was {before} and can't become {after}; start a new run for it")
+    saved = saved_config(chosen) or old
+    for table in tables_in_effect(config) & tables_in_effect(saved):
+        if saved.tables.get(table, {}) != config.tables.get(table, {}):
+            problems.messages.append(f"--resume: the options [{table}] can't change; start a new run for that")
+    problems.raise_any()
+    return [*rows, *resume_rows(old, config)]

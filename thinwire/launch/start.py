@@ -1,0 +1,34 @@
+"""What the launcher found out for its workers, which it tells them in one word of their command line."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+
+from thinwire.training.effects import Row
+from thinwire.training.place import Island
+
+
+@dataclass(frozen=True)
+class Start:
+    """dtype: the compute type that is fast here. effects: rows of the start-up table. The rest: as in TrainConfig."""
+
+    dtype: str | None = None
+    threads: int = 1
+    effects: list[Row] = field(default_factory=list)
+    stop_at: int | None = None
+    inject: tuple[str, ...] = ()
+    allow_resume_drift: bool = False
+    island: Island | None = None
+
+    def to_json(self) -> str:
+        return json.dumps([
+            self.dtype, self.threads, self.effects, self.stop_at, self.inject, self.allow_resume_drift, self.island,
+        ])  # fmt: skip
+
+    @classmethod
+    def from_json(cls, text: str) -> Start:
+        dtype, threads, effects, stop_at, inject, allow_resume_drift, island = json.loads(text)
+        rows = [(asked, effect, reason) for asked, effect, reason in effects]
+        place = Island(*island) if island else None
+        return cls(dtype, threads, rows, stop_at, tuple(inject), allow_resume_drift, place)

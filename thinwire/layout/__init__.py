@@ -1,0 +1,1 @@
+"""Second floor: tensors to flat spans and back. No communicator."""

@@ -1,0 +1,120 @@
+"""How one kind of parameter travels, and what a strategy of such choices looks like to those who carry it out."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, field
+from math import lcm
+from typing import Protocol
+
+import torch
+
+from thinwire.codecs import (
+    Codec,
+)
+from thinwire.collectives import Topology
+from thinwire.errors import ConfigError
+from thinwire.table import Row
+
+
+@dataclass(frozen=True)
+class WireFormat:
+    """How one kind of parameter travels.
+
+    weights: codec of the all_gather; differences: send master - replica instead of the master itself.
+    intra, inter: codecs of the gradient's hop inside a node and between nodes. feedback: what they lose is kept, and
+    added to the next gradient.
+    Raises ConfigError for a combination that can't work.
+    """
+
+    weights: Codec
+    differences: bool
+    intra: Codec
+    inter: Codec
+    feedback: bool = False
+
+    def __post_init__(self) -> None:
+        for codec in (self.intra, self.inter):
+            if self.feedback and not codec.traits.contraction:
+                raise ConfigError(
+                    f"{codec} can't have error feedback: where it loses more than it sends, what is owed grows; use "
+                    "rounding 'nearest', an unscaled random-k, or no feedback"
+                )
+        is_measured = self.differences and not self.weights.traits.contraction
+        if is_measured and (lost := _lost_energy(self.weights)) >= 1.0:
+            raise ConfigError(
+                f"{self.weights} can't carry weight differences: on Gaussian values its error has {lost:.1f} times "
+                "their energy, so that what is lost in one step grows in the next; use more bits, smaller groups, or "
+                "rounding 'nearest'"
+            )
+
+    @property
+    def block(self) -> int:
+        """Parameters and slices start at multiples of this many elements; 4 at least, to be whole 8-byte words."""
+        return lcm(4, self.weights.block, self.intra.block, self.inter.block)
+
+    @property
+    def codecs(self) -> tuple[Codec, ...]:
+        return self.weights, self.intra, self.inter
+
+
+@functools.cache
+def _lost_energy(codec: Codec) -> float:
+    """E|C(x) - x|^2 / |x|^2 for Gaussian x, estimated on eight blocks."""
+    x = torch.randn(8 * codec.block, generator=torch.Generator().manual_seed(0))
+    error = codec.decode(codec.encode(x, seed=1), x.numel()) - x
+    return float(error.square().sum() / x.square().sum())
+
+
+class Strategy(Protocol):
+    """A choice of codecs for the two kinds of parameters, as `thinwire.zero` takes it."""
+
+    @property
+    def name(self) -> str:
+        """What `--strategy` calls it."""
+        ...
+
+    def matrix(self) -> WireFormat:
+        """For parameters of two and more dimensions."""
+        ...
+
+    def vector(self) -> WireFormat:
+        """For parameters of at most one dimension: norms and biases."""
+        ...
+
+
+def describe_formats(strategy: Strategy, grid: Topology) -> list[Row]:
+    """A row for each kind of parameter and each way that it takes on this grid."""
+    rows: list[Row] = []
+    for kind, wire in {"matrices": strategy.matrix(), "norms and biases": strategy.vector()}.items():
+        what = "differences" if wire.differences else "weights"
+        rows.append((f"{kind}: {what}", f"{wire.weights}", f"{wire.weights.bits_per_element:.4g} bits an element"))
+        for hop, codec, partners in (
+            ("inside a node", wire.intra, grid.local_size),
+            ("between nodes", wire.inter, grid.num_nodes),
+        ):
+            effect = f"{codec}" if partners > 1 else "no such hop"
+            why = f"{codec.bits_per_element:.4g} bits an element" if partners > 1 else f"the grid is {grid}"
+            rows.append((f"{kind}: gradients {hop}", effect, why))
+    return rows
+
+
+@dataclass(frozen=True)
+class LevelFormat(WireFormat):
+    """How one kind of parameter travels.
+
+    shards: codec of the gather of compute weights. weights: of the refresh; differences: it carries master - weight.
+    intra, inter: of the gradient's hop inside a node and between nodes.
+    """
+
+    shards: Codec = field(kw_only=True)
+
+    @property
+    def block(self) -> int:
+        """Parameters and slices start at multiples of this many elements."""
+        return math.lcm(super().block, self.shards.block)
+
+    @property
+    def codecs(self) -> tuple[Codec, ...]:
+        return *super().codecs, self.shards

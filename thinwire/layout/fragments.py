@@ -1,0 +1,91 @@
+"""What is exchanged together: the model's layers, dealt out to fragments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.errors import ConfigError, nearest
+from thinwire.layout.layers import layers_of
+
+PATTERNS = ("strided", "sequential")
+# Layers in one fragment where their number is not stated.
+LAYERS_PER_FRAGMENT = 3
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Parameters that are exchanged together, flat; each starts at a multiple of `block` elements.
+
+    So no group of a codec holds elements of two tensors.
+    """
+
+    shapes: Mapping[str, torch.Size]
+    block: int = 1
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.shapes)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the flat tensor, padding included."""
+        return sum(self._length(shape) for shape in self.shapes.values())
+
+    def zeros(self) -> Tensor:
+        """Flat, fp32, on the CPU."""
+        return torch.zeros(self.numel)
+
+    def flat(self, values: Mapping[str, Tensor]) -> Tensor:
+        """The tensors of these names in one, fp32 [numel] on the CPU; zero between them."""
+        flat = self.zeros()
+        for name, view in self.views(flat).items():
+            view.copy_(values[name])
+        return flat
+
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        """The tensors that lie in a flat one, by name, in their shapes."""
+        found, start = {}, 0
+        for name, shape in self.shapes.items():
+            found[name] = flat[start : start + shape.numel()].view(shape)
+            start += self._length(shape)
+        return found
+
+    def _length(self, shape: torch.Size) -> int:
+        return -(-shape.numel() // self.block) * self.block
+
+
+def cut(model: nn.Module, num_fragments: int | None, pattern: str, block: int) -> list[Fragment]:
+    """The trained parameters of `model` as fragments; on all ranks the same.
+
+    Layers are the children of its outermost ModuleLists. pattern: "strided", layer l goes to fragment l mod P, or
+    "sequential", each fragment gets layers that follow each other. What lies in no layer, or in several, goes to
+    fragment 0; a tied parameter is there once. num_fragments: P; None: for each three layers one.
+
+    Raises ConfigError for a pattern that is none, and for more fragments than layers.
+    Source: Douillard et al., "Streaming DiLoCo with overlapping communication" (2025), section 3.1.
+    """
+    if pattern not in PATTERNS:
+        raise ConfigError(f"pattern {pattern!r} of fragments is unknown{nearest(pattern, PATTERNS)}")
+    layers = layers_of(model)
+    num_layers = max(1, len(layers))
+    total = -(-num_layers // LAYERS_PER_FRAGMENT) if num_fragments is None else num_fragments
+    named = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    if not 1 <= total <= num_layers and named:
+        raise ConfigError(
+            f"num_fragments {total}: must be from 1 to the number of layers, {num_layers}; "
+            f"nearest: {min(max(total, 1), num_layers)}"
+        )
+    users: dict[nn.Parameter, set[int]] = {}
+    for number, layer in enumerate(layers):
+        for param in layer.parameters():
+            users.setdefault(param, set()).add(number)
+    shapes: list[dict[str, torch.Size]] = [{} for _ in range(total)]
+    for name, param in named.items():
+        used_by = users.get(param, set())
+        number = next(iter(used_by)) if len(used_by) == 1 else 0
+        shapes[number % total if pattern == "strided" else number * total // num_layers][name] = param.shape
+    return [Fragment(held, block) for held in shapes]

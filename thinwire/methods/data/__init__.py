@@ -1,0 +1,1 @@
+"""Methods on the data axis: how gradients and weights travel between replicas."""

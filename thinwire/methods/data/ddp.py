@@ -1,0 +1,143 @@
+"""What the strategies on DistributedDataParallel share, and the plain one; the others have a file each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from thinwire.codecs import Codec
+from thinwire.collectives import Communicator, Topology
+from thinwire.errors import ConfigError, nearest
+from thinwire.methods.data.reductions import (
+    BY_FORMULA,
+    OPERATION,
+    CastMean,
+    Mean,
+    Reduction,
+)
+from thinwire.methods.interface import Plan, agreement_sent, trained_shapes
+from thinwire.methods.options import check_types
+from thinwire.optim import GENERAL
+
+REDUCTIONS: dict[str, type[Mean]] = {"fp32": Mean, "bf16": CastMean}
+
+
+class DDPMethod:
+    """What makes a way to average gradients a Method: it is applied by `wrap_ddp`."""
+
+    # Why thinwire.zero can't host it, to follow its name.
+    own_way: ClassVar[str] = "compress_ddp"
+    not_on_zero: ClassVar[str] = "averages whole gradients, and zero gives every rank a slice"
+    # Whether it weighs what it remembers by the learning rate.
+    uses_learning_rates = False
+
+    @property
+    def name(self) -> str:
+        """What `--strategy` calls it."""
+        raise NotImplementedError
+
+    @property
+    def find_unused_parameters(self) -> bool:
+        """DDP's option of that name."""
+        raise NotImplementedError
+
+    @property
+    def single_bucket(self) -> bool:
+        """Whether the method wants all gradients at once; else buckets are reduced while backward goes on."""
+        return False
+
+    @property
+    def whole_step(self) -> bool:
+        """Whether gradients are reduced together when the last of a step has come, and clipped by the method.
+
+        Then what has been sent can't be scaled any more; in a world of one too, for the method replaces a part of the
+        optimizer.
+        """
+        return False
+
+    @property
+    def optimizers(self) -> tuple[str, ...]:
+        """See Method."""
+        return GENERAL
+
+    @property
+    def optimizers_reason(self) -> str:
+        """See Method."""
+        return "brings no optimizer of its own"
+
+    @property
+    def codecs(self) -> tuple[Codec, ...]:
+        """None: nothing of thinwire's is compiled."""
+        return ()
+
+    @property
+    def settled_after(self) -> int:
+        """Steps at the start that are reduced in another way."""
+        return 0
+
+    def check(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        """Raise ConfigError for a model or an optimizer with which the method would go wrong."""
+
+    def reduction(self, world_size: int, seed: int) -> Reduction:
+        """How one bucket is averaged, with its state."""
+        raise NotImplementedError
+
+    def bind(
+        self,
+        reduction: Reduction,
+        trained: Mapping[str, nn.Parameter],
+        optimizer: torch.optim.Optimizer | None,
+        comm: Communicator,
+    ) -> None:
+        """Show a reduction that asks for it what it works with; before the first step, on every rank."""
+
+    def plan(self, model: nn.Module, topology: Topology, micro_batches: int) -> Plan:
+        """Everything is whole on every rank; only the last micro-batch's backward communicates."""
+        shapes = trained_shapes(model)
+        whole = 4 * sum(shape.numel() for shape in shapes.values())
+        reduction = self.reduction(topology.world_size, 0)
+        sent = {(OPERATION, level): num for level, num in reduction.sent_bytes(shapes, topology).items()}
+        words = agreement_sent(topology)
+        # A node sends one rank's part of a ring to other nodes.
+        ring = None
+        if BY_FORMULA in reduction.rows(shapes):
+            ring = sum(sent.values()) + topology.local_size * words["all_gather_exact", "inter"]
+        return Plan(
+            weights=whole,
+            gradients=whole,
+            optimizer=2 * whole,
+            sent=sent | words,
+            crossing=ring if topology.num_nodes > 1 else 0,
+            other=reduction.kept_bytes(shapes, topology),
+        )
+
+
+@dataclass(frozen=True)
+class DDP(DDPMethod):
+    """torch's DistributedDataParallel over gloo: one all_reduce of the gradients, the optimizer's state on every rank.
+
+    wire: "fp32", or "bf16": gradients are divided by P, cast, summed in bf16 on the way and cast back; weights, masters
+    and the optimizer stay fp32. find_unused_parameters: DDP's own option, for models of which a step may leave out
+    parameters. Sends 2 (P-1)/P times the gradients' bytes per step.
+
+    Raises ConfigError for another wire. Source: Li et al., "PyTorch Distributed", VLDB 2020.
+    """
+
+    wire: str = "fp32"
+    find_unused_parameters: bool = False
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if self.wire not in REDUCTIONS:
+            raise ConfigError(f"wire {self.wire!r} of ddp: must be fp32 or bf16{nearest(self.wire, REDUCTIONS)}")
+
+    @property
+    def name(self) -> str:
+        return "ddp" if self.wire == "fp32" else f"ddp-{self.wire}"
+
+    def reduction(self, world_size: int, seed: int) -> Reduction:
+        return REDUCTIONS[self.wire]()

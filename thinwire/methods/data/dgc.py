@@ -1,0 +1,325 @@
+"""DGC: the largest thousandth of the accumulated momentum travels, the rest waits at home."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.checkpoint import Debt
+from thinwire.codecs import (
+    Cast,
+    Codec,
+    Identity,
+    Threshold,
+    TopK,
+)
+from thinwire.collectives import Topology
+from thinwire.collectives.gather import all_gather_packets, gather_bytes
+from thinwire.collectives.link import Link
+from thinwire.collectives.reduce import added
+from thinwire.collectives.rounds import Rounds
+from thinwire.errors import ConfigError, nearest
+from thinwire.methods.data.plannable import Plannable, codec_errors, densities
+from thinwire.methods.data.reductions import FP32_BYTES, OPERATION, Step, seed_of
+from thinwire.methods.data.whole_step import (
+    Compressed,
+    OnWholeStep,
+    WholeStep,
+    check_clip,
+    is_compressed,
+)
+from thinwire.methods.options import check_types
+from thinwire.optim import DGCSGD
+from thinwire.state.memory import Memory
+from thinwire.state.portable import Owed
+from thinwire.table import Row
+
+VALUES: dict[str, Codec] = {"fp32": Identity(), "bf16": Cast("bf16")}
+VELOCITY, UNSENT = "velocity", "unsent"
+# What a checkpoint calls them.
+UNSENT_SUMS, VELOCITIES = "unsent sums of velocities", "velocities"
+DEFAULT_STAGE = 25
+# Of a run whose length is known, the warm-up of the density takes this share.
+WARMUP_SHARE = 0.1
+
+
+@dataclass(frozen=True)
+class DGC(OnWholeStep, Plannable):
+    """Sparse gradients with momentum correction: every node sends the largest `density` of what it has accumulated.
+
+        g  local gradient, clipped                            u <- m u + g          v <- v + u
+        v's largest entries travel and are cleared in v; with factor_masking in u too
+        w <- w - lr (1/N) sum over N nodes of what travelled
+
+    nesterov: u <- m (u + g), v <- v + u + g. clip: see WholeStep; 0: none. density: share of each `group` of elements
+    of a tensor that travels. warmup: densities of the first stages of `warmup_steps` steps each; None: a tenth of a
+    training run in all, 25 in a loop of one's own. values: "fp32" or "bf16"; what rounding loses stays in v. stride:
+    the bound on what travels is estimated from every stride-th element; 1: the exact largest. Tensors with fewer than
+    two dimensions travel in fp32, with the momentum on their mean. Takes SGD without momentum, or DGCSGD.
+
+    Raises ConfigError for values out of range. Source: Lin, Han, Mao, Wang and Dally, "Deep Gradient Compression"
+    (ICLR 2018), sections 3.1 to 3.3.
+    """
+
+    optimizers: ClassVar[tuple[str, ...]] = ("dgc-sgd", "sgd-plain")
+    optimizers_reason: ClassVar[str] = "keeps the momentum of SGD itself"
+    not_on_zero: ClassVar[str] = "keeps gradients back on every node, while zero knows only the sum of what it is given"
+
+    density: float = 0.001
+    momentum: float = 0.9
+    nesterov: bool = False
+    clip: float = 1.0
+    factor_masking: bool = True
+    warmup: tuple[float, ...] = (0.25, 0.0625, 0.015625, 0.004)
+    warmup_steps: int | None = None
+    values: str = "fp32"
+    group: int = 1 << 16
+    stride: int = 32
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if self.values not in VALUES:
+            raise ConfigError(f"values {self.values!r} of dgc: must be fp32 or bf16{nearest(self.values, VALUES)}")
+        if not 0 <= self.momentum < 1:
+            raise ConfigError(f"momentum {self.momentum} of dgc: must be at least 0 and below 1; the usual: 0.9")
+        check_clip(self.name, self.clip)
+        if self.warmup_steps is not None and self.warmup_steps < 1:
+            raise ConfigError(f"warmup_steps {self.warmup_steps} of dgc: must be at least 1, or give an empty warmup")
+        for density in (*self.warmup, self.density):
+            self.codec(density)
+
+    @property
+    def name(self) -> str:
+        return "dgc"
+
+    @property
+    def codecs(self) -> tuple[Codec, ...]:
+        return (self.codec(self.density),)
+
+    @property
+    def stage_steps(self) -> int:
+        """Steps at each density of the warm-up."""
+        return DEFAULT_STAGE if self.warmup_steps is None else self.warmup_steps
+
+    @property
+    def settled_after(self) -> int:
+        return len(self.warmup) * self.stage_steps
+
+    def codec(self, density: float) -> Codec:
+        """What chooses and packs the entries of one tensor."""
+        values = VALUES[self.values]
+        if self.stride == 1:
+            return TopK(density, self.group, values)
+        return Threshold(density, self.group, values, self.stride)
+
+    def density_at(self, step: int) -> float:
+        """The density of a step, counted from 0."""
+        stage = step // self.stage_steps
+        return self.warmup[stage] if stage < len(self.warmup) else self.density
+
+    # ---------------------------------------------------------------- for L-GreCo
+
+    @property
+    def uniform(self) -> float:
+        return self.density
+
+    def candidates(self, shape: torch.Size, span: float) -> list[float]:
+        return densities(self.density, span, self.group) if is_compressed(shape) else []
+
+    def errors(self, x: Tensor, settings: Sequence[float]) -> list[float]:
+        return codec_errors(x, [self.codec(density) for density in settings])
+
+    def size(self, shape: torch.Size, setting: float) -> int:
+        return self.codec(setting).packet_bytes(shape.numel())
+
+    # ---------------------------------------------------------------- in a run
+
+    def for_run(self, num_steps: int, num_warmup_steps: int) -> DGC:
+        """With the length of the warm-up's stages, where none is stated; see PlannedByRun."""
+        if self.warmup_steps is not None or not self.warmup:
+            return self
+        return replace(self, warmup_steps=max(1, round(WARMUP_SHARE * num_steps / len(self.warmup))))
+
+    def check(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        if optimizer is None or isinstance(optimizer, DGCSGD):
+            return
+        kind = type(optimizer).__name__
+        if not isinstance(optimizer, torch.optim.SGD):
+            raise ConfigError(
+                f"dgc corrects the momentum of SGD, which {kind} is not: what it sends in rare large portions would be "
+                "scaled again; take thinwire.DGCSGD, or torch.optim.SGD with momentum=0"
+            )
+        if momenta := [group["momentum"] for group in optimizer.param_groups if group["momentum"]]:
+            raise ConfigError(
+                f"momentum {momenta[0]} of SGD: dgc keeps the momentum itself, so it would be applied twice; set "
+                "momentum=0, or take thinwire.DGCSGD, in which only weight decay has momentum"
+            )
+
+    def reduction(self, world_size: int, seed: int) -> SparseMean:
+        return SparseMean(self, seed)
+
+
+class SparseMean(WholeStep):
+    """The mean over nodes of the entries that DGC lets through."""
+
+    def __init__(self, method: DGC, seed: int) -> None:
+        super().__init__(method.clip)
+        self.method, self.seed = method, seed
+        # Densities chosen for single parameters, by name.
+        self.settings: dict[str, float] = {}
+        self.watch: Callable[[str, Tensor], None] | None = None
+        self._unchecked: list[Row] = []
+
+    def bind(self, trained: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer | None, comm: Any) -> None:
+        super().bind(trained, optimizer, comm)
+        momenta = {group["momentum"] for group in optimizer.param_groups} if isinstance(optimizer, DGCSGD) else set()
+        if optimizer is None:
+            self._unchecked = [("optimizer", "not known", "it must be SGD without momentum, or thinwire.DGCSGD")]
+        elif momenta - {self.method.momentum}:
+            reason = f"dgc's is {self.method.momentum:g}: where they are equal, this is SGD with momentum"
+            self._unchecked = [("momentum of weight decay", ", ".join(f"{m:g}" for m in sorted(momenta)), reason)]
+
+    def reduce(self, link: Link, grads: dict[str, Tensor], step: Step) -> Rounds[None]:
+        means, outs, is_finite = yield from self.exchange(link, grads, self.local_scale(grads), step)
+        with link.timed("decode_s", OPERATION):
+            for name, mean in means.items():
+                outs[name] = self._contribution(name, mean)
+                if is_finite:
+                    self._advance(name, mean)
+            for name, out in outs.items():
+                grads[name].copy_(out)
+
+    def compress(self, link: Link, grads: dict[str, Tensor], scale: float, step: Step) -> Rounds[Compressed]:
+        codecs = self._codecs(grads, step.number)
+        fresh = yield from self.node_mean(link, grads, scale)
+        sizes = [g.numel() for g in fresh.values()]
+        total = link.scratch("accumulated", sum(sizes), dtype=torch.float32)
+        sums = dict(zip(fresh, total.split(sizes), strict=True))
+        packet = link.scratch("packet", sum(codecs[name].packet_bytes(g.numel()) for name, g in fresh.items()))
+        with link.timed("encode_s", OPERATION):
+            for name, part in self._parts(packet, fresh, codecs).items():
+                self._contribution(name, fresh[name], sums[name]).add_(self._unsent(name, fresh[name]))
+                if self.watch:
+                    self.watch(name, sums[name])
+                codecs[name].encode(sums[name], seed=seed_of(self.seed, step.number, name), out=part)
+        gathered = yield from all_gather_packets(link, packet, OPERATION)
+        with link.timed("decode_s", OPERATION):
+            outs = self._mean_of(gathered, fresh, codecs)
+        sent = self._parts(gathered[link.local_rank, link.node], fresh, codecs)
+        return outs, partial(self._remember, sent, fresh, sums, codecs)
+
+    def _codecs(self, names: Iterable[str], step: int) -> dict[str, Codec]:
+        """What packs each compressed parameter in a step: after the warm-up at the density chosen for it, if any."""
+        method = self.method
+        chosen = {} if step < method.settled_after else self.settings
+        return {name: method.codec(chosen.get(name, method.density_at(step))) for name in names}
+
+    # ---------------------------------------------------------------- momentum
+
+    def _velocity(self, name: str, like: Tensor) -> Tensor:
+        return self.memory.get(name, VELOCITY, *like.shape)
+
+    def _unsent(self, name: str, like: Tensor) -> Tensor:
+        return self.memory.get(name, UNSENT, *like.shape)
+
+    def _contribution(self, name: str, g: Tensor, out: Tensor | None = None) -> Tensor:
+        """What this step adds: m u + g, or m (u + g) + g. Memory stays as it is until the step is known to be sound."""
+        out = torch.empty_like(g) if out is None else out
+        out.copy_(self._velocity(name, g))
+        if self.method.nesterov:
+            out.add_(g)
+        return out.mul_(self.method.momentum).add_(g)
+
+    def _advance(self, name: str, g: Tensor) -> Tensor:
+        """u <- m u + g, or m (u + g)."""
+        u = self._velocity(name, g)
+        return u.add_(g).mul_(self.method.momentum) if self.method.nesterov else u.mul_(self.method.momentum).add_(g)
+
+    def _remember(
+        self,
+        sent: Mapping[str, Tensor],
+        fresh: Mapping[str, Tensor],
+        sums: Mapping[str, Tensor],
+        codecs: Mapping[str, Codec],
+    ) -> None:
+        """Advance u and v, and clear what was sent; v keeps what the rounding of values has lost."""
+        for name, g in fresh.items():
+            u = self._advance(name, g)
+            values = codecs[name].decode(sent[name], g.numel())
+            torch.sub(sums[name], values, out=self._unsent(name, g))
+            if self.method.factor_masking:
+                u.masked_fill_(values != 0, 0.0)
+
+    # ---------------------------------------------------------------- packets
+
+    def _parts(self, packet: Tensor, fresh: Mapping[str, Tensor], codecs: Mapping[str, Codec]) -> dict[str, Tensor]:
+        """Each parameter's part of the last dimension, by name."""
+        sizes = [codecs[name].packet_bytes(g.numel()) for name, g in fresh.items()]
+        return dict(zip(fresh, packet.split(sizes, dim=-1), strict=True))
+
+    def _mean_of(self, gathered: Tensor, fresh: Mapping[str, Tensor], codecs: Mapping[str, Codec]) -> dict[str, Tensor]:
+        """What all nodes sent, added in their order, over their number; whole parameters."""
+        grid, outs = self.grid, {}
+        for name, parts in self._parts(gathered, fresh, codecs).items():
+            out = torch.zeros(grid.local_size, fresh[name].numel())
+            for node in range(grid.num_nodes):
+                for i in range(grid.local_size):
+                    codecs[name].decode_add(parts[i, node], out[i])
+            shape = self.shapes[name]
+            outs[name] = out.div_(grid.num_nodes).view(-1)[: shape.numel()].view(shape)
+        return outs
+
+    # ---------------------------------------------------------------- of every Reduction
+
+    def sent_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> dict[str, int]:
+        slices = {name: self.slice_length(shape, grid) for name, shape in shapes.items() if is_compressed(shape)}
+        codecs = self._codecs(slices, self.method.settled_after)
+        packet_bytes = sum(codecs[name].packet_bytes(length) for name, length in slices.items())
+        return added(self.exact_bytes(shapes, grid), gather_bytes(grid, packet_bytes))
+
+    def kept_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> dict[str, int]:
+        slices = sum(self.slice_length(shape, grid) for shape in shapes.values() if is_compressed(shape))
+        dense = sum(shape.numel() for shape in shapes.values() if not is_compressed(shape))
+        return {"velocities": FP32_BYTES * (slices + dense), "unsent": FP32_BYTES * slices}
+
+    def rows(self, shapes: Mapping[str, torch.Size]) -> list[Row]:
+        method, num_sparse = self.method, sum(map(is_compressed, shapes.values()))
+        stages = ", ".join(f"{density:g}" for density in method.warmup)
+        warmup = (f"{stages} for {method.stage_steps} steps each", "warm-up") if method.warmup else ("none", "")
+        effect = f"{num_sparse} of {len(shapes)} as {method.codec(method.density)}, the others in fp32"
+        kinds = [("gradients", effect, "one all_gather"), ("densities before", *warmup)]
+        return [*kinds, *self.common_rows(), *self._unchecked]
+
+    def debts(self, shapes: Mapping[str, torch.Size], grid: Topology, rank: int) -> list[Debt]:
+        found: list[Debt] = []
+        for name, kinds in self.memory.held.items():
+            for kind, owed_as in ((UNSENT, UNSENT_SUMS), (VELOCITY, VELOCITIES)):
+                if kind in kinds:
+                    found.append(self.debt(owed_as, name, kind, kinds[kind]))
+        return found
+
+    def owe(self, shapes: Mapping[str, torch.Size], grid: Topology, rank: int, owed: Owed) -> None:
+        self.memory = Memory()
+        for name, shape in shapes.items():
+            for kind, owed_as in ((UNSENT, UNSENT_SUMS), (VELOCITY, VELOCITIES)):
+                if (value := owed(owed_as, name)) is not None:
+                    whole = value.view(shape)
+                    self.memory.put(name, kind, self.slice_of(whole) if is_compressed(shape) else whole)
+
+    def residuals(self) -> dict[str, Tensor]:
+        """By parameter, v: sum of what came out + mean over ranks of this = sum of u as it was added to v.
+
+        Without momentum and clipping that is the sum of the mean gradients; with momentum m and no masking,
+        (1 - m) (came out + v) + m u is.
+        """
+        owed = {name: torch.zeros(shape) for name, shape in self.shapes.items()}
+        for name, kinds in self.memory.held.items():
+            if UNSENT in kinds:
+                # A node has one memory, in local_size slices; the mean is over ranks.
+                owed[name] = self.whole(kinds[UNSENT], name) * self.grid.local_size
+        return owed

@@ -1,0 +1,363 @@
+"""L-GreCo: a setting for each parameter, so that bytes are fewest and the error stays within the uniform setting's."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from thinwire.checkpoint import Debt
+from thinwire.codecs import Codec
+from thinwire.collectives import Communicator, Topology
+from thinwire.collectives.gather import broadcast_
+from thinwire.collectives.link import Link
+from thinwire.collectives.rounds import Rounds
+from thinwire.errors import ConfigError
+from thinwire.methods.data.ddp import DDPMethod
+from thinwire.methods.data.plannable import Plannable, Tunable
+from thinwire.methods.data.powersgd import PowerSGD
+from thinwire.methods.data.reductions import (
+    FP32_BYTES,
+    OPERATION,
+    Bucket,
+    Forgiving,
+    Reduction,
+    Step,
+)
+from thinwire.methods.interface import PlannedByRun
+from thinwire.methods.options import check_types
+from thinwire.state.clipping import Clip
+from thinwire.state.memory import Memory
+from thinwire.state.portable import Owed
+from thinwire.table import Row
+
+log = logging.getLogger("thinwire")
+NUM_BINS = 10_000
+
+
+def knapsack(
+    errors: Sequence[Sequence[float]],
+    sizes: Sequence[Sequence[int]],
+    uniform: Sequence[int],
+    *,
+    alpha: float = 1.0,
+    num_bins: int = NUM_BINS,
+) -> list[int]:
+    """For each layer l the candidate c that makes sum_l sizes[l][c_l] least, within the uniform choice's error.
+
+    sum_l errors[l][c_l] <= E = alpha sum_l errors[l][uniform[l]]. Errors are counted in units of E / num_bins, rounded
+    up, so that the bound holds for the errors themselves, and
+    D[l][b] = min_c D[l-1][b - bin(errors[l][c])] + sizes[l][c] is the least size of the first l layers within b units:
+    O(layers * candidates * num_bins). Where rounding up leaves nothing smaller than `uniform`, that is the answer; so
+    it is never larger, and for alpha >= 1 never outside of the bound.
+
+    errors: norms, >= 0; sizes: bytes; both one list for each layer, candidates may differ in number.
+    Raises ValueError for errors that are not finite.
+    Source: Alimohammadi et al., "L-GreCo" (MLSys 2024), algorithm 1.
+    """
+    budget = alpha * math.fsum(row[choice] for row, choice in zip(errors, uniform, strict=True))
+    if not math.isfinite(budget + math.fsum(math.fsum(row) for row in errors)):
+        raise ValueError("a compression error is not finite")
+    least = np.zeros(num_bins + 1)
+    picked = np.full((len(errors), num_bins + 1), -1, np.int16)
+    for row_errors, row_sizes, row_picked in zip(errors, sizes, picked, strict=True):
+        before, least = least, np.full(num_bins + 1, np.inf)
+        for choice, (error, size) in enumerate(zip(row_errors, row_sizes, strict=True)):
+            if (need := _bins(error, budget, num_bins)) <= num_bins:
+                total = before[: num_bins + 1 - need] + size
+                is_less = total < least[need:]
+                least[need:][is_less] = total[is_less]
+                row_picked[need:][is_less] = choice
+    if not least[-1] < sum(row[choice] for row, choice in zip(sizes, uniform, strict=True)):
+        return list(uniform)
+    chosen, left = [], num_bins
+    for row_errors, row_picked in zip(reversed(errors), picked[::-1], strict=True):
+        chosen.append(int(row_picked[left]))
+        left -= _bins(row_errors[chosen[-1]], budget, num_bins)
+    return chosen[::-1]
+
+
+def _bins(error: float, budget: float, num_bins: int) -> int:
+    """Units that an error takes of the budget, rounded up; more than there are where it does not fit."""
+    if error > budget:
+        return num_bins + 1
+    return math.ceil(error / budget * num_bins) if error else 0
+
+
+@dataclass(frozen=True)
+class LGreCo(DDPMethod):
+    """A setting for each parameter, planned anew from time to time, in place of one for all.
+
+    base: the method that compresses, which is planned; its own setting is the uniform one. Candidates reach from
+    uniform / span to uniform * span. start: steps before the first plan; None: 20, or as many as the method takes to
+    settle and to be sampled; every: steps from one to the next; samples: steps before a plan in which what is
+    compressed, memory included, is added up to measure on. alpha: how much error a plan may make, in multiples of the
+    uniform setting's. Where ranks share a node and the method compresses its mean, rank 0 measures on its slice of it.
+
+    Rank 0 measures and chooses; the others get the choice. The tables take as long as compressing each gradient once
+    for every candidate; rank 0 holds the sum of the samples, 4 bytes an element, while it samples.
+
+    Raises ConfigError for a base that has nothing to plan, alpha or span below 1, and times that do not fit.
+    Source: Alimohammadi et al., "L-GreCo: Layerwise-Adaptive Gradient Compression" (MLSys 2024), section 3.
+    """
+
+    base: Plannable = field(default_factory=PowerSGD)
+    alpha: float = 1.0
+    span: float = 4.0
+    start: int | None = None
+    every: int = 100
+    samples: int = 10
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.base, Plannable):
+            raise ConfigError(
+                f"lgreco can't plan {getattr(self.base, 'name', self.base)!r}: it must offer candidates, errors and "
+                "sizes, as PowerSGD, EFTopK, EFInteger and DGC do"
+            )
+        check_types(self)
+        self._check_least(alpha=1, span=1, samples=1, every=self.samples)
+        if not isinstance(self.base, PlannedByRun):
+            self._check_start()
+
+    def _check_least(self, **lowest: int) -> None:
+        for option, least in lowest.items():
+            value = getattr(self, option)
+            if not least <= value < math.inf:
+                raise ConfigError(f"{option} {value} of {self.name}: must be at least {least}; nearest: {least}")
+
+    def _check_start(self) -> None:
+        """Raise ConfigError for a first plan before the method has settled, once it is known when that is."""
+        if self.start is not None:
+            self._check_least(start=self._earliest_plan)
+
+    @property
+    def _earliest_plan(self) -> int:
+        return self.base.settled_after + self.samples
+
+    @property
+    def name(self) -> str:
+        return f"lgreco-{self.base.name}"
+
+    @property
+    def codecs(self) -> tuple[Codec, ...]:
+        return self.base.codecs
+
+    @property
+    def single_bucket(self) -> bool:
+        return self.base.single_bucket
+
+    @property
+    def find_unused_parameters(self) -> bool:
+        return self.base.find_unused_parameters
+
+    @property
+    def whole_step(self) -> bool:
+        return self.base.whole_step
+
+    @property
+    def optimizers(self) -> tuple[str, ...]:
+        return self.base.optimizers
+
+    @property
+    def optimizers_reason(self) -> str:
+        return self.base.optimizers_reason
+
+    @property
+    def settled_after(self) -> int:
+        """The step of the first plan."""
+        return max(20, self._earliest_plan) if self.start is None else self.start
+
+    def for_run(self, num_steps: int, num_warmup_steps: int) -> LGreCo:
+        """With the method as it is in such a run; see PlannedByRun."""
+        if not isinstance(self.base, PlannedByRun):
+            return self
+        base = self.base.for_run(num_steps, num_warmup_steps)
+        assert isinstance(base, Plannable)
+        planned = replace(self, base=base)
+        planned._check_start()
+        return planned
+
+    def check(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        self._check_start()
+        self.base.check(model, optimizer)
+
+    def bind(
+        self,
+        reduction: Reduction,
+        trained: Mapping[str, nn.Parameter],
+        optimizer: torch.optim.Optimizer | None,
+        comm: Communicator,
+    ) -> None:
+        assert isinstance(reduction, LGreCoMean)
+        self.base.bind(reduction.base, trained, optimizer, comm)
+
+    def reduction(self, world_size: int, seed: int) -> LGreCoMean:
+        return LGreCoMean(self, self.base.reduction(world_size, seed))
+
+    def steps_to_plan(self, step: int) -> int:
+        """0 for a step that ends with a plan; the first step is number 0."""
+        ahead = self.settled_after - 1 - step
+        return ahead if ahead >= 0 else ahead % self.every
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was chosen after a step. settings: by parameter.
+
+    error: the sum of norms over the parameters; uniform_error: that of the uniform setting; previous_error: that of the
+    settings in effect until then; all on the same samples.
+    """
+
+    step: int
+    settings: dict[str, float]
+    error: float
+    uniform_error: float
+    previous_error: float
+
+
+class LGreCoMean:
+    """The base's reduction, whose settings are planned."""
+
+    def __init__(self, method: LGreCo, base: Tunable) -> None:
+        self.method = method
+        self.base = base
+        self.plan: Plan | None = None
+        self.samples = Memory()
+        self._shapes: dict[str, torch.Size] = {}
+
+    def run(self, link: Link, bucket: Bucket, step: Step) -> Rounds[None]:
+        self._shapes |= {name: grad.shape for name, grad in zip(bucket.names, bucket.grads, strict=True)}
+        steps_left = self.method.steps_to_plan(step.number)
+        self.base.watch = self._sample if link.rank == 0 and steps_left < self.method.samples else None
+        yield from self.base.run(link, bucket, step)
+        # The jobs of all other buckets have begun, and so have read their settings.
+        if bucket.last and steps_left == 0:
+            yield from self._renew(link, step.number)
+
+    def _sample(self, name: str, x: Tensor) -> None:
+        """Add up what the base is about to compress."""
+        if self.method.base.candidates(self._shapes[name], self.method.span):
+            self.samples.get(name, "sum", *x.shape).add_(x)
+
+    def _renew(self, link: Link, number: int) -> Rounds[None]:
+        """Plan on rank 0, tell all, and switch; without finite samples everything stays as it is."""
+        options = self._options(self._shapes)
+        words = torch.full((len(options) + 3,), math.nan, dtype=torch.float64)
+        if link.rank == 0:
+            with link.timed("encode_s", OPERATION):
+                self._choose(options, words)
+        self.samples = Memory()
+        yield from broadcast_(link, words, 0)
+        settings, totals = words[:-3].tolist(), words[-3:].tolist()
+        if options and math.isfinite(totals[0]):
+            plan = Plan(number + 1, dict(zip(options, settings, strict=True)), *totals)
+            if link.rank == 0:
+                self._report(plan)
+            self._switch(plan)
+        elif link.rank == 0:
+            log.warning("thinwire: step %d: no new plan of %s: no finite gradients", number + 1, self.method.name)
+
+    def _options(self, shapes: Mapping[str, torch.Size]) -> dict[str, list[float]]:
+        """The candidates of each parameter that has any, in the order of names, which is that of no bucket."""
+        found = {name: self.method.base.candidates(shapes[name], self.method.span) for name in sorted(shapes)}
+        return {name: candidates for name, candidates in found.items() if candidates}
+
+    def _choose(self, options: Mapping[str, list[float]], words: Tensor) -> None:
+        """words = [setting of each parameter, then the three errors of Plan]; left alone without finite samples."""
+        base = self.method.base
+        sums = {name: kinds["sum"] for name, kinds in self.samples.held.items()}
+        if not sums or not all(bool(torch.isfinite(total).all()) for total in sums.values()):
+            return
+        held = [self.base.settings.get(name, base.uniform) for name in options]
+        rows = [base.errors(sums[name], [*options[name], one]) for name, one in zip(options, held, strict=True)]
+        errors, previous = [row[:-1] for row in rows], math.fsum(row[-1] for row in rows)
+        sizes = [[base.size(self._shapes[name], one) for one in candidates] for name, candidates in options.items()]
+        uniform = [candidates.index(base.uniform) for candidates in options.values()]
+        chosen = knapsack(errors, sizes, uniform, alpha=self.method.alpha)
+        settings = [candidates[choice] for candidates, choice in zip(options.values(), chosen, strict=True)]
+        totals = [math.fsum(row[one] for row, one in zip(errors, choice, strict=True)) for choice in (chosen, uniform)]
+        totals.append(previous)
+        words.copy_(torch.tensor([*settings, *totals], dtype=torch.float64))
+
+    def _report(self, plan: Plan) -> None:
+        """Log what changes, a line each."""
+        before = {name: self.base.settings.get(name, self.method.base.uniform) for name in plan.settings}
+        log.warning("thinwire: step %d: %s: %s; %s", plan.step, self.method.name, *self._summary(plan))
+        for name, setting in plan.settings.items():
+            if setting != before[name]:
+                log.info("thinwire: step %d: %s: %g -> %g", plan.step, name, before[name], setting)
+
+    def _summary(self, plan: Plan) -> tuple[str, str]:
+        """(How many gradients have a setting of their own, bytes and error against the uniform setting's)."""
+        base = self.method.base
+        uniform = dict.fromkeys(plan.settings, base.uniform)
+        here, there = (
+            sum(base.size(self._shapes[name], setting) for name, setting in settings.items()) / 1e6
+            for settings in (plan.settings, uniform)
+        )
+        num_changed = sum(setting != base.uniform for setting in plan.settings.values())
+        share = plan.error / plan.uniform_error if plan.uniform_error else 0.0
+        return (
+            f"{num_changed} of {len(uniform)} gradients not at {base.uniform:g}",
+            f"{here:.3f} MB in place of {there:.3f} MB at {share:.3f} of its error",
+        )
+
+    def _switch(self, plan: Plan) -> None:
+        self.plan = plan
+        self.base.settings = dict(plan.settings)
+
+    def sent_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> dict[str, int]:
+        return self.base.sent_bytes(shapes, grid)
+
+    def kept_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> dict[str, int]:
+        sampled = sum(shapes[name].numel() for name in self._options(shapes))
+        return self.base.kept_bytes(shapes, grid) | {"sampled gradients": FP32_BYTES * sampled}
+
+    def rows(self, shapes: Mapping[str, torch.Size]) -> list[Row]:
+        self._shapes |= shapes
+        method, options = self.method, self._options(shapes)
+        times = f"after {method.settled_after} steps, then every {method.every}"
+        rows = [*self.base.rows(shapes), ("plan", f"for {len(options)} of {len(shapes)} gradients", times)]
+        if self.plan is None:
+            return [*rows, ("plan in effect", f"none yet: {method.base.uniform:g} for all", "")]
+        changed = {name: one for name, one in self.plan.settings.items() if one != method.base.uniform}
+        rows.append((f"plan in effect since step {self.plan.step}", *self._summary(self.plan)))
+        return [
+            *rows,
+            *((f"plan: {name}", f"{one:g}", f"not {method.base.uniform:g}") for name, one in changed.items()),
+        ]
+
+    def forgive(self, clip: Clip) -> None:
+        if isinstance(self.base, Forgiving):
+            self.base.forgive(clip)
+
+    def forget(self) -> list[str]:
+        # Sums of fewer steps than the others' can't be compared with theirs.
+        if self.samples.forget():
+            self.samples = Memory()
+        return self.base.forget()
+
+    def residuals(self) -> dict[str, Tensor]:
+        return self.base.residuals()
+
+    def debts(self, shapes: Mapping[str, torch.Size], grid: Topology, rank: int) -> list[Debt]:
+        return [debt.below("base") for debt in self.base.debts(shapes, grid, rank)]
+
+    def owe(self, shapes: Mapping[str, torch.Size], grid: Topology, rank: int, owed: Owed) -> None:
+        self.base.owe(shapes, grid, rank, owed)
+
+    def state_dict(self) -> dict[str, Any]:
+        plan = None if self.plan is None else vars(self.plan) | {"settings": dict(self.plan.settings)}
+        return {"base": self.base.state_dict(), "plan": plan, "samples": self.samples.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.base.load_state_dict(state["base"])
+        self.samples.load_state_dict(state["samples"])
+        if state["plan"] is not None:
+            self._switch(Plan(**state["plan"]))

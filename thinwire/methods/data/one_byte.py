@@ -1,0 +1,92 @@
+"""The options of one-byte gradients."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import nn
+
+from thinwire.codecs import Codec
+from thinwire.collectives import Topology
+from thinwire.collectives.gather import gather_bytes
+from thinwire.errors import ConfigError, nearest
+from thinwire.methods.data.one_byte_code import MAX_SLOPE
+from thinwire.methods.interface import Plan, trained_shapes
+from thinwire.methods.options import check_types
+from thinwire.optim import GENERAL
+
+# What the sum over n samples is multiplied by.
+AVERAGES = {"mean": -1.0, "sqrt": -0.5}
+# Beside its samples a rank says its loss, fp32, and whether it wishes to stop.
+WORD_BYTES = 5
+
+
+@dataclass(frozen=True)
+class OneByte:
+    """Fine-tuning without backward: a gradient is one byte along a direction that every rank draws for itself.
+
+    p = (L(w + eps z) - L(w - eps z)) / (2 eps), z normal, drawn from (seed, step, rank, k), never sent. Every rank gets
+    every p as one byte, and gives its optimizer g = (1/n) sum p z over all n samples of all ranks; E[g] is the gradient
+    to within O(eps^2), |g - E[g]|^2 about (d + 1)/n of its square, for d trained parameters.
+
+    samples: of each rank in one step; each costs two forward passes per micro-batch. eps: how far weights are moved.
+    average: "mean" divides by n, "sqrt" by the root of n, as published: its step grows with the ranks. cap: the largest
+    |p| that any rank applies. check_every: steps between comparisons of the replicas; 0: none. log: file in which the
+    first rank keeps the log (OneByteLog); where it exists, `catch_up` begins with its steps; empty: none.
+
+    Raises ConfigError for values out of range. Source: Zelikman, Huang, Liang, Haber and Goodman, "Just One Byte (per
+    gradient)" (2023); Malladi et al., "Fine-Tuning Language Models with Just Forward Passes" (NeurIPS 2023), algorithm
+    1; Spall, "Multivariate stochastic approximation using a simultaneous perturbation gradient approximation" (1992).
+    """
+
+    name: ClassVar[str] = "one-byte"
+    settled_after: ClassVar[int] = 0
+    optimizers: ClassVar[tuple[str, ...]] = GENERAL
+    optimizers_reason: ClassVar[str] = "hands its estimate of the gradient to one that is usual"
+
+    samples: int = 1
+    eps: float = 1e-3
+    average: str = "mean"
+    cap: float = MAX_SLOPE
+    check_every: int = 64
+    log: str = ""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        for option, lowest in (("samples", 1), ("check_every", 0)):
+            if getattr(self, option) < lowest:
+                raise ConfigError(
+                    f"{option} {getattr(self, option)} of one-byte: must be at least {lowest}; nearest: {lowest}"
+                )
+        if not 0 < self.eps < math.inf:
+            raise ConfigError(f"eps {self.eps} of one-byte: must be above 0 and finite; take 0.001")
+        if not 0 < self.cap <= MAX_SLOPE:
+            raise ConfigError(
+                f"cap {self.cap} of one-byte: must be above 0, and at most {MAX_SLOPE}, which a byte can hold"
+            )
+        if self.average not in AVERAGES:
+            raise ConfigError(
+                f"average {self.average!r} of one-byte: must be mean or sqrt{nearest(self.average, AVERAGES)}"
+            )
+
+    @property
+    def codecs(self) -> tuple[Codec, ...]:
+        """None: the bytes are no tensor."""
+        return ()
+
+    def factor(self, num_samples: int) -> float:
+        """What the sum over this many samples is multiplied by."""
+        return num_samples ** AVERAGES[self.average]
+
+    def plan(self, model: nn.Module, topology: Topology, micro_batches: int) -> Plan:
+        """Perturbed weights and, after them, the estimate take the place of the gradients."""
+        whole = sum(4 * shape.numel() for shape in trained_shapes(model).values())
+        words = gather_bytes(topology, self.samples + WORD_BYTES)
+        return Plan(
+            weights=whole,
+            gradients=whole,
+            optimizer=2 * whole,
+            sent={("all_gather_exact", level): sent for level, sent in words.items()},
+        )

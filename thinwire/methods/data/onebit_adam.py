@@ -1,0 +1,371 @@
+"""1-bit Adam: exact Adam until its variance has settled, then momenta at one bit an element."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.checkpoint import Debt
+from thinwire.codecs import Codec, Sign
+from thinwire.collectives import Topology
+from thinwire.collectives.all_to_all import all_to_all_nodes
+from thinwire.collectives.gather import all_gather_packets, gather_bytes
+from thinwire.collectives.link import Link
+from thinwire.collectives.reduce import added
+from thinwire.collectives.rounds import Rounds
+from thinwire.errors import ConfigError
+from thinwire.methods.data.reductions import FP32_BYTES, OPERATION, Step
+from thinwire.methods.data.whole_step import (
+    Compressed,
+    OnWholeStep,
+    WholeStep,
+    check_clip,
+    is_compressed,
+)
+from thinwire.methods.options import check_types
+from thinwire.optim import OneBitAdamW
+from thinwire.state.memory import Memory
+from thinwire.state.portable import Owed
+from thinwire.table import Row
+
+log = logging.getLogger("thinwire")
+WORKER, SERVER = "worker error", "server error"
+# What a checkpoint calls both.
+MOMENTA = "error feedback of momenta"
+# Of a run whose length is known, and with no step stated, exact Adam takes this share.
+DEFAULT_SHARE = 0.2
+SETTLED = 0.96
+# That of OneBitAdamW in a training run.
+BETA2 = 0.999
+
+
+@dataclass(frozen=True)
+class OneBitAdam(OnWholeStep):
+    """Adam that freezes its variance and then exchanges momenta as signs, with error feedback at both ends.
+
+        first:  g averaged in fp32; Adam as ever
+        then:   y = b1 m + (1 - b1) g + e    e <- y - C(y)             on every node; C(y) to each slice's server
+                z = mean of C(y) + E         E <- z - C(z)             on the server; C(z) to all, where it becomes m
+                x <- x - lr m / (sqrt(v) + eps)                        v as it was when the first part ended
+
+    C(y) = sign(y) |y| / sqrt(d) for each tensor and server. freeze: the number of exact steps; below 1, that share of a
+    training run; 0: until, with the learning rate not rising, |v| has kept 0.96 of what it was 1 / (1 - b2) steps
+    before (1-norms, bias corrected); None: a fifth of a training run, 0 in a loop of one's own. clip: see WholeStep.
+    Tensors with fewer than two dimensions stay with exact Adam, in fp32. Takes thinwire.OneBitAdamW, which has b1, b2.
+
+    Raises ConfigError for values out of range. Source: Tang et al., "1-bit Adam" (ICML 2021), algorithm 1.
+    """
+
+    optimizers: ClassVar[tuple[str, ...]] = ("onebit-adam",)
+    optimizers_reason: ClassVar[str] = "exchanges the momentum that its own optimizer keeps"
+    not_on_zero: ClassVar[str] = "needs the whole momentum on every rank, of which zero keeps a slice"
+
+    freeze: float | None = None
+    clip: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        freeze = self.freeze
+        if freeze is not None and not (0 <= freeze < 1 or (2 <= freeze < float("inf") and freeze == int(freeze))):
+            raise ConfigError(
+                f"freeze {freeze} of onebit-adam: must be a number of steps from 2, a share below 1, or 0 for the "
+                f"automatic rule; nearest: {2 if not freeze >= 2 else round(min(freeze, 1e9))}"
+            )
+        check_clip(self.name, self.clip)
+
+    @property
+    def name(self) -> str:
+        return "onebit-adam"
+
+    @property
+    def codecs(self) -> tuple[Codec, ...]:
+        return (self.codec,)
+
+    @property
+    def codec(self) -> Codec:
+        """C: one scale for everything that is encoded at once."""
+        return Sign(group=1 << 30, norm="l2")
+
+    @property
+    def settled_after(self) -> int:
+        """The exact steps; the fewest that there can be, where the variance says when it has settled."""
+        # The first step has no variance before it, and the last exact one ends with the vote.
+        return int(self.freeze) if self.freeze else _window(BETA2) + 2
+
+    def for_run(self, num_steps: int, num_warmup_steps: int) -> OneBitAdam:
+        """With `freeze` as a number of steps; see PlannedByRun."""
+        if self.freeze == 0:
+            if num_steps <= self.settled_after:
+                raise ConfigError(
+                    f"freeze 0 of onebit-adam: the automatic rule takes {self.settled_after} exact steps or more, and "
+                    f"the run has {num_steps}, so that no step would be compressed; nearest: {DEFAULT_SHARE}, a share "
+                    "of the run"
+                )
+            return self
+        if self.freeze is None:
+            return replace(self, freeze=max(2, num_warmup_steps + 1, math.ceil(DEFAULT_SHARE * num_steps)))
+        steps = int(self.freeze) if self.freeze >= 1 else max(2, math.ceil(self.freeze * num_steps))
+        if steps <= num_warmup_steps:
+            raise ConfigError(
+                f"freeze {self.freeze:g} of onebit-adam: the variance would be frozen after step {steps}, inside the "
+                f"learning rate's warm-up of {num_warmup_steps} steps, before it has settled; nearest: "
+                f"{num_warmup_steps + 1} steps"
+            )
+        return replace(self, freeze=steps)
+
+    def check(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        if not isinstance(optimizer, OneBitAdamW):
+            kind = "no optimizer" if optimizer is None else type(optimizer).__name__
+            raise ConfigError(
+                f"onebit-adam was given {kind}, and exchanges the momentum of an optimizer of its own: take "
+                "thinwire.OneBitAdamW"
+            )
+        if self.freeze is not None and 0 < self.freeze < 1:
+            raise ConfigError(
+                f"freeze {self.freeze:g} of onebit-adam is a share of a run whose length is not known here: give the "
+                "number of steps, or 0 for the automatic rule"
+            )
+
+    def reduction(self, world_size: int, seed: int) -> OneBitMean:
+        return OneBitMean(self)
+
+
+class OneBitMean(WholeStep):
+    """The mean gradient, and once the variance is frozen the mean momentum, compressed on its way there and back."""
+
+    optimizer: OneBitAdamW
+
+    def __init__(self, method: OneBitAdam) -> None:
+        super().__init__(method.clip)
+        self.method, self.codec = method, method.codec
+        self._params: dict[str, nn.Parameter] = {}
+        self._betas: dict[str, tuple[float, float]] = {}
+        self._lr: float | None = None
+        self._variances: list[float] = []
+        self._is_told = False
+
+    def bind(self, trained: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer | None, comm: Any) -> None:
+        super().bind(trained, optimizer, comm)
+        assert isinstance(optimizer, OneBitAdamW)
+        betas = {id(param): group["betas"] for group in optimizer.param_groups for param in group["params"]}
+        self.optimizer = optimizer
+        self._params = {name: param for name, param in trained.items() if is_compressed(param.shape)}
+        self._betas = {name: betas[id(param)] for name, param in self._params.items()}
+
+    def unit(self, grid: Topology) -> int:
+        """A slice has a chunk for the server on each node, and a chunk whole bytes of signs."""
+        return 8 * grid.num_nodes
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether momenta travel."""
+        return any(self.optimizer.is_frozen(param) for param in self._params.values())
+
+    def reduce(self, link: Link, grads: dict[str, Tensor], step: Step) -> Rounds[None]:
+        scale = self.local_scale(grads)
+        if self.is_frozen:
+            self._tell(step)
+            means, outs, _ = yield from self.exchange(link, grads, scale, step)
+            outs |= means
+        else:
+            outs, votes = yield from self.dense_mean(link, grads, scale, vote=float(self._is_ready(step)))
+            # All ranks, or none: their processors may have rounded differently.
+            if votes == link.topology.world_size:
+                self.optimizer.freeze_after_step(self._params.values())
+        for name, out in outs.items():
+            grads[name].copy_(out)
+
+    def _tell(self, step: Step) -> None:
+        """Say once, on the first rank, that momenta travel from here on."""
+        if self._is_told or self.rank:
+            return
+        self._is_told = True
+        never = sum(int((self._state(name)["exp_avg_sq"] == 0).sum()) for name in self._params)
+        log.warning("thinwire: onebit-adam: 1-bit momenta from step %d on", step.number + 1)
+        if never:
+            log.warning("thinwire: onebit-adam: %d elements have had no gradient so far and stay as they are", never)
+
+    # ---------------------------------------------------------------- when to freeze
+
+    def _is_ready(self, step: Step) -> bool:
+        """Whether this step may be the last exact one."""
+        if not self._params:
+            return False
+        lr, before = max(step.lrs.values()), self._lr
+        self._lr = lr
+        if before is None:
+            # The first step, or that after a resume from another method: nobody knows yet whether it rises.
+            return False
+        is_rising = lr > before
+        if self.method.freeze:
+            # A resume may bring many steps, and an optimizer that starts anew.
+            num_seen = max((int(state["step"]) for state in map(self._state, self._params) if state), default=0)
+            is_due = min(step.number, num_seen) + 1 >= self.method.freeze
+            if is_due and is_rising:
+                raise ConfigError(
+                    f"onebit-adam: the variance is to be frozen after step {step.number + 1} (freeze "
+                    f"{self.method.freeze:g}), and the learning rate still rises there, to {lr:g}: freeze after its "
+                    "warm-up, or set freeze to 0 for the automatic rule"
+                )
+            return is_due
+        return self._has_settled() and not is_rising
+
+    def _has_settled(self) -> bool:
+        """Whether |v|_1 has kept 0.96 of what it was 1 / (1 - b2) steps before."""
+        states = [(self._state(name), self._betas[name][1]) for name in self._params]
+        if not all(state for state, _ in states):
+            return False
+        sums = [float(s["exp_avg_sq"].sum(dtype=torch.float64)) / (1 - beta2 ** s["step"]) for s, beta2 in states]
+        window = _window(max(beta2 for _, beta2 in states))
+        self._variances = [*self._variances[-window:], math.fsum(sums)]
+        return len(self._variances) > window and self._variances[-1] >= SETTLED * self._variances[0]
+
+    # ---------------------------------------------------------------- compressed momenta
+
+    def compress(self, link: Link, grads: dict[str, Tensor], scale: float, step: Step) -> Rounds[Compressed]:
+        """The momenta that all ranks take over."""
+        num_nodes = link.topology.num_nodes
+        fresh = yield from self.node_mean(link, grads, scale)
+        seen = {name: (self.slice_of(self._state(name)["exp_avg_sq"]) > 0).view(num_nodes, -1) for name in grads}
+        given: dict[str, Tensor] = {}
+        pushed = link.scratch("pushed", num_nodes, self._answer_bytes(self.shapes, self.grid))
+        with link.timed("encode_s", OPERATION):
+            for name, packets in self._parts(pushed).items():
+                given[name] = self._local_momentum(name, fresh[name]).mul_(seen[name])
+                for chunk, packet in zip(given[name], packets, strict=True):
+                    self.codec.encode(chunk, out=packet)
+        received = yield from all_to_all_nodes(link, pushed, operation=OPERATION)
+        served: dict[str, Tensor] = {}
+        answer = link.scratch("answer", pushed.shape[1])
+        with link.timed("decode_s", OPERATION):
+            for name, packets in self._parts(received).items():
+                served[name] = self._served(name, packets).mul_(seen[name][link.node])
+        with link.timed("encode_s", OPERATION):
+            for name, packet in self._parts(answer).items():
+                self.codec.encode(served[name], out=packet)
+        gathered = yield from all_gather_packets(link, answer, OPERATION)
+        with link.timed("decode_s", OPERATION):
+            outs = {name: self._whole_momentum(name, packets) for name, packets in self._parts(gathered).items()}
+
+        def remember() -> None:
+            for name in grads:
+                self._keep(name, WORKER, given[name], self._parts(pushed)[name], seen[name])
+                self._keep(name, SERVER, served[name], self._parts(answer)[name], seen[name][link.node])
+
+        return outs, remember
+
+    def _state(self, name: str) -> dict[str, Tensor]:
+        return self.optimizer.state[self._params[name]]
+
+    def _local_momentum(self, name: str, g: Tensor) -> Tensor:
+        """b1 m + (1 - b1) g + e, of this local rank's slice: fp32 [num_nodes, n], a row for each server."""
+        momentum = self.slice_of(self._state(name)["exp_avg"])
+        mixed = torch.lerp(momentum, g, 1 - self._betas[name][0]).view(self.grid.num_nodes, -1)
+        return mixed.add_(self.memory.get(name, WORKER, *mixed.shape))
+
+    def _served(self, name: str, packets: Tensor) -> Tensor:
+        """The mean of the nodes' packets, in their order, and what the last answer left out."""
+        total = torch.zeros(self._chunk_length(name))
+        for packet in packets:
+            self.codec.decode_add(packet, total)
+        return total.div_(len(packets)).add_(self.memory.get(name, SERVER, total.numel()))
+
+    def _keep(self, name: str, kind: str, given: Tensor, packets: Tensor, seen: Tensor) -> None:
+        """The error: what was given less what was sent, where there is a variance to divide by."""
+        sent = self._decoded(name, packets).view(given.shape)
+        self.memory.put(name, kind, given.sub_(sent).mul_(seen))
+
+    def _decoded(self, name: str, packets: Tensor) -> Tensor:
+        """uint8 [..., bytes] -> flat fp32."""
+        rows = packets.reshape(-1, packets.shape[-1])
+        return torch.cat([self.codec.decode(row, self._chunk_length(name)) for row in rows])
+
+    def _whole_momentum(self, name: str, packets: Tensor) -> Tensor:
+        """In the parameter's shape, 0 where it never had a gradient: signs can't say 0, and v is 0 there."""
+        shape = self.shapes[name]
+        momentum = self._decoded(name, packets)[: shape.numel()].view(shape)
+        return momentum * (self._state(name)["exp_avg_sq"] > 0)
+
+    def _chunk_length(self, name: str) -> int:
+        """Elements of a slice for which one node is the server."""
+        return self.slice_length(self.shapes[name], self.grid) // self.grid.num_nodes
+
+    def _answer_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> int:
+        """One chunk of every compressed parameter, encoded."""
+        chunks = [self.slice_length(shape, grid) // grid.num_nodes for shape in shapes.values() if is_compressed(shape)]
+        return sum(map(self.codec.packet_bytes, chunks))
+
+    def _parts(self, packets: Tensor) -> dict[str, Tensor]:
+        """Each parameter's part of the last dimension, by name."""
+        sizes = [self.codec.packet_bytes(self._chunk_length(name)) for name in self._params]
+        return dict(zip(self._params, packets.split(sizes, dim=-1), strict=True))
+
+    # ---------------------------------------------------------------- of every Reduction
+
+    def sent_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> dict[str, int]:
+        answer = self._answer_bytes(shapes, grid)
+        there = {"intra": 0, "inter": (grid.num_nodes - 1) * answer}
+        return added(self.exact_bytes(shapes, grid), there, gather_bytes(grid, answer))
+
+    def kept_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> dict[str, int]:
+        slices = sum(self.slice_length(shape, grid) for shape in shapes.values() if is_compressed(shape))
+        return {"error feedback": FP32_BYTES * (slices + slices // grid.num_nodes)}
+
+    def rows(self, shapes: Mapping[str, torch.Size]) -> list[Row]:
+        effect = f"{len(self._params)} of {len(shapes)} as 1-bit momenta both ways, the others as fp32 gradients"
+        if self.method.freeze:
+            first = ("exact Adam", f"the first {self.method.freeze:g} steps, in fp32", "freeze")
+        else:
+            reason = "with the learning rate not rising, |v| has kept 0.96 of what it was 1 / (1 - beta2) steps before"
+            first = ("exact Adam", "until the variance has settled, in fp32", reason)
+        return [("momenta", effect, "one scale for each tensor and server"), first, *self.common_rows()]
+
+    def debts(self, shapes: Mapping[str, torch.Size], grid: Topology, rank: int) -> list[Debt]:
+        found: list[Debt] = []
+        for name, kinds in self.memory.held.items():
+            worker = self.debt(MOMENTA, name, WORKER, kinds[WORKER])
+            first = worker.offset + grid.node(rank) * self._chunk_length(name)
+            length = max(0, min(self._chunk_length(name), self.shapes[name].numel() - first))
+            # One server holds what all are owed.
+            server = Debt(MOMENTA, name, f"memory/{name}/{SERVER}", 0, first, length, 1.0)
+            found += [worker, server]
+        return found
+
+    def owe(self, shapes: Mapping[str, torch.Size], grid: Topology, rank: int, owed: Owed) -> None:
+        self.memory = Memory()
+        for name in self._params:
+            if (value := owed(MOMENTA, name)) is not None:
+                self.memory.put(name, WORKER, self.slice_of(value.view(shapes[name])).view(grid.num_nodes, -1).clone())
+                self.memory.put(name, SERVER, torch.zeros(self._chunk_length(name)))
+
+    def residuals(self) -> dict[str, Tensor]:
+        """By parameter, the errors at both ends, in units of a rank's momentum.
+
+        Once frozen, and where no element is masked: sum of the momenta that came out + mean over ranks of this = sum of
+        the means of b1 m + (1 - b1) g.
+        """
+        owed = {name: torch.zeros(shape) for name, shape in self.shapes.items()}
+        for name, kinds in self.memory.held.items():
+            both = kinds[WORKER] * self.grid.local_size
+            # One server holds what all are owed.
+            both[self.grid.node(self.rank)] += kinds[SERVER] * self.grid.world_size
+            owed[name] = self.whole(both.view(-1), name)
+        return owed
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"lr": self._lr, "variances": list(self._variances)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._lr, self._variances = state["lr"], list(state["variances"])
+
+
+def _window(beta2: float) -> int:
+    """Steps over which the variance must have kept its size: 1 / (1 - b2)."""
+    return math.ceil(1 / (1 - beta2) - 1e-6)

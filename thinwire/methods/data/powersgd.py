@@ -1,0 +1,261 @@
+"""PowerSGD: each gradient matrix travels as two thin ones, and what they lose is added the next time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.checkpoint import Debt
+from thinwire.codecs import Cast, Codec, Integer
+from thinwire.collectives import Topology
+from thinwire.collectives.feedback import Lost
+from thinwire.collectives.link import Link
+from thinwire.collectives.reduce import added
+from thinwire.collectives.rounds import Rounds
+from thinwire.collectives.together import together
+from thinwire.errors import ConfigError, nearest
+from thinwire.layout.slices import Slices
+from thinwire.methods.data.plannable import Plannable
+from thinwire.methods.data.reductions import (
+    FP32,
+    FP32_BYTES,
+    Bucket,
+    Step,
+    seed_of,
+    sum_over_ranks,
+)
+from thinwire.methods.options import check_types
+from thinwire.state.clipping import Clip
+from thinwire.state.memory import Memory
+from thinwire.state.portable import GRADIENTS, Owed
+
+WIRES: dict[str, Codec] = {
+    "fp32": FP32,
+    "bf16": Cast("bf16"),
+    "int8": Integer(8, 128, "nearest", "bf16"),
+    "int4": Integer(4, 64, "nearest", "bf16"),
+}
+TINY = torch.finfo(torch.float32).tiny
+
+
+@dataclass(frozen=True)
+class PowerSGD(Plannable):
+    """Rank-r gradients with error feedback, in any number of buckets.
+
+    For a gradient matrix G (n x m; further dimensions count as columns), E and Q kept from the last step, Q's columns
+    scaled to length 1, which changes no basis:
+        M  = G + E
+        P  = orthonormal basis of the columns of sum_ranks M Q        n x r
+        Q  = (1/P) sum_ranks M^T P                                    m x r
+        E  = M - P (M^T P)^T       and P Q^T takes the place of G
+    rank: r, at most min(n, m). start_step: steps before it are plain fp32. min_compression: matrices for which
+    (n + m) r is not this much smaller than n m, and vectors, travel in fp32. wire: "fp32", or "bf16", "int8" or "int4"
+    for P and Q, whose rounding goes into E too. The first Q is drawn from the seed. find_unused_parameters: as for ddp.
+
+    Raises ConfigError for a rank below 1, a start_step below 0, a min_compression below 1, another wire.
+    Source: Vogels et al., "PowerSGD", NeurIPS 2019, algorithms 1 and 2.
+    """
+
+    not_on_zero = "needs whole matrices, which zero cuts anywhere"
+
+    rank: int = 4
+    start_step: int = 10
+    min_compression: float = 2.0
+    wire: str = "fp32"
+    find_unused_parameters: bool = False
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        for option, lowest in (("rank", 1), ("start_step", 0), ("min_compression", 1)):
+            value = getattr(self, option)
+            if not lowest <= value < math.inf:
+                raise ConfigError(f"{option} {value} of powersgd: must be at least {lowest}; nearest: {lowest}")
+        if self.wire not in WIRES:
+            names = "fp32, bf16, int8 or int4"
+            raise ConfigError(f"wire {self.wire!r} of powersgd: must be {names}{nearest(self.wire, WIRES)}")
+
+    @property
+    def name(self) -> str:
+        return "powersgd"
+
+    @property
+    def codecs(self) -> tuple[Codec, ...]:
+        return (WIRES[self.wire],)
+
+    @property
+    def settled_after(self) -> int:
+        return self.start_step
+
+    def reduction(self, world_size: int, seed: int) -> LowRankMean:
+        return LowRankMean(self, seed)
+
+    def rank_of(self, shape: torch.Size) -> int:
+        """r for a gradient of this shape; 0 where it travels whole."""
+        return self.rank if self._saves(shape, self.rank) else 0
+
+    def _saves(self, shape: torch.Size, rank: int) -> bool:
+        """Whether factors of that rank are so much smaller than the matrix; with them, it is below both dimensions."""
+        if len(shape) < 2:
+            return False
+        n, m = shape[0], math.prod(shape[1:])
+        return (n + m) * rank * self.min_compression < n * m
+
+    # ---------------------------------------------------------------- for L-GreCo
+
+    @property
+    def uniform(self) -> float:
+        return self.rank
+
+    def candidates(self, shape: torch.Size, span: float) -> list[float]:
+        """The ranks from rank / span to rank * span that save enough of this shape; none where it travels whole."""
+        if not self.rank_of(shape):
+            return []
+        ranks = range(math.ceil(self.rank / span), math.floor(self.rank * span) + 1)
+        return [rank for rank in ranks if self._saves(shape, rank)]
+
+    def errors(self, x: Tensor, settings: Sequence[float]) -> list[float]:
+        """|x - the best approximation of that rank|: the root of the sum of the squared singular values beyond it."""
+        matrix = x.reshape(x.shape[0], -1).double()
+        gram = matrix @ matrix.T if matrix.shape[0] <= matrix.shape[1] else matrix.T @ matrix
+        ascending = torch.linalg.eigvalsh(gram).clamp_(min=0)
+        lost = ascending.cumsum(0).sqrt().tolist()
+        return [lost[-1 - int(rank)] for rank in settings]
+
+    def size(self, shape: torch.Size, setting: float) -> int:
+        """Bytes of both factors, without the zeros that fill up a message."""
+        num_elements = int(setting) * (shape[0] + math.prod(shape[1:]))
+        return round(num_elements * WIRES[self.wire].bits_per_element / 8)
+
+
+class LowRankMean:
+    """What PowerSGD remembers, by parameter: `error`, E as [n, m], of this rank; `q`, Q as [m, r], the same on all."""
+
+    def __init__(self, method: PowerSGD, seed: int) -> None:
+        self.method = method
+        self.wire = WIRES[method.wire]
+        self.seed = seed
+        self.memory = Memory()
+        # Ranks chosen for single parameters, by name.
+        self.settings: dict[str, float] = {}
+        self.watch: Callable[[str, Tensor], None] | None = None
+
+    def run(self, link: Link, bucket: Bucket, step: Step) -> Rounds[None]:
+        is_plain = step.number < self.method.start_step
+        grads = dict(zip(bucket.names, bucket.grads, strict=True))
+        ranks = {name: 0 if is_plain else self._rank_of(name, grad.shape) for name, grad in grads.items()}
+        whole = [grad for name, grad in grads.items() if not ranks[name]]
+        thin = {name: grad for name, grad in grads.items() if ranks[name]}
+        with link.timed("encode_s", "gradients"):
+            matrices = {name: self._matrix(name, grad) for name, grad in thin.items()}
+            if self.watch:
+                for name, matrix in matrices.items():
+                    self.watch(name, matrix)
+            # Column by column, since a group of integers shares a scale.
+            p_own = [(matrix @ self._q(name, matrix.shape[1], ranks[name])).T for name, matrix in matrices.items()]
+        sums, p_sums = yield from together(
+            sum_over_ranks(link.part(0), whole), sum_over_ranks(link.part(1), p_own, self.wire)
+        )
+        with link.timed("encode_s", "gradients"):
+            # A zero or a dependent column is no trouble for reflections: the basis has r columns all the same.
+            bases = [torch.linalg.qr(p_sum.T).Q for p_sum in p_sums]
+            q_own = [basis.T @ matrix for matrix, basis in zip(matrices.values(), bases, strict=True)]
+        lost = self._lost(link.topology, q_own)
+        q_sums = yield from sum_over_ranks(link.part(2), q_own, self.wire, lost)
+        with link.timed("decode_s", "gradients"):
+            for grad, total in zip(whole, sums, strict=True):
+                grad.copy_(total).div_(link.topology.world_size)
+            sent = q_own if lost is None else self._less(q_own, lost, link)
+            for name, basis, q_sent, q_sum in zip(thin, bases, sent, q_sums, strict=True):
+                self.memory.put(name, "error", matrices[name].sub_(basis @ q_sent))
+                self.memory.put(name, "q", q_sum.div_(link.topology.world_size).T.contiguous())
+                thin[name].copy_((basis @ q_sum).view(thin[name].shape))
+
+    def _matrix(self, name: str, grad: Tensor) -> Tensor:
+        """M = G + E, in memory of its own, so that its place in a bucket does not matter to a matrix product."""
+        n = grad.shape[0]
+        return self.memory.get(name, "error", n, grad.numel() // n) + grad.reshape(n, -1)
+
+    def _rank_of(self, name: str, shape: torch.Size) -> int:
+        return int(self.settings.get(name, self.method.rank_of(shape)))
+
+    def _q(self, name: str, num_columns: int, rank: int) -> Tensor:
+        """Q of the last step, at first random; for a smaller rank less its last columns, for a larger one with more."""
+        held = self.memory.peek(name, "q")
+        if held is not None:
+            # The basis that comes of it is the same, and columns of one size are rounded alike.
+            held = held / held.norm(dim=0).clamp_min(TINY)
+            if held.shape[1] >= rank:
+                return held[:, :rank]
+        generator = torch.Generator().manual_seed(seed_of(self.seed, 0, name) >> 1)
+        fresh = torch.randn(num_columns, rank, generator=generator)
+        return fresh if held is None else torch.cat([held, fresh[:, held.shape[1] :]], dim=1)
+
+    def _lost(self, grid: Topology, q_own: list[Tensor]) -> Lost | None:
+        return None if self.wire.traits.lossless else Lost.zeros(grid, self._slices(q_own, grid.world_size).length)
+
+    def _less(self, q_own: list[Tensor], lost: Lost, link: Link) -> list[Tensor]:
+        """What of Q really went into the sum: this rank's part of it less what codecs lost here."""
+        lost_here = self._slices(q_own, link.topology.world_size).unpack(lost.by_slices(link.topology, link.rank))
+        return [q - loss.view(q.shape) for q, loss in zip(q_own, lost_here, strict=True)]
+
+    def _slices(self, q_own: list[Tensor], world_size: int) -> Slices:
+        return Slices.of((q.numel() for q in q_own), world_size, self.wire)
+
+    def sent_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> dict[str, int]:
+        ranks = {name: self._rank_of(name, shape) for name, shape in shapes.items()}
+        thin = [(ranks[name], shape) for name, shape in shapes.items() if ranks[name]]
+        messages = (
+            ([shape.numel() for name, shape in shapes.items() if not ranks[name]], FP32),
+            ([rank * shape[0] for rank, shape in thin], self.wire),
+            ([rank * math.prod(shape[1:]) for rank, shape in thin], self.wire),
+        )
+        return added(
+            *(Slices.of(numels, grid.world_size, codec).all_reduce_bytes(grid, codec) for numels, codec in messages)
+        )
+
+    def kept_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> dict[str, int]:
+        thin = [shape for shape in shapes.values() if self.method.rank_of(shape)]
+        return {
+            "error feedback": FP32_BYTES * sum(shape.numel() for shape in thin),
+            "factors": FP32_BYTES * sum(math.prod(shape[1:]) * self.method.rank_of(shape) for shape in thin),
+        }
+
+    def rows(self, shapes: Mapping[str, torch.Size]) -> list[tuple[str, str, str]]:
+        method = self.method
+        thin = [shape for shape in shapes.values() if method.rank_of(shape)]
+        held = sum(4 * (shape.numel() + math.prod(shape[1:]) * method.rank_of(shape)) for shape in thin)
+        effect = f"{len(thin)} of {len(shapes)} as factors of rank {method.rank} in {method.wire}, the others in fp32"
+        return [
+            ("gradients", effect, f"factors must be {method.min_compression:g} times smaller"),
+            ("steps in fp32", f"the first {method.start_step}", "start_step"),
+            ("memory of the method", f"{held / 1e6:.3f} MB a rank", "error and Q, in fp32"),
+        ]
+
+    def forgive(self, clip: Clip) -> None:
+        for error in self.residuals().values():
+            error.mul_(clip.share)
+
+    def forget(self) -> list[str]:
+        return self.memory.forget()
+
+    def residuals(self) -> dict[str, Tensor]:
+        return self.memory.kind("error")
+
+    def debts(self, shapes: Mapping[str, torch.Size], grid: Topology, rank: int) -> list[Debt]:
+        return self.memory.debts("error", GRADIENTS, grid)
+
+    def owe(self, shapes: Mapping[str, torch.Size], grid: Topology, rank: int, owed: Owed) -> None:
+        thin = {name: shape for name, shape in shapes.items() if self._rank_of(name, shape)}
+        matrices = {name: torch.Size([shape[0], math.prod(shape[1:])]) for name, shape in thin.items()}
+        self.memory.owe("error", GRADIENTS, matrices, owed)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.memory.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.memory.load_state_dict(state)

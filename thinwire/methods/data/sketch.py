@@ -1,0 +1,257 @@
+"""Linear sketches on DDP: sums of a few random projections, fresh in every step; with noise, differentially private."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.checkpoint import Debt
+from thinwire.codecs import (
+    Codec,
+    CountSketch,
+    GaussianSketch,
+    checks,
+    derive_seed,
+)
+from thinwire.codecs.sketch import Sketch as LinearCodec
+from thinwire.collectives import Topology
+from thinwire.collectives.link import Link
+from thinwire.collectives.rounds import Rounds
+from thinwire.errors import ConfigError
+from thinwire.layout.slices import Slices
+from thinwire.methods.data.ddp import DDPMethod
+from thinwire.methods.data.feedback import is_compressed
+from thinwire.methods.data.reductions import (
+    FP32,
+    FP32_BYTES,
+    OPERATION,
+    Bucket,
+    Step,
+    seed_of,
+    sum_over_ranks,
+)
+from thinwire.methods.options import check_types
+from thinwire.methods.privacy import check_accountant, epsilon
+from thinwire.state.clipping import Clip
+from thinwire.state.memory import Memory
+from thinwire.state.portable import GRADIENTS, Owed
+from thinwire.table import Row
+
+KINDS: dict[str, type[LinearCodec]] = {"count": CountSketch, "gaussian": GaussianSketch}
+RATIOS = tuple(2**power for power in range(1, 9))
+# For how many steps the table says an epsilon before the first one.
+FORESEEN_STEPS = (100, 1000, 10_000)
+
+
+@dataclass(frozen=True)
+class Sketch(DDPMethod):
+    """Each gradient matrix travels as n / ratio random sums of its elements, drawn anew in every step.
+
+    y_r = R_t g_r on rank r, with R_t from (seed, step, parameter), the same on all ranks and E[R_t^T R_t] = I. Sums of
+    sketches are sketches of sums, so the y_r are added up like gradients, and g = R_t^T (1/P) sum_r y_r: unbiased, with
+    |g|^2 about 1 + ratio times the mean gradient's, so that the learning rate has to be smaller. Vectors and tensors
+    under 256 elements travel as they are.
+
+    kind: "count" or "gaussian". feedback: decode the best contraction instead, which is R_t^T y / (1 + ratio), and add
+    to the next gradient what it lost. clip: scale all that a rank sends in a step to a 2-norm of at most this; 0: not.
+    noise: standard deviation, in multiples of `clip`, of the Gaussian noise in the sum over ranks, of which every rank
+    adds its part before anything leaves it. delta: at which epsilon is told. noise_seed: draw noise that can be
+    repeated, by anybody who knows this number, so that it protects nothing: for experiments; None: from the system.
+    find_unused_parameters: as for ddp.
+
+    Raises ConfigError for a ratio that is no power of two from 2 to 256, noise without clip, feedback with clip, and
+    noise where the package dp-accounting is missing.
+    Source: Song, Wang, Yu and Zhang, "Sketching for first order method" (ICML 2023).
+    """
+
+    ratio: int = 4
+    kind: str = "count"
+    feedback: bool = False
+    clip: float = 0.0
+    noise: float = 0.0
+    delta: float = 1e-5
+    noise_seed: int | None = None
+    find_unused_parameters: bool = False
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        checks.one_of("sketch kind", self.kind, sorted(KINDS))
+        checks.width("sketch ratio", self.ratio, RATIOS)
+        for option in ("clip", "noise"):
+            value = getattr(self, option)
+            if not 0 <= value < math.inf:
+                raise ConfigError(f"{option} {value} of sketch: must be at least 0; nearest: 0")
+        if not 0 < self.delta < 1:
+            raise ConfigError(f"delta {self.delta} of sketch: must be above 0 and below 1, such as 1e-5")
+        if self.noise and not self.clip:
+            raise ConfigError(f"noise {self.noise} of sketch is a multiple of clip, which is 0: set clip, such as 1.0")
+        if self.clip and self.feedback:
+            raise ConfigError("feedback of sketch would send later what clip takes away: set one of the two")
+        if self.noise_seed is not None and not self.noise:
+            raise ConfigError(f"noise_seed {self.noise_seed} of sketch has no effect without noise: leave it out")
+        if self.noise:
+            check_accountant()
+
+    @property
+    def name(self) -> str:
+        return "sketch"
+
+    @property
+    def codecs(self) -> tuple[Codec, ...]:
+        return (self.codec(),)
+
+    @property
+    def single_bucket(self) -> bool:
+        """A norm over all that is sent needs all of it."""
+        return self.clip > 0
+
+    def codec(self) -> LinearCodec:
+        """What a matrix goes through."""
+        return KINDS[self.kind](ratio=self.ratio, unbiased=not self.feedback)
+
+    def reduction(self, world_size: int, seed: int) -> SketchMean:
+        return SketchMean(self, world_size, seed)
+
+
+def clip_(values: Tensor, bound: float) -> Tensor:
+    """Scale to a 2-norm of at most `bound`, in place. NaN stays NaN, and inf becomes it."""
+    norm = values.norm(dtype=torch.float64)
+    return values if norm <= bound else values.mul_(bound / norm)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a gradient's sums, or the gradient itself, lie in the message of its bucket."""
+
+    name: str
+    grad: Tensor
+    compressed: bool
+    values: slice
+
+
+class SketchMean:
+    """g = R^T (1/P) sum_r R g_r; with feedback, x_r = g_r + e_r in place of g_r, and e_r = x_r - gamma R^T R x_r."""
+
+    def __init__(self, method: Sketch, world_size: int, seed: int) -> None:
+        self.method = method
+        self.codec = method.codec()
+        self.world_size = world_size
+        self.seed = seed
+        self.memory = Memory()
+        self.num_noisy = 0
+        self._secret = secrets.randbits(64) if method.noise_seed is None else method.noise_seed
+
+    def run(self, link: Link, bucket: Bucket, step: Step) -> Rounds[None]:
+        places = list(self._places(bucket))
+        values = torch.empty(places[-1].values.stop if places else 0)
+        packets: dict[str, Tensor] = {}
+        errors: dict[str, Tensor] = {}
+        with link.timed("encode_s", OPERATION):
+            for place in places:
+                if not place.compressed:
+                    values[place.values] = place.grad.reshape(-1)
+                    continue
+                x = (place.grad + self._error(place)).reshape(-1)
+                packet = self.codec.encode(x, seed=seed_of(self.seed, step.number, place.name))
+                values[place.values] = self.codec.sums(packet)
+                packets[place.name] = packet
+                if self.method.feedback:
+                    errors[place.name] = x.sub_(self.codec.decode(packet, x.numel())).view(place.grad.shape)
+            self.protect_(values, link.rank, step.number)
+        sums = yield from sum_over_ranks(link, [values[place.values] for place in places])
+        with link.timed("decode_s", OPERATION):
+            for place, total in zip(places, sums, strict=True):
+                out = total.div_(self.world_size)
+                if place.compressed:
+                    self.codec.sums(packets[place.name]).copy_(out)
+                    out = self.codec.decode(packets[place.name], place.grad.numel())
+                place.grad.copy_(out.view(place.grad.shape))
+        for name, error in errors.items():
+            self.memory.put(name, "error", error)
+        self.num_noisy += self.method.noise > 0
+
+    def _places(self, bucket: Bucket) -> Iterator[Place]:
+        start = 0
+        for name, grad in zip(bucket.names, bucket.grads, strict=True):
+            stop = start + self._num_values(grad.shape)
+            yield Place(name, grad, is_compressed(grad.shape), slice(start, stop))
+            start = stop
+
+    def _num_values(self, shape: torch.Size) -> int:
+        return -(-shape.numel() // self.method.ratio) if is_compressed(shape) else shape.numel()
+
+    def _error(self, place: Place) -> Tensor | float:
+        return self.memory.get(place.name, "error", *place.grad.shape) if self.method.feedback else 0.0
+
+    def protect_(self, values: Tensor, rank: int, step: int) -> None:
+        """Clip what leaves this rank, and add its part of the noise: a P-th of the variance."""
+        if self.method.clip:
+            clip_(values, self.method.clip)
+        if self.method.noise:
+            generator = torch.Generator().manual_seed(derive_seed(self._secret, step, rank))
+            part = self.method.noise * self.method.clip / math.sqrt(self.world_size)
+            values.add_(torch.randn(values.shape, generator=generator), alpha=part)
+
+    def sent_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> dict[str, int]:
+        return Slices.of(map(self._num_values, shapes.values()), grid.world_size, FP32).all_reduce_bytes(grid, FP32)
+
+    def kept_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> dict[str, int]:
+        if not self.method.feedback:
+            return {}
+        return {"error feedback": FP32_BYTES * sum(shape.numel() for shape in filter(is_compressed, shapes.values()))}
+
+    def rows(self, shapes: Mapping[str, torch.Size]) -> list[Row]:
+        thin = sum(map(is_compressed, shapes.values()))
+        rows = [
+            ("gradients", f"{thin} of {len(shapes)} as {self.codec}, the others in fp32", "drawn anew in every step"),
+            ("what they lose", *self._loss_row()),
+        ]
+        return [*rows, *self._privacy_rows()]
+
+    def _loss_row(self) -> tuple[str, str]:
+        if self.method.feedback:
+            return "is added to the next gradient", f"decoded at about 1/{1 + self.method.ratio}"
+        return f"is noise of {self.method.ratio} times a gradient's energy", "unbiased: take a smaller learning rate"
+
+    def _privacy_rows(self) -> Iterator[Row]:
+        if self.method.clip:
+            yield f"clip {self.method.clip:g}", "all that a rank sends in a step, as one vector", ""
+        if not self.method.noise:
+            return
+        told = {steps: epsilon(self.method.noise, steps, self.method.delta) for steps in FORESEEN_STEPS}
+        ahead = ", ".join(f"{value:.3g} after {steps:,} steps" for steps, value in told.items())
+        so_far = epsilon(self.method.noise, self.num_noisy, self.method.delta)
+        yield f"noise {self.method.noise:g} x clip", f"epsilon {ahead}", f"delta {self.method.delta:g}"
+        yield f"epsilon so far, {self.num_noisy} steps", f"{so_far:.3g}", "unit: all that one rank ever sends, or zeros"
+        if self.method.noise_seed is not None:
+            yield f"noise_seed {self.method.noise_seed}", "no privacy", "who knows it can take the noise away"
+
+    def forgive(self, clip: Clip) -> None:
+        for error in self.residuals().values():
+            error.mul_(clip.share)
+
+    def forget(self) -> list[str]:
+        return self.memory.forget()
+
+    def residuals(self) -> dict[str, Tensor]:
+        return self.memory.kind("error")
+
+    def debts(self, shapes: Mapping[str, torch.Size], grid: Topology, rank: int) -> list[Debt]:
+        return [debt.below("memory") for debt in self.memory.debts("error", GRADIENTS, grid)]
+
+    def owe(self, shapes: Mapping[str, torch.Size], grid: Topology, rank: int, owed: Owed) -> None:
+        thin = {name: shape for name, shape in shapes.items() if is_compressed(shape) and self.method.feedback}
+        self.memory.owe("error", GRADIENTS, thin, owed)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"memory": self.memory.state_dict(), "num_noisy": self.num_noisy}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.memory.load_state_dict(state["memory"])
+        self.num_noisy = state["num_noisy"]

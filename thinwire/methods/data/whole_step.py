@@ -1,0 +1,213 @@
+"""What DGC and 1-bit Adam share: all gradients of a step at once, clipped by rank, averaged by node, cut in slices.
+
+Inside a node gradients are summed in fp32, and local rank i keeps slice i of every parameter: what a method remembers
+is held once a node, in local_size parts. What crosses between nodes is the method's own.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from thinwire.checkpoint import Debt
+from thinwire.collectives import Communicator, Topology
+from thinwire.collectives.link import Link
+from thinwire.collectives.reduce import added, reduce_in_node
+from thinwire.collectives.rounds import Rounds
+from thinwire.collectives.together import together
+from thinwire.errors import ConfigError
+from thinwire.layout.slices import Slices
+from thinwire.methods.data.ddp import DDPMethod
+from thinwire.methods.data.reductions import (
+    FP32,
+    FP32_BYTES,
+    OPERATION,
+    Bucket,
+    Reduction,
+    Step,
+    sum_over_ranks,
+)
+from thinwire.state.memory import Memory
+from thinwire.table import Row
+
+# What came out, whole, by name; and what to call once it is known to be finite, before memory of the link is reused.
+Compressed = tuple[dict[str, Tensor], Callable[[], None]]
+# (dense means, what came out, whether all of it is finite)
+Exchanged = tuple[dict[str, Tensor], dict[str, Tensor], bool]
+
+
+class OnWholeStep(DDPMethod):
+    """A method on DDP whose reduction is a WholeStep; all parameters must be used in every step."""
+
+    whole_step: ClassVar[bool] = True
+    find_unused_parameters: ClassVar[bool] = False
+
+    def bind(
+        self,
+        reduction: Reduction,
+        trained: Mapping[str, nn.Parameter],
+        optimizer: torch.optim.Optimizer | None,
+        comm: Communicator,
+    ) -> None:
+        assert isinstance(reduction, WholeStep)
+        reduction.bind(trained, optimizer, comm)
+
+
+class WholeStep(ABC):
+    """A Reduction that holds buckets until the last has come, then takes all gradients of the step in one job.
+
+    So results and messages do not depend on buckets, a rank's gradient can be clipped by its whole norm, and memory
+    changes only where all that was received is finite: a step that is skipped leaves it as it was.
+
+    clip: c > 0: every rank's gradient is scaled to a 2-norm of at most c sqrt(P) before anything else. P independent
+    gradients of that norm have a mean of norm c. 0: no clipping.
+    Source: DGC (ICLR 2018), section 3.2: there gradients count 1/P of the mean, and are clipped at c / sqrt(P).
+    """
+
+    def __init__(self, clip: float) -> None:
+        self.clip = clip
+        self.memory = Memory()
+        self.shapes: dict[str, torch.Size] = {}
+        self.grid = Topology(1, 1)
+        self.rank = 0
+        self._held: dict[str, Tensor] = {}
+
+    def bind(
+        self, trained: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer | None, comm: Communicator
+    ) -> None:
+        """Say whose gradients will come, and over which ranks."""
+        self.shapes = {name: param.shape for name, param in trained.items()}
+        self.grid, self.rank = comm.topology, comm.rank
+
+    @abstractmethod
+    def reduce(self, link: Link, grads: dict[str, Tensor], step: Step) -> Rounds[None]:
+        """Overwrite the gradients of a step, by name in the model's order, once all messages have arrived."""
+
+    @abstractmethod
+    def compress(self, link: Link, grads: dict[str, Tensor], scale: float, step: Step) -> Rounds[Compressed]:
+        """What comes out for the compressed parameters."""
+
+    def unit(self, grid: Topology) -> int:
+        """Slices are multiples of so many elements."""
+        return 1
+
+    def run(self, link: Link, bucket: Bucket, step: Step) -> Rounds[None]:
+        self._held.update(zip(bucket.names, bucket.grads, strict=True))
+        if bucket.last:
+            grads = {name: self._held[name] for name in self.shapes}
+            self._held.clear()
+            yield from self.reduce(link, grads, step)
+
+    # ---------------------------------------------------------------- parts of a step
+
+    def local_scale(self, grads: Mapping[str, Tensor]) -> float:
+        """What clipping multiplies this rank's gradient by; 1 for one that is not finite, which shows as it is."""
+        if not self.clip:
+            return 1.0
+        norm, limit = float(nn.utils.get_total_norm(list(grads.values()))), self.clip * self.grid.world_size**0.5
+        return limit / norm if math.isfinite(norm) and norm > limit else 1.0
+
+    def dense_mean(self, link: Link, grads: Mapping[str, Tensor], scale: float, vote: float = 0.0) -> Rounds[Any]:
+        """({name: mean over ranks}, sum of votes) by one all_reduce in fp32."""
+        own = [grad.mul(scale) for grad in grads.values()]
+        *sums, votes = yield from sum_over_ranks(link, [*own, torch.tensor([vote])])
+        means = {name: total.div_(link.topology.world_size) for name, total in zip(grads, sums, strict=True)}
+        return means, float(votes)
+
+    def exchange(self, link: Link, grads: dict[str, Tensor], scale: float, step: Step) -> Rounds[Exchanged]:
+        """Dense means and compressed outputs, side by side, and whether all of them are finite."""
+        dense = {name: grad for name, grad in grads.items() if not is_compressed(grad.shape)}
+        large = {name: grad for name, grad in grads.items() if is_compressed(grad.shape)}
+        (means, _), (outs, remember) = yield from together(
+            self.dense_mean(link.part(0), dense, scale), self.compress(link.part(1), large, scale, step)
+        )
+        if is_finite := all(bool(torch.isfinite(out).all()) for out in [*means.values(), *outs.values()]):
+            remember()
+        return means, outs, is_finite
+
+    def node_mean(self, link: Link, grads: Mapping[str, Tensor], scale: float) -> Rounds[dict[str, Tensor]]:
+        """This local rank's slices, by name, of the mean over the node; scratch of the link."""
+        size = self.grid.local_size
+        lengths = {name: self.slice_length(grad.shape, self.grid) for name, grad in grads.items()}
+        laid = link.scratch("laid", size, sum(lengths.values()), dtype=torch.float32)
+        for (name, grad), columns in zip(grads.items(), laid.split(list(lengths.values()), dim=1), strict=True):
+            padded = F.pad(grad.reshape(-1), (0, size * lengths[name] - grad.numel()))
+            torch.mul(padded.view(size, -1), scale, out=columns)
+        mean = (yield from reduce_in_node(link, laid.view(-1), operation=OPERATION)).div_(size)
+        return dict(zip(grads, mean.split(list(lengths.values())), strict=True))
+
+    def slice_length(self, shape: torch.Size, grid: Topology) -> int:
+        """Elements of a slice of a parameter: ceil(n / local_size), rounded up to a multiple of `unit`."""
+        unit = self.unit(grid)
+        return -(-shape.numel() // (grid.local_size * unit)) * unit
+
+    def slice_of(self, tensor: Tensor) -> Tensor:
+        """This local rank's slice of a whole parameter-like tensor, flat, with zeros behind its end."""
+        length, first = self.slice_length(tensor.shape, self.grid), self.grid.local_rank(self.rank)
+        own = tensor.reshape(-1)[first * length : (first + 1) * length]
+        return F.pad(own, (0, length - own.numel()))
+
+    def whole(self, own: Tensor, name: str) -> Tensor:
+        """A tensor in a parameter's shape that holds this slice, and zeros elsewhere."""
+        first = self.grid.local_rank(self.rank) * own.numel()
+        flat = torch.zeros(self.grid.local_size * own.numel())
+        flat[first : first + own.numel()] = own
+        return flat[: self.shapes[name].numel()].view(self.shapes[name])
+
+    def debt(self, owed_as: str, name: str, kind: str, held: Tensor) -> Debt:
+        """What is held of a parameter: this local rank's slice, once a node, or the same whole on every rank."""
+        path, numel = f"memory/{name}/{kind}", self.shapes[name].numel()
+        if not is_compressed(self.shapes[name]):
+            return Debt(owed_as, name, path, 0, 0, numel, 1 / self.grid.world_size)
+        first = self.grid.local_rank(self.rank) * held.numel()
+        length = max(0, min(held.numel(), numel - first))
+        return Debt(owed_as, name, path, 0, first, length, 1 / self.grid.num_nodes)
+
+    # ---------------------------------------------------------------- of every Reduction
+
+    def exact_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> dict[str, int]:
+        """Payload of `dense_mean`, which carries one number more, and of `node_mean`."""
+        dense = [*(shape.numel() for shape in shapes.values() if not is_compressed(shape)), 1]
+        slices = sum(self.slice_length(shape, grid) for shape in shapes.values() if is_compressed(shape))
+        inside = (grid.local_size - 1) * FP32_BYTES * slices
+        around = Slices.of(dense, grid.world_size, FP32).all_reduce_bytes(grid, FP32)
+        return added(around, {"intra": inside, "inter": 0})
+
+    def common_rows(self) -> list[Row]:
+        """Rows on clipping and nodes."""
+        rows: list[Row] = []
+        if self.clip:
+            limit = self.clip * self.grid.world_size**0.5
+            effect = f"each rank's gradient to a norm of {limit:.3g}, before it is compressed"
+            rows.append((f"clip {self.clip:g}", effect, "clip sqrt(ranks); clipping what comes out has no effect"))
+        else:
+            rows.append(("clip 0", "nothing is clipped", "clipping what comes out would lose what was sent"))
+        if self.grid.local_size > 1:
+            rows.append(("inside a node", "dense mean in fp32, one memory per node", "the link is taken to be fast"))
+        return rows
+
+    def forget(self) -> list[str]:
+        return self.memory.forget()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"memory": self.memory.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.memory.load_state_dict(state["memory"])
+
+
+def is_compressed(shape: torch.Size) -> bool:
+    """Whether a parameter is compressed: two dimensions or more, and not empty. Norms and biases travel in fp32."""
+    return len(shape) > 1 and shape.numel() > 0
+
+
+def check_clip(name: str, clip: float) -> None:
+    """Raises ConfigError for a norm that nothing can be clipped to."""
+    if not 0 <= clip < float("inf"):
+        raise ConfigError(f"clip {clip} of {name}: must be at least 0, which is no clipping; nearest: 0")

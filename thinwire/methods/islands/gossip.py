@@ -1,0 +1,359 @@
+"""Gossip: neighbours on a graph average in pairs, each when its time has come, and nobody waits for all."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from thinwire.codecs import Identity, derive_seed
+from thinwire.collectives import Communicator, Meter
+from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
+from thinwire.collectives.gather import all_gather_exact
+from thinwire.collectives.link import Link
+from thinwire.collectives.reduce import all_reduce
+from thinwire.collectives.rounds import Rounds
+from thinwire.errors import ConfigError
+from thinwire.methods.islands.graph import Edge, Graph, Meeting, Mixing
+from thinwire.state.background import Background, FlatModel
+from thinwire.state.replicas import (
+    check_layout,
+    fitting_parameters,
+    same_options,
+    same_start,
+    shapes_digest,
+)
+from thinwire.table import Row
+from thinwire.table import announce as announce_table
+
+# Ranks submit different jobs, so a job has the number of what it is for, the same on those who take part in it.
+FIRST_MEETING = 1 << 10
+AT_THE_START, AT_THE_END = FIRST_MEETING - 2, FIRST_MEETING - 1
+
+
+class Law(Protocol):
+    """What one method of gossip keeps on a node and does at a meeting; `state` is fp32 [V, n], x first.
+
+    mixing: what time alone does to the state. rate: meetings of the whole graph in a unit of time.
+    """
+
+    @property
+    def mixing(self) -> Mixing: ...
+
+    @property
+    def rate(self) -> float: ...
+
+    def start(self, x: Tensor) -> Tensor:
+        """The state of a node that begins at x, fp32 [n]."""
+        ...
+
+    def message(self, state: Tensor) -> Tensor:
+        """What a node tells its neighbour: fp32 [n], a copy."""
+        ...
+
+    def meet_(self, state: Tensor, difference: Tensor) -> None:
+        """Take in (own message) - (the neighbour's); the neighbour takes in the opposite."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class A2CiD2:
+    """Two vectors a node, x and x~, and any optimizer: the form of gossip for neural networks.
+
+        x' = eta (x~ - x),  x~' = eta (x - x~)                          in between
+        x += u,  x~ += u                                                for an optimizer's update u
+        x_i -= (x_i - x_j) / 2,  x~_i -= alpha~ (x_i - x_j)             at a meeting of i and j
+
+    eta = 1 / (2 sqrt(chi1 chi2)), alpha~ = sqrt(chi1 / chi2) / 2, for the constants of the graph at `rate` meetings in
+    a unit of time. accelerated: else eta = 0 and alpha~ = 1/2, plain averaging in pairs. Means over nodes of x and x~
+    stay equal, and only updates change them.
+
+    Source: Nabli, Belilovsky and Oyallon, "A2CiD2: Accelerating Asynchronous Communication in Decentralized Deep
+    Learning", NeurIPS 2023.
+    """
+
+    graph: Graph
+    rate: float
+    accelerated: bool = True
+
+    @property
+    def eta(self) -> float:
+        """How fast x and x~ approach each other, per unit of time."""
+        return 0.5 * self.rate / math.sqrt(self.graph.chi1 * self.graph.chi2) if self.accelerated else 0.0
+
+    @property
+    def alpha_tilde(self) -> float:
+        """How far x~ goes at a meeting; x goes half of the way."""
+        return 0.5 * math.sqrt(self.graph.chi1 / self.graph.chi2) if self.accelerated else 0.5
+
+    @property
+    def mixing(self) -> Mixing:
+        return Mixing(self.eta * torch.tensor([[-1.0, 1.0], [1.0, -1.0]], dtype=torch.float64))
+
+    def start(self, x: Tensor) -> Tensor:
+        return torch.stack([x, x])
+
+    def message(self, state: Tensor) -> Tensor:
+        return state[0].clone()
+
+    def meet_(self, state: Tensor, difference: Tensor) -> None:
+        state[0].sub_(difference, alpha=0.5)
+        state[1].sub_(difference, alpha=self.alpha_tilde)
+
+
+class PairwiseGossip:
+    """A node that meets its neighbours from a thread beside training, by a law; a context that all ranks enter.
+
+    Time is counted in units of `step_s` seconds from when all have entered. All ranks draw the same meetings from
+    (graph, seed), each with a number and a time, and a node keeps its own in order, one at a time. It brings its state
+    to exactly the meeting's time, sends its message, and stands at that time until the neighbour's has come. So
+
+    - a pair meets at one instant, though its clocks differ: what one gains the other loses, bit for bit;
+    - nobody waits in a circle: of all meetings that are still to come, both sides of the first have done all before;
+    - where the network can't keep up, time stands more often, for `pace` too: each local step has a time of its own,
+      drawn once in a unit on average, before which it does not end.
+
+    A rank that leaves goes on meeting. Each message says who has left, as far as its sender knows; an edge rests
+    after a meeting at which both sides know it of all, and a rank is free when all of its edges rest.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        trained: dict[str, nn.Parameter],
+        comm: Communicator,
+        graph: Graph,
+        law: Law,
+        step_s: float,
+        seed: int,
+    ) -> None:
+        if not step_s > 0:
+            raise ConfigError(f"step_s {step_s:g}: the seconds of one local step, above 0")
+        self.comm, self.graph, self.law, self.step_s, self.seed = comm, graph, law, step_s, seed
+        asked = f"{type(law).__name__} {graph} {law.rate} {step_s} {seed} {law.mixing.matrix.tolist()}"
+        same_options(comm, asked)
+        self._start_row = same_start(model, comm)
+        self._mixing = law.mixing
+        self._layout = {"rank": comm.rank, "edges": graph.edges, "parameters": shapes_digest(trained)}
+        self._model = FlatModel(trained)
+        self.state = law.start(self._model.read())
+        self.entered = 0
+        self.meetings = self.steps = 0
+        self._is_inside = False
+
+    # ---------------------------------------------------------------- time
+
+    def __enter__(self) -> Self:
+        """Let time run, as soon as all have entered."""
+        self._model.write(self.state[0])
+        self._background = Background("thinwire-gossip", self._meet_until_all_leave)
+        self._gates = random.Random(derive_seed(self.seed, self.entered, self.comm.rank)).random
+        self._gate = self._at = self._next = 0.0
+        self._left = torch.zeros(self.graph.num_nodes, dtype=torch.uint8)
+        self.entered += 1
+        self._is_inside = True
+        self.comm.wait(self.comm.submit(self._start))
+        self._begin_s = time.monotonic()
+        self._background.start()
+        return self
+
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Go on meeting until all leave, then bring all to one time and the model to the mean; not after an error."""
+        with self._background.changed:
+            self._left[self.comm.rank] = 1
+        if error is not None:
+            return
+        self._background.join()
+        last, total = self.comm.wait(self.comm.submit(self._end))
+        self.bring_to_(last)
+        self._model.write(total / self.comm.world_size)
+        self._is_inside = False
+
+    def now(self) -> float:
+        """This node's time, in units: that of the clock, or of the meeting that it has not yet had."""
+        return min((time.monotonic() - self._begin_s) / self.step_s, self._next)
+
+    def pace(self) -> None:
+        """Wait until this step's time has come; it counts as exposed_s. Raises what ended the gossip."""
+        self._background.check()
+        self._gate -= math.log(1.0 - self._gates())
+        with self._background.changed, self.comm.meter.timed("exposed_s"):
+            while self.now() < self._gate:
+                is_frozen = self._next <= self._gate and self.now() >= self._next
+                self._background.changed.wait(None if is_frozen else (self._gate - self.now()) * self.step_s)
+                self._background.check()
+
+    def bring_to_(self, when: float) -> None:
+        """Let time alone do its part up to `when`, in units."""
+        if when > self._at:
+            self._mixing.apply_(self.state, when - self._at)
+            self._at = when
+
+    # ---------------------------------------------------------------- meetings
+
+    def _meet_until_all_leave(self) -> None:
+        edges = {edge for edge in self.graph.edges if self.comm.rank in edge}
+        for meeting in self.graph.meetings(self.law.rate, derive_seed(self.seed, self.entered)):
+            if meeting.edge in edges and self._meet(meeting):
+                edges.discard(meeting.edge)
+            if not edges:
+                return
+
+    def _meet(self, meeting: Meeting) -> bool:
+        """Have one meeting; whether both sides know now that all have left."""
+        with self._background.changed:
+            self._next = meeting.time
+            self._background.changed.notify_all()
+        if not self._left.all():
+            time.sleep(max(0.0, self._begin_s + meeting.time * self.step_s - time.monotonic()))
+        with self._background.changed:
+            self.bring_to_(meeting.time)
+            message, left = self.law.message(self.state), self._left.clone()
+        peer = sum(meeting.edge) - self.comm.rank
+        packet = torch.cat([message.view(torch.uint8), left])
+        number = FIRST_MEETING + meeting.number
+        theirs = self.comm.submit(lambda link: swap(link, packet, peer, number)).result()
+        with self._background.changed:
+            self.law.meet_(self.state, message - theirs[: -left.numel()].view(torch.float32))
+            left |= theirs[-left.numel() :]
+            self._left |= left
+            self.meetings += 1
+        return bool(left.all())
+
+    def _start(self, link: Link) -> Rounds[Tensor]:
+        return (yield from all_gather_exact(replace(link, number=AT_THE_START), torch.zeros(1, dtype=torch.uint8)))
+
+    def _end(self, link: Link) -> Rounds[tuple[float, Tensor]]:
+        """The latest time of all nodes, and the sum of all x, both at that time."""
+        link = replace(link, number=AT_THE_END)
+        times = yield from all_gather_exact(link, torch.tensor([self._at], dtype=torch.float64))
+        last = float(times.max())
+        self.bring_to_(last)
+        exact = Identity()
+        return last, (yield from all_reduce(link, self.state[0], exact, exact, exact, operation="mean"))
+
+    # ---------------------------------------------------------------- what is known
+
+    @property
+    def meter(self) -> Meter:
+        """Payload bytes, and the seconds for which this rank waited (exposed_s)."""
+        return self.comm.meter
+
+    @property
+    def bytes_per_meeting(self) -> int:
+        """Payload that each side sends: a vector in fp32, and a byte for each rank."""
+        return 4 * self._model.numel + self.graph.num_nodes
+
+    def describe(self) -> list[Row]:
+        """Rows of (asked for, in effect, why they differ or how it was found)."""
+        graph, per_step = self.graph, 2 * self.law.rate / self.graph.num_nodes
+        seen = f"chi1 {graph.chi1:.4g}, chi2 {graph.chi2:.4g}"
+        return [
+            ("graph", f"{graph.num_nodes} nodes, {len(graph.edges)} edges", seen),
+            ("a unit of time", f"{self.step_s:g} s", "one local step; longer where the network can't keep up"),
+            ("meetings", f"{per_step:.3g} a node and unit", f"{self.law.rate:.4g} in all"),
+            ("kept per rank", f"{self.state.numel() * 4 / 1e6:.3f} MB", f"{self.state.shape[0]} vectors of fp32"),
+            self._start_row,
+            ("sent per rank and unit", f"{per_step * self.bytes_per_meeting / 1e6:.3f} MB", "fp32, on average"),
+        ]
+
+    def close(self) -> None:
+        """Give the process group back."""
+        self.comm.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this node needs to go on. Raises ConfigError inside of the context, where nodes differ in time."""
+        self._check_outside("save")
+        return {"state": self.state.clone(), "entered": self.entered, "layout": self._layout}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what state_dict gave. Raises ConfigError for another rank, graph or model, or inside the context."""
+        self._check_outside("load")
+        check_layout(self._layout, state_dict["layout"])
+        self.state.copy_(state_dict["state"])
+        self.entered = state_dict["entered"]
+
+    def _check_outside(self, what: str) -> None:
+        if self._is_inside:
+            raise ConfigError(f"{what} the state outside of the context, where all nodes stand at one time")
+
+
+class Gossip(PairwiseGossip):
+    """Train with any optimizer and average in pairs along a graph (A2CiD2); a context around one's own loop.
+
+    Every rank keeps a model of its own. After each `optimizer.step()` it takes over what it has learnt from its
+    neighbours meanwhile; nothing else changes the model. On leaving the context all ranks end with the mean.
+
+    graph: "ring", "star", "complete" or a list of edges. step_s: seconds of a local step, the unit of time: ranks that
+    are faster wait, so that all count alike; those that are slower count less. meetings_per_step: of each rank, on
+    average. accelerated: with A2CiD2's second vector and its mixing. Raises ConfigError for options that can't work or
+    differ between ranks; PeerLostError, in `optimizer.step()`, where a neighbour is lost.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        step_s: float,
+        graph: str | Sequence[Edge] = "ring",
+        meetings_per_step: float = 1.0,
+        accelerated: bool = True,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
+        seed: int = 0,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        checked: bool = False,
+        announce: bool = True,
+    ) -> None:
+        trained = fitting_parameters(model, optimizer)
+        if not meetings_per_step > 0:
+            raise ConfigError(f"meetings_per_step {meetings_per_step:g}: above 0; 1 is usual")
+        comm = Communicator(group, local_size=1, timeout_s=timeout_s, checked=checked)
+        net = Graph.of(graph, comm.world_size)
+        self._law = A2CiD2(net, 0.5 * comm.world_size * meetings_per_step, accelerated)
+        super().__init__(model, trained, comm, net, self._law, step_s, seed)
+        self._optimizer = optimizer
+        if announce and comm.rank == 0:
+            announce_table(self.describe())
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self._given = self._model.read()
+        self._hook = self._optimizer.register_step_post_hook(self._after_step)
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._hook.remove()
+        super().__exit__(*raised)
+
+    def _after_step(self, *_: Any) -> None:
+        self.pace()
+        update = self._model.read().sub_(self._given)
+        with self._background.changed:
+            self.bring_to_(self.now())
+            self.state.add_(update)
+            self._given = self.state[0].clone()
+        self._model.write(self._given)
+        self.steps += 1
+
+
+def swap(link: Link, packet: Tensor, peer: int, number: int) -> Rounds[Tensor]:
+    """Send a packet to one rank and get one of the same length from it: uint8, not scratch.
+
+    number: of the job, which both sides must give alike, since ranks submit different jobs.
+    """
+    link = replace(link, number=number)
+    received = torch.empty_like(packet)
+    round_ = link.exchange("gossip", "inter", {peer: received})
+    round_.send(peer, packet)
+    yield from round_.finish()
+    return received

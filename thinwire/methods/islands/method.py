@@ -1,0 +1,82 @@
+"""What an outer method is made of: the choices behind DiLoCo, Streaming DiLoCo and local SGD."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from thinwire.codecs import (
+    Cast,
+    Codec,
+    Identity,
+    Integer,
+    Natural,
+)
+from thinwire.errors import ConfigError, nearest
+from thinwire.methods.islands.fedspeed import FedSpeed
+from thinwire.methods.islands.outer import Nesterov
+from thinwire.methods.islands.schedule import Schedule
+
+CODECS: dict[str, Codec] = {
+    "fp32": Identity(),
+    "bf16": Cast("bf16"),
+    "int8": Integer(8, 256, "nearest", "bf16"),
+    "int4": Integer(4, 128, "stochastic", "bf16"),
+    "e3m0": Natural(4, 256, "nearest", "bf16"),
+}
+
+
+def codec_named(codec: str | Codec) -> Codec:
+    """The codec of outer gradients; raises ConfigError that names the nearest."""
+    if isinstance(codec, Codec):
+        return codec
+    if codec not in CODECS:
+        raise ConfigError(f"codec {codec!r} of outer gradients is unknown{nearest(codec, CODECS)}")
+    return CODECS[codec]
+
+
+@dataclass(frozen=True)
+class OuterMethod:
+    """Inner steps on every island, and now and then an outer one that all of them take together.
+
+    After H inner steps an island sends D = x - w, the outer parameters x less its own weights w, by `codec`; tau steps
+    later it takes the outer step with the mean D, and goes on with mix * w + (1 - mix) * x.
+
+    sync_every: H. num_fragments, pattern: see `cut`. overlap_steps: tau. start_after: see Schedule. outer_lr,
+    outer_momentum: see Nesterov. correction: see FedSpeed; of the whole model, without overlap. rejoin_steps:
+    see Rewarming.
+
+    Raises ConfigError for values out of range or that contradict each other.
+    """
+
+    sync_every: int
+    num_fragments: int | None = 1
+    pattern: str = "strided"
+    overlap_steps: int = 0
+    mix: float = 0.0
+    outer_lr: float = 1.0
+    outer_momentum: float = 0.0
+    codec: Codec = field(default_factory=Identity)
+    start_after: int = 0
+    correction: FedSpeed | None = None
+    rejoin_steps: int = 10
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.mix < 1:
+            raise ConfigError(f"mix {self.mix}: must be at least 0, and below 1, at which nothing would be learnt")
+        if self.rejoin_steps < 0:
+            raise ConfigError(f"rejoin_steps {self.rejoin_steps}: must be at least 0; nearest: 0")
+        if self.start_after and self.overlap_steps:
+            raise ConfigError(f"start_after {self.start_after}: exchanges after every step leave nothing to overlap")
+        if self.correction and (self.num_fragments != 1 or self.overlap_steps or self.mix):
+            raise ConfigError("the FedSpeed correction needs one fragment, no overlap_steps and mix 0")
+        self.schedule(1)
+        self.rule  # noqa: B018 - checks the values
+
+    def schedule(self, num_fragments: int) -> Schedule:
+        """When which fragment is sent."""
+        return Schedule(self.sync_every, num_fragments, self.overlap_steps, self.start_after)
+
+    @property
+    def rule(self) -> Nesterov:
+        """The outer optimizer."""
+        return Nesterov(self.outer_lr, self.outer_momentum)

@@ -1,0 +1,119 @@
+"""Tables of options: the dataclass behind each, and the strategy that is built from them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, fields, is_dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+from thinwire.errors import ConfigError, Problems, nearest, type_name
+from thinwire.flags import options_of
+from thinwire.methods.interface import Method, PlannedByRun
+from thinwire.methods.islands.diloco import ISLANDS
+from thinwire.methods.options import fits
+from thinwire.models.llama import LlamaConfig
+from thinwire.registry import STRATEGIES
+
+Tables = Mapping[str, Mapping[str, Any]]
+
+# The fields of a strategy that hold another one: the one that it stands on, or the one inside its islands.
+BASE, INNER = "base", "inner"
+DEFAULT_INNER = "ddp"
+LLAMA = "llama"
+
+
+@functools.cache
+def option_tables() -> Mapping[str, type]:
+    """The dataclass behind each table of options: [llama], and one for every strategy that has options."""
+    strategies = {class_of(strategy) for strategy in STRATEGIES}
+    with_options = sorted((cls for cls in strategies if options_of(cls)), key=lambda cls: cls.__name__)
+    return MappingProxyType({LLAMA: LlamaConfig} | {table_name(cls): cls for cls in with_options})
+
+
+def class_of(strategy: str) -> type:
+    """The dataclass of a strategy; none is made, which may load a compiler."""
+    make: Any = STRATEGIES[strategy]
+    cls: type = getattr(make, "func", make)
+    return cls
+
+
+def table_name(cls: type) -> str:
+    """The name of a class's table: its own in lower case, unless the class states another."""
+    return getattr(cls, "table", cls.__name__.lower())
+
+
+def strategy_table(strategy: str) -> str | None:
+    """The name of the table that `strategy` takes its options from, if any."""
+    name = table_name(class_of(strategy))
+    return name if name in option_tables() else None
+
+
+def base_of(strategy: str) -> Any:
+    """The strategy that `strategy` stands on unless another is stated; None for most."""
+    keywords = getattr(STRATEGIES[strategy], "keywords", {})
+    cls = class_of(strategy)
+    found = {item.name: item for item in fields(cls)}.get(BASE) if is_dataclass(cls) else None
+    if BASE in keywords or found is None:
+        return keywords.get(BASE)
+    return found.default if found.default_factory is MISSING else found.default_factory()
+
+
+def has_islands(strategy: str) -> bool:
+    """Whether it trains islands, each by a strategy of its own."""
+    return strategy in ISLANDS
+
+
+def used_tables(strategy: str, inner: str | None = None) -> set[str]:
+    """The tables of options that have an effect on a strategy; inner: the one inside its islands, if it has any."""
+    own, base = strategy_table(strategy), base_of(strategy)
+    tables = {own} if own else set()
+    tables |= {table_name(type(base))} if base else set()
+    return tables | (used_tables(inner or DEFAULT_INNER) if has_islands(strategy) else set())
+
+
+def build_strategy(
+    strategy: str, tables: Tables, *, inner: str | None = None, num_steps: int, num_warmup_steps: int
+) -> Method:
+    """The strategy with its options, for a run of so many steps.
+
+    inner: the strategy inside its islands. num_warmup_steps: steps during which the learning rate rises. Raises
+    ConfigError for an unknown name, a refused option, or one that does not fit the run.
+    """
+    for name, flag in ((inner, "--inner"), (strategy, "--strategy")):
+        if name is not None and name not in STRATEGIES:
+            raise ConfigError(f"{flag} {name}: no such strategy{nearest(name, STRATEGIES)}")
+    options = dict(tables.get(strategy_table(strategy) or "", {}))
+    base = base_of(strategy)
+    if base is not None and (stated := tables.get(table_name(type(base)))):
+        options[BASE] = replace(base, **stated)
+    if has_islands(strategy):
+        options[INNER] = build_strategy(
+            inner or DEFAULT_INNER, tables, num_steps=num_steps, num_warmup_steps=num_warmup_steps
+        )
+    built = STRATEGIES[strategy](**options)
+    return built.for_run(num_steps, num_warmup_steps) if isinstance(built, PlannedByRun) else built
+
+
+def checked_values(
+    cls: type, content: Any, note: str, problems: Problems, *, only: Iterable[str] = (), others: Iterable[str] = ()
+) -> dict[str, Any]:
+    """The values of a TOML table that are options of `cls` and have their type; the rest become problems.
+
+    only: the names that may be stated, by default all. others: names that are valid elsewhere, to suggest.
+    """
+    if not isinstance(content, Mapping):
+        problems.messages.append(f"{note}must be a table of options, not {content!r}")
+        return {}
+    hints = {option.name: option.hint for option in options_of(cls) if not only or option.name in only}
+    good: dict[str, Any] = {}
+    for raw, value in content.items():
+        key = raw.replace("-", "_")
+        if key not in hints:
+            problems.messages.append(f"{note}unknown key {raw!r}{nearest(key, [*hints, *others])}")
+        elif not fits(value, hints[key]):
+            problems.messages.append(f"{note}{raw} = {value!r}: must be {type_name(hints[key])}")
+        else:
+            good[key] = tuple(value) if isinstance(value, list) else value
+    return good

@@ -1,0 +1,65 @@
+"""What each strategy sends: one frozen dataclass a strategy, one row in STRATEGIES.
+
+Those of `thinwire.zero` are below; those of DistributedDataParallel and FSDP2 lie in their rooms, `ddp` and `fsdp`;
+gradients of one byte in `one_byte`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from thinwire.errors import ConfigError, nearest
+from thinwire.methods.data.ddp import DDP
+from thinwire.methods.data.dgc import DGC
+from thinwire.methods.data.feedback import EFInteger, EFTopK
+from thinwire.methods.data.frontier import Frontier
+from thinwire.methods.data.lgreco import LGreCo
+from thinwire.methods.data.one_byte import OneByte
+from thinwire.methods.data.onebit_adam import OneBitAdam
+from thinwire.methods.data.powersgd import PowerSGD
+from thinwire.methods.data.sdp4bit import SDP4Bit
+from thinwire.methods.data.sketch import Sketch
+from thinwire.methods.data.torch_powersgd import TorchPowerSGD
+from thinwire.methods.data.two_way import TwoWay
+from thinwire.methods.data.zero import Zero, ZeroBF16
+from thinwire.methods.data.zero_compressed import ZeroCompressed
+from thinwire.methods.data.zeropp import FSDP, ZeroPP
+from thinwire.methods.interface import Method
+from thinwire.methods.islands.diloco import ISLANDS
+
+STRATEGIES: dict[str, Callable[..., Method]] = {
+    "zero": Zero,
+    "zero-bf16": ZeroBF16,
+    "zero-compressed": ZeroCompressed,
+    "sdp4bit": SDP4Bit,
+    "sdp4bit-weights": partial(SDP4Bit, gradients=False),
+    "sdp4bit-gradients": partial(SDP4Bit, weights=False),
+    "ddp": DDP,
+    "ddp-bf16": partial(DDP, wire="bf16"),
+    "powersgd": PowerSGD,
+    "powersgd-torch": TorchPowerSGD,
+    "two-way": TwoWay,
+    "dgc": DGC,
+    "onebit-adam": OneBitAdam,
+    "ef-topk": EFTopK,
+    "ef-integer": EFInteger,
+    "lgreco-powersgd": LGreCo,
+    "lgreco-ef-topk": partial(LGreCo, base=EFTopK()),
+    "lgreco-ef-integer": partial(LGreCo, base=EFInteger()),
+    "lgreco-dgc": partial(LGreCo, base=DGC()),
+    "sketch": Sketch,
+    "fsdp": FSDP,
+    "fsdp-bf16": partial(FSDP, wire="bf16"),
+    "frontier": Frontier,
+    "zeropp": ZeroPP,
+    "one-byte": OneByte,
+    **ISLANDS,
+}
+
+
+def strategy_named(name: str, **options: object) -> Method:
+    """The strategy registered under `name`; raises ConfigError that names the nearest one."""
+    if name not in STRATEGIES:
+        raise ConfigError(f"unknown strategy {name!r}{nearest(name, STRATEGIES)}")
+    return STRATEGIES[name](**options)

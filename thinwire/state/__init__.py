@@ -1,0 +1,1 @@
+"""Second floor: what a method remembers, and what every host does with it."""

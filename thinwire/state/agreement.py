@@ -1,0 +1,68 @@
+"""The ranks' one word on a step: the gradient's norm, the loss, a wish to stop, and which parameters had a gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+NUMBERS = 2
+NUMBER_BYTES = 8 * NUMBERS
+
+
+def word_bytes(num_parameters: int = 0) -> int:
+    """Bytes of one rank's word: two fp64 numbers, a byte for the wish to stop, a bit for each parameter."""
+    return NUMBER_BYTES + 1 + -(-num_parameters // 8)
+
+
+@dataclass(frozen=True)
+class Word:
+    """What one rank says of a step.
+
+    squares: the sum of squares of those elements of the mean gradient that this rank counts; each element of the model
+    is counted by one rank of the mesh. loss: this rank's. stop: whether it wishes to stop. used: for each parameter
+    whether it had a gradient here; empty where nobody asks.
+    """
+
+    squares: float
+    loss: float = math.nan
+    stop: bool = False
+    used: Sequence[bool] = ()
+
+    def pack(self) -> Tensor:
+        """uint8 [word_bytes]."""
+        numbers = np.array([self.squares, self.loss], dtype=np.float64).view(np.uint8)
+        bits = np.packbits(np.array(self.used, dtype=np.uint8))
+        return torch.from_numpy(np.concatenate([numbers, np.array([self.stop], dtype=np.uint8), bits]))
+
+
+class Agreed(NamedTuple):
+    """What all ranks know after they have told each other their words.
+
+    norm: the 2-norm of the whole mean gradient. loss: the mean over ranks. stop: whether any rank wishes to stop.
+    used: for each parameter whether any rank had a gradient.
+    """
+
+    norm: float
+    loss: float
+    stop: bool
+    used: list[bool]
+
+    @classmethod
+    def of(cls, words: Tensor, num_parameters: int = 0) -> Agreed:
+        """From the words of all ranks, uint8 [world_size, word_bytes]; the same on all of them."""
+        rows = words.numpy()
+        numbers = np.frombuffer(rows[:, :NUMBER_BYTES].tobytes(), dtype=np.float64).reshape(-1, NUMBERS)
+        bits = np.bitwise_or.reduce(rows[:, NUMBER_BYTES + 1 :], axis=0)
+        norm = math.sqrt(total) if (total := float(numbers[:, 0].sum())) >= 0 else math.nan
+        return cls(
+            norm,
+            float(numbers[:, 1].mean()),
+            bool(rows[:, NUMBER_BYTES].any()),
+            [bool(bit) for bit in np.unpackbits(bits)[:num_parameters]],
+        )

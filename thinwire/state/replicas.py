@@ -1,0 +1,182 @@
+"""Ranks that hold the same model: made equal at the start, compared later."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from thinwire.collectives import Communicator
+from thinwire.errors import ConfigError, ThinwireError
+from thinwire.table import Row
+
+
+class ReplicaError(ThinwireError, RuntimeError):
+    """The replicas of the model are no longer the same bits on all ranks."""
+
+
+# A prime, so that the rows of no usual matrix fall on the same columns.
+FINGERPRINT_COLUMNS = 1021
+
+
+def digest(parts: Iterable[bytes | memoryview | Tensor]) -> Tensor:
+    """16 bytes, as uint8, that stand for the bits of all parts."""
+    state = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        if isinstance(part, Tensor):
+            # A cryptographic digest of all weights would hold up training at every checkpoint.
+            part = fingerprint(part.detach().contiguous().view(-1)).to_bytes(8, "little", signed=True)
+        state.update(part)
+    return torch.frombuffer(bytearray(state.digest()), dtype=torch.uint8)
+
+
+def fingerprint(values: Tensor) -> int:
+    """A sum over the bits, as 8-byte words, that depends on their place: edits, swaps and flips change it.
+
+    values: flat and contiguous; what is no whole word at the end counts as one.
+    """
+    octets = values.view(torch.uint8)
+    if octets.storage_offset() % 8:
+        octets = octets.clone()
+    num_words = octets.numel() // 8
+    words = octets[: 8 * num_words].view(torch.int64)
+    whole = num_words - num_words % FINGERPRINT_COLUMNS
+    columns = words[:whole].view(-1, FINGERPRINT_COLUMNS).sum(0)
+    columns[: num_words - whole] += words[whole:]
+    total = int((columns * torch.arange(1, 2 * FINGERPRINT_COLUMNS, 2, device=values.device)).sum())
+    return hash((total, *octets[8 * num_words :].tolist()))
+
+
+def odd_ranks(comm: Communicator, mine: Tensor) -> list[int]:
+    """The ranks whose digest differs from the first rank's; a collective."""
+    digests = comm.wait(comm.all_gather_exact(mine))
+    return [comm.global_ranks[r] for r in range(comm.world_size) if not torch.equal(digests[r], digests[0])]
+
+
+def same_options(comm: Communicator, asked: str) -> None:
+    """Raise ConfigError where ranks ask for different things; a collective."""
+    if odd := odd_ranks(comm, digest([asked.encode()])):
+        raise ConfigError(f"rank {odd[0]} asks for other options than rank {comm.global_ranks[0]}; here: {asked}")
+
+
+def compare_replicas(comm: Communicator, tensors: Iterable[Tensor], step: int) -> None:
+    """Raise ReplicaError that names the ranks whose tensors are not the first rank's, bit for bit; a collective."""
+    # One rank is always equal to itself, and needn't read its weights for that.
+    if comm.world_size > 1 and (odd := odd_ranks(comm, digest(tensors))):
+        first = comm.global_ranks[0]
+        raise ReplicaError(f"after step {step} the weights of rank(s) {odd} differ from rank {first}'s")
+
+
+def shapes_digest(trained: Mapping[str, Tensor]) -> str:
+    """16 hexadecimal digits that stand for the names and shapes of the trained tensors."""
+    shapes = repr([(name, tuple(tensor.shape)) for name, tensor in trained.items()])
+    return hashlib.sha256(shapes.encode()).hexdigest()[:16]
+
+
+def check_layout(here: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Raise ConfigError with every entry in which a saved state's layout differs from the one here."""
+    differing = [f"{key}: saved {saved.get(key)!r}, here {here[key]!r}" for key in here if here[key] != saved.get(key)]
+    if differing:
+        raise ConfigError("this optimizer state does not fit: " + "; ".join(differing))
+
+
+def trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+    """As `fitting_parameters`; raises ConfigError also where torch.distributed has not been initialised."""
+    if not dist.is_initialized():
+        raise ConfigError("torch's wrappers need a process group: call torch.distributed.init_process_group first")
+    return fitting_parameters(model, optimizer)
+
+
+def fitting_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+    """The model's parameters that are trained, by name; raises ConfigError where the optimizer does not fit them."""
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    named = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    missing = [name for name, param in named.items() if id(param) not in held]
+    if missing:
+        raise ConfigError(f"{missing[0]!r} requires a gradient and is not in the optimizer: add it or freeze it")
+    if len(held) > len({id(param) for param in model.parameters()} & held):
+        raise ConfigError("the optimizer holds a parameter that the model does not have")
+    if not named:
+        raise ConfigError("no parameter requires a gradient: nothing to train")
+    check_device(named)
+    for name, param in named.items():
+        if param.dtype != torch.float32:
+            raise ConfigError(f"{name!r} is {param.dtype}: must be float32")
+    return named
+
+
+def updates_any(optimizer: torch.optim.Optimizer, tensors: Sequence[Tensor]) -> bool:
+    """Whether the optimizer holds one of these tensors, or a plain one in the memory of one."""
+    own = {id(tensor) for tensor in tensors}
+    memory = {tensor.untyped_storage().data_ptr() for tensor in tensors if not isinstance(tensor, DTensor)}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            shares = not isinstance(param, DTensor) and param.untyped_storage().data_ptr() in memory
+            if id(param) in own or shares:
+                return True
+    return False
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer whose steps change weights, behind a wrapper such as Accelerate's."""
+    held = getattr(optimizer, "optimizer", None)
+    return held if isinstance(held, torch.optim.Optimizer) else optimizer
+
+
+def check_updates(optimizer: object, tensors: Sequence[Tensor], wrapped_by: str) -> None:
+    """Raise ConfigError for what is no optimizer, or one that holds none of the model's parameters.
+
+    tensors: the model's parameters, and plain tensors in their memory. wrapped_by: what may have replaced them.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"optimizer is a {type(optimizer).__name__}: must be the torch.optim.Optimizer of this model")
+    if not updates_any(optimizer, tensors):
+        raise ConfigError(
+            f"the optimizer, {type(optimizer).__name__}, holds no parameter of this model: make it from "
+            f"model.parameters(), after {wrapped_by}"
+        )
+
+
+def check_device(named: Mapping[str, nn.Parameter]) -> torch.device:
+    """The device of all these parameters: the CPU, or the current CUDA device. Raises ConfigError for another."""
+    device = next(iter(named.values())).device
+    for name, param in named.items():
+        if isinstance(param, nn.parameter.UninitializedParameter) or param.device.type not in ("cpu", "cuda"):
+            raise ConfigError(
+                f"{name!r} is on device {param.device}: it must be materialised on the CPU or a CUDA device"
+            )
+        if param.device != device:
+            raise ConfigError(f"{name!r} is on {param.device} and others are on {device}: one process trains on one")
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        raise ConfigError(
+            f"the model is on {device} and the current device is cuda:{torch.cuda.current_device()}: "
+            f"call torch.cuda.set_device({device.index}) first"
+        )
+    return device
+
+
+def same_start(model: nn.Module, comm: Communicator) -> Row:
+    """Give all ranks the first rank's weights and buffers, sending them only where they differ; a collective.
+
+    Raises ConfigError where names, shapes or dtypes differ.
+    """
+    tensors = {name: t.data for name, t in [*model.named_parameters(), *model.named_buffers()]}
+    shapes = repr([(name, tuple(t.shape), str(t.dtype)) for name, t in tensors.items()])
+    if odd := odd_ranks(comm, digest([shapes.encode()])):
+        raise ConfigError(
+            f"rank {odd[0]} has another model than rank {comm.global_ranks[0]}: names, shapes and dtypes must be the "
+            "same on all ranks"
+        )
+    asked = "equal replicas at start"
+    if not odd_ranks(comm, digest(tensors.values())):
+        return asked, "nothing sent", "they were equal already"
+    for tensor in tensors.values():
+        whole = tensor.contiguous()
+        comm.wait(comm.broadcast_(whole))
+        tensor.copy_(whole)
+    return asked, f"{len(tensors)} tensors sent by rank {comm.global_ranks[0]}", "they differed"

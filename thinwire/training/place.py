@@ -1,0 +1,44 @@
+"""Where a process stands among those that train together."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Island(NamedTuple):
+    """One of the worlds that train together. meet: HOST:PORT where their first ranks meet; empty for the only one."""
+
+    number: int = 0
+    num_islands: int = 1
+    meet: str = ""
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process among the others of its process group: all, or those of its island."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    island: Island = field(default_factory=Island)
+
+    @classmethod
+    def from_environment(cls) -> Place | None:
+        """As torchrun's agent states it; None outside of it."""
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+        if not set(names) <= os.environ.keys():
+            return None
+        rank, local_rank, world_size = (int(os.environ[name]) for name in names)
+        return cls(rank, local_rank, world_size)
+
+    @property
+    def num_ranks(self) -> int:
+        """Of all islands."""
+        return self.world_size * self.island.num_islands
+
+    @property
+    def number(self) -> int:
+        """This one's, among the ranks of all islands."""
+        return self.island.number * self.world_size + self.rank

@@ -1,0 +1,85 @@
+"""A run before it starts: what it is asked to do, and the strategy that this stands for."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from thinwire.errors import ConfigError, nearest
+from thinwire.methods.interface import Method
+from thinwire.optim import OPTIMIZERS
+from thinwire.options import DEFAULT_INNER, LLAMA, build_strategy, has_islands, used_tables
+from thinwire.training.config import TrainConfig
+
+
+@dataclass(frozen=True)
+class Run:
+    """A configuration and its strategy, which is built once in every process.
+
+    config: with the optimizer that is in effect. strategy: with its options, for a run of this length.
+    """
+
+    config: TrainConfig
+    strategy: Method
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> Run:
+        """Build the strategy, and take the optimizer of its choice where none is stated.
+
+        Raises ConfigError for an unknown name, a refused option, or an optimizer that the strategy can't drive.
+        """
+        strategy = build_strategy(
+            config.strategy, config.tables, inner=config.inner, num_steps=config.steps,
+            num_warmup_steps=config.num_warmup_steps,
+        )  # fmt: skip
+        name = config.optimizer or strategy.optimizers[0]
+        if name not in OPTIMIZERS:
+            raise ConfigError(f"--optimizer {name}: no such optimizer{nearest(name, strategy.optimizers)}")
+        if name not in strategy.optimizers:
+            raise ConfigError(
+                f"--optimizer {name} does not fit strategy {strategy.name}, which {strategy.optimizers_reason}"
+                f"{nearest(name, strategy.optimizers)}"
+            )
+        return cls(replace(config, optimizer=name), strategy)
+
+    def but(self, **changes: object) -> Run:
+        """The same run where these values, on which no strategy depends, are others."""
+        return replace(self, config=replace(self.config, **changes))  # type: ignore[arg-type]
+
+    @property
+    def has_islands(self) -> bool:
+        """Whether it trains islands, each by a strategy of its own."""
+        return has_islands(self.config.strategy)
+
+    @cached_property
+    def used_tables(self) -> set[str]:
+        """The tables of options that have an effect."""
+        return tables_in_effect(self.config)
+
+    def with_island_size(self) -> Run:
+        """With the ranks of an island and their strategy filled in, where there are islands."""
+        if not self.has_islands:
+            return self
+        return self.but(local_size=island_size(self.config), inner=self.config.inner or DEFAULT_INNER)
+
+
+def tables_in_effect(config: TrainConfig) -> set[str]:
+    """The tables of options that have an effect in this run."""
+    model = set() if config.model.startswith("hf:") else {LLAMA}
+    return model | used_tables(config.strategy, config.inner)
+
+
+def island_size(config: TrainConfig) -> int:
+    """Ranks of one island: those that share a fast link. By default a machine's, and 1 where there is one machine.
+
+    Raises ConfigError where islands would not fit into a machine.
+    """
+    machine = int(os.environ.get("LOCAL_WORLD_SIZE", config.workers))
+    size = config.local_size or (machine if machine < config.world_size else 1)
+    if machine % size:
+        raise ConfigError(
+            f"--local-size {size}: an island lies on one machine, which has {machine} workers; nearest: "
+            f"{min((n for n in range(1, machine + 1) if machine % n == 0), key=lambda n: abs(n - size))}"
+        )
+    return size

@@ -101,7 +101,7 @@ def test_a_placeholder_that_is_empty_leaves_no_word() -> None:
         ("zero,sdp4bit,zero", "'zero' is given 2 times"),
         ("zero[a=1", "a bracket is not closed"),
         ("a/b=zero", "must be STRATEGY, NAME=STRATEGY"),
-        ("compute=zero", "'compute' is that of the computation alone"),
+        ("compute=zero", "the name 'compute' is taken"),
         ("cmd:peer", "must be cmd:NAME=COMMAND"),
         ("cmd:peer=no-such-program {run_dir} {steps}", "there is no program 'no-such-program'"),
         ("cmd:peer=sh {run_dir} {steps} {stop}", "unknown placeholder {stop}; did you mean 'stop_at'"),

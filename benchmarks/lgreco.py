@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from thinwire.data import BatchLoader, ByteTokenizer, prepare
 from thinwire.methods.data.lgreco import LGreCoMean, Plan
-from thinwire.methods.data.plannable import Plannable
+from thinwire.methods.plannable import Plannable
 from thinwire.models import build_model
 
 SEQ_LEN, MICRO_BATCH = 256, 2
@@ -62,7 +62,7 @@ def worker(rank: int, world_size: int, base: Plannable, span: float, steps: int,
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     method = thinwire.LGreCo(base, span=span, start=every, every=every, samples=min(10, every))
-    handle = thinwire.compress_ddp(ddp, method, optimizer, local_size=1, announce=False)
+    handle = thinwire.compress_ddp(ddp, method, optimizer=optimizer, local_size=1, announce=False)
     reduction = handle.reduction
     assert isinstance(reduction, LGreCoMean)
     shapes = {name: param.shape for name, param in model.named_parameters()}

@@ -113,7 +113,7 @@ from thinwire.hosts.one_byte.optimizer import (
     one_byte as one_byte,
 )
 from thinwire.hosts.sharded.optimizer import (
-    ZeroOptimizer as ZeroOptimizer,
+    ShardedOptimizer as ShardedOptimizer,
 )
 from thinwire.hosts.sharded.wrap import (
     zero as zero,
@@ -138,6 +138,9 @@ from thinwire.methods.data.feedback import (
 )
 from thinwire.methods.data.frontier import (
     Frontier as Frontier,
+)
+from thinwire.methods.data.fsdp import (
+    FSDP as FSDP,
 )
 from thinwire.methods.data.lgreco import (
     LGreCo as LGreCo,
@@ -173,9 +176,6 @@ from thinwire.methods.data.zero_compressed import (
     ZeroCompressed as ZeroCompressed,
 )
 from thinwire.methods.data.zeropp import (
-    FSDP as FSDP,
-)
-from thinwire.methods.data.zeropp import (
     ZeroPP as ZeroPP,
 )
 from thinwire.methods.interface import (
@@ -189,6 +189,9 @@ from thinwire.methods.islands.fedfix import (
 )
 from thinwire.methods.islands.gossip import (
     Gossip as Gossip,
+)
+from thinwire.methods.sharded import (
+    ShardedMethod as ShardedMethod,
 )
 from thinwire.optim import (
     DGCSGD as DGCSGD,

@@ -5,6 +5,8 @@
 - default_store: torch.distributed.distributed_c10d._get_default_store, private; 2.11 to 2.13 have it.
 - FSDPGroup, FSDPParameter: what FSDP2 keeps of a module that was given to fully_shard, private. Only here does thinwire
   learn in which order parameters lie in FSDP2's buffers; whoever relies on it checks it (hosts/fsdp/layout.py).
+  In HSDP the group of replicas is private, too: the public all_reduce hook comes after FSDP2's own all_reduce.
+- has_python_reducer, delays_parameters: options of a DDP, which keeps them under private names.
 - at_end_of_backward: the autograd engine's queue_callback, private, as FSDP2 itself uses it.
 - DCP_METADATA_CLASSES: what a checkpoint's .metadata, a pickle, consists of, by name; three of the names are private.
 - factor_of: the state of a ReduceOp, for the factor of a PREMUL_SUM.
@@ -36,6 +38,8 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.serialization import config as serialization
 
 from thinwire.errors import ConfigError
@@ -108,6 +112,16 @@ def at_end_of_backward(call: Callable[[], None]) -> bool:
     return True
 
 
+def has_python_reducer(ddp: DistributedDataParallel) -> bool:
+    """Whether Python hooks of compiled autograd reduce the gradients, and not DDP's buckets."""
+    return bool(getattr(ddp, "_use_python_reducer", False))
+
+
+def delays_parameters(ddp: DistributedDataParallel) -> bool:
+    """Whether the gradients of some parameters are reduced apart from DDP's buckets."""
+    return bool(getattr(ddp, "_delay_all_reduce_params", ()))
+
+
 def factor_of(op: Any, world_size: int) -> float:
     """What a reduction's sum over ranks is multiplied with: AVG, SUM or PREMUL_SUM. Raises ValueError for another."""
     if op == dist.ReduceOp.AVG:
@@ -121,7 +135,7 @@ def factor_of(op: Any, world_size: int) -> float:
 
 @dataclass(frozen=True, eq=False)
 class FSDPParameter:
-    """One parameter of a module that was given to fully_shard."""
+    """One parameter of a module that was given to fully_shard; under tensor parallelism, this rank's part of it."""
 
     _held: Any
 
@@ -136,9 +150,43 @@ class FSDPParameter:
         return self._held._unsharded_param
 
     @property
+    def whole_data(self) -> Tensor:
+        """The gathered values, without the DTensor of tensor parallelism around them."""
+        return self.whole.to_local() if isinstance(self.whole, DTensor) else self.whole.data
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the gathered values."""
+        return self._held._orig_size
+
+    @property
+    def shard_dim(self) -> int:
+        """The dimension along which FSDP2 cuts it."""
+        return self._held.fsdp_placement.dim
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the gathered values."""
+        dtype = self._held.mp_policy.param_dtype
+        return dtype if dtype is not None and self.sharded.dtype.is_floating_point else self.sharded.dtype
+
+    @property
     def shard_numel(self) -> int:
-        """Elements of one rank's part, padded: the same on all ranks."""
+        """Elements of one rank's part, padded: the same on all ranks that gather it together."""
         return self._held._sharded_param_data.numel()
+
+    @property
+    def most_numel(self) -> int:
+        """As shard_numel, where tensor parallelism left the most of it: the same on all ranks of the mesh."""
+        if self.shape == self.sharded.shape:
+            return self.shard_numel
+        spec = self._held._unsharded_dtensor_spec
+        shape = list(self.sharded.shape)
+        for size, placement in zip(spec.mesh.shape, spec.placements, strict=True):
+            if not placement.is_replicate():
+                shape[placement.dim] = -(-shape[placement.dim] // size)
+        shape[self.shard_dim] = -(-shape[self.shard_dim] // getattr(self._held.mesh_info, "shard_mesh_size", 1))
+        return torch.Size(shape).numel()
 
     @property
     def shard_data(self) -> Tensor:
@@ -170,6 +218,51 @@ class FSDPGroup:
     def params(self) -> list[FSDPParameter]:
         """In the order in which they lie in FSDP2's buffers."""
         return [FSDPParameter(held) for held in self._held.fsdp_params]
+
+    @property
+    def shard_ranks(self) -> list[int]:
+        """The global ranks among which the parameters are cut; one where they are only replicated."""
+        group = getattr(self._held.mesh_info, "shard_process_group", None)
+        return dist.get_process_group_ranks(group) if group is not None else [dist.get_rank()]
+
+    @property
+    def replica_ranks(self) -> list[int]:
+        """The global ranks that hold the same part, in HSDP."""
+        mesh = self._held.mesh_info
+        if mesh.replicate_mesh_dim is None:
+            return [dist.get_rank()]
+        return dist.get_process_group_ranks(mesh.mesh.get_group(mesh.replicate_mesh_dim))
+
+    @property
+    def all_reduces_at_once(self) -> bool:
+        """Whether a reduce_scatter is followed by the all_reduce of HSDP, and nothing is added in between."""
+        return bool(self._held.all_reduce_grads) and self._held._partial_reduce_output is None
+
+    def replica_factor(self, op: Any, num_replicas: int) -> float:
+        """What the sum over replicas is multiplied with, where the sum over shards was asked for with `op`."""
+        return 1 / num_replicas if op == dist.ReduceOp.AVG and self._held.gradient_divide_factor is None else 1.0
+
+    def set_replicas(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        """Give FSDP2 the group that its all_reduce over replicas is asked of; returns the one before.
+
+        There is no public place: an all_reduce hook comes after FSDP2's own all_reduce, not instead of it.
+        """
+        before = self._held.mesh_info.replicate_process_group
+        self._held.mesh_info.replicate_process_group = group
+        return before
+
+    def take_up(self) -> None:
+        """Have FSDP2 look at the parameters, as its first forward does: loaders may have put others there.
+
+        Raises ConfigError for parameters that FSDP2 can't reduce together.
+        """
+        try:
+            self._held.lazy_init()
+        except AssertionError as error:
+            raise ConfigError(
+                f"FSDP2 refuses the parameters of a {type(self.module).__name__.removeprefix('FSDP')}: {error}; make "
+                "them of one type, or give the parts of each type to fully_shard by themselves first"
+            ) from error
 
     def backward_group_size(self, root: nn.Module) -> int:
         """Ranks among which backward gathers: 0 where the whole weights are kept after forward.
@@ -218,29 +311,12 @@ class FSDPGroup:
 def fsdp_groups(model: nn.Module) -> list[FSDPGroup]:
     """What of `model` FSDP2 gathers together, in order of registration, each once; only what has parameters."""
     groups: list[FSDPGroup] = []
-    has_values = not any(param.is_meta for param in model.parameters())
     for module in model.modules():
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()
-            for held in _param_groups(state) if has_values else []:
-                _take_up(module, held)
             groups += [FSDPGroup(module, state, held) for held in _param_groups(state)]
     first = {id(group._held): group for group in reversed(groups)}
     return [group for group in groups if first[id(group._held)] is group and group.params]
-
-
-def _take_up(module: nn.Module, held: Any) -> None:
-    """Have FSDP2 look at the module's parameters, as its first forward does: loaders may have put others there.
-
-    Raises ConfigError for parameters that FSDP2 can't reduce together.
-    """
-    try:
-        held.lazy_init()
-    except AssertionError as error:
-        raise ConfigError(
-            f"FSDP2 refuses the parameters of a {type(module).__name__.removeprefix('FSDP')}: {error}; make them of "
-            "one type, or give the parts of each type to fully_shard by themselves first"
-        ) from error
 
 
 def _param_groups(state: Any) -> list[Any]:

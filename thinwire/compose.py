@@ -16,25 +16,22 @@ import thinwire.hosts.ddp.optimizer
 import thinwire.hosts.fsdp.optimizer
 import thinwire.hosts.islands.optimizer
 import thinwire.hosts.one_byte.optimizer
-import thinwire.hosts.sharded.levels_wrap
 import thinwire.hosts.sharded.wrap  # noqa: F401
 from thinwire import _compat
+from thinwire.checkpoint import Snapshot, Source
 from thinwire.collectives import Communicator
 from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
-from thinwire.errors import ConfigError, nearest
+from thinwire.errors import ConfigError
 from thinwire.hosts.interface import ParallelOptimizer, apply
 from thinwire.hosts.ranks import Axis
 from thinwire.hosts.tensor import TensorAxis, check_same_copies, cut_parameters
+from thinwire.layout.mesh import AXES, check_axis
 from thinwire.methods.interface import Method
+from thinwire.methods.islands.base import AmongIslands
 from thinwire.table import Row
 from thinwire.table import announce as announce_table
 
-__all__ = ["AXES", "Stage", "apply", "parallelize"]
-
-# The axes of a mesh, from the outside in.
-AXES = ("island", "pipeline", "data", "sequence", "expert", "tensor")
-# Those that have methods, and the tensor axis, which is torch's.
-SERVED = ("data", "tensor")
+__all__ = ["Stage", "apply", "parallelize"]
 
 
 class Stage:
@@ -44,8 +41,14 @@ class Stage:
     training. optimizer: what steps it, a ParallelOptimizer.
     """
 
-    def __init__(self, module: nn.Module, optimizer: ParallelOptimizer, rows: Sequence[Row] = ()) -> None:
-        self.module, self.optimizer = module, optimizer
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: ParallelOptimizer,
+        rows: Sequence[Row] = (),
+        tensor: TensorAxis | None = None,
+    ) -> None:
+        self.module, self.optimizer, self.tensor = module, optimizer, tensor
         self._rows = list(rows)
 
     def forward_backward(
@@ -91,6 +94,24 @@ class Stage:
         """Rows of (asked for, in effect, why they differ or how it was found)."""
         return [*self._rows, *self.optimizer.describe()]
 
+    def snapshot(self) -> Snapshot:
+        """This rank's state between two steps, in pieces of whole parameters: any mesh can take them."""
+        snapshot = self.optimizer.snapshot()
+        if self.tensor is not None:
+            place = self.optimizer.comm.rank, self.optimizer.comm.world_size
+            cut = {name: self.tensor.piece_of_whole(name, piece, *place) for name, piece in snapshot.pieces.items()}
+            snapshot.pieces = cut
+            local = set(self.tensor.local_names())
+            snapshot.shares = [share for share in snapshot.shares if share.name not in local]
+            snapshot.layout |= {"tensor": self.tensor.mesh.size()}
+        return snapshot
+
+    def restore(self, source: Source) -> None:
+        """Go on from a checkpoint of any mesh, and note what became of its parts; a collective."""
+        if self.tensor is not None:
+            source.place_piece = self.tensor.piece_of_whole
+        self.optimizer.restore(source)
+
     def close(self) -> None:
         """Wait for all communication and give the process groups back."""
         self.optimizer.close()
@@ -100,7 +121,7 @@ def parallelize(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     mesh: DeviceMesh,
-    methods: Iterable[Method],
+    methods: Iterable[Method | AmongIslands],
     *,
     local_size: int | None = None,
     overlap: bool = False,
@@ -140,22 +161,19 @@ def parallelize(
     if mesh.ndim > 1:
         options["axis"] = Axis(mesh["data"], _compat.flattened(mesh), counts_of(tensor))
     module, parallel = apply(data, model, optimizer, overlap=overlap, **options)
-    stage = Stage(module, parallel, rows)
+    stage = Stage(module, parallel, rows, tensor)
     if announce and mesh.get_rank() == 0:
         announce_table(stage.describe())
     return stage
 
 
-def checked_method(mesh: DeviceMesh, methods: Sequence[Method]) -> Method:
+def checked_method(mesh: DeviceMesh, methods: Sequence[Method | AmongIslands]) -> Method | AmongIslands:
     """The method of the data axis; raises ConfigError where mesh and methods do not fit each other."""
     names = names_of(mesh)
     if len(names) != mesh.ndim:
         raise ConfigError(f"the mesh has no names: give init_device_mesh mesh_dim_names, of {', '.join(AXES)}")
     for name in names:
-        if name not in AXES:
-            raise ConfigError(f"the mesh has an axis {name!r}: must be of {', '.join(AXES)}{nearest(name, AXES)}")
-        if name not in SERVED:
-            raise ConfigError(f"the mesh has an axis {name!r}, for which there is no method yet; nearest: data")
+        check_axis(name)
     if "data" not in names:
         raise ConfigError(f"the mesh {shape_of(mesh)} has no data axis: add one, of 1 rank if need be")
     if len(methods) != 1:

@@ -11,9 +11,11 @@ from functools import partial
 
 from thinwire.errors import ConfigError, nearest
 from thinwire.methods.data.ddp import DDP
+from thinwire.methods.data.demo import DeMo
 from thinwire.methods.data.dgc import DGC
 from thinwire.methods.data.feedback import EFInteger, EFTopK
 from thinwire.methods.data.frontier import Frontier
+from thinwire.methods.data.fsdp import FSDP
 from thinwire.methods.data.lgreco import LGreCo
 from thinwire.methods.data.one_byte import OneByte
 from thinwire.methods.data.onebit_adam import OneBitAdam
@@ -24,7 +26,7 @@ from thinwire.methods.data.torch_powersgd import TorchPowerSGD
 from thinwire.methods.data.two_way import TwoWay
 from thinwire.methods.data.zero import Zero, ZeroBF16
 from thinwire.methods.data.zero_compressed import ZeroCompressed
-from thinwire.methods.data.zeropp import FSDP, ZeroPP
+from thinwire.methods.data.zeropp import ZeroPP
 from thinwire.methods.interface import Method
 from thinwire.methods.islands.diloco import ISLANDS
 
@@ -41,10 +43,11 @@ STRATEGIES: dict[str, Callable[..., Method]] = {
     "powersgd-torch": TorchPowerSGD,
     "two-way": TwoWay,
     "dgc": DGC,
+    "demo": DeMo,
     "onebit-adam": OneBitAdam,
     "ef-topk": EFTopK,
     "ef-integer": EFInteger,
-    "lgreco-powersgd": LGreCo,
+    "lgreco-powersgd": partial(LGreCo, base=PowerSGD()),
     "lgreco-ef-topk": partial(LGreCo, base=EFTopK()),
     "lgreco-ef-integer": partial(LGreCo, base=EFInteger()),
     "lgreco-dgc": partial(LGreCo, base=DGC()),

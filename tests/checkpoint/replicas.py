@@ -14,8 +14,8 @@ from thinwire._compat import default_store
 from thinwire.checkpoint import Disk, Keep, Saver, Source
 from thinwire.compose import apply
 from thinwire.hosts.interface import ParallelOptimizer
+from thinwire.methods.data.fsdp import FSDP
 from thinwire.methods.data.zero import Zero
-from thinwire.methods.data.zeropp import FSDP
 
 SEQUENCES = 24
 STRATEGIES: dict[str, tuple[Any, str]] = {
@@ -116,9 +116,9 @@ class Replica:
         for bucket in getattr(optimizer, "buckets", []):
             if bucket.errors:
                 flat = bucket.lost.by_slices(self.optimizer.comm.topology, self.rank).view(-1)
-                found |= {slot.name: flat[slot.start : slot.end].clone() for slot in bucket.slots}
+                found |= {span.name: flat[span.start : span.end].clone() for span in bucket.layout.spans}
         if hasattr(optimizer, "_reducer"):
-            residuals = optimizer._reducer.reduction.residuals()
+            residuals = optimizer._reducer.reduction.state.residuals()
             sizes = {name: tensor.numel() for name, tensor in optimizer.trained.items()}
             found |= {name: tensor.reshape(-1)[: sizes[name]].clone() for name, tensor in residuals.items()}
         return found

@@ -20,7 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from tests.workers import Rows, run_rows, run_workers
 from thinwire.codecs import Identity
-from thinwire.methods.data.ddp import DDPMethod
+from thinwire.methods.data.demo import DeMo
+from thinwire.methods.ddp import DDPMethod
 
 SHAPES = {
     "embed": (37, 24),
@@ -115,6 +116,7 @@ ROWS: dict[str, Row] = {
         warmup=3,
         variant=True,
     ),
+    "demo": Row(DeMo(density=0.05, chunk=16), 0.0, owes=False, averages_gradients=False),
     "onebit-adam": Row(
         thinwire.OneBitAdam(freeze=2, clip=30.0),
         0.0,
@@ -161,7 +163,13 @@ class Harness:
         make = row.optimizer or (lambda params: torch.optim.SGD(params, lr=0.1))
         self.optimizer = make(list(self.model.parameters()))
         self.handle = thinwire.compress_ddp(
-            self.ddp, row.method, self.optimizer, local_size=row.grid[1], seed=seed, timeout_s=30.0, announce=False
+            self.ddp,
+            row.method,
+            optimizer=self.optimizer,
+            local_size=row.grid[1],
+            seed=seed,
+            timeout_s=30.0,
+            announce=False,
         )
 
     def put(self, step: int, *, spoil: bool = False) -> dict[str, Tensor]:

@@ -28,13 +28,14 @@ from thinwire.compose import apply
 from thinwire.hosts.interface import ParallelOptimizer
 from thinwire.methods.data.ddp import DDP
 from thinwire.methods.data.frontier import Frontier
+from thinwire.methods.data.fsdp import FSDP
 from thinwire.methods.data.one_byte import OneByte
 from thinwire.methods.data.powersgd import PowerSGD
 from thinwire.methods.data.torch_powersgd import TorchPowerSGD
 from thinwire.methods.data.two_way import TwoWay
 from thinwire.methods.data.zero import Zero, ZeroBF16
 from thinwire.methods.data.zero_compressed import ZeroCompressed
-from thinwire.methods.data.zeropp import FSDP, ZeroPP
+from thinwire.methods.data.zeropp import ZeroPP
 
 STEPS = 20
 # Seconds for all rows of one grid, on a busy machine.
@@ -211,6 +212,8 @@ def make_optimizer(model: nn.Module, kind: str = "adamw") -> torch.optim.Optimiz
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
     if kind == "sgd":
         return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+    if kind == "sgd-plain":
+        return torch.optim.SGD(groups, lr=0.05)
     if kind == "dgc-sgd":
         return thinwire.DGCSGD(groups, lr=0.05)
     if kind == "onebit-adam":

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.collectives import Communicator
-from thinwire.methods.data.ddp import DDPMethod
-from thinwire.methods.data.reductions import Bucket, Step
+from thinwire.methods.ddp import DDPMethod
+from thinwire.methods.reduction import Bucket, Step
+from thinwire.state.memory import Place
 
 
 class Alone:
@@ -23,8 +24,9 @@ class Alone:
         self.comm = Communicator(local_size=local_size, timeout_s=30)
         self.params, self.optimizer, self.steps = dict(params), optimizer, 0
         method.check(nn.Module(), optimizer)
-        self.reduction: Any = method.reduction(self.comm.world_size, 3)
-        method.bind(self.reduction, params, optimizer, self.comm)
+        shapes = {name: param.shape for name, param in params.items()}
+        self.reduction: Any = method.reduction(Place(shapes, self.comm.topology, self.comm.rank), 3)
+        method.bind(self.reduction, params, optimizer)
 
     def put(self, gradients: Mapping[str, Tensor], lr: float = 0.1, *, skip: bool = False) -> dict[str, Tensor]:
         """What the method makes of this rank's gradients; then the optimizer's step."""

@@ -162,7 +162,7 @@ def owed_to(optimizer: Any) -> torch.Tensor:
     owed = (
         [error for bucket in optimizer.buckets for error in bucket.errors]
         if is_sharded
-        else optimizer._reducer.reduction.residuals().values()
+        else optimizer._reducer.reduction.state.residuals().values()
     )
     return torch.cat([error.flatten() for error in owed])
 

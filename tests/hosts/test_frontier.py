@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import logging
 from typing import Any
@@ -16,7 +17,7 @@ from tests.workers import run_workers
 from thinwire.collectives import Topology
 from thinwire.compose import apply
 from thinwire.errors import ConfigError
-from thinwire.hosts.sharded.levels_optimizer import FrontierOptimizer
+from thinwire.hosts.sharded.optimizer import ShardedOptimizer
 from thinwire.layout.levels import levels_on
 from thinwire.methods.data.frontier import Frontier
 from thinwire.state.replicas import ReplicaError
@@ -87,7 +88,7 @@ class Rank:
         self.model = Stack(options.pop("seed", 0), options.pop("recompute", False))
         settings = {"local_size": 4, "seed": 0, "timeout_s": 60, "checked": True, "overlap": False} | options
         self.wrapped, optimizer = apply(strategy, self.model, make_optimizer(self.model), **settings)
-        assert isinstance(optimizer, FrontierOptimizer)
+        assert isinstance(optimizer, ShardedOptimizer)
         self.optimizer = optimizer
 
     def step(self, step: int, micro_batches: int) -> float:
@@ -103,7 +104,7 @@ class Rank:
 
     def held(self) -> dict[str, int]:
         """Bytes of the tensors that stay, counted by their storages."""
-        parts = [part for unit in self.optimizer.units for part in unit.parts]
+        parts = self.optimizer.buckets
         tensors = {
             "weights": [t for part in parts for t in (part.live, part.shard)],
             "gradients": [t for part in parts for t in (part.sums, part.shard_grad)],
@@ -217,10 +218,13 @@ def by_hand(rank: int, world_size: int) -> dict[str, Any]:
     own.model.load_state_dict(Stack(5).state_dict())
     with torch.no_grad():
         found["loss"] = float(own.model(batch(0), False)), float(Stack(5)(batch(0), False))
-    found["freed"] = sum(part.live.untyped_storage().nbytes() for unit in own.optimizer.units for part in unit.parts)
+    found["freed"] = sum(part.live.untyped_storage().nbytes() for part in own.optimizer.buckets)
     found["warned"] = "changed outside the optimizer" in heard.getvalue()
     own.step(1, 1)
+    copied = copy.deepcopy(own.model)
     own.optimizer.synchronize()
+    found["copied"] = all(torch.equal(p, q) for p, q in zip(copied.parameters(), own.model.parameters(), strict=True))
+    copied(batch(0), True).backward()
     found["near"] = max(
         float((p - q).abs().max()) for p, q in zip(own.model.parameters(), Stack(5).parameters(), strict=True)
     )
@@ -232,7 +236,7 @@ def by_hand(rank: int, world_size: int) -> dict[str, Any]:
             own.model(batch(0).chunk(world_size)[rank], True).backward()
     found["second"] = str(second.value)
     if rank == 3:
-        own.optimizer.units[0].parts[0].shard[0] += 1
+        own.optimizer.buckets[0].shard[0] += 1
     with pytest.raises(ReplicaError) as odd:
         own.optimizer.check_replicas()
     found["odd"] = str(odd.value)
@@ -242,10 +246,11 @@ def by_hand(rank: int, world_size: int) -> dict[str, Any]:
 def test_edits_are_kept_and_forks_are_seen() -> None:
     for found in run_workers(by_hand, 4):
         assert found["silent"] and found["warned"] and found["freed"] == 0 and found["kept"]
+        assert found["copied"]
         assert found["loss"][0] == pytest.approx(found["loss"][1], rel=1e-5)
         assert found["near"] < 0.02
         assert "no_sync" in found["second"]
-        assert "rank 3 from rank 1's" in found["odd"]
+        assert "rank(s) [3] differ from rank 1's" in found["odd"]
 
 
 @pytest.mark.parametrize(

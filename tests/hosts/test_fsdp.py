@@ -10,7 +10,7 @@ from tests.workers import run_workers
 from thinwire import ConfigError
 from thinwire.compose import apply
 from thinwire.layout.layers import layers_of
-from thinwire.methods.data.zeropp import FSDP
+from thinwire.methods.data.fsdp import FSDP
 
 
 class Stack(nn.Module):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import math
 import os
 import signal
@@ -27,6 +29,7 @@ from tests.workers import run_workers
 from thinwire.layout.formats import WireFormat
 from thinwire.methods.data.sdp4bit import SDP4Bit
 from thinwire.methods.data.zero import Zero
+from thinwire.methods.sharded import ShardedMethod
 
 
 def train(
@@ -154,7 +157,7 @@ class TwoNumbers(nn.Module):
         self.w = nn.Parameter(torch.tensor([[1.0, -1.0]]))
 
 
-class Ternary:
+class Ternary(ShardedMethod):
     """Ternary nearest weights, exact gradients."""
 
     name = "ternary"
@@ -202,7 +205,7 @@ def low_precision(rank: int, world_size: int) -> tuple[str, float, torch.dtype]:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    far = max(float((b.master - b.live_shard.float()).abs().max()) for b in optimizer.buckets)
+    far = max(float((b.master - b.own.float()).abs().max()) for b in optimizer.buckets)
     import hashlib
 
     raw = b"".join(p.detach().view(torch.int16).numpy().tobytes() for p in model.parameters())
@@ -220,7 +223,7 @@ def test_bf16_replicas_with_fp32_masters() -> None:
 def mistakes(rank: int, world_size: int) -> dict[str, str]:
     found = {}
 
-    def fresh(**options: Any) -> tuple[Net, thinwire.ZeroOptimizer]:
+    def fresh(**options: Any) -> tuple[Net, thinwire.ShardedOptimizer]:
         model = Net(seed=0)
         return thinwire.zero(model, make_optimizer(model), Zero(), local_size=1, timeout_s=30, **options)
 
@@ -339,7 +342,13 @@ def read_early(rank: int, overlap: bool) -> list:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        copied, file = copy.deepcopy(model) if step % 2 else None, io.BytesIO()
+        torch.save(model, file)
         seen += [float(loss), float(model.rest[2].weight.sum()), float(model.child.state_dict()["bias"].sum())]
+        file.seek(0)
+        for other in filter(None, (copied, torch.load(file, weights_only=False))):
+            assert all(torch.equal(p, q) for p, q in zip(other.parameters(), model.parameters(), strict=True))
+            other(torch.ones(2, 512)).backward()
     model.load_state_dict(Reader().state_dict())
     optimizer.synchronize()
     fresh = Reader().state_dict()

@@ -18,7 +18,7 @@ import thinwire
 from tests.workers import run_workers
 from thinwire.layout.formats import WireFormat
 from thinwire.layout.segments import Segments
-from thinwire.methods.data.ddp import DDPMethod
+from thinwire.methods.ddp import DDPMethod
 
 LRS = (0.1, 0.2, 0.2, 0.05)
 METHOD = thinwire.TwoWay("sign", min_bytes=0, chunk_bytes=1 << 16, threads=1)
@@ -51,9 +51,9 @@ def outputs(
     model = Matrices(*shapes)
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    handle = thinwire.compress_ddp(ddp, method, optimizer, local_size=1, timeout_s=30, seed=0, announce=False)
+    handle = thinwire.compress_ddp(ddp, method, optimizer=optimizer, local_size=1, timeout_s=30, seed=0, announce=False)
     if start is not None:
-        handle.reduction.load_state_dict(start)
+        handle.reduction.state.load_state_dict(start)
     given = []
     for step, lr in enumerate(lrs):
         optimizer.param_groups[0]["lr"] = lr
@@ -72,7 +72,7 @@ def both_powersgds(rank: int, world_size: int) -> tuple[list[list[Tensor]], list
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(np.random.RandomState(0).randint(1_000_000_000))
         q = torch.randn(30, 3)
-    start = {"held.0": {"q": q}}
+    start = {"error": {}, "q": {"held.0": q}}
     ours, _ = outputs(thinwire.PowerSGD(rank=3, start_step=2), shapes, rank, start, lrs=(0.1,) * 7)
     return ours, theirs
 

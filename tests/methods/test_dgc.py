@@ -14,8 +14,8 @@ from tests.hosts.alone import Alone, gradients, parameters
 from tests.workers import run_workers
 from thinwire import DGC, DGCSGD, ConfigError
 from thinwire.collectives import Topology
-from thinwire.methods.data.dgc import UNSENT, VELOCITY
 from thinwire.models import build_model
+from thinwire.state.memory import Place
 
 EVERYTHING: dict[str, Any] = {"density": 1.0, "clip": 0.0, "warmup": ()}
 
@@ -68,10 +68,10 @@ def test_all_that_was_put_in_comes_out_or_is_still_held(values: str, stride: int
     for step in range(12):
         out += alone.put(gradients(params, step))["matrix"].view(-1)
         put_in += gradients(params, step)["matrix"].view(-1)
-    held = alone.reduction.memory.held["matrix"]
-    assert float(held[UNSENT].norm()) > float(out.norm()) / 10
-    torch.testing.assert_close(0.1 * (out + held[UNSENT]) + 0.9 * held[VELOCITY], put_in, rtol=0, atol=1e-5)
-    torch.testing.assert_close(alone.reduction.residuals()["matrix"].view(-1), held[UNSENT])
+    unsent, velocity = alone.reduction.unsent["matrix"], alone.reduction.velocity["matrix"]
+    assert float(unsent.norm()) > float(out.norm()) / 10
+    torch.testing.assert_close(0.1 * (out + unsent) + 0.9 * velocity, put_in, rtol=0, atol=1e-5)
+    torch.testing.assert_close(alone.reduction.state.residuals()["matrix"].view(-1), unsent)
 
 
 def test_what_is_sent_late_has_the_momentum_it_missed() -> None:
@@ -85,7 +85,7 @@ def test_what_is_sent_late_has_the_momentum_it_missed() -> None:
     expected = sum(g * (1 - 0.9 ** (len(quiet) - t)) / 0.1 for t, g in enumerate(quiet))
     assert float(out[0, 0]) == pytest.approx(expected, rel=1e-6)
     # Masking has cleared the loud one's momentum at every step: nothing of it is left to push.
-    assert float(alone.reduction.memory.held["matrix"][VELOCITY][1]) == 0.0
+    assert float(alone.reduction.velocity["matrix"][1]) == 0.0
 
 
 def test_a_step_that_is_not_finite_leaves_memory_as_it_was() -> None:
@@ -93,13 +93,13 @@ def test_a_step_that_is_not_finite_leaves_memory_as_it_was() -> None:
     alone = Alone(DGC(density=0.05, warmup=()), params)
     for step in range(3):
         alone.put(gradients(params, step))
-    before = alone.reduction.state_dict()["memory"]
+    before = alone.reduction.state.state_dict()
     spoiled = gradients(params, 3)
     spoiled["matrix"][0, 0] = math.inf
     assert not torch.isfinite(alone.put(spoiled)["matrix"]).all()
-    assert alone.reduction.forget() == []
-    after = alone.reduction.state_dict()["memory"]
-    assert all(torch.equal(after[name][kind], before[name][kind]) for name in before for kind in before[name])
+    assert alone.reduction.state.forget() == []
+    after = alone.reduction.state.state_dict()
+    assert all(torch.equal(after[kind][name], before[kind][name]) for kind in before for name in before[kind])
 
 
 def test_a_gradient_is_clipped_before_it_is_accumulated() -> None:
@@ -131,7 +131,7 @@ def demo_bytes(rank: int, world_size: int) -> tuple[int, int, int, float]:
     alone.put(gradients(alone.params, 0, rank))
     sent = (alone.comm.meter.snapshot() - before).sent_bytes
     shapes = {name: param.shape for name, param in alone.params.items()}
-    formula = sum(alone.reduction.sent_bytes(shapes, alone.comm.topology).values())
+    formula = sum(alone.reduction.sent_bytes().values())
     scale = alone.reduction.local_scale({"any": torch.tensor([6.0, 8.0])})
     return 4 * sum(map(torch.Size.numel, shapes.values())), sent, formula, scale
 
@@ -146,9 +146,11 @@ def test_a_thousandth_sends_270_to_600_times_less() -> None:
 
 def test_bytes_grow_with_the_number_of_nodes() -> None:
     shapes = {"matrix": torch.Size((1024, 1024))}
-    one = DGC(density=0.01).reduction(4, 0)
-    dense = {nodes: DGC().reduction(4, 0).sent_bytes({}, Topology(nodes, 1))["inter"] for nodes in (2, 4)}
-    two, four = (one.sent_bytes(shapes, Topology(nodes, 1))["inter"] - dense[nodes] for nodes in (2, 4))
+
+    def sent(shapes: dict[str, torch.Size], nodes: int) -> int:
+        return DGC(density=0.01).reduction(Place(shapes, Topology(nodes, 1)), 0).sent_bytes()["inter"]
+
+    two, four = (sent(shapes, nodes) - sent({}, nodes) for nodes in (2, 4))
     assert four == 3 * two
     # 10,486 entries: 4 bytes each, and about log2(1 / density) + 2 bits of index.
     assert 10_486 * 4 < two < 10_486 * 5.1
@@ -185,10 +187,9 @@ def test_what_can_not_work_is_refused() -> None:
 
 def test_the_start_table_says_what_is_in_effect() -> None:
     params = parameters(matrix=(8, 8), bias=(8,))
-    shapes = {name: param.shape for name, param in params.items()}
-    rows = {asked: effect for asked, effect, _ in Alone(DGC(), params).reduction.rows(shapes)}
+    rows = {asked: effect for asked, effect, _ in Alone(DGC(), params).reduction.rows()}
     assert rows["gradients"].startswith("1 of 2 as top 0.001")
     assert rows["clip 1"].startswith("each rank's gradient to a norm of 1,") and rows["optimizer"] == "not known"
     other = DGCSGD(params.values(), momentum=0.8)
-    rows = {asked: effect for asked, effect, _ in Alone(DGC(), params, other).reduction.rows(shapes)}
+    rows = {asked: effect for asked, effect, _ in Alone(DGC(), params, other).reduction.rows()}
     assert rows["momentum of weight decay"] == "0.8"

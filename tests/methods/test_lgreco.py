@@ -88,15 +88,15 @@ def test_errors_that_are_not_finite_are_refused() -> None:
             lambda: LGreCo(thinwire.DDP()),  # type: ignore[arg-type]
             "can't plan 'ddp'.*EFTopK",
         ),
-        (lambda: LGreCo(alpha=0.9), "alpha 0.9 of lgreco-powersgd: must be at least 1; nearest: 1"),
-        (lambda: LGreCo(span=0.5), "span 0.5"),
+        (lambda: LGreCo(PowerSGD(), alpha=0.9), "alpha 0.9 of lgreco-powersgd: must be at least 1; nearest: 1"),
+        (lambda: LGreCo(PowerSGD(), span=0.5), "span 0.5"),
         (lambda: LGreCo(EFTopK(), start=3), "start 3 of lgreco-ef-topk: must be at least 10"),
         (lambda: LGreCo(PowerSGD(start_step=15), start=20), "start 20 of lgreco-powersgd: must be at least 25"),
         (
             lambda: LGreCo(DGC(), start=40).for_run(1000, 100),
             "start 40 of lgreco-dgc: must be at least 110; nearest: 110",
         ),
-        (lambda: LGreCo(every=9), "every 9 .* at least 10"),
+        (lambda: LGreCo(PowerSGD(), every=9), "every 9 .* at least 10"),
         (lambda: LGreCo(EFInteger(), samples=0), "samples 0 of lgreco-ef-integer"),
         (lambda: EFTopK(density=2.0), "density 2.0"),
         (lambda: EFInteger(bits=5), "bits 5 is not one of"),
@@ -108,13 +108,13 @@ def test_bad_settings_name_the_value_and_a_valid_one(make: Any, words: str) -> N
 
 
 def test_plans_come_at_their_steps() -> None:
-    method = LGreCo(start=20, every=50, samples=10)
+    method = LGreCo(PowerSGD(), start=20, every=50, samples=10)
     assert [step for step in range(200) if method.steps_to_plan(step) == 0] == [19, 69, 119, 169]
     assert [step for step in range(60) if method.steps_to_plan(step) < method.samples] == list(range(10, 20))
 
 
 def test_the_first_plan_waits_until_the_method_has_settled() -> None:
-    assert LGreCo().settled_after == 20 and LGreCo(PowerSGD(start_step=15)).settled_after == 25
+    assert LGreCo(PowerSGD()).settled_after == 20 and LGreCo(PowerSGD(start_step=15)).settled_after == 25
     # A tenth of the run at other densities, then ten steps of samples.
     assert LGreCo(DGC()).for_run(400, 40).settled_after == 50
 
@@ -228,7 +228,7 @@ def planned(rank: int, world_size: int) -> dict[str, Any]:
             told["uniform_error"] = handle.reduction.plan.uniform_error
     told["expected_error"] = sum(METHOD.base.errors(x, [0.1])[0] for x in sampled.values())
     told["rows"] = handle.describe()
-    told["last"] = handle.reduction.state_dict()["plan"]
+    told["last"] = handle.reduction.state.state_dict()["saved_plan"]
     handle.close()
 
     model = Numbers()
@@ -241,7 +241,7 @@ def planned(rank: int, world_size: int) -> dict[str, Any]:
         ddp(gradient(rank, step)).backward()
         model.zero_grad()
         told["resumed"].append(settings_of(handle))
-    assert handle.reduction.state_dict()["plan"] == told["last"]
+    assert handle.reduction.state.state_dict()["saved_plan"] == told["last"]
     handle.close()
     return told
 
@@ -277,7 +277,7 @@ def planned_dgc(rank: int, world_size: int) -> dict[str, Any]:
     method = LGreCo(base, start=3, every=3, samples=2)
     optimizer = thinwire.DGCSGD(model.parameters(), lr=0.1)
     ddp = DistributedDataParallel(model)
-    handle = thinwire.compress_ddp(ddp, method, optimizer, local_size=2, announce=False)
+    handle = thinwire.compress_ddp(ddp, method, optimizer=optimizer, local_size=2, announce=False)
     told: dict[str, Any] = {"plans": [], "sent": [], "formula": []}
     accumulated = {name: torch.zeros(2048) for name in ("sparse", "dense")}
     for step in range(5):

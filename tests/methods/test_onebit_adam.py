@@ -15,8 +15,8 @@ from tests.workers import run_workers
 from thinwire import ConfigError, OneBitAdam, OneBitAdamW
 from thinwire.codecs import Codec, Identity
 from thinwire.collectives import Topology
-from thinwire.methods.data.onebit_adam import SERVER, WORKER
-from thinwire.methods.data.reductions import ring_bytes
+from thinwire.collectives.ring import ring_bytes
+from thinwire.state.memory import Place
 
 SHAPES = {"square": (16, 16), "odd": (13, 7), "bias": (5,)}
 MATRICES = ("square", "odd")
@@ -50,13 +50,11 @@ def train(rank: int, world_size: int, local_size: int) -> list[dict[str, Any]]:
             {
                 "before": before,
                 "outs": {name: out.clone() for name, out in outs.items()},
-                "owed": alone.reduction.residuals(),
-                "memory": alone.reduction.state_dict()["memory"],
+                "owed": alone.reduction.state.residuals(),
+                "memory": alone.reduction.state.state_dict(),
                 "weights": {name: param.detach().clone() for name, param in params.items()},
                 "sent": alone.comm.meter.snapshot().sent_bytes - sent_before,
-                "formula": sum(
-                    alone.reduction.sent_bytes({n: p.shape for n, p in params.items()}, alone.comm.topology).values()
-                ),
+                "formula": sum(alone.reduction.sent_bytes().values()),
             }
         )
     return told
@@ -82,15 +80,15 @@ def test_the_compressed_mean_equals_one_process_that_plays_all_ranks(flat: list[
             for rank in range(WORLD):
                 momentum = flat[rank][step]["before"][name].flatten()
                 own = 0.9 * momentum + 0.1 * given(step, rank, name).flatten()
-                y = nn.functional.pad(own, (0, length - num)) + error(flat[rank], step - 1, name, WORKER, length)
+                y = nn.functional.pad(own, (0, length - num)) + error(flat[rank], step - 1, name, "worker", length)
                 sent.append([one_bit(chunk) for chunk in y.chunk(WORLD)])
                 kept = (y - torch.cat(sent[rank])) * seen
-                torch.testing.assert_close(error(flat[rank], step, name, WORKER, length), kept, rtol=0, atol=1e-5)
+                torch.testing.assert_close(error(flat[rank], step, name, "worker", length), kept, rtol=0, atol=1e-5)
             out = flat[0][step]["outs"][name].flatten()
             for server in range(WORLD):
                 own = seen.chunk(WORLD)[server]
                 z = torch.stack([sent[rank][server] for rank in range(WORLD)]).mean(0) * own
-                z = z + error(flat[server], step - 1, name, SERVER, length // WORLD)
+                z = z + error(flat[server], step - 1, name, "server", length // WORLD)
                 part = slice(server * (length // WORLD), min((server + 1) * (length // WORLD), num))
                 clear = (z.abs() > 1e-5)[: part.stop - part.start]
                 torch.testing.assert_close(out[part][clear], one_bit(z)[: len(clear)][clear], rtol=0, atol=1e-5)
@@ -102,7 +100,7 @@ def given(step: int, rank: int, name: str) -> Tensor:
 
 def error(told: list[dict[str, Any]], step: int, name: str, kind: str, length: int) -> Tensor:
     """What a rank keeps after a step; zeros before the first compressed one."""
-    return told[step]["memory"].get(name, {}).get(kind, torch.zeros(length)).view(-1)
+    return told[step]["memory"][kind].get(name, torch.zeros(length)).view(-1)
 
 
 @pytest.mark.parametrize("local_size", [1, 2])
@@ -159,7 +157,7 @@ def test_errors_stay_bounded() -> None:
     for step in range(1000):
         out = alone.put(gradients(alone.params, step))["matrix"]
         if step in (100, 999):
-            assert float(alone.reduction.residuals()["matrix"].norm()) < 5 * float(out.norm())
+            assert float(alone.reduction.state.residuals()["matrix"].norm()) < 5 * float(out.norm())
 
 
 def test_elements_without_a_gradient_stay_where_they_are() -> None:
@@ -171,20 +169,25 @@ def test_elements_without_a_gradient_stay_where_they_are() -> None:
         alone.put(given)
     decayed = start[4] * (1 - 0.1 * 0.1) ** 12
     torch.testing.assert_close(alone.params["embed"].detach()[4], decayed)
-    assert float(alone.reduction.residuals()["embed"][4].abs().max()) == 0.0
+    assert float(alone.reduction.state.residuals()["embed"][4].abs().max()) == 0.0
 
 
 def test_a_step_that_is_not_finite_leaves_memory_as_it_was() -> None:
     alone = made(OneBitAdam(freeze=2))
     for step in range(4):
         alone.put(gradients(alone.params, step))
-    before = alone.reduction.state_dict()["memory"]
+    before = errors_of(alone)
     spoiled = gradients(alone.params, 4)
     spoiled["odd"][0, 0] = torch.nan
     assert not torch.isfinite(alone.put(spoiled, skip=True)["odd"]).all()
-    assert alone.reduction.forget() == []
-    after = alone.reduction.state_dict()["memory"]
-    assert all(torch.equal(after[name][kind], before[name][kind]) for name in before for kind in before[name])
+    assert alone.reduction.state.forget() == []
+    after = errors_of(alone)
+    assert all(torch.equal(after[kind][name], before[kind][name]) for kind in before for name in before[kind])
+
+
+def errors_of(alone: Alone) -> dict[str, dict[str, Tensor]]:
+    saved = alone.reduction.state.state_dict()
+    return {kind: saved[kind] for kind in ("worker", "server")}
 
 
 # ---------------------------------------------------------------- when it freezes
@@ -218,7 +221,7 @@ def test_it_freezes_when_told_to_or_when_the_variance_has_settled() -> None:
 def rising(rank: int, world_size: int) -> str:
     model = DistributedDataParallel(nn.Linear(8, 8))
     optimizer = OneBitAdamW(model.parameters(), lr=1e-3)
-    handle = thinwire.compress_ddp(model, OneBitAdam(freeze=3), optimizer, announce=False)
+    handle = thinwire.compress_ddp(model, OneBitAdam(freeze=3), optimizer=optimizer, announce=False)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 10)
     with pytest.raises(ConfigError) as caught:
         for _ in range(5):
@@ -262,7 +265,7 @@ def test_what_can_not_work_is_refused() -> None:
 
 def test_it_sends_32_times_less_than_fp32() -> None:
     shapes = {"matrix": torch.Size((1024, 1024))}
-    sent = OneBitAdam().reduction(WORLD, 0).sent_bytes(shapes, Topology(WORLD, 1))["inter"]
+    sent = OneBitAdam().reduction(Place(shapes, Topology(WORLD, 1)), 0).sent_bytes()["inter"]
     plain = ring_bytes(4 * 1024 * 1024, Topology(WORLD, 1))["inter"]
     # 98,304 bytes of signs there and back, three scales each way, and the message for vectors with its one number.
     assert sent == 2 * 98_304 + 2 * 3 * 4 + 2 * 3 * 4

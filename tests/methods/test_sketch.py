@@ -14,9 +14,11 @@ import thinwire
 from tests.workers import run_workers
 from thinwire import ConfigError, Sketch
 from thinwire.codecs import CountSketch
-from thinwire.methods.data.reductions import seed_of
+from thinwire.collectives import Topology
 from thinwire.methods.data.sketch import SketchMean
 from thinwire.methods.privacy import epsilon
+from thinwire.methods.reduction import seed_of
+from thinwire.state.memory import Place
 
 SIDE, VECTOR = 32, 4000
 
@@ -189,7 +191,7 @@ def guessed(sums: Tensor, packet: Tensor, codec: Any) -> int:
 
 def hits(method: Sketch) -> float:
     """The share of labels that are read off what one rank puts into the sum."""
-    reduction, codec = SketchMean(method, 1, seed=0), method.codec()
+    reduction, codec = SketchMean(method, Place({}, Topology(1, 1)), seed=0), method.codec()
     num_hits = 0
     for trial in range(TRIALS):
         grad, label = one_example(trial)

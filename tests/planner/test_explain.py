@@ -29,9 +29,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-OPTIMIZER = {"dgc": "dgc-sgd", "lgreco-dgc": "dgc-sgd", "onebit-adam": "onebit-adam"}
-
-
 def run(rank: int, world_size: int) -> dict[str, list[tuple[dict, dict]]]:
     """Bytes by operation and level: of the meter for steps of 1 and 2 micro-batches, and of the formula."""
     found = {}
@@ -41,7 +38,7 @@ def run(rank: int, world_size: int) -> dict[str, list[tuple[dict, dict]]]:
             continue
         strategy, model = make(**OPTIONS.get(name, {})), Net(0)
         wrapped, optimizer = apply(strategy,
-            model, make_optimizer(model, OPTIMIZER.get(name, "adamw")), local_size=2, seed=0, timeout_s=30,
+            model, make_optimizer(model, strategy.optimizers[0]), local_size=2, seed=0, timeout_s=30,
             checked=False, overlap=False,
         )  # fmt: skip
         optimizer_bytes = []

@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.errors import ConfigError
 from thinwire.hosts.ddp.attach import CompressedDDP, compress_ddp
 from thinwire.hosts.fsdp.compress import CompressedFSDP, compress_fsdp
-from thinwire.methods.data.zeropp import ZeroPP
 
 
 def attach(
@@ -29,14 +28,14 @@ def attach(
     # torch.compile's wrapper holds the module that it calls, which is the one that was sharded.
     module = getattr(model, "_orig_mod", model)
     if any(isinstance(part, FSDPModule) for part in module.modules()):
-        return compress_fsdp(module, method or ZeroPP(), optimizer=optimizer, **options)
+        return compress_fsdp(module, method, optimizer, **options)
     if any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):
         raise ConfigError(
             "the model is in FullyShardedDataParallel, the first FSDP, which has no place for other collectives: use "
             "FSDP2, in Accelerate FullyShardedDataParallelPlugin(fsdp_version=2)"
         )
     if isinstance(module, DistributedDataParallel):
-        return compress_ddp(module, method, optimizer, **options)
+        return compress_ddp(module, method, optimizer=optimizer, **options)
     raise ConfigError(
         f"nothing of this {type(module).__name__} is sharded: call accelerator.prepare(model, optimizer) or "
         "torch.distributed.fsdp.fully_shard first"

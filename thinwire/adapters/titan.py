@@ -15,7 +15,7 @@ class CompressedParallelize:
 
     It calls the function as torchtitan does, whatever its arguments, then `compress_fsdp(model, method, **options)`.
     torchtitan shards a model on the meta device and gives it memory later: such a model is compressed in its first
-    forward, when it has its weights. `handles`: one for each model it was called for, as they are compressed.
+    forward, when it has its weights. `handles`: one for each model it was called for.
     """
 
     def __init__(self, parallelize: Callable[..., nn.Module], method: Any, **options: Any) -> None:
@@ -27,19 +27,5 @@ class CompressedParallelize:
     def __call__(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """The model, parallelized; raises ConfigError, now or in the first forward, as `compress_fsdp` does."""
         sharded = self.parallelize(model, *args, **kwargs)
-        if any(param.is_meta for param in sharded.parameters()):
-            self._compress_later(sharded)
-        else:
-            self._compress(sharded)
+        self.handles.append(compress_fsdp(sharded, self.method, **self.options))
         return sharded
-
-    def _compress(self, model: nn.Module) -> None:
-        self.handles.append(compress_fsdp(model, self.method, **self.options))
-
-    def _compress_later(self, model: nn.Module) -> None:
-        def before_forward(*_: Any) -> None:
-            hook.remove()
-            self._compress(model)
-
-        # Before FSDP2's own hook, which gathers the first weights.
-        hook = model.register_forward_pre_hook(before_forward, prepend=True)

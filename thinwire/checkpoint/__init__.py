@@ -18,10 +18,10 @@ from thinwire.checkpoint.folder import (
 )
 from thinwire.checkpoint.saver import Disk, Saver, store_of_ranks
 from thinwire.checkpoint.source import FROZEN, WEIGHTS, Source, read_weights
-from thinwire.checkpoint.state import Debt, Piece, Snapshot
+from thinwire.checkpoint.state import Piece, Share, Snapshot
 
 __all__ = [
-    "FROZEN", "WEIGHTS", "CheckpointError", "Debt", "Disk", "Keep", "Piece", "Saver", "Snapshot", "Source", "all_of",
+    "FROZEN", "WEIGHTS", "CheckpointError", "Disk", "Keep", "Piece", "Saver", "Share", "Snapshot", "Source", "all_of",
     "checkpoints_of", "choose", "latest", "nearest_run", "next_loss", "passed_over", "read_weights", "step_of",
     "store_of_ranks", "verify",
 ]  # fmt: skip

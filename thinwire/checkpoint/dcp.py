@@ -12,6 +12,7 @@ import os
 import pickle
 import warnings
 import zlib
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -93,9 +94,10 @@ class PieceSavePlanner(SavePlanner):
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
         self._pieces: dict[str, Piece] = state_dict
+        self._starts = {(n, at): (start, length) for n, p in self._pieces.items() for at, start, length in p.spans()}
 
     def create_local_plan(self) -> SavePlan:
-        return SavePlan([_write_item(name, piece) for name, piece in self._pieces.items()])
+        return SavePlan([item for name, piece in self._pieces.items() for item in _write_items(name, piece)])
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         return create_default_global_save_plan(all_plans)
@@ -104,7 +106,10 @@ class PieceSavePlanner(SavePlanner):
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        return self._pieces[write_item.index.fqn].values
+        (place,), piece = write_item.index.offset or (0,), self._pieces[write_item.index.fqn]
+        # A piece that is not cut inside of rows has one span.
+        start, length = self._starts[write_item.index.fqn, place]
+        return piece.values[start : start + length]
 
 
 class SummedFile(io.BufferedWriter):
@@ -174,14 +179,18 @@ class IndexedWriter(dcp.FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the index, and bring it to the disk."""
         chunks: dict[str, list[Any]] = {}
+        sizes = {
+            name: {chunk.offsets[0]: chunk.sizes[0] for chunk in tensor.chunks}
+            for name, tensor in metadata.state_dict_metadata.items()
+            if isinstance(tensor, TensorStorageMetadata)
+        }
         for result in (result for rank in results for result in rank):
             tensor, at = metadata.state_dict_metadata[result.index.fqn], result.storage_data
             assert isinstance(tensor, TensorStorageMetadata)
-            # A rank has one piece of a tensor.
-            (chunk,) = tensor.chunks
             dtype = str(tensor.properties.dtype).removeprefix("torch.")
-            place = [chunk.offsets[0], chunk.sizes[0], at.relative_path, at.offset, at.length]
-            chunks[result.index.fqn] = [tensor.size[0], dtype, *place]
+            (offset,) = result.index.offset or (0,)
+            place = [offset, sizes[result.index.fqn][offset], at.relative_path, at.offset, at.length]
+            chunks.setdefault(result.index.fqn, []).append([tensor.size[0], dtype, *place])
         content = json.dumps({**self._more, "chunks": chunks}).encode()
         write_durably(self._folder / STATE_FILE, content)
         self.sums[STATE_FILE] = len(content), zlib.crc32(content)
@@ -240,11 +249,12 @@ def write_metadata(folder: Path) -> None:
     write_durably(folder / ".metadata", pickle.dumps(metadata_of(index)))
 
 
-def _write_item(name: str, piece: Piece) -> WriteItem:
-    size, offsets = torch.Size([piece.values.numel()]), torch.Size([piece.offset])
+def _write_items(name: str, piece: Piece) -> Iterator[WriteItem]:
     properties = TensorProperties.create_from_tensor(piece.values)
-    data = TensorWriteData(ChunkStorageMetadata(offsets, size), properties, torch.Size([piece.numel]))
-    return WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=data)
+    for place, _, length in piece.spans():
+        size, offsets = torch.Size([length]), torch.Size([place])
+        data = TensorWriteData(ChunkStorageMetadata(offsets, size), properties, torch.Size([piece.numel]))
+        yield WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=data)
 
 
 # ---------------------------------------------------------------- load
@@ -271,8 +281,11 @@ def read_part(part: Path) -> tuple[dict[str, Any], Index]:
     try:
         text = json.loads(path.read_bytes())
         index = {
-            name: [Chunk(numel, dtype, offset, length, f"{part.name}/{Path(file).name}", place, num_bytes)]
-            for name, (numel, dtype, offset, length, file, place, num_bytes) in text.pop("chunks").items()
+            name: [
+                Chunk(numel, dtype, offset, length, f"{part.name}/{Path(file).name}", place, num_bytes)
+                for numel, dtype, offset, length, file, place, num_bytes in rows
+            ]
+            for name, rows in text.pop("chunks").items()
         }
     except OSError as error:
         raise CheckpointError(f"{path} can't be read: {error.strerror}") from None
@@ -351,33 +364,33 @@ def read_pieces(folder: Path, index: Index, pieces: Mapping[str, Piece]) -> None
         raise CheckpointError(f"{folder} can't be read: {type(cause).__name__}: {cause}") from cause
 
 
-def _read_items(name: str, piece: Piece, index: Index) -> list[ReadItem]:
+def _read_items(name: str, piece: Piece, index: Index) -> Iterator[ReadItem]:
     """What to read of each chunk, so that every element of the piece is read once."""
-    items, at, end = [], piece.offset, piece.offset + piece.values.numel()
     chunks = sorted(index.get(name, []), key=lambda chunk: (chunk.offset, -chunk.end))
     if chunks and (chunks[0].numel, dtype_named(chunks[0].dtype)) != (piece.numel, piece.values.dtype):
         there, here = f"{chunks[0].numel} {chunks[0].dtype}", f"{piece.numel} {piece.values.dtype}"
         raise CheckpointError(f"{name!r} was saved with {there} elements, and there are {here} now")
-    for chunk in chunks:
-        if at >= end or chunk.offset > at:
-            break
-        if chunk.end <= at:
-            continue
-        stop = min(end, chunk.end)
-        items.append(
-            ReadItem(
+    starts = [chunk.offset for chunk in chunks]
+    for begin, start, length in piece.spans():
+        at, end = begin, begin + length
+        # Spans are short where a mesh cuts rows: the search begins at the last chunk that begins before.
+        for chunk in chunks[max(bisect_right(starts, at) - 1, 0) if piece.run else 0 :]:
+            if at >= end or chunk.offset > at:
+                break
+            if chunk.end <= at:
+                continue
+            stop = min(end, chunk.end)
+            yield ReadItem(
                 LoadItemType.TENSOR,
                 dest_index=MetadataIndex(name, [piece.offset]),
-                dest_offsets=torch.Size([at - piece.offset]),
+                dest_offsets=torch.Size([start + at - begin]),
                 storage_index=MetadataIndex(name, [chunk.offset]),
                 storage_offsets=torch.Size([at - chunk.offset]),
                 lengths=torch.Size([stop - at]),
             )
-        )
-        at = stop
-    if at < end:
-        raise CheckpointError(f"elements {at} to {end} of {name!r} are not there{_whose(name, index)}")
-    return items
+            at = stop
+        if at < end:
+            raise CheckpointError(f"elements {at} to {end} of {name!r} are not there{_whose(name, index)}")
 
 
 def _whose(name: str, index: Index) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,8 @@ from thinwire.checkpoint.dcp import (
 )
 from thinwire.checkpoint.folder import Manifest
 from thinwire.checkpoint.state import (
-    Debt,
     Piece,
+    Share,
     dtype_named,
     from_tree,
     own_name,
@@ -49,9 +49,11 @@ class Source:
         self.rows: list[Row] = []
         self.is_exact = True
         self.is_same = False
+        # How a piece that a host asks for lies in the checkpoint's tensors: as it says, unless a mesh cuts them.
+        self.place_piece: Callable[[str, Piece], Piece] = lambda name, piece: piece
         self._index: Index = {}
         self._parts: dict[int, dict[str, Any]] = {}
-        self._debts: dict[str, dict[str, list[tuple[int, Debt]]]] = {}
+        self._shares: dict[str, dict[str, list[tuple[int, Share]]]] = {}
         self._taken: set[str] = set()
         for part in parts_of(folder):
             self._add(part)
@@ -63,8 +65,8 @@ class Source:
         self._parts[rank], index = read_part(part)
         for name, chunks in index.items():
             self._index.setdefault(name, []).extend(chunks)
-        for debt in (Debt(*fields) for fields in self._parts[rank]["debts"]):
-            self._debts.setdefault(debt.kind, {}).setdefault(debt.name, []).append((rank, debt))
+        for share in (Share(*fields) for fields in self._parts[rank]["shares"]):
+            self._shares.setdefault(share.kind, {}).setdefault(share.name, []).append((rank, share))
 
     # ---------------------------------------------------------------- what is there
 
@@ -110,7 +112,7 @@ class Source:
 
     def read(self, pieces: Mapping[str, Piece]) -> None:
         """Fill the values of these pieces. Raises CheckpointError for elements that are not there."""
-        read_pieces(self.folder, self._index, pieces)
+        read_pieces(self.folder, self._index, {name: self.place_piece(name, p) for name, p in pieces.items()})
 
     def own(self, key: str, rank: int | None = None) -> Any:
         """A part of a rank's own state: by default that of the rank which this one continues."""
@@ -128,21 +130,21 @@ class Source:
         self.read(pieces)
         return from_tree(tree, tensors)
 
-    def owed(self, kind: str, name: str) -> Tensor | None:
-        """The mean over ranks of what they owed to a parameter, fp32 [numel]; None where nothing was kept."""
-        debts = self._debts.get(kind, {}).get(name)
-        if not debts:
+    def mean_of(self, kind: str, name: str) -> Tensor | None:
+        """The mean over ranks of what they kept of a parameter, fp32 [numel]; None where nothing was kept."""
+        shares = self._shares.get(kind, {}).get(name)
+        if not shares:
             return None
         self._taken.add(kind)
         if away := sorted({*range(self.world_size)} - self._parts.keys()):
             raise CheckpointError(f"{self.folder}: the parts of ranks {away} are not here; copy them")
-        total = torch.zeros(max(debt.offset + debt.length for _, debt in debts))
-        for rank, debt in debts:
-            chunk = self._index[own_name(rank, debt.path)][0]
-            values = torch.empty(debt.length, dtype=dtype_named(chunk.dtype))
-            self.read({own_name(rank, debt.path): Piece(chunk.numel, debt.start, values)})
-            total[debt.offset : debt.offset + debt.length].add_(values.float(), alpha=debt.weight)
-        return total
+        mean = torch.zeros(max(share.offset + share.length for _, share in shares))
+        for rank, share in shares:
+            chunk = self._index[own_name(rank, share.path)][0]
+            values = torch.empty(share.length, dtype=dtype_named(chunk.dtype))
+            self.read({own_name(rank, share.path): Piece(chunk.numel, share.start, values)})
+            mean[share.offset : share.offset + share.length].add_(values.float(), alpha=share.weight)
+        return mean
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter by name, whole, in its shape and in fp32 where it was trained; one after another."""
@@ -169,21 +171,21 @@ class Source:
         if self.is_same:
             return [("resume", "found all of it", "the same layout: all as it was saved")]
         rows = [*self.rows]
-        for kind, debts in self._debts.items():
+        for kind, shares in self._shares.items():
             what = f"resume: {kind}, of {self.world_size} rank(s)"
             if kind in self._taken:
                 rows.append((what, "transformed", "every rank takes what makes their mean the same"))
-            elif debts:
+            elif shares:
                 rows.append((what, "dropped", "nothing here takes it"))
         return [*rows, *self._left_behind()]
 
     def _left_behind(self) -> Iterator[Row]:
         """What ranks remembered, and nobody has asked for."""
-        in_debt = {
-            debt.path.split("/")[0] for debts in self._debts.values() for held in debts.values() for _, debt in held
+        shared = {
+            share.path.split("/")[0] for kinds in self._shares.values() for held in kinds.values() for _, share in held
         }
         for key, tree in (self._text["own"] or {}).items():
-            if key not in self._taken | in_debt and any(math.prod(shape) for _, shape, _ in tensors_of(tree)):
+            if key not in self._taken | shared and any(math.prod(shape) for _, shape, _ in tensors_of(tree)):
                 yield (
                     f"resume: {key}, remembered by each of {self.world_size} rank(s)",
                     "dropped",

@@ -18,13 +18,29 @@ class Piece:
     """Elements [offset, offset + n) of a tensor that has `numel` elements when it is flat.
 
     values: [n], a view of the memory that they are saved from and loaded into. is_copy: every rank holds the same, so
-    that any of them may save it.
+    that any of them may save it. run, row, first: where the tensor is cut inside of its rows, a rank's part of it has
+    elements [first, first + run) of each `row` elements, and `offset` counts in that part; 0: it is not cut so.
     """
 
     numel: int
     offset: int
     values: Tensor
     is_copy: bool = False
+    run: int = 0
+    row: int = 0
+    first: int = 0
+
+    def spans(self) -> Iterator[tuple[int, int, int]]:
+        """(Place in the whole tensor, place in `values`, length) of each run of neighbouring elements."""
+        at, n = 0, self.values.numel()
+        while at < n:
+            if not self.run:
+                yield self.offset, 0, n
+                return
+            number, inside = divmod(self.offset + at, self.run)
+            length = min(self.run - inside, n - at)
+            yield number * self.row + self.first + inside, at, length
+            at += length
 
     @classmethod
     def whole(cls, tensor: Tensor, *, is_copy: bool = True) -> Piece:
@@ -37,15 +53,15 @@ class Piece:
             return self
         n = self.values.numel()
         start, end = n * number // count, n * (number + 1) // count
-        return Piece(self.numel, self.offset + start, self.values[start:end])
+        return replace(self, offset=self.offset + start, values=self.values[start:end], is_copy=False)
 
 
 @dataclass(frozen=True)
-class Debt:
-    """What this rank owes to elements [offset, offset + length) of a parameter: an error to be fed back, a momentum.
+class Share:
+    """This rank's share of a mean over ranks, in elements [offset, offset + length) of a parameter.
 
-    It lies in the rank's own state, at elements [start, start + length) of the tensor `path`. owed = sum over ranks of
-    weight * values is what the mean over ranks would be in units of the mean gradient; `kind` says of what.
+    The mean is of an error that is fed back, or of a momentum; `kind` says of which. The share lies in the rank's own
+    state, at elements [start, start + length) of the tensor `path`. mean = sum over ranks of weight * values.
     """
 
     kind: str
@@ -56,7 +72,7 @@ class Debt:
     length: int
     weight: float
 
-    def below(self, prefix: str) -> Debt:
+    def below(self, prefix: str) -> Share:
         """The same, where the state that holds it lies under `prefix`."""
         return replace(self, path=f"{prefix}/{self.path}")
 
@@ -67,7 +83,7 @@ class Snapshot:
 
     pieces: by name; every element of a name is held by some rank. scalars: {kind: {parameter: number}} of the user's
     optimizer. own: nested containers of tensors and numbers that only the same `layout` takes back, bit for bit.
-    common: numbers that are the same on all ranks, whatever the layout. debts: of what lies in `own`, what another
+    common: numbers that are the same on all ranks, whatever the layout. shares: of what lies in `own`, what another
     layout can take over. left: {key of `own`: why no other layout takes it}, for the load report.
     """
 
@@ -76,7 +92,7 @@ class Snapshot:
     scalars: dict[str, dict[str, float]] = field(default_factory=dict)
     own: Any = None
     common: dict[str, Any] = field(default_factory=dict)
-    debts: list[Debt] = field(default_factory=list)
+    shares: list[Share] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
 
     def to_json(self, rank: int) -> tuple[dict[str, Any], dict[str, Piece]]:
@@ -89,7 +105,7 @@ class Snapshot:
             "scalars": self.scalars,
             "own": tree,
             "common": self.common,
-            "debts": [list(asdict(debt).values()) for debt in self.debts],
+            "shares": [list(asdict(share).values()) for share in self.shares],
             "left": self.left,
         }
         return text, self.pieces | own

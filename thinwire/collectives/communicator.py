@@ -169,11 +169,12 @@ def communication_thread() -> CommunicationThread:
 class Communicator:
     """Collectives over a group of ranks, on the communication thread and on a process group of their own.
 
-    group: a ProcessGroup, one dimension of a DeviceMesh, or None for the world; without torch.distributed it is a
-    group of one. Members: a process group outside of the default world, which is this communicator's own from then on.
-    local_size: ranks per node; None: found from LOCAL_WORLD_SIZE or host names. timeout_s: how long one message may
-    take. checked: put sequence number, operation, length and checksum in front of each message. meter: goes on with
-    the counts of an earlier communicator. A group of one sends nothing and leaves values exact.
+    group: a ProcessGroup, global ranks, one dimension of a DeviceMesh, or None for the world; without
+    torch.distributed it is a group of one. Members: a process group outside of the default world, which is this
+    communicator's own from then on. local_size: ranks per node; None: found from LOCAL_WORLD_SIZE or host names.
+    timeout_s: how long one message may take. checked: put sequence number, operation, length and checksum in front of
+    each message. meter: goes on with the counts of an earlier communicator. A group of one sends nothing and leaves
+    values exact.
 
     Every rank must make the same calls in the same order. Raises ConfigError for a group that does not fit;
     PeerLostError and MismatchError come out of the returned futures, and again out of every later call.
@@ -183,7 +184,7 @@ class Communicator:
 
     def __init__(
         self,
-        group: dist.ProcessGroup | DeviceMesh | Members | None = None,
+        group: dist.ProcessGroup | Sequence[int] | DeviceMesh | Members | None = None,
         *,
         local_size: int | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
@@ -323,7 +324,7 @@ class Communicator:
         return Topology.from_labels([bytes(row.numpy()).rstrip(b"\0").decode() for row in labels])
 
 
-def _own_members(group: dist.ProcessGroup | DeviceMesh | Members | None, timeout_s: float) -> Members:
+def _own_members(group: dist.ProcessGroup | Sequence[int] | DeviceMesh | Members | None, timeout_s: float) -> Members:
     """A new process group over the same ranks, so that nothing else ever uses it; none for a group of one."""
     if isinstance(group, Members):
         return group
@@ -340,7 +341,10 @@ def _own_members(group: dist.ProcessGroup | DeviceMesh | Members | None, timeout
                 "call torch.distributed.init_process_group('gloo') first"
             )
         return Members(None, [0], 0)
-    ranks = dist.get_process_group_ranks(group) if group is not None else list(range(dist.get_world_size()))
+    if isinstance(group, Sequence):
+        ranks = list(group)
+    else:
+        ranks = dist.get_process_group_ranks(group) if group is not None else list(range(dist.get_world_size()))
     if dist.get_rank() not in ranks:
         raise ConfigError(f"rank {dist.get_rank()} is not in the group of ranks {ranks} it was asked to join")
     rank = list(ranks).index(dist.get_rank())

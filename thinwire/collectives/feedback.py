@@ -49,7 +49,7 @@ class Lost:
 
     @property
     def is_rotated(self) -> bool:
-        """What is owed between nodes is told in the gradient's own coordinates."""
+        """What is lost between nodes is kept in the gradient's own coordinates."""
         return self.inter is None
 
     def encode(
@@ -95,19 +95,19 @@ class Lost:
             n = self.gather.shape[-1]
             yield self.gather, 0, rank * n, n
 
-    def owe(self, owed: Tensor, grid: Topology, rank: int) -> None:
-        """Be this rank's part of a debt of all: the mean over ranks of `by_slices` is `owed`, in any shape."""
-        owed = owed.view(grid.num_nodes, grid.local_size, -1)
+    def spread(self, mean: Tensor, grid: Topology, rank: int) -> None:
+        """Hold this rank's part of `mean`, in any shape: the mean over ranks of `by_slices`."""
+        mean = mean.view(grid.num_nodes, grid.local_size, -1)
         node, local_rank = grid.node(rank), grid.local_rank(rank)
         for tensor in (self.intra, self.inter, self.gather):
             if tensor is not None:
                 tensor.zero_()
         if self.intra is not None:
-            self.intra.copy_(owed)
+            self.intra.copy_(mean)
         elif self.inter is not None:
-            self.inter.copy_(owed[:, local_rank]).mul_(grid.local_size)
+            self.inter.copy_(mean[:, local_rank]).mul_(grid.local_size)
         elif self.gather is not None:
-            self.gather.copy_(owed[node, local_rank]).mul_(grid.world_size)
+            self.gather.copy_(mean[node, local_rank]).mul_(grid.world_size)
 
 
 def encode_with(codec: Codec, x: Tensor, lost: Tensor | None, seed: int, counter: int, out: Tensor) -> Tensor:

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.checkpoint import Debt, Snapshot, Source
-from thinwire.collectives import Meter
+from thinwire.checkpoint import Share, Snapshot, Source
+from thinwire.collectives import Communicator, Meter
 from thinwire.hosts.ranks import Ranks
 from thinwire.state.agreement import Agreed, Word, word_bytes
+from thinwire.state.clipping import clip_factor
 from thinwire.state.portable import REPLICA, Held, add_optimizer, restore_optimizer
 from thinwire.state.replicas import check_layout, shapes_digest
 from thinwire.table import Row
@@ -84,9 +85,9 @@ class AgreeingOptimizer:
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the mean gradient to a global 2-norm of at most `max_norm`; returns the norm before (fp64 scalar)."""
         norm = self.reduce()
-        if math.isfinite(norm) and norm > max_norm:
-            factor = max_norm / (norm + 1e-6)
-            self._scale(float(factor))
+        factor = clip_factor(float(norm), max_norm)
+        if factor < 1.0:
+            self._scale(factor)
             self._grad_norm = norm * factor
         return norm
 
@@ -138,6 +139,11 @@ class AgreeingOptimizer:
         self.mean_loss = agreed.loss
         self.stop_requested = self.stop_requested or agreed.stop
         return agreed
+
+    @property
+    def everyone(self) -> Communicator:
+        """All ranks of the mesh."""
+        return self.ranks.everyone
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -217,7 +223,7 @@ class AgreeingOptimizer:
     def snapshot(self) -> Snapshot:
         """This rank's state between two steps, in pieces that any layout can take: views of the live tensors."""
         common = {"steps": self.steps, "skipped_steps": self.skipped_steps, "lossy_weights": self._lossy_weights}
-        snapshot = Snapshot(self._layout(), own=self._own(), common=common, debts=self._debts(), left=self._left())
+        snapshot = Snapshot(self._layout(), own=self._own(), common=common, shares=self._shares(), left=self._left())
         return add_optimizer(snapshot, self.inner, self._held())
 
     @torch.no_grad()
@@ -249,7 +255,7 @@ class AgreeingOptimizer:
     def _load_own(self, own: Mapping[str, Any]) -> None:
         """Restore what `_own` gave."""
 
-    def _debts(self) -> list[Debt]:
+    def _shares(self) -> list[Share]:
         """Of what `_own` gives, what another layout can take over."""
         return []
 

@@ -31,7 +31,12 @@ class ParallelOptimizer(Protocol):
 
     @property
     def comm(self) -> Communicator:
-        """The group of all ranks."""
+        """The ranks of the method's axis: all of them where there is no other axis."""
+        ...
+
+    @property
+    def everyone(self) -> Communicator:
+        """All ranks of the mesh."""
         ...
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from thinwire.checkpoint import Piece
 from thinwire.collectives import Communicator
 from thinwire.errors import ConfigError
 from thinwire.state.replicas import digest, odd_ranks
@@ -63,6 +64,22 @@ class TensorAxis:
     def local_names(self) -> list[str]:
         """The parameters of which every rank of the axis holds another part."""
         return [name for name, cut in self.cuts.items() if cut.dim is not None]
+
+    def piece_of_whole(self, key: str, piece: Piece, number: int = 0, count: int = 1) -> Piece:
+        """A piece of this rank's part of a parameter as a piece of the whole; key: KIND/.../NAME of a checkpoint.
+
+        number, count: of this rank among those that hold the same part, where they share what they save.
+        """
+        name = next((name for name in self.local_names() if key.endswith(f"/{name}")), None)
+        if name is None:
+            return piece
+        cut = self.cuts[name]
+        assert cut.dim is not None
+        # A part of dimension d is a run of so many elements in every row of the dimensions before it.
+        row = cut.shape[cut.dim :].numel()
+        run = row // self.mesh.size()
+        own = replace(piece.share(number, count), is_copy=False)
+        return replace(own, numel=cut.shape.numel(), run=run, row=row, first=self.rank * run)
 
     def show_whole(self) -> None:
         """Put DTensors in the place of the modules' attributes; the registered parameters stay as they are."""

@@ -19,10 +19,12 @@ from thinwire.data import documents, load_tokenizer
 from thinwire.data import prepare as prepare_tokens
 from thinwire.errors import ConfigError, Problems
 from thinwire.launch.start import Start
+from thinwire.layout.mesh import MeshShape
 from thinwire.methods.interface import Method
-from thinwire.methods.islands.diloco import IslandsMethod
+from thinwire.methods.islands.base import IslandsMethod
 from thinwire.models import build_model
 from thinwire.models.hf import check_hf, look_into
+from thinwire.models.llama import Llama, check_cut
 from thinwire.options import LLAMA, has_islands
 from thinwire.training.config import FIXED_ON_RESUME, TrainConfig, derive, range_errors, with_derived
 from thinwire.training.effects import Row, batch_row, late_rows, resume_rows, unused_rows
@@ -44,7 +46,8 @@ def check(config: TrainConfig, problems: Problems) -> Run | None:
         run = Run.of(config)
     if not wrong_numbers:
         with problems.collect():
-            derive(config, config.world_size)
+            check_mesh(config, run)
+            derive(config, config.num_shares)
         with problems.collect():
             of_node = island_size(config) if run and run.has_islands else config.local_size or config.workers
             topology = Topology.stated(config.world_size, of_node)
@@ -66,7 +69,30 @@ def check(config: TrainConfig, problems: Problems) -> Run | None:
         model = check_model(config)
         if run is not None and isinstance(run.strategy, IslandsMethod) and model is not None:
             run.strategy.fragments(model)
+        if isinstance(model, Llama) and config.mesh is not None:
+            check_cut(model.config, config.mesh_shape.tensor)
     return run
+
+
+def check_mesh(config: TrainConfig, run: Run | None) -> None:
+    """Raise ConfigError for a mesh that the ranks do not fill, or that strategy or model can't share."""
+    shape = config.mesh_shape
+    nearest_mesh = MeshShape({**shape.sizes, "data": max(1, config.world_size // shape.tensor)})
+    if shape.world_size != config.world_size:
+        raise ConfigError(
+            f"--mesh {config.mesh} has {shape.world_size} ranks and the run has {config.world_size}: the two must be "
+            f"equal; nearest: --mesh {nearest_mesh}"
+        )
+    if shape.tensor > 1 and run is not None and not getattr(run.strategy, "shares_mesh", False):
+        raise ConfigError(
+            f"--mesh {config.mesh}: strategy {config.strategy} can't share a mesh with a tensor axis; nearest that "
+            "can: sdp4bit, zero, ddp or powersgd"
+        )
+    if shape.tensor > 1 and config.model.startswith("hf:"):
+        raise ConfigError(
+            f"--mesh {config.mesh}: the matrices of {config.model} can't be cut here; nearest: a preset such as demo, "
+            "or parallelize_module and thinwire.parallelize in a loop of your own"
+        )
 
 
 def check_grid(strategy: Method, topology: Topology) -> None:
@@ -136,10 +162,10 @@ def model_rows(config: TrainConfig) -> list[Row]:
 
 def resolve(run: Run, asked: TrainConfig, threads: int) -> tuple[Run, list[Row]]:
     """The run with everything derived filled in, and the rows that say so."""
-    batch = derive(asked, asked.world_size)
+    batch = derive(asked, asked.num_shares)
     dtype: Any
     dtype, reason = choose_dtype(asked.dtype, threads)
-    rows: list[Row] = [(f"dtype {asked.dtype}", dtype, reason), batch_row(asked, batch, asked.world_size)]
+    rows: list[Row] = [(f"dtype {asked.dtype}", dtype, reason), batch_row(asked, batch, asked.num_shares)]
     rows += [*model_rows(asked), *unused_rows(run), *late_rows(run)]
     resolved = run.with_island_size()
     if run.has_islands:

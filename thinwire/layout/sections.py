@@ -18,14 +18,19 @@ class Sections(Codec):
     """Several codecs one after the other: the first n_0 elements by the first, the next n_1 by the second, ...
 
     parts: (codec, elements) each. It packs sum(n_i) elements and no other number of them; packets stand one behind the
-    other. So no group of a quantiser spans two parameters.
+    other. So no group of a quantiser spans two parameters. starts: the numbers of the first elements of the parts, for
+    the codecs' randomness, and at the end their number; where other ranks hold more of some part, so that the others
+    draw the same there.
     """
 
     parts: tuple[tuple[Codec, int], ...]
+    starts: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, parts: Sequence[tuple[Codec, int]]) -> Sections:
-        """With neighbours of one codec that has no groups put together."""
+    def of(cls, parts: Sequence[tuple[Codec, int]], most: Sequence[int] = ()) -> Sections:
+        """With neighbours of one codec that has no groups put together; most: elements of each part elsewhere."""
+        if list(most) != [length for _, length in parts][: len(most)]:
+            return cls(tuple(parts), tuple(accumulate(most, initial=0)))
         merged: list[tuple[Codec, int]] = []
         for codec, length in parts:
             if merged and codec.block == 1 and merged[-1][0] == codec:
@@ -60,6 +65,8 @@ class Sections(Codec):
     def encode(self, x: Tensor, *, seed: int = 0, counter: int = 0, out: Tensor | None = None) -> Tensor:
         if out is None:
             out = torch.empty(self.packet_bytes(x.numel()), dtype=torch.uint8, device=x.device)
+        if self.starts:
+            counter = counter // self.numel * self.starts[-1]
         for codec, values, packet, start in self._cut(x, out):
             codec.encode(values, seed=seed, counter=counter + start, out=packet)
         return out
@@ -84,5 +91,5 @@ class Sections(Codec):
         lengths = [length for _, length in self.parts]
         values = x.reshape(-1).split(lengths)
         packets = packet.split([codec.packet_bytes(length) for codec, length in self.parts])
-        starts = accumulate(lengths, initial=0)
+        starts = self.starts or accumulate(lengths, initial=0)
         return [(codec, *rest) for (codec, _), *rest in zip(self.parts, values, packets, starts, strict=False)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -11,7 +11,9 @@ from torch import nn
 
 from thinwire.codecs import Codec
 from thinwire.collectives import Topology
+from thinwire.collectives.feedback import Feedback
 from thinwire.collectives.gather import gather_bytes
+from thinwire.layout.formats import Strategy
 from thinwire.state.agreement import word_bytes
 
 # The reason of strategies that shard the optimizer.
@@ -40,6 +42,11 @@ class Method(Protocol):
     @property
     def optimizers_reason(self) -> str:
         """Why it can't drive others, to follow "a strategy that ..."."""
+        ...
+
+    @property
+    def shards_optimizer(self) -> bool:
+        """Whether a rank holds the optimizer's state, and the masters, of a part of the weights alone."""
         ...
 
     @property
@@ -86,6 +93,38 @@ class Plan:
     def sent_on(self, level: str) -> int:
         """Bytes on one level."""
         return sum(num_bytes for (_, at), num_bytes in self.sent.items() if at == level)
+
+
+class GradientMemory(Protocol):
+    """What a method remembers of the reductions of one module, whose parameters some reductions leave out."""
+
+    count: int
+
+    def of(self, present: Sequence[int]) -> Feedback:
+        """The error feedback of the next reduction, in which the parameters `present` take part."""
+        ...
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """What must be saved, besides `count`."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, torch.Tensor], count: int) -> None:
+        """Restore what state_dict gave after `count` reductions."""
+        ...
+
+
+class GatheredMethod(Strategy, Protocol):
+    """A choice of codecs, and what FSDP2 asks of a method besides.
+
+    secondary: gathers of unchanged weights stay inside a node.
+    """
+
+    @property
+    def secondary(self) -> bool: ...
+
+    def gradient_memory(self, numels: Sequence[int]) -> GradientMemory | None:
+        """What is remembered of one module's reductions, by elements of a rank's part of each parameter."""
+        ...
 
 
 def trained_shapes(model: nn.Module) -> dict[str, torch.Size]:

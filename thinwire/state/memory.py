@@ -1,70 +1,276 @@
-"""What a method remembers of each parameter between steps."""
+"""What a method keeps between steps: tensors by kind and parameter, each with the rule that moves it to other ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from thinwire.checkpoint import Debt
+from thinwire.checkpoint import Share
 from thinwire.collectives import Topology
-from thinwire.state.portable import Owed
+from thinwire.state.clipping import Clip
+
+FP32_BYTES = 4
+# What checkpoints call the error feedback of gradients, whichever method keeps it.
+GRADIENTS = "error feedback of gradients"
+# (kind, parameter) -> the mean over the ranks that saved it, flat; None where nothing was kept.
+Saved = Callable[[str, str], Tensor | None]
 
 
-class Memory:
-    """What a method remembers of each parameter: tensors by (parameter name, kind), such as an error to be fed back."""
+@dataclass(frozen=True)
+class Place:
+    """Where a method works. shapes: of the trained parameters, by name; rank: this one, of those on the grid."""
 
-    def __init__(self) -> None:
-        self.held: dict[str, dict[str, Tensor]] = {}
+    shapes: Mapping[str, torch.Size]
+    grid: Topology
+    rank: int = 0
 
-    def peek(self, name: str, kind: str) -> Tensor | None:
-        """The tensor that is held, if any."""
-        return self.held.get(name, {}).get(kind)
 
-    def get(self, name: str, kind: str, *shape: int) -> Tensor:
-        """The fp32 tensor of this shape that is held, zeros the first time."""
-        kinds = self.held.setdefault(name, {})
-        if kind not in kinds:
-            kinds[kind] = torch.zeros(shape)
-        return kinds[kind]
+class Span(NamedTuple):
+    """Elements [start, start + length) of a kept tensor belong to [offset, offset + length) of its parameter.
 
-    def put(self, name: str, kind: str, tensor: Tensor) -> None:
-        """Hold this tensor from now on."""
-        self.held.setdefault(name, {})[kind] = tensor
+    divisor: the mean over ranks is the sum over ranks of what they keep, over this. holders: ranks that keep each of
+    these elements.
+    """
 
-    def kind(self, kind: str) -> dict[str, Tensor]:
-        """The tensors of this kind that are held, by parameter."""
-        return {name: kinds[kind] for name, kinds in self.held.items() if kind in kinds}
+    start: int
+    offset: int
+    length: int
+    divisor: int
+    holders: int
 
-    def forget(self) -> list[str]:
-        """Drop every tensor with a value that is not finite; the names of their parameters."""
-        odd = {name: [k for k, t in kinds.items() if not torch.isfinite(t).all()] for name, kinds in self.held.items()}
-        for name, kinds in odd.items():
-            for kind in kinds:
-                del self.held[name][kind]
-        return [name for name, kinds in odd.items() if kinds]
+
+class Merge(Enum):
+    """What becomes of a tensor when other ranks load it. SAME: all take the first rank's. OWN: it is dropped."""
+
+    SAME = "same"
+    OWN = "own"
+
+
+@dataclass(frozen=True)
+class Averaged:
+    """A tensor in spans, of which the mean over ranks is carried, as `kind`; any method that keeps the kind takes it.
+
+    Where several tensors are of one kind, the first that was added takes all of it.
+    """
+
+    kind: str
+
+
+@dataclass(frozen=True)
+class Residual(Averaged):
+    """Error feedback: what was not sent yet. after_clip: the number of Clip that scales it after clipping, if any."""
+
+    kind: str = GRADIENTS
+    after_clip: Literal["share", "factor"] | None = "share"
+
+
+ShapeOf = Callable[[str, torch.Size], torch.Size | None]
+SpansOf = Callable[[str, torch.Size], Iterable[Span]]
+
+
+class Kept:
+    """The tensors of one kind, by parameter; made by `State.add`."""
+
+    def __init__(
+        self,
+        place: Place,
+        merge: Merge | Averaged,
+        shape_of: ShapeOf,
+        spans_of: SpansOf | None,
+        row: str | None,
+        tensors: dict[Any, Tensor] | None,
+    ) -> None:
+        self.merge, self.row = merge, row
+        self.tensors: dict[Any, Tensor] = {} if tensors is None else tensors
+        self._place, self._shape_of, self._spans_of, self._is_foreign = place, shape_of, spans_of, tensors is not None
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The tensor of a parameter: zeros, fp32, the first time."""
+        if name not in self.tensors:
+            self.tensors[name] = torch.zeros(self.shapes()[name])
+        return self.tensors[name]
+
+    def __setitem__(self, name: str, tensor: Tensor) -> None:
+        self.tensors[name] = tensor
+
+    def get(self, name: str) -> Tensor | None:
+        """The tensor of a parameter, if there is one yet."""
+        return self.tensors.get(name)
+
+    def shapes(self) -> dict[Any, torch.Size]:
+        """The shape of each tensor that is kept, or will be."""
+        if self._is_foreign:
+            return {name: tensor.shape for name, tensor in self.tensors.items()}
+        found = {name: self._shape_of(name, shape) for name, shape in self._place.shapes.items()}
+        return {name: shape for name, shape in found.items() if shape is not None}
 
     @property
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for kinds in self.held.values() for tensor in kinds.values())
+    def planned_bytes(self) -> int:
+        """Bytes of all that will be kept."""
+        shapes = (self._shape_of(name, shape) for name, shape in self._place.shapes.items())
+        return FP32_BYTES * sum(shape.numel() for shape in shapes if shape is not None)
 
-    def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Copies of all that is held."""
-        return {name: {kind: t.clone() for kind, t in kinds.items()} for name, kinds in self.held.items()}
+    def spans(self, name: Any, shape: torch.Size) -> list[Span]:
+        """Where the elements of a tensor of this shape belong; without a rule each has its place in the parameter."""
+        if self._spans_of is None:
+            ranks = self._place.grid.world_size
+            return [Span(0, 0, shape.numel(), ranks, ranks)]
+        return [span for span in self._spans_of(name, self._place.shapes[name]) if span.length > 0]
 
-    def debts(self, kind: str, owed_as: str, grid: Topology) -> list[Debt]:
-        """The tensors of this kind, each of a whole parameter and of one rank's gradient, as what is owed."""
-        held = self.kind(kind).items()
-        return [Debt(owed_as, name, f"{name}/{kind}", 0, 0, t.numel(), 1 / grid.world_size) for name, t in held]
+    def spread(self, name: Any, shape: torch.Size, mean: Tensor) -> None:
+        """Keep this rank's part of a tensor whose mean over ranks is `mean`, flat."""
+        self.tensors[name] = torch.zeros(shape)
+        flat = self.tensors[name].view(-1)
+        for start, offset, length, divisor, holders in self.spans(name, shape):
+            torch.mul(mean[offset : offset + length], divisor / holders, out=flat[start : start + length])
 
-    def owe(self, kind: str, owed_as: str, shapes: Mapping[str, torch.Size], owed: Owed) -> None:
-        """Hold what is owed to each of these tensors, in its shape; nothing of this kind else."""
-        for name, shape in shapes.items():
-            self.held.get(name, {}).pop(kind, None)
-            if (value := owed(owed_as, name)) is not None:
-                self.put(name, kind, value.view(shape))
+    def replace(self, tensors: Mapping[Any, Tensor]) -> None:
+        """Keep copies of these tensors, and nothing else."""
+        copies = {name: tensor.clone() for name, tensor in tensors.items()}
+        self.tensors.clear()
+        self.tensors.update(copies)
 
-    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Hold copies of what state_dict gave, and nothing else."""
-        self.held = {name: {kind: t.clone() for kind, t in kinds.items()} for name, kinds in state.items()}
+
+class State:
+    """All that a method keeps between steps. It is saved, moved to other ranks, scaled and dropped here alone.
+
+    together: one value that is not finite drops all of it.
+    """
+
+    def __init__(self, place: Place, *, together: bool = False) -> None:
+        self.place = place
+        self._together = together
+        self._kinds: dict[str, Kept] = {}
+        self._parts: dict[str, State] = {}
+        self._attributes: dict[str, Any] = {}
+
+    def add(
+        self,
+        kind: str,
+        merge: Merge | Averaged,
+        shape_of: ShapeOf = lambda name, shape: shape,
+        spans_of: SpansOf | None = None,
+        *,
+        row: str | None = None,
+        tensors: dict[Any, Tensor] | None = None,
+    ) -> Kept:
+        """Keep a kind of tensor.
+
+        Args:
+            kind: its name in what is saved.
+            merge: how other ranks take it over.
+            shape_of: (parameter, its shape) -> the shape of what is kept for it, None for nothing.
+            spans_of: (parameter, its shape) -> where the elements belong; without it tensors are whole.
+            row: the row of the memory plan that it counts in.
+            tensors: where somebody else keeps them, under keys of his own.
+        """
+        self._kinds[kind] = Kept(self.place, merge, shape_of, spans_of, row, tensors)
+        return self._kinds[kind]
+
+    def add_attributes(self, owner: object, *names: str) -> None:
+        """Save these attributes of an object, numbers or containers of them, and set them when the state is loaded."""
+        self._attributes |= dict.fromkeys(names, owner)
+
+    def add_part(self, name: str, part: State) -> None:
+        """Keep the state of another method in this one."""
+        self._parts[name] = part
+
+    def _all(self) -> Iterator[tuple[str, Kept]]:
+        """(Path in what is saved, kind), parts first."""
+        for name, part in self._parts.items():
+            yield from ((f"{name}/{path}", kept) for path, kept in part._all())
+        yield from self._kinds.items()
+
+    def kept_bytes(self) -> dict[str, int]:
+        """Bytes of this rank by row of the memory plan, where there are any."""
+        rows: dict[str, int] = {}
+        for _, kept in self._all():
+            if kept.row is not None and kept.planned_bytes:
+                rows[kept.row] = rows.get(kept.row, 0) + kept.planned_bytes
+        return rows
+
+    def residuals(self) -> dict[str, Tensor]:
+        """By parameter, in its shape, what this rank was given and has not passed on, in units of a rank's gradient.
+
+        Sum over steps of what came out + mean over ranks of this = sum over steps of the mean that was put in.
+        """
+        shapes, ranks = self.place.shapes, self.place.grid.world_size
+        found: dict[str, Tensor] = {}
+        for kept in (kept for _, kept in self._all() if isinstance(kept.merge, Residual)):
+            for name, tensor in kept.tensors.items():
+                whole = found.setdefault(name, torch.zeros(shapes[name].numel()))
+                for start, offset, length, divisor, _ in kept.spans(name, tensor.shape):
+                    values = tensor.reshape(-1)[start : start + length]
+                    whole[offset : offset + length].add_(values, alpha=ranks / divisor)
+        return {name: flat.view(shapes[name]) for name, flat in found.items()}
+
+    def scale_residuals(self, clip: Clip) -> None:
+        """Shorten error feedback after a step that was clipped; see Clipping."""
+        for _, kept in self._all():
+            if isinstance(kept.merge, Residual) and kept.merge.after_clip:
+                for tensor in kept.tensors.values():
+                    tensor.mul_(getattr(clip, kept.merge.after_clip))
+
+    def forget(self) -> list[str]:
+        """A step was skipped: drop each tensor with a value that is not finite; the names of their parameters."""
+        dropped = {name: None for part in self._parts.values() for name in part.forget()}
+        odd = [
+            (kept, name)
+            for kept in self._kinds.values()
+            for name, tensor in kept.tensors.items()
+            if not torch.isfinite(tensor).all()
+        ]
+        if odd and self._together:
+            odd = [(kept, name) for kept in self._kinds.values() for name in kept.tensors]
+        for kept, name in odd:
+            del kept.tensors[name]
+        return [*(dropped | {str(name): None for _, name in odd})]
+
+    def shares(self) -> list[Share]:
+        """Of what state_dict gives, what another number of ranks can take over."""
+        return [
+            Share(kept.merge.kind, str(name), f"{path}/{name}", span.start, span.offset, span.length, 1 / span.divisor)
+            for path, kept in self._all()
+            if isinstance(kept.merge, Averaged)
+            for name, tensor in kept.tensors.items()
+            for span in kept.spans(name, tensor.shape)
+        ]
+
+    def take_over(self, saved: Saved) -> None:
+        """Go on from what other ranks, or another method, had kept.
+
+        Where the method was the same, load_state_dict with the state of the first rank comes before.
+        """
+        taken: set[str] = set()
+        for _, kept in self._all():
+            shapes = kept.shapes()
+            if kept.merge is not Merge.SAME:
+                kept.tensors.clear()
+            if isinstance(kept.merge, Averaged) and kept.merge.kind not in taken:
+                taken.add(kept.merge.kind)
+                means = ((name, shape, saved(kept.merge.kind, str(name))) for name, shape in shapes.items())
+                for name, shape, mean in means:
+                    if mean is not None:
+                        kept.spread(name, shape, mean)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of all that is kept."""
+        return {
+            **{name: part.state_dict() for name, part in self._parts.items()},
+            **{kind: {name: t.clone() for name, t in kept.tensors.items()} for kind, kept in self._kinds.items()},
+            **{name: getattr(owner, name) for name, owner in self._attributes.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Keep copies of what state_dict gave, and nothing else."""
+        for name, part in self._parts.items():
+            part.load_state_dict(state[name])
+        for kind, kept in self._kinds.items():
+            kept.replace(state[kind])
+        for name, owner in self._attributes.items():
+            setattr(owner, name, state[name])

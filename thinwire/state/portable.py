@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +14,6 @@ from thinwire.errors import ConfigError
 from thinwire.state.elementwise import is_elementwise, state_of_twin
 
 OPTIMIZER = "optimizer"
-# What was lost of gradients and is owed to them; and (kind, parameter) -> the mean over ranks of what is owed to it,
-# flat, or None where nothing is.
-GRADIENTS = "error feedback of gradients"
-Owed = Callable[[str, str], Tensor | None]
 REPLICA = "replica"
 
 

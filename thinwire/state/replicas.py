@@ -64,12 +64,53 @@ def same_options(comm: Communicator, asked: str) -> None:
         raise ConfigError(f"rank {odd[0]} asks for other options than rank {comm.global_ranks[0]}; here: {asked}")
 
 
-def compare_replicas(comm: Communicator, tensors: Iterable[Tensor], step: int) -> None:
-    """Raise ReplicaError that names the ranks whose tensors are not the first rank's, bit for bit; a collective."""
-    # One rank is always equal to itself, and needn't read its weights for that.
-    if comm.world_size > 1 and (odd := odd_ranks(comm, digest(tensors))):
-        first = comm.global_ranks[0]
-        raise ReplicaError(f"after step {step} the weights of rank(s) {odd} differ from rank {first}'s")
+def check_agreement(group: dist.ProcessGroup | None, options: Mapping[str, object]) -> None:
+    """Raise ConfigError on all ranks where one was given another option than the first rank; a collective.
+
+    It comes before there is a Communicator, whose messages would not fit each other where local sizes differ.
+    """
+    mine = {option: repr(value) for option, value in options.items()}
+    told: list[Any] = [mine] * dist.get_world_size(group)
+    dist.all_gather_object(told, mine, group=group)
+    ranks = dist.get_process_group_ranks(group)
+    for rank, theirs in zip(ranks, told, strict=True):
+        for option in told[0] | theirs:
+            here, there = theirs.get(option, "not given"), told[0].get(option, "not given")
+            if here != there:
+                raise ConfigError(
+                    f"{option} of rank {rank} is {here}, and of rank {ranks[0]} {there}: must be the same on all ranks"
+                )
+
+
+def optimizer_options(optimizer: torch.optim.Optimizer | None) -> dict[str, object]:
+    """The kind of an optimizer and the numbers of each of its groups, such as lr; for `check_agreement`."""
+    if optimizer is None:
+        return {"optimizer": None}
+    groups = {
+        f"{option} of parameter group {number}": value
+        for number, group in enumerate(optimizer.param_groups)
+        for option, value in group.items()
+        if option not in ("params", "param_names")
+    }
+    return {"optimizer": type(optimizer).__name__} | groups
+
+
+def compare_replicas(comm: Communicator, tensors: Iterable[Tensor], step: int, num_kinds: int = 1) -> None:
+    """Raise ReplicaError that names the ranks whose tensors are not those of the first of their kind, bit for bit.
+
+    num_kinds: rank r holds what rank r % num_kinds holds. A collective.
+    """
+    # Who holds something alone needn't read it.
+    if comm.world_size == num_kinds:
+        return
+    digests = comm.wait(comm.all_gather_exact(digest(tensors)))
+    for first in range(num_kinds):
+        alike = range(first, comm.world_size, num_kinds)
+        odd = [comm.global_ranks[rank] for rank in alike if not torch.equal(digests[rank], digests[first])]
+        if odd:
+            raise ReplicaError(
+                f"after step {step} the weights of rank(s) {odd} differ from rank {comm.global_ranks[first]}'s"
+            )
 
 
 def shapes_digest(trained: Mapping[str, Tensor]) -> str:

@@ -11,6 +11,7 @@ import tyro
 
 from thinwire.errors import ConfigError
 from thinwire.flags import Also, flag
+from thinwire.layout.mesh import MeshShape
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,9 @@ class TrainConfig:
     """bytes, or the path of a tokenizer.json."""
     cache_dir: str | None = None
     """Where tokenised data is kept; by default thinwire's folder in the user's cache."""
+    mesh: str | None = None
+    """Axes of the ranks, such as data=2,tensor=2: matrices are cut over the tensor axis, and the strategy works on the
+    data axis. By default all ranks are the data axis."""
     strategy: str = "sdp4bit"
     """How ranks share the work, such as sdp4bit, zero, ddp or fsdp; `thinwire explain` lists them all."""
     inner: str | None = None
@@ -115,6 +119,16 @@ class TrainConfig:
         return self.workers * self.nodes
 
     @property
+    def mesh_shape(self) -> MeshShape:
+        """The axes of the ranks. Raises ConfigError for a text that can't be read."""
+        return MeshShape({"data": self.world_size}) if self.mesh is None else MeshShape.parse(self.mesh)
+
+    @property
+    def num_shares(self) -> int:
+        """Ranks that see different data."""
+        return self.world_size // self.mesh_shape.tensor
+
+    @property
     def num_warmup_steps(self) -> int:
         return min(1000, self.steps // 10) if self.warmup_steps is None else self.warmup_steps
 
@@ -182,7 +196,7 @@ def range_errors(config: TrainConfig) -> Iterator[str]:
 
 def with_derived(config: TrainConfig) -> TrainConfig:
     """The configuration with the numbers filled in that follow from others."""
-    batch = derive(config, config.world_size)
+    batch = derive(config, config.num_shares)
     return replace(config, tokens_per_step=batch.tokens_per_step, warmup_steps=config.num_warmup_steps)
 
 

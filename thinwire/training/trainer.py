@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from thinwire.checkpoint import (
     FROZEN,
@@ -27,15 +29,17 @@ from thinwire.checkpoint import (
 from thinwire.checkpoint.folder import latest, step_of
 from thinwire.codecs import derive_seed
 from thinwire.collectives import ElasticPeers, Peers, faults
-from thinwire.compose import apply
+from thinwire.compose import parallelize
 from thinwire.data import BatchLoader, heldout_batches, load_tokenizer
 from thinwire.data import prepare as prepare_tokens
 from thinwire.errors import ConfigError
 from thinwire.hosts.interface import CatchesUp, ComingAndGoing, Finishing
 from thinwire.hosts.watchdog import Watchdog
+from thinwire.layout.mesh import MeshShape
 from thinwire.methods.interface import Method
-from thinwire.methods.islands.diloco import AmongIslands, IslandsMethod
+from thinwire.methods.islands.base import AmongIslands, IslandsMethod
 from thinwire.models import build_model, generate
+from thinwire.models.llama import Llama, cut_over
 from thinwire.optim import make_optimizer
 from thinwire.options import LLAMA
 from thinwire.training.advice import advise
@@ -64,7 +68,11 @@ class Trainer:
     def __init__(self, run: Run, place: Place, stop: StopFlag, dtype: str | None, rows: Sequence[Row]) -> None:
         self.config, self.place, self.stop = run.config, place, stop
         config = run.config
-        self.batch = derive(config, place.num_ranks)
+        shape = config.mesh_shape
+        # Ranks of the tensor axis see the same data.
+        self.num_tensor = shape.tensor
+        self.num_shares, self.share = place.num_ranks // shape.tensor, place.number // shape.tensor
+        self.batch = derive(config, self.num_shares)
         self.run_dir = RunDir(config.run_dir)
         self.tokenizer = load_tokenizer(config.tokenizer)
         cache_dir = Path(config.cache_dir) if config.cache_dir else None
@@ -80,27 +88,31 @@ class Trainer:
         self.model = build_model(config.model, self.tokenizer.vocab_size, config.seq_len, config.seed, fields)
         self.shapes = {name: list(param.shape) for name, param in self.model.named_parameters()}
         self.frozen, self.buffers = untrained(self.model)
+        mesh = mesh_of(shape)
+        if isinstance(self.model, Llama) and shape.tensor > 1:
+            cut_over(self.model, mesh["tensor"])
         optimizer = build_optimizer(config, self.model)
-        self.num_parameters = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+        self.num_parameters = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         # In training the wrapped module is called, which may communicate; everywhere else the model itself.
         strategy: Method | AmongIslands = run.strategy
         if isinstance(strategy, IslandsMethod):
             strategy = strategy.among(partial(meet_others, config, place), terms=common_terms(config, self.digest))
-        self.wrapped, self.optimizer = apply(
-            strategy, self.model, optimizer, local_size=config.local_size, seed=config.seed, timeout_s=config.timeout,
-            checked=config.checked, overlap=True,
+        self.stage = parallelize(
+            self.model, optimizer, mesh, [strategy], local_size=config.local_size, seed=config.seed,
+            timeout_s=config.timeout, checked=config.checked, overlap=True, announce=False,
         )  # fmt: skip
+        self.wrapped, self.optimizer = self.stage.module, self.stage.optimizer
         advice = advise(
-            self.optimizer, config.strategy, self.num_parameters, self.batch.tokens_per_step // place.num_ranks,
+            self.optimizer, config.strategy, self.num_parameters, self.batch.tokens_per_step // self.num_shares,
             torch.bfloat16 if self.dtype == "bf16" else torch.float32,
         )  # fmt: skip
         # On every rank: they measure together.
         link_rows = list(advice)
         self.loader = BatchLoader(
             train_tokens, seq_len=config.seq_len, micro_batch=self.batch.micro_batch,
-            accumulation=self.batch.accumulation, rank=place.number, world_size=place.num_ranks, seed=config.seed,
+            accumulation=self.batch.accumulation, rank=self.share, world_size=self.num_shares, seed=config.seed,
         )  # fmt: skip
-        torch.manual_seed(derive_seed(config.seed, place.number) >> 1)
+        torch.manual_seed(derive_seed(config.seed, self.share) >> 1)
         disk = Disk.find(self.run_dir.checkpoints, place.rank, self._numbers_of_ranks)
         store = store_of_ranks(place.rank, place.world_size, self._numbers_of_ranks)
         keep = Keep(config.keep_last, config.keep_every, config.keep_best)
@@ -132,7 +144,7 @@ class Trainer:
             self.reporter = Reporter(
                 config, first_step=self.step, world_size=place.num_ranks,
                 uncompressed_bytes=self.optimizer.uncompressed_bytes_per_step,
-                rows=[data_row, *rows, *saved_rows, *load_report, *self.optimizer.describe(), *link_rows],
+                rows=[data_row, *rows, *saved_rows, *load_report, *self.stage.describe(), *link_rows],
             )  # fmt: skip
         self._report_changes()
         self._arm_faults()
@@ -162,11 +174,13 @@ class Trainer:
         for fault in faults.disarm():
             self._tell_of_fault(f"thinwire: rank {self.place.rank}: --inject {str(fault)!r} never happened")
         peak_rss = max_over_ranks(peak_rss_bytes())
+        # The ranks that hold the first rank's matrices between them compute together.
+        sample = self._sample() if not stopped and self.place.rank < self.num_tensor else ""
         self.optimizer.close()
         if self.reporter is not None:
             self.reporter.finish(
                 step=self.step, skipped_steps=self.optimizer.skipped_steps, heldout_loss=heldout_loss,
-                stopped=stopped or "finished", sample="" if stopped else self._sample(),
+                stopped=stopped or "finished", sample=sample,
                 parameters=self.num_parameters, peak_rss_bytes=peak_rss, unsaved=unsaved,
             )  # fmt: skip
 
@@ -291,7 +305,8 @@ class Trainer:
         total, num_sequences = 0.0, 0
         for tokens, targets in heldout_batches(
             self.heldout_tokens, seq_len=self.config.seq_len, micro_batch=self.batch.micro_batch,
-            rank=self.place.rank, world_size=self.place.world_size, max_sequences=self.config.eval_sequences,
+            rank=self.place.rank // self.num_tensor, world_size=self.place.world_size // self.num_tensor,
+            max_sequences=self.config.eval_sequences,
         ):  # fmt: skip
             with self._autocast():
                 total += float(self.model(tokens, targets)) * len(tokens)
@@ -324,7 +339,7 @@ class Trainer:
     def _save(self) -> None:
         """Start to write a checkpoint, of replicas that are still the same bits on all ranks."""
         self.optimizer.check_replicas()
-        snapshot = self.optimizer.snapshot()
+        snapshot = self.stage.snapshot()
         snapshot.pieces |= {f"{FROZEN}/{name}": Piece.whole(tensor) for name, tensor in self.frozen.items()}
         snapshot.own |= {"trainer": {"rng": torch.get_rng_state(), "buffers": self.buffers}}
         position = {"step": self.step, "tokens": self.digest, "loader": self.loader.state_dict()}
@@ -340,7 +355,7 @@ class Trainer:
             raise ConfigError(f"data {self.config.data} is not the data that {saved} was trained on: bring it back")
         if source.common["shapes"] != self.shapes:
             raise ConfigError(f"{saved} holds another model: names and shapes of parameters must be the same")
-        self.optimizer.restore(source)
+        self.stage.restore(source)
         source.read({f"{FROZEN}/{name}": Piece.whole(tensor) for name, tensor in self.frozen.items()})
         self.loader.load_state_dict(position["loader"])
         before = num_islands(saved, island)
@@ -388,7 +403,7 @@ class Trainer:
         if is_same_world:
             torch.set_rng_state(own["rng"])
             return
-        torch.manual_seed(derive_seed(self.config.seed, place.number, step) >> 1)
+        torch.manual_seed(derive_seed(self.config.seed, self.share, step) >> 1)
         ranks = f"{source.world_size} ranks had them and there are {place.world_size}"
         if max(before, count) > 1:
             ranks = f"{before} x {source.world_size} ranks had them and there are {count} x {place.world_size}"
@@ -438,8 +453,14 @@ class Trainer:
         return f"the end of this run is not saved: {problem}; {left}"
 
     def _numbers_of_ranks(self, number: int) -> list[int]:
-        comm = self.optimizer.comm
+        comm = self.optimizer.everyone
         return [int(n) for n in comm.wait(comm.all_gather_exact(torch.tensor([number])))]
+
+
+def mesh_of(shape: MeshShape) -> DeviceMesh:
+    """The mesh of this process group: its ranks are the data axis where nothing is cut."""
+    sizes = shape.sizes if shape.tensor > 1 else {"data": dist.get_world_size()}
+    return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def meet_others(config: TrainConfig, place: Place) -> Peers | None:

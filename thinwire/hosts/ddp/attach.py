@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,19 +17,26 @@ from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
 from thinwire.errors import ConfigError
 from thinwire.hosts.ddp.hook import hand_over
 from thinwire.hosts.ddp.reducer import BucketReducer, learning_rates
-from thinwire.methods.data.ddp import DDPMethod
-from thinwire.state.replicas import check_layout, check_updates, unwrapped
+from thinwire.methods.ddp import DDPMethod
+from thinwire.state.memory import Place
+from thinwire.state.replicas import check_agreement, check_layout, check_updates, optimizer_options, unwrapped
 from thinwire.table import Row
 from thinwire.table import announce as announce_table
 
 log = logging.getLogger("thinwire")
+# Options of DDP with which gradients, or some of them, do not come to its hook as fp32 buckets; whether they are set.
+WAYS_AROUND: dict[str, Callable[[DistributedDataParallel], bool]] = {
+    "torch._dynamo.config.optimize_ddp set to a python reducer": _compat.has_python_reducer,
+    "mixed_precision": lambda ddp: ddp.mixed_precision is not None,
+    "delay_all_reduce_named_params": _compat.delays_parameters,
+}
 
 
 def compress_ddp(
     model: DistributedDataParallel,
     method: DDPMethod,
-    optimizer: torch.optim.Optimizer | None = None,
     *,
+    optimizer: torch.optim.Optimizer | None = None,
     local_size: int | None = None,
     seed: int = 0,
     timeout_s: float = DEFAULT_TIMEOUT_S,
@@ -42,8 +49,9 @@ def compress_ddp(
     by methods that weigh errors by the learning rate, or that ask for an optimizer of their own. local_size: ranks per
     node; None: found. announce: print the table of what is in effect.
 
-    Raises ConfigError for a model that is not in DDP, has a hook already or parameters that are not fp32, and for what
-    the method asks of model and optimizer.
+    Raises ConfigError for a model that is not in DDP, has a hook already or parameters that are not fp32, for options
+    of DDP that go around its hook, for what the method asks of model and optimizer, and where ranks were given other
+    options.
     """
     if not isinstance(model, DistributedDataParallel):
         raise ConfigError(
@@ -55,6 +63,9 @@ def compress_ddp(
             f"{type(method).__name__} does not average gradients in DistributedDataParallel: give a method that does, "
             "such as thinwire.PowerSGD(), or shard the model with fully_shard, for which there is compress_fsdp"
         )
+    for option, around in WAYS_AROUND.items():
+        if around(model):
+            raise ConfigError(f"compress_ddp can't compress gradients of a DDP with {option}: make the DDP without it")
     trained = {name: param for name, param in model.module.named_parameters() if param.requires_grad}
     for name, param in trained.items():
         if param.dtype != torch.float32:
@@ -68,6 +79,8 @@ def compress_ddp(
     if optimizer is not None:
         check_updates(optimizer, list(model.module.parameters()), "DistributedDataParallel")
     method.check(model.module, optimizer)
+    options = {"method": method, "local_size": local_size, "seed": seed, "checked": checked}
+    check_agreement(model.process_group, options | optimizer_options(optimizer))
     comm = Communicator(model.process_group, local_size=local_size, timeout_s=timeout_s, checked=checked)
     handle = CompressedDDP(model, method, optimizer, comm, seed)
     if announce and comm.rank == 0:
@@ -92,10 +105,11 @@ class CompressedDDP:
         self.optimizer = optimizer
         self._trained = trained
         self._shapes = {name: param.shape for name, param in trained.items()}
-        self.reduction = method.reduction(comm.world_size, seed)
-        method.bind(self.reduction, trained, optimizer, comm)
+        self.reduction = method.reduction(Place(self._shapes, comm.topology, comm.rank), seed)
+        method.bind(self.reduction, trained, optimizer)
         self._reducer = BucketReducer(comm, self.reduction, trained, self._lrs, alone=method.whole_step)
         self._waits = False
+        self._ddp = model
         try:
             model.register_comm_hook(self, hand_over)
         except RuntimeError as error:
@@ -103,24 +117,29 @@ class CompressedDDP:
             raise ConfigError(f"DDP refuses the hook: {error}") from error
 
     def launch(self, bucket: dist.GradBucket) -> None:
-        """Average a complete bucket in the background, and wait for all of them where backward ends; DDP's hook."""
-        if not self._waits:
+        """Average a complete bucket in the background, and wait for all of them where backward ends; DDP's hook.
+
+        In the first step of a static graph DDP hands over all buckets when backward has ended, and reads them at once.
+        """
+        if not self._waits and not self._ddp.static_graph:
             self._waits = True
             _compat.at_end_of_backward(self.finish)
         if self.method.single_bucket and bucket.index() > 0:
             raise ConfigError(f"{self.method.name} takes all gradients at once: give DDP bucket_cap_mb=10000")
         self._reducer.launch(bucket)
+        if self._ddp.static_graph and bucket.is_last():
+            self.finish()
 
     def finish(self) -> None:
         """Return when every gradient of this backward is the mean; backward itself calls this at its end."""
         self._waits = False
         if not all(bool(torch.isfinite(mean.sum())) for mean in self._reducer.finish()):
-            forgotten = self.reduction.forget()
+            forgotten = self.reduction.state.forget()
             log.warning("thinwire: a mean gradient is not finite; memory of %d parameter(s) dropped", len(forgotten))
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """torch's, of the mean gradient after a backward; what is owed follows, see Clipping. Returns the norm before.
+        """torch's, of the mean gradient after a backward; residuals follow, see Clipping. Returns the norm before.
 
         Where the method clips before it compresses, the norm is only measured.
         """
@@ -137,7 +156,7 @@ class CompressedDDP:
     @property
     def bytes_per_step(self) -> int:
         """Payload this rank sends in one step, once the method is under way."""
-        return sum(self.reduction.sent_bytes(self._shapes, self.comm.topology).values())
+        return sum(self.reduction.sent_bytes().values())
 
     def describe(self) -> list[Row]:
         """Rows of (asked for, in effect, why they differ or how it was found)."""
@@ -145,7 +164,7 @@ class CompressedDDP:
         return [
             ("topology", str(self.comm.topology), self.comm.topology_reason),
             (f"method {self.method.name}", "hook of DistributedDataParallel", ""),
-            *self.reduction.rows(self._shapes),
+            *self.reduction.rows(),
             *self._rows_on_learning_rates(),
             ("overlap", "buckets travel while backward goes on", "backward ends when all have arrived"),
             ("sent per rank and step", f"{self.bytes_per_step / 1e6:.3f} MB", f"{plain:.3f} MB in fp32"),
@@ -158,11 +177,8 @@ class CompressedDDP:
 
     def residuals(self) -> dict[str, torch.Tensor]:
         """By parameter, what this rank's gradients held and the method has not passed on yet."""
-        held = self.reduction.residuals()
-        return {
-            name: held[name].view(-1)[: shape.numel()].view(shape) if name in held else torch.zeros(shape)
-            for name, shape in self._shapes.items()
-        }
+        held = self.reduction.state.residuals()
+        return {name: held[name] if name in held else torch.zeros(shape) for name, shape in self._shapes.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """What the method remembers on this rank; to be saved by every rank beside model and optimizer."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from thinwire.collectives import staging
 from thinwire.collectives.link import Link
 from thinwire.collectives.rounds import Rounds
-from thinwire.methods.data.reductions import Bucket
+from thinwire.methods.reduction import Bucket
 
 
 def on_host(link: Link, bucket: Bucket) -> Rounds[Bucket]:

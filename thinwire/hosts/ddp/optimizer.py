@@ -13,15 +13,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.checkpoint import Debt, Source
+from thinwire.checkpoint import Share, Source
 from thinwire.errors import ConfigError
 from thinwire.hosts.agreeing import AgreeingOptimizer
 from thinwire.hosts.ddp.hook import hand_over
 from thinwire.hosts.ddp.reducer import BucketReducer, learning_rates
 from thinwire.hosts.interface import ParallelOptimizer, RankOptions, apply
 from thinwire.hosts.ranks import Axis, Ranks, open_ranks
-from thinwire.methods.data.ddp import DDPMethod
-from thinwire.methods.data.reductions import BY_FORMULA, Reduction
+from thinwire.methods.ddp import DDPMethod
+from thinwire.methods.reduction import Reduction
+from thinwire.state.memory import Place
 from thinwire.state.replicas import compare_replicas, same_start, trained_parameters
 from thinwire.table import Row
 
@@ -64,10 +65,10 @@ def wrap_ddp(
     ranks = open_ranks(axis, local_size=local_size, timeout_s=timeout_s, checked=checked)
     comm = ranks.comm
     shapes = {name: param.shape for name, param in trained.items()}
-    reduction = strategy.reduction(comm.world_size, seed)
-    strategy.bind(reduction, trained, optimizer, comm)
-    rows: list[Row] = [(f"strategy {strategy.name}", "on torch's DistributedDataParallel", ""), *reduction.rows(shapes)]
-    if checked and BY_FORMULA in rows:
+    reduction = strategy.reduction(Place(shapes, comm.topology, comm.rank), seed)
+    strategy.bind(reduction, trained, optimizer)
+    rows: list[Row] = [(f"strategy {strategy.name}", "on torch's DistributedDataParallel", ""), *reduction.rows()]
+    if checked and not reduction.is_metered:
         rows.append(("--checked", "no effect on gradients", "torch's collectives put nothing in front of a message"))
     rows.append(same_start(model, comm))
     entry = Entry(model, list(trained.values()))
@@ -107,7 +108,6 @@ class DDPOptimizer(AgreeingOptimizer):
     ) -> None:
         super().__init__(model, inner, ranks, dict(trained), sum(p.numel() for p in trained.values()), rows)
         self.ddp = ddp
-        self._shapes = {name: param.shape for name, param in trained.items()}
         self._clips = not whole_step
         self._reducer = BucketReducer(
             self.comm, reduction, trained, lambda: learning_rates(trained, inner), alone=whole_step
@@ -132,7 +132,7 @@ class DDPOptimizer(AgreeingOptimizer):
     @property
     def bytes_per_step(self) -> int:
         """Payload this rank sends in one step, once the method is under way."""
-        return sum(self._reducer.reduction.sent_bytes(self._shapes, self.comm.topology).values()) + self.agreement_bytes
+        return sum(self._reducer.reduction.sent_bytes().values()) + self.agreement_bytes
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Forward and backward passes inside only accumulate gradients."""
@@ -165,7 +165,7 @@ class DDPOptimizer(AgreeingOptimizer):
         return self.comm.rank == 0 and super()._counts(name)
 
     def _forget(self) -> list[str]:
-        return self._reducer.reduction.forget()
+        return self._reducer.reduction.state.forget()
 
     def _own(self) -> dict[str, Any]:
         return {"reducer": self._reducer.state_dict()}
@@ -173,18 +173,17 @@ class DDPOptimizer(AgreeingOptimizer):
     def _load_own(self, own: Mapping[str, Any]) -> None:
         self._reducer.load_state_dict(own["reducer"])
 
-    def _debts(self) -> list[Debt]:
-        held = self._reducer.reduction.debts(self._shapes, self.comm.topology, self.comm.rank)
-        return [debt.below("reducer/reduction") for debt in held if debt.length]
+    def _shares(self) -> list[Share]:
+        return [share.below("reducer/reduction") for share in self._reducer.reduction.state.shares()]
 
     def _adapt(self, source: Source) -> None:
         super()._adapt(source)
         reduction = self._reducer.reduction
         self._reducer.steps = self.steps
         if source.layout.get("reduction") == type(reduction).__name__:
-            # What is the same on all ranks, such as a plan or a basis; what is owed follows.
-            reduction.load_state_dict(source.own("reducer", rank=0)["reduction"])
-        reduction.owe(self._shapes, self.comm.topology, self.comm.rank, source.owed)
+            # What is the same on all ranks, such as a plan or a basis; residuals follow.
+            reduction.state.load_state_dict(source.own("reducer", rank=0)["reduction"])
+        reduction.state.take_over(source.mean_of)
 
     def _layout(self) -> dict[str, Any]:
         return super()._layout() | {"reduction": type(self._reducer.reduction).__name__}

@@ -14,7 +14,7 @@ from thinwire.collectives import Communicator, staging
 from thinwire.collectives.gather import all_gather_exact
 from thinwire.collectives.link import Link
 from thinwire.hosts.ddp.on_host import on_host
-from thinwire.methods.data.reductions import Bucket, Forgiving, Reduction, Step
+from thinwire.methods.reduction import Bucket, Reduction, Step
 from thinwire.state.clipping import Clipping
 
 
@@ -96,17 +96,17 @@ class BucketReducer:
     def note_clipping(self, norm: float, max_norm: float) -> None:
         """The means of the last step, of this norm, were clipped to `max_norm`."""
         clip = self.clipping.note(norm, max_norm)
-        if clip.factor < 1.0 and isinstance(self.reduction, Forgiving):
-            self.reduction.forgive(clip)
+        if clip.factor < 1.0:
+            self.reduction.state.scale_residuals(clip)
 
     def state_dict(self) -> dict[str, Any]:
         """What the reduction remembers on this rank."""
-        return {"steps": self.steps, "clipped": self.clipping.last, "reduction": self.reduction.state_dict()}
+        return {"steps": self.steps, "clipped": self.clipping.last, "reduction": self.reduction.state.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what state_dict gave."""
         self.steps, self.clipping.last = state["steps"], state["clipped"]
-        self.reduction.load_state_dict(state["reduction"])
+        self.reduction.state.load_state_dict(state["reduction"])
 
 
 def learning_rates(trained: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer | None) -> dict[str, float]:

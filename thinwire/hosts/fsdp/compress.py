@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from itertools import pairwise
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from thinwire._compat import FSDPGroup, fsdp_groups
@@ -21,20 +20,18 @@ from thinwire.codecs import warm
 from thinwire.collectives import Communicator, Meter
 from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
 from thinwire.errors import ConfigError
-from thinwire.hosts.fsdp.collectives import AllGather, DifferenceGather, ReduceScatter
-from thinwire.hosts.fsdp.layout import Unit, check_layout_of
+from thinwire.hosts.fsdp.describe import rows_of
+from thinwire.hosts.fsdp.gather import AllGather, DifferenceGather
+from thinwire.hosts.fsdp.layout import check_layout_of
+from thinwire.hosts.fsdp.mesh import Axis, mesh_ranks
+from thinwire.hosts.fsdp.reduce import ReduceScatter, Replicas
+from thinwire.hosts.fsdp.unit import Unit
+from thinwire.hosts.fsdp.watch import Watched
 from thinwire.hosts.watchdog import DEFAULT_DEAD_STEPS, Watchdog
-from thinwire.layout.formats import Strategy, describe_formats
-from thinwire.methods.data.frontier import Frontier
-from thinwire.methods.data.loco import LoCo
 from thinwire.methods.data.zeropp import ZeroPP
-from thinwire.state.replicas import (
-    Row,
-    check_layout,
-    check_updates,
-    unwrapped,
-    updates_any,
-)
+from thinwire.methods.interface import GatheredMethod
+from thinwire.state.replicas import ReplicaError, check_layout, check_updates, digest, unwrapped, updates_any
+from thinwire.table import Row
 from thinwire.table import announce as announce_table
 
 # Groups of torch live as long as their modules.
@@ -43,9 +40,9 @@ _compressed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 def compress_fsdp(
     model: nn.Module,
-    strategy: Strategy | None = None,
-    *,
+    method: GatheredMethod | None = None,
     optimizer: torch.optim.Optimizer | None = None,
+    *,
     local_size: int | None = None,
     overlap: bool = True,
     dead_steps: int = DEFAULT_DEAD_STEPS,
@@ -56,47 +53,60 @@ def compress_fsdp(
 ) -> CompressedFSDP:
     """Compress what FSDP2 sends for a model that was given to fully_shard; loop and optimizer stay as they are.
 
-    strategy: what travels and how, `ZeroPP()` by default. optimizer: to be watched, so that a run whose gradient is
-    zero or not finite for `dead_steps` steps in a row stops with a reason (0: never). local_size: ranks per node,
-    found by itself if None. overlap: gather the next module while one computes. seed: of stochastic rounding.
-    timeout_s, checked: see Communicator. announce: rank 0 prints to stderr what was asked for, what is in effect, and
-    why they differ.
+    Args:
+        model: sharded over one dimension of a mesh, or over one and replicated over another (HSDP); under tensor
+            parallelism too. On the meta device it is compressed in its first forward, when it has its values.
+        method: what travels and how; `ZeroPP()` by default.
+        optimizer: to be watched, so that a run stops with a reason whose gradient is zero or not finite for
+            `dead_steps` steps in a row (0: never), or whose ranks did not use the same parameters.
+        local_size: ranks of the mesh per node; None: found.
+        overlap: gather the next module while one computes.
+        seed: of stochastic rounding.
+        timeout_s, checked: see Communicator.
+        announce: rank 0 prints to stderr what was asked for, what is in effect, and why they differ.
 
-    Call it on every rank, after fully_shard and after the weights have their values. Gradients are complete when
-    backward returns. Raises ConfigError for a model that it can't compress, LayoutError for a torch that lays out
-    FSDP2's buffers in an unknown way.
+    Call it on every rank, after fully_shard. Gradients are complete when backward returns. Raises ConfigError for a
+    model that it can't compress and where ranks ask for different things, ReplicaError for replicas of HSDP that start
+    apart, LayoutError for a torch that lays out FSDP2's buffers in an unknown way.
     Source: ZeRO++ (ICLR 2024).
     """
-    strategy = _checked(strategy if strategy is not None else ZeroPP())
-    groups = fsdp_groups(model)
-    mesh, dog = mesh_of(model, groups), Watchdog(dead_steps)
-    optimizer = unwrapped(optimizer)
+    method = _checked(method if method is not None else ZeroPP())
+    groups = groups_of(model)
+    dog, optimizer = Watchdog(dead_steps), unwrapped(optimizer)
     if optimizer is not None:
-        check_updates(optimizer, weights_of(groups), "fully_shard")
-    comm = Communicator(mesh, local_size=local_size, timeout_s=timeout_s, checked=checked)
-    compressed = CompressedFSDP(model, groups, strategy, comm, seed=seed, overlap=overlap)
+        _check_optimizer(optimizer, model, groups)
+    comm = Communicator(mesh_ranks(groups), local_size=local_size, timeout_s=timeout_s, checked=checked)
+    asked = repr((method, local_size, overlap, dead_steps, seed, checked, optimizer is not None))
+
+    def started(compressed: CompressedFSDP) -> None:
+        check_start(compressed, asked)
+        if announce and comm.rank == 0:
+            announce_table(compressed.describe())
+
+    compressed = CompressedFSDP(model, groups, method, comm, seed=seed, overlap=overlap, started=started)
     if optimizer is not None:
         compressed.watch(optimizer, dog)
-    if announce and comm.rank == 0:
-        announce_table(compressed.describe())
+    compressed.start_or_wait()
     return compressed
 
 
-def _checked(strategy: object) -> Strategy:
-    """The strategy; raises ConfigError for what gives no codecs for FSDP2's collectives."""
-    if isinstance(strategy, type) or not (hasattr(strategy, "matrix") and hasattr(strategy, "vector")):
-        given = strategy.__name__ if isinstance(strategy, type) else repr(strategy)
+def _checked(method: object) -> GatheredMethod:
+    """The method; raises ConfigError for what gives no codecs for FSDP2's collectives."""
+    if why := getattr(method, "not_on_fsdp", ""):
+        raise ConfigError(f"{getattr(method, 'name', method)} {why}")
+    needed = ("matrix", "vector", "secondary", "gradient_memory")
+    if isinstance(method, type) or not all(hasattr(method, name) for name in needed):
+        given = method.__name__ if isinstance(method, type) else repr(method)
         raise ConfigError(
             f"compress_fsdp got {given}: must be a strategy of codecs for weights and gradients, such as "
             "thinwire.ZeroPP() or thinwire.SDP4Bit()"
         )
-    if isinstance(strategy, Frontier):
-        raise ConfigError("frontier cuts a model in its own way, not FSDP2's: use `thinwire train --strategy frontier`")
-    return cast(Strategy, strategy)
+    return cast(GatheredMethod, method)
 
 
-def mesh_of(model: nn.Module, groups: Sequence[FSDPGroup]) -> DeviceMesh:
-    """The ranks over which FSDP2 shards the model; raises ConfigError for a model that can't be compressed."""
+def groups_of(model: nn.Module) -> list[FSDPGroup]:
+    """What FSDP2 gathers together, as it is now; raises ConfigError for a model that can't be compressed."""
+    groups = fsdp_groups(model)
     if not groups:
         raise ConfigError(
             f"no part of this {type(model).__name__} was given to fully_shard: call "
@@ -108,16 +118,26 @@ def mesh_of(model: nn.Module, groups: Sequence[FSDPGroup]) -> DeviceMesh:
         raise ConfigError(
             "a module with parameters on several meshes has two buffers, and FSDP2 one place for a plug-in"
         )
-    meshes: list[DeviceMesh] = []
     for group in groups:
         group.module.reshard()
-        for param in group.params:
-            meshes.append(_mesh_of_parameter(param.sharded))
-    if any(mesh != meshes[0] for mesh in meshes):
+        if not is_meta(model):
+            group.take_up()
+    return groups
+
+
+def is_meta(model: nn.Module) -> bool:
+    """Whether some of the model has no values yet."""
+    return any(param.is_meta for param in model.parameters())
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, groups: Sequence[FSDPGroup]) -> None:
+    if is_meta(model):
         raise ConfigError(
-            "the model's parameters are sharded over several meshes: compress each part with its own call"
+            "the model is on the meta device, and to_empty() replaces the parameters that the optimizer holds: call "
+            "fully_shard, to_empty, init the weights, make the optimizer, compress_fsdp, in this order; or call "
+            "compress_fsdp before to_empty without the optimizer"
         )
-    return meshes[0]
+    check_updates(optimizer, weights_of(groups), "fully_shard")
 
 
 def weights_of(groups: Iterable[FSDPGroup]) -> list[Tensor]:
@@ -125,67 +145,99 @@ def weights_of(groups: Iterable[FSDPGroup]) -> list[Tensor]:
     return [tensor for group in groups for param in group.params for tensor in (param.sharded, param.shard_data)]
 
 
-def _mesh_of_parameter(param: nn.Parameter) -> DeviceMesh:
-    assert isinstance(param, DTensor)
-    mesh, placements = param.device_mesh, param.placements
-    if mesh.ndim != 1 or not isinstance(placements[0], Shard):
-        raise ConfigError(
-            f"a parameter of shape {tuple(param.shape)} lies on a mesh of {mesh.ndim} dimension(s) as {placements}: "
-            "must be sharded over one; for HSDP shard over all ranks instead, the secondary partition keeps "
-            "backward inside a node"
+def check_start(compressed: CompressedFSDP, asked: str) -> None:
+    """Compare what the ranks ask for, and in HSDP the bits of the replicas; a collective.
+
+    Raises ConfigError and ReplicaError.
+    """
+    comm, replicas = compressed.comm, compressed.replicas
+    weights = [param.shard_data for unit in compressed.units for param in unit.params] if replicas.size > 1 else []
+    words = comm.wait(comm.all_gather_exact(torch.stack([digest([asked.encode()]), digest(weights)])))
+    odd = [comm.global_ranks[rank] for rank in range(comm.world_size) if not torch.equal(words[rank, 0], words[0, 0])]
+    if odd:
+        raise ConfigError(f"rank {odd[0]} asks for other options than rank {comm.global_ranks[0]}; here: {asked}")
+    first = replicas.members[0]
+    odd = [comm.global_ranks[rank] for rank in replicas.members if not torch.equal(words[rank, 1], words[first, 1])]
+    if odd:
+        raise ReplicaError(
+            f"the weights of rank(s) {odd} are not those of rank {comm.global_ranks[first]}, which holds the same "
+            "part: give all ranks the same seed before the weights are made, or load the same checkpoint on all"
         )
-    if param.is_meta:
-        raise ConfigError("the model is on the meta device: give it memory and values first (to_empty, then init)")
-    return mesh
 
 
 class CompressedFSDP:
     """FSDP2's collectives over a strategy's codecs; made by `compress_fsdp`.
 
-    units: what FSDP2 gathers together, in order of registration. comm: the group of ranks, with the meter.
+    units: what FSDP2 gathers together, in order of registration. comm: all ranks of the mesh, with the meter.
+    shards: those that cut a parameter together. replicas: those that hold the same part, in HSDP. started: is called
+    when the weights have their values, before FSDP2 gets its collectives.
     """
 
     def __init__(
         self,
         model: nn.Module,
         groups: Sequence[FSDPGroup],
-        strategy: Strategy,
+        method: GatheredMethod,
         comm: Communicator,
         *,
         seed: int,
         overlap: bool,
+        started: Callable[[CompressedFSDP], None] = lambda compressed: None,
     ) -> None:
-        self.model, self.strategy, self.comm, self.overlap = model, strategy, comm, overlap
-        # What a strategy without a word on it gets: the method's own way.
-        self.secondary = bool(getattr(strategy, "secondary", True)) and comm.topology.num_nodes > 1
-        self.units = build_units(model, groups, strategy, comm.world_size)
+        self.model, self.method, self.comm, self.overlap = model, method, comm, overlap
+        self.shards, self.replicas = Axis.of(comm, groups[0].shard_ranks), Axis.of(comm, groups[0].replica_ranks)
+        self.secondary = method.secondary and self.shards.grid.num_nodes > 1
+        self.units = build_units(model, groups, method, self.shards.size)
+        self.differences = method.matrix().differences or method.vector().differences
+        kind, under_way = DifferenceGather if self.differences else AllGather, deque[Future[None]]()
+        self.gathers = [kind(self.shards, unit, seed, self.secondary, self._note_order) for unit in self.units]
+        self.reductions = [
+            ReduceScatter(self.shards, self.replicas, unit, seed, under_way, method.gradient_memory)
+            for unit in self.units
+        ]
+        self.watched: Watched | None = None
+        self._started = started
+        self._order: list[Unit] | None = [] if overlap else None
+        self._hooks: list[Any] = []
+        self._undo: list[Callable[[], object]] = []
+
+    def start_or_wait(self) -> None:
+        """Give FSDP2 its collectives, now or, where the model is on the meta device, before its first forward."""
+        if not is_meta(self.model):
+            self._start()
+            return
+
+        def before_forward(*_: object) -> None:
+            hook.remove()
+            for unit in self.units:
+                unit.group.module.reshard()
+                unit.group.take_up()
+                if unit.dtypes != [param.dtype for param in unit.params]:
+                    raise ConfigError("the model was converted after compress_fsdp: convert it before")
+            self._start()
+
+        # Before FSDP2's own hook, which gathers the first weights.
+        hook = self.model.register_forward_pre_hook(before_forward, prepend=True)
+        self._hooks.append(hook)
+        _compressed.update(unit.group.module for unit in self.units)
+
+    def _start(self) -> None:
         for unit in self.units:
             check_layout_of(unit)
-        warm((*strategy.matrix().codecs, *strategy.vector().codecs), self.units[0].params[0].sharded.device)
-        under_way: deque[Future[None]] = deque()
-        self.differences = strategy.matrix().differences or strategy.vector().differences
-        kind = DifferenceGather if self.differences else AllGather
-        self.gathers = [kind(comm, unit, seed, self.secondary, self._note_order) for unit in self.units]
-        self.reductions = [ReduceScatter(comm, unit, seed, under_way, loco_of(strategy, unit)) for unit in self.units]
-        self._order: list[Unit] | None = [] if overlap else None
-        # Loaded weights are far from those before; FSDP2's modules load one by one.
-        self._hooks: list[Any] = [
-            unit.group.module.register_load_state_dict_post_hook(self._note_load) for unit in self.units
-        ]
-        self._watched: Watched | None = None
-        self._before = [
-            unit.group.set_comms(gather, reduction)
-            for unit, gather, reduction in zip(self.units, self.gathers, self.reductions, strict=True)
-        ]
-        self._hooks.append(register_optimizer_step_post_hook(self._note_step))
-        for unit in self.units:
-            unit.group.set_async(overlap)
-            _compressed.add(unit.group.module)
+        warm((*self.method.matrix().codecs, *self.method.vector().codecs), self.units[0].params[0].shard_data.device)
+        self._started(self)
+        for unit, gather, reduction in zip(self.units, self.gathers, self.reductions, strict=True):
+            self._undo.append(partial(unit.group.set_comms, *unit.group.set_comms(gather, reduction)))
+            if self.replicas.size > 1:
+                self._undo.append(partial(unit.group.set_replicas, unit.group.set_replicas(Replicas(reduction))))
+            unit.group.set_async(self.overlap)
+            # Loaded weights are far from those before; FSDP2's modules load one by one.
+            self._hooks.append(unit.group.module.register_load_state_dict_post_hook(self._note_load))
             for number in unit.trained():
                 hook = unit.reached_hook(number)
                 self._hooks.append(unit.params[number].whole.register_post_accumulate_grad_hook(hook))
-
-    # ---------------------------------------------------------------- the user's side
+        self._hooks.append(register_optimizer_step_post_hook(self._note_step))
+        _compressed.update(unit.group.module for unit in self.units)
 
     @property
     def meter(self) -> Meter:
@@ -202,27 +254,33 @@ class CompressedFSDP:
             gather.forget(replaced=replaced)
 
     def watch(self, optimizer: torch.optim.Optimizer, dog: Watchdog) -> None:
-        """Stop with DeadGradientError when the gradient was zero or not finite too often in a row."""
-        if dog.limit:
-            self._watched = Watched(self, dog)
-            self._hooks.append(optimizer.register_step_pre_hook(self._watched.before_step))
+        """Stop with DeadGradientError or UnequalStepError, a step late; see Watched."""
+        self.watched = Watched(self.comm, self.units, dog)
+        for reduction in self.reductions:
+            reduction.note_present = self.watched.note_reduction
+        self._hooks.append(optimizer.register_step_pre_hook(self.watched.before_step))
 
     @property
     def num_parameters(self) -> int:
-        """Elements of all parameters, whole and without padding."""
-        return sum(param.sharded.numel() for unit in self.units for param in unit.params)
+        """Elements of all parameters, whole and without padding; under tensor parallelism, of this rank's part."""
+        return sum(param.shape.numel() for unit in self.units for param in unit.params)
 
     @property
     def bytes_per_step(self) -> int:
         """Payload this rank sends in a step of one forward and one backward in which every parameter has a gradient."""
         backward = sum(map(self._backward_bytes, self.units, self.gathers))
         gathers = sum(gather.gather_bytes() for gather in self.gathers)
-        return gathers + backward + sum(r.reduce_bytes() for r in self.reductions) + self._watch_bytes
+        watch = self.watched.bytes_per_step if self.watched is not None else 0
+        return gathers + backward + sum(r.reduce_bytes() for r in self.reductions) + watch
 
     @property
     def uncompressed_bytes_per_step(self) -> float:
-        """What fp32 gradients and weights of a sharded optimizer would need: 8 (P-1)/P bytes per parameter."""
-        return 8 * self.num_parameters * (1 - 1 / self.comm.world_size)
+        """What fp32 gradients and weights of a sharded optimizer would need: 8 (P-1)/P bytes per parameter.
+
+        With R replicas, 8 (R-1)/R bytes per parameter of this rank's part come on top.
+        """
+        part = self.num_parameters / self.shards.size
+        return 8 * (self.num_parameters * (1 - 1 / self.shards.size) + part * (1 - 1 / self.replicas.size))
 
     @property
     def kept_bytes(self) -> int:
@@ -231,29 +289,18 @@ class CompressedFSDP:
 
     def describe(self) -> list[Row]:
         """Rows of (asked for, in effect, why they differ or how it was found)."""
-        cut = f"{len(self.units)} FSDP2 module(s), {self.num_parameters:,} parameters"
-        rows: list[Row] = [
-            (f"strategy {self.strategy.name}", cut, "torch's layout checked with a pattern"),
-            ("topology", str(self.comm.topology), self.comm.topology_reason),
-        ]
-        if self.comm.world_size == 1:
-            return [*rows, ("compression", "none", "a group of one sends nothing and stays exact")]
-        rows += describe_formats(self.strategy, self.comm.topology)
-        rows += [self._describe_secondary(), self._describe_loco(), *self._describe_overlap(), self._describe_watch()]
-        sent, plain = self.bytes_per_step / 1e6, self.uncompressed_bytes_per_step / 1e6
-        return [*rows, ("sent per rank and step", f"{sent:.3f} MB", f"{plain:.3f} MB in fp32, gathered once")]
+        return rows_of(self)
 
     def close(self) -> None:
         """Give FSDP2 its own collectives back, which are exact; a collective."""
         for hook in self._hooks:
             hook.remove()
-        for unit, before in zip(self.units, self._before, strict=True):
-            unit.group.set_comms(*before)
+        for undo in self._undo:
+            undo()
+        for unit in self.units:
             unit.group.set_async(False)
             _compressed.discard(unit.group.module)
         self.comm.close()
-
-    # ---------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of what is needed to go on bit for bit, besides weights and optimizer; between steps.
@@ -263,7 +310,7 @@ class CompressedFSDP:
         return {
             "gathers": [(gather.count, gather.state()) for gather in self.gathers],
             "reductions": [reduction.count for reduction in self.reductions],
-            "loco": [r.loco.state_dict() if r.loco is not None else {} for r in self.reductions],
+            "memories": [[m.state_dict() if m is not None else {} for m in r.memories] for r in self.reductions],
             "layout": self._layout(),
         }
 
@@ -273,10 +320,13 @@ class CompressedFSDP:
         for gather, (count, state) in zip(self.gathers, state_dict["gathers"], strict=True):
             gather.count = count
             gather.load(state)
-        for reduction, count, errors in zip(self.reductions, state_dict["reductions"], state_dict["loco"], strict=True):
+        for reduction, count, held in zip(
+            self.reductions, state_dict["reductions"], state_dict["memories"], strict=True
+        ):
             reduction.count = count
-            if reduction.loco is not None:
-                reduction.loco.load_state_dict(errors, count)
+            for memory, remembered in zip(reduction.memories, held, strict=True):
+                if memory is not None:
+                    memory.load_state_dict(remembered, count)
 
     def _layout(self) -> dict[str, Any]:
         shapes = repr(
@@ -286,11 +336,11 @@ class CompressedFSDP:
             "rank": self.comm.rank,
             "world_size": self.comm.world_size,
             "local_size": self.comm.topology.local_size,
-            "strategy": repr((self.strategy.matrix(), self.strategy.vector(), getattr(self.strategy, "loco", False))),
+            "shards": self.shards.members,
+            "replicas": self.replicas.members,
+            "method": repr(self.method),
             "parameters": hashlib.sha256(shapes.encode()).hexdigest()[:16],
         }
-
-    # ---------------------------------------------------------------- inside
 
     def _note_order(self, unit: Unit) -> None:
         """Learn from the first forward which module follows which, and let each gather the next one's weights."""
@@ -311,99 +361,24 @@ class CompressedFSDP:
 
     def _note_load(self, *_: object) -> None:
         self.weights_changed()
+        if self.watched is not None:
+            self.watched.note_load()
 
     def _backward_bytes(self, unit: Unit, gather: AllGather) -> int:
         size = unit.group.backward_group_size(self.model)
-        if size in (0, self.comm.world_size):
+        if size in (0, self.shards.size):
             return gather.again_bytes() if size else 0
-        return (size - 1) * (unit.shard_numel * self.comm.world_size // size) * unit.dtype.itemsize
-
-    @property
-    def _watch_bytes(self) -> int:
-        return 8 * (self.comm.world_size - 1) if self._watched is not None else 0
-
-    def _describe_secondary(self) -> Row:
-        asked = "secondary partition"
-        if self.differences:
-            return (
-                "reference of differences",
-                f"{self.kept_bytes / 1e6:.3f} MB a rank",
-                "fp32, once a node; it gathers inside",
-            )
-        if self.secondary:
-            return (
-                asked,
-                f"{self.kept_bytes / 1e6:.3f} MB a rank",
-                "packets; gathers of unchanged weights stay in a node",
-            )
-        if not getattr(self.strategy, "secondary", True):
-            return asked, "off", "every gather crosses between nodes"
-        return asked, "off", "all ranks are on one node"
-
-    def _describe_loco(self) -> Row:
-        locos = [reduction.loco for reduction in self.reductions if reduction.loco is not None]
-        if not locos:
-            return "error feedback", "off", "loco=True: what codecs lose in one step is added to the next"
-        memory = self.num_parameters * (1 + 1 / self.comm.topology.local_size) / 1e6
-        return "error feedback", f"LoCo, beta {locos[0].beta}", f"about {memory:.3f} MB a rank, 8 bits"
-
-    def _describe_overlap(self) -> list[Row]:
-        gathers = (
-            "gathers overlap",
-            "on" if self.overlap else "off",
-            "one module ahead, in the order of the first forward",
-        )
-        waits: Counter[str] = Counter()
-        for reduction in self.reductions:
-            waits.update(reduction.waits)
-        known = {u.group.reads_gradient_at_once(u.reduce_dtype) for u in self.units} - {""}
-        why = "; ".join(known) or "; ".join(f"{n} waited: {reason}" for reason, n in waits.items())
-        return [gathers, ("reductions overlap", "off" if known else "on", why or "backward ends when all are complete")]
-
-    def _describe_watch(self) -> Row:
-        if self._watched is None:
-            return "dead gradients", "not watched", "give compress_fsdp the optimizer, and dead_steps above 0"
-        return "dead gradients", f"stop after {self._watched.dog.limit} in a row", "8 bytes a peer and step"
+        return (size - 1) * (unit.shard_bytes * self.shards.size // size)
 
 
-def build_units(model: nn.Module, groups: Iterable[FSDPGroup], strategy: Strategy, world_size: int) -> list[Unit]:
+def build_units(model: nn.Module, groups: Iterable[FSDPGroup], method: GatheredMethod, num_shards: int) -> list[Unit]:
     """What FSDP2 gathers together, with a wire for each parameter: vector() up to one dimension, matrix() above."""
-    if any(codec.has_variable_length for wire in (strategy.matrix(), strategy.vector()) for codec in wire.codecs):
-        raise ConfigError(f"entropy coding of {strategy.name}: FSDP2's buffers are of fixed length; leave it out")
+    if any(codec.has_variable_length for wire in (method.matrix(), method.vector()) for codec in wire.codecs):
+        raise ConfigError(f"entropy coding of {method.name}: FSDP2's buffers are of fixed length; leave it out")
     named = {id(param): name for name, param in model.named_parameters(remove_duplicate=False)}
     units: list[Unit] = []
     for index, group in enumerate(groups):
         params = [param.sharded for param in group.params]
-        wires = [strategy.vector() if param.dim() < 2 else strategy.matrix() for param in params]
-        units.append(Unit(index, group, [named.get(id(param), "?") for param in params], wires, world_size))
+        wires = [method.vector() if param.dim() < 2 else method.matrix() for param in params]
+        units.append(Unit(index, group, [named.get(id(param), "?") for param in params], wires, num_shards))
     return units
-
-
-def loco_of(strategy: Strategy, unit: Unit) -> LoCo | None:
-    """The memory that the strategy asks for."""
-    if not isinstance(strategy, ZeroPP) or not strategy.loco:
-        return None
-    return LoCo([param.shard_numel for param in unit.params], strategy.loco_beta, strategy.loco_reset)
-
-
-class Watched:
-    """The global norm of the gradient before every step, which the ranks tell each other behind the step's back.
-
-    What they say of a step is read in the next, so nobody waits for it.
-    """
-
-    def __init__(self, compressed: CompressedFSDP, dog: Watchdog) -> None:
-        self.compressed, self.dog = compressed, dog
-        self.steps = 0
-        self._said: Future[Tensor] | None = None
-
-    def before_step(self, *_: object) -> None:
-        """An optimizer's step pre-hook; raises DeadGradientError."""
-        comm = self.compressed.comm
-        if self._said is not None:
-            self.dog.note(float(comm.wait(self._said).sum()) ** 0.5, self.steps)
-        self.steps += 1
-        grads = [param.sharded.grad for unit in self.compressed.units for param in unit.params]
-        locals_ = [grad.to_local() for grad in grads if isinstance(grad, DTensor)]
-        norm = nn.utils.get_total_norm(locals_) if locals_ else torch.zeros(())
-        self._said = comm.all_gather_exact(norm.double().square().view(1))

@@ -12,16 +12,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from thinwire._compat import fsdp_groups
 from thinwire.checkpoint import Source
 from thinwire.collectives import Communicator
 from thinwire.errors import ConfigError
 from thinwire.hosts.agreeing import AgreeingOptimizer
-from thinwire.hosts.fsdp.compress import CompressedFSDP, mesh_of
+from thinwire.hosts.fsdp.compress import CompressedFSDP, groups_of
 from thinwire.hosts.interface import ParallelOptimizer, RankOptions, apply, without_axis
 from thinwire.hosts.ranks import Ranks
 from thinwire.layout.layers import layers_of
-from thinwire.methods.data.zeropp import FSDPMethod, ShardingStrategy
+from thinwire.methods.fsdp import FSDPMethod, ShardingStrategy
 from thinwire.state.elementwise import check_elementwise
 from thinwire.state.portable import Held
 from thinwire.state.replicas import ReplicaError, digest, odd_ranks, same_start, trained_parameters
@@ -53,9 +52,8 @@ def wrap_fsdp(
     start = same_start(model, comm)
     modules = shard_modules(model, comm.world_size, strategy.reshard_after_forward)
     shards = shard_param_groups(model, optimizer, trained)
-    groups = fsdp_groups(model)
-    mesh_of(model, groups)
-    compressed = CompressedFSDP(model, groups, strategy, comm, seed=seed, overlap=overlap)
+    compressed = CompressedFSDP(model, groups_of(model), strategy, comm, seed=seed, overlap=overlap)
+    compressed.start_or_wait()
     kind = type(modules[-1]).__name__.removeprefix("FSDP")
     cut = f"the root and {len(modules) - 1} x {kind}" if len(modules) > 1 else "the root alone"
     gathers = "gathered for forward and for backward" if strategy.reshard_after_forward else "one gather a step"
@@ -124,7 +122,11 @@ class FSDPOptimizer(AgreeingOptimizer):
         """Rows of (asked for, in effect, why they differ or how it was found)."""
         *rows, sent = super().describe()
         # Of the topology and of the bytes, which count the agreement, there is a row already.
-        own = [row for row in self.compressed.describe() if row[0] not in (rows[0][0], sent[0], "dead gradients")]
+        own = [
+            row
+            for row in self.compressed.describe()
+            if row[0] not in (rows[0][0], sent[0], "dead and unequal gradients")
+        ]
         return [*own, *rows, sent]
 
     @contextmanager
@@ -262,9 +264,9 @@ class FSDPOptimizer(AgreeingOptimizer):
         self.compressed.load_state_dict(own["wires"])
 
     def _left(self) -> dict[str, str]:
-        if all(reduction.loco is None for reduction in self.compressed.reductions):
+        if all(memory is None for reduction in self.compressed.reductions for memory in reduction.memories):
             return {}
-        return {"wires": "LoCo's errors are moving averages over few steps, of these pieces alone, and no debt"}
+        return {"wires": "LoCo's errors are moving averages over few steps, of these pieces alone, and no sums"}
 
     def _adapt(self, source: Source) -> None:
         super()._adapt(source)

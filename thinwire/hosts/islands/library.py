@@ -18,7 +18,8 @@ from thinwire.collectives.meters import Meters
 from thinwire.errors import ConfigError
 from thinwire.hosts.islands.flights import Host
 from thinwire.hosts.islands.loop import OuterLoop
-from thinwire.methods.islands.diloco import DiLoCoMethod, IslandsMethod, LocalSGDMethod, StreamingDiLoCoMethod
+from thinwire.methods.islands.base import IslandsMethod
+from thinwire.methods.islands.diloco import DiLoCoMethod, LocalSGDMethod, StreamingDiLoCoMethod
 from thinwire.state.replicas import fitting_parameters
 from thinwire.table import Row
 from thinwire.table import announce as announce_table

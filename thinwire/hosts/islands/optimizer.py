@@ -16,7 +16,7 @@ from thinwire.collectives.meters import Meters
 from thinwire.hosts.interface import ParallelOptimizer, RankOptions, apply
 from thinwire.hosts.islands.loop import OuterLoop
 from thinwire.hosts.islands.recovery import Change
-from thinwire.methods.islands.diloco import AmongIslands, IslandsMethod
+from thinwire.methods.islands.base import AmongIslands, IslandsMethod
 from thinwire.table import Row
 
 # Of a checkpoint: what an island's outer method holds.
@@ -40,6 +40,11 @@ class IslandsOptimizer:
     def comm(self) -> Communicator:
         """The island's."""
         return self.inner.comm
+
+    @property
+    def everyone(self) -> Communicator:
+        """All ranks of the island."""
+        return self.inner.everyone
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from thinwire.errors import ConfigError
 from thinwire.hosts.one_byte.directions import Directions
-from thinwire.methods.data import one_byte_code as byte
+from thinwire.methods import one_byte_code as byte
 from thinwire.state.replicas import (
     ReplicaError,
     check_layout,

@@ -25,7 +25,7 @@ from thinwire.hosts.interface import ParallelOptimizer, RankOptions, apply, with
 from thinwire.hosts.one_byte.directions import Directions
 from thinwire.hosts.one_byte.log import Entry, OneByteLog
 from thinwire.hosts.ranks import Ranks
-from thinwire.methods.data import one_byte_code as byte
+from thinwire.methods import one_byte_code as byte
 from thinwire.methods.data.one_byte import WORD_BYTES, OneByte
 from thinwire.state.replicas import (
     check_layout,

@@ -8,34 +8,72 @@ from typing import Any
 from torch import nn
 
 
+class Waiting(dict[str, nn.Parameter | None]):
+    """A module's own parameters, which are waited for before anything gets at them.
+
+    `nn.Module` finds its parameters in the dictionary `_parameters`: by name for an attribute, through its items for
+    `parameters()`, `state_dict()`, `load_state_dict()` and `to()`. This one stands in its place. A copy of the module,
+    by copy or pickle, has the weights as they are when all have arrived, and a plain dictionary.
+    """
+
+    def __init__(self, parameters: dict[str, nn.Parameter | None], wait: Callable[[], None]) -> None:
+        super().__init__(parameters)
+        self.wait = wait
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        self.wait()
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.wait()
+        return super().get(name, default)
+
+    def items(self) -> Any:
+        self.wait()
+        return super().items()
+
+    def values(self) -> Any:
+        self.wait()
+        return super().values()
+
+    def pop(self, name: str, *default: Any) -> Any:
+        self.wait()
+        return super().pop(name, *default)
+
+    def copy(self) -> dict[str, nn.Parameter | None]:
+        return dict(self.items())
+
+    def __reduce_ex__(self, protocol: object) -> tuple[type, tuple[dict[str, nn.Parameter | None]]]:
+        return dict, (self.copy(),)
+
+
+class Hook:
+    """A module's hook of this process alone: in a copy of the module it does nothing."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self.call = call
+
+    def __call__(self, *given: Any) -> None:
+        self.call(*given)
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _copy_of_hook, ()
+
+
+def _do_nothing(*given: Any) -> None:
+    """The copy of a Hook."""
+
+
+def _copy_of_hook() -> Callable[..., None]:
+    return _do_nothing
+
+
 def guard(module: nn.Module, wait: Callable[[], None]) -> None:
     """Call `wait` before anything gets at the module's own parameters through the module.
 
     A forward hook alone would miss a parent that uses a child's weight without calling the child, and code that reads
-    weights between steps. Therefore the module's class becomes a subclass, of the same name, in which attributes,
-    `parameters()`, `state_dict()` and `load_state_dict()` wait too: the first looks parameters up by name, the others
-    go through `_parameters`. Tensors that were taken out of the module before are beyond reach.
+    weights between steps. Recurrent layers keep a list of their weights and read that, which the hook covers. Tensors
+    that were taken out of the module before are beyond reach.
     """
-    base = type(module)
-
-    def __getattr__(self: nn.Module, name: str) -> Any:
-        if name in self.__dict__.get("_parameters", ()):
-            wait()
-        return base.__getattr__(self, name)
-
-    def get_parameters(self: nn.Module) -> dict[str, nn.Parameter | None]:
-        wait()
-        return self.__dict__["_parameters"]
-
-    def set_parameters(self: nn.Module, parameters: dict[str, nn.Parameter | None]) -> None:
-        self.__dict__["_parameters"] = parameters
-
-    body = {
-        "__module__": base.__module__,
-        "__qualname__": base.__qualname__,
-        "__getattr__": __getattr__,
-        "_parameters": property(get_parameters, set_parameters),
-    }
-    module.__class__ = type(base.__name__, (base,), body)
-    # Recurrent layers keep a list of their weights and read that.
-    module.register_forward_pre_hook(lambda *_: wait())
+    module._parameters = Waiting(module._parameters, wait)
+    module.register_forward_pre_hook(Hook(lambda *_: wait()))

@@ -18,12 +18,12 @@ from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
 from thinwire.errors import ConfigError
 from thinwire.hosts.interface import ParallelOptimizer, RankOptions, apply
 from thinwire.hosts.ranks import Axis, open_ranks
-from thinwire.hosts.sharded.optimizer import ZeroOptimizer
-from thinwire.layout.buckets import Bucket, build_buckets
-from thinwire.layout.formats import Strategy
-from thinwire.methods.data.zero import ShardedMethod
+from thinwire.hosts.sharded.optimizer import ShardedOptimizer
+from thinwire.layout.levels import Levels
+from thinwire.methods.sharded import ShardedMethod
 from thinwire.state.elementwise import check_elementwise
 from thinwire.state.replicas import check_device, digest, odd_ranks
+from thinwire.table import Row
 from thinwire.table import announce as announce_table
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -33,7 +33,7 @@ Group = dist.ProcessGroup | DeviceMesh | None
 def zero(
     model: Model,
     optimizer: torch.optim.Optimizer,
-    strategy: Strategy,
+    strategy: ShardedMethod,
     *,
     group: Group = None,
     local_size: int | None = None,
@@ -45,7 +45,7 @@ def zero(
     timeout_s: float = DEFAULT_TIMEOUT_S,
     checked: bool = False,
     announce: bool = True,
-) -> tuple[Model, ZeroOptimizer]:
+) -> tuple[Model, ShardedOptimizer]:
     """Shard an optimizer over data-parallel ranks and compress what they exchange; the model object stays the same.
 
     strategy: what travels and how, such as `thinwire.SDP4Bit()`. group: the ranks that hold replicas of this model: a
@@ -66,62 +66,80 @@ def zero(
     named = _trained_parameters(model, optimizer)
     check_elementwise(optimizer)
     ranks = open_ranks(axis, group=group, local_size=local_size, timeout_s=timeout_s, checked=checked)
-    comm = ranks.comm
-    comms: dict[int, Communicator] = {}
+    comms, numbers = [ranks.comm], dict[int, int]()
 
-    def comm_for(name: str, param: nn.Parameter) -> Communicator:
+    def group_of(name: str, param: nn.Parameter) -> int:
         special = group_for(name, param) if group_for is not None else None
         if special is None:
-            return comm
-        if id(special) not in comms:
-            comms[id(special)] = Communicator(special, timeout_s=timeout_s, checked=checked)
-        return comms[id(special)]
+            return 0
+        if id(special) not in numbers:
+            numbers[id(special)] = len(comms)
+            comms.append(Communicator(special, timeout_s=timeout_s, checked=checked))
+        return numbers[id(special)]
 
-    chosen = {id(param): comm_for(name, param) for name, param in model.named_parameters()}
-    device = named[0][1].device
+    chosen = {name: group_of(name, param) for name, param in model.named_parameters()}
+    levels = [strategy.levels(own.topology) for own in comms]
+    if any(own.weights_over > 1 for own in levels):
+        _check_cut(strategy, named, axis, levels)
+    device = next(iter(named.values())).device
     if device.type == "cuda":
         # On the CPU the launcher has done it, or the first message waits a second.
-        warm({*strategy.matrix().codecs, *strategy.vector().codecs}, device)
-    notes = _same_start(model, named, strategy, comm, chosen)
+        warm(set(strategy.codecs), device)
+    notes = _same_start(model, named, strategy, comms, chosen)
     notes += _notes_on_parameters(model, named, overlap)
-    buckets: list[Bucket] = build_buckets(named, strategy, lambda _, param: chosen[id(param)], bucket_numel, Bucket)
-    for bucket in buckets:
-        bucket.allocate()
-    sharded = ZeroOptimizer(model, optimizer, strategy, buckets, ranks, overlap=overlap, seed=seed, notes=notes)
-    if announce and comm.rank == 0:
+    units = strategy.units(model, named, levels, chosen.__getitem__, bucket_numel)
+    sharded = ShardedOptimizer(model, optimizer, strategy, units, ranks, comms, overlap=overlap, seed=seed, notes=notes)
+    if announce and ranks.comm.rank == 0:
         announce_table(sharded.describe())
     return model, sharded
 
 
-def _check_strategy(strategy: Strategy) -> None:
-    """Raise ConfigError for a method of another host."""
-    why = getattr(strategy, "not_on_zero", "" if hasattr(strategy, "matrix") else "belongs to another wrapper")
-    if why:
-        way = f"thinwire.{strategy.own_way} or " if hasattr(strategy, "own_way") else ""
+def _check_strategy(strategy: object) -> None:
+    """Raise ConfigError for a method of another host, and for what is none."""
+    if isinstance(strategy, ShardedMethod):
+        return
+    name = getattr(strategy, "name", None)
+    if name is None:
+        raise ConfigError(f"thinwire.zero got {strategy!r}: must be a ShardedMethod, such as thinwire.SDP4Bit()")
+    why = getattr(strategy, "not_on_zero", "belongs to another wrapper")
+    way = f"thinwire.{strategy.own_way} or " if hasattr(strategy, "own_way") else ""
+    raise ConfigError(f"thinwire.zero can't run {name}, which {why}; use {way}`thinwire train --strategy {name}`")
+
+
+def _check_cut(
+    strategy: ShardedMethod, named: dict[str, nn.Parameter], axis: Axis | None, levels: list[Levels]
+) -> None:
+    """Raise ConfigError for what weights that are cut over ranks do not work with."""
+    if axis is not None:
         raise ConfigError(
-            f"thinwire.zero can't run {strategy.name}, which {why}; "
-            f"use {way}`thinwire train --strategy {strategy.name}`"
+            f"{strategy.name} cuts weights over ranks, and can't share a mesh with another axis; nearest that can: "
+            "sdp4bit, zero, ddp or powersgd"
         )
+    if len(levels) > 1:
+        raise ConfigError(f"group_for: {strategy.name} cuts weights over ranks of one group; leave it out")
+    for name, param in named.items():
+        if param.dtype != torch.float32:
+            raise ConfigError(f"{name!r} is {param.dtype}: {strategy.name} cuts weights over ranks only in float32")
 
 
-def _trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:
+def _trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
     """The parameters to shard, in order of registration; raises ConfigError for what can't be."""
     if isinstance(model, DistributedDataParallel):
         raise ConfigError(
             "the model is wrapped in DistributedDataParallel, which would reduce gradients too: give its .module"
         )
-    if isinstance(optimizer, ZeroOptimizer):
+    if isinstance(optimizer, ShardedOptimizer):
         raise ConfigError("this optimizer is sharded already; call zero() once")
     held = {id(param): param for group in optimizer.param_groups for param in group["params"]}
-    named = [(name, param) for name, param in model.named_parameters() if id(param) in held]
+    named = {name: param for name, param in model.named_parameters() if id(param) in held}
     if len(named) < len(held):
         raise ConfigError(f"the optimizer holds {len(held) - len(named)} parameter(s) that the model does not have")
-    named = [(name, param) for name, param in named if param.requires_grad]
+    named = {name: param for name, param in named.items() if param.requires_grad}
     if not named:
         raise ConfigError("the optimizer holds no parameter that requires a gradient: nothing to train")
-    check_device(dict(named))
+    check_device(named)
     memory: dict[int, str] = {}
-    for name, param in named:
+    for name, param in named.items():
         if isinstance(param, DTensor):
             raise ConfigError(f"{name!r} is a DTensor, sharded already; zero() takes whole parameters")
         if param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -134,15 +152,16 @@ def _trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> l
 
 def _same_start(
     model: nn.Module,
-    named: list[tuple[str, nn.Parameter]],
-    strategy: Strategy,
-    comm: Communicator,
-    chosen: dict[int, Communicator],
-) -> list[tuple[str, str, str]]:
+    named: dict[str, nn.Parameter],
+    strategy: ShardedMethod,
+    comms: list[Communicator],
+    chosen: dict[str, int],
+) -> list[Row]:
     """Make all ranks start from rank 0's weights and buffers, sending them only where they differ."""
     # Decoding rounds differently on another kind of device, and replicas would drift apart.
-    kind = torch.cuda.get_device_name(named[0][1].device) if named[0][1].is_cuda else "cpu"
-    shapes = kind + repr([(name, tuple(p.shape), str(p.dtype)) for name, p in named])
+    device, comm = next(iter(named.values())).device, comms[0]
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    shapes = kind + repr([(name, tuple(p.shape), str(p.dtype)) for name, p in named.items()])
     shapes += repr((strategy.matrix(), strategy.vector()))
     if odd := odd_ranks(comm, digest([shapes.encode()])):
         raise ConfigError(
@@ -151,11 +170,8 @@ def _same_start(
         )
     sent: list[str] = []
     everything = [(name, t.data) for name, t in [*model.named_parameters(), *model.named_buffers()] if not t.is_meta]
-    by_comm: dict[Communicator, list[tuple[str, torch.Tensor]]] = {comm: []}
-    special = {name: chosen[id(param)] for name, param in model.named_parameters()}
-    for name, tensor in everything:
-        by_comm.setdefault(special.get(name, comm), []).append((name, tensor.data))
-    for own, tensors in by_comm.items():
+    for number, own in enumerate(comms):
+        tensors = [(name, tensor) for name, tensor in everything if chosen.get(name, 0) == number]
         if not odd_ranks(own, digest(tensor for _, tensor in tensors)):
             continue
         for name, tensor in tensors:
@@ -167,10 +183,8 @@ def _same_start(
     return [("equal replicas at start", effect, "they differed" if sent else "they were equal already")]
 
 
-def _notes_on_parameters(
-    model: nn.Module, named: list[tuple[str, nn.Parameter]], overlap: bool
-) -> list[tuple[str, str, str]]:
-    known = {id(param) for _, param in named}
+def _notes_on_parameters(model: nn.Module, named: dict[str, nn.Parameter], overlap: bool) -> list[Row]:
+    known = {id(param) for param in named.values()}
     left = [name for name, param in model.named_parameters() if id(param) not in known and param.requires_grad]
     frozen = [name for name, param in model.named_parameters() if not param.requires_grad]
     rows = [
@@ -199,4 +213,4 @@ def _apply_sharded(
     **options: Unpack[RankOptions],
 ) -> tuple[nn.Module, ParallelOptimizer]:
     """See hosts.interface."""
-    return zero(model, optimizer, method, overlap=overlap, announce=False, **options)  # type: ignore[arg-type]
+    return zero(model, optimizer, method, overlap=overlap, announce=False, **options)

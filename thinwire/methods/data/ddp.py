@@ -1,119 +1,55 @@
-"""What the strategies on DistributedDataParallel share, and the plain one; the others have a file each."""
+"""torch's DistributedDataParallel over gloo, in fp32 or bf16."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
-from torch import nn
 
-from thinwire.codecs import Codec
-from thinwire.collectives import Communicator, Topology
+from thinwire.collectives.link import Link
+from thinwire.collectives.ring import BY_FORMULA, AllReduce, ring_bytes
+from thinwire.collectives.rounds import Rounds
 from thinwire.errors import ConfigError, nearest
-from thinwire.methods.data.reductions import (
-    BY_FORMULA,
-    OPERATION,
-    CastMean,
-    Mean,
-    Reduction,
-)
-from thinwire.methods.interface import Plan, agreement_sent, trained_shapes
+from thinwire.methods.ddp import DDPMethod
 from thinwire.methods.options import check_types
-from thinwire.optim import GENERAL
+from thinwire.methods.reduction import OPERATION, Bucket, Reduction, Step
+from thinwire.state.memory import Place
+from thinwire.table import Row
+
+
+class Mean(Reduction):
+    """g = (1/P) sum_r g_r, in fp32."""
+
+    is_metered = False
+    element_bytes = 4
+    effect = ("all_reduce in fp32", "by gloo")
+
+    def run(self, link: Link, bucket: Bucket, step: Step) -> Rounds[None]:
+        yield [AllReduce.start(link, OPERATION, bucket.flat.div_(link.topology.world_size))]
+
+    def sent_bytes(self) -> dict[str, int]:
+        shapes = self.place.shapes.values()
+        return ring_bytes(self.element_bytes * sum(shape.numel() for shape in shapes), self.place.grid)
+
+    def rows(self) -> list[Row]:
+        return [("gradients", *self.effect), BY_FORMULA]
+
+
+class CastMean(Mean):
+    """g = sum_r bf16(g_r / P), summed in bf16 hop by hop."""
+
+    element_bytes = 2
+    effect = ("all_reduce in bf16", "by gloo, which sums in bf16")
+
+    def run(self, link: Link, bucket: Bucket, step: Step) -> Rounds[None]:
+        with link.timed("encode_s", OPERATION):
+            half = bucket.flat.div_(link.topology.world_size).to(torch.bfloat16)
+        yield [AllReduce.start(link, OPERATION, half)]
+        with link.timed("decode_s", OPERATION):
+            bucket.flat.copy_(half)
+
 
 REDUCTIONS: dict[str, type[Mean]] = {"fp32": Mean, "bf16": CastMean}
-
-
-class DDPMethod:
-    """What makes a way to average gradients a Method: it is applied by `wrap_ddp`."""
-
-    # Why thinwire.zero can't host it, to follow its name.
-    own_way: ClassVar[str] = "compress_ddp"
-    not_on_zero: ClassVar[str] = "averages whole gradients, and zero gives every rank a slice"
-    # Whether it weighs what it remembers by the learning rate.
-    uses_learning_rates = False
-
-    @property
-    def name(self) -> str:
-        """What `--strategy` calls it."""
-        raise NotImplementedError
-
-    @property
-    def find_unused_parameters(self) -> bool:
-        """DDP's option of that name."""
-        raise NotImplementedError
-
-    @property
-    def single_bucket(self) -> bool:
-        """Whether the method wants all gradients at once; else buckets are reduced while backward goes on."""
-        return False
-
-    @property
-    def whole_step(self) -> bool:
-        """Whether gradients are reduced together when the last of a step has come, and clipped by the method.
-
-        Then what has been sent can't be scaled any more; in a world of one too, for the method replaces a part of the
-        optimizer.
-        """
-        return False
-
-    @property
-    def optimizers(self) -> tuple[str, ...]:
-        """See Method."""
-        return GENERAL
-
-    @property
-    def optimizers_reason(self) -> str:
-        """See Method."""
-        return "brings no optimizer of its own"
-
-    @property
-    def codecs(self) -> tuple[Codec, ...]:
-        """None: nothing of thinwire's is compiled."""
-        return ()
-
-    @property
-    def settled_after(self) -> int:
-        """Steps at the start that are reduced in another way."""
-        return 0
-
-    def check(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        """Raise ConfigError for a model or an optimizer with which the method would go wrong."""
-
-    def reduction(self, world_size: int, seed: int) -> Reduction:
-        """How one bucket is averaged, with its state."""
-        raise NotImplementedError
-
-    def bind(
-        self,
-        reduction: Reduction,
-        trained: Mapping[str, nn.Parameter],
-        optimizer: torch.optim.Optimizer | None,
-        comm: Communicator,
-    ) -> None:
-        """Show a reduction that asks for it what it works with; before the first step, on every rank."""
-
-    def plan(self, model: nn.Module, topology: Topology, micro_batches: int) -> Plan:
-        """Everything is whole on every rank; only the last micro-batch's backward communicates."""
-        shapes = trained_shapes(model)
-        whole = 4 * sum(shape.numel() for shape in shapes.values())
-        reduction = self.reduction(topology.world_size, 0)
-        sent = {(OPERATION, level): num for level, num in reduction.sent_bytes(shapes, topology).items()}
-        words = agreement_sent(topology)
-        # A node sends one rank's part of a ring to other nodes.
-        ring = None
-        if BY_FORMULA in reduction.rows(shapes):
-            ring = sum(sent.values()) + topology.local_size * words["all_gather_exact", "inter"]
-        return Plan(
-            weights=whole,
-            gradients=whole,
-            optimizer=2 * whole,
-            sent=sent | words,
-            crossing=ring if topology.num_nodes > 1 else 0,
-            other=reduction.kept_bytes(shapes, topology),
-        )
 
 
 @dataclass(frozen=True)
@@ -139,5 +75,5 @@ class DDP(DDPMethod):
     def name(self) -> str:
         return "ddp" if self.wire == "fp32" else f"ddp-{self.wire}"
 
-    def reduction(self, world_size: int, seed: int) -> Reduction:
-        return REDUCTIONS[self.wire]()
+    def reduction(self, place: Place, seed: int) -> Reduction:
+        return REDUCTIONS[self.wire](place)

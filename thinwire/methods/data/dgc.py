@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from thinwire.checkpoint import Debt
 from thinwire.codecs import (
     Cast,
     Codec,
@@ -18,31 +17,20 @@ from thinwire.codecs import (
     Threshold,
     TopK,
 )
-from thinwire.collectives import Topology
 from thinwire.collectives.gather import all_gather_packets, gather_bytes
 from thinwire.collectives.link import Link
 from thinwire.collectives.reduce import added
 from thinwire.collectives.rounds import Rounds
 from thinwire.errors import ConfigError, nearest
-from thinwire.methods.data.plannable import Plannable, codec_errors, densities
-from thinwire.methods.data.reductions import FP32_BYTES, OPERATION, Step, seed_of
-from thinwire.methods.data.whole_step import (
-    Compressed,
-    OnWholeStep,
-    WholeStep,
-    check_clip,
-    is_compressed,
-)
 from thinwire.methods.options import check_types
+from thinwire.methods.plannable import Plannable, Tunable, codec_errors, densities
+from thinwire.methods.reduction import OPERATION, Step, seed_of
+from thinwire.methods.whole_step import Compressed, OnWholeStep, WholeStep, check_clip, is_compressed
 from thinwire.optim import DGCSGD
-from thinwire.state.memory import Memory
-from thinwire.state.portable import Owed
+from thinwire.state.memory import Averaged, Place, Residual
 from thinwire.table import Row
 
 VALUES: dict[str, Codec] = {"fp32": Identity(), "bf16": Cast("bf16")}
-VELOCITY, UNSENT = "velocity", "unsent"
-# What a checkpoint calls them.
-UNSENT_SUMS, VELOCITIES = "unsent sums of velocities", "velocities"
 DEFAULT_STAGE = 25
 # Of a run whose length is known, the warm-up of the density takes this share.
 WARMUP_SHARE = 0.1
@@ -122,8 +110,6 @@ class DGC(OnWholeStep, Plannable):
         stage = step // self.stage_steps
         return self.warmup[stage] if stage < len(self.warmup) else self.density
 
-    # ---------------------------------------------------------------- for L-GreCo
-
     @property
     def uniform(self) -> float:
         return self.density
@@ -136,8 +122,6 @@ class DGC(OnWholeStep, Plannable):
 
     def size(self, shape: torch.Size, setting: float) -> int:
         return self.codec(setting).packet_bytes(shape.numel())
-
-    # ---------------------------------------------------------------- in a run
 
     def for_run(self, num_steps: int, num_warmup_steps: int) -> DGC:
         """With the length of the warm-up's stages, where none is stated; see PlannedByRun."""
@@ -160,23 +144,33 @@ class DGC(OnWholeStep, Plannable):
                 "momentum=0, or take thinwire.DGCSGD, in which only weight decay has momentum"
             )
 
-    def reduction(self, world_size: int, seed: int) -> SparseMean:
-        return SparseMean(self, seed)
+    def reduction(self, place: Place, seed: int) -> SparseMean:
+        return SparseMean(self, place, seed)
 
 
-class SparseMean(WholeStep):
-    """The mean over nodes of the entries that DGC lets through."""
+class SparseMean(WholeStep, Tunable):
+    """The mean over nodes of the entries that DGC lets through.
 
-    def __init__(self, method: DGC, seed: int) -> None:
-        super().__init__(method.clip)
+    It keeps `unsent`, v, of this local rank's slices, once a node, and `velocity`, u, of the dense tensors too. Without
+    momentum and clipping, what came out + v = the mean gradients; with momentum m and no masking,
+    (1 - m) (came out + v) + m u is.
+    """
+
+    def __init__(self, method: DGC, place: Place, seed: int) -> None:
+        super().__init__(method.clip, place)
         self.method, self.seed = method, seed
-        # Densities chosen for single parameters, by name.
-        self.settings: dict[str, float] = {}
-        self.watch: Callable[[str, Tensor], None] | None = None
+        # Clipping comes before it.
+        unsent = Residual("unsent sums of velocities", after_clip=None)
+        self.velocity = self.state.add(
+            "velocity", Averaged("velocities"), self._velocity_shape, self.slice_spans, row="velocities"
+        )
+        self.unsent = self.state.add("unsent", unsent, self.slice_shape, self.slice_spans, row="unsent")
         self._unchecked: list[Row] = []
 
-    def bind(self, trained: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer | None, comm: Any) -> None:
-        super().bind(trained, optimizer, comm)
+    def _velocity_shape(self, name: str, shape: torch.Size) -> torch.Size:
+        return self.slice_shape(name, shape) or shape
+
+    def bind(self, trained: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer | None) -> None:
         momenta = {group["momentum"] for group in optimizer.param_groups} if isinstance(optimizer, DGCSGD) else set()
         if optimizer is None:
             self._unchecked = [("optimizer", "not known", "it must be SGD without momentum, or thinwire.DGCSGD")]
@@ -203,7 +197,7 @@ class SparseMean(WholeStep):
         packet = link.scratch("packet", sum(codecs[name].packet_bytes(g.numel()) for name, g in fresh.items()))
         with link.timed("encode_s", OPERATION):
             for name, part in self._parts(packet, fresh, codecs).items():
-                self._contribution(name, fresh[name], sums[name]).add_(self._unsent(name, fresh[name]))
+                self._contribution(name, fresh[name], sums[name]).add_(self.unsent[name])
                 if self.watch:
                     self.watch(name, sums[name])
                 codecs[name].encode(sums[name], seed=seed_of(self.seed, step.number, name), out=part)
@@ -219,25 +213,17 @@ class SparseMean(WholeStep):
         chosen = {} if step < method.settled_after else self.settings
         return {name: method.codec(chosen.get(name, method.density_at(step))) for name in names}
 
-    # ---------------------------------------------------------------- momentum
-
-    def _velocity(self, name: str, like: Tensor) -> Tensor:
-        return self.memory.get(name, VELOCITY, *like.shape)
-
-    def _unsent(self, name: str, like: Tensor) -> Tensor:
-        return self.memory.get(name, UNSENT, *like.shape)
-
     def _contribution(self, name: str, g: Tensor, out: Tensor | None = None) -> Tensor:
         """What this step adds: m u + g, or m (u + g) + g. Memory stays as it is until the step is known to be sound."""
         out = torch.empty_like(g) if out is None else out
-        out.copy_(self._velocity(name, g))
+        out.copy_(self.velocity[name])
         if self.method.nesterov:
             out.add_(g)
         return out.mul_(self.method.momentum).add_(g)
 
     def _advance(self, name: str, g: Tensor) -> Tensor:
         """u <- m u + g, or m (u + g)."""
-        u = self._velocity(name, g)
+        u = self.velocity[name]
         return u.add_(g).mul_(self.method.momentum) if self.method.nesterov else u.mul_(self.method.momentum).add_(g)
 
     def _remember(
@@ -251,11 +237,9 @@ class SparseMean(WholeStep):
         for name, g in fresh.items():
             u = self._advance(name, g)
             values = codecs[name].decode(sent[name], g.numel())
-            torch.sub(sums[name], values, out=self._unsent(name, g))
+            torch.sub(sums[name], values, out=self.unsent[name])
             if self.method.factor_masking:
                 u.masked_fill_(values != 0, 0.0)
-
-    # ---------------------------------------------------------------- packets
 
     def _parts(self, packet: Tensor, fresh: Mapping[str, Tensor], codecs: Mapping[str, Codec]) -> dict[str, Tensor]:
         """Each parameter's part of the last dimension, by name."""
@@ -274,52 +258,16 @@ class SparseMean(WholeStep):
             outs[name] = out.div_(grid.num_nodes).view(-1)[: shape.numel()].view(shape)
         return outs
 
-    # ---------------------------------------------------------------- of every Reduction
-
-    def sent_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> dict[str, int]:
-        slices = {name: self.slice_length(shape, grid) for name, shape in shapes.items() if is_compressed(shape)}
+    def sent_bytes(self) -> dict[str, int]:
+        slices = {name: self.slice_length(shape) for name, shape in self.shapes.items() if is_compressed(shape)}
         codecs = self._codecs(slices, self.method.settled_after)
         packet_bytes = sum(codecs[name].packet_bytes(length) for name, length in slices.items())
-        return added(self.exact_bytes(shapes, grid), gather_bytes(grid, packet_bytes))
+        return added(self.exact_bytes(), gather_bytes(self.grid, packet_bytes))
 
-    def kept_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> dict[str, int]:
-        slices = sum(self.slice_length(shape, grid) for shape in shapes.values() if is_compressed(shape))
-        dense = sum(shape.numel() for shape in shapes.values() if not is_compressed(shape))
-        return {"velocities": FP32_BYTES * (slices + dense), "unsent": FP32_BYTES * slices}
-
-    def rows(self, shapes: Mapping[str, torch.Size]) -> list[Row]:
-        method, num_sparse = self.method, sum(map(is_compressed, shapes.values()))
+    def rows(self) -> list[Row]:
+        method, shapes, num_sparse = self.method, self.shapes, sum(map(is_compressed, self.shapes.values()))
         stages = ", ".join(f"{density:g}" for density in method.warmup)
         warmup = (f"{stages} for {method.stage_steps} steps each", "warm-up") if method.warmup else ("none", "")
         effect = f"{num_sparse} of {len(shapes)} as {method.codec(method.density)}, the others in fp32"
         kinds = [("gradients", effect, "one all_gather"), ("densities before", *warmup)]
         return [*kinds, *self.common_rows(), *self._unchecked]
-
-    def debts(self, shapes: Mapping[str, torch.Size], grid: Topology, rank: int) -> list[Debt]:
-        found: list[Debt] = []
-        for name, kinds in self.memory.held.items():
-            for kind, owed_as in ((UNSENT, UNSENT_SUMS), (VELOCITY, VELOCITIES)):
-                if kind in kinds:
-                    found.append(self.debt(owed_as, name, kind, kinds[kind]))
-        return found
-
-    def owe(self, shapes: Mapping[str, torch.Size], grid: Topology, rank: int, owed: Owed) -> None:
-        self.memory = Memory()
-        for name, shape in shapes.items():
-            for kind, owed_as in ((UNSENT, UNSENT_SUMS), (VELOCITY, VELOCITIES)):
-                if (value := owed(owed_as, name)) is not None:
-                    whole = value.view(shape)
-                    self.memory.put(name, kind, self.slice_of(whole) if is_compressed(shape) else whole)
-
-    def residuals(self) -> dict[str, Tensor]:
-        """By parameter, v: sum of what came out + mean over ranks of this = sum of u as it was added to v.
-
-        Without momentum and clipping that is the sum of the mean gradients; with momentum m and no masking,
-        (1 - m) (came out + v) + m u is.
-        """
-        owed = {name: torch.zeros(shape) for name, shape in self.shapes.items()}
-        for name, kinds in self.memory.held.items():
-            if UNSENT in kinds:
-                # A node has one memory, in local_size slices; the mean is over ranks.
-                owed[name] = self.whole(kinds[UNSENT], name) * self.grid.local_size
-        return owed

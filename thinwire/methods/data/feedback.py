@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from thinwire.checkpoint import Debt
 from thinwire.codecs import (
     Codec,
     Identity,
@@ -19,32 +17,17 @@ from thinwire.codecs import (
     derive_seed,
 )
 from thinwire.codecs.integer import WIDTHS
-from thinwire.collectives import Topology
 from thinwire.collectives.gather import all_gather_packets, gather_bytes
 from thinwire.collectives.link import Link
 from thinwire.collectives.rounds import Rounds
-from thinwire.methods.data.plannable import Plannable, codec_errors, densities
-from thinwire.methods.data.reductions import (
-    FP32_BYTES,
-    OPERATION,
-    Bucket,
-    Step,
-    seed_of,
-)
 from thinwire.methods.options import check_types
-from thinwire.state.clipping import Clip
-from thinwire.state.memory import Memory
-from thinwire.state.portable import GRADIENTS, Owed
+from thinwire.methods.plannable import Plannable, Tunable, codec_errors, densities
+from thinwire.methods.reduction import OPERATION, Bucket, Step, is_large_matrix, seed_of
+from thinwire.state.memory import Place, Residual
+from thinwire.table import Row
 
-# Vectors and smaller tensors are not worth a codec: they travel as they are.
-MIN_ELEMENTS = 256
 # Packets start at whole 8-byte words of a message.
 WORD_BYTES = 8
-
-
-def is_compressed(shape: torch.Size) -> bool:
-    """Whether a gradient of this shape goes through the codec; norms, biases and tiny ones travel in fp32."""
-    return len(shape) >= 2 and shape.numel() >= MIN_ELEMENTS
 
 
 class WithFeedback(Plannable):
@@ -64,7 +47,7 @@ class WithFeedback(Plannable):
         return (self.codec(self.uniform),)
 
     def candidates(self, shape: torch.Size, span: float) -> list[float]:
-        return self.settings(span) if is_compressed(shape) else []
+        return self.settings(span) if is_large_matrix(shape) else []
 
     def errors(self, x: Tensor, settings: Sequence[float]) -> list[float]:
         return codec_errors(x, [self.codec(setting) for setting in settings])
@@ -72,8 +55,8 @@ class WithFeedback(Plannable):
     def size(self, shape: torch.Size, setting: float) -> int:
         return self.codec(setting).packet_bytes(shape.numel())
 
-    def reduction(self, world_size: int, seed: int) -> FeedbackMean:
-        return FeedbackMean(self, seed)
+    def reduction(self, place: Place, seed: int) -> FeedbackMean:
+        return FeedbackMean(self, place, seed)
 
 
 @dataclass(frozen=True)
@@ -156,18 +139,19 @@ class Section:
         return message[self.start : self.stop]
 
 
-class FeedbackMean:
+class FeedbackMean(Tunable):
     """g = (1/P) sum_r C(x_r) with x_r = g_r + e_r, after which e_r = x_r - C(x_r).
 
     A rank's packets of one bucket are one message, which every other rank gets; sums are taken in fp32 in rank order.
     """
 
-    def __init__(self, method: WithFeedback, seed: int) -> None:
+    def __init__(self, method: WithFeedback, place: Place, seed: int) -> None:
+        super().__init__(place)
         self.method = method
         self.seed = seed
-        self.memory = Memory()
-        self.settings: dict[str, float] = {}
-        self.watch: Callable[[str, Tensor], None] | None = None
+        # Old sparse errors do more harm than good in front of Adam: measured, docs/methods/error-feedback.md.
+        residual = Residual(after_clip="factor")
+        self.error = self.state.add("error", residual, self._large, row="error feedback")
 
     def run(self, link: Link, bucket: Bucket, step: Step) -> Rounds[None]:
         sections = self._sections({name: grad.shape for name, grad in zip(bucket.names, bucket.grads, strict=True)})
@@ -175,7 +159,7 @@ class FeedbackMean:
         errors: dict[str, Tensor] = {}
         with link.timed("encode_s", OPERATION):
             for (name, section), grad in zip(sections.items(), bucket.grads, strict=True):
-                x = (grad + self._error(name, grad.shape)).reshape(-1)
+                x = (grad + (self.error[name] if is_large_matrix(grad.shape) else 0.0)).reshape(-1)
                 if self.watch:
                     self.watch(name, x)
                 seed = derive_seed(seed_of(self.seed, step.number, name), link.rank)
@@ -191,10 +175,11 @@ class FeedbackMean:
                     section.codec.decode_add(section.of(gathered[grid.local_rank(rank), grid.node(rank)]), total)
                 grad.copy_(total.div_(grid.world_size).view(grad.shape))
         for name, error in errors.items():
-            self.memory.put(name, "error", error)
+            self.error[name] = error
 
-    def _error(self, name: str, shape: torch.Size) -> Tensor | float:
-        return self.memory.get(name, "error", *shape) if is_compressed(shape) else 0.0
+    @staticmethod
+    def _large(name: str, shape: torch.Size) -> torch.Size | None:
+        return shape if is_large_matrix(shape) else None
 
     def _sections(self, shapes: Mapping[str, torch.Size]) -> dict[str, Section]:
         """The layout of a message that holds gradients of these shapes, in their order."""
@@ -202,53 +187,24 @@ class FeedbackMean:
         start = 0
         for name, shape in shapes.items():
             setting = self.settings.get(name, self.method.uniform)
-            codec = self.method.codec(setting) if is_compressed(shape) else Identity()
+            codec = self.method.codec(setting) if is_large_matrix(shape) else Identity()
             section = Section(codec, shape.numel(), start, start + codec.packet_bytes(shape.numel()))
             sections[name] = section
             start += padded(section)
         return sections
 
-    def sent_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> dict[str, int]:
-        return gather_bytes(grid, sum(padded(section) for section in self._sections(shapes).values()))
+    def sent_bytes(self) -> dict[str, int]:
+        sections = self._sections(self.place.shapes)
+        return gather_bytes(self.place.grid, sum(padded(section) for section in sections.values()))
 
-    def kept_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> dict[str, int]:
-        return {"error feedback": FP32_BYTES * sum(shape.numel() for shape in filter(is_compressed, shapes.values()))}
-
-    def rows(self, shapes: Mapping[str, torch.Size]) -> list[tuple[str, str, str]]:
-        thin, codec = list(filter(is_compressed, shapes.values())), self.method.codec(self.method.uniform)
-        held = FP32_BYTES * sum(shape.numel() for shape in thin)
+    def rows(self) -> list[Row]:
+        num_large, codec = len(self.error.shapes()), self.method.codec(self.method.uniform)
+        effect = f"{num_large} of {len(self.place.shapes)} as {codec}, the others in fp32"
+        held = f"{self.error.planned_bytes / 1e6:.1f} MB are held for it"
         return [
-            (
-                "gradients",
-                f"{len(thin)} of {len(shapes)} as {codec}, the others in fp32",
-                "every rank's packets to all",
-            ),
-            ("what they lose", "is added to the next gradient", f"{held / 1e6:.1f} MB are held for it"),
+            ("gradients", effect, "every rank's packets to all"),
+            ("what they lose", "is added to the next gradient", held),
         ]
-
-    def forgive(self, clip: Clip) -> None:
-        # Old sparse errors do more harm than good in front of Adam: measured, docs/methods/error-feedback.md.
-        for error in self.residuals().values():
-            error.mul_(clip.factor)
-
-    def forget(self) -> list[str]:
-        return self.memory.forget()
-
-    def residuals(self) -> dict[str, Tensor]:
-        return self.memory.kind("error")
-
-    def debts(self, shapes: Mapping[str, torch.Size], grid: Topology, rank: int) -> list[Debt]:
-        return [debt.below("memory") for debt in self.memory.debts("error", GRADIENTS, grid)]
-
-    def owe(self, shapes: Mapping[str, torch.Size], grid: Topology, rank: int, owed: Owed) -> None:
-        thin = {name: shape for name, shape in shapes.items() if is_compressed(shape)}
-        self.memory.owe("error", GRADIENTS, thin, owed)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"memory": self.memory.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.memory.load_state_dict(state["memory"])
 
 
 def padded(section: Section) -> int:

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
-from thinwire.codecs import (
-    Cast,
-    Codec,
-    Hadamard,
-    Identity,
-    Integer,
-)
+from thinwire.codecs import Cast, Codec, Hadamard, Identity, Integer
 from thinwire.collectives import Topology
 from thinwire.errors import ConfigError, nearest
-from thinwire.layout.buckets import Seat
 from thinwire.layout.formats import LevelFormat
+from thinwire.layout.layers import layers_of
 from thinwire.layout.levels import Levels, levels_on
-from thinwire.layout.units import lay_out, sent_by
-from thinwire.methods.interface import CUTS_TENSORS, Plan, agreement_sent
+from thinwire.layout.spans import Unit, lay_out, sent_by
 from thinwire.methods.options import check_types
-from thinwire.optim import ELEMENTWISE
+from thinwire.methods.sharded import ShardedMethod
+from thinwire.table import Row
 
 # Short groups: parameters are padded to them, and every shard holds whole ones. With bf16 scales, 64 gradients cost
 # what 128 do with fp32 scales, and lose less.
@@ -37,7 +32,7 @@ PLAIN: dict[str, Codec] = {"fp32": Identity(), "bf16": Cast("bf16")}
 
 
 @dataclass(frozen=True)
-class Frontier:
+class Frontier(ShardedMethod):
     """Weights cut over s1 near ranks, gradients over s2, masters and the optimizer's state over all P; s1 | s2 | P.
 
     weights_over, gradients_over: s1 and s2; by default 2 where nodes have an even number of ranks, else 1, and the
@@ -54,9 +49,8 @@ class Frontier:
     """
 
     name: ClassVar[str] = "frontier"
-    settled_after: ClassVar[int] = 0
-    optimizers: ClassVar[tuple[str, ...]] = ELEMENTWISE
-    optimizers_reason: ClassVar[str] = CUTS_TENSORS
+    shares_mesh: ClassVar[bool] = False
+    not_on_fsdp: ClassVar[str] = "cuts a model in its own way, not FSDP2's: use `thinwire train --strategy frontier`"
 
     weights_over: int | None = None
     gradients_over: int | None = None
@@ -86,7 +80,6 @@ class Frontier:
         self.matrix()
 
     def matrix(self) -> LevelFormat:
-        """For parameters of two and more dimensions."""
         # fp32 loses nothing, so that there would be nothing to make up for.
         differences = self.differences and self.refresh != "fp32"
         refresh, shards = self._weight_codec(self.refresh), self._weight_codec(self.weights)
@@ -94,7 +87,6 @@ class Frontier:
         return LevelFormat(refresh, differences, intra, inter, shards=shards)
 
     def vector(self) -> LevelFormat:
-        """For norms and biases."""
         exact = Identity()
         return LevelFormat(exact, False, exact, exact, shards=exact)
 
@@ -102,31 +94,63 @@ class Frontier:
         """The groups of ranks on this grid; raises ConfigError where they do not fit it."""
         return levels_on(topology, self.weights_over, self.gradients_over)
 
-    @property
-    def codecs(self) -> tuple[Codec, ...]:
-        """Whose kernels are compiled before the workers start."""
-        return *self.matrix().codecs, *self.vector().codecs
+    def units(
+        self,
+        model: nn.Module,
+        trained: Mapping[str, Tensor],
+        groups: Sequence[Levels],
+        group_of: Callable[[str], int],
+        bucket_numel: int | None,
+    ) -> tuple[Unit, ...]:
+        """The root first, then children of ModuleLists in order of registration.
 
-    def plan(self, model: nn.Module, topology: Topology, micro_batches: int) -> Plan:
-        """4 N/s1 of weights, 4 N/s2 of gradient sums, 12 N/P of masters and moments, and whole units passing by."""
-        levels = self.levels(topology)
-        trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
-        units = lay_out(model, trained, self, cast(Any, Seat(topology)), levels)
-        numel = sum(unit.numel for unit in units)
-        sent = agreement_sent(topology, len(trained))
-        staying = sum(unit.numel for unit in units if unit.stays)
-        # One computes and the next one comes.
-        others = sorted((unit.numel for unit in units if not unit.stays), reverse=True)[:2]
-        weights_passing = staying + sum(others) if levels.weights_over > 1 else 0
-        gradients_passing = staying + sum(others[:1])
-        mean = numel // topology.world_size if levels.num_blocks > 1 else 0
-        return Plan(
-            weights=4 * numel // levels.weights_over,
-            gradients=4 * (numel // levels.gradients_over + mean),
-            optimizer=12 * numel // topology.world_size,
-            passing=4 * (weights_passing + gradients_passing),
-            sent=sent | sent_by(units, micro_batches),
-        )
+        A parameter that two of them share is the root's. Raises ConfigError for `bucket_numel`.
+        """
+        if bucket_numel is not None:
+            raise ConfigError(f"bucket_numel {bucket_numel}: frontier goes by modules, not by buckets; leave it out")
+        layers = set(layers_of(model))
+        paths = ["", *(path for path, module in model.named_modules() if module in layers)]
+        users: dict[int, list[str]] = {}
+        for path in paths[1:]:
+            for param in model.get_submodule(path).parameters():
+                users.setdefault(id(param), []).append(path)
+        module_of = {
+            name: used_by[0] if len(used_by := users.get(id(tensor), [])) == 1 else ""
+            for name, tensor in trained.items()
+        }
+        ordered = sorted(trained.items(), key=lambda item: paths.index(module_of[item[0]]))
+        return lay_out(ordered, self, groups, lambda name: (group_of(name), module_of[name]))
+
+    def describe(self, levels: Levels, units: Sequence[Unit]) -> list[Row]:
+        """Rows of (asked for, in effect, why)."""
+        wire, world_size = self.matrix(), levels.topology.world_size
+        near, wide = levels.weights_over, levels.gradients_over
+        why_near = "stated" if self.weights_over else "2 where nodes have an even number of ranks, else 1"
+        why_wide = "stated" if self.gradients_over else "by default a node"
+        rows: list[Row] = [
+            ("weights cut over", f"each {near} rank(s)", why_near),
+            ("gradients cut over", f"each {wide} rank(s)", why_wide),
+            ("masters cut over", f"all {world_size} rank(s)", "and the optimizer's state with them"),
+            ("units", f"{len(units)}", "children of ModuleLists, and the root for the rest: whole one by one"),
+        ]
+        block, column = (levels.topology.among(group(0)) for group in (levels.block, levels.column))
+        hops = {
+            f"weights {self.weights}": (wire.shards, near > 1, "weights are whole on every rank"),
+            f"intra {self.intra}": (wire.intra, max(block.local_size, column.local_size) > 1, "no hop inside nodes"),
+            f"inter {self.inter}": (wire.inter, max(block.num_nodes, column.num_nodes) > 1, "there is one node"),
+            f"refresh {self.refresh}": (wire.weights, near < world_size, "every rank's masters are of its own weights"),
+        }
+        for asked, (codec, travels, why_not) in hops.items():
+            why = f"{codec.bits_per_element:.4g} bits an element" if travels else why_not
+            rows.append((asked, str(codec) if travels else "no effect", why))
+        if self.differences:
+            effect = "on" if wire.differences else "no effect"
+            rows.append(("differences", effect, "" if wire.differences else "fp32 loses nothing"))
+        if self.hadamard and not (wire.intra.rotation or wire.inter.rotation):
+            rows.append((f"hadamard {self.hadamard}", "no effect", "gradients travel as floats"))
+        further = (sum(sent_by(units, 2).values()) - sum(sent_by(units, 1).values())) / 1e6
+        rows.append(("each further micro-batch", f"{further:.3f} MB", "none of it between blocks"))
+        return [*rows, ("norms and biases", "fp32", "")]
 
     def _weight_codec(self, width: str) -> Codec:
         # Nearest: both gathers of a micro-batch give the same weights, and differences need a contraction.

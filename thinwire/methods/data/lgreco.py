@@ -5,36 +5,24 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from thinwire.checkpoint import Debt
 from thinwire.codecs import Codec
-from thinwire.collectives import Communicator, Topology
 from thinwire.collectives.gather import broadcast_
 from thinwire.collectives.link import Link
 from thinwire.collectives.rounds import Rounds
 from thinwire.errors import ConfigError
-from thinwire.methods.data.ddp import DDPMethod
-from thinwire.methods.data.plannable import Plannable, Tunable
-from thinwire.methods.data.powersgd import PowerSGD
-from thinwire.methods.data.reductions import (
-    FP32_BYTES,
-    OPERATION,
-    Bucket,
-    Forgiving,
-    Reduction,
-    Step,
-)
+from thinwire.methods.ddp import DDPMethod
 from thinwire.methods.interface import PlannedByRun
 from thinwire.methods.options import check_types
-from thinwire.state.clipping import Clip
-from thinwire.state.memory import Memory
-from thinwire.state.portable import Owed
+from thinwire.methods.plannable import Plannable, Tunable
+from thinwire.methods.reduction import OPERATION, Bucket, Reduction, Step
+from thinwire.state.memory import Merge, Place, State
 from thinwire.table import Row
 
 log = logging.getLogger("thinwire")
@@ -107,7 +95,7 @@ class LGreCo(DDPMethod):
     Source: Alimohammadi et al., "L-GreCo: Layerwise-Adaptive Gradient Compression" (MLSys 2024), section 3.
     """
 
-    base: Plannable = field(default_factory=PowerSGD)
+    base: Plannable
     alpha: float = 1.0
     span: float = 4.0
     start: int | None = None
@@ -192,13 +180,12 @@ class LGreCo(DDPMethod):
         reduction: Reduction,
         trained: Mapping[str, nn.Parameter],
         optimizer: torch.optim.Optimizer | None,
-        comm: Communicator,
     ) -> None:
         assert isinstance(reduction, LGreCoMean)
-        self.base.bind(reduction.base, trained, optimizer, comm)
+        self.base.bind(reduction.base, trained, optimizer)
 
-    def reduction(self, world_size: int, seed: int) -> LGreCoMean:
-        return LGreCoMean(self, self.base.reduction(world_size, seed))
+    def reduction(self, place: Place, seed: int) -> LGreCoMean:
+        return LGreCoMean(self, place, self.base.reduction(place, seed))
 
     def steps_to_plan(self, step: int) -> int:
         """0 for a step that ends with a plan; the first step is number 0."""
@@ -221,18 +208,26 @@ class Plan:
     previous_error: float
 
 
-class LGreCoMean:
-    """The base's reduction, whose settings are planned."""
+class LGreCoMean(Reduction):
+    """The base's reduction, whose settings are planned. Rank 0 keeps the sum of what was compressed since sampling."""
 
-    def __init__(self, method: LGreCo, base: Tunable) -> None:
+    def __init__(self, method: LGreCo, place: Place, base: Tunable) -> None:
+        super().__init__(place)
         self.method = method
         self.base = base
+        self.is_metered = base.is_metered
         self.plan: Plan | None = None
-        self.samples = Memory()
-        self._shapes: dict[str, torch.Size] = {}
+        self.state.add_part("base", base.state)
+        # Sums of fewer steps than the others' can't be compared with theirs.
+        samples = State(place, together=True)
+        self.samples = samples.add("sum", Merge.SAME, self._sampled, row="sampled gradients")
+        self.state.add_part("samples", samples)
+        self.state.add_attributes(self, "saved_plan")
+
+    def _sampled(self, name: str, shape: torch.Size) -> torch.Size | None:
+        return shape if self.method.base.candidates(shape, self.method.span) else None
 
     def run(self, link: Link, bucket: Bucket, step: Step) -> Rounds[None]:
-        self._shapes |= {name: grad.shape for name, grad in zip(bucket.names, bucket.grads, strict=True)}
         steps_left = self.method.steps_to_plan(step.number)
         self.base.watch = self._sample if link.rank == 0 and steps_left < self.method.samples else None
         yield from self.base.run(link, bucket, step)
@@ -242,17 +237,19 @@ class LGreCoMean:
 
     def _sample(self, name: str, x: Tensor) -> None:
         """Add up what the base is about to compress."""
-        if self.method.base.candidates(self._shapes[name], self.method.span):
-            self.samples.get(name, "sum", *x.shape).add_(x)
+        if self._sampled(name, self.place.shapes[name]) is None:
+            return
+        held = self.samples.get(name)
+        self.samples[name] = x.clone() if held is None else held.add_(x)
 
     def _renew(self, link: Link, number: int) -> Rounds[None]:
         """Plan on rank 0, tell all, and switch; without finite samples everything stays as it is."""
-        options = self._options(self._shapes)
+        options = self._options()
         words = torch.full((len(options) + 3,), math.nan, dtype=torch.float64)
         if link.rank == 0:
             with link.timed("encode_s", OPERATION):
                 self._choose(options, words)
-        self.samples = Memory()
+        self.samples.replace({})
         yield from broadcast_(link, words, 0)
         settings, totals = words[:-3].tolist(), words[-3:].tolist()
         if options and math.isfinite(totals[0]):
@@ -263,21 +260,24 @@ class LGreCoMean:
         elif link.rank == 0:
             log.warning("thinwire: step %d: no new plan of %s: no finite gradients", number + 1, self.method.name)
 
-    def _options(self, shapes: Mapping[str, torch.Size]) -> dict[str, list[float]]:
+    def _options(self) -> dict[str, list[float]]:
         """The candidates of each parameter that has any, in the order of names, which is that of no bucket."""
+        shapes = self.place.shapes
         found = {name: self.method.base.candidates(shapes[name], self.method.span) for name in sorted(shapes)}
         return {name: candidates for name, candidates in found.items() if candidates}
 
     def _choose(self, options: Mapping[str, list[float]], words: Tensor) -> None:
         """words = [setting of each parameter, then the three errors of Plan]; left alone without finite samples."""
         base = self.method.base
-        sums = {name: kinds["sum"] for name, kinds in self.samples.held.items()}
+        sums = self.samples.tensors
         if not sums or not all(bool(torch.isfinite(total).all()) for total in sums.values()):
             return
         held = [self.base.settings.get(name, base.uniform) for name in options]
         rows = [base.errors(sums[name], [*options[name], one]) for name, one in zip(options, held, strict=True)]
         errors, previous = [row[:-1] for row in rows], math.fsum(row[-1] for row in rows)
-        sizes = [[base.size(self._shapes[name], one) for one in candidates] for name, candidates in options.items()]
+        sizes = [
+            [base.size(self.place.shapes[name], one) for one in candidates] for name, candidates in options.items()
+        ]
         uniform = [candidates.index(base.uniform) for candidates in options.values()]
         chosen = knapsack(errors, sizes, uniform, alpha=self.method.alpha)
         settings = [candidates[choice] for candidates, choice in zip(options.values(), chosen, strict=True)]
@@ -298,7 +298,7 @@ class LGreCoMean:
         base = self.method.base
         uniform = dict.fromkeys(plan.settings, base.uniform)
         here, there = (
-            sum(base.size(self._shapes[name], setting) for name, setting in settings.items()) / 1e6
+            sum(base.size(self.place.shapes[name], setting) for name, setting in settings.items()) / 1e6
             for settings in (plan.settings, uniform)
         )
         num_changed = sum(setting != base.uniform for setting in plan.settings.values())
@@ -312,18 +312,13 @@ class LGreCoMean:
         self.plan = plan
         self.base.settings = dict(plan.settings)
 
-    def sent_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> dict[str, int]:
-        return self.base.sent_bytes(shapes, grid)
+    def sent_bytes(self) -> dict[str, int]:
+        return self.base.sent_bytes()
 
-    def kept_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> dict[str, int]:
-        sampled = sum(shapes[name].numel() for name in self._options(shapes))
-        return self.base.kept_bytes(shapes, grid) | {"sampled gradients": FP32_BYTES * sampled}
-
-    def rows(self, shapes: Mapping[str, torch.Size]) -> list[Row]:
-        self._shapes |= shapes
-        method, options = self.method, self._options(shapes)
+    def rows(self) -> list[Row]:
+        method, options = self.method, self._options()
         times = f"after {method.settled_after} steps, then every {method.every}"
-        rows = [*self.base.rows(shapes), ("plan", f"for {len(options)} of {len(shapes)} gradients", times)]
+        rows = [*self.base.rows(), ("plan", f"for {len(options)} of {len(self.place.shapes)} gradients", times)]
         if self.plan is None:
             return [*rows, ("plan in effect", f"none yet: {method.base.uniform:g} for all", "")]
         changed = {name: one for name, one in self.plan.settings.items() if one != method.base.uniform}
@@ -333,31 +328,12 @@ class LGreCoMean:
             *((f"plan: {name}", f"{one:g}", f"not {method.base.uniform:g}") for name, one in changed.items()),
         ]
 
-    def forgive(self, clip: Clip) -> None:
-        if isinstance(self.base, Forgiving):
-            self.base.forgive(clip)
+    @property
+    def saved_plan(self) -> dict[str, Any] | None:
+        """The plan in effect, as it is saved."""
+        return None if self.plan is None else vars(self.plan) | {"settings": dict(self.plan.settings)}
 
-    def forget(self) -> list[str]:
-        # Sums of fewer steps than the others' can't be compared with theirs.
-        if self.samples.forget():
-            self.samples = Memory()
-        return self.base.forget()
-
-    def residuals(self) -> dict[str, Tensor]:
-        return self.base.residuals()
-
-    def debts(self, shapes: Mapping[str, torch.Size], grid: Topology, rank: int) -> list[Debt]:
-        return [debt.below("base") for debt in self.base.debts(shapes, grid, rank)]
-
-    def owe(self, shapes: Mapping[str, torch.Size], grid: Topology, rank: int, owed: Owed) -> None:
-        self.base.owe(shapes, grid, rank, owed)
-
-    def state_dict(self) -> dict[str, Any]:
-        plan = None if self.plan is None else vars(self.plan) | {"settings": dict(self.plan.settings)}
-        return {"base": self.base.state_dict(), "plan": plan, "samples": self.samples.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.base.load_state_dict(state["base"])
-        self.samples.load_state_dict(state["samples"])
-        if state["plan"] is not None:
-            self._switch(Plan(**state["plan"]))
+    @saved_plan.setter
+    def saved_plan(self, saved: dict[str, Any] | None) -> None:
+        if saved is not None:
+            self._switch(Plan(**saved))

@@ -12,8 +12,8 @@ from thinwire.codecs import Codec
 from thinwire.collectives import Topology
 from thinwire.collectives.gather import gather_bytes
 from thinwire.errors import ConfigError, nearest
-from thinwire.methods.data.one_byte_code import MAX_SLOPE
 from thinwire.methods.interface import Plan, trained_shapes
+from thinwire.methods.one_byte_code import MAX_SLOPE
 from thinwire.methods.options import check_types
 from thinwire.optim import GENERAL
 
@@ -44,6 +44,7 @@ class OneByte:
     name: ClassVar[str] = "one-byte"
     settled_after: ClassVar[int] = 0
     optimizers: ClassVar[tuple[str, ...]] = GENERAL
+    shards_optimizer: ClassVar[bool] = False
     optimizers_reason: ClassVar[str] = "hands its estimate of the gradient to one that is usual"
 
     samples: int = 1

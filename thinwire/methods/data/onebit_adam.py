@@ -4,40 +4,28 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from thinwire.checkpoint import Debt
 from thinwire.codecs import Codec, Sign
-from thinwire.collectives import Topology
 from thinwire.collectives.all_to_all import all_to_all_nodes
 from thinwire.collectives.gather import all_gather_packets, gather_bytes
 from thinwire.collectives.link import Link
 from thinwire.collectives.reduce import added
 from thinwire.collectives.rounds import Rounds
 from thinwire.errors import ConfigError
-from thinwire.methods.data.reductions import FP32_BYTES, OPERATION, Step
-from thinwire.methods.data.whole_step import (
-    Compressed,
-    OnWholeStep,
-    WholeStep,
-    check_clip,
-    is_compressed,
-)
 from thinwire.methods.options import check_types
+from thinwire.methods.reduction import OPERATION, Step
+from thinwire.methods.whole_step import Compressed, OnWholeStep, WholeStep, check_clip, is_compressed
 from thinwire.optim import OneBitAdamW
-from thinwire.state.memory import Memory
-from thinwire.state.portable import Owed
+from thinwire.state.memory import Kept, Place, Residual, Span
 from thinwire.table import Row
 
 log = logging.getLogger("thinwire")
-WORKER, SERVER = "worker error", "server error"
-# What a checkpoint calls both.
-MOMENTA = "error feedback of momenta"
 # Of a run whose length is known, and with no step stated, exact Adam takes this share.
 DEFAULT_SHARE = 0.2
 SETTLED = 0.96
@@ -132,35 +120,56 @@ class OneBitAdam(OnWholeStep):
                 "number of steps, or 0 for the automatic rule"
             )
 
-    def reduction(self, world_size: int, seed: int) -> OneBitMean:
-        return OneBitMean(self)
+    def reduction(self, place: Place, seed: int) -> OneBitMean:
+        return OneBitMean(self, place)
 
 
 class OneBitMean(WholeStep):
-    """The mean gradient, and once the variance is frozen the mean momentum, compressed on its way there and back."""
+    """The mean gradient, and once the variance is frozen the mean momentum, compressed on its way there and back.
+
+    It keeps `worker`, e, of this local rank's slices, once a node, and `server`, E, of the chunks that it serves. Once
+    frozen, and where no element is masked: sum of the momenta that came out + mean over ranks of both, in units of a
+    rank's momentum = sum of the means of b1 m + (1 - b1) g.
+    """
 
     optimizer: OneBitAdamW
 
-    def __init__(self, method: OneBitAdam) -> None:
-        super().__init__(method.clip)
+    def __init__(self, method: OneBitAdam, place: Place) -> None:
+        super().__init__(method.clip, place)
         self.method, self.codec = method, method.codec
+        # Clipping comes before it.
+        residual = Residual("error feedback of momenta", after_clip=None)
+        self.worker = self.state.add("worker", residual, self._worker_shape, self.slice_spans, row="error feedback")
+        self.server = self.state.add("server", residual, self._server_shape, self._server_spans, row="error feedback")
         self._params: dict[str, nn.Parameter] = {}
         self._betas: dict[str, tuple[float, float]] = {}
         self._lr: float | None = None
         self._variances: list[float] = []
+        self.state.add_attributes(self, "_lr", "_variances")
         self._is_told = False
 
-    def bind(self, trained: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer | None, comm: Any) -> None:
-        super().bind(trained, optimizer, comm)
+    def _worker_shape(self, name: str, shape: torch.Size) -> torch.Size | None:
+        return torch.Size([self.grid.num_nodes, self._chunk_length(name)]) if is_compressed(shape) else None
+
+    def _server_shape(self, name: str, shape: torch.Size) -> torch.Size | None:
+        return torch.Size([self._chunk_length(name)]) if is_compressed(shape) else None
+
+    def _server_spans(self, name: str, shape: torch.Size) -> Iterator[Span]:
+        """One server keeps what is missing in all."""
+        length = self._chunk_length(name)
+        first = (self.grid.local_rank(self.rank) * self.grid.num_nodes + self.grid.node(self.rank)) * length
+        yield Span(0, first, min(length, shape.numel() - first), 1, 1)
+
+    def bind(self, trained: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer | None) -> None:
         assert isinstance(optimizer, OneBitAdamW)
         betas = {id(param): group["betas"] for group in optimizer.param_groups for param in group["params"]}
         self.optimizer = optimizer
         self._params = {name: param for name, param in trained.items() if is_compressed(param.shape)}
         self._betas = {name: betas[id(param)] for name, param in self._params.items()}
 
-    def unit(self, grid: Topology) -> int:
+    def unit(self) -> int:
         """A slice has a chunk for the server on each node, and a chunk whole bytes of signs."""
-        return 8 * grid.num_nodes
+        return 8 * self.grid.num_nodes
 
     @property
     def is_frozen(self) -> bool:
@@ -190,8 +199,6 @@ class OneBitMean(WholeStep):
         log.warning("thinwire: onebit-adam: 1-bit momenta from step %d on", step.number + 1)
         if never:
             log.warning("thinwire: onebit-adam: %d elements have had no gradient so far and stay as they are", never)
-
-    # ---------------------------------------------------------------- when to freeze
 
     def _is_ready(self, step: Step) -> bool:
         """Whether this step may be the last exact one."""
@@ -226,15 +233,13 @@ class OneBitMean(WholeStep):
         self._variances = [*self._variances[-window:], math.fsum(sums)]
         return len(self._variances) > window and self._variances[-1] >= SETTLED * self._variances[0]
 
-    # ---------------------------------------------------------------- compressed momenta
-
     def compress(self, link: Link, grads: dict[str, Tensor], scale: float, step: Step) -> Rounds[Compressed]:
         """The momenta that all ranks take over."""
         num_nodes = link.topology.num_nodes
         fresh = yield from self.node_mean(link, grads, scale)
         seen = {name: (self.slice_of(self._state(name)["exp_avg_sq"]) > 0).view(num_nodes, -1) for name in grads}
         given: dict[str, Tensor] = {}
-        pushed = link.scratch("pushed", num_nodes, self._answer_bytes(self.shapes, self.grid))
+        pushed = link.scratch("pushed", num_nodes, self._answer_bytes())
         with link.timed("encode_s", OPERATION):
             for name, packets in self._parts(pushed).items():
                 given[name] = self._local_momentum(name, fresh[name]).mul_(seen[name])
@@ -255,8 +260,8 @@ class OneBitMean(WholeStep):
 
         def remember() -> None:
             for name in grads:
-                self._keep(name, WORKER, given[name], self._parts(pushed)[name], seen[name])
-                self._keep(name, SERVER, served[name], self._parts(answer)[name], seen[name][link.node])
+                self._keep(self.worker, name, given[name], self._parts(pushed)[name], seen[name])
+                self._keep(self.server, name, served[name], self._parts(answer)[name], seen[name][link.node])
 
         return outs, remember
 
@@ -267,19 +272,19 @@ class OneBitMean(WholeStep):
         """b1 m + (1 - b1) g + e, of this local rank's slice: fp32 [num_nodes, n], a row for each server."""
         momentum = self.slice_of(self._state(name)["exp_avg"])
         mixed = torch.lerp(momentum, g, 1 - self._betas[name][0]).view(self.grid.num_nodes, -1)
-        return mixed.add_(self.memory.get(name, WORKER, *mixed.shape))
+        return mixed.add_(self.worker[name])
 
     def _served(self, name: str, packets: Tensor) -> Tensor:
         """The mean of the nodes' packets, in their order, and what the last answer left out."""
         total = torch.zeros(self._chunk_length(name))
         for packet in packets:
             self.codec.decode_add(packet, total)
-        return total.div_(len(packets)).add_(self.memory.get(name, SERVER, total.numel()))
+        return total.div_(len(packets)).add_(self.server[name])
 
-    def _keep(self, name: str, kind: str, given: Tensor, packets: Tensor, seen: Tensor) -> None:
+    def _keep(self, kept: Kept, name: str, given: Tensor, packets: Tensor, seen: Tensor) -> None:
         """The error: what was given less what was sent, where there is a variance to divide by."""
         sent = self._decoded(name, packets).view(given.shape)
-        self.memory.put(name, kind, given.sub_(sent).mul_(seen))
+        kept[name] = given.sub_(sent).mul_(seen)
 
     def _decoded(self, name: str, packets: Tensor) -> Tensor:
         """uint8 [..., bytes] -> flat fp32."""
@@ -294,76 +299,31 @@ class OneBitMean(WholeStep):
 
     def _chunk_length(self, name: str) -> int:
         """Elements of a slice for which one node is the server."""
-        return self.slice_length(self.shapes[name], self.grid) // self.grid.num_nodes
+        return self.slice_length(self.shapes[name]) // self.grid.num_nodes
 
-    def _answer_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> int:
+    def _answer_bytes(self) -> int:
         """One chunk of every compressed parameter, encoded."""
-        chunks = [self.slice_length(shape, grid) // grid.num_nodes for shape in shapes.values() if is_compressed(shape)]
-        return sum(map(self.codec.packet_bytes, chunks))
+        return sum(self.codec.packet_bytes(shape.numel()) for shape in self.server.shapes().values())
 
     def _parts(self, packets: Tensor) -> dict[str, Tensor]:
         """Each parameter's part of the last dimension, by name."""
         sizes = [self.codec.packet_bytes(self._chunk_length(name)) for name in self._params]
         return dict(zip(self._params, packets.split(sizes, dim=-1), strict=True))
 
-    # ---------------------------------------------------------------- of every Reduction
+    def sent_bytes(self) -> dict[str, int]:
+        answer = self._answer_bytes()
+        there = {"intra": 0, "inter": (self.grid.num_nodes - 1) * answer}
+        return added(self.exact_bytes(), there, gather_bytes(self.grid, answer))
 
-    def sent_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> dict[str, int]:
-        answer = self._answer_bytes(shapes, grid)
-        there = {"intra": 0, "inter": (grid.num_nodes - 1) * answer}
-        return added(self.exact_bytes(shapes, grid), there, gather_bytes(grid, answer))
-
-    def kept_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> dict[str, int]:
-        slices = sum(self.slice_length(shape, grid) for shape in shapes.values() if is_compressed(shape))
-        return {"error feedback": FP32_BYTES * (slices + slices // grid.num_nodes)}
-
-    def rows(self, shapes: Mapping[str, torch.Size]) -> list[Row]:
-        effect = f"{len(self._params)} of {len(shapes)} as 1-bit momenta both ways, the others as fp32 gradients"
+    def rows(self) -> list[Row]:
+        num_large = sum(map(is_compressed, self.shapes.values()))
+        effect = f"{num_large} of {len(self.shapes)} as 1-bit momenta both ways, the others as fp32 gradients"
         if self.method.freeze:
             first = ("exact Adam", f"the first {self.method.freeze:g} steps, in fp32", "freeze")
         else:
             reason = "with the learning rate not rising, |v| has kept 0.96 of what it was 1 / (1 - beta2) steps before"
             first = ("exact Adam", "until the variance has settled, in fp32", reason)
         return [("momenta", effect, "one scale for each tensor and server"), first, *self.common_rows()]
-
-    def debts(self, shapes: Mapping[str, torch.Size], grid: Topology, rank: int) -> list[Debt]:
-        found: list[Debt] = []
-        for name, kinds in self.memory.held.items():
-            worker = self.debt(MOMENTA, name, WORKER, kinds[WORKER])
-            first = worker.offset + grid.node(rank) * self._chunk_length(name)
-            length = max(0, min(self._chunk_length(name), self.shapes[name].numel() - first))
-            # One server holds what all are owed.
-            server = Debt(MOMENTA, name, f"memory/{name}/{SERVER}", 0, first, length, 1.0)
-            found += [worker, server]
-        return found
-
-    def owe(self, shapes: Mapping[str, torch.Size], grid: Topology, rank: int, owed: Owed) -> None:
-        self.memory = Memory()
-        for name in self._params:
-            if (value := owed(MOMENTA, name)) is not None:
-                self.memory.put(name, WORKER, self.slice_of(value.view(shapes[name])).view(grid.num_nodes, -1).clone())
-                self.memory.put(name, SERVER, torch.zeros(self._chunk_length(name)))
-
-    def residuals(self) -> dict[str, Tensor]:
-        """By parameter, the errors at both ends, in units of a rank's momentum.
-
-        Once frozen, and where no element is masked: sum of the momenta that came out + mean over ranks of this = sum of
-        the means of b1 m + (1 - b1) g.
-        """
-        owed = {name: torch.zeros(shape) for name, shape in self.shapes.items()}
-        for name, kinds in self.memory.held.items():
-            both = kinds[WORKER] * self.grid.local_size
-            # One server holds what all are owed.
-            both[self.grid.node(self.rank)] += kinds[SERVER] * self.grid.world_size
-            owed[name] = self.whole(both.view(-1), name)
-        return owed
-
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"lr": self._lr, "variances": list(self._variances)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._lr, self._variances = state["lr"], list(state["variances"])
 
 
 def _window(beta2: float) -> int:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from thinwire.checkpoint import Debt
 from thinwire.codecs import Cast, Codec, Integer
 from thinwire.collectives import Topology
 from thinwire.collectives.feedback import Lost
@@ -20,19 +18,11 @@ from thinwire.collectives.rounds import Rounds
 from thinwire.collectives.together import together
 from thinwire.errors import ConfigError, nearest
 from thinwire.layout.slices import Slices
-from thinwire.methods.data.plannable import Plannable
-from thinwire.methods.data.reductions import (
-    FP32,
-    FP32_BYTES,
-    Bucket,
-    Step,
-    seed_of,
-    sum_over_ranks,
-)
 from thinwire.methods.options import check_types
-from thinwire.state.clipping import Clip
-from thinwire.state.memory import Memory
-from thinwire.state.portable import GRADIENTS, Owed
+from thinwire.methods.plannable import Plannable, Tunable
+from thinwire.methods.reduction import FP32, Bucket, Step, seed_of, sum_over_ranks
+from thinwire.state.memory import Merge, Place, Residual
+from thinwire.table import Row
 
 WIRES: dict[str, Codec] = {
     "fp32": FP32,
@@ -91,8 +81,8 @@ class PowerSGD(Plannable):
     def settled_after(self) -> int:
         return self.start_step
 
-    def reduction(self, world_size: int, seed: int) -> LowRankMean:
-        return LowRankMean(self, seed)
+    def reduction(self, place: Place, seed: int) -> LowRankMean:
+        return LowRankMean(self, place, seed)
 
     def rank_of(self, shape: torch.Size) -> int:
         """r for a gradient of this shape; 0 where it travels whole."""
@@ -104,8 +94,6 @@ class PowerSGD(Plannable):
             return False
         n, m = shape[0], math.prod(shape[1:])
         return (n + m) * rank * self.min_compression < n * m
-
-    # ---------------------------------------------------------------- for L-GreCo
 
     @property
     def uniform(self) -> float:
@@ -132,17 +120,23 @@ class PowerSGD(Plannable):
         return round(num_elements * WIRES[self.wire].bits_per_element / 8)
 
 
-class LowRankMean:
-    """What PowerSGD remembers, by parameter: `error`, E as [n, m], of this rank; `q`, Q as [m, r], the same on all."""
+class LowRankMean(Tunable):
+    """What PowerSGD keeps, by parameter: `error`, E as [n, m], of this rank; `q`, Q as [m, r], the same on all."""
 
-    def __init__(self, method: PowerSGD, seed: int) -> None:
+    def __init__(self, method: PowerSGD, place: Place, seed: int) -> None:
+        super().__init__(place)
         self.method = method
         self.wire = WIRES[method.wire]
         self.seed = seed
-        self.memory = Memory()
-        # Ranks chosen for single parameters, by name.
-        self.settings: dict[str, float] = {}
-        self.watch: Callable[[str, Tensor], None] | None = None
+        self.error = self.state.add("error", Residual(), self._error_shape, row="error feedback")
+        self.q = self.state.add("q", Merge.SAME, self._q_shape, row="factors")
+
+    def _error_shape(self, name: str, shape: torch.Size) -> torch.Size | None:
+        return torch.Size([shape[0], math.prod(shape[1:])]) if self._rank_of(name, shape) else None
+
+    def _q_shape(self, name: str, shape: torch.Size) -> torch.Size | None:
+        rank = self._rank_of(name, shape)
+        return torch.Size([math.prod(shape[1:]), rank]) if rank else None
 
     def run(self, link: Link, bucket: Bucket, step: Step) -> Rounds[None]:
         is_plain = step.number < self.method.start_step
@@ -171,21 +165,20 @@ class LowRankMean:
                 grad.copy_(total).div_(link.topology.world_size)
             sent = q_own if lost is None else self._less(q_own, lost, link)
             for name, basis, q_sent, q_sum in zip(thin, bases, sent, q_sums, strict=True):
-                self.memory.put(name, "error", matrices[name].sub_(basis @ q_sent))
-                self.memory.put(name, "q", q_sum.div_(link.topology.world_size).T.contiguous())
+                self.error[name] = matrices[name].sub_(basis @ q_sent)
+                self.q[name] = q_sum.div_(link.topology.world_size).T.contiguous()
                 thin[name].copy_((basis @ q_sum).view(thin[name].shape))
 
     def _matrix(self, name: str, grad: Tensor) -> Tensor:
         """M = G + E, in memory of its own, so that its place in a bucket does not matter to a matrix product."""
-        n = grad.shape[0]
-        return self.memory.get(name, "error", n, grad.numel() // n) + grad.reshape(n, -1)
+        return self.error[name] + grad.reshape(grad.shape[0], -1)
 
     def _rank_of(self, name: str, shape: torch.Size) -> int:
         return int(self.settings.get(name, self.method.rank_of(shape)))
 
     def _q(self, name: str, num_columns: int, rank: int) -> Tensor:
         """Q of the last step, at first random; for a smaller rank less its last columns, for a larger one with more."""
-        held = self.memory.peek(name, "q")
+        held = self.q.get(name)
         if held is not None:
             # The basis that comes of it is the same, and columns of one size are rounded alike.
             held = held / held.norm(dim=0).clamp_min(TINY)
@@ -206,7 +199,8 @@ class LowRankMean:
     def _slices(self, q_own: list[Tensor], world_size: int) -> Slices:
         return Slices.of((q.numel() for q in q_own), world_size, self.wire)
 
-    def sent_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> dict[str, int]:
+    def sent_bytes(self) -> dict[str, int]:
+        shapes, grid = self.place.shapes, self.place.grid
         ranks = {name: self._rank_of(name, shape) for name, shape in shapes.items()}
         thin = [(ranks[name], shape) for name, shape in shapes.items() if ranks[name]]
         messages = (
@@ -218,44 +212,13 @@ class LowRankMean:
             *(Slices.of(numels, grid.world_size, codec).all_reduce_bytes(grid, codec) for numels, codec in messages)
         )
 
-    def kept_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> dict[str, int]:
-        thin = [shape for shape in shapes.values() if self.method.rank_of(shape)]
-        return {
-            "error feedback": FP32_BYTES * sum(shape.numel() for shape in thin),
-            "factors": FP32_BYTES * sum(math.prod(shape[1:]) * self.method.rank_of(shape) for shape in thin),
-        }
-
-    def rows(self, shapes: Mapping[str, torch.Size]) -> list[tuple[str, str, str]]:
-        method = self.method
-        thin = [shape for shape in shapes.values() if method.rank_of(shape)]
-        held = sum(4 * (shape.numel() + math.prod(shape[1:]) * method.rank_of(shape)) for shape in thin)
-        effect = f"{len(thin)} of {len(shapes)} as factors of rank {method.rank} in {method.wire}, the others in fp32"
+    def rows(self) -> list[Row]:
+        method, shapes = self.method, self.place.shapes
+        num_thin = sum(method.rank_of(shape) > 0 for shape in shapes.values())
+        held = sum(self.state.kept_bytes().values())
+        effect = f"{num_thin} of {len(shapes)} as factors of rank {method.rank} in {method.wire}, the others in fp32"
         return [
             ("gradients", effect, f"factors must be {method.min_compression:g} times smaller"),
             ("steps in fp32", f"the first {method.start_step}", "start_step"),
             ("memory of the method", f"{held / 1e6:.3f} MB a rank", "error and Q, in fp32"),
         ]
-
-    def forgive(self, clip: Clip) -> None:
-        for error in self.residuals().values():
-            error.mul_(clip.share)
-
-    def forget(self) -> list[str]:
-        return self.memory.forget()
-
-    def residuals(self) -> dict[str, Tensor]:
-        return self.memory.kind("error")
-
-    def debts(self, shapes: Mapping[str, torch.Size], grid: Topology, rank: int) -> list[Debt]:
-        return self.memory.debts("error", GRADIENTS, grid)
-
-    def owe(self, shapes: Mapping[str, torch.Size], grid: Topology, rank: int, owed: Owed) -> None:
-        thin = {name: shape for name, shape in shapes.items() if self._rank_of(name, shape)}
-        matrices = {name: torch.Size([shape[0], math.prod(shape[1:])]) for name, shape in thin.items()}
-        self.memory.owe("error", GRADIENTS, matrices, owed)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.memory.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.memory.load_state_dict(state)

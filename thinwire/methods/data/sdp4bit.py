@@ -14,8 +14,8 @@ from thinwire.codecs import (
 )
 from thinwire.errors import ConfigError
 from thinwire.layout.formats import WireFormat
-from thinwire.methods.data.zero import ShardedMethod
 from thinwire.methods.options import check_types
+from thinwire.methods.sharded import ShardedMethod
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from thinwire.checkpoint import Debt
 from thinwire.codecs import (
     Codec,
     CountSketch,
@@ -20,27 +18,24 @@ from thinwire.codecs import (
     derive_seed,
 )
 from thinwire.codecs.sketch import Sketch as LinearCodec
-from thinwire.collectives import Topology
 from thinwire.collectives.link import Link
 from thinwire.collectives.rounds import Rounds
 from thinwire.errors import ConfigError
 from thinwire.layout.slices import Slices
-from thinwire.methods.data.ddp import DDPMethod
-from thinwire.methods.data.feedback import is_compressed
-from thinwire.methods.data.reductions import (
+from thinwire.methods.ddp import DDPMethod
+from thinwire.methods.options import check_types
+from thinwire.methods.privacy import check_accountant, epsilon
+from thinwire.methods.reduction import (
     FP32,
-    FP32_BYTES,
     OPERATION,
     Bucket,
+    Reduction,
     Step,
+    is_large_matrix,
     seed_of,
     sum_over_ranks,
 )
-from thinwire.methods.options import check_types
-from thinwire.methods.privacy import check_accountant, epsilon
-from thinwire.state.clipping import Clip
-from thinwire.state.memory import Memory
-from thinwire.state.portable import GRADIENTS, Owed
+from thinwire.state.memory import Place, Residual
 from thinwire.table import Row
 
 KINDS: dict[str, type[LinearCodec]] = {"count": CountSketch, "gaussian": GaussianSketch}
@@ -115,8 +110,8 @@ class Sketch(DDPMethod):
         """What a matrix goes through."""
         return KINDS[self.kind](ratio=self.ratio, unbiased=not self.feedback)
 
-    def reduction(self, world_size: int, seed: int) -> SketchMean:
-        return SketchMean(self, world_size, seed)
+    def reduction(self, place: Place, seed: int) -> SketchMean:
+        return SketchMean(self, place, seed)
 
 
 def clip_(values: Tensor, bound: float) -> Tensor:
@@ -126,7 +121,7 @@ def clip_(values: Tensor, bound: float) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Place:
+class Section:
     """Where a gradient's sums, or the gradient itself, lie in the message of its bucket."""
 
     name: str
@@ -135,16 +130,18 @@ class Place:
     values: slice
 
 
-class SketchMean:
+class SketchMean(Reduction):
     """g = R^T (1/P) sum_r R g_r; with feedback, x_r = g_r + e_r in place of g_r, and e_r = x_r - gamma R^T R x_r."""
 
-    def __init__(self, method: Sketch, world_size: int, seed: int) -> None:
+    def __init__(self, method: Sketch, place: Place, seed: int) -> None:
+        super().__init__(place)
         self.method = method
         self.codec = method.codec()
-        self.world_size = world_size
+        self.world_size = place.grid.world_size
         self.seed = seed
-        self.memory = Memory()
+        self.error = self.state.add("error", Residual(), self._error_shape, row="error feedback")
         self.num_noisy = 0
+        self.state.add_attributes(self, "num_noisy")
         self._secret = secrets.randbits(64) if method.noise_seed is None else method.noise_seed
 
     def run(self, link: Link, bucket: Bucket, step: Step) -> Rounds[None]:
@@ -157,7 +154,7 @@ class SketchMean:
                 if not place.compressed:
                     values[place.values] = place.grad.reshape(-1)
                     continue
-                x = (place.grad + self._error(place)).reshape(-1)
+                x = (place.grad + (self.error[place.name] if self.method.feedback else 0.0)).reshape(-1)
                 packet = self.codec.encode(x, seed=seed_of(self.seed, step.number, place.name))
                 values[place.values] = self.codec.sums(packet)
                 packets[place.name] = packet
@@ -173,21 +170,21 @@ class SketchMean:
                     out = self.codec.decode(packets[place.name], place.grad.numel())
                 place.grad.copy_(out.view(place.grad.shape))
         for name, error in errors.items():
-            self.memory.put(name, "error", error)
+            self.error[name] = error
         self.num_noisy += self.method.noise > 0
 
-    def _places(self, bucket: Bucket) -> Iterator[Place]:
+    def _places(self, bucket: Bucket) -> Iterator[Section]:
         start = 0
         for name, grad in zip(bucket.names, bucket.grads, strict=True):
             stop = start + self._num_values(grad.shape)
-            yield Place(name, grad, is_compressed(grad.shape), slice(start, stop))
+            yield Section(name, grad, is_large_matrix(grad.shape), slice(start, stop))
             start = stop
 
     def _num_values(self, shape: torch.Size) -> int:
-        return -(-shape.numel() // self.method.ratio) if is_compressed(shape) else shape.numel()
+        return -(-shape.numel() // self.method.ratio) if is_large_matrix(shape) else shape.numel()
 
-    def _error(self, place: Place) -> Tensor | float:
-        return self.memory.get(place.name, "error", *place.grad.shape) if self.method.feedback else 0.0
+    def _error_shape(self, name: str, shape: torch.Size) -> torch.Size | None:
+        return shape if self.method.feedback and is_large_matrix(shape) else None
 
     def protect_(self, values: Tensor, rank: int, step: int) -> None:
         """Clip what leaves this rank, and add its part of the noise: a P-th of the variance."""
@@ -198,16 +195,13 @@ class SketchMean:
             part = self.method.noise * self.method.clip / math.sqrt(self.world_size)
             values.add_(torch.randn(values.shape, generator=generator), alpha=part)
 
-    def sent_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> dict[str, int]:
-        return Slices.of(map(self._num_values, shapes.values()), grid.world_size, FP32).all_reduce_bytes(grid, FP32)
+    def sent_bytes(self) -> dict[str, int]:
+        numels = map(self._num_values, self.place.shapes.values())
+        return Slices.of(numels, self.world_size, FP32).all_reduce_bytes(self.place.grid, FP32)
 
-    def kept_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> dict[str, int]:
-        if not self.method.feedback:
-            return {}
-        return {"error feedback": FP32_BYTES * sum(shape.numel() for shape in filter(is_compressed, shapes.values()))}
-
-    def rows(self, shapes: Mapping[str, torch.Size]) -> list[Row]:
-        thin = sum(map(is_compressed, shapes.values()))
+    def rows(self) -> list[Row]:
+        shapes = self.place.shapes
+        thin = sum(map(is_large_matrix, shapes.values()))
         rows = [
             ("gradients", f"{thin} of {len(shapes)} as {self.codec}, the others in fp32", "drawn anew in every step"),
             ("what they lose", *self._loss_row()),
@@ -231,27 +225,3 @@ class SketchMean:
         yield f"epsilon so far, {self.num_noisy} steps", f"{so_far:.3g}", "unit: all that one rank ever sends, or zeros"
         if self.method.noise_seed is not None:
             yield f"noise_seed {self.method.noise_seed}", "no privacy", "who knows it can take the noise away"
-
-    def forgive(self, clip: Clip) -> None:
-        for error in self.residuals().values():
-            error.mul_(clip.share)
-
-    def forget(self) -> list[str]:
-        return self.memory.forget()
-
-    def residuals(self) -> dict[str, Tensor]:
-        return self.memory.kind("error")
-
-    def debts(self, shapes: Mapping[str, torch.Size], grid: Topology, rank: int) -> list[Debt]:
-        return [debt.below("memory") for debt in self.memory.debts("error", GRADIENTS, grid)]
-
-    def owe(self, shapes: Mapping[str, torch.Size], grid: Topology, rank: int, owed: Owed) -> None:
-        thin = {name: shape for name, shape in shapes.items() if is_compressed(shape) and self.method.feedback}
-        self.memory.owe("error", GRADIENTS, thin, owed)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"memory": self.memory.state_dict(), "num_noisy": self.num_noisy}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.memory.load_state_dict(state["memory"])
-        self.num_noisy = state["num_noisy"]

@@ -3,34 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from thinwire.checkpoint import Debt
-from thinwire.collectives import Topology
 from thinwire.collectives.link import Link
+from thinwire.collectives.ring import BY_FORMULA, count_ring, ring_bytes
 from thinwire.collectives.rounds import Rounds
 from thinwire.errors import ConfigError
-from thinwire.methods.data.ddp import DDPMethod
-from thinwire.methods.data.reductions import (
-    BY_FORMULA,
-    FP32_BYTES,
-    OPERATION,
-    Bucket,
-    Reduction,
-    Step,
-    count_ring,
-    ring_bytes,
-)
+from thinwire.methods.ddp import DDPMethod
 from thinwire.methods.options import check_types
-from thinwire.state.portable import Owed
+from thinwire.methods.reduction import FP32_BYTES, OPERATION, Bucket, Reduction, Step
+from thinwire.state.memory import Averaged, Merge, Place, State
+from thinwire.table import Row
 
 
 @dataclass(frozen=True)
@@ -68,101 +57,94 @@ class TorchPowerSGD(DDPMethod):
     def settled_after(self) -> int:
         return self.start_step
 
-    def reduction(self, world_size: int, seed: int) -> Reduction:
-        return HookMean(self.rank, self.start_step, self.min_compression, seed)
+    def reduction(self, place: Place, seed: int) -> Reduction:
+        return HookMean(self, place, seed)
 
 
 # torch keeps errors by bucket, of which there is one, the same on every world.
 BUCKETS = "error feedback of torch's buckets"
 
 
-class HookMean:
+class HookMean(Reduction):
     """torch's powerSGD_hook, which starts one collective from the end of another.
 
     That is safe as long as nobody else uses the group meanwhile: the communication thread stands still for it.
     """
 
-    def __init__(self, rank: int, start_step: int, min_compression: float, seed: int) -> None:
-        self.state = PowerSGDState(
+    is_metered = False
+
+    def __init__(self, method: TorchPowerSGD, place: Place, seed: int) -> None:
+        super().__init__(place)
+        self.hook = PowerSGDState(
             process_group=None,
-            matrix_approximation_rank=rank,
-            start_powerSGD_iter=start_step,
-            min_compression_rate=min_compression,
+            matrix_approximation_rank=method.rank,
+            start_powerSGD_iter=method.start_step,
+            min_compression_rate=method.min_compression,
             # A column of zeros has no direction: without it, 0/0 where rank is 1 or 2. Higher ranks take a QR.
             orthogonalization_epsilon=1e-8,
             random_seed=seed % (1 << 32),
         )
+        # The hook can't go on with P and without Q.
+        self.state = State(place, together=True)
+        error, p, q = self.hook.error_dict, self.hook.p_memory_dict, self.hook.q_memory_dict
+        self.state.add("error", Averaged(BUCKETS), row="error feedback", tensors=error)
+        self.state.add("p", Merge.SAME, self._p_shape, row="factors", tensors=p)
+        self.state.add("q", Merge.SAME, self._q_shape, row="factors", tensors=q)
+        self.state.add_attributes(self.hook, "iter")
+        self.state.add_attributes(self, "rng")
 
     def run(self, link: Link, bucket: Bucket, step: Step) -> Rounds[None]:
         yield from ()
-        state = self.state
+        state = self.hook
         state.process_group = link.wire.group
         is_plain, before = state.iter < state.start_powerSGD_iter, state.total_numel_after_compression
         with link.timed("wait_s", OPERATION):
             powerSGD_hook(state, cast(dist.GradBucket, bucket)).wait()
         thin_bytes = FP32_BYTES * (state.total_numel_after_compression - before)
-        count_ring(link, bucket.flat.nbytes if is_plain else thin_bytes)
+        count_ring(link, OPERATION, bucket.flat.nbytes if is_plain else thin_bytes)
 
-    def sent_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> dict[str, int]:
-        return ring_bytes(FP32_BYTES * sum(self._num_sent(shape) for shape in shapes.values()), grid)
+    def sent_bytes(self) -> dict[str, int]:
+        shapes = self.place.shapes.values()
+        return ring_bytes(FP32_BYTES * sum(self._num_sent(shape) for shape in shapes), self.place.grid)
 
-    def kept_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> dict[str, int]:
-        thin = [num for shape in shapes.values() if (num := self._num_sent(shape)) < shape.numel()]
-        whole = sum(shape.numel() for shape in shapes.values())
-        return {"error feedback": FP32_BYTES * whole, "factors": FP32_BYTES * sum(thin)}
-
-    def rows(self, shapes: Mapping[str, torch.Size]) -> list[tuple[str, str, str]]:
-        rank, start = self.state.matrix_approximation_rank, self.state.start_powerSGD_iter
-        thin = sum(self._num_sent(shape) < shape.numel() for shape in shapes.values())
+    def rows(self) -> list[Row]:
+        rank, start, shapes = self.hook.matrix_approximation_rank, self.hook.start_powerSGD_iter, self.place.shapes
+        thin = sum(self._is_thin(shape) for shape in shapes.values())
         return [
             ("gradients", f"{thin} of {len(shapes)} as factors of rank {rank}, the others in fp32", "by torch's hook"),
             ("steps in fp32", f"the first {start}", "start_step"),
             BY_FORMULA,
         ]
 
-    def forget(self) -> list[str]:
-        for held in (self.state.error_dict, self.state.p_memory_dict, self.state.q_memory_dict):
-            held.clear()
-        return ["all"]
+    @property
+    def rng(self) -> dict[str, Any]:
+        """numpy's Mersenne Twister, which draws the first Q: its 624 words and the position."""
+        rng = self.hook.rng.get_state(legacy=False)["state"]
+        return {"key": torch.from_numpy(rng["key"].astype(np.int64)), "position": int(rng["pos"])}
 
-    def residuals(self) -> dict[str, Tensor]:
-        # Torch keeps them by bucket, of which there is one.
-        return {}
+    @rng.setter
+    def rng(self, saved: dict[str, Any]) -> None:
+        state = {"key": saved["key"].numpy().astype(np.uint32), "pos": saved["position"]}
+        self.hook.rng.set_state({"bit_generator": "MT19937", "state": state})
 
-    def debts(self, shapes: Mapping[str, torch.Size], grid: Topology, rank: int) -> list[Debt]:
-        return [
-            Debt(BUCKETS, str(key), f"error/{key}", 0, 0, error.numel(), 1 / grid.world_size)
-            for key, error in self.state.error_dict.items()
-        ]
+    def _p_shape(self, name: str, shape: torch.Size) -> torch.Size | None:
+        return torch.Size([shape[0], self._rank_of(shape)]) if self._is_thin(shape) else None
 
-    def owe(self, shapes: Mapping[str, torch.Size], grid: Topology, rank: int, owed: Owed) -> None:
-        for key, error in self.state.error_dict.items():
-            value = owed(BUCKETS, str(key))
-            error.zero_() if value is None else error.copy_(value.view_as(error))
+    def _q_shape(self, name: str, shape: torch.Size) -> torch.Size | None:
+        return torch.Size([math.prod(shape[1:]), self._rank_of(shape)]) if self._is_thin(shape) else None
 
-    def state_dict(self) -> dict[str, Any]:
-        """Keys are buckets; `rng` is numpy's Mersenne Twister, its 624 words and the position."""
-        rng = self.state.rng.get_state(legacy=False)["state"]
-        return {
-            "iter": self.state.iter,
-            "error": dict(self.state.error_dict),
-            "p": dict(self.state.p_memory_dict),
-            "q": dict(self.state.q_memory_dict),
-            "rng": torch.from_numpy(rng["key"].astype(np.int64)),
-            "rng_position": int(rng["pos"]),
-        }
+    def _rank_of(self, shape: torch.Size) -> int:
+        return min(*_matrix(shape), self.hook.matrix_approximation_rank)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state.iter = state["iter"]
-        self.state.error_dict = {key: value.clone() for key, value in state["error"].items()}
-        self.state.p_memory_dict = {key: value.clone() for key, value in state["p"].items()}
-        self.state.q_memory_dict = {key: value.clone() for key, value in state["q"].items()}
-        key = state["rng"].numpy().astype(np.uint32)
-        self.state.rng.set_state({"bit_generator": "MT19937", "state": {"key": key, "pos": state["rng_position"]}})
+    def _is_thin(self, shape: torch.Size) -> bool:
+        n, m = _matrix(shape)
+        return (n + m) * self._rank_of(shape) * self.hook.min_compression_rate < n * m
 
     def _num_sent(self, shape: torch.Size) -> int:
         """Elements that travel for one gradient: r (n + m), or all n m of them where that saves too little."""
-        n = shape[0] if shape else 1
-        m = math.prod(shape[1:])
-        factors = (n + m) * min(n, m, self.state.matrix_approximation_rank)
-        return factors if factors * self.state.min_compression_rate < n * m else n * m
+        return sum(_matrix(shape)) * self._rank_of(shape) if self._is_thin(shape) else shape.numel()
+
+
+def _matrix(shape: torch.Size) -> tuple[int, int]:
+    """Rows and columns; further dimensions count as columns."""
+    return (shape[0] if shape else 1), math.prod(shape[1:])

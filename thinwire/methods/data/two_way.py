@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from thinwire.checkpoint import Debt
 from thinwire.codecs import Codec, RandomK, derive_seed
-from thinwire.collectives import Topology
+from thinwire.collectives import staging
 from thinwire.collectives.feedback import Lost
 from thinwire.collectives.gather import all_gather
 from thinwire.collectives.link import Link
@@ -24,23 +22,12 @@ from thinwire.collectives.together import together
 from thinwire.errors import ConfigError
 from thinwire.layout.segments import Segments
 from thinwire.layout.slices import Slices
-from thinwire.methods.data.ddp import DDPMethod
-from thinwire.methods.data.reductions import (
-    FP32,
-    OPERATION,
-    Bucket,
-    Reduction,
-    Step,
-    seed_of,
-    sum_over_ranks,
-)
+from thinwire.methods.ddp import DDPMethod
 from thinwire.methods.gradient_codecs import GradientCodec
 from thinwire.methods.options import check_types
-from thinwire.state.clipping import Clip
-from thinwire.state.memory import Memory
-from thinwire.state.portable import GRADIENTS, Owed
-
-FP32_BYTES = 4
+from thinwire.methods.reduction import FP32, FP32_BYTES, OPERATION, Bucket, Reduction, Step, seed_of, sum_over_ranks
+from thinwire.state.memory import Merge, Place, Residual, Span
+from thinwire.table import Row
 
 
 @dataclass(frozen=True)
@@ -78,7 +65,7 @@ class TwoWay(DDPMethod):
 
     def __post_init__(self) -> None:
         check_types(self)
-        self.push  # noqa: B018  what does not fit each other shall be said now
+        self.gradient_codec.make()  # Raises for what does not fit each other.
         for option, lowest in (("min_bytes", 0), ("chunk_bytes", 1 << 16), ("threads", 1)):
             value = getattr(self, option)
             if value < lowest:
@@ -113,8 +100,8 @@ class TwoWay(DDPMethod):
         push = self.push
         return replace(push, unbiased=False) if isinstance(push, RandomK) else push
 
-    def reduction(self, world_size: int, seed: int) -> Reduction:
-        return TwoWayMean(self, seed)
+    def reduction(self, place: Place, seed: int) -> Reduction:
+        return TwoWayMean(self, place, seed)
 
 
 @dataclass(frozen=True)
@@ -131,24 +118,25 @@ class Piece:
         return grads[self.name].view(-1)[self.start : self.end]
 
 
-class TwoWayMean:
-    """What is remembered, by parameter and piece: `worker`, e_i, and `server`, e of this rank's slice; and the `lr`.
+class TwoWayMean(Reduction):
+    """What it keeps, by parameter: `worker`, e_i, and `server`, e of this rank's slices; and the last learning rate.
 
-    Both are in units of the sum over ranks.
+    Both are in units of the sum over ranks, flat, one piece of the parameter after another.
     """
 
-    def __init__(self, method: TwoWay, seed: int) -> None:
+    def __init__(self, method: TwoWay, place: Place, seed: int) -> None:
+        super().__init__(place)
         self.method, self.push, self.pull = method, method.push, method.pull
-        self.seed = seed
-        self.memory = Memory()
-        self._grid: Topology | None = None
-        self._rank = 0
+        self.grid, self.seed = place.grid, seed
+        residual = Residual()
+        self.worker = self.state.add("worker", residual, self._worker_shape, self._worker_spans, row="error feedback")
+        self.server = self.state.add("server", residual, self._server_shape, self._server_spans, row="error feedback")
+        self.last_lr = self.state.add("lr", Merge.OWN)
 
     def run(self, link: Link, bucket: Bucket, step: Step) -> Rounds[None]:
-        self._grid, self._rank = link.topology, link.rank
         grads = dict(zip(bucket.names, bucket.grads, strict=True))
         dense = [grad for grad in grads.values() if not self._is_compressed(grad.shape)]
-        pieces = [p for name, grad in grads.items() for p in self._pieces(name, grad.shape, link.topology)]
+        pieces = [p for name, grad in grads.items() for p in self._pieces(name, grad.shape)]
         ratios = {piece.name: 1.0 for piece in pieces}
         if self.method.feeds_back:
             ratios = {name: self._ratio(name, step) for name in ratios}
@@ -162,7 +150,7 @@ class TwoWayMean:
             for grad, total in zip(dense, sums, strict=True):
                 grad.copy_(total)
             for chunk, total in zip(chunks, totals, strict=True):
-                for piece, whole in zip(chunk, self._slices(chunk, link.topology).unpack(total), strict=True):
+                for piece, whole in zip(chunk, self._slices(chunk).unpack(total), strict=True):
                     piece.of(grads).copy_(whole)
             bucket.flat.div_(link.topology.world_size)
 
@@ -170,7 +158,7 @@ class TwoWayMean:
         self, link: Link, chunk: list[Piece], grads: dict[str, Tensor], step: Step, ratios: dict[str, float]
     ) -> Rounds[Tensor]:
         """The sum over ranks of some pieces, slice by slice: fp32 [world_size, n]."""
-        grid, operation, slices = link.topology, OPERATION, self._slices(chunk, link.topology)
+        grid, operation, slices = link.topology, OPERATION, self._slices(chunk)
         between = grid.num_nodes > 1
         seeds = tuple(derive_seed(seed_of(self.seed, step.number, piece.name), piece.number) for piece in chunk)
         is_shared = self.method.codec == "randomk"
@@ -180,7 +168,7 @@ class TwoWayMean:
 
         def lay_out() -> Lost | None:
             slices.pack((piece.of(grads) for piece in chunk), own)
-            return self._lost(link, chunk, ratios) if self.method.feeds_back else None
+            return self._lost(chunk, ratios) if self.method.feeds_back else None
 
         lost = yield from link.work("encode_s", operation, lay_out)
         shard = yield from reduce_scatter(
@@ -191,27 +179,25 @@ class TwoWayMean:
             lost=None if lost is None else lost.gather,
         )  # fmt: skip
         if lost is not None:
-            for piece, worker, server in self._by_piece(chunk, lost, grid):
-                self.memory.put(piece.name, f"worker {piece.number}", worker.clone())
-                self.memory.put(piece.name, f"server {piece.number}", server.clone())
+            for piece, worker, server in self._by_piece(chunk, lost):
+                self._part(self.worker[piece.name], piece, worker.shape).copy_(worker)
+                self._part(self.server[piece.name], piece, server.shape).copy_(server)
         return total
-
-    # ---------------------------------------------------------------- what travels together
 
     def _is_compressed(self, shape: torch.Size) -> bool:
         return len(shape) >= 2 and FP32_BYTES * shape.numel() >= max(self.method.min_bytes, 1)
 
-    def _pieces(self, name: str, shape: torch.Size, grid: Topology) -> Iterator[Piece]:
+    def _pieces(self, name: str, shape: torch.Size) -> Iterator[Piece]:
         """A parameter in pieces of at most about chunk_bytes, cut where slices and blocks end; none if it is dense."""
         if not self._is_compressed(shape):
             return
-        unit = slice_length(1, grid.world_size, self.push, self.pull) * grid.world_size
+        unit = slice_length(1, self.grid.world_size, self.push, self.pull) * self.grid.world_size
         most = max(unit, self.method.chunk_bytes // FP32_BYTES // unit * unit)
         for number, start in enumerate(range(0, shape.numel(), most)):
             yield Piece(name, number, start, min(start + most, shape.numel()))
 
-    def _slices(self, chunk: Sequence[Piece], grid: Topology) -> Slices:
-        return Slices.of((piece.end - piece.start for piece in chunk), grid.world_size, self.push, self.pull)
+    def _slices(self, chunk: Sequence[Piece]) -> Slices:
+        return Slices.of((piece.end - piece.start for piece in chunk), self.grid.world_size, self.push, self.pull)
 
     def _chunks(self, pieces: list[Piece]) -> Iterator[list[Piece]]:
         """Neighbours that make up about chunk_bytes."""
@@ -224,116 +210,84 @@ class TwoWayMean:
         if chunk:
             yield chunk
 
-    # ---------------------------------------------------------------- what is remembered
-
     def _ratio(self, name: str, step: Step) -> float:
         """lr of the last step over this one's, by which an error weighs more or less; 1 where either is not known."""
-        now, before = step.lrs.get(name, 0.0), self.memory.peek(name, "lr")
+        now, before = step.lrs.get(name, 0.0), self.last_lr.get(name)
         if now > 0:
-            self.memory.put(name, "lr", torch.tensor(now, dtype=torch.float64))
+            self.last_lr[name] = torch.tensor(now, dtype=torch.float64)
         return float(before) / now if before is not None and now > 0 else 1.0
 
-    def _lost(self, link: Link, chunk: list[Piece], ratios: dict[str, float]) -> Lost:
+    def _lost(self, chunk: list[Piece], ratios: dict[str, float]) -> Lost:
         """The errors of a chunk's pieces side by side, worth what they are at this step's learning rate."""
-        grid = link.topology
-        between = grid.num_nodes > 1
-        lost = Lost.zeros(grid, self._slices(chunk, grid).length)
-        lost = Lost(None if between else lost.intra, lost.inter, lost.gather)
-        for piece, worker, server in self._by_piece(chunk, lost, grid):
-            for kind, place in (("worker", worker), ("server", server)):
-                held = self.memory.peek(piece.name, f"{kind} {piece.number}")
-                if held is not None:
-                    torch.mul(held, ratios[piece.name], out=place)
+        lost = self._zeros(chunk)
+        for piece, worker, server in self._by_piece(chunk, lost):
+            for kept, place in ((self.worker, worker), (self.server, server)):
+                if (held := kept.get(piece.name)) is not None:
+                    torch.mul(self._part(held, piece, place.shape), ratios[piece.name], out=place)
         return lost
 
-    def _by_piece(self, chunk: list[Piece], lost: Lost, grid: Topology) -> Iterator[tuple[Piece, Tensor, Tensor]]:
+    def _zeros(self, chunk: list[Piece], device: torch.device = staging.CPU) -> Lost:
+        """No errors: of what a rank sends to nodes, or where there is one node to ranks, and of its slice's sum."""
+        lost = Lost.zeros(self.grid, self._slices(chunk).length, device)
+        return replace(lost, intra=None) if self.grid.num_nodes > 1 else lost
+
+    def _by_piece(self, chunk: list[Piece], lost: Lost) -> Iterator[tuple[Piece, Tensor, Tensor]]:
         """Each piece with its part of what workers lost and of what the server lost, as views."""
-        worker = lost.inter if lost.inter is not None else lost.intra
-        assert worker is not None and lost.gather is not None
-        lengths = self._slices(chunk, grid).lengths
-        yield from zip(chunk, worker.split(lengths, dim=-1), lost.gather.split(lengths), strict=True)
+        lengths = self._slices(chunk).lengths
+        workers, servers = _worker_of(lost).split(lengths, dim=-1), _server_of(lost).split(lengths)
+        yield from zip(chunk, workers, servers, strict=True)
 
-    def residuals(self) -> dict[str, Tensor]:
-        found: dict[str, list[Tensor]] = {}
-        for name, kinds in self.memory.held.items():
-            for number in range(sum(kind.startswith("server") for kind in kinds)):
-                lost = self._lost_of(name, number)
-                assert lost is not None and self._grid is not None
-                found.setdefault(name, []).append(lost.by_slices(self._grid, self._rank).view(-1))
-        return {name: torch.cat(parts) for name, parts in found.items()}
+    def _first(self, piece: Piece, shape: torch.Size) -> int:
+        """Where a piece's errors, of this shape, begin: slices of the pieces before it have no gaps."""
+        return math.prod(shape[:-1]) * (piece.start // self.grid.world_size)
 
-    def debts(self, shapes: Mapping[str, torch.Size], grid: Topology, rank: int) -> list[Debt]:
-        pieces = [piece for name, shape in shapes.items() for piece in self._pieces(name, shape, grid)]
-        return [debt for piece in pieces for debt in self._debts_of(piece, grid, rank)]
+    def _part(self, kept: Tensor, piece: Piece, shape: torch.Size) -> Tensor:
+        """A piece's errors, a view."""
+        first = self._first(piece, shape)
+        return kept[first : first + shape.numel()].view(shape)
 
-    def owe(self, shapes: Mapping[str, torch.Size], grid: Topology, rank: int, owed: Owed) -> None:
-        self._grid, self._rank, self.memory = grid, rank, Memory()
-        for name, shape in shapes.items():
-            # One rank sends nothing, so that nothing is lost, and nobody pays what was.
-            value = owed(GRADIENTS, name) if self.method.feeds_back and grid.world_size > 1 else None
-            for piece in self._pieces(name, shape, grid) if value is not None else ():
-                assert value is not None
-                length = self._slices([piece], grid).length
-                whole = F.pad(value[piece.start : piece.end], (0, grid.world_size * length - piece.end + piece.start))
-                zeros = Lost.zeros(grid, length)
-                lost = Lost(None if grid.num_nodes > 1 else zeros.intra, zeros.inter, zeros.gather)
-                lost.owe(whole, grid, rank)
-                for _, worker, server in self._by_piece([piece], lost, grid):
-                    self.memory.put(name, f"worker {piece.number}", worker)
-                    self.memory.put(name, f"server {piece.number}", server)
+    def _kept_pieces(self, name: str, shape: torch.Size) -> list[tuple[Piece, Lost]]:
+        """Each piece with errors of its shapes, which take no memory; none where nothing can get lost."""
+        pieces = self._pieces(name, shape) if self.method.feeds_back and self.grid.world_size > 1 else ()
+        return [(piece, self._zeros([piece], torch.device("meta"))) for piece in pieces]
 
-    def _debts_of(self, piece: Piece, grid: Topology, rank: int) -> Iterator[Debt]:
-        """What lies where of the piece's errors, without what fills slices up."""
-        if (lost := self._lost_of(piece.name, piece.number)) is None:
-            return
-        for tensor, start, place, length in lost.places(grid, rank):
-            path = f"{piece.name}/{'server' if tensor is lost.gather else 'worker'} {piece.number}"
-            length = min(length, piece.end - piece.start - place)
-            yield Debt(GRADIENTS, piece.name, path, start, piece.start + place, max(length, 0), 1 / grid.world_size)
+    def _worker_shape(self, name: str, shape: torch.Size) -> torch.Size | None:
+        return _joined(_worker_of(lost) for _, lost in self._kept_pieces(name, shape))
 
-    def _lost_of(self, name: str, number: int) -> Lost | None:
-        """The errors that are held of a piece."""
-        worker, server = (self.memory.peek(name, f"{kind} {number}") for kind in ("worker", "server"))
-        if worker is None or server is None:
-            return None
-        return Lost(worker, None, server) if worker.dim() == 3 else Lost(None, worker, server)
+    def _server_shape(self, name: str, shape: torch.Size) -> torch.Size | None:
+        return _joined(_server_of(lost) for _, lost in self._kept_pieces(name, shape))
 
-    def forgive(self, clip: Clip) -> None:
-        for kinds in self.memory.held.values():
-            for kind in kinds.keys() - {"lr"}:
-                kinds[kind].mul_(clip.share)
+    def _worker_spans(self, name: str, shape: torch.Size) -> Iterator[Span]:
+        # Ranks keep errors of their own gradients, or one on each node that of the node's slice.
+        holders = self.grid.num_nodes if self.grid.num_nodes > 1 else self.grid.world_size
+        for piece, lost in self._kept_pieces(name, shape):
+            yield from self._spans(piece, lost, _worker_of(lost), holders)
 
-    def forget(self) -> list[str]:
-        return self.memory.forget()
+    def _server_spans(self, name: str, shape: torch.Size) -> Iterator[Span]:
+        for piece, lost in self._kept_pieces(name, shape):
+            yield from self._spans(piece, lost, _server_of(lost), 1)
 
-    def state_dict(self) -> dict[str, Any]:
-        return self.memory.state_dict()
+    def _spans(self, piece: Piece, lost: Lost, part: Tensor, holders: int) -> Iterator[Span]:
+        """Where in the parameter one part of a piece's errors belongs, without what fills slices up."""
+        first = self._first(piece, part.shape)
+        for tensor, start, place, length in lost.places(self.grid, self.place.rank):
+            if tensor is part:
+                length = min(length, piece.end - piece.start - place)
+                yield Span(first + start, piece.start + place, length, self.grid.world_size, holders)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.memory.load_state_dict(state)
-
-    # ---------------------------------------------------------------- what is said of it
-
-    def sent_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> dict[str, int]:
+    def sent_bytes(self) -> dict[str, int]:
+        shapes, grid = self.place.shapes, self.grid
         dense = [shape.numel() for shape in shapes.values() if not self._is_compressed(shape)]
         total = Slices.of(dense, grid.world_size, FP32).all_reduce_bytes(grid, FP32)
+        intra = FP32 if grid.num_nodes > 1 else self.push
         for name, shape in shapes.items():
-            for piece in self._pieces(name, shape, grid):
-                intra = FP32 if grid.num_nodes > 1 else self.push
-                length = self._slices([piece], grid).length
-                total = added(total, all_reduce_bytes(grid.world_size * length, grid, intra, self.push, self.pull))
+            for piece in self._pieces(name, shape):
+                num_elements = grid.world_size * self._slices([piece]).length
+                total = added(total, all_reduce_bytes(num_elements, grid, intra, self.push, self.pull))
         return total
 
-    def kept_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> dict[str, int]:
-        if not self.method.feeds_back:
-            return {}
-        pieces = [piece for name, shape in shapes.items() for piece in self._pieces(name, shape, grid)]
-        length = sum(self._slices([piece], grid).length for piece in pieces)
-        worker = grid.num_nodes if grid.num_nodes > 1 else grid.local_size
-        return {"error feedback": 4 * length * (worker + 1)}
-
-    def rows(self, shapes: Mapping[str, torch.Size]) -> list[tuple[str, str, str]]:
-        method = self.method
+    def rows(self) -> list[Row]:
+        method, shapes = self.method, self.place.shapes
         large = [shape for shape in shapes.values() if self._is_compressed(shape)]
         memory = f"{4e-6 * sum(shape.numel() for shape in large):.3f} MB a rank, and what it owns of that"
         feedback = ("on", memory) if method.feeds_back else ("off", "the codec is unbiased")
@@ -347,6 +301,25 @@ class TwoWayMean:
             ("error feedback, both sides", *feedback),
             ("messages", f"of {method.chunk_bytes:,} bytes before compression", f"by {method.threads} thread(s)"),
         ]
+
+
+def _worker_of(lost: Lost) -> Tensor:
+    """What is lost on the way to the owner."""
+    worker = lost.inter if lost.inter is not None else lost.intra
+    assert worker is not None
+    return worker
+
+
+def _server_of(lost: Lost) -> Tensor:
+    """What the owner loses on the way back."""
+    assert lost.gather is not None
+    return lost.gather
+
+
+def _joined(parts: Iterable[Tensor]) -> torch.Size | None:
+    """The shape of all parts, flat, one after another; None without any."""
+    numels = [part.numel() for part in parts]
+    return torch.Size([sum(numels)]) if numels else None
 
 
 @functools.cache

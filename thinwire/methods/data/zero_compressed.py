@@ -13,9 +13,9 @@ from thinwire.codecs import (
 )
 from thinwire.errors import ConfigError, nearest
 from thinwire.layout.formats import WireFormat
-from thinwire.methods.data.zero import ShardedMethod
 from thinwire.methods.gradient_codecs import GradientCodec
 from thinwire.methods.options import check_types
+from thinwire.methods.sharded import ShardedMethod
 
 
 @dataclass(frozen=True)

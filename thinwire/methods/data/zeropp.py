@@ -1,129 +1,19 @@
-"""The strategies that run on FSDP2."""
+"""ZeRO++: quantised weights, weights kept once per node, quantised gradients."""
 
 from __future__ import annotations
 
-import math
-from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, cast
+from typing import ClassVar
 
-from torch import nn
-
-from thinwire.codecs import (
-    Cast,
-    Codec,
-    Hadamard,
-    Identity,
-    Integer,
-)
-from thinwire.collectives import Topology
-from thinwire.collectives.gather import gather_bytes
-from thinwire.collectives.reduce import reduce_bytes
+from thinwire.codecs import Codec, Hadamard, Integer
 from thinwire.errors import ConfigError, nearest
-from thinwire.layout.formats import Strategy, WireFormat
-from thinwire.layout.layers import layers_of
-from thinwire.methods.interface import CUTS_TENSORS, Plan, agreement_sent
+from thinwire.layout.formats import WireFormat
+from thinwire.methods.fsdp import WIRES, FSDPMethod
+from thinwire.methods.loco import LoCo
 from thinwire.methods.options import check_types
-from thinwire.optim import ELEMENTWISE
 
-AGAIN = "weights_again"
-WIRES: dict[str, Codec] = {"fp32": Identity(), "bf16": Cast("bf16")}
 WIDTHS = {"int8": 8, "int6": 6, "int4": 4, "int3": 3, "int2": 2}
-
-
-class ShardingStrategy(Strategy, Protocol):
-    """A choice of codecs for FSDP2, and whether whole weights are dropped after forward."""
-
-    reshard_after_forward: bool
-
-
-class FSDPMethod:
-    """What makes a choice of codecs a Method on FSDP2.
-
-    reshard_after_forward: drop whole weights after forward and gather them again in backward. secondary, loco_beta,
-    loco_reset: see ZeroPP.
-    """
-
-    settled_after: ClassVar[int] = 0
-    own_way: ClassVar[str] = "compress_fsdp"
-    not_on_zero: ClassVar[str] = "belongs to torch's wrapper"
-    optimizers: ClassVar[tuple[str, ...]] = ELEMENTWISE
-    optimizers_reason: ClassVar[str] = CUTS_TENSORS
-
-    reshard_after_forward: bool = False
-    secondary: bool = False
-
-    @property
-    def codecs(self: Strategy) -> tuple[Codec, ...]:
-        """Whose kernels are compiled before the workers start."""
-        return (*self.matrix().codecs, *self.vector().codecs)
-
-    def plan(self, model: nn.Module, topology: Topology, micro_batches: int) -> Plan:
-        """Weights are whole from forward to backward, or one module at a time; gradients accumulate whole."""
-        chosen = cast(ShardingStrategy, self)
-        world_size, matrix, vector = topology.world_size, chosen.matrix(), chosen.vector()
-        modules = layers_of(model)
-        inside = {param for module in modules for param in module.parameters()}
-        rest = [param for param in model.parameters() if param not in inside]
-        sent: Counter[tuple[str, str]] = Counter(agreement_sent(topology))
-        whole = shard = largest = kept = 0
-        for unit in [*(list(module.parameters()) for module in modules), rest]:
-            unit_numel = 0
-            for shape in [param.shape for param in unit if param.requires_grad]:
-                wire, n = vector if len(shape) < 2 else matrix, -(-shape[0] // world_size) * math.prod(shape[1:])
-                packet = wire.weights.packet_bytes(n)
-                again = gather_bytes(topology, packet)
-                if self.secondary and topology.num_nodes > 1:
-                    kept += topology.num_nodes * packet
-                    again["inter"] = 0
-                # Accumulation keeps the weights whole until the last forward.
-                for level, num_bytes in gather_bytes(topology, packet).items():
-                    sent["weights", level] += num_bytes
-                    sent[AGAIN, level] += again[level] * self.reshard_after_forward
-                for level, num_bytes in reduce_bytes(topology, n, wire.intra, wire.inter).items():
-                    sent["gradients", level] += num_bytes
-                unit_numel += n
-            shard += 4 * unit_numel
-            whole += 4 * unit_numel * world_size
-            largest = max(largest, 4 * unit_numel * world_size)
-        is_cut = self.reshard_after_forward and micro_batches == 1
-        return Plan(
-            weights=shard if is_cut else whole + shard,
-            gradients=shard if micro_batches == 1 else whole,
-            optimizer=2 * shard,
-            passing=2 * largest if is_cut else largest,
-            sent=dict(sent),
-            other={"secondary partition": kept} if kept else {},
-        )
-
-
-@dataclass(frozen=True)
-class FSDP(FSDPMethod):
-    """torch's fully_shard over thinwire's collectives: one all_gather and one reduce_scatter of everything per step.
-
-    wire: "fp32", or "bf16": weights and gradients travel as bf16, masters and sums stay fp32. Shards are kept whole
-    between forward and backward (reshard_after_forward=False), since on a slow link a second gather costs more than the
-    memory. Sends 8 (P-1)/P bytes per parameter and step, or 4.
-
-    Raises ConfigError for another wire. Source: Zhao et al., "PyTorch FSDP", VLDB 2023.
-    """
-
-    wire: str = "fp32"
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        if self.wire not in WIRES:
-            raise ConfigError(f"wire {self.wire!r} of fsdp: must be fp32 or bf16{nearest(self.wire, WIRES)}")
-
-    @property
-    def name(self) -> str:
-        """What `--strategy` calls it."""
-        return "fsdp" if self.wire == "fp32" else f"fsdp-{self.wire}"
-
-    def matrix(self) -> WireFormat:
-        return WireFormat(WIRES[self.wire], False, WIRES[self.wire], WIRES[self.wire])
-
-    vector = matrix
 
 
 @dataclass(frozen=True)
@@ -179,6 +69,10 @@ class ZeroPP(FSDPMethod):
     def vector(self) -> WireFormat:
         codec = width("vectors", self.vectors, 64, "nearest")
         return WireFormat(codec, differences=False, intra=codec, inter=codec)
+
+    def gradient_memory(self, numels: Sequence[int]) -> LoCo | None:
+        """LoCo's errors, where they are asked for."""
+        return LoCo(numels, self.loco_beta, self.loco_reset) if self.loco else None
 
     def _gradient(self, option: str, name: str) -> Codec:
         codec = width(option, name, self.gradient_group, self.rounding)

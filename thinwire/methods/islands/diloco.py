@@ -1,4 +1,4 @@
-"""DiLoCo, Streaming DiLoCo and local SGD as strategies: an outer method around any strategy inside an island."""
+"""DiLoCo, Streaming DiLoCo and local SGD as strategies."""
 
 from __future__ import annotations
 
@@ -6,113 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from torch import nn
-
-from thinwire.codecs import Codec
-from thinwire.collectives import Peers, Topology
-from thinwire.errors import ConfigError
-from thinwire.layout.fragments import Fragment, cut
 from thinwire.methods.data.ddp import DDP
-from thinwire.methods.interface import CUTS_TENSORS, Method, Plan, trained_shapes
-from thinwire.methods.islands.exchange import COMMIT, OPERATION, message_bytes
+from thinwire.methods.interface import Method
+from thinwire.methods.islands.base import IslandsMethod
 from thinwire.methods.islands.fedspeed import FedSpeed
 from thinwire.methods.islands.method import OuterMethod, codec_named
-from thinwire.methods.islands.outer import NUM_WORDS
-from thinwire.methods.options import check_types
-
-
-class IslandsMethod:
-    """What makes the options of an outer method a Method.
-
-    The default group is one island; `among` says which others there are.
-    """
-
-    name: ClassVar[str]
-    # Of its options: what flags and TOML call them.
-    table: ClassVar[str]
-    inner: Method
-
-    def method(self) -> OuterMethod:
-        """What the options amount to; raises ConfigError for what does not fit."""
-        raise NotImplementedError
-
-    def check(self) -> None:
-        """Raises ConfigError for options or an inner strategy that can't work."""
-        check_types(self)
-        self.method()
-        if isinstance(self.inner, IslandsMethod):
-            raise ConfigError(f"{self.name} inside {self.name}: islands have no islands; nearest: --inner ddp")
-        if self.inner.name == "one-byte":
-            raise ConfigError(
-                "one-byte inside an island keeps a log of all that was applied, which exchanges would not be in; "
-                "nearest: --inner ddp"
-            )
-
-    def fragments(self, model: nn.Module) -> list[Fragment]:
-        """What of `model` is exchanged together; raises ConfigError where the options do not fit it."""
-        method = self.method()
-        return cut(model, method.num_fragments, method.pattern, method.codec.block)
-
-    @property
-    def codecs(self) -> tuple[Codec, ...]:
-        """Whose kernels are compiled before the workers start."""
-        return self.method().codec, *self.inner.codecs
-
-    @property
-    def optimizers(self) -> tuple[str, ...]:
-        """Those of the inner strategy."""
-        return self.inner.optimizers
-
-    @property
-    def optimizers_reason(self) -> str:
-        """Why the inner strategy can't drive others."""
-        return self.inner.optimizers_reason
-
-    @property
-    def settled_after(self) -> int:
-        """As of the inner strategy."""
-        return self.inner.settled_after
-
-    def among(self, peers: Peers | Callable[[], Peers | None] | None, terms: str = "") -> AmongIslands:
-        """The strategy of an island that has peers, which its first rank alone knows, or meets by a function.
-
-        terms: what all islands must have in common, besides the model and the options.
-        """
-        return AmongIslands(self, peers, terms)
-
-    def plan(self, model: nn.Module, topology: Topology, micro_batches: int) -> Plan:
-        """The inner strategy's on one island, a node; exchanges between them are spread over the steps between.
-
-        The rank that is shown is an island's first, which alone sends to others. Where the inner strategy shards, whole
-        weights are gathered inside the island for each exchange.
-        """
-        method = self.method()
-        island = Topology(1, topology.local_size)
-        found = self.inner.plan(model, island, micro_batches)
-        fragments = self.fragments(model)
-        others, neighbours, every = topology.num_nodes - 1, topology.local_size - 1, method.sync_every
-        whole = 4 * sum(shape.numel() for shape in trained_shapes(model).values())
-        messages = others * sum(message_bytes(method.codec, fragment.numel) for fragment in fragments)
-        sent = {(OPERATION, "inter"): messages, (COMMIT, "inter"): others * len(fragments)}
-        sent["broadcast", "intra"] = neighbours * sum(4 * (fragment.numel + NUM_WORDS) for fragment in fragments)
-        if self.inner.optimizers_reason == CUTS_TENSORS:
-            sent["masters", "intra"] = (1 + bool(method.mix)) * neighbours * whole // topology.local_size
-        spread = {key: -(-num_bytes // every) for key, num_bytes in sent.items()}
-        outer = 2 * 4 * sum(fragment.numel for fragment in fragments)
-        return Plan(
-            found.weights, found.gradients, found.optimizer, dict(found.sent) | spread, found.passing,
-            crossing=spread[OPERATION, "inter"] + spread[COMMIT, "inter"],
-            other=dict(found.other) | {"outer parameters and momentum": outer},
-        )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class AmongIslands:
-    """A strategy that has been told of its peers."""
-
-    strategy: IslandsMethod
-    peers: Peers | Callable[[], Peers | None] | None
-    terms: str = ""
 
 
 @dataclass(frozen=True)

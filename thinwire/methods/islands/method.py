@@ -70,7 +70,7 @@ class OuterMethod:
         if self.correction and (self.num_fragments != 1 or self.overlap_steps or self.mix):
             raise ConfigError("the FedSpeed correction needs one fragment, no overlap_steps and mix 0")
         self.schedule(1)
-        self.rule  # noqa: B018 - checks the values
+        Nesterov(self.outer_lr, self.outer_momentum)
 
     def schedule(self, num_fragments: int) -> Schedule:
         """When which fragment is sent."""

@@ -7,33 +7,23 @@ is held once a node, in local_size parts. What crosses between nodes is the meth
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from thinwire.checkpoint import Debt
-from thinwire.collectives import Communicator, Topology
 from thinwire.collectives.link import Link
 from thinwire.collectives.reduce import added, reduce_in_node
 from thinwire.collectives.rounds import Rounds
 from thinwire.collectives.together import together
 from thinwire.errors import ConfigError
 from thinwire.layout.slices import Slices
-from thinwire.methods.data.ddp import DDPMethod
-from thinwire.methods.data.reductions import (
-    FP32,
-    FP32_BYTES,
-    OPERATION,
-    Bucket,
-    Reduction,
-    Step,
-    sum_over_ranks,
-)
-from thinwire.state.memory import Memory
+from thinwire.methods.ddp import DDPMethod
+from thinwire.methods.reduction import FP32, FP32_BYTES, OPERATION, Bucket, Reduction, Step, sum_over_ranks
+from thinwire.state.memory import Place, Span
 from thinwire.table import Row
 
 # What came out, whole, by name; and what to call once it is known to be finite, before memory of the link is reused.
@@ -53,13 +43,12 @@ class OnWholeStep(DDPMethod):
         reduction: Reduction,
         trained: Mapping[str, nn.Parameter],
         optimizer: torch.optim.Optimizer | None,
-        comm: Communicator,
     ) -> None:
         assert isinstance(reduction, WholeStep)
-        reduction.bind(trained, optimizer, comm)
+        reduction.bind(trained, optimizer)
 
 
-class WholeStep(ABC):
+class WholeStep(Reduction):
     """A Reduction that holds buckets until the last has come, then takes all gradients of the step in one job.
 
     So results and messages do not depend on buckets, a rank's gradient can be clipped by its whole norm, and memory
@@ -70,20 +59,15 @@ class WholeStep(ABC):
     Source: DGC (ICLR 2018), section 3.2: there gradients count 1/P of the mean, and are clipped at c / sqrt(P).
     """
 
-    def __init__(self, clip: float) -> None:
+    def __init__(self, clip: float, place: Place) -> None:
+        super().__init__(place)
         self.clip = clip
-        self.memory = Memory()
-        self.shapes: dict[str, torch.Size] = {}
-        self.grid = Topology(1, 1)
-        self.rank = 0
+        self.shapes, self.grid, self.rank = place.shapes, place.grid, place.rank
         self._held: dict[str, Tensor] = {}
 
-    def bind(
-        self, trained: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer | None, comm: Communicator
-    ) -> None:
-        """Say whose gradients will come, and over which ranks."""
-        self.shapes = {name: param.shape for name, param in trained.items()}
-        self.grid, self.rank = comm.topology, comm.rank
+    @abstractmethod
+    def bind(self, trained: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer | None) -> None:
+        """Say which optimizer takes the steps."""
 
     @abstractmethod
     def reduce(self, link: Link, grads: dict[str, Tensor], step: Step) -> Rounds[None]:
@@ -93,7 +77,7 @@ class WholeStep(ABC):
     def compress(self, link: Link, grads: dict[str, Tensor], scale: float, step: Step) -> Rounds[Compressed]:
         """What comes out for the compressed parameters."""
 
-    def unit(self, grid: Topology) -> int:
+    def unit(self) -> int:
         """Slices are multiples of so many elements."""
         return 1
 
@@ -103,8 +87,6 @@ class WholeStep(ABC):
             grads = {name: self._held[name] for name in self.shapes}
             self._held.clear()
             yield from self.reduce(link, grads, step)
-
-    # ---------------------------------------------------------------- parts of a step
 
     def local_scale(self, grads: Mapping[str, Tensor]) -> float:
         """What clipping multiplies this rank's gradient by; 1 for one that is not finite, which shows as it is."""
@@ -134,7 +116,7 @@ class WholeStep(ABC):
     def node_mean(self, link: Link, grads: Mapping[str, Tensor], scale: float) -> Rounds[dict[str, Tensor]]:
         """This local rank's slices, by name, of the mean over the node; scratch of the link."""
         size = self.grid.local_size
-        lengths = {name: self.slice_length(grad.shape, self.grid) for name, grad in grads.items()}
+        lengths = {name: self.slice_length(grad.shape) for name, grad in grads.items()}
         laid = link.scratch("laid", size, sum(lengths.values()), dtype=torch.float32)
         for (name, grad), columns in zip(grads.items(), laid.split(list(lengths.values()), dim=1), strict=True):
             padded = F.pad(grad.reshape(-1), (0, size * lengths[name] - grad.numel()))
@@ -142,39 +124,36 @@ class WholeStep(ABC):
         mean = (yield from reduce_in_node(link, laid.view(-1), operation=OPERATION)).div_(size)
         return dict(zip(grads, mean.split(list(lengths.values())), strict=True))
 
-    def slice_length(self, shape: torch.Size, grid: Topology) -> int:
+    def slice_length(self, shape: torch.Size) -> int:
         """Elements of a slice of a parameter: ceil(n / local_size), rounded up to a multiple of `unit`."""
-        unit = self.unit(grid)
-        return -(-shape.numel() // (grid.local_size * unit)) * unit
+        unit = self.unit()
+        return -(-shape.numel() // (self.grid.local_size * unit)) * unit
 
     def slice_of(self, tensor: Tensor) -> Tensor:
         """This local rank's slice of a whole parameter-like tensor, flat, with zeros behind its end."""
-        length, first = self.slice_length(tensor.shape, self.grid), self.grid.local_rank(self.rank)
+        length, first = self.slice_length(tensor.shape), self.grid.local_rank(self.rank)
         own = tensor.reshape(-1)[first * length : (first + 1) * length]
         return F.pad(own, (0, length - own.numel()))
 
-    def whole(self, own: Tensor, name: str) -> Tensor:
-        """A tensor in a parameter's shape that holds this slice, and zeros elsewhere."""
-        first = self.grid.local_rank(self.rank) * own.numel()
-        flat = torch.zeros(self.grid.local_size * own.numel())
-        flat[first : first + own.numel()] = own
-        return flat[: self.shapes[name].numel()].view(self.shapes[name])
+    def slice_shape(self, name: str, shape: torch.Size) -> torch.Size | None:
+        """Of what is kept of a compressed parameter: its slice, flat."""
+        return torch.Size([self.slice_length(shape)]) if is_compressed(shape) else None
 
-    def debt(self, owed_as: str, name: str, kind: str, held: Tensor) -> Debt:
-        """What is held of a parameter: this local rank's slice, once a node, or the same whole on every rank."""
-        path, numel = f"memory/{name}/{kind}", self.shapes[name].numel()
-        if not is_compressed(self.shapes[name]):
-            return Debt(owed_as, name, path, 0, 0, numel, 1 / self.grid.world_size)
-        first = self.grid.local_rank(self.rank) * held.numel()
-        length = max(0, min(held.numel(), numel - first))
-        return Debt(owed_as, name, path, 0, first, length, 1 / self.grid.num_nodes)
+    def slice_spans(self, name: str, shape: torch.Size) -> Iterator[Span]:
+        """Of what is kept once a node: this local rank's slice; or the same whole on every rank."""
+        ranks, nodes = self.grid.world_size, self.grid.num_nodes
+        if not is_compressed(shape):
+            yield Span(0, 0, shape.numel(), ranks, ranks)
+            return
+        length = self.slice_length(shape)
+        first = self.grid.local_rank(self.rank) * length
+        yield Span(0, first, min(length, shape.numel() - first), nodes, nodes)
 
-    # ---------------------------------------------------------------- of every Reduction
-
-    def exact_bytes(self, shapes: Mapping[str, torch.Size], grid: Topology) -> dict[str, int]:
+    def exact_bytes(self) -> dict[str, int]:
         """Payload of `dense_mean`, which carries one number more, and of `node_mean`."""
+        shapes, grid = self.shapes, self.grid
         dense = [*(shape.numel() for shape in shapes.values() if not is_compressed(shape)), 1]
-        slices = sum(self.slice_length(shape, grid) for shape in shapes.values() if is_compressed(shape))
+        slices = sum(self.slice_length(shape) for shape in shapes.values() if is_compressed(shape))
         inside = (grid.local_size - 1) * FP32_BYTES * slices
         around = Slices.of(dense, grid.world_size, FP32).all_reduce_bytes(grid, FP32)
         return added(around, {"intra": inside, "inter": 0})
@@ -191,15 +170,6 @@ class WholeStep(ABC):
         if self.grid.local_size > 1:
             rows.append(("inside a node", "dense mean in fp32, one memory per node", "the link is taken to be fast"))
         return rows
-
-    def forget(self) -> list[str]:
-        return self.memory.forget()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"memory": self.memory.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.memory.load_state_dict(state["memory"])
 
 
 def is_compressed(shape: torch.Size) -> bool:

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec
-from thinwire.methods.data.ddp import DDPMethod
-from thinwire.methods.data.reductions import Reduction
+from thinwire.methods.ddp import DDPMethod
+from thinwire.methods.reduction import Reduction
+from thinwire.state.memory import Place
 
 
-class Tunable(Reduction, Protocol):
+class Tunable(Reduction):
     """A reduction with a setting of its own for every parameter; `run` reads them once, where it begins.
 
     settings: by parameter name, where it is not the uniform one. watch: called with a parameter's name and what is
     compressed of it on this rank, memory included, in every step, while it is set.
     """
 
-    settings: dict[str, float]
-    watch: Callable[[str, Tensor], None] | None
+    def __init__(self, place: Place) -> None:
+        super().__init__(place)
+        self.settings: dict[str, float] = {}
+        self.watch: Callable[[str, Tensor], None] | None = None
 
 
 class Plannable(DDPMethod):
@@ -48,7 +50,7 @@ class Plannable(DDPMethod):
         """Bytes in which one gradient travels."""
         raise NotImplementedError
 
-    def reduction(self, world_size: int, seed: int) -> Tunable:
+    def reduction(self, place: Place, seed: int) -> Tunable:
         raise NotImplementedError
 
 

@@ -40,6 +40,9 @@ class LoCo:
         self.count += 1
         return Pieces(self, present)
 
+    def __str__(self) -> str:
+        return f"LoCo, beta {self.beta}"
+
     def state_dict(self) -> dict[str, Tensor]:
         """The errors, packed."""
         return {" ".join(map(str, key)): packet for key, packet in self.errors.items()}

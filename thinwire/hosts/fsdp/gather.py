@@ -1,8 +1,7 @@
-"""FSDP2's plug-in points on thinwire's collectives: jobs of the communication thread, metered, over any codec."""
+"""FSDP2's plug-in for gathers on thinwire's collectives: jobs of the communication thread, metered, over any codec."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
@@ -11,29 +10,17 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from thinwire import _compat
-from thinwire.codecs import Identity, derive_seed
+from thinwire.codecs import derive_seed
 from thinwire.collectives import Communicator
 from thinwire.collectives.gather import all_gather_packets, gather_across_nodes, gather_inside_node
 from thinwire.collectives.link import Link
-from thinwire.collectives.reduce import reduce_scatter
 from thinwire.collectives.rounds import Rounds
 from thinwire.errors import ConfigError
-from thinwire.hosts.fsdp.layout import (
-    LayoutError,
-    StaleWeightsError,
-    Unit,
-    Version,
-    at_most,
-)
-from thinwire.layout.sections import Sections
-from thinwire.methods.data.loco import LoCo
+from thinwire.hosts.fsdp.mesh import Axis
+from thinwire.hosts.fsdp.unit import StaleWeightsError, Unit, Version
 
 GRADIENTS, WEIGHTS = 0, 1
-# Whole gradients that may wait for the link at once; backward stands still for more.
-MAX_REDUCTIONS = 4
 
 
 class Arriving(dist.Work):
@@ -52,11 +39,12 @@ class Arriving(dist.Work):
 class Plug:
     """One direction of one FSDP2 module: what torch calls a Comm, whose base class is private.
 
-    count: the collectives of new values so far; with the unit's number and `seed` it seeds the codecs of the next.
+    axis: the ranks that cut the module's parameters. count: the collectives of new values so far; with the unit's
+    number and `seed` it seeds the codecs of the next.
     """
 
-    def __init__(self, comm: Communicator, unit: Unit, seed: int) -> None:
-        self.comm, self.unit, self.seed = comm, unit, seed
+    def __init__(self, axis: Axis, unit: Unit, seed: int) -> None:
+        self.axis, self.comm, self.unit, self.seed = axis, axis.comm, unit, seed
         self.count = 0
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -81,8 +69,8 @@ class AllGather(Plug):
     Source: ZeRO++ (ICLR 2024), sections 3.1 (quantised weights) and 3.2 (secondary partition), here in packets.
     """
 
-    def __init__(self, comm: Communicator, unit: Unit, seed: int, keep: bool, called: Callable[[Unit], None]) -> None:
-        super().__init__(comm, unit, seed)
+    def __init__(self, axis: Axis, unit: Unit, seed: int, keep: bool, called: Callable[[Unit], None]) -> None:
+        super().__init__(axis, unit, seed)
         self.keep = keep
         self.codec = unit.weights()
         self._called = called
@@ -100,10 +88,10 @@ class AllGather(Plug):
                 f"{self.unit.names[0]!r} is gathered as {output_tensor.dtype} and was as {self.unit.dtype} when "
                 "compress_fsdp was called: convert the model before it"
             )
-        if self.comm.world_size == 1:
+        if self.axis.size == 1:
             return None
         job = self._job_of(output_tensor, input_tensor, group)
-        arriving = Arriving(self.comm, self.comm.submit(job))
+        arriving = Arriving(self.comm, self.axis.submit(job))
         if async_op:
             return arriving
         arriving.wait()
@@ -124,20 +112,24 @@ class AllGather(Plug):
     @property
     def kept_bytes(self) -> int:
         """Memory of this rank's part of the secondary partition."""
-        return self.comm.topology.num_nodes * self.codec.packet_bytes(self.codec.numel) if self.keep else 0
+        return self.axis.grid.num_nodes * self.packet_bytes if self.keep else 0
+
+    @property
+    def packet_bytes(self) -> int:
+        """What this rank's part of the weights takes."""
+        return self.codec.packet_bytes(self.codec.numel) + self.unit.raw_bytes
 
     def gather_bytes(self) -> int:
         """Payload this rank sends for a gather of new weights."""
-        return (self.comm.world_size - 1) * self.codec.packet_bytes(self.codec.numel)
+        return (self.axis.size - 1) * self.packet_bytes
 
     def again_bytes(self) -> int:
         """Payload this rank sends for a gather of weights that it has sent before."""
-        grid = self.comm.topology
-        packet = self.codec.packet_bytes(self.codec.numel)
-        return (grid.local_size - 1) * grid.num_nodes * packet if self.keep else self.gather_bytes()
+        grid = self.axis.grid
+        return (grid.local_size - 1) * grid.num_nodes * self.packet_bytes if self.keep else self.gather_bytes()
 
     def _job_of(self, whole: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Callable[[Link], Rounds[None]]:
-        if group.size() != self.comm.world_size:
+        if group.size() != self.axis.size:
             return partial(gather_exact, whole=whole, shard=shard, ranks=self._positions(group))
         if not self.keep:
             return partial(self._gather, whole=whole, shard=shard, seed=self.next_seed(WEIGHTS))
@@ -158,23 +150,29 @@ class AllGather(Plug):
             )
 
     def _positions(self, group: dist.ProcessGroup) -> list[int]:
-        return [self.comm.global_ranks.index(rank) for rank in dist.get_process_group_ranks(group)]
+        return [self.axis.global_ranks.index(rank) for rank in dist.get_process_group_ranks(group)]
 
     def _encode(self, link: Link, shard: Tensor, seed: int) -> Tensor:
+        values, rest = self.unit.split(shard)
         with link.timed("encode_s", "weights"):
-            packet = link.scratch("weights", self.codec.packet_bytes(shard.numel()), device=shard.device)
-            return self.codec.encode(shard, seed=derive_seed(seed, link.rank), out=packet)
+            packet = link.scratch("weights", self.packet_bytes, device=shard.device)
+            coded = packet[: self.packet_bytes - rest.numel()]
+            self.codec.encode(values, seed=derive_seed(seed, link.rank), out=coded)
+            packet[coded.numel() :].copy_(rest)
+        return packet
 
     def _decode(self, link: Link, gathered: Tensor, whole: Tensor) -> None:
-        grid, n = link.topology, self.codec.numel
+        grid, n, coded = link.topology, self.codec.numel, self.packet_bytes - self.unit.raw_bytes
+        shards = whole.view(grid.world_size, -1)
         with link.timed("decode_s", "weights"):
             for rank in range(grid.world_size):
-                packet, shard = gathered[grid.local_rank(rank), grid.node(rank)], whole[rank * n : (rank + 1) * n]
+                packet = gathered[grid.local_rank(rank), grid.node(rank)]
                 if whole.dtype == torch.float32:
-                    self.codec.decode(packet, n, out=shard)
+                    self.codec.decode(packet, n, out=shards[rank])
                 else:
                     values = link.scratch("decoded", n, dtype=torch.float32, device=whole.device)
-                    shard.copy_(self.codec.decode(packet, n, out=values))
+                    self.codec.decode(packet[:coded], n, out=values)
+                    self.unit.join(values, packet[coded:], shards[rank])
 
     def _gather(self, link: Link, whole: Tensor, shard: Tensor, seed: int) -> Rounds[None]:
         packet = self._encode(link, shard, seed)
@@ -204,20 +202,22 @@ class DifferenceGather(AllGather):
     For the shard w of rank r, and its reference m on r and on the ranks of the same local rank on other nodes:
         d = C(w - m) is sent;    m <- m + d
     The first gather, and one after `forget(replaced=True)`, sends w exactly. Inside a node m itself travels, in the
-    dtype of the gathered weights. What C loses stays in w - m and comes back with the next difference.
+    dtype of the gathered weights. What C loses stays in w - m and comes back with the next difference. Parameters that
+    no codec takes travel whole.
     Memory: fp32 [num_nodes, n] a rank, 4 N / local_size bytes in all for N parameters.
     Source: SDP4Bit, NeurIPS 2024, section 3.1; ZeRO++ (ICLR 2024), section 3.2, for who keeps what.
     """
 
-    def __init__(self, comm: Communicator, unit: Unit, seed: int, keep: bool, called: Callable[[Unit], None]) -> None:
-        super().__init__(comm, unit, seed, True, called)
+    def __init__(self, axis: Axis, unit: Unit, seed: int, keep: bool, called: Callable[[Unit], None]) -> None:
+        super().__init__(axis, unit, seed, True, called)
         self._reference: Tensor | None = None
-        self._exact = Sections.of([(at_most(Identity(), unit.dtype), unit.shard_numel)])
+        self._rest: Tensor | None = None
+        self._exact = unit.weights_exact()
 
     @property
     def kept_bytes(self) -> int:
         """Memory of this rank's part of the reference."""
-        return 4 * self.comm.topology.num_nodes * self.codec.numel
+        return self.axis.grid.num_nodes * (4 * self.codec.numel + self.unit.raw_bytes)
 
     def forget(self, *, replaced: bool = False) -> None:
         """The weights have changed, or may have; replaced: so much that a difference would be a poor guess of them."""
@@ -236,37 +236,42 @@ class DifferenceGather(AllGather):
 
     def gather_bytes(self) -> int:
         """Payload this rank sends for a gather of new weights."""
-        return (self.comm.topology.num_nodes - 1) * self.codec.packet_bytes(self.codec.numel) + self.again_bytes()
+        return (self.axis.grid.num_nodes - 1) * self.packet_bytes + self.again_bytes()
 
     def again_bytes(self) -> int:
         """Payload this rank sends for a gather of weights that it has sent before."""
-        grid = self.comm.topology
-        return (grid.local_size - 1) * grid.num_nodes * self.codec.numel * self.unit.dtype.itemsize
+        grid = self.axis.grid
+        return (grid.local_size - 1) * grid.num_nodes * self.unit.shard_bytes
 
     def _gather_and_keep(self, link: Link, whole: Tensor, shard: Tensor, seed: int) -> Rounds[None]:
         codec, n, num_nodes = self.codec, self.codec.numel, link.topology.num_nodes
+        values, rest = self.unit.split(shard)
         if self._reference is None:
             self._reference, codec = torch.zeros(num_nodes, n, device=shard.device), self._exact
-        reference = self._reference
+        reference, coded = self._reference, codec.packet_bytes(n)
         with link.timed("encode_s", "weights"):
-            packet = link.scratch("weights", codec.packet_bytes(n), device=shard.device)
-            codec.encode(shard - reference[link.node], seed=derive_seed(seed, link.rank), out=packet)
+            packet = link.scratch("weights", coded + rest.numel(), device=shard.device)
+            codec.encode(values - reference[link.node], seed=derive_seed(seed, link.rank), out=packet[:coded])
+            packet[coded:].copy_(rest)
         packets = link.scratch("packets", num_nodes, packet.numel(), device=shard.device)
         yield from gather_across_nodes(link, packet, packets, "weights")
         with link.timed("decode_s", "weights"):
             for node in range(num_nodes):
-                codec.decode_add(packets[node], reference[node])
+                codec.decode_add(packets[node, :coded], reference[node])
+            self._rest = packets[:, coded:].clone()
         yield from self._spread(link, whole, "weights")
 
     def _spread(self, link: Link, whole: Tensor, operation: str) -> Rounds[None]:
-        assert self._reference is not None
-        grid, n, num_bytes = link.topology, self.codec.numel, self.codec.numel * whole.itemsize
+        assert self._reference is not None and self._rest is not None
+        grid, shards = link.topology, whole.view(link.topology.world_size, -1)
+        num_bytes = self.unit.shard_bytes
         gathered = link.scratch("gathered", grid.local_size, grid.num_nodes, num_bytes, device=whole.device)
-        gathered[link.local_rank].view(whole.dtype).copy_(self._reference)
+        for node in range(grid.num_nodes):
+            own = gathered[link.local_rank, node].view(whole.dtype)
+            self.unit.join(self._reference[node], self._rest[node], own)
         yield from gather_inside_node(link, gathered, operation)
         for rank in range(grid.world_size):
-            values = gathered[grid.local_rank(rank), grid.node(rank)].view(whole.dtype)
-            whole[rank * n : (rank + 1) * n].copy_(values)
+            shards[rank].copy_(gathered[grid.local_rank(rank), grid.node(rank)].view(whole.dtype))
 
 
 def gather_exact(link: Link, whole: Tensor, shard: Tensor, ranks: Sequence[int]) -> Rounds[None]:
@@ -285,93 +290,3 @@ def gather_exact(link: Link, whole: Tensor, shard: Tensor, ranks: Sequence[int])
     yield from round_.finish()
     for peer in peers:
         pieces[ranks.index(peer)].copy_(received[peer])
-
-
-class ReduceScatter(Plug):
-    """The mean over ranks, in two hops, summed in fp32 in rank order, while backward goes on where FSDP2 permits it.
-
-    FSDP2 makes `.grad` a view of the output. Where it does no more than that, the job may still be filling the output
-    when backward goes on; the end of backward waits for it. Otherwise the output is complete on return, and `waits`
-    counts the reasons.
-    Source: ZeRO++ (ICLR 2024), section 3.3, with the exact mean.
-    """
-
-    def __init__(
-        self, comm: Communicator, unit: Unit, seed: int, under_way: deque[Future[None]], loco: LoCo | None
-    ) -> None:
-        super().__init__(comm, unit, seed)
-        self.loco = loco
-        self.waits: dict[str, int] = {}
-        # Of all units together.
-        self._under_way = under_way
-        self._checked = False
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp.RedOpType,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """Fill output_tensor, [n], from input_tensor, [world_size * n]."""
-        factor = _compat.factor_of(op, self.comm.world_size)
-        present = self.unit.take_reached(output_tensor.numel())
-        seed = self.next_seed(GRADIENTS)
-        job = partial(self._job, mean=output_tensor, gradients=input_tensor, factor=factor, present=present, seed=seed)
-        future = self.comm.submit(job)
-        reason = self._reason_to_wait(op, output_tensor.dtype)
-        if reason:
-            self.waits[reason] = self.waits.get(reason, 0) + 1
-            self.comm.wait(future)
-        else:
-            self._wait_later(future, output_tensor, present)
-        return None
-
-    def reduce_bytes(self) -> int:
-        """Payload this rank sends where all parameters have a gradient: hop 1, then hop 2."""
-        intra, inter = self.unit.gradients(self.unit.trained())
-        grid = self.comm.topology
-        hop_1 = (grid.local_size - 1) * grid.num_nodes * intra.packet_bytes(intra.numel)
-        return hop_1 + (grid.num_nodes - 1) * inter.packet_bytes(inter.numel)
-
-    def _reason_to_wait(self, op: dist.ReduceOp.RedOpType, dtype: torch.dtype) -> str:
-        if op == dist.ReduceOp.SUM:
-            return "it is divided after the sum"
-        return self.unit.group.reads_gradient_at_once(dtype)
-
-    def _wait_later(self, future: Future[None], mean: Tensor, present: list[int]) -> None:
-        if not _compat.at_end_of_backward(partial(self._finish, future, mean, present)):
-            self.comm.wait(future)
-            return
-        self._under_way.append(future)
-        while len(self._under_way) > MAX_REDUCTIONS:
-            self.comm.wait(self._under_way.popleft())
-
-    def _finish(self, future: Future[None], mean: Tensor, present: list[int]) -> None:
-        self.comm.wait(future)
-        if not self._checked:
-            self._check_views(mean, present)
-            self._checked = True
-
-    def _check_views(self, mean: Tensor, present: list[int]) -> None:
-        """Whether FSDP2 has cut the output as thinwire filled it; raises LayoutError."""
-        start = 0
-        for i in present:
-            param = self.unit.params[i]
-            grad = param.sharded.grad
-            local = grad.to_local() if isinstance(grad, DTensor) else None
-            if local is None or (local.numel() and local.data_ptr() != mean[start:].data_ptr()):
-                raise LayoutError(
-                    f"torch {torch.__version__} does not take the gradient of {self.unit.names[i]!r} from where "
-                    "thinwire puts it: use torch 2.11 to 2.13, and tell thinwire's authors of this version"
-                )
-            start += param.shard_numel
-
-    def _job(
-        self, link: Link, mean: Tensor, gradients: Tensor, factor: float, present: list[int], seed: int
-    ) -> Rounds[None]:
-        intra, inter = self.unit.gradients(present)
-        memory = self.loco.of(present) if self.loco is not None else None
-        total = yield from reduce_scatter(link, gradients, intra, inter, seed=seed, operation="gradients", lost=memory)
-        torch.mul(total, factor, out=mean)

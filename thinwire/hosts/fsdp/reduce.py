@@ -1,0 +1,230 @@
+"""FSDP2's plug-ins for gradients on thinwire's collectives: the reduce_scatter, and the all_reduce of HSDP."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from thinwire import _compat
+from thinwire.codecs import derive_seed
+from thinwire.collectives.feedback import Feedback
+from thinwire.collectives.gather import all_gather, gather_bytes
+from thinwire.collectives.link import Link
+from thinwire.collectives.reduce import reduce_bytes, reduce_scatter
+from thinwire.collectives.rounds import Rounds
+from thinwire.hosts.fsdp.gather import GRADIENTS, Plug
+from thinwire.hosts.fsdp.mesh import Axis
+from thinwire.hosts.fsdp.unit import LayoutError, Unit
+from thinwire.methods.interface import GradientMemory
+
+# Whole gradients that may wait for the link at once; backward stands still for more.
+MAX_REDUCTIONS = 4
+# Part of a reduction: from the link, what was summed so far, the parameters that are there, and a seed.
+Hop = Callable[[Link, Tensor, list[int], int], Rounds[Tensor]]
+# What makes the memory of one module's reduction, from the elements of a rank's part of each parameter.
+Memory = Callable[[Sequence[int]], GradientMemory | None]
+
+
+class ReduceScatter(Plug):
+    """The mean over ranks, in two hops, summed in fp32 in rank order, while backward goes on where FSDP2 permits it.
+
+    In HSDP the sum over `replicas` follows in the same job, so that FSDP2's own all_reduce finds it done. FSDP2 makes
+    `.grad` a view of the output. Where it does no more than that, the job may still be filling the output when backward
+    goes on; the end of backward waits for it. Otherwise the output is complete on return, and `waits` counts the
+    reasons.
+    Source: ZeRO++ (ICLR 2024), section 3.3, with the exact mean.
+    """
+
+    def __init__(
+        self, axis: Axis, replicas: Axis, unit: Unit, seed: int, under_way: deque[Future[None]], memory: Memory
+    ) -> None:
+        super().__init__(axis, unit, seed)
+        self.replicas = replicas
+        numels = [param.shard_numel for param in unit.params]
+        self.memories = [memory(numels), memory([-(-n // replicas.size) for n in numels])]
+        if replicas.size == 1:
+            self.memories.pop()
+        self.waits: dict[str, int] = {}
+        # What autograd reached, for whoever compares it with other ranks.
+        self.note_present: Callable[[Unit, list[int]], None] = lambda unit, present: None
+        # Of all units together.
+        self._under_way = under_way
+        self._checked = False
+        # Elements of a sum over shards that is a sum over replicas already.
+        self._done: Tensor | None = None
+        self._present: list[int] | None = None
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Fill output_tensor, [n], from input_tensor, [num_shards * n]."""
+        factor = _compat.factor_of(op, self.axis.size)
+        present = self._take_present(output_tensor.numel())
+        hops: list[Hop] = [self._over_shards]
+        reason = "it is divided after the sum" if op == dist.ReduceOp.SUM else ""
+        if self.replicas.size > 1 and self.unit.group.all_reduces_at_once:
+            factor *= self.unit.group.replica_factor(op, self.replicas.size)
+            hops.append(self._over_replicas)
+            self._done = output_tensor
+        elif self.replicas.size > 1:
+            self._present, reason = present, "it is summed over replicas later"
+        self._submit(hops, input_tensor, output_tensor, factor, present, reason)
+        return None
+
+    def all_reduce(self, mean: Tensor, op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> None:
+        """Put into `mean`, in place, the sum over replicas, unless that has been done; FSDP2's all_reduce."""
+        if self._done is mean:
+            self._done = None
+            return
+        present = self._present if self._present is not None else self._take_present(mean.numel())
+        self._present = None
+        factor = _compat.factor_of(op, self.replicas.size)
+        reason = "it is divided after the sum" if op == dist.ReduceOp.SUM else ""
+        self._submit([self._over_replicas], mean, mean, factor, present, reason)
+
+    def reduce_bytes(self) -> int:
+        """Payload this rank sends where all parameters have a gradient: over shards, then over replicas."""
+        trained = self.unit.trained()
+        intra, inter = self.unit.gradients(trained)
+        sent = sum(reduce_bytes(self.axis.grid, intra.numel, intra, inter).values())
+        return sent + self.replica_bytes()
+
+    def replica_bytes(self) -> int:
+        """Payload of the sum over replicas."""
+        if self.replicas.size == 1:
+            return 0
+        grid = self.replicas.grid
+        intra, inter = self.unit.gradients(self.unit.trained(), self.replicas.size)
+        back = inter if grid.num_nodes > 1 else intra
+        sent = reduce_bytes(grid, intra.numel, intra, inter), gather_bytes(grid, back.packet_bytes(back.numel))
+        return sum(sum(levels.values()) for levels in sent)
+
+    def _take_present(self, numel: int) -> list[int]:
+        present = self.unit.take_reached(numel)
+        self.note_present(self.unit, present)
+        return present
+
+    def _submit(
+        self, hops: Sequence[Hop], start: Tensor, mean: Tensor, factor: float, present: list[int], reason: str
+    ) -> None:
+        seed = self.next_seed(GRADIENTS)
+
+        def job(link: Link) -> Rounds[None]:
+            total = start.float() if start.dtype == torch.float64 else start
+            for hop in hops:
+                total = yield from hop(link, total, present, seed)
+            torch.mul(total, factor, out=mean)
+
+        future = self.comm.submit(job)
+        reason = reason or self.unit.group.reads_gradient_at_once(mean.dtype)
+        if reason:
+            self.waits[reason] = self.waits.get(reason, 0) + 1
+            self.comm.wait(future)
+        else:
+            self._wait_later(future, mean, present)
+
+    def _wait_later(self, future: Future[None], mean: Tensor, present: list[int]) -> None:
+        if not _compat.at_end_of_backward(partial(self._finish, future, mean, present)):
+            self.comm.wait(future)
+            return
+        self._under_way.append(future)
+        while len(self._under_way) > MAX_REDUCTIONS:
+            self.comm.wait(self._under_way.popleft())
+
+    def _finish(self, future: Future[None], mean: Tensor, present: list[int]) -> None:
+        self.comm.wait(future)
+        if not self._checked:
+            self._check_views(mean, present)
+            self._checked = True
+
+    def _check_views(self, mean: Tensor, present: list[int]) -> None:
+        """Whether FSDP2 has cut the output as thinwire filled it; raises LayoutError."""
+        start = 0
+        for i in present:
+            param = self.unit.params[i]
+            grad = param.sharded.grad
+            local = grad.to_local() if isinstance(grad, DTensor) else None
+            if local is None or (local.numel() and local.data_ptr() != mean[start:].data_ptr()):
+                raise LayoutError(
+                    f"torch {torch.__version__} does not take the gradient of {self.unit.names[i]!r} from where "
+                    "thinwire puts it: use torch 2.11 to 2.13, and tell thinwire's authors of this version"
+                )
+            start += param.shard_numel
+
+    def _over_shards(self, link: Link, gradients: Tensor, present: list[int], seed: int) -> Rounds[Tensor]:
+        intra, inter = self.unit.gradients(present)
+        memory = self._memory(0, present)
+        if self.replicas.size > 1:
+            # Replicas that drew the same noise would lose more in their mean.
+            seed = derive_seed(seed, self.replicas.members.index(link.rank))
+        link = self.axis.link(link)
+        return (yield from reduce_scatter(link, gradients, intra, inter, seed=seed, operation="gradients", lost=memory))
+
+    def _over_replicas(self, link: Link, part: Tensor, present: list[int], seed: int) -> Rounds[Tensor]:
+        """The sum of the replicas' parts, the same bits on all of them: each adds up one piece of every parameter."""
+        link, size = self.replicas.link(link), self.replicas.size
+        seed = derive_seed(seed, size)
+        intra, inter = self.unit.gradients(present, size)
+        lengths = [self.unit.params[i].shard_numel for i in present]
+        widths = [-(-length // size) for length in lengths]
+        pieces = torch.zeros(size, intra.numel, device=part.device)
+        for columns, values in zip(pieces.split(widths, dim=1), part.float().split(lengths), strict=True):
+            columns.copy_(torch.nn.functional.pad(values, (0, columns.numel() - values.numel())).view(size, -1))
+        memory = self._memory(1, present)
+        piece = yield from reduce_scatter(
+            link, pieces.view(-1), intra, inter, seed=seed, operation="replicas", lost=memory
+        )
+        back = inter if link.topology.num_nodes > 1 else intra
+        total = yield from all_gather(link, piece, back, seed=derive_seed(seed, size), operation="replicas")
+        columns = total.split(widths, dim=1)
+        return torch.cat([c.reshape(-1)[:length] for c, length in zip(columns, lengths, strict=True)])
+
+    def _memory(self, number: int, present: list[int]) -> Feedback | None:
+        memory = self.memories[number]
+        return memory.of(present) if memory is not None else None
+
+
+class Replicas(dist.ProcessGroup):
+    """What FSDP2 takes for the ranks that hold the same part: its all_reduce is a method's."""
+
+    def __init__(self, reduction: ReduceScatter) -> None:
+        axis = reduction.replicas
+        super().__init__(axis.members.index(axis.comm.rank), axis.size)  # type: ignore[call-arg]
+        self._reduction = reduction
+
+    def allreduce(  # type: ignore[override]
+        self, tensors: list[Tensor], options: dist.AllreduceOptions
+    ) -> dist.Work:
+        """See ReduceScatter.all_reduce."""
+        try:
+            self._reduction.all_reduce(tensors[0], options.reduceOp)
+        except Exception as error:
+            # Around this call torch logs errors with the name of the group, which it does not know.
+            if not _compat.at_end_of_backward(partial(_throw, error)):
+                raise
+        return Done()
+
+
+class Done(dist.Work):
+    """Nothing to wait for."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return at once."""
+        return True
+
+
+def _throw(error: Exception) -> None:
+    raise error

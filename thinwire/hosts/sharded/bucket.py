@@ -1,0 +1,255 @@
+"""The memory of a layout on this rank, and the jobs that move it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.checkpoint import Piece, Share
+from thinwire.codecs import Codec, Identity, derive_seed
+from thinwire.collectives import Communicator
+from thinwire.collectives.feedback import Lost
+from thinwire.collectives.gather import all_gather_packets
+from thinwire.collectives.link import Link
+from thinwire.collectives.reduce import reduce_scatter
+from thinwire.collectives.rounds import Rounds
+from thinwire.layout.formats import LevelFormat
+from thinwire.layout.spans import Layout, Span, Unit
+from thinwire.state.memory import GRADIENTS, Saved
+from thinwire.state.replicas import fingerprint
+
+
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """A parameter and its place in a bucket."""
+
+    span: Span
+    param: nn.Parameter
+    bucket: Bucket = field(repr=False)
+
+    @property
+    def name(self) -> str:
+        return self.span.name
+
+    @property
+    def owned(self) -> slice:
+        """The part of this rank's shard that belongs to the parameter."""
+        return self.bucket.layout.owned(self.span, self.bucket.comm.rank)
+
+    @property
+    def offset(self) -> int:
+        """The first element of the parameter in `owned`."""
+        return self.bucket.layout.shard_start(self.bucket.comm.rank) + self.owned.start - self.span.start
+
+    def piece(self, shard: Tensor) -> Piece:
+        """The parameter's part of a tensor like this rank's shard."""
+        return Piece(self.span.numel, self.offset, shard[self.owned])
+
+
+class Bucket:
+    """Parameters that travel together, on this rank.
+
+    live: the whole weights, of the model's dtype, [numel], into which the model's parameters are views; where weights
+    are cut (s1 > 1) their memory is there only while they are needed. shard: the compute weights that stay, [numel/s1],
+    a row for each slice of the stack; `live` itself where s1 is 1. own: the part of `shard` whose masters this rank
+    has. master, shard_grad: fp32 [numel / P], this rank's slice of the masters and of the mean gradient. sums: fp32
+    [numel / s2], the gradients of this step's micro-batches over the block, if they leave with every backward. lost:
+    what the gradients' codecs lost on this rank; None without error feedback.
+    """
+
+    def __init__(self, layout: Layout, params: Mapping[str, nn.Parameter], comm: Communicator) -> None:
+        """Move the parameters into one flat tensor and make this rank's shards; padding is zero everywhere."""
+        self.layout, self.comm = layout, comm
+        self.slots = [Slot(span, params[span.name], self) for span in layout.spans]
+        self.live = torch.zeros(layout.numel, dtype=layout.dtype, device=self.slots[0].param.device)
+        for slot in self.slots:
+            slot.span.of(self.live).copy_(slot.param.data)
+            slot.param.data = slot.span.of(self.live)
+        levels, rank, n = layout.levels, comm.rank, layout.shard_numel
+        self.shard, first = self.live, layout.shard_start(rank)
+        self.master = self.live[first : first + n].float().clone()
+        if levels.weights_over > 1:
+            rows = self.live.view(levels.num_rows, levels.weights_over, -1)
+            self.shard = rows[:, rank % levels.weights_over].reshape(-1).clone()
+            row = rank % levels.gradients_over // levels.weights_over
+            first = row * layout.row_numel + rank // levels.gradients_over * n
+        self.own = self.shard[first : first + n]
+        self.shard_grad = torch.zeros_like(self.master)
+        self.sums = self.shard_grad
+        if layout.module is not None and levels.num_blocks > 1:
+            self.sums = torch.zeros(layout.row_numel, device=self.live.device)
+        self.lost: Lost | None = None
+        if layout.lost_numel:
+            lost = Lost.zeros(comm.topology, n, self.live.device)
+            self.lost = Lost(None if layout.wire.intra.traits.lossless else lost.intra, lost.inter)
+        self.note()
+
+    def note(self) -> None:
+        """Remember the weights that this rank owns, to see later whether somebody else has changed them."""
+        self.seen = fingerprint(self.own) if self.layout.levels.weights_over == 1 else 0
+
+    def adopt(self, slot: Slot, value: Tensor) -> None:
+        """Take a parameter's whole weights as this rank's compute weights and masters."""
+        flat, layout, rank = value.reshape(-1), self.layout, self.comm.rank
+        for first, place in layout.kept(slot.span, rank):
+            self.shard[place] = flat[first - slot.span.start :][: place.stop - place.start]
+        self.master[slot.owned] = flat[slot.offset :][: slot.owned.stop - slot.owned.start]
+
+    def spread(self, own: Tensor) -> None:
+        """Give the compute weights of all ranks these values of what each of them owns; a collective."""
+        values = own.float()
+        self.comm.wait(self.comm.submit(lambda link: self.refresh(link, values, Identity(), False, 0)))
+
+    @property
+    def whole_masters(self) -> Tensor:
+        """The masters of all ranks, fp32 [numel]; a collective."""
+        gathered = self.comm.wait(self.comm.all_gather_exact(self.master))
+        order = [self.layout.levels.piece(rank) for rank in range(self.comm.world_size)]
+        return torch.empty_like(gathered).index_copy_(0, torch.tensor(order, device=gathered.device), gathered).view(-1)
+
+    @property
+    def errors(self) -> list[Tensor]:
+        """The tensors of `lost`: those of the hops that lose something."""
+        return [] if self.lost is None else [error for error in (self.lost.intra, self.lost.inter) if error is not None]
+
+    def shares(self, path: str) -> Iterator[Share]:
+        """Where in `errors`, which lies at `path`, each parameter's residual is."""
+        if self.lost is None:
+            return
+        for tensor, start, place, length in self.lost.places(self.comm.topology, self.comm.rank):
+            number = next((i for i, error in enumerate(self.errors) if error is tensor), None)
+            for span in self.layout.spans if number is not None else ():
+                first, last = max(span.start, place), min(span.end, place + length)
+                if first < last:
+                    yield Share(
+                        GRADIENTS, span.name, f"{path}/{number}", start + first - place, first - span.start,
+                        last - first, 1 / self.comm.world_size,
+                    )  # fmt: skip
+
+    def take_over(self, saved: Saved) -> None:
+        """Take this rank's share of the error feedback that other ranks had saved."""
+        if not self.errors or self.lost is None:
+            return
+        whole = torch.zeros(self.layout.numel, device=self.live.device)
+        for span in self.layout.spans:
+            if (value := saved(GRADIENTS, span.name)) is not None:
+                whole[span.start : span.end] = value
+        self.lost.spread(whole, self.comm.topology, self.comm.rank)
+
+    def gather(self, link: Link) -> Rounds[None]:
+        """live = C(shard) of the s1 neighbours, the own one included, so that all compute with the same weights."""
+        levels, n, wire = self.layout.levels, self.layout.row_numel, self.layout.wire
+        assert isinstance(wire, LevelFormat)
+        group, device = link.among(levels.neighbours(link.rank), levels.inside), self.live.device
+        packets = link.scratch("shards", levels.num_rows, wire.shards.packet_bytes(n), device=device)
+        with link.timed("encode_s", "weights"):
+            for row, packet in zip(self.shard.view(levels.num_rows, n), packets, strict=True):
+                wire.shards.encode(row, out=packet)
+        gathered = yield from all_gather_packets(group, packets.view(-1), "weights")
+        whole, grid = self.live.view(levels.num_rows, levels.weights_over, n), group.topology
+        # Not straight into `live`: a kernel's view of it, which is numpy's, would pin its memory.
+        values = link.scratch("decoded", n, dtype=torch.float32, device=device)
+        with link.timed("decode_s", "weights"):
+            for rank in range(grid.world_size):
+                theirs = gathered[grid.local_rank(rank), grid.node(rank)].view_as(packets)
+                for row, packet in enumerate(theirs):
+                    whole[row, rank].copy_(wire.shards.decode(packet, n, out=values))
+
+    def reduce(
+        self, link: Link, grads: list[Tensor | None], *, seed: int, first: bool = True, last: bool = True
+    ) -> Rounds[None]:
+        """shard_grad = mean over all ranks of `grads`.
+
+        Where they leave with every backward: sums += the block's sum of this rank's slice, and after the last one
+        shard_grad = the mean over all blocks.
+        """
+        layout, rank = self.layout, link.rank
+        levels, wire, counter = layout.levels, layout.wire, layout.first_counter
+        flat = link.scratch("gradient", layout.numel, dtype=torch.float32, device=self.live.device)
+        layout.fill(flat, grads)
+        grads.clear()
+        once = layout.module is None
+        total = yield from reduce_scatter(
+            link.among(levels.block(rank)), flat, wire.intra, wire.inter,
+            seed=seed if once else derive_seed(seed, rank // levels.gradients_over), counter=counter,
+            operation="gradients", lost=self.lost,
+        )  # fmt: skip
+        if not once:
+            self.sums.copy_(total) if first else self.sums.add_(total)
+            if not last:
+                return
+            counter += rank % levels.gradients_over * layout.row_numel
+            total = yield from reduce_scatter(
+                link.among(levels.column(rank)), self.sums, wire.intra, wire.inter,
+                seed=derive_seed(seed, levels.num_blocks), counter=counter, operation="gradient sums",
+            )  # fmt: skip
+        torch.mul(total, 1.0 / link.topology.world_size, out=self.shard_grad)
+
+    def refresh(self, link: Link, message: Tensor, codec: Codec, differences: bool, seed: int) -> Rounds[None]:
+        """shard = C(message), or shard += C(message - shard), of all owners of a piece of it.
+
+        A packet crosses between blocks once, then spreads in the stack; all copies of a shard decode the same packets.
+        """
+        layout, levels, n, operation = self.layout, self.layout.levels, self.layout.shard_numel, self.layout.update
+        if levels.num_blocks * levels.num_rows == 1:
+            self.shard.copy_(message)
+            return self.note()
+        device = self.live.device
+        with link.timed("encode_s", operation):
+            if differences:
+                difference = link.scratch("difference", n, dtype=torch.float32, device=device)
+                message = torch.sub(message, self.own, out=difference)
+            packet = link.scratch("update", codec.packet_bytes(n), device=device)
+            codec.encode(message, seed=seed, counter=layout.first_counter + layout.shard_start(link.rank), out=packet)
+        column, stack = link.among(levels.column(link.rank)), link.among(levels.stack(link.rank))
+        slices = packet[None]
+        if levels.num_blocks > 1:
+            gathered = yield from all_gather_packets(column, packet, operation, codec.length)
+            slices = link.scratch("slices", levels.num_blocks, packet.numel(), device=device)
+            slices.copy_(gathered.transpose(0, 1).reshape(slices.shape))
+        # A message of several packets can't be cut to the length of one.
+        is_cut = levels.num_blocks == 1
+        gathered = yield from all_gather_packets(
+            stack, slices.view(-1), operation, codec.length if is_cut else Tensor.numel
+        )
+        pieces, grid = self.shard.view(levels.num_rows, levels.num_blocks, n), stack.topology
+        with link.timed("decode_s", operation):
+            for row in range(levels.num_rows):
+                packets = gathered[grid.local_rank(row), grid.node(row)].view_as(slices)
+                for piece, theirs in zip(pieces[row], packets, strict=True):
+                    _take(link, codec, theirs, piece, differences)
+        self.note()
+
+
+def _take(link: Link, codec: Codec, packet: Tensor, piece: Tensor, differences: bool) -> None:
+    """Add the decoded difference to a piece of the weights, in fp32; or put the decoded weights in its place."""
+    exact = piece.dtype == torch.float32
+    if exact and differences:
+        codec.decode_add(packet, piece)
+    elif exact:
+        codec.decode(packet, piece.numel(), out=piece)
+    else:
+        values = link.scratch("decoded", piece.numel(), dtype=torch.float32, device=piece.device)
+        codec.decode(packet, piece.numel(), out=values)
+        piece.copy_(values.add_(piece) if differences else values)
+
+
+@dataclass(eq=False)
+class LiveUnit:
+    """The buckets of a unit, and how far the step under way has come with them.
+
+    ready: parameters whose gradient is complete; num_sent: reductions; is_sent: the last of the step has begun.
+    """
+
+    unit: Unit
+    buckets: Sequence[Bucket]
+    ready: set[int] = field(default_factory=set)
+    num_sent: int = 0
+    is_sent: bool = False
+
+    @property
+    def slots(self) -> list[Slot]:
+        return [slot for bucket in self.buckets for slot in bucket.slots]

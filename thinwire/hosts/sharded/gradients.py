@@ -1,0 +1,135 @@
+"""Gradients on their way from backward to the ranks that own their mean."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.hosts.sharded.bucket import Bucket, LiveUnit, Slot
+from thinwire.hosts.sharded.seeds import Seeds
+from thinwire.hosts.sharded.weights import Weights
+
+
+@dataclass(frozen=True, eq=False)
+class SentGradient:
+    """The gradient of a parameter as it was when it was sent, to tell whether it was changed since; None for none."""
+
+    param: nn.Parameter
+    grad: Tensor | None
+    version: int
+
+    @classmethod
+    def of(cls, param: nn.Parameter) -> SentGradient:
+        return cls(param, param.grad, -1 if param.grad is None else param.grad._version)
+
+    @property
+    def is_unchanged(self) -> bool:
+        return self.param.grad is self.grad and (self.grad is None or self.grad._version == self.version)
+
+
+class Gradients:
+    """Reduces each unit's gradients when backward has left them in `.grad`.
+
+    A module's leave with every backward and are taken out of `.grad`; a bucket's are summed there until the last
+    backward of a step, and stay.
+    """
+
+    def __init__(self, units: Sequence[LiveUnit], weights: Weights, seeds: Seeds) -> None:
+        self.units, self.weights, self.seeds = units, weights, seeds
+        self.used: set[int] = set()
+        self._accumulating = False
+        self._num_launched = 0
+        self._sent: list[SentGradient] = []
+        self._reducing: dict[Bucket, Future[None]] = {}
+        for unit in units:
+            for slot in unit.slots:
+                if slot.param.dtype != torch.float32:
+                    slot.param.grad_dtype = torch.float32
+                slot.param.register_post_accumulate_grad_hook(partial(self._mark_ready, unit, slot))
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside only accumulate; the first one outside sends the sum."""
+        self._accumulating, before = True, self._accumulating
+        try:
+            yield
+        finally:
+            self._accumulating = before
+
+    def _mark_ready(self, unit: LiveUnit, slot: Slot, param: Tensor) -> None:
+        is_modules = unit.unit.module is not None
+        if self._accumulating and not is_modules:
+            return
+        if unit.is_sent:
+            raise RuntimeError(
+                f"a second backward reached {slot.name!r} after its gradient was sent: wrap every backward but the "
+                "last of a step in `with optimizer.no_sync():`, and call optimizer.step() after the last"
+            )
+        unit.ready.add(slot.span.index)
+        if not is_modules:
+            self._launch_ready()
+        elif len(unit.ready) == len(unit.slots):
+            self._send(unit, last=not self._accumulating)
+
+    def _launch_ready(self) -> None:
+        # All ranks launch in the same order, the reverse of forward, whatever order gradients come in.
+        while self._num_launched < len(self.units):
+            following = self.units[-1 - self._num_launched]
+            if len(following.ready) < len(following.slots):
+                break
+            self._num_launched += 1
+            self._send(following, last=True)
+
+    def _send(self, unit: LiveUnit, *, last: bool) -> None:
+        self.weights.is_done_with(unit)
+        self.used.update(slot.span.index for slot in unit.slots if slot.param.grad is not None)
+        for bucket in unit.buckets:
+            grads = [slot.param.grad for slot in bucket.slots]
+            if unit.unit.module is None:
+                self._sent += [SentGradient.of(slot.param) for slot in bucket.slots]
+            else:
+                for slot in bucket.slots:
+                    slot.param.grad = None
+            # Sums are taken in the order of micro-batches.
+            if bucket in self._reducing:
+                bucket.comm.wait(self._reducing[bucket])
+            seed, first = self.seeds.gradients(bucket.layout, unit.num_sent), unit.num_sent == 0
+            self._reducing[bucket] = bucket.comm.submit(
+                partial(bucket.reduce, grads=grads, seed=seed, first=first, last=last)
+            )
+        unit.num_sent += 1
+        unit.ready.clear()
+        unit.is_sent = last
+
+    def finish(self) -> None:
+        """Return when the mean gradients have arrived."""
+        for unit in reversed(self.units):
+            if not unit.is_sent:
+                self._send(unit, last=True)
+        self._num_launched = len(self.units)
+        for bucket, future in self._reducing.items():
+            bucket.comm.wait(future)
+
+    def refuse_changed(self) -> None:
+        """Raise RuntimeError if gradients were changed after they were sent."""
+        if not all(sent.is_unchanged for sent in self._sent):
+            raise RuntimeError(
+                "gradients were changed after they were sent, which has no effect on the step: clip with "
+                "optimizer.clip_grad_norm_(max_norm), not torch.nn.utils; scale the loss instead of gradients"
+            )
+
+    def reset(self) -> None:
+        """Begin a new step."""
+        self.used.clear()
+        self._sent.clear()
+        self._reducing.clear()
+        self._num_launched = 0
+        for unit in self.units:
+            unit.ready.clear()
+            unit.num_sent, unit.is_sent = 0, False

@@ -1,0 +1,189 @@
+"""Weights that are cut over some ranks: each module's are gathered when they are needed, and freed after."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.hosts.sharded.bucket import Bucket, LiveUnit
+from thinwire.hosts.sharded.guard import Hook
+from thinwire.hosts.sharded.seeds import Seeds
+from thinwire.hosts.sharded.weights import Weights, moved, tell_of_edits
+
+# Units whose updated weights are under way while an earlier one computes: more would delay the gathers behind them.
+AHEAD = 2
+
+
+@dataclass
+class Passage:
+    """Where the weights of a unit are.
+
+    is_whole: here, or on their way. is_kept: until the next backward, by request. versions: of each bucket's
+    parameters, when their weights were last this host's own.
+    """
+
+    is_whole: bool = True
+    is_kept: bool = False
+    in_backward: bool = False
+    gathering: list[Future[None]] = field(default_factory=list)
+    versions: dict[Bucket, list[int]] = field(default_factory=dict)
+
+
+class PassingWeights(Weights):
+    """Weights cut over s1 ranks. A unit's are gathered by whoever touches them first.
+
+    They are freed after the unit's forward, and after its backward, when its gradients leave.
+    """
+
+    def __init__(self, units: Sequence[LiveUnit], seeds: Seeds, model: nn.Module, *, overlap: bool) -> None:
+        super().__init__(units, seeds, AHEAD if overlap else None)
+        self._passages = {unit: Passage() for unit in units}
+        for unit in units:
+            self._note(unit)
+            assert unit.unit.module is not None
+            module = model.get_submodule(unit.unit.module)
+            module.register_forward_pre_hook(Hook(lambda *_, unit=unit: self._before_forward(unit)))
+            module.register_forward_hook(Hook(lambda *given, unit=unit: self._after_forward(unit, given[-1])))
+        self.free()
+
+    def _before_forward(self, unit: LiveUnit) -> None:
+        self.bring([unit])
+        following = self._beside(unit, 1)
+        # Not while recomputing, and not before its turn: its weights may still be on their way from the masters.
+        if following and not (self._passages[unit].in_backward or self.is_coming(following)):
+            self._start(following)
+
+    def _after_forward(self, unit: LiveUnit, output: object) -> None:
+        passage = self._passages[unit]
+        if passage.in_backward or passage.is_kept:
+            return
+        if torch.is_grad_enabled():
+            tensors = [tensor for tensor in _tensors(output) if tensor.grad_fn is not None]
+            for tensor in tensors:
+                tensor.register_hook(lambda _: self._before_backward(unit))
+            # Of an output that can't be watched, nobody would know when the weights are needed again.
+            if unit.unit.stays or not tensors:
+                return
+        self._free(unit)
+
+    def _before_backward(self, unit: LiveUnit) -> None:
+        if not self._passages[unit].in_backward:
+            self._passages[unit].in_backward = True
+            self.bring([unit])
+            if previous := self._beside(unit, -1):
+                self._start(previous)
+
+    def _beside(self, unit: LiveUnit, step: int) -> LiveUnit | None:
+        """The module before or after, in order of forward; the root has a time of its own."""
+        at = self.units.index(unit) + step
+        is_inner = bool(unit.unit.module) and 0 <= at < len(self.units)
+        return self.units[at] if is_inner and self.units[at].unit.module else None
+
+    def _start(self, unit: LiveUnit) -> None:
+        """Begin to gather the unit's weights, unless they are here or on their way."""
+        was_coming, passage = self.wait(unit), self._passages[unit]
+        if not passage.is_whole:
+            for bucket in unit.buckets:
+                _set_whole(bucket, True)
+                passage.gathering.append(bucket.comm.submit(bucket.gather))
+            passage.is_whole = True
+        # Behind the gather, which somebody waits for.
+        if was_coming:
+            self.send_next()
+
+    def bring(self, units: Sequence[LiveUnit]) -> None:
+        for unit in units:
+            passage = self._passages[unit]
+            if not passage.is_whole or passage.gathering or self.is_coming(unit) or self.unsent:
+                self._start(unit)
+                self._arrive(unit)
+
+    def _arrive(self, unit: LiveUnit) -> None:
+        passage = self._passages[unit]
+        if passage.gathering:
+            for future in passage.gathering:
+                unit.buckets[0].comm.wait(future)
+            passage.gathering.clear()
+            self._note(unit)
+
+    def keep(self) -> None:
+        for unit in self.units:
+            self._start(unit)
+            self._passages[unit].is_kept = True
+        for unit in self.units:
+            self._arrive(unit)
+
+    def settle(self) -> None:
+        self.wait_all()
+        for unit in self.units:
+            if self._passages[unit].is_whole:
+                self._arrive(unit)
+                self._take_edited(unit)
+
+    def free(self) -> None:
+        self.wait_all()
+        for unit in self.units:
+            self._free(unit)
+
+    def send(self) -> None:
+        self.free()
+        super().send()
+
+    def is_done_with(self, unit: LiveUnit) -> None:
+        self._passages[unit].in_backward = False
+        self.wait(unit)
+        for slot in unit.slots:
+            live = slot.bucket.live.untyped_storage()
+            if self._passages[unit].is_whole and slot.param.untyped_storage().data_ptr() != live.data_ptr():
+                raise moved(slot)
+        self._free(unit)
+
+    def _free(self, unit: LiveUnit) -> None:
+        """Keep this rank's 1/s1 of the weights, with what others have changed in place."""
+        passage = self._passages[unit]
+        if passage.is_whole:
+            self._arrive(unit)
+            self._take_edited(unit)
+            for bucket in unit.buckets:
+                _set_whole(bucket, False)
+            passage.is_whole = passage.is_kept = False
+
+    def _note(self, unit: LiveUnit) -> None:
+        versions = {bucket: [slot.param._version for slot in bucket.slots] for bucket in unit.buckets}
+        self._passages[unit].versions = versions
+
+    def _take_edited(self, unit: LiveUnit) -> None:
+        for bucket, versions in self._passages[unit].versions.items():
+            edited = [s for s, seen in zip(bucket.slots, versions, strict=True) if s.param._version != seen]
+            if edited:
+                tell_of_edits(bucket, [slot.name for slot in edited])
+            for slot in edited:
+                bucket.adopt(slot, slot.span.of(bucket.live))
+        self._note(unit)
+
+
+def _set_whole(bucket: Bucket, is_whole: bool) -> None:
+    """Give `live` its memory, with undefined content, or take it away; the parameters stay views into it."""
+    try:
+        bucket.live.untyped_storage().resize_(bucket.live.nbytes if is_whole else 0)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"the memory of weights between {bucket.slots[0].name!r} and {bucket.slots[-1].name!r} can't be freed: "
+            "numpy holds it; clone weights before you give them to numpy"
+        ) from error
+
+
+def _tensors(output: object) -> Iterator[Tensor]:
+    """The tensors in what a module returned."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from _tensors(value)
+    elif isinstance(output, tuple | list):
+        for value in output:
+            yield from _tensors(value)

@@ -1,0 +1,27 @@
+"""The seeds of what codecs draw, by step, layout and direction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from thinwire.codecs import derive_seed
+from thinwire.layout.spans import Layout
+
+GRADIENTS, WEIGHTS = 0, 1
+
+
+@dataclass
+class Seeds:
+    """The seeds of one run. base: of the run; step: the number of the step under way."""
+
+    base: int
+    step: int = 0
+
+    def gradients(self, layout: Layout, number: int) -> int:
+        """Of a layout's gradients; number: how often they have left in this step."""
+        numbers = () if layout.module is None else (number,)
+        return derive_seed(self.base, self.step, layout.stream, GRADIENTS, *numbers)
+
+    def weights(self, layout: Layout) -> int:
+        """Of a layout's updated weights."""
+        return derive_seed(self.base, self.step, layout.stream, WEIGHTS)

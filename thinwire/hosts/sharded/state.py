@@ -1,0 +1,123 @@
+"""What a sharded optimizer saves, and how it goes on from what was saved under any layout."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from thinwire.checkpoint import Snapshot, Source
+from thinwire.collectives import Communicator
+from thinwire.hosts.sharded.bucket import Bucket
+from thinwire.hosts.sharded.owned import Owned
+from thinwire.layout.formats import LevelFormat
+from thinwire.methods.sharded import ShardedMethod
+from thinwire.state.portable import REPLICA, Held, add_optimizer, restore_optimizer
+from thinwire.state.replicas import check_layout
+
+
+class ShardedState:
+    """Masters, compute weights, what error feedback owes, and the user's optimizer, of one rank."""
+
+    def __init__(
+        self,
+        method: ShardedMethod,
+        inner: torch.optim.Optimizer,
+        comm: Communicator,
+        buckets: Sequence[Bucket],
+        owned: Sequence[Owned],
+    ) -> None:
+        self.method, self.inner, self.comm, self.buckets, self.owned = method, inner, comm, buckets, owned
+
+    def save(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
+        """All of it for the same layout, with the host's own numbers; the tensors are the live ones."""
+        return {
+            "inner": self.inner.state_dict(),
+            "masters": [bucket.master for bucket in self.buckets],
+            # Copies: torch.save would write the whole weights for a view of them.
+            "shards": [bucket.own.clone() for bucket in self.buckets],
+            "layout": self.layout(),
+            **self._errors(),
+            **numbers,
+        }
+
+    @torch.no_grad()
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Restore what `save` gave; a collective. Raises ConfigError where it belongs to another layout."""
+        check_layout(self.layout(), saved["layout"])
+        self.inner.load_state_dict(saved["inner"])
+        for bucket, master, shard in zip(self.buckets, saved["masters"], saved["shards"], strict=True):
+            bucket.master.copy_(master)
+            bucket.spread(shard)
+        self._load_errors(saved["errors"])
+
+    def snapshot(self, numbers: Mapping[str, Any]) -> Snapshot:
+        """All of it in pieces that any layout can take: views of the live tensors."""
+        shares = [share for number, bucket in enumerate(self.buckets) for share in bucket.shares(f"errors/{number}")]
+        common = {**numbers, "lossy_weights": self.is_lossy}
+        snapshot = Snapshot(self.layout(), own=self._errors(), common=common, shares=shares)
+        for owned in self.owned:
+            if owned.slot.bucket.layout.has_replica:
+                snapshot.pieces[f"{REPLICA}/{owned.slot.name}"] = owned.slot.piece(owned.slot.bucket.own)
+        return add_optimizer(snapshot, self.inner, self._held())
+
+    @torch.no_grad()
+    def restore(self, source: Source) -> None:
+        """Go on from a checkpoint of any layout; from the same, bit for bit. A collective."""
+        is_same = source.fits(self.layout())
+        restore_optimizer(source, self.inner, self._held())
+        self._restore_weights(source)
+        if is_same:
+            self._load_errors(source.own("errors"))
+            return
+        source.is_exact = source.is_exact and not (self.is_lossy or source.common["lossy_weights"])
+        for bucket in self.buckets:
+            bucket.take_over(source.mean_of)
+
+    def _restore_weights(self, source: Source) -> None:
+        """Read what the weights were that computed, or take the masters; then bring them to all ranks."""
+        has_replica = any(bucket.layout.has_replica for bucket in self.buckets)
+        shards = {bucket: bucket.master.to(bucket.layout.dtype, copy=True) for bucket in self.buckets}
+        if has_replica and source.has_any(REPLICA):
+            pieces = {f"{REPLICA}/{o.slot.name}": o.slot.piece(shards[o.slot.bucket]) for o in self.owned}
+            source.read({key: piece for key, piece in pieces.items() if source.has(key)})
+        elif has_replica:
+            source.note("replicas that weight differences refer to", "transformed", "rebuilt from the weights")
+        elif source.has_any(REPLICA):
+            source.drop_replica("weights travel whole and exactly here")
+        for bucket, shard in shards.items():
+            bucket.spread(shard)
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether computing takes other weights than those that are saved."""
+        wires = [b.layout.wire for b in self.buckets if b.layout.levels.weights_over > 1]
+        return any(isinstance(wire, LevelFormat) and not wire.shards.traits.lossless for wire in wires)
+
+    def layout(self) -> dict[str, Any]:
+        """What must be the same for a state to be loaded as it is."""
+        levels = self.buckets[0].layout.levels
+        slots = [slot for bucket in self.buckets for slot in bucket.slots]
+        shapes = repr([(slot.name, tuple(slot.span.shape), str(slot.param.dtype)) for slot in slots])
+        return {
+            "rank": self.comm.rank,
+            "world_size": self.comm.world_size,
+            "local_size": self.comm.topology.local_size,
+            "strategy": repr((self.method.matrix(), self.method.vector())),
+            "levels": [levels.weights_over, levels.gradients_over],
+            "parameters": hashlib.sha256(shapes.encode()).hexdigest()[:16],
+            "bucket_numels": [bucket.layout.numel for bucket in self.buckets],
+        }
+
+    def _held(self) -> dict[str, Held]:
+        return {owned.slot.name: owned.held for owned in self.owned}
+
+    def _errors(self) -> dict[str, Any]:
+        return {"errors": [bucket.errors for bucket in self.buckets]}
+
+    def _load_errors(self, saved: Sequence[Sequence[torch.Tensor]]) -> None:
+        for bucket, values in zip(self.buckets, saved, strict=True):
+            for error, value in zip(bucket.errors, values, strict=True):
+                error.copy_(value)

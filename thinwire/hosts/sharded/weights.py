@@ -1,0 +1,115 @@
+"""Updated weights on their way from the masters to the ranks that compute with them."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+
+from thinwire.collectives.link import Link
+from thinwire.collectives.rounds import Rounds
+from thinwire.hosts.sharded.bucket import Bucket, LiveUnit, Slot
+from thinwire.hosts.sharded.seeds import Seeds
+from thinwire.state.replicas import fingerprint
+
+log = logging.getLogger("thinwire")
+
+
+class Weights:
+    """Weights that are whole on every rank: sent once a step, awaited by whoever needs them.
+
+    at_once: units that are sent when a step ends; None: all. Each of the others follows when an earlier one is needed.
+    """
+
+    def __init__(self, units: Sequence[LiveUnit], seeds: Seeds, at_once: int | None = None) -> None:
+        self.units, self.seeds, self.at_once = units, seeds, at_once
+        self.unsent: deque[LiveUnit] = deque()
+        self._coming: dict[LiveUnit, list[tuple[Bucket, Future[None]]]] = {}
+
+    def send(self) -> None:
+        """Begin to send what the masters have become, in order of forward."""
+        self.unsent = deque(self.units)
+        for _ in self.units[: self.at_once]:
+            self.send_next()
+
+    def send_next(self) -> None:
+        """Send one more unit, if any is left."""
+        if self.unsent:
+            unit = self.unsent.popleft()
+            self._coming[unit] = [(bucket, bucket.comm.submit(self._job(bucket))) for bucket in unit.buckets]
+
+    def _job(self, bucket: Bucket) -> Callable[[Link], Rounds[None]]:
+        wire, seed = bucket.layout.wire, self.seeds.weights(bucket.layout)
+        return partial(
+            bucket.refresh, message=bucket.master, codec=wire.weights, differences=wire.differences, seed=seed
+        )
+
+    def is_coming(self, unit: LiveUnit) -> bool:
+        """Whether the unit's weights were updated and nobody has waited for them since."""
+        return unit in self._coming or unit in self.unsent
+
+    def wait(self, unit: LiveUnit) -> bool:
+        """Return when what stays of the unit's weights is up to date; whether it was not known to be."""
+        while unit in self.unsent:
+            self.send_next()
+        if unit not in self._coming:
+            return False
+        for bucket, future in self._coming[unit]:
+            bucket.comm.wait(future)
+        del self._coming[unit]
+        return True
+
+    def wait_all(self) -> None:
+        """Return when what stays of all weights is up to date."""
+        for unit in self.units:
+            self.wait(unit)
+
+    def bring(self, units: Sequence[LiveUnit]) -> None:
+        """Return when these units' weights are whole and up to date."""
+        for unit in units:
+            self.wait(unit)
+
+    def keep(self) -> None:
+        """Bring all weights to this rank, where they stay whole until the next backward."""
+        self.bring(self.units)
+
+    def settle(self) -> None:
+        """Return when all weights are up to date; what was changed from outside, say by loading it, is in the masters.
+
+        A rank looks at the part of the weights whose masters it has.
+        """
+        self.wait_all()
+        for bucket in (bucket for unit in self.units for bucket in unit.buckets):
+            for slot in bucket.slots:
+                if slot.param.data_ptr() != slot.span.of(bucket.live).data_ptr():
+                    raise moved(slot)
+            if fingerprint(bucket.own) != bucket.seen:
+                tell_of_edits(bucket, [slot.name for slot in bucket.slots])
+                bucket.master.copy_(bucket.own)
+                bucket.note()
+
+    def free(self) -> None:
+        """Return when nothing is on its way; nobody computes with the weights until they are brought again."""
+        self.wait_all()
+
+    def is_done_with(self, unit: LiveUnit) -> None:
+        """The unit's backward has ended."""
+
+
+def moved(slot: Slot) -> RuntimeError:
+    """What to raise where a parameter is no longer in the memory that the host trains."""
+    return RuntimeError(
+        f"{slot.name!r} no longer lies where zero() put it, so training would not reach it: convert, move or load with "
+        "assign=True before calling zero(), and copy new values in place after"
+    )
+
+
+def tell_of_edits(bucket: Bucket, names: Sequence[str]) -> None:
+    """Warn that weights were changed by somebody else, and are kept."""
+    where = f"of {names[0]!r}" if len(names) == 1 else f"between {names[0]!r} and {names[-1]!r}"
+    log.warning(
+        "thinwire: rank %d: weights %s were changed outside the optimizer; their new values are taken as the masters",
+        bucket.comm.global_ranks[bucket.comm.rank], where,
+    )  # fmt: skip

@@ -1,0 +1,60 @@
+"""The axes of a mesh, and a mesh by its text, such as data=2,tensor=2."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from thinwire.errors import ConfigError, nearest
+
+# From the outside in: ranks of an inner axis are neighbours.
+AXES = ("island", "pipeline", "data", "sequence", "expert", "tensor")
+# Those that a method, or torch, serves today.
+SERVED = ("data", "tensor")
+
+
+def check_axis(name: str) -> None:
+    """Raise ConfigError for what is no axis, and for an axis that nothing serves yet."""
+    if name not in AXES:
+        raise ConfigError(f"the mesh has an axis {name!r}: must be of {', '.join(AXES)}{nearest(name, AXES)}")
+    if name not in SERVED:
+        raise ConfigError(f"the mesh has an axis {name!r}, for which there is no method yet; nearest: data")
+
+
+@dataclass(frozen=True)
+class MeshShape:
+    """The length of each axis, from the outside in."""
+
+    sizes: Mapping[str, int]
+
+    @classmethod
+    def parse(cls, text: str) -> MeshShape:
+        """Read "data=2,tensor=2", in any order; raises ConfigError that names the part that can't be read."""
+        sizes: dict[str, int] = {}
+        for part in text.split(","):
+            name, _, size = (word.strip() for word in part.partition("="))
+            if not size.isdecimal() or not int(size):
+                raise ConfigError(f"--mesh {text}: {part!r} must be AXIS=RANKS, such as data=2,tensor=2")
+            if name in sizes:
+                raise ConfigError(f"--mesh {text}: {name} stands there twice")
+            check_axis(name)
+            sizes[name] = int(size)
+        return cls({"data": 1} | sizes if "data" not in sizes else sizes).in_order()
+
+    def in_order(self) -> MeshShape:
+        """The same axes from the outside in."""
+        return MeshShape({name: self.sizes[name] for name in AXES if name in self.sizes})
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the mesh."""
+        return math.prod(self.sizes.values())
+
+    @property
+    def tensor(self) -> int:
+        """Ranks among which matrices are cut."""
+        return self.sizes.get("tensor", 1)
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={size}" for name, size in self.sizes.items())

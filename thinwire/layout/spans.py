@@ -1,0 +1,221 @@
+"""Where every parameter lies: flat layouts, aligned to codec blocks, cut into one shard per rank. No tensor is held."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from thinwire.collectives.gather import gather_bytes
+from thinwire.collectives.reduce import reduce_bytes
+from thinwire.layout.formats import LevelFormat, Strategy, WireFormat
+from thinwire.layout.levels import Levels
+
+# Padding at a layout's end is half of world_size * block elements on average: below 1 percent with this many.
+MIN_BLOCKS_PER_SHARD = 64
+DEFAULT_BUCKET_NUMEL = 1 << 19
+
+
+@dataclass(frozen=True)
+class Span:
+    """One parameter's place: elements [start, end) of a flat tensor. index: its number among all parameters."""
+
+    name: str
+    shape: torch.Size
+    index: int
+    start: int
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    @property
+    def end(self) -> int:
+        return self.start + self.numel
+
+    def of(self, flat: Tensor) -> Tensor:
+        """The parameter's elements of a flat tensor, in its shape."""
+        return flat[self.start : self.end].view(self.shape)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Parameters of one wire format, dtype and group, which travel together as one flat tensor of `numel` elements.
+
+    (stream, first_counter) number the elements for the codecs' randomness, whatever the size of a bucket. group: the
+    number of the group of ranks that share the parameters. module: path of the module that they belong to, whose
+    gradients leave with every backward; None: they belong to several, and leave once a step.
+    """
+
+    wire: WireFormat
+    levels: Levels
+    dtype: torch.dtype
+    stream: int
+    first_counter: int
+    group: int = 0
+    module: str | None = None
+    spans: tuple[Span, ...] = ()
+    numel: int = 0
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of which one rank has the masters."""
+        return self.numel // self.levels.topology.world_size
+
+    @property
+    def row_numel(self) -> int:
+        """Elements of a slice of the gradients."""
+        return self.numel // self.levels.gradients_over
+
+    def shard_start(self, rank: int) -> int:
+        """The first element of which `rank` has the masters."""
+        return self.levels.piece(rank) * self.shard_numel
+
+    def owned(self, span: Span, rank: int) -> slice:
+        """The part of the rank's shard that belongs to `span`; empty where they do not meet."""
+        first = self.shard_start(rank)
+        start = max(span.start - first, 0)
+        return slice(start, max(min(span.end - first, self.shard_numel), start))
+
+    def kept(self, span: Span, rank: int) -> Iterator[tuple[int, slice]]:
+        """Where a part of the span lies in the rank's compute weights: (its first element in the whole, place)."""
+        levels, n = self.levels, self.row_numel
+        for row in range(levels.num_rows):
+            start = (row * levels.weights_over + rank % levels.weights_over) * n
+            first, last = max(span.start, start), min(span.end, start + n)
+            if first < last:
+                yield first, slice(row * n + first - start, row * n + last - start)
+
+    def fill(self, flat: Tensor, values: Sequence[Tensor | None]) -> Tensor:
+        """Write the parameters' values into `flat` [numel]; zero where there is none, and between them."""
+        ends = [*(span.start for span in self.spans[1:]), self.numel]
+        for span, value, end in zip(self.spans, values, ends, strict=True):
+            if value is None:
+                flat[span.start : end].zero_()
+                continue
+            span.of(flat).copy_(value)
+            flat[span.end : end].zero_()
+        return flat
+
+    @property
+    def lost_numel(self) -> int:
+        """Elements that error feedback keeps on one rank."""
+        grid, wire = self.levels.topology, self.wire
+        if not wire.feedback:
+            return 0
+        intra = grid.world_size if grid.local_size > 1 and not wire.intra.traits.lossless else 0
+        return (intra + (grid.num_nodes if grid.num_nodes > 1 else 0)) * self.shard_numel
+
+    @property
+    def has_replica(self) -> bool:
+        """Whether the weights that compute are other numbers than the masters."""
+        is_lossy = self.dtype != torch.float32 or not self.wire.weights.traits.lossless
+        return is_lossy and self.levels.topology.world_size > 1
+
+    @property
+    def update(self) -> str:
+        """What the meter calls the updated weights on their way from the masters."""
+        return "weights" if self.module is None else "refresh"
+
+    def sent(self, num_gathers: int, micro_batches: int) -> Iterator[tuple[str, str, int]]:
+        """(operation, level, payload) of what a rank sends in a step."""
+        levels, wire, grid = self.levels, self.wire, self.levels.topology
+        if isinstance(wire, LevelFormat):
+            packets = levels.num_rows * wire.shards.packet_bytes(self.row_numel)
+            shards = gather_bytes(grid.among(levels.neighbours(0)), packets)
+            yield "weights", levels.inside, num_gathers * shards["intra"]
+            yield "weights", "inter", num_gathers * shards["inter"]
+        block, column, stack = (grid.among(group(0)) for group in (levels.block, levels.column, levels.stack))
+        packet = wire.weights.packet_bytes(self.shard_numel)
+        many = reduce_bytes(block, self.row_numel, wire.intra, wire.inter)
+        once = reduce_bytes(column, self.shard_numel, wire.intra, wire.inter)
+        to_column, to_stack = gather_bytes(column, packet), gather_bytes(stack, levels.num_blocks * packet)
+        for level in ("intra", "inter"):
+            yield "gradients", level, (1 if self.module is None else micro_batches) * many[level]
+            if self.module is not None:
+                yield "gradient sums", level, once[level]
+            yield self.update, level, to_column[level] + to_stack[level]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Layouts whose weights are whole at the same time, and whose gradients leave together.
+
+    stays: whole from forward to backward; the root, which is needed at both ends, and the last module, whose backward
+    follows its forward.
+    """
+
+    layouts: tuple[Layout, ...]
+    stays: bool = True
+
+    @property
+    def module(self) -> str | None:
+        """See Layout."""
+        return self.layouts[0].module
+
+    @property
+    def numel(self) -> int:
+        return sum(layout.numel for layout in self.layouts)
+
+
+def lay_out(
+    trained: Iterable[tuple[str, Tensor]],
+    strategy: Strategy,
+    groups: Sequence[Levels],
+    place: Callable[[str], tuple[int, str | None]],
+    bucket_numel: int | None = None,
+) -> tuple[Unit, ...]:
+    """Lay parameters out in the order in which they come; a layout has one wire format, dtype, group and module each.
+
+    Only shapes and dtypes are read. place: a parameter's group, whose levels are in `groups`, and its module or None.
+    What belongs to no module is cut into buckets of about `bucket_numel` elements. Every parameter starts at a multiple
+    of its format's block, so no group of the quantiser spans two parameters and results do not depend on the size of a
+    bucket. A parameter larger than a bucket has one alone.
+    """
+    formats = {True: strategy.vector(), False: strategy.matrix()}
+    latest: dict[tuple, int] = {}
+    counters: dict[tuple, int] = {}
+    layouts: list[Layout] = []
+    for index, (name, tensor) in enumerate(trained):
+        is_vector = tensor.dim() < 2
+        wire, (group, module) = formats[is_vector], place(name)
+        key = (module, is_vector, tensor.dtype, group)
+        length = _round_up(tensor.numel(), wire.block)
+        unit = wire.block * groups[group].topology.world_size
+        limit = max(bucket_numel or DEFAULT_BUCKET_NUMEL, unit if bucket_numel else MIN_BLOCKS_PER_SHARD * unit)
+        layout = layouts[latest[key]] if key in latest else None
+        if layout is None or (module is None and layout.numel + length > limit):
+            stream = list(counters).index(key) if key in counters else len(counters)
+            layout = Layout(wire, groups[group], tensor.dtype, stream, counters.get(key, 0), group, module)
+            latest[key] = len(layouts)
+            layouts.append(layout)
+        span = Span(name, tensor.shape, index, layout.numel)
+        layouts[latest[key]] = replace(layout, spans=(*layout.spans, span), numel=layout.numel + length)
+        counters[key] = counters.get(key, 0) + length
+    units: dict[object, list[Layout]] = {}
+    for number, layout in enumerate(layouts):
+        whole = _round_up(layout.numel, layout.wire.block * layout.levels.topology.world_size)
+        key_of_unit = number if layout.module is None else layout.module
+        units.setdefault(key_of_unit, []).append(replace(layout, numel=whole))
+    last = next(reversed(units), None)
+    return tuple(
+        Unit(tuple(held), stays=held[0].module in (None, "") or key_of_unit == last)
+        for key_of_unit, held in units.items()
+    )
+
+
+def sent_by(units: Iterable[Unit], micro_batches: int) -> dict[tuple[str, str], int]:
+    """Payload of weights and gradients that a rank sends in one step, by operation and level."""
+    sent: dict[tuple[str, str], int] = {}
+    for unit in units:
+        num_gathers = micro_batches * (1 if unit.stays else 2)
+        for layout in unit.layouts:
+            for operation, level, num_bytes in layout.sent(num_gathers, micro_batches):
+                sent[operation, level] = sent.get((operation, level), 0) + num_bytes
+    return sent
+
+
+def _round_up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit

@@ -1,0 +1,169 @@
+"""DeMo: the fastest moving part of each rank's own momentum travels, the rest stays at home."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.codecs import Cast, Codec, Identity, TopK
+from thinwire.collectives.gather import all_gather_packets, gather_bytes
+from thinwire.collectives.link import Link
+from thinwire.collectives.rounds import Rounds
+from thinwire.errors import ConfigError, nearest
+from thinwire.methods.ddp import DDPMethod
+from thinwire.methods.options import check_types
+from thinwire.methods.reduction import OPERATION, Bucket, Reduction, Step
+from thinwire.state.memory import Averaged, Place
+from thinwire.table import Row
+
+VALUES: dict[str, Codec] = {"fp32": Identity(), "bf16": Cast("bf16")}
+
+
+@dataclass(frozen=True)
+class DeMo(DDPMethod):
+    """Momentum that is never averaged: each rank sends the largest cosine coefficients of its own.
+
+        m <- beta m + g                       m is this rank's, and drifts from that of the others
+        q  = the largest of DCT(m), block by block
+        m <- m - IDCT(q)                      what was sent has left: the momentum is its own error feedback
+        w <- w - lr sign(IDCT(mean over ranks of q))
+
+    chunk: blocks are chunk x chunk elements of a matrix (further dimensions count as columns), or `chunk` of a vector;
+    where that does not divide a side, the largest divisor below it. density: share of a block's coefficients that
+    travels. values: "fp32" or "bf16"; what rounding loses stays in m. The update has one size whatever the gradients'
+    is, so that clipping them has no effect. Takes SGD without momentum.
+
+    Raises ConfigError for values out of range.
+    Source: Peng, Quesnelle and Kingma, "Decoupled Momentum Optimization" (2024), algorithm 1.
+    """
+
+    optimizers: ClassVar[tuple[str, ...]] = ("sgd-plain",)
+    optimizers_reason: ClassVar[str] = "keeps the momentum itself and gives signs"
+    not_on_zero: ClassVar[str] = "needs a momentum of every rank's own gradient, while zero knows only the sum"
+    find_unused_parameters: ClassVar[bool] = False
+    # Signs can't be clipped, and a world of one takes them too.
+    whole_step: ClassVar[bool] = True
+    name: ClassVar[str] = "demo"
+
+    beta: float = 0.999
+    density: float = 1 / 128
+    chunk: int = 64
+    values: str = "bf16"
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if not 0 <= self.beta < 1:
+            raise ConfigError(f"beta {self.beta} of demo: must be at least 0 and below 1; the usual: 0.999")
+        if not 1 <= self.chunk <= 4096:
+            raise ConfigError(f"chunk {self.chunk} of demo: must be from 1 to 4096; the usual: 64")
+        if self.values not in VALUES:
+            raise ConfigError(f"values {self.values!r} of demo: must be fp32 or bf16{nearest(self.values, VALUES)}")
+        self.codec(self.chunk * self.chunk)
+
+    @property
+    def codecs(self) -> tuple[Codec, ...]:
+        return (self.codec(self.chunk * self.chunk),)
+
+    def codec(self, block: int) -> TopK:
+        """What chooses and packs the coefficients of blocks of so many elements, one at least."""
+        density = self.density if self.density * block > 1 or self.density <= 0 else 1 / block
+        return TopK(density, block, VALUES[self.values])
+
+    def check(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        if optimizer is None:
+            return
+        if not isinstance(optimizer, torch.optim.SGD) or any(group["momentum"] for group in optimizer.param_groups):
+            raise ConfigError(
+                f"demo keeps the momentum itself and gives signs, which {type(optimizer).__name__} would average or "
+                "scale again: take torch.optim.SGD with momentum=0"
+            )
+
+    def reduction(self, place: Place, seed: int) -> Reduction:
+        return SignMean(self, place)
+
+
+class SignMean(Reduction):
+    """The sign of the mean over ranks of what DeMo lets through. It keeps `momentum`, m, of this rank alone."""
+
+    def __init__(self, method: DeMo, place: Place) -> None:
+        super().__init__(place)
+        self.method = method
+        self.momentum = self.state.add("momentum", Averaged("decoupled momenta"), row="momentum")
+
+    def run(self, link: Link, bucket: Bucket, step: Step) -> Rounds[None]:
+        grads = dict(zip(bucket.names, bucket.grads, strict=True))
+        sizes = [self._packet_bytes(grad.shape) for grad in bucket.grads]
+        message = torch.empty(sum(sizes), dtype=torch.uint8)
+        fresh = {name: torch.add(grad, self.momentum[name], alpha=self.method.beta) for name, grad in grads.items()}
+        with link.timed("encode_s", OPERATION):
+            for momentum, packet in zip(fresh.values(), message.split(sizes), strict=True):
+                codec, blocks = self._codec(momentum.shape), to_blocks(momentum, self.method.chunk)
+                codec.encode(blocks.reshape(-1), out=packet)
+                sent = codec.decode(packet, momentum.numel()).view(blocks.shape)
+                momentum.sub_(from_blocks(sent, momentum.shape))
+        gathered = yield from all_gather_packets(link, message, OPERATION)
+        with link.timed("decode_s", OPERATION):
+            packets = gathered.flatten(0, 1).split(sizes, dim=-1)
+            for grad, parts in zip(grads.values(), packets, strict=True):
+                total = torch.zeros(grad.numel())
+                for part in parts:
+                    self._codec(grad.shape).decode_add(part, total)
+                blocks = total.view(to_blocks(grad, self.method.chunk).shape)
+                update = from_blocks(blocks, grad.shape)
+                # torch's sign of NaN is 0, and damage must be seen.
+                grad.copy_(update.sign().add_(update, alpha=0.0))
+        for name, momentum in fresh.items():
+            self.momentum[name] = momentum
+
+    def _codec(self, shape: torch.Size) -> TopK:
+        return self.method.codec(math.prod(block_sides(shape, self.method.chunk)))
+
+    def _packet_bytes(self, shape: torch.Size) -> int:
+        return self._codec(shape).packet_bytes(shape.numel())
+
+    def sent_bytes(self) -> dict[str, int]:
+        return gather_bytes(self.place.grid, sum(map(self._packet_bytes, self.place.shapes.values())))
+
+    def rows(self) -> list[Row]:
+        method = self.method
+        effect = (
+            f"the largest {method.density:g} of the cosine coefficients of each rank's momentum, as {method.values}"
+        )
+        return [
+            ("gradients", effect, f"blocks of {method.chunk} a side, every rank's packets to all"),
+            ("update", "the sign of their mean", "its size is the learning rate: that of Signum, not that of AdamW"),
+        ]
+
+
+def block_sides(shape: torch.Size, chunk: int) -> tuple[int, int]:
+    """Rows and columns of a block: the largest divisors of the matrix's sides up to `chunk`."""
+    sides = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
+    rows, columns = (next((size for size in range(min(chunk, side), 0, -1) if side % size == 0), 1) for side in sides)
+    return rows, columns
+
+
+def to_blocks(x: Tensor, chunk: int) -> Tensor:
+    """The orthonormal DCT of each block: fp32 [block rows, block columns, rows, columns]."""
+    rows, columns = block_sides(x.shape, chunk)
+    num_rows = (x.shape[0] if x.dim() > 1 else 1) // rows
+    blocks = x.reshape(num_rows, rows, x.numel() // max(1, num_rows * rows * columns), columns).transpose(1, 2)
+    return dct(rows) @ blocks @ dct(columns).T
+
+
+def from_blocks(blocks: Tensor, shape: torch.Size) -> Tensor:
+    """The tensor of this shape of which these are the coefficients."""
+    return (dct(blocks.shape[-2]).T @ blocks @ dct(blocks.shape[-1])).transpose(1, 2).reshape(shape)
+
+
+@functools.cache
+def dct(size: int) -> Tensor:
+    """The matrix of the orthonormal DCT-II: fp32 [size, size], a row for each frequency."""
+    frequency, place = torch.arange(size, dtype=torch.float64)[:, None], torch.arange(size, dtype=torch.float64)
+    matrix = torch.cos(math.pi * frequency * (2 * place + 1) / (2 * size)) * math.sqrt(2 / size)
+    matrix[0] /= math.sqrt(2)
+    return matrix.float()

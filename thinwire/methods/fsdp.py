@@ -1,0 +1,92 @@
+"""What the methods on FSDP2 share; each of them has a file in `data`."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import ClassVar, Protocol, cast
+
+from torch import nn
+
+from thinwire.codecs import Cast, Codec, Identity
+from thinwire.collectives import Topology
+from thinwire.collectives.gather import gather_bytes
+from thinwire.collectives.reduce import reduce_bytes
+from thinwire.layout.formats import Strategy
+from thinwire.layout.layers import layers_of
+from thinwire.methods.interface import CUTS_TENSORS, GatheredMethod, GradientMemory, Plan, agreement_sent
+from thinwire.optim import ELEMENTWISE
+
+AGAIN = "weights_again"
+WIRES: dict[str, Codec] = {"fp32": Identity(), "bf16": Cast("bf16")}
+
+
+class ShardingStrategy(GatheredMethod, Protocol):
+    """A choice of codecs for FSDP2, and whether whole weights are dropped after forward."""
+
+    reshard_after_forward: bool
+
+
+class FSDPMethod:
+    """What makes a choice of codecs a Method on FSDP2.
+
+    reshard_after_forward: drop whole weights after forward and gather them again in backward. secondary: see ZeroPP.
+    """
+
+    settled_after: ClassVar[int] = 0
+    own_way: ClassVar[str] = "compress_fsdp"
+    not_on_zero: ClassVar[str] = "belongs to torch's wrapper"
+    optimizers: ClassVar[tuple[str, ...]] = ELEMENTWISE
+    optimizers_reason: ClassVar[str] = CUTS_TENSORS
+    shards_optimizer: ClassVar[bool] = True
+
+    reshard_after_forward: bool = False
+    secondary: bool = False
+
+    def gradient_memory(self, numels: Sequence[int]) -> GradientMemory | None:
+        """What is remembered of one module's reductions, by elements of a rank's part of each parameter."""
+        return None
+
+    @property
+    def codecs(self: Strategy) -> tuple[Codec, ...]:
+        """Whose kernels are compiled before the workers start."""
+        return (*self.matrix().codecs, *self.vector().codecs)
+
+    def plan(self, model: nn.Module, topology: Topology, micro_batches: int) -> Plan:
+        """Weights are whole from forward to backward, or one module at a time; gradients accumulate whole."""
+        chosen = cast(ShardingStrategy, self)
+        world_size, matrix, vector = topology.world_size, chosen.matrix(), chosen.vector()
+        modules = layers_of(model)
+        inside = {param for module in modules for param in module.parameters()}
+        rest = [param for param in model.parameters() if param not in inside]
+        sent: Counter[tuple[str, str]] = Counter(agreement_sent(topology))
+        whole = shard = largest = kept = 0
+        for unit in [*(list(module.parameters()) for module in modules), rest]:
+            unit_numel = 0
+            for shape in [param.shape for param in unit if param.requires_grad]:
+                wire, n = vector if len(shape) < 2 else matrix, -(-shape[0] // world_size) * math.prod(shape[1:])
+                packet = wire.weights.packet_bytes(n)
+                again = gather_bytes(topology, packet)
+                if self.secondary and topology.num_nodes > 1:
+                    kept += topology.num_nodes * packet
+                    again["inter"] = 0
+                # Accumulation keeps the weights whole until the last forward.
+                for level, num_bytes in gather_bytes(topology, packet).items():
+                    sent["weights", level] += num_bytes
+                    sent[AGAIN, level] += again[level] * self.reshard_after_forward
+                for level, num_bytes in reduce_bytes(topology, n, wire.intra, wire.inter).items():
+                    sent["gradients", level] += num_bytes
+                unit_numel += n
+            shard += 4 * unit_numel
+            whole += 4 * unit_numel * world_size
+            largest = max(largest, 4 * unit_numel * world_size)
+        is_cut = self.reshard_after_forward and micro_batches == 1
+        return Plan(
+            weights=shard if is_cut else whole + shard,
+            gradients=shard if micro_batches == 1 else whole,
+            optimizer=2 * shard,
+            passing=2 * largest if is_cut else largest,
+            sent=dict(sent),
+            other={"secondary partition": kept} if kept else {},
+        )

@@ -1,0 +1,107 @@
+"""How the gradients of one bucket become their mean over the ranks, as communication jobs; what all ways share."""
+
+from __future__ import annotations
+
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs import Codec, Identity, derive_seed
+from thinwire.collectives.feedback import Lost
+from thinwire.collectives.link import Link
+from thinwire.collectives.reduce import all_reduce
+from thinwire.collectives.rounds import Rounds
+from thinwire.layout.slices import Slices
+from thinwire.state.memory import Place, State
+from thinwire.table import Row
+
+FP32 = Identity()
+FP32_BYTES = 4
+OPERATION = "gradients"
+# Smaller tensors are not worth a codec.
+MIN_ELEMENTS = 256
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """What a GradBucket says, for use after DDP's hook has returned.
+
+    names: of the parameters; grads: their gradients, views into `flat`, fp32.
+    """
+
+    number: int
+    names: list[str]
+    flat: Tensor
+    grads: list[Tensor]
+    last: bool
+
+    def index(self) -> int:
+        return self.number
+
+    def buffer(self) -> Tensor:
+        return self.flat
+
+    def gradients(self) -> list[Tensor]:
+        return self.grads
+
+    def is_last(self) -> bool:
+        return self.last
+
+
+@dataclass(frozen=True)
+class Step:
+    """Which step a bucket belongs to. lrs: learning rates by parameter name, empty where no optimizer is known."""
+
+    number: int
+    lrs: Mapping[str, float]
+
+
+class Reduction(ABC):
+    """A way to average buckets. What it keeps between steps is in `state`, by parameter name: buckets may change.
+
+    is_metered: whether its messages are counted as they are sent; else by a ring's formula.
+    """
+
+    is_metered = True
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.state = State(place)
+
+    @abstractmethod
+    def run(self, link: Link, bucket: Bucket, step: Step) -> Rounds[None]:
+        """Overwrite the bucket with the mean over ranks, the same bits on all of them; a communication job."""
+
+    @abstractmethod
+    def sent_bytes(self) -> dict[str, int]:
+        """Payload of a rank in a step, by level, once the method is under way."""
+
+    @abstractmethod
+    def rows(self) -> list[Row]:
+        """Rows of (asked for, in effect, why)."""
+
+
+def seed_of(seed: int, step: int, name: str) -> int:
+    """A seed that all ranks share for one parameter in one step, whatever bucket it lies in."""
+    return derive_seed(seed, step, zlib.crc32(name.encode()))
+
+
+def is_large_matrix(shape: torch.Size) -> bool:
+    """Whether a gradient of this shape is worth a codec: norms, biases and tiny ones travel in fp32."""
+    return len(shape) >= 2 and shape.numel() >= MIN_ELEMENTS
+
+
+def sum_over_ranks(
+    link: Link, tensors: Sequence[Tensor], codec: Codec = FP32, lost: Lost | None = None
+) -> Rounds[list[Tensor]]:
+    """The sums of tensors of any shapes, fp32 in their shapes, in one message a hop, each in `codec`; see Slices."""
+    if not tensors:
+        return []
+    slices = Slices.of((tensor.numel() for tensor in tensors), link.topology.world_size, codec)
+    message = slices.pack(tensors, torch.empty(slices.world_size, slices.length))
+    total = yield from all_reduce(link, message, codec, codec, codec, operation=OPERATION, lost=lost)
+    return [whole.view(tensor.shape) for whole, tensor in zip(slices.unpack(total), tensors, strict=True)]

@@ -1,0 +1,100 @@
+"""What methods on the sharded host have in common: formats, levels, a layout, and the plan that follows from them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from thinwire.codecs import Codec
+from thinwire.collectives import Topology
+from thinwire.layout.formats import WireFormat, describe_formats
+from thinwire.layout.levels import Levels
+from thinwire.layout.spans import Unit, lay_out, sent_by
+from thinwire.methods.interface import CUTS_TENSORS, Plan, agreement_sent
+from thinwire.optim import ELEMENTWISE
+from thinwire.table import Row
+
+
+class ShardedMethod(ABC):
+    """A choice of codecs for matrices and for vectors, and of the groups of ranks over which tensors are cut.
+
+    By default weights are whole on every rank, gradients are summed there until the last backward of a step, and their
+    mean, the masters and the optimizer's state are cut over all ranks. A subclass has a `name` and gives `matrix` and
+    `vector`; `thinwire.zero` runs it.
+    """
+
+    name: ClassVar[str]
+    settled_after: ClassVar[int] = 0
+    # Whether other axes of a mesh may cut what this one trains.
+    shares_mesh: ClassVar[bool] = True
+    optimizers: ClassVar[tuple[str, ...]] = ELEMENTWISE
+    optimizers_reason: ClassVar[str] = CUTS_TENSORS
+    shards_optimizer: ClassVar[bool] = True
+
+    # Under compress_fsdp, gathers of unchanged weights stay inside a node.
+    secondary: ClassVar[bool] = True
+
+    def gradient_memory(self, numels: Sequence[int]) -> None:
+        """Under compress_fsdp nothing is remembered of gradients."""
+        return None
+
+    @abstractmethod
+    def matrix(self) -> WireFormat:
+        """For parameters of two and more dimensions."""
+
+    @abstractmethod
+    def vector(self) -> WireFormat:
+        """For parameters of at most one dimension: norms and biases."""
+
+    @property
+    def codecs(self) -> tuple[Codec, ...]:
+        """Whose kernels are compiled before the workers start."""
+        return (*self.matrix().codecs, *self.vector().codecs)
+
+    def levels(self, topology: Topology) -> Levels:
+        """Over which ranks weights and gradients are cut; raises ConfigError where that does not fit the grid."""
+        return Levels(topology, 1, topology.world_size)
+
+    def units(
+        self,
+        model: nn.Module,
+        trained: Mapping[str, Tensor],
+        groups: Sequence[Levels],
+        group_of: Callable[[str], int],
+        bucket_numel: int | None,
+    ) -> tuple[Unit, ...]:
+        """Where the parameters of `trained` lie; see `layout.spans.lay_out`."""
+        return lay_out(trained.items(), self, groups, lambda name: (group_of(name), None), bucket_numel)
+
+    def describe(self, levels: Levels, units: Sequence[Unit]) -> list[Row]:
+        """Rows of (asked for, in effect, why), of a group of more than one rank."""
+        return describe_formats(self, levels.topology)
+
+    def plan(self, model: nn.Module, topology: Topology, micro_batches: int) -> Plan:
+        """4 N/s1 of weights, gradients, 12 N/P of masters and moments, and whole units in passing."""
+        trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+        levels = self.levels(topology)
+        units = self.units(model, trained, [levels], lambda _: 0, None)
+        layouts = [layout for unit in units for layout in unit.layouts]
+        numel, shard = sum(layout.numel for layout in layouts), sum(layout.shard_numel for layout in layouts)
+        staying = sum(unit.numel for unit in units if unit.stays)
+        # One computes and the next one comes.
+        others = sorted((unit.numel for unit in units if not unit.stays), reverse=True)[:2]
+        if any(unit.module is not None for unit in units):
+            gradients = numel // levels.gradients_over + (shard if levels.num_blocks > 1 else 0)
+            passing = staying + sum(others[:1])
+        else:
+            gradients, passing = sum(param.numel() for param in trained.values()) + shard, 0
+        passing += staying + sum(others) if levels.weights_over > 1 else 0
+        lost = sum(4 * layout.lost_numel for layout in layouts)
+        return Plan(
+            weights=sum(layout.numel * layout.dtype.itemsize for layout in layouts) // levels.weights_over,
+            gradients=4 * gradients,
+            optimizer=12 * shard,
+            passing=4 * passing,
+            sent=agreement_sent(topology, len(trained)) | sent_by(units, micro_batches),
+            other={"error feedback": lost} if lost else {},
+        )

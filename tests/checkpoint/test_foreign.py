@@ -211,7 +211,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
         ({"num_hidden_layers": 5}, "lacks model.layers.4.input_layernorm.weight"),
         (
             {"num_hidden_layers": 3},
-            "has model.layers.3.input_layernorm.weight.* which the model of config.json has not",
+            "has model.layers.3.input_layernorm.weight.* which the model of config.json does not have",
         ),
         ({"intermediate_size": 64}, r"mlp.*_proj.weight is .*48"),
     ):
@@ -227,7 +227,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
         (["--format", "megatorn"], "no such format; did you mean 'megatron'"),
         (["--formt", "hf"], "unknown flag --formt; did you mean '--format'"),
         ([], "looks like none of them: say --format"),
-        (["--format", "hf"], r"config.json is not there"),
+        (["--format", "hf"], r"config.json is missing: .*--config FILE"),
     ],
 )
 def test_import_says_what_is_wrong(flags: list[str], message: str, tmp_path: Path) -> None:

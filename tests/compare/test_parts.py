@@ -6,6 +6,7 @@ import json
 import math
 import signal
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from thinwire.compare.checks import range_errors, rounds_of
 from thinwire.compare.contestants import Contestant, read_contestants
 from thinwire.compare.leg import StopWish
 from thinwire.compare.measure import (
+    SeedResult,
     first_at_most,
     least_time,
     mean_of,
@@ -23,6 +25,8 @@ from thinwire.compare.measure import (
     ratios,
     reference_of,
     smoothed,
+    spread_of,
+    times_of,
     weights_share,
 )
 from thinwire.compare.options import read_race
@@ -37,6 +41,7 @@ from thinwire.compare.record import (
 from thinwire.compare.watch import LegWatch, MetricsTail
 from thinwire.errors import ConfigError, Problems
 from thinwire.lab import Counters, LabSpec
+from thinwire.report.run import Run
 from thinwire.training.config import TrainConfig
 
 
@@ -93,10 +98,10 @@ def test_a_placeholder_that_is_empty_leaves_no_word() -> None:
         ("sdp4bit[lr=-1]", "--lr -1: must be above 0"),
         ("zero[lr=fast]", "lr = 'fast': must be a number"),
         ("zero[optimizer=dgc-sgd]", "--optimizer dgc-sgd does not fit"),
-        ("zero,sdp4bit,zero", "'zero' is there 2 times"),
-        ("zero[a=1", "a bracket has no partner"),
+        ("zero,sdp4bit,zero", "'zero' is given 2 times"),
+        ("zero[a=1", "a bracket is not closed"),
         ("a/b=zero", "must be STRATEGY, NAME=STRATEGY"),
-        ("compute=zero", "'compute' is that of the computation alone"),
+        ("compute=zero", "the name 'compute' is taken"),
         ("cmd:peer", "must be cmd:NAME=COMMAND"),
         ("cmd:peer=no-such-program {run_dir} {steps}", "there is no program 'no-such-program'"),
         ("cmd:peer=sh {run_dir} {steps} {stop}", "unknown placeholder {stop}; did you mean 'stop_at'"),
@@ -292,10 +297,34 @@ def test_weights_hide_behind_the_forward_and_gradients_behind_the_backward() -> 
 
 
 def test_means_and_ratios_leave_out_what_is_not_known() -> None:
-    mean = mean_of([Figures(step_s=1.0, heldout_loss=2.0), Figures(step_s=3.0)])
-    assert (mean.step_s, mean.heldout_loss) == (2.0, None)
+    mean = mean_of(64, [Figures(step_s=1.0, heldout_loss=2.0, tokens_per_s=64.0), Figures(step_s=3.0)])
+    assert (mean.step_s, mean.heldout_loss, mean.tokens_per_s) == (2.0, None, 32.0)
     found = ratios(mean, Figures(step_s=4.0, heldout_loss=2.0, codec_s=0.0))
     assert (found["step_s"], found["heldout_loss"], found["codec_s"]) == (0.5, None, None)
+
+
+def test_computing_and_waiting_add_up_to_the_step() -> None:
+    rows = [
+        {"step_s": 1.0, "exposed_comm_s": 0.9, "compute_s": 0.1},
+        {"step_s": 2.0, "exposed_comm_s": 0.5, "compute_s": 1.5},
+        {"step_s": 3.0, "exposed_comm_s": 0.2, "compute_s": 2.8},
+        {"step_s": 9.0, "exposed_comm_s": 8.0, "compute_s": 1.0},
+    ]
+    times = times_of(rows, median)
+    assert times == {"step_s": 2.5, "exposed_comm_s": 0.7, "codec_s": None, "compute_s": 1.8}
+    assert times_of([{"step_s": 1.0}], median)["compute_s"] is None
+
+
+def test_times_are_spread_over_rounds_and_losses_over_seeds() -> None:
+    rows = [{"step": step, "step_s": float(step), "exposed_comm_s": 0.0} for step in range(1, 7)]
+    entry = Entry("zero", 0, [Leg(1, first_timed=1, last_timed=3), Leg(2, first_timed=4, last_timed=6), Leg(3)])
+    seeds = [SeedResult(n, "", 6, 6, None, None, Figures(step_s=3.5, heldout_loss=2.0 + n)) for n in range(2)]
+    run = Run(Path(), rows, {}, "")
+    found = spread_of(10, median, seeds, [(entry, run)])
+    assert found["step_s"] == (2.0, 5.0) and found["tokens_per_s"] == (2.0, 5.0)
+    assert found["heldout_loss"] == (2.0, 3.0) and found["peak_rss_bytes"] is None
+    entry.legs = entry.legs[:1]
+    assert spread_of(10, median, seeds[:1], [(entry, run)])["step_s"] is None
 
 
 def test_the_reference_is_ddp_bf16_or_the_first_that_finished() -> None:

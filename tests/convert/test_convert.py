@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from thinwire import cli
 from thinwire.checkpoint.folder import Manifest, point_to
 from thinwire.convert import ExportConfig
 from thinwire.convert.export import export
+from thinwire.convert.generate import decoded
 from thinwire.convert.saved import SavedRun, load_run
 from thinwire.convert.verify import Fidelity, UnfaithfulError, compare
 from thinwire.data import ByteTokenizer
@@ -39,6 +41,8 @@ QWEN = {
     "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "max_position_embeddings": 64, "tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": 255,
 }  # fmt: skip
+# A tokenizer.json of one word.
+ONE_WORD = json.dumps({"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}})
 LR = 1e-3
 STEPS = 2
 
@@ -257,6 +261,33 @@ def test_generate_takes_a_run_or_a_folder(runs: Runs, tmp_path: Path, capsys: py
         cli.run(["generate", str(folder), *flags])
 
 
+def test_generate_shows_text_as_it_is_drawn(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every piece is written before the next token is drawn, and a character of several bytes in one piece."""
+    wanted = "3 über ½"
+    written: list[str] = []
+
+    def draw(*args: object) -> Iterator[Tensor]:
+        for number, byte in enumerate(wanted.encode()):
+            complete = wanted.encode()[:number].decode(errors="ignore")
+            assert "".join(written) == f"line {complete}"
+            yield torch.tensor([[byte]])
+
+    monkeypatch.setattr("thinwire.convert.generate.generate_tokens", draw)
+
+    def show(text: str = "", file: object = None, **rest: object) -> None:
+        if file is None:
+            written.append(text)
+
+    monkeypatch.setattr("thinwire.convert.command.print", show, raising=False)
+    assert cli.run(["generate", runs.path("zero"), "--prompt", "line "]) == 0
+    assert "".join(written) == f"line {wanted}"
+
+
+def test_a_text_that_ends_inside_a_character_is_shown() -> None:
+    pieces = decoded(ByteTokenizer(), list(b"a"), [0xC3, 0x28, 0xE2, 0x82])
+    assert list(pieces) == ["a", "", "\ufffd(", "", "", "\ufffd"]
+
+
 def test_divergence_and_agreement_are_what_they_say() -> None:
     class Fixed(nn.Module):
         def __init__(self, probabilities: list[list[float]]) -> None:
@@ -287,7 +318,10 @@ def test_divergence_and_agreement_are_what_they_say() -> None:
         (["export", "RUN", "RUN"], "ddp is there already"),
         (["export", "RUN2", "out"], "holds no run"),
         (["export", "EMPTY", "out"], "holds no checkpoint yet"),
-        (["export", "DEMO", "out"], r"is not of model demo, .*config\.toml names: model.embed_tokens.weight differs"),
+        (
+            ["export", "DEMO", "out"],
+            r"does not fit the model demo that .*config\.toml names: model.embed_tokens.weight differs",
+        ),
         (["generate", "CHECKPOINTS"], "is neither a run directory nor a folder with a config.json"),
         (["generate", "QWEN"], "holds no tokenizer.json"),
     ],
@@ -313,3 +347,25 @@ def test_what_can_not_be_done_is_said(runs: Runs, tmp_path: Path, command: list[
     with pytest.raises(ConfigError, match=message):
         cli.run(args)
     assert not any(tmp_path.iterdir())
+
+
+def test_a_family_that_import_does_not_know_is_named(tmp_path: Path) -> None:
+    config = transformers.GPT2Config(vocab_size=300, n_positions=32, n_embd=16, n_layer=1, n_head=2)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(ConfigError, match="import reads models of the families llama, mistral, qwen2, qwen3") as caught:
+        cli.run(["import", str(tmp_path / "gpt2"), str(tmp_path / "out")])
+    source = tmp_path / "gpt2"
+    assert f"{source} is of gpt2; it needs no import: thinwire train --model hf:{source} (" in str(caught.value)
+    assert not (tmp_path / "out").exists() and isinstance(build_model(f"hf:{source}", 256, 32), HFCausalLM)
+
+
+@pytest.mark.parametrize("command", ["import", "import --format hf", "generate"])
+def test_a_folder_of_pickles_is_refused_with_a_way_to_convert_it(command: str, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/config.json").write_text(json.dumps(QWEN))
+    (tmp_path / "in/tokenizer.json").write_text(ONE_WORD)
+    torch.save({}, tmp_path / "in/pytorch_model.bin")
+    name, *flags = command.split()
+    args = [name, str(tmp_path / "in"), *([str(tmp_path / "out")] if name == "import" else []), *flags]
+    with pytest.raises(ConfigError, match=r"pytorch_model.bin is a pickle.*python -c .*save_pretrained\('NEW'\)"):
+        cli.run(args)

@@ -116,6 +116,22 @@ def test_a_missing_path_names_its_nearest_sibling(tmp_path: Path) -> None:
         list(documents("stdlb"))
 
 
+def test_what_is_no_ordinary_file_is_said(tmp_path: Path) -> None:
+    for path, message in (
+        ("/proc/self/mem", "states a size of 0 and cannot be read: Input/output error; copy its text"),
+        ("/proc/self/status", "states a size of 0 and yet holds something"),
+        ("/dev/null", "is neither a file nor a folder"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            open_source(path)
+
+
+def test_a_missing_path_of_the_system_lists_no_folders_of_it() -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_source("/nonexistent-qqq")
+    assert str(caught.value) == "data '/nonexistent-qqq': no such file or folder"
+
+
 def test_a_folder_without_text_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is empty"):
         list(documents(str(tmp_path)))

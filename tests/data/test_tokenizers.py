@@ -70,6 +70,17 @@ def test_fingerprints_tell_tokenizers_apart(tmp_path: Path) -> None:
     assert plain.end_of_document is None
 
 
+def test_a_folder_without_a_tokenizer_is_told_how_to_write_one(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"the folder holds no tokenizer.json; transformers writes one") as caught:
+        load_tokenizer(str(tmp_path))
+    assert f"t.AutoTokenizer.from_pretrained({str(tmp_path)!r}).save_pretrained(" in str(caught.value)
+    assert "config.json'?" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"no such file, nor 'bytes'; choose one of bytes$"):
+        load_tokenizer(str(tmp_path / "confik.json"))
+
+
 def test_a_bad_tokenizer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "tokenizer.json"
     with pytest.raises(ConfigError, match="did you mean 'bytes'"):

@@ -117,7 +117,7 @@ def understand_explain(args: list[str]) -> None:
     if args == ["--help"]:
         return
     problems = Problems()
-    assert explain(read_explain(args, problems), problems).footprints
+    assert explain(read_explain(args, problems), problems).plans
 
 
 def understand_lab(args: list[str]) -> None:

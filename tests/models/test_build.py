@@ -102,8 +102,18 @@ def test_weights_that_the_folder_lacks_are_announced(folder: Path, caplog: pytes
 
 def test_a_pickle_is_never_opened(folder: Path) -> None:
     torch.save({}, folder / "pytorch_model.bin")
-    with pytest.raises(ConfigError, match=r"pytorch_model.bin is a pickle"):
+    with pytest.raises(ConfigError, match=r"pytorch_model.bin is a pickle.* python -c .*save_pretrained"):
         hf(folder)
+
+
+def test_a_missing_folder_suggests_model_folders_alone(folder: Path) -> None:
+    (folder / "gpt2").mkdir()
+    (folder / "gpt3").mkdir()
+    (folder / "gpt2/config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"no such folder; did you mean 'gpt2'\?$"):
+        hf(folder / "gpt4")
+    with pytest.raises(ConfigError, match=r"hf:/nonexistent-qqq: no such folder$"):
+        hf(Path("/nonexistent-qqq"))
 
 
 def test_code_in_the_folder_is_never_run(folder: Path) -> None:

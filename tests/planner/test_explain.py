@@ -153,3 +153,19 @@ def test_all_mistakes_are_reported_at_once() -> None:
         run_explain(["--strategy", "frontier", "--frontier.weights-over", "3"])
     with pytest.raises(ConfigError, match="did you mean 'demo'"):
         run_explain(["--model", "demoo"])
+
+
+def test_figures_that_surprise_are_said_why(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_explain(["--model", "125m", "--strategy", "ddp,fsdp,diloco,local-sgd"]) == 0
+    out = capsys.readouterr().out
+    assert "85.2M parameters on" in out
+    assert "the vocabulary is the 256 tokens of --tokenizer bytes; with the 50,304 of 125m: 124M" in out
+    assert " diloco * " in out and " ddp * " not in out
+    assert "* diloco: exchanges once in 100 steps, so the bytes of a step are the mean over 100 steps." in out
+    assert "* local-sgd: exchanges once in 16 steps" in out
+    assert "fsdp: weights are the rank's shard and the whole model, kept from forward to backward" in out
+    assert run_explain(["--strategy", "diloco"]) == 0
+    out = capsys.readouterr().out
+    assert "what one rank sends in a step, mean over" in out and "the vocabulary is" not in out
+    assert run_explain(["--strategy", "zero", "--model", "125m", "--llama.vocab-size", "50304"]) == 0
+    assert "124M parameters" in (out := capsys.readouterr().out) and "the vocabulary is" not in out

@@ -13,6 +13,8 @@ from thinwire.errors import ConfigError
 from thinwire.report import write_race_report
 from thinwire.report.race import figure_text, seconds_note
 from thinwire.report.race_charts import bar, style_of
+from thinwire.report.svg import LEFT
+from thinwire.report.verdict import verdict
 
 FIGURES: dict[str, Any] = {
     "step_s": 0.5, "tokens_per_s": 128.0, "compute_s": 0.3, "exposed_comm_s": 0.2, "codec_s": 0.0,
@@ -24,19 +26,28 @@ UNKNOWN = dict.fromkeys(FIGURES)
 
 
 def row(name: str, mean: dict[str, Any], **more: Any) -> dict[str, Any]:
-    seed = {"seed": 0, "run_dir": f"{name}/seed0", "num_steps": 4, "num_timed_steps": 2, "target_loss": 3.0}
+    seed = {
+        "seed": 0,
+        "run_dir": f"{name}/seed0",
+        "num_steps": 4,
+        "num_timed_steps": 2,
+        "target_loss": 3.0,
+        "figures": mean,
+    }
     values = {"strategy": name, "options": {}, "command": "", "status": "finished", "reason": "", "is_whole": False}
     ratio = dict.fromkeys(FIGURES, 0.5)
-    return {"name": name, **values, "mean": mean, "ratio": ratio, "seeds": [{**seed, "target_step": 3}], **more}
+    seeds = [{**seed, "target_step": 3}]
+    return {"name": name, **values, "mean": mean, "ratio": ratio, "spread": {}, "seeds": seeds, **more}
 
 
 def write_race(out: Path, *rows: dict[str, Any], **more: Any) -> str:
     """compare.json, a run for each row, and the page that follows from them."""
     values: dict[str, Any] = {
-        "command": "thinwire compare --strategies <a>", "stopped": "", "lab": "nodes=2,rate=100mbit", "steps": 4,
-        "tokens_per_step": 64, "smooth": 2, "average": "median",
+        "command": "thinwire compare --strategies <a>", "measured_at": "2026-03-04T05:06:07+00:00",
+        "machine": {"host": "box", "processor": "Abacus 9", "cores": 2}, "stopped": "",
+        "lab": "nodes=2,rate=100mbit", "steps": 4, "tokens_per_step": 64, "smooth": 2, "average": "median",
         "reference": "zero", "reference_why": "ddp-bf16 is not in the race",
-        "compute_alone_s": 0.25, "compute_alone_failed": "", "machine": {"cores": 2}, "versions": {"torch": "2.13"},
+        "compute_alone_s": 0.25, "compute_alone_failed": "", "versions": {"torch": "2.13"},
         "effects": [["dtype auto", "fp32", "measured"]], "settings": {"seeds": [0]},
     }  # fmt: skip
     (out / "compare.json").write_text(json.dumps({**values, "contestants": rows, **more}))
@@ -57,8 +68,10 @@ def test_a_race_with_a_failure_and_one_that_misses_the_target(tmp_path: Path) ->
     failed = row("bad", UNKNOWN, status="failed", reason="rank 1 ended with 4: <no luck>")
     page = write_race(tmp_path, row("zero", FIGURES), row("slow", missed, is_whole=True), failed)
     for words in (
-        "rank 1 ended with 4: &lt;no luck&gt;", "not reached", "1.50 min", "2 MB", "0.500x", "ran whole", "&lt;a&gt;",
-        "1.000x: ratio to zero (ddp-bf16 is not in the race)", "2 of 4 steps timed", "Computation alone takes 250 ms",
+        "rank 1 ended with 4: &lt;no luck&gt;", "not reached", "1.50 min", "2 MB", "0.500x", "in one piece",
+        "&lt;a&gt;",
+        "1.000x is zero (ddp-bf16 is not in the race)", "2 of 4 steps were timed", "Computing alone takes 250 ms",
+        "box · Abacus 9 · 2 cores", "2026-03-04 05:06", "zero reaches the target loss first",
     ):  # fmt: skip
         assert words in page
     assert not re.search(r"(?:src|href)=|url\(|@import|<script|nan|None", page)
@@ -67,13 +80,13 @@ def test_a_race_with_a_failure_and_one_that_misses_the_target(tmp_path: Path) ->
 
 def test_losses_stand_over_each_contestants_own_time(tmp_path: Path) -> None:
     page = write_race(tmp_path, row("zero", FIGURES), row("slow", {**FIGURES, "step_s": 1.0}))
-    over_time = pictures(page)[1]
+    over_time = pictures(page)[0]
     ends = []
     for style in ("line c0", "line c1"):
         (line,) = (mark for mark in over_time.iter("path") if mark.get("class") == style)
         points = [tuple(map(float, pair.split())) for pair in (line.get("d") or "")[1:].split("L")]
         ends.append(points[-1])
-    left = 62
+    left = LEFT
     assert (ends[1][0] - left) / (ends[0][0] - left) == pytest.approx(2.0, rel=0.01)
     assert ends[1][1] == ends[0][1]
 
@@ -103,3 +116,70 @@ def test_a_missing_target_is_not_one_that_was_missed() -> None:
 def test_no_race_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no race that can be read"):
         write_race_report(tmp_path)
+
+
+def verdict_of(*rows: dict[str, Any]) -> list[str]:
+    return verdict({"contestants": rows, "reference": "zero"})
+
+
+def with_seeds(name: str, step_s: float, *losses: float, spread: tuple[float, float] | None = None) -> dict[str, Any]:
+    mean = {**FIGURES, "step_s": step_s, "minutes_to_target": None}
+    seeds = [
+        {"seed": seed, "figures": {**mean, "heldout_loss": loss}, "target_loss": None}
+        for seed, loss in enumerate(losses)
+    ]
+    return row(name, mean, spread={"step_s": spread}) | {"seeds": seeds}
+
+
+def test_the_verdict_names_the_fastest_and_what_it_costs() -> None:
+    zero, fast = with_seeds("zero", 0.5, 3.0, 3.2), with_seeds("fast", 0.1, 3.1, 3.3)
+    fast["mean"]["kernel_sent_bytes_per_step"] = 0.5e6
+    assert verdict_of(zero, fast) == [
+        "fast has the shortest step: 100 ms, 5.00 times as fast as zero (500 ms).",
+        "It sends 500 kB a step, 4.0 times fewer bytes than zero.",
+        "Its held-out loss minus that of zero: +0.1000 ± 0.0000 (2 seeds).",
+    ]
+    assert verdict_of(with_seeds("zero", 0.1, 3.0), with_seeds("slow", 0.3, 3.0)) == [
+        "zero has the shortest step: 100 ms, 3.00 times as fast as slow (300 ms)."
+    ]
+    assert verdict_of(zero) == [] == verdict_of(zero, row("bad", UNKNOWN, status="failed"))
+
+
+def test_the_verdict_says_what_may_be_chance() -> None:
+    zero = with_seeds("zero", 0.5, 3.0, 3.2, spread=(0.4, 0.6))
+    close = with_seeds("close", 0.45, 3.1, 3.1, spread=(0.3, 0.41))
+    text = " ".join(verdict_of(zero, close))
+    assert "The step times of close and zero overlap from round to round: too close to call." in text
+    assert "+0.0000 ± 0.1000 (2 seeds), within twice the standard error." in text
+    apart = " ".join(verdict_of(zero, with_seeds("apart", 0.3, 3.1, spread=(0.3, 0.39))))
+    assert "overlap" not in apart
+    assert "Its held-out loss is 0.1000 above that of zero; with one seed, chance is not ruled out." in apart
+
+
+def test_the_verdict_goes_by_the_target_where_there_is_one() -> None:
+    late = row("late", {**FIGURES, "step_s": 0.1, "minutes_to_target": 3.0})
+    assert verdict_of(row("zero", FIGURES), late)[0] == (
+        "zero reaches the target loss first, in 1.50 minutes: 2.00 times as fast as late (3.00)."
+    )
+    tied = row("tied", FIGURES)
+    assert verdict_of(row("zero", FIGURES), tied)[0].endswith("in 1.50 minutes: about as fast as tied (1.50).")
+    never = row("never", {**FIGURES, "step_s": 0.1, "minutes_to_target": None})
+    assert verdict_of(row("zero", FIGURES), never)[0].endswith("in 1.50 minutes; no other contestant reaches it.")
+
+
+def test_the_table_marks_the_best_and_shows_the_spread(tmp_path: Path) -> None:
+    slow = {**FIGURES, "step_s": 1.0, "heldout_loss": 3.10001}
+    worse = row("worse", {**slow, "heldout_loss": 3.2})
+    page = write_race(tmp_path, row("zero", FIGURES, spread={"step_s": (0.45, 0.6)}), row("slow", slow), worse)
+    best = re.findall(r'<td class="best" data-label="(.*?)"><span>(.*?)</span>', page)
+    assert best.count(("step", "500 ms")) == 1 and ("step", "1 s") not in best
+    assert best.count(("held-out loss", "3.1000")) == 2, "equal as far as it is shown"
+    assert not [column for column, _ in best if column == "sent per step"], "all are equal"
+    assert "<small>450 ms to 600 ms</small>" in page
+
+
+def test_lines_have_names_and_the_difference_is_drawn(tmp_path: Path) -> None:
+    page = write_race(tmp_path, row("zero", FIGURES), row("same", FIGURES))
+    losses = [{text.text for text in picture.iter("text")} for picture in pictures(page)[:3]]
+    assert all({"zero", "same"} <= names for names in losses)
+    assert "Loss less that of zero" in page

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import platform
 import re
 import xml.etree.ElementTree as ElementTree
 from itertools import pairwise
@@ -64,11 +65,15 @@ def test_a_finished_run(tmp_path: Path) -> None:
     path = write_report(write_run(tmp_path, rows, SUMMARY))
     page = path.read_text()
     assert path == tmp_path / "report.html"
-    assert len(pictures(page)) == 3
+    assert len(pictures(page)) == 5
     assert "1.7342" in page and "7.00 times less than fp32" in page and "9 MB" in page
     assert "measured &lt;faster&gt;" in page and "&lt;b&gt;" in page
     assert "return x &lt; 1 &amp; \ufffd" in page and "\x00" not in page
     assert "versions.torch" in page
+    assert 'title="6290.2">6290<' in page and ">650 ms<" in page and ">41.0k<" in page, "rounded, and exact below"
+    assert "Learning rate and gradient norm" in page and ">3e-4<" in page
+    assert platform.node() in page and f"thinwire train {tmp_path}/config.toml" in page
+    assert re.search(r"<dt>ended</dt><dd>20\d\d-\d\d-\d\d \d\d:\d\d", page)
     assert not re.search(r"(?:src|href)=|url\(|@import|<script", page), "the page must be self-contained"
 
 
@@ -100,7 +105,7 @@ def test_a_young_run(tmp_path: Path, num_steps: int) -> None:
     page = write_report(write_run(tmp_path, [row(step + 1) for step in range(num_steps)])).read_text()
     assert "There is no summary" in page
     assert ("No step has finished" in page) == (num_steps == 0)
-    assert len(pictures(page)) == (3 if num_steps else 0)
+    assert len(pictures(page)) == (5 if num_steps else 0)
 
 
 def test_a_killed_run_with_a_torn_last_line_and_cut_summary(tmp_path: Path) -> None:
@@ -117,14 +122,14 @@ def test_losses_that_are_not_finite_are_said(tmp_path: Path) -> None:
     losses = [math.nan, 5.0, math.inf, None, 4.0, "NaN"]
     write_run(tmp_path, [row(step, loss=loss) for step, loss in enumerate(losses, start=1)])
     page = write_report(tmp_path).read_text()
-    assert "The loss is no finite number in 4 of 6 steps" in page
+    assert "The loss was not finite in 4 of 6 steps" in page
     assert sum(mark.get("class") == "line bad" for mark in pictures(page)[0].iter("path")) == 4
 
 
 @pytest.mark.parametrize("loss", [math.nan, 0.0, 1e-30, 1e30, -2.0])
 def test_extreme_values_are_drawn(tmp_path: Path, loss: float) -> None:
     rows = [row(1, loss=loss, sent_bytes=0, step_s=0.0, compute_s=0.0, exposed_comm_s=0.0), {"step": 2}]
-    assert len(pictures(write_report(write_run(tmp_path, rows, {"heldout_loss": math.nan})).read_text())) == 3
+    assert len(pictures(write_report(write_run(tmp_path, rows, {"heldout_loss": math.nan})).read_text())) == 5
 
 
 def test_a_step_done_twice_counts_once(tmp_path: Path) -> None:

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 
-from thinwire.report.svg import Axis, around, tick_label
+from thinwire.report.svg import Axis, around, spread_out, tick_label
 from thinwire.report.units import bytes_text, percent_text, seconds_text, short
 
 
@@ -37,6 +38,8 @@ def test_place_maps_the_ends_and_clamps() -> None:
         (200_000, 200_000, 600_000, "200k"),
         (500_000, 500_000, 2_500_000, "0.5M"),
         (0, 1e6, 4e6, "0"),
+        (3e-4, 1e-4, 3e-4, "3e-4"),
+        (2.5e-6, 5e-7, 4.5e-6, "2.5e-6"),
     ],
 )
 def test_tick_labels(value: float, step: float, largest: float, text: str) -> None:
@@ -62,3 +65,15 @@ def test_units() -> None:
     assert [seconds_text(s) for s in (0.0123, 3.82, 185.0)] == ["12.3 ms", "3.82 s", "3 min 05 s"]
     assert [short(n) for n in (6290.2, 614_400, 2.05e7)] == ["6290", "614k", "20.5M"]
     assert percent_text(0.167) == "17 %"
+
+
+@pytest.mark.parametrize(
+    "wanted", [[], [5.0], [5.0, 5.0, 5.0], [0.0, 99.0, 100.0], [98.0] * 4, [1.0, 50.0, 51.0, 52.0]]
+)
+def test_labels_are_spread_out_inside_the_plot(wanted: list[float]) -> None:
+    places = spread_out(wanted, 10.0, 0.0, 100.0)
+    assert len(places) == len(wanted) and all(0.0 <= place <= 100.0 for place in places)
+    assert all(after - before >= 10.0 - 1e-9 for before, after in pairwise(places))
+    assert spread_out([10.0, 40.0], 10.0, 0.0, 100.0) == [10.0, 40.0], "what is apart stays"
+    crowded = spread_out([0.0] * 21, 10.0, 0.0, 100.0)
+    assert [after - before for before, after in pairwise(crowded)] == pytest.approx([5.0] * 20)

@@ -10,7 +10,7 @@ from pathlib import Path
 from thinwire.compare.options import RaceConfig
 from thinwire.errors import ConfigError
 
-# Steps after each start that no timing counts: caches fill, buffers are made, connections open.
+# Steps after each start that are not timed: caches fill, buffers are made, connections open.
 WARM_UP_STEPS = 2
 DEFAULT_ROUNDS = 3
 
@@ -39,12 +39,12 @@ def read_target(text: str | None) -> float | str | None:
 
 
 def most_rounds(num_steps: int) -> int:
-    """Into how many rounds so many steps can be cut: each times one at least, after its warm-up."""
+    """The largest number of rounds: each has its warm-up and at least one timed step."""
     return num_steps // (WARM_UP_STEPS + 1)
 
 
 def rounds_of(race: RaceConfig, num_steps: int) -> int:
-    """The number of rounds that is asked for, or the default, or as many as there can be."""
+    """The number of rounds that was asked for, else the default, or fewer where the steps do not allow it."""
     return race.rounds or max(1, min(DEFAULT_ROUNDS, most_rounds(num_steps)))
 
 
@@ -70,7 +70,7 @@ def range_errors(race: RaceConfig, num_steps: int) -> Iterator[str]:
 
 
 def folder_errors(race: RaceConfig) -> Iterator[str]:
-    """One message where the folder can't take this race, or holds another that was not given up."""
+    """One message where the folder can't be used, or holds a race that is neither resumed nor overwritten."""
     out = Path(race.out)
     existing = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
     if race.resume and race.overwrite:

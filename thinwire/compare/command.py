@@ -18,8 +18,8 @@ def run_compare(args: Sequence[str]) -> int:
     """
     problems = Problems()
     config, train = read_race(args, problems)
-    from thinwire.compare.measure import FINISHED
     from thinwire.compare.run import race
+    from thinwire.report.verdict import FINISHED
 
     result = race(config, train, command=shlex.join(["thinwire", "compare", *args]), problems=problems)
     if result.stopped:

@@ -1,4 +1,4 @@
-"""What is started for a contestant, and where it writes."""
+"""The commands that run a contestant, and the files that they write."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def environment(plan: Plan) -> Mapping[str, str]:
 
 
 def contestant_command(plan: Plan, contestant: Contestant, seed: int, stop: int) -> list[str]:
-    """Train until the step `stop`, from where the run is; writes the configuration."""
+    """Train from the run's last step to the step `stop`; writes the configuration."""
     files = Files.of(plan.out, contestant.name, seed)
     files.run_dir.parent.mkdir(parents=True, exist_ok=True)
     config = replace(contestant.config(plan.train), seed=seed, run_dir=str(files.run_dir))
@@ -71,7 +71,7 @@ def contestant_command(plan: Plan, contestant: Contestant, seed: int, stop: int)
 
 
 def alone_command(plan: Plan, seed: int) -> list[str]:
-    """Every rank's share of the tokens on a rank of its own, for a few steps."""
+    """Train each rank's share of the tokens on that rank alone, for a few steps."""
     files = Files.of(plan.out, COMPUTE, seed)
     files.run_dir.parent.mkdir(parents=True, exist_ok=True)
     config = replace(

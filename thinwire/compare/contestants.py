@@ -1,4 +1,4 @@
-"""Who races: strategies of `thinwire train` with options of their own, and outside programs."""
+"""The contestants of a race: strategies of `thinwire train`, with options of their own, and outside programs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from thinwire.training.config import TrainConfig, range_errors
 from thinwire.training.run import Run
 
 PLACEHOLDERS = ("run_dir", "steps", "seed", "config", "resume", "stop_at")
-# What a contestant may state for itself besides its strategy's options: methods differ in what they are tuned to.
+# Options of the training that a contestant may set for itself: the best values differ from method to method.
 TUNED = ("lr", "optimizer", "weight_decay", "grad_clip")
-# The folder and the row of the measurement that is no contestant.
+# Folder and row of the measurement of computing alone, which is no contestant.
 COMPUTE = "compute"
 _NAME = r"[A-Za-z0-9][\w.+-]*"
 _STRATEGY = re.compile(rf"(?:(?P<name>{_NAME})=)?(?P<strategy>{_NAME})(?:\[(?P<options>.*)\])?")
@@ -58,7 +58,7 @@ class Contestant:
         return replace(config, tables={**base.tables, table: {**base.tables.get(table, {}), **own}})
 
     def settled_after(self, base: TrainConfig) -> int:
-        """Steps at the start of a run that are not yet the strategy's own; 0 for an outside program."""
+        """First steps of a run in which the strategy does not yet work as it does later; 0 for an outside program."""
         return 0 if self.command else Run.of(self.config(base)).strategy.settled_after
 
     def words(self, values: Mapping[str, str]) -> list[str]:
@@ -74,7 +74,7 @@ def _filled(word: str, values: Mapping[str, str]) -> str:
 def read_contestants(text: str, problems: Problems, base: TrainConfig | None = None) -> list[Contestant]:
     """The contestants in `a,b,NAME=c[option=value,...],cmd:NAME=COMMAND`; notes everything that is wrong with them.
 
-    A comma inside brackets or quotes does not separate. base: the training that they are to fit, by default any.
+    A comma inside brackets or quotes does not separate. base: the training that all contestants share.
     """
     contestants, base = [], base or TrainConfig()
     for part in filter(None, map(str.strip, split(text, problems))):
@@ -84,7 +84,7 @@ def read_contestants(text: str, problems: Problems, base: TrainConfig | None = N
     names = [contestant.name for contestant in contestants]
     for name in dict.fromkeys(name for name in names if names.count(name) > 1):
         problems.messages.append(
-            f"--strategies: {name!r} is there {names.count(name)} times; give one of them another name, such as "
+            f"--strategies: {name!r} is given {names.count(name)} times; give one of them another name, such as "
             f"{name}-2={name}"
         )
     if not contestants and not problems.messages:
@@ -107,7 +107,7 @@ def split(text: str, problems: Problems) -> list[str]:
             depth += (char == "[") - (char == "]")
         parts[-1] += char
     if depth or quote:
-        problems.messages.append(f"--strategies {text}: {'a bracket' if depth else 'a quote'} has no partner")
+        problems.messages.append(f"--strategies {text}: {'a bracket' if depth else 'a quote'} is not closed")
     return parts
 
 
@@ -149,7 +149,7 @@ def read_strategy(text: str, problems: Problems, base: TrainConfig) -> Contestan
 
 
 def checked_options(strategy: str, stated: Mapping[str, Any], note: str, problems: Problems) -> dict[str, Any]:
-    """The options that are the strategy's, and those of the training that a contestant may have for itself."""
+    """The checked options: the strategy's, and those of TUNED."""
     table = strategy_table(strategy)
     own = {name: value for name, value in stated.items() if name.replace("-", "_") not in TUNED}
     tuned = {name.replace("-", "_"): value for name, value in stated.items() if name not in own}
@@ -162,7 +162,7 @@ def checked_options(strategy: str, stated: Mapping[str, Any], note: str, problem
 
 
 def _option(part: str, text: str) -> tuple[str, Any]:
-    """A value as TOML has it; a word without quotes is a string."""
+    """The name and the value, read as TOML; a word without quotes is a string."""
     name, equals, value = (piece.strip() for piece in part.partition("="))
     if not (name and equals and value):
         raise ConfigError(f"--strategies {text}: {part.strip()!r} must be option=value")
@@ -174,5 +174,7 @@ def _option(part: str, text: str) -> tuple[str, Any]:
 
 def _usable(name: str) -> str:
     if name == COMPUTE:
-        raise ConfigError(f"--strategies: the name {COMPUTE!r} is that of the computation alone; take another")
+        raise ConfigError(
+            f"--strategies: the name {COMPUTE!r} is taken by the measurement of computing alone; take another"
+        )
     return name

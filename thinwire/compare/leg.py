@@ -31,9 +31,9 @@ LONGEST_REASON = 300
 
 @dataclass(frozen=True)
 class Start:
-    """A command to run on every rank. stop: the step after which it ends by itself; last_step: the one before it.
+    """A command to run on every rank. stop: the last step of this leg; last_step: that of the leg before it.
 
-    settled_after: steps of the run that are not to be timed.
+    settled_after: first steps of the run that are not timed.
     """
 
     command: Sequence[str]
@@ -49,7 +49,7 @@ class Start:
 
 
 class StopWish(AbstractContextManager["StopWish"]):
-    """While it is entered, the first SIGINT or SIGTERM is noted; the second raises KeyboardInterrupt."""
+    """Inside the `with` block, the first SIGINT or SIGTERM is noted; the second raises KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self.signum = 0
@@ -73,12 +73,12 @@ class StopWish(AbstractContextManager["StopWish"]):
         self.signum = signum
 
 
-# torch's own log lines, of which the common one is about names of hosts.
+# Warnings of torch, most of them about host names.
 TORCH_WARNING = re.compile(r"\s*(\[rank\d+\]:)?\[W\d{4} ")
 
 
 class Output:
-    """Keeps what the ranks print: all of it in a file, the last lines for the reason of a failure."""
+    """Writes what the ranks print to a file, and keeps the last lines, which may tell why a rank failed."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
@@ -102,9 +102,9 @@ class Output:
 def run_leg(
     network: Network, begin: Start, wish: StopWish, on_step: Callable[[dict[str, Any]], None]
 ) -> tuple[Leg, str]:
-    """Run to the end, or to the wish to stop; the leg, and why it failed (empty where it did not).
+    """Run to the end of the leg, or until a stop is wished; the leg, and why it failed (empty where it did not).
 
-    The links have their rates when this returns, and nothing that was started is left.
+    Afterwards the links have their rates again, and no process that was started is left.
     """
     network.shape(True)
     watch = LegWatch(network, MetricsTail(begin.metrics), begin.turn, begin.timed_steps, begin.settled_after)
@@ -126,7 +126,7 @@ def run_leg(
 
 
 def _watch(job: Job, watch: LegWatch, begin: Start, wish: StopWish, on_step: Callable[[dict[str, Any]], None]) -> str:
-    """Return when the job has ended or was ended; why, where that is a failure."""
+    """Wait until the job has ended, or end it; the reason of a failure, else an empty text."""
     due = time.monotonic() + begin.timeout_s
     while job.poll() is None:
         if watch.look():

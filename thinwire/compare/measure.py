@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
+from datetime import datetime
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -18,12 +18,13 @@ from thinwire.compare.record import Entry, Leg, Record
 from thinwire.errors import ConfigError
 from thinwire.lab import LabSpec
 from thinwire.options import has_islands
+from thinwire.report.machine import machine
 from thinwire.report.run import Run, number, read_run
+from thinwire.report.verdict import FINISHED
 from thinwire.training.effects import Row as EffectRow
-from thinwire.training.hardware import num_cores
 from thinwire.training.reporter import versions
 
-FINISHED, FAILED, UNFINISHED = "finished", "failed", "unfinished"
+FAILED, UNFINISHED = "failed", "unfinished"
 REFERENCE = "ddp-bf16"
 TARGET_REFERENCES = ("zero", "ddp")
 AVERAGES: dict[str, Callable[[Iterable[float]], float]] = {"mean": fmean, "median": median}
@@ -33,7 +34,8 @@ AVERAGES: dict[str, Callable[[Iterable[float]], float]] = {"mean": fmean, "media
 class Figures:
     """What is compared; None: not known. Bytes are those a rank sends in a step.
 
-    step_s, compute_s, exposed_comm_s, codec_s: medians over the timed steps, of rank 0; means in a race with islands.
+    step_s, exposed_comm_s, codec_s: medians over the timed steps, of rank 0; means in a race with islands.
+    compute_s: step_s less exposed_comm_s.
     sent_bytes_per_step: payload of rank 0; kernel_sent_bytes_per_step: everything on a node's link over its ranks, mean
     of the nodes (and of the worst one); both are means over the timed steps of a start, of which the median is taken.
     bound_s: max(compute alone, bytes / rate); unhidden_s: what must come on top of it, see `least_time`.
@@ -72,7 +74,11 @@ class SeedResult:
 
 @dataclass(frozen=True)
 class Row:
-    """One contestant: means over its seeds, and each divided by the reference's."""
+    """One contestant: means over its seeds, and each divided by the reference's.
+
+    spread: the lowest and the highest of each figure over the seeds, of times over the rounds of all seeds; None where
+    there is only one.
+    """
 
     name: str
     strategy: str
@@ -84,13 +90,18 @@ class Row:
     mean: Figures
     ratio: dict[str, float | None]
     seeds: list[SeedResult]
+    spread: dict[str, tuple[float, float] | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Result:
-    """A race as it stands. reference: the row that ratios are taken to; compute_alone_s: a step without exchange."""
+    """A race as it stands. reference: the row that ratios are taken to; compute_alone_s: a step without exchange.
+
+    measured_at: date and time, in ISO 8601.
+    """
 
     command: str
+    measured_at: str
     stopped: str
     lab: str
     steps: int
@@ -133,11 +144,13 @@ def measure(plan: Plan, record: Record) -> Result:
         for seed in plan.seeds:
             entry, run = record.entry(contestant.name, seed), runs[contestant.name, seed]
             seeds.append(seed_result(plan, entry, run, targets[seed], alone, forward))
+        entries = [(record.entry(contestant.name, seed), runs[contestant.name, seed]) for seed in plan.seeds]
         rows.append(
             Row(
                 contestant.name, contestant.strategy, dict(contestant.options), contestant.command,
                 statuses[contestant.name], record.failure(contestant.name), contestant.is_whole,
-                mean_of([seed.figures for seed in seeds]), {}, seeds,
+                mean_of(plan.tokens_per_step, [seed.figures for seed in seeds]), {}, seeds,
+                spread_of(plan.tokens_per_step, AVERAGES[average_of(plan)], seeds, entries),
             )
         )  # fmt: skip
     reference, why = reference_of(rows)
@@ -145,7 +158,8 @@ def measure(plan: Plan, record: Record) -> Result:
     for row in rows:
         row.ratio.update(ratios(row.mean, against))
     return Result(
-        command=record.command, stopped=record.stopped, lab=str(plan.lab), steps=plan.train.steps,
+        command=record.command, measured_at=datetime.now().astimezone().isoformat(timespec="seconds"),
+        stopped=record.stopped, lab=str(plan.lab), steps=plan.train.steps,
         tokens_per_step=plan.tokens_per_step, smooth=plan.smooth, average=average_of(plan),
         reference=reference, reference_why=why,
         compute_alone_s=alone, compute_alone_failed=record.alone_failed, machine=machine(), versions=versions(),
@@ -154,7 +168,7 @@ def measure(plan: Plan, record: Record) -> Result:
 
 
 def average_of(plan: Plan) -> str:
-    """Islands exchange in few of their steps, which a median would not see: then all are held to their means."""
+    """The median; the mean where islands race, which exchange in few steps: a median would not see those."""
     return "mean" if any(has_islands(one.strategy) for one in plan.contestants) else "median"
 
 
@@ -166,7 +180,7 @@ def status_of(plan: Plan, record: Record, contestant: Contestant) -> str:
 
 
 def reference_of(rows: Sequence[Row]) -> tuple[str | None, str]:
-    """Whom the others are set in ratio to, and why it is not ddp-bf16 where it is not."""
+    """The row that ratios are taken to, and why it is not ddp-bf16 where it is not."""
     statuses = {row.name: row.status for row in rows}
     finished = [name for name, status in statuses.items() if status == FINISHED]
     if REFERENCE in finished:
@@ -181,15 +195,14 @@ def seed_result(
     """The figures of one run."""
     timed = {step for leg in entry.legs if leg.last_timed for step in range(leg.first_timed, leg.last_timed + 1)}
     rows = [row for row in run.steps if row["step"] in timed]
-    average = AVERAGES[average_of(plan)]
-    typical = {name: _average(rows, name, average) for name in ("step_s", "compute_s", "exposed_comm_s", "codec_s")}
+    typical = times_of(rows, AVERAGES[average_of(plan)])
     step_s, losses = typical["step_s"], smoothed([number(row.get("loss")) for row in run.steps], plan.smooth)
     reached = None if target is None else first_at_most(losses, target, plan.smooth)
     sent, received = per_step(entry.legs, "kernel_sent_bytes"), per_step(entry.legs, "kernel_received_bytes")
     bound = least_time(plan.lab, sent, received, alone)
     least = least_time(plan.lab, sent, received, alone, forward, weights_share(rows))
     return SeedResult(
-        entry.seed, os.path.relpath(run.name, plan.out), entry.last_step, entry.num_timed, target, reached,
+        entry.seed, os.path.relpath(run.path, plan.out), entry.last_step, entry.num_timed, target, reached,
         Figures(
             **typical,
             tokens_per_s=plan.tokens_per_step / step_s if step_s else None,
@@ -205,6 +218,34 @@ def seed_result(
             step_over_bound=step_s / least if step_s and least else None,
         ),
     )  # fmt: skip
+
+
+def times_of(rows: Sequence[Mapping[str, Any]], average: Callable[[Iterable[float]], float]) -> dict[str, float | None]:
+    """A typical step's seconds; computing is what waiting leaves of the step, so that the two add up to it."""
+    found = {name: _average(rows, name, average) for name in ("step_s", "exposed_comm_s", "codec_s")}
+    step_s, exposed = found["step_s"], found["exposed_comm_s"]
+    return found | {"compute_s": None if step_s is None or exposed is None else step_s - exposed}
+
+
+def spread_of(
+    tokens_per_step: int,
+    average: Callable[[Iterable[float]], float],
+    seeds: Sequence[SeedResult],
+    entries: Sequence[tuple[Entry, Run]],
+) -> dict[str, tuple[float, float] | None]:
+    """The lowest and the highest of each figure: see `Row`."""
+    found = {item.name: _ends(getattr(seed.figures, item.name) for seed in seeds) for item in fields(Figures)}
+    rounds = [
+        times_of([row for row in run.steps if leg.first_timed <= row["step"] <= leg.last_timed], average)
+        for entry, run in entries
+        for leg in entry.legs
+        if leg.last_timed
+    ]
+    found |= {name: _ends(times[name] for times in rounds) for name in rounds[0]} if rounds else {}
+    found["tokens_per_s"] = None
+    if ends := found["step_s"]:
+        found["tokens_per_s"] = tokens_per_step / ends[1], tokens_per_step / ends[0]
+    return found
 
 
 def per_step(legs: Sequence[Leg], name: str) -> list[float]:
@@ -224,7 +265,7 @@ def payload_per_step(legs: Sequence[Leg], run: Run) -> float | None:
 
 
 def weights_share(rows: Sequence[Mapping[str, Any]]) -> float:
-    """The part of the payload that brings weights to the next forward; the rest leaves in the backward."""
+    """The share of the payload that brings weights to the next forward; the rest is gradients, sent in the backward."""
     sent = sum(number(row.get("sent_bytes")) for row in rows)
     weights = sum(number(row.get("sent_weight_bytes", 0)) for row in rows)
     return weights / sent if sent > 0 and math.isfinite(weights) else 0.0
@@ -243,7 +284,7 @@ def least_time(
     max(compute, link), where link is the busiest link's bytes over its rate. Where forward (seconds, of computation
     alone) and weights (the share of the bytes that bring them) are given:
     max(forward, weights link) + max(compute - forward, (1 - weights) link),
-    for no gradient exists before the last weight has arrived, and no weight before the last gradient.
+    because gradients exist only after the last weight has arrived, and new weights only after the last gradient.
     """
     if alone is None or not sent:
         return None
@@ -267,7 +308,7 @@ def first_at_most(losses: Sequence[float], target: float, window: int) -> int | 
 def target_loss(plan: Plan, finished: Sequence[str], runs: dict[tuple[str, int], Run], seed: int) -> float | None:
     """The stated target, or with auto the smoothed loss at the end of zero, else ddp, else the first that finished.
 
-    That loss is rounded up to hundredths: others reach it or miss it by more than the last bits of a sum.
+    That loss is rounded up to hundredths, so that rounding errors do not decide who reaches it.
     """
     if plan.target != "auto":
         return None if plan.target is None else float(plan.target)
@@ -278,10 +319,11 @@ def target_loss(plan: Plan, finished: Sequence[str], runs: dict[tuple[str, int],
     return math.ceil(100 * last) / 100 if math.isfinite(last) else None
 
 
-def mean_of(figures: Sequence[Figures]) -> Figures:
-    """The mean of each figure over seeds; None where a seed lacks it."""
+def mean_of(tokens_per_step: int, figures: Sequence[Figures]) -> Figures:
+    """The mean of each figure over seeds, None where a seed lacks it; tokens/s are those of the mean step."""
     columns = {item.name: [getattr(one, item.name) for one in figures] for item in fields(Figures)}
-    return Figures(**{name: None if None in values else fmean(values) for name, values in columns.items()})
+    mean = Figures(**{name: None if None in values else fmean(values) for name, values in columns.items()})
+    return replace(mean, tokens_per_s=tokens_per_step / mean.step_s if mean.step_s else None)
 
 
 def ratios(figures: Figures, reference: Figures) -> dict[str, float | None]:
@@ -290,26 +332,20 @@ def ratios(figures: Figures, reference: Figures) -> dict[str, float | None]:
     return {name: mine / theirs if mine is not None and theirs else None for name, (mine, theirs) in pairs.items()}
 
 
-def machine() -> dict[str, Any]:
-    """What the times depend on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    return {"processor": model or platform.machine(), "cores": num_cores(), "system": platform.platform()}
-
-
 def _read(run_dir: Path) -> Run:
-    """The run as far as it is there, its directory as its name."""
+    """The run as far as it is there."""
     try:
-        run = read_run(run_dir)
+        return read_run(run_dir)
     except ConfigError:
-        return Run(str(run_dir), [], {}, "")
-    return Run(str(run_dir), run.steps, run.summary, run.config)
+        return Run(run_dir, [], {}, "")
 
 
-def _average(rows: Sequence[dict[str, Any]], name: str, average: Callable[[Iterable[float]], float]) -> float | None:
+def _ends(values: Iterable[float | None]) -> tuple[float, float] | None:
+    known = [value for value in values if value is not None]
+    return (min(known), max(known)) if len(known) > 1 else None
+
+
+def _average(rows: Sequence[Mapping[str, Any]], name: str, average: Callable[[Iterable[float]], float]) -> float | None:
     values = [value for value in (number(row.get(name)) for row in rows) if math.isfinite(value)]
     return average(values) if values else None
 

@@ -23,11 +23,12 @@ class RaceConfig:
     strategies: str = "ddp,ddp-bf16,fsdp-bf16,powersgd-torch,powersgd,zero,sdp4bit"
     """Who races, separated by commas: STRATEGY, NAME=STRATEGY[option=value,...] or cmd:NAME=COMMAND."""
     lab: str = "nodes=2,rate=100mbit"
-    """The network: nodes=N,rate=R and, where wanted, local_size=L,slow=NODE:R,delay=T,loss=P."""
+    """The network: nodes=N,rate=R and, if you like, local_size=L,slow=NODE:R,delay=T,loss=P."""
     target_loss: str | None = None
-    """Smoothed training loss whose time is compared: a number, or auto: where zero (else ddp, else the first) ends."""
+    """Training loss to reach: a number, or auto for the loss with which zero ends (else ddp, else the first to
+    finish)."""
     rounds: int | None = None
-    """Turns that the steps are cut into; in each of them every contestant runs once, in another order. By default 3, or
+    """Rounds into which the steps are divided; in each, every contestant runs once, in another order. By default 3, or
     as many as the steps allow."""
     timed_steps: int | None = None
     """Steps of each round that run in the slow network, after the warm-up; by default all of them."""
@@ -36,7 +37,7 @@ class RaceConfig:
     seeds: str | None = None
     """Seeds, separated by commas, of each contestant's runs; by default the configuration's."""
     no_bound: bool = False
-    """Leave out the measurement of computation alone, and with it the least time that a step could take."""
+    """Do not measure computing alone, and so leave out the least time that a step could take."""
     timeout: float = 600.0
     """Seconds without a new step after which a contestant is given up."""
     out: str = "runs/compare"

@@ -32,7 +32,7 @@ from thinwire.training.hardware import choose_dtype, threads_per_worker
 from thinwire.training.run import Run, tables_in_effect
 
 DEFAULT_SMOOTH = 20
-# What the race decides itself; a configuration that states one of them is told so.
+# Options that the race sets itself, and why; stating one of them has no effect, which is said.
 SET_BY_RACE = {
     "strategy": "--strategies names those that race",
     "workers": "--lab says how many ranks there are",
@@ -74,7 +74,7 @@ class Plan:
         return self.train.tokens_per_step or 0
 
     def settings(self) -> dict[str, Any]:
-        """What a race must have in common with the one it goes on with, as JSON has it."""
+        """The settings, as JSON, that a resumed race must share with the interrupted one."""
         train = {name: value for name, value in asdict(self.train).items() if name not in SET_BY_RACE}
         return {
             "strategies": {contestant.name: str(contestant) for contestant in self.contestants},
@@ -90,7 +90,7 @@ class Plan:
 
 
 def make_plan(race: RaceConfig, train: TrainConfig, problems: Problems) -> Plan:
-    """Check everything, then find out once what holds for all: the compute dtype, and the tokens.
+    """Check everything, then choose the compute dtype and prepare the tokens, once for all contestants.
 
     Raises ConfigError with all problems at once.
     """
@@ -157,7 +157,7 @@ def rows_of(race: RaceConfig, asked: TrainConfig, train: TrainConfig, contestant
     yield from unused_rows(Run.of(replace(train, strategy=strategy, optimizer=None, tables=unused)))
     num_rounds = rounds_of(race, train.steps)
     if race.rounds is None and num_rounds < DEFAULT_ROUNDS:
-        why = f"{train.steps} steps make no more: each round warms up for {WARM_UP_STEPS}"
+        why = f"{train.steps} steps allow no more: {WARM_UP_STEPS} steps of each round are its warm-up"
         yield f"--rounds {DEFAULT_ROUNDS}", str(num_rounds), why
     for contestant in contestants:
         for option, _, why in late_rows(Run.of(contestant.config(train))) if contestant.strategy else ():

@@ -101,7 +101,7 @@ class Record:
 
 
 def load_record(out: Path, settings: dict[str, Any]) -> Record:
-    """The record of the race to go on with, in which those that failed may try again.
+    """The record of the race to resume; contestants that failed are to try again.
 
     Raises ConfigError where it was another race, or can't be read.
     """

@@ -80,13 +80,13 @@ def race(
 
 
 class Runner:
-    """Runs what is left of a race; `record` grows with every leg."""
+    """Runs the legs of a race that are not done; each is added to `record`."""
 
     def __init__(self, plan: Plan, record: Record, network: Network, wish: StopWish, board: Board) -> None:
         self.plan, self.record, self.network, self.wish, self.board = plan, record, network, wish, board
 
     def run(self) -> None:
-        """Every round of every seed, the order turned by one each time, unless a signal asks to stop."""
+        """Run every round of every seed, in an order that shifts by one each time, until a signal asks to stop."""
         legs = list(self._schedule())
         self.board.start(self.plan, len(legs))
         for seed, turn, contestant in legs:
@@ -132,7 +132,7 @@ class Runner:
         if math.isfinite(peak):
             entry.peak_rss_bytes = max(int(peak), entry.peak_rss_bytes or 0)
         if entry.has_done(len(self.plan.stops)) and not contestant.command:
-            # Nothing goes on from them any more, and a race of many would fill the disk.
+            # No leg needs the checkpoints any more, and those of many contestants would fill the disk.
             for run_dir in (files.run_dir, *files.run_dir.glob("island-*")):
                 shutil.rmtree(RunDir(run_dir).checkpoints, ignore_errors=True)
         self.board.leg_done(entry.failed)

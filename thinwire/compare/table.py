@@ -13,18 +13,13 @@ from rich.table import Table
 
 from thinwire.compare.measure import Result
 from thinwire.compare.plan import Plan
-from thinwire.report.race import (
-    FIGURES,
-    figure_text,
-    notes,
-    ratio_text,
-    shown_figures,
-)
+from thinwire.report.race import FIGURES, figure_text, notes, ratio_text, shown_figures, spread_text
 from thinwire.report.run import number
 from thinwire.report.units import MISSING, seconds_text
+from thinwire.report.verdict import verdict
 
 LINE_EVERY_S = 10.0
-# Where the output is no terminal, nobody wraps the table's lines.
+# Width of the table where the output is not a terminal.
 PLAIN_WIDTH = 160
 
 
@@ -84,7 +79,7 @@ class Board:
         values = result.to_json()
         self.console.print(result_table(values))
         reasons = [f"{row.name} {row.status}: {row.reason}" for row in result.contestants if row.reason]
-        for line in (*reasons, *notes(values)):
+        for line in (*reasons, *verdict(values), *notes(values)):
             self.console.print(line, markup=False, soft_wrap=True)
         if result.stopped:
             self.console.print(f"stopped by {result.stopped}; the same command with --resume goes on")
@@ -115,13 +110,16 @@ class Board:
 
 
 def result_table(values: Mapping[str, Any]) -> Table:
-    """One row per contestant; below each figure its ratio to the reference's."""
+    """One row per contestant; below each figure its ratio to the reference's, and its spread."""
     table = Table("contestant", title="result", title_justify="left", show_lines=True)
-    shown = shown_figures(values["contestants"])
+    shown = shown_figures(FIGURES, values["contestants"])
     for name in shown:
         table.add_column(FIGURES[name], justify="right")
     for row in values["contestants"]:
-        state = ["whole"] * row["is_whole"] + [row["status"]] * (row["status"] != "finished")
-        cells = ([figure_text(name, row), ratio_text(name, row, values["reference"])] for name in shown)
+        state = ["in one piece"] * row["is_whole"] + [row["status"]] * (row["status"] != "finished")
+        cells = (
+            [figure_text(name, row), ratio_text(name, row, values["reference"]), spread_text(name, row)]
+            for name in shown
+        )
         table.add_row("\n".join([row["name"], *state]), *("\n".join(filter(None, cell)) for cell in cells))
     return table

@@ -50,8 +50,8 @@ def _row(line: bytes) -> dict[str, Any]:
 class LegWatch:
     """Turns the steps of one start into a Leg: which were timed, and what the links carried meanwhile.
 
-    timed_steps: lift the links' rates after so many steps behind the warm-up; None: never. settled_after: the warm-up
-    lasts at least until this step of the run.
+    timed_steps: number of steps to time after the warm-up, before the links' rates are lifted; None: all.
+    settled_after: the warm-up lasts at least until this step of the run.
     """
 
     def __init__(

@@ -40,9 +40,11 @@ def run_import(args: Sequence[str]) -> int:
 
 
 def run_generate(args: Sequence[str]) -> int:
-    """Print the prompt and what the model makes of it."""
+    """Print the prompt, and each word of what the model adds as soon as it is there."""
     config = read(GenerateConfig, args, "generate")
-    from thinwire.convert.generate import go_on
+    from thinwire.convert.generate import pieces
 
-    print(go_on(config))
+    for piece in pieces(config):
+        print(piece, end="", flush=True)
+    print()
     return 0

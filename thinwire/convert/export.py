@@ -38,7 +38,7 @@ class Exported:
 
 
 def export(config: ExportConfig) -> Exported:
-    """Write the folder, load it again with transformers, and compare; it is kept only where it agrees.
+    """Write the folder, load it again with transformers, and compare; the folder is deleted where they differ.
 
     Raises ConfigError for a run that can't be read or a folder that is in use; UnfaithfulError where the tokenizer or
     the model that transformers loads differs from the run's.
@@ -95,7 +95,7 @@ def as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def tied_names(model: nn.Module) -> set[str]:
-    """Further names of parameters that have one already: they are written once."""
+    """The second and further names of shared parameters, which are written once."""
     first = {name for name, _ in model.named_parameters()}
     return {name for name, _ in model.named_parameters(remove_duplicate=False)} - first
 
@@ -110,7 +110,7 @@ def llama_config(model: Llama, tokenizer: Tokenizer) -> dict[str, Any]:
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
-        # Theirs would be tokens 1 and 2.
+        # The defaults of transformers are tokens 1 and 2.
         "bos_token_id": None,
         "eos_token_id": tokenizer.end_of_document,
         "pad_token_id": None,
@@ -145,6 +145,6 @@ def reload(folder: Path) -> Any:
     kinds = ("missing_keys", "unexpected_keys", "mismatched_keys")
     if odd := [f"{kind.partition('_')[0]} {name}" for kind in kinds for name in islice(info[kind], 3)]:
         raise UnfaithfulError(
-            f"transformers finds other weights than it needs: {', '.join(odd)}; the folder was deleted"
+            f"the written weights are not those that transformers needs: {', '.join(odd)}; the folder was deleted"
         )
     return model.float().eval()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,11 @@ from thinwire.checkpoint.weights_folder import new_folder, write_weights
 from thinwire.convert.options import ImportConfig
 from thinwire.convert.tokenizer import copy_beside
 from thinwire.errors import ConfigError, nearest
-from thinwire.models.hf import skeleton_hf
+from thinwire.models.hf import refuse_pickles, skeleton_hf
 
 CONFIG = "config.json"
+# The families whose names and shapes the tables of rules know.
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 @dataclass(frozen=True)
@@ -40,22 +43,37 @@ def import_checkpoint(config: ImportConfig) -> Imported:
     source = Path(config.source)
     if not source.is_dir():
         raise ConfigError(f"{source}: no such folder")
+    if config.format == "hf" or not any(known.fits(source) for known in FORMATS.values()):
+        refuse_pickles(source)
     name = detect(source) if config.format == "auto" else config.format
     if name not in FORMATS:
         raise ConfigError(f"--format {name}: no such format{nearest(name, [*FORMATS, 'auto'])}")
     config_file = find_config(source, config.config)
     settings = read_config(config_file)
     known = FORMATS[name]
-    rules = known.rules(Sizes.from_config(settings))
-    tensors = consolidate(known.open(source), rules)
-    with new_folder(Path(config.folder)) as folder:
+    with new_folder(Path(config.folder)) as folder, families_named(settings, config.source, name):
+        rules = known.rules(Sizes.from_config(settings))
         (folder / CONFIG).write_text(json.dumps(settings | {"torch_dtype": "float32"}, indent=2) + "\n")
-        shapes = write_weights(folder, tensors)
+        shapes = write_weights(folder, consolidate(known.open(source), rules))
         check_fits(folder, shapes)
         copy_tokenizer(config_file.parent, folder)
     num_parameters = sum(shape.numel() for shape in shapes.values())
     architecture = ", ".join(settings.get("architectures") or [str(settings.get("model_type"))])
     return Imported(name, len(shapes), num_parameters, architecture)
+
+
+@contextmanager
+def families_named(settings: Mapping[str, Any], source: str, format_name: str) -> Iterator[None]:
+    """Add to an error about a model of another family which families can be imported, and what trains the others."""
+    try:
+        yield
+    except ConfigError as error:
+        family = settings.get("model_type")
+        if family is None or family in FAMILIES:
+            raise
+        why = f"import reads models of the families {', '.join(FAMILIES)}, and {source} is of {family}"
+        rest = f"; it needs no import: thinwire train --model hf:{source}" if format_name == "hf" else ""
+        raise ConfigError(f"{why}{rest} ({error})") from error
 
 
 def find_config(source: Path, stated: str | None) -> Path:
@@ -64,17 +82,17 @@ def find_config(source: Path, stated: str | None) -> Path:
     path = path / CONFIG if path.is_dir() else path
     if not path.is_file():
         raise ConfigError(
-            f"{path} is not there: the shapes of the model, in Hugging Face's form, are needed; say --config FILE"
+            f"{path} is missing: name the model's config.json, in Hugging Face's form, with --config FILE"
         )
     return path
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The settings, without the older names of what is written anew."""
+    """The settings, without the type of the weights, which is written anew."""
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ConfigError(f"{path} is no JSON: {error}") from None
+        raise ConfigError(f"{path} is not JSON: {error}") from None
     if not isinstance(settings, dict):
         raise ConfigError(f"{path} must hold an object, not a {type(settings).__name__}")
     return {key: value for key, value in settings.items() if key not in ("dtype", "torch_dtype")}
@@ -87,7 +105,7 @@ def check_fits(folder: Path, shapes: Mapping[str, torch.Size]) -> None:
     if missing := sorted(wanted.keys() - shapes.keys()):
         raise ConfigError(f"the checkpoint lacks {shown(missing)}, which the model of config.json has")
     if unknown := sorted(shapes.keys() - wanted.keys()):
-        raise ConfigError(f"the checkpoint has {shown(unknown)}, which the model of config.json has not")
+        raise ConfigError(f"the checkpoint has {shown(unknown)}, which the model of config.json does not have")
     odd = [
         f"{name} is {tuple(shapes[name])}, not {tuple(wanted[name])}" for name in wanted if shapes[name] != wanted[name]
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -14,17 +15,35 @@ from thinwire.convert.options import GenerateConfig
 from thinwire.convert.saved import load_run
 from thinwire.data import Tokenizer, load_tokenizer, printable
 from thinwire.errors import ConfigError
-from thinwire.models import build_model, generate
+from thinwire.models import build_model, generate_tokens
+from thinwire.models.hf import refuse_pickles
 from thinwire.training.run_dir import RunDir
 
+# How a decoder shows the first bytes of a character that is not complete.
+BROKEN = "\ufffd"
 
-def go_on(config: GenerateConfig) -> str:
-    """The prompt, and what the model writes after it; see `load_source`."""
+
+def pieces(config: GenerateConfig) -> Iterator[str]:
+    """The prompt, and each piece of what the model writes after it as soon as it is drawn; see `load_source`."""
     model, tokenizer = load_source(config.source)
     prompt = [int(token) for token in tokenizer.encode(config.prompt)] or [tokenizer.end_of_document or 0]
     generator = torch.Generator().manual_seed(config.seed)
-    tokens = generate(model, torch.tensor([prompt]), config.tokens, config.temperature, generator)
-    return printable(tokenizer.decode(tokens[0].tolist()))
+    drawn = generate_tokens(model, torch.tensor([prompt]), config.tokens, config.temperature, generator)
+    yield from map(printable, decoded(tokenizer, prompt, (int(token) for token in drawn)))
+
+
+def decoded(tokenizer: Tokenizer, prompt: Sequence[int], drawn: Iterable[int]) -> Iterator[str]:
+    """The text of the prompt and the tokens that follow it, piece by piece; no character before it is complete."""
+    tokens = list(prompt)
+    text = tokenizer.decode(tokens)
+    yield text.rstrip(BROKEN)
+    shown = len(text.rstrip(BROKEN))
+    for token in drawn:
+        tokens.append(token)
+        text = tokenizer.decode(tokens)
+        yield text[shown:].rstrip(BROKEN)
+        shown = max(shown, len(text.rstrip(BROKEN)))
+    yield text[shown:]
 
 
 def load_source(source: str) -> tuple[nn.Module, Tokenizer]:
@@ -35,7 +54,7 @@ def load_source(source: str) -> tuple[nn.Module, Tokenizer]:
     if RunDir(source).config().is_file():
         run = load_run(source)
         blind = math.log(run.tokenizer.vocab_size)
-        # Half of it is about what the frequencies of single bytes or tokens give away.
+        # A model that knows nothing but how frequent each token is gets to about half of it.
         if run.loss is not None and not run.loss < blind / 2:
             print(
                 f"thinwire: {source} is hardly trained: its loss was {run.loss:.2f} after step {run.step}, and a blind "
@@ -47,9 +66,8 @@ def load_source(source: str) -> tuple[nn.Module, Tokenizer]:
     if not (folder / "config.json").is_file():
         hint = nearest_run(folder)
         raise ConfigError(f"{source} is neither a run directory nor a folder with a config.json{hint}")
-    if not (folder / "tokenizer.json").is_file():
-        raise ConfigError(f"{source} holds no tokenizer.json: copy the model's own into it")
+    tokenizer = load_tokenizer(source)
+    refuse_pickles(folder)
     if not any(folder.glob("*.safetensors")):
-        raise ConfigError(f"{source} holds no .safetensors file, and a model with random weights has nothing to say")
-    tokenizer = load_tokenizer(str(folder / "tokenizer.json"))
+        raise ConfigError(f"{source} holds no weights: generate needs .safetensors files")
     return build_model(f"hf:{source}", tokenizer.vocab_size, 1), tokenizer

@@ -21,31 +21,34 @@ class ExportConfig:
     run: Annotated[Source, tyro.conf.arg(metavar="RUN")]
     """The run directory."""
     folder: Annotated[Source, tyro.conf.arg(metavar="DIR")]
-    """The folder to write; it must not hold anything."""
+    """The folder to write; it must be empty, or not exist."""
     to: Literal["hf"] = "hf"
     """hf: .safetensors, config.json and a tokenizer, which transformers loads."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Type of the weights; bf16 rounds them and takes half the space."""
     data: str | None = None
-    """Text to compare on, as for `thinwire train`; by default the run's own, of which the held-out part is taken."""
+    """Text to compare on, as for `thinwire train`; by default the run's own. Only the held-out part is used."""
     sequences: int = 16
-    """Most held-out sequences to compare on."""
+    """Largest number of held-out sequences to compare on."""
     max_kl: float = 1e-3
-    """Largest mean KL divergence from the run's model, nats per token, with which the folder is kept."""
+    """Largest mean KL divergence from the run's model, in nats per token; above it the folder is deleted."""
     min_agreement: float = 0.99
-    """Least share of positions at which both models must give the same most likely next token."""
+    """Smallest share of tokens for which both models must predict the same next token."""
 
 
 @dataclass(frozen=True)
 class ImportConfig:
-    """Turn another program's checkpoint into a folder that `thinwire train --model hf:DIR` starts from."""
+    """Turn another program's checkpoint of a Llama, Mistral or Qwen model into a folder that `--model hf:DIR` reads.
+
+    A folder of transformers needs no import, whatever the family: thinwire train --model hf:DIR trains it as it is.
+    """
 
     source: Annotated[Source, tyro.conf.arg(metavar="FROM")]
     """The folder of the checkpoint."""
     folder: Annotated[Source, tyro.conf.arg(metavar="DIR")]
-    """The folder to write; it must not hold anything."""
+    """The folder to write; it must be empty, or not exist."""
     format: str = "auto"
-    """hf, torchtitan, megatron or zero3; auto goes by the files."""
+    """hf, torchtitan, megatron or zero3; auto: recognised by the files."""
     config: str | None = None
     """config.json of the model, in Hugging Face's form; by default the one beside the checkpoint."""
 
@@ -63,7 +66,7 @@ class GenerateConfig:
     temperature: float = 0.8
     """Softmax temperature of the draws; 0: always the likeliest token."""
     seed: int = 0
-    """Seeds the draws."""
+    """Seed of the random draws."""
 
 
 AnyConfig = TypeVar("AnyConfig", ExportConfig, ImportConfig, GenerateConfig)

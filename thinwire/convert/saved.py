@@ -1,4 +1,4 @@
-"""A run as its directory has it: the model with the weights of the last checkpoint."""
+"""A run read from its directory: the model with the weights of the last checkpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from thinwire.training.settings import read_toml
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A run's configuration and tokenizer, and its model in evaluation mode, after `step` and its training loss."""
+    """A run's configuration, tokenizer and model (in evaluation mode), and its checkpoint's step and training loss."""
 
     config: TrainConfig
     tokenizer: Tokenizer
@@ -46,7 +46,8 @@ def load_run(path: str) -> SavedRun:
     odd = [name for name, shape in wanted.items() if name not in weights or weights[name].shape != shape]
     if odd := odd or model.load_state_dict(weights, strict=False).unexpected_keys:
         raise ConfigError(
-            f"{run_dir.checkpoints} is not of model {config.model}, which {run_dir.config()} names: {odd[0]} differs"
+            f"{run_dir.checkpoints} does not fit the model {config.model} that {run_dir.config()} names: "
+            f"{odd[0]} differs"
         )
     loss = Manifest.read(folder_of(run_dir.checkpoints, step)).loss
     return SavedRun(config, tokenizer, model.eval(), step, loss)

@@ -16,7 +16,7 @@ BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jin
 def write_tokenizer(spec: str, max_len: int, folder: Path) -> None:
     """Write `--tokenizer spec` into the folder: a tokenizer.json as it is, bytes as a byte-level vocabulary.
 
-    Raises ConfigError where the tokenizers library, which writes the latter, is not installed.
+    Raises ConfigError for bytes where the tokenizers library is not installed.
     """
     if spec == "bytes":
         write_bytes(folder)
@@ -34,7 +34,7 @@ def write_tokenizer(spec: str, max_len: int, folder: Path) -> None:
 
 
 def copy_beside(source: Path, folder: Path) -> None:
-    """Copy the files that belong to a tokenizer.json, where they are."""
+    """Copy those files beside a tokenizer.json that transformers reads with it."""
     for name in BESIDE:
         if (source / name).is_file():
             shutil.copy(source / name, folder / name)
@@ -52,7 +52,7 @@ def write_bytes(folder: Path) -> None:
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     except ImportError:
-        raise ConfigError("--tokenizer bytes is written by tokenizers: pip install thinwire[hf]") from None
+        raise ConfigError("export of a run with --tokenizer bytes needs tokenizers: pip install thinwire[hf]") from None
     vocab = {byte_symbol(byte): byte for byte in range(255)} | {BYTES_END: 255}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -61,7 +61,7 @@ def write_bytes(folder: Path) -> None:
 
 
 def byte_symbol(byte: int) -> str:
-    """The character of a byte in byte-level vocabularies: itself where it can be seen, else one from 256 on."""
+    """The character that stands for a byte in byte-level vocabularies: itself if it is visible, else one above 255."""
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     if byte in visible:
         return chr(byte)

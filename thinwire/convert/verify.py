@@ -1,4 +1,4 @@
-"""Whether an exported model is the run's: both read the same held-out text."""
+"""Compares an exported model with the run's on the same held-out text."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from thinwire.errors import ThinwireError
 
 
 class UnfaithfulError(ThinwireError):
-    """What was written is not what was asked for; nothing is kept of it (exit code 2)."""
+    """The exported model or tokenizer differs from the run's; the folder is deleted (exit code 2)."""
 
     exit_code = 2
 
 
 @dataclass(frozen=True)
 class Fidelity:
-    """kl: mean over tokens of KL(run || export) in nats; agreement: share with the same most likely next token."""
+    """kl: mean over tokens of KL(run || export) in nats; agreement: share of tokens with the same prediction."""
 
     kl: float
     agreement: float

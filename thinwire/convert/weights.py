@@ -16,11 +16,11 @@ from thinwire.training.run_dir import RunDir
 def full_weights(run_dir: RunDir) -> tuple[int, dict[str, Tensor]]:
     """The step of a run's last sound checkpoint and its whole fp32 weights by name, with buffers and frozen parameters.
 
-    Of a sharded optimizer these are the masters, which are what was rounded for the wire; of islands the outer
-    parameters, which all of them share. Raises ConfigError where there is no checkpoint, or one of islands of an older
-    version; CheckpointError where none is sound.
+    With a sharded optimizer these are its fp32 masters, as they were before rounding for the wire; with islands, the
+    outer parameters, which all islands share. Raises ConfigError where there is no checkpoint, or one of islands of an
+    older version; CheckpointError where none is sound.
     """
-    # The run may still be going on, and saving.
+    # The run may still be training and saving.
     folder, wrong = choose(run_dir.checkpoints, moves_pointer=False)
     for why in wrong:
         print(f"thinwire: a checkpoint is passed over: {why}", file=sys.stderr)

@@ -158,7 +158,9 @@ def write_tokens(file: BinaryIO, source: Source, tokenizer: Tokenizer, limit_tok
     end = tokenizer.end_of_document
     tail = np.array([] if end is None else [end], dtype=dtype)
     if end is None:
-        log.warning("data %r: the tokenizer has no end-of-document token; documents follow without one", source.spec)
+        log.warning(
+            "data %r: the tokenizer has no end-of-document token; documents are joined without a mark", source.spec
+        )
     digest = hashlib.sha256()
     num_tokens = num_documents = 0
     batches = map(tokenizer.encode_batch, batched(source.documents()))

@@ -73,7 +73,7 @@ class BatchLoader:
         return gather(self.tokens, rows, self.seq_len)
 
     def skip_steps(self, num_steps: int) -> None:
-        """Go on so many steps further, or back where it is negative; between steps."""
+        """Move forward by this number of steps, or back where it is negative; only between steps."""
         self._position += num_steps * self.sequences_per_step
 
     def state_dict(self) -> dict[str, Any]:

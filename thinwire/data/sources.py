@@ -81,8 +81,10 @@ def open_source(spec: str, text_field: str = "text") -> Source:
     if not path.exists():
         raise ConfigError(f"data {spec!r}: no such file or folder{nearest_sibling(path)}")
     if path.is_file():
-        files = [path] if path.stat().st_size else []
+        files = [path] if path.stat().st_size or states_no_size(path) else []
         root = path.parent
+    elif not path.is_dir():
+        raise ConfigError(f"data {spec!r}: is neither a file nor a folder; copy its text into a file")
     else:
         root = path
         files = stdlib_files(root) if spec == "stdlib" else folder_files(root)
@@ -90,6 +92,18 @@ def open_source(spec: str, text_field: str = "text") -> Source:
     if not files:
         raise ConfigError(f"data {spec!r}: is empty")
     return Source(spec, root, tuple(files), text_field)
+
+
+def states_no_size(path: Path) -> bool:
+    """False for an empty file; raises ConfigError for another one of size 0, such as the kernel's own below /proc."""
+    try:
+        with path.open("rb") as file:
+            if not file.read(1):
+                return False
+        reason = "it states a size of 0 and yet holds something, as the kernel's own files do"
+    except OSError as error:
+        reason = f"it states a size of 0 and cannot be read: {error.strerror}"
+    raise ConfigError(f"data {str(path)!r}: {reason}; copy its text into a file")
 
 
 def documents(spec: str, text_field: str = "text") -> Iterator[str]:
@@ -125,10 +139,16 @@ def nearest_sibling(path: Path) -> str:
     """The tail of an error message about a missing path: the closest name beside it, or the folder that is missing."""
     if not path.parent.is_dir():
         return f"; folder {str(path.parent)!r} does not exist either"
-    names = ["stdlib", *(p.name for p in path.parent.iterdir())]
-    close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.4)
+    try:
+        beside = sorted(p.name for p in path.parent.iterdir())
+    except OSError as error:
+        return f"; {str(path.parent)!r} cannot be listed: {error.strerror}"
+    close = difflib.get_close_matches(path.name, ["stdlib", *beside], n=1, cutoff=0.4)
+    if not close and path.parent == path.parent.parent:
+        # Folders of the system are no choices.
+        return ""
     if not close:
-        return f"; {str(path.parent)!r} holds {brief(sorted(names[1:])) or 'nothing'}"
+        return f"; {str(path.parent)!r} holds {brief(beside) or 'nothing'}"
     return f"; did you mean {'stdlib' if close[0] == 'stdlib' else str(path.parent / close[0])!r}?"
 
 

@@ -101,7 +101,13 @@ def load_tokenizer(spec: str) -> Tokenizer:
     path = Path(spec).expanduser()
     if path.is_dir():
         path = path / "tokenizer.json"
+        if not path.is_file():
+            write = f"AutoTokenizer.from_pretrained({spec!r}).save_pretrained({spec!r})"
+            raise ConfigError(
+                f"tokenizer {spec!r}: the folder holds no tokenizer.json; transformers writes one for most models: "
+                f'python -c "import transformers as t; t.{write}"'
+            )
     if not path.is_file():
-        names = ["bytes", *(p.name for p in path.parent.glob("*.json"))]
+        names = {"bytes", *(file.name for file in path.parent.glob("*tokenizer*.json"))} - {"tokenizer_config.json"}
         raise ConfigError(f"tokenizer {spec!r}: no such file, nor 'bytes'{nearest(path.name, names)}")
     return FileTokenizer(path)

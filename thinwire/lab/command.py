@@ -43,7 +43,7 @@ class LabOptions:
     delay: str | None = None
     """Time that every frame takes from node to node, one way, such as 10ms (needs the kernel's netem)."""
     loss: str | None = None
-    """Part of the frames that never arrive, such as 0.1% (needs the kernel's netem)."""
+    """Share of the frames that are lost, such as 0.1% (needs the kernel's netem)."""
     check: bool = False
     """Measure every link instead of running a command; exit code 1 where one is more than 5 % off."""
 
@@ -138,7 +138,7 @@ class Relay:
         again, self.received = bool(self.received), signum
         self._job.send_signal(signal.SIGKILL if again else signum)
         if not again:
-            print("thinwire lab: stopping; once more kills", file=sys.stderr)
+            print("thinwire lab: stopping; a second signal kills", file=sys.stderr)
 
 
 def name(spec: LabSpec, rank: int) -> str:
@@ -176,8 +176,8 @@ def failure(spec: LabSpec, job: Job) -> LabError:
     how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
     others = [name(spec, other) for other in job.failures if other != rank]
     text = f"{name(spec, rank)} ended with {how}"
-    text += f"; so did, by themselves, {', '.join(others)}" if others else ""
-    text += f"; after {GRACE_S:g} s the others were ended" if job.was_cut else ""
+    text += f"; {', '.join(others)} failed too" if others else ""
+    text += f"; the other ranks were stopped after {GRACE_S:g} s" if job.was_cut else ""
     error = LabError(text)
     error.exit_code = job.exit_code
     return error

@@ -46,7 +46,7 @@ class Job:
         self.failures: dict[int, int] = {}
         self._readers = readers
         self._grace_s = grace_s
-        # Ranks whose end is no verdict on them: they were sent a signal.
+        # Ranks that were sent a signal: how they end is not their failure.
         self._signalled: set[int] = set()
         # A signal handler may interrupt the thread that holds it.
         self._lock = threading.RLock()
@@ -91,7 +91,7 @@ class Job:
 
     @property
     def was_cut(self) -> bool:
-        """Whether ranks were ended by a signal of ours."""
+        """Whether this object ended ranks by a signal."""
         return bool(self._signalled)
 
     @property
@@ -119,7 +119,7 @@ class Job:
         """The ranks that run, once the failures of those that don't are noted."""
         with self._lock:
             running = self._running()
-            # One that was killed is the cause, those that failed in the same moment have missed it.
+            # Of ranks that fail at the same moment, a killed one is the cause: the others have missed it.
             for rank, process in sorted(enumerate(self.processes), key=lambda item: (item[1].returncode or 0) >= 0):
                 if process.returncode and rank not in self._signalled and rank not in self.failures:
                     self.failures[rank] = process.returncode

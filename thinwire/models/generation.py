@@ -1,12 +1,12 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 
-@torch.no_grad()
 def generate(
     model: nn.Module,
     tokens: Tensor,
@@ -19,15 +19,29 @@ def generate(
     `model(tokens)` returns logits [batch, seq, vocab]; the context is cropped to its last `model.max_seq_len` tokens.
     Temperature 0 takes the most likely token. Returns int64 [batch, seq + num_new]; train or eval mode is restored.
     """
+    return torch.cat((tokens, *generate_tokens(model, tokens, num_new, temperature, generator)), dim=1)
+
+
+def generate_tokens(
+    model: nn.Module,
+    tokens: Tensor,
+    num_new: int,
+    temperature: float = 1.0,
+    generator: torch.Generator | None = None,
+) -> Iterator[Tensor]:
+    """The tokens that `generate` appends, int64 [batch, 1] each, as soon as each is drawn."""
     was_training = model.training
     context: Any = model.max_seq_len
     model.eval()
-    for _ in range(num_new):
-        logits = model(tokens[:, -context:])[:, -1].float()
-        if temperature > 0:
-            chosen = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
-        else:
-            chosen = logits.argmax(-1, keepdim=True)
-        tokens = torch.cat((tokens, chosen), dim=1)
-    model.train(was_training)
-    return tokens
+    try:
+        for _ in range(num_new):
+            with torch.no_grad():
+                logits = model(tokens[:, -context:])[:, -1].float()
+            if temperature > 0:
+                chosen = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+            else:
+                chosen = logits.argmax(-1, keepdim=True)
+            tokens = torch.cat((tokens, chosen), dim=1)
+            yield chosen
+    finally:
+        model.train(was_training)

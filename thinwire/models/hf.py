@@ -92,17 +92,23 @@ def explained(folder: str) -> Iterator[None]:
 def look_into(path: Path) -> bool:
     """Whether the folder holds weights; ConfigError if it is no model folder, or its weights are pickles only."""
     if not path.is_dir():
-        siblings = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
+        siblings = [file.parent.name for file in path.parent.glob("*/config.json")]
         raise ConfigError(f"model hf:{path}: no such folder{nearest(path.name, siblings) if siblings else ''}")
     if not (path / "config.json").is_file():
         raise ConfigError(f"model hf:{path}: the folder has no config.json")
-    has_weights = any(path.glob("*.safetensors"))
-    pickles = [*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth")]
-    if pickles and not has_weights:
+    refuse_pickles(path)
+    return any(path.glob("*.safetensors"))
+
+
+def refuse_pickles(path: Path) -> None:
+    """ConfigError, with a way to convert them, where pickles are the only weights of a folder."""
+    pickles = sorted(file for ending in ("bin", "pt", "pth") for file in path.glob(f"*.{ending}"))
+    if pickles and not any(path.glob("*.safetensors")):
+        convert = f"AutoModelForCausalLM.from_pretrained({str(path)!r}).save_pretrained('NEW')"
         raise ConfigError(
-            f"model hf:{path}: {pickles[0].name} is a pickle, which can run code; convert it to .safetensors first"
+            f"{pickles[0]} is a pickle, which can run code when it is opened, so it is refused; if you trust the file, "
+            f'write .safetensors with transformers: python -c "import transformers as t; t.{convert}"'
         )
-    return has_weights
 
 
 def apply_overrides(config: Any, overrides: Mapping[str, int | float | bool]) -> None:

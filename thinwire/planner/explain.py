@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -14,10 +14,11 @@ from thinwire.errors import ConfigError, Problems, nearest
 from thinwire.flags import flag
 from thinwire.lab.spec import read_rate
 from thinwire.methods.interface import Plan
-from thinwire.models import build_skeleton
+from thinwire.models import PRESETS, Llama, build_skeleton
 from thinwire.options import LLAMA, build_strategy, strategy_table
 from thinwire.planner.options import ExplainConfig, range_errors
 from thinwire.registry import STRATEGIES
+from thinwire.report.units import short
 
 NUM_LAYERS, WIDTH = 32, 1024
 # A run that some strategies plan for, and its warm-up.
@@ -26,18 +27,23 @@ NUM_STEPS, NUM_WARMUP_STEPS = 1000, 100
 
 @dataclass(frozen=True)
 class Explained:
-    """The footprint of each strategy, None where it has none to say; bit/s of the links, None where not stated.
+    """The plan of each strategy; bit/s of the links, None where not stated.
 
-    notes: (asked for, in effect, why), wherever the two differ.
+    notes: (asked for, in effect, why), wherever the two differ. vocabulary: why a preset has fewer or more parameters
+    than its name says; empty where it has not. mean_over: of a strategy that exchanges in few steps, over how many its
+    bytes are a mean. whole: the strategies that hold whole weights beside their shard.
     """
 
     num_parameters: int
     topology: Topology
     micro_batches: int
-    footprints: dict[str, Plan]
+    plans: dict[str, Plan]
     rate: float | None
     local_rate: float | None
     notes: list[tuple[str, str, str]]
+    vocabulary: str = ""
+    mean_over: Mapping[str, int] = field(default_factory=dict)
+    whole: Sequence[str] = ()
 
     def link_s(self, found: Plan) -> float | None:
         """Seconds that a step's messages between nodes need on one node's link, all ranks of the node together."""
@@ -51,7 +57,7 @@ class Explained:
 
 
 def explain(config: ExplainConfig, problems: Problems) -> Explained:
-    """Every strategy's footprint; raises ConfigError with all problems at once."""
+    """Every strategy's plan; raises ConfigError with all problems at once."""
     problems.messages += range_errors(config)
     names = chosen(config.strategy, problems)
     rate = read(config.rate, problems)
@@ -60,20 +66,41 @@ def explain(config: ExplainConfig, problems: Problems) -> Explained:
     if not any(True for _ in range_errors(config)):
         with problems.collect():
             model = model_of(config)
-    footprints: dict[str, Plan] = {}
+    plans: dict[str, Plan] = {}
+    mean_over, whole = {}, []
     for name in names:
         with problems.collect():
             strategy = build_strategy(name, config.tables, num_steps=NUM_STEPS, num_warmup_steps=NUM_WARMUP_STEPS)
+            if (every := getattr(strategy, "sync_every", 1)) > 1:
+                mean_over[name] = every
+            if getattr(strategy, "reshard_after_forward", None) is False:
+                whole.append(name)
             if model is not None:
                 topology = Topology(config.nodes, config.local_size)
-                footprints[name] = strategy.plan(model, topology, config.micro_batches)
+                plans[name] = strategy.plan(model, topology, config.micro_batches)
     problems.messages = list(dict.fromkeys(problems.messages))
     problems.raise_any()
     assert model is not None
     total = sum(param.numel() for param in model.parameters() if param.requires_grad)
     topology = Topology(config.nodes, config.local_size)
-    notes = list(notes_on(config, names, footprints))
-    return Explained(total, topology, config.micro_batches, footprints, rate, local_rate, notes)
+    notes = list(notes_on(config, names))
+    return Explained(
+        total, topology, config.micro_batches, plans, rate, local_rate, notes, vocabulary_of(config, model),
+        mean_over, whole,
+    )  # fmt: skip
+
+
+def vocabulary_of(config: ExplainConfig, model: nn.Module) -> str:
+    """The vocabulary of a preset that has another one of its own, with the number of parameters that it would have."""
+    own = PRESETS.get(config.model)
+    if own is None or not isinstance(model, Llama) or model.config.vocab_size == own.vocab_size:
+        return ""
+    overrides = {**(config.tables.get(LLAMA) or {}), "vocab_size": own.vocab_size}
+    usual = build_skeleton(config.model, own.vocab_size, config.seq_len, overrides)
+    return (
+        f"the vocabulary is the {model.config.vocab_size:,} tokens of --tokenizer {config.tokenizer}; with the "
+        f"{own.vocab_size:,} of {config.model}: {short(sum(param.numel() for param in usual.parameters()))}"
+    )
 
 
 def chosen(text: str, problems: Problems) -> list[str]:
@@ -88,7 +115,7 @@ def chosen(text: str, problems: Problems) -> list[str]:
 
 
 def read(text: str | None, problems: Problems) -> float | None:
-    """Bits per second; notes what can't be read."""
+    """Bits per second, None where none are stated; notes a rate that can't be read."""
     if text is None:
         return None
     with problems.collect():
@@ -100,7 +127,7 @@ def read(text: str | None, problems: Problems) -> float | None:
 
 
 def model_of(config: ExplainConfig) -> nn.Module:
-    """The model, or one of as many parameters, on the device "meta"; raises ConfigError for one that can't be built."""
+    """The model, or one with that many parameters, on the device "meta". Raises ConfigError where it can't be built."""
     if config.parameters is not None:
         return stand_in(int(config.parameters))
     tokenizer = load_tokenizer(config.tokenizer)
@@ -109,7 +136,7 @@ def model_of(config: ExplainConfig) -> nn.Module:
 
 
 def stand_in(num_parameters: int) -> nn.Module:
-    """Layers of one matrix each, as equal as whole rows allow; what is left is a matrix of one row."""
+    """Layers of one matrix each, of nearly equal sizes, and one matrix of a single row for the remainder."""
     rows, rest = divmod(num_parameters, WIDTH)
     sizes = [(rows // NUM_LAYERS + (layer < rows % NUM_LAYERS), WIDTH) for layer in range(NUM_LAYERS)]
     shapes = [shape for shape in (*sizes, (1, rest)) if shape[0] * shape[1]]
@@ -125,8 +152,8 @@ def matrix(shape: tuple[int, int]) -> nn.Module:
     return module
 
 
-def notes_on(config: ExplainConfig, names: list[str], footprints: dict[str, Plan]) -> Iterator[tuple[str, str, str]]:
-    """What was stated and has no effect, and what is not known."""
+def notes_on(config: ExplainConfig, names: list[str]) -> Iterator[tuple[str, str, str]]:
+    """Options without an effect."""
     used = {strategy_table(name) for name in names}
     used |= {LLAMA} if config.parameters is None and not config.model.startswith("hf:") else set()
     for table in sorted(config.tables.keys() - used):
@@ -139,6 +166,3 @@ def notes_on(config: ExplainConfig, names: list[str], footprints: dict[str, Plan
         yield f"--rate {config.rate}", "no effect", "there is one node"
     if config.local_rate is not None and config.local_size == 1:
         yield f"--local-rate {config.local_rate}", "no effect", "there is one rank on each node"
-    for name, found in footprints.items():
-        if found is None:
-            yield name, "not shown", "it does not say what it holds and sends"

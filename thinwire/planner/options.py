@@ -21,13 +21,13 @@ LIMITS = {
 
 @dataclass(frozen=True)
 class ExplainConfig:
-    """Say what each strategy would hold in memory and send on a cluster, without running anything.
+    """Say how much memory each strategy needs on a cluster, and how much it sends, without running anything.
 
-    Options of a strategy or of the model follow as for `thinwire train`.
+    Options of a strategy or of the model are those of `thinwire train`.
     """
 
     strategy: str = "all"
-    """Strategies, separated by commas, or all: side by side. One alone is shown in every part."""
+    """Strategies, separated by commas, or all. A single one is shown in detail."""
     nodes: int = 2
     """Machines."""
     local_size: int = 1
@@ -35,17 +35,17 @@ class ExplainConfig:
     model: str = "demo"
     """Preset (tiny, demo, 125m, 350m, 1b), or hf:DIR, whose weights are not read."""
     tokenizer: str = "bytes"
-    """bytes, or the path of a tokenizer.json: the size of the vocabulary."""
+    """bytes, or the path of a tokenizer.json; it sets the size of the vocabulary."""
     seq_len: int = 256
     """Tokens of one sequence."""
     parameters: float | None = None
-    """So many parameters, such as 7e9, in place of a model: 32 equal layers of one matrix each."""
+    """Number of parameters, such as 7e9, instead of a model; 32 equal layers of one matrix each."""
     micro_batches: int = 1
     """Forward and backward passes of one optimizer step."""
     rate: str | None = None
-    """Rate of one machine's link to the others, which its ranks share, such as 10gbit: shows seconds."""
+    """Rate of one machine's link to the others, which its ranks share, such as 10gbit; adds a column of seconds."""
     local_rate: str | None = None
-    """Rate of one rank's link inside its machine: shows seconds."""
+    """Rate of one rank's link inside its machine; adds a column of seconds."""
     tables: Annotated[Mapping[str, Mapping[str, Any]], tyro.conf.Suppress] = field(default_factory=dict)
 
 

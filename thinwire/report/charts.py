@@ -1,4 +1,4 @@
-"""The three plots of a run: what was learnt, what was sent, where the time went."""
+"""The plots of a run: loss, bytes, time, and the learning rate with the gradient norm."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from thinwire.report.units import bytes_text, seconds_text
 MAX_BARS = 150
 MIN_STEPS_ACROSS = 12
 MAX_POINTS = 1200
+HALF_HEIGHT = 158
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,8 @@ def figures(run: Run) -> list[Figure]:
     """Every plot the run has data for."""
     if not run.steps:
         return []
-    return [loss_figure(run), bytes_figure(run), time_figure(run)]
+    found = [loss_figure(run), bytes_figure(run), time_figure(run)]
+    return [*found, optimizer_figure(run)] if any({"lr", "grad_norm"} <= row.keys() for row in run.steps) else found
 
 
 def loss_figure(run: Run) -> Figure:
@@ -89,7 +91,7 @@ def loss_figure(run: Run) -> Figure:
     broken = [x for x, y in raw if not math.isfinite(y) and math.isfinite(x)]
     for x in broken:
         chart.cross(x, "bad")
-    notes = [f"The loss is no finite number in {len(broken)} of {len(raw)} steps (red marks)."] if broken else []
+    notes = [f"The loss was not finite in {len(broken)} of {len(raw)} steps (red marks)."] if broken else []
     return Figure("Loss", legend, chart.svg(), notes)
 
 
@@ -114,12 +116,12 @@ def bytes_figure(run: Run) -> Figure:
         chart.bar(bin.left, bin.right, 0, sent / size, "sent")
         chart.hover(bin.left, bin.right, f"{bin.name}: {bytes_text(sent)} sent")
     legend = [("sent", f"sent: median {bytes_text(run.typical('sent_bytes'))}")]
-    notes = ["Payload of rank 0."]
+    notes = ["Payload that rank 0 sent."]
     if math.isfinite(plain):
         chart.rule(plain / size, "plain")
         legend.append(("plain", f"uncompressed (fp32): {bytes_text(plain)}"))
         if run.typical("sent_bytes") > 0:
-            notes.append(f"Uncompressed is {plain / run.typical('sent_bytes'):.2f} times as much.")
+            notes.append(f"Without compression: {plain / run.typical('sent_bytes'):.2f} times as much.")
     return Figure("Bytes on the wire", legend, chart.svg(), notes)
 
 
@@ -149,8 +151,23 @@ def time_figure(run: Run) -> Figure:
     return Figure("Time per step", legend, chart.svg(), [note] if note else [])
 
 
+def optimizer_figure(run: Run) -> Figure:
+    """The learning rate and the norm of the gradient before clipping, one above the other, over the steps."""
+    pictures = []
+    for key, y_label, style in (("lr", "learning rate", "rate"), ("grad_norm", "gradient norm", "norm")):
+        points = run.series(key)
+        steps = (run.steps[0]["step"] - 0.5, max(run.steps[-1]["step"] + 0.5, run.steps[0]["step"] + MIN_STEPS_ACROSS))
+        chart = Chart(y_label, steps, around((y for _, y in points), zero=True), "step", y_label, height=HALF_HEIGHT)
+        chart.line(thin_out(points), style)
+        for x in (x for x, y in points if not math.isfinite(y)):
+            chart.cross(x, "bad")
+        pictures.append(chart.svg())
+    notes = ["The norm is that of the mean gradient of all ranks, before it is clipped."]
+    return Figure("Learning rate and gradient norm", [], "".join(pictures), notes)
+
+
 def time_scale(bars: Sequence[float], totals: Sequence[float]) -> tuple[float, str]:
-    """The height of the time axis, which a few slow steps must not decide, and a note about those."""
+    """The height of the time axis, in which a few slow steps do not flatten the others, and a note about those."""
     finite = sorted(value for value in bars if math.isfinite(value))
     if not finite:
         return 1.0, ""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 
 from thinwire.errors import ConfigError
 from thinwire.report.charts import Figure, figures
+from thinwire.report.machine import machine
 from thinwire.report.run import Run, number, read_run
 from thinwire.report.units import (
     MISSING,
@@ -21,17 +24,34 @@ from thinwire.report.units import (
     short,
 )
 
-UNITS = {"_s": seconds_text, "_bytes": bytes_text, "_bytes_per_step": bytes_text}
+# How values of summary.json are shown, by the ends of their names; the first that fits counts.
+UNITS = {
+    "_per_s": short, "_s": seconds_text, "_bytes": bytes_text, "_bytes_per_step": bytes_text, "tokens": short,
+    "parameters": short, "_loss": lambda value: f"{value:.4f}",
+}  # fmt: skip
 
 
 def write_report(run_dir: Path) -> Path:
     """Write RUN_DIR/report.html from metrics.jsonl, summary.json and config.toml, and return its path.
 
-    Works on a run in any state. Raises ConfigError where the directory holds no run or can't be written.
+    Works on a run in any state, on the machine of its rank 0, which the page names. Raises ConfigError where the
+    directory holds no run or can't be written.
     """
-    target = run_dir / "report.html"
-    draft = run_dir / ".report.html.tmp"
-    page = render(read_run(run_dir))
+    run = read_run(run_dir)
+    return write_page(run_dir / "report.html", f"{run.name} · thinwire", sections(run))
+
+
+def write_page(target: Path, title: str, parts: Iterable[str]) -> Path:
+    """Write a page of these parts, of which empty ones are left out. Raises ConfigError where it can't be written."""
+    style = files("thinwire.report").joinpath("style.css").read_text(encoding="utf-8")
+    body = "\n".join(filter(None, parts))
+    page = (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{text(title)}</title>\n<style>\n{style}</style>\n</head>\n"
+        f"<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
+    )
+    draft = target.with_name(f".{target.name}.tmp")
     try:
         draft.write_text(page, encoding="utf-8")
         draft.replace(target)
@@ -40,25 +60,13 @@ def write_report(run_dir: Path) -> Path:
     return target
 
 
-def render(run: Run) -> str:
-    """The whole page as text."""
-    style = files("thinwire.report").joinpath("style.css").read_text(encoding="utf-8")
-    body = "\n".join(part for part in sections(run) if part)
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{text(run.name)} · thinwire</title>\n<style>\n{style}</style>\n</head>\n"
-        f"<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
-    )
-
-
 def sections(run: Run) -> Iterator[str]:
     """The page from top to bottom; an empty string for what the run has no data for."""
-    name = f"<p class=brand>thinwire run</p><h1>{text(run.name)}</h1>"
-    yield f"<header>{name}<p>{text(subtitle(run))}</p></header>"
+    name = f"<p class=brand>thinwire train</p><h1>{text(run.name)}</h1>"
+    yield f"<header>{name}<p>{text(subtitle(run))}</p>{facts(circumstances(run))}</header>"
     yield warning(run)
     yield headline(run)
-    yield from (figure(item) for item in figures(run))
+    yield plots(figure(item) for item in figures(run))
     yield sample(run.summary.get("sample"))
     yield summary_table(run.summary)
     yield effects_table(run.summary.get("effects"))
@@ -74,7 +82,39 @@ def subtitle(run: Run) -> str:
     words.append(f"{len(run.steps)} step{'s' * (len(run.steps) != 1)}")
     if math.isfinite(tokens := run.last("tokens")):
         words.append(f"{short(tokens)} tokens")
+    if math.isfinite(parameters := number(summary.get("parameters"))):
+        words.append(f"{short(parameters)} parameters")
     return " · ".join(words)
+
+
+def circumstances(run: Run) -> Iterator[tuple[str, str]]:
+    """When and where it ran, and the command that repeats it."""
+    if run.changed is not None:
+        yield "ended" if run.summary else "last written", date_text(run.changed)
+    yield "host", host_text(machine())
+    if run.config:
+        yield "repeat with", shlex.join(["thinwire", "train", str(run.path / "config.toml")])
+
+
+def host_text(values: Mapping[str, Any]) -> str:
+    """A machine in one line."""
+    return f"{values['host']} · {values['processor']} · {values['cores']} cores"
+
+
+def date_text(when: datetime) -> str:
+    """Date, minute and time zone."""
+    return f"{when:%Y-%m-%d %H:%M} {when.tzname() or ''}".rstrip()
+
+
+def facts(rows: Iterable[tuple[str, str]]) -> str:
+    """Short names with their values."""
+    return f"<dl class=facts>{''.join(f'<dt>{text(name)}</dt><dd>{text(value)}</dd>' for name, value in rows)}</dl>"
+
+
+def plots(parts: Iterable[str]) -> str:
+    """Figures side by side where the window is wide enough."""
+    body = "".join(parts)
+    return f"<div class=plots>{body}</div>" if body else ""
 
 
 def warning(run: Run) -> str:
@@ -83,7 +123,7 @@ def warning(run: Run) -> str:
     if not run.steps:
         reasons.append("No step has finished.")
     if not run.summary:
-        reasons.append("There is no summary: the run is still going, or it was killed. Figures are those so far.")
+        reasons.append("There is no summary: the run goes on, or was killed. These are its figures so far.")
     if (stopped := str(run.summary.get("stopped", "finished"))) != "finished":
         reasons.append(f"The run was stopped before its end: {stopped}.")
     return f"<p class=warning>{text(' '.join(reasons))}</p>" if reasons else ""
@@ -103,11 +143,7 @@ def headline(run: Run) -> str:
         ("held-out loss" if math.isfinite(heldout) else "last training loss", _loss(loss), "nats per token"),
         ("sent per step", bytes_text(sent), less),
         ("step", seconds_text(step_s), f"median; {short(tokens_per_s)} tokens/s"),
-        (
-            "waiting",
-            percent_text(exposed / step_s if step_s > 0 else math.nan),
-            "of a step, for communication",
-        ),
+        ("waiting", percent_text(exposed / step_s if step_s > 0 else math.nan), "of a step, for communication"),
     ]
     items = (
         f"<div><dt>{text(name)}</dt><dd>{text(value)}</dd><dd class=note>{text(note)}</dd></div>"
@@ -118,12 +154,14 @@ def headline(run: Run) -> str:
 
 def figure(item: Figure) -> str:
     """A plot with its title, legend and notes."""
-    legend = "".join(f'<li><span class="swatch {style}"></span>{text(words)}</li>' for style, words in item.legend)
     notes = f"<figcaption>{text(' '.join(item.notes))}</figcaption>" if item.notes else ""
-    return (
-        f"<section><h2>{text(item.title)}</h2><ul class=legend>{legend}</ul>"
-        f"<figure>{item.svg}{notes}</figure></section>"
-    )
+    return f"<section><h2>{text(item.title)}</h2>{legend(item.legend)}<figure>{item.svg}{notes}</figure></section>"
+
+
+def legend(entries: Sequence[tuple[str, str]]) -> str:
+    """What the colours mean: (style of the swatch, text)."""
+    items = "".join(f'<li><span class="swatch {style}"></span>{text(words)}</li>' for style, words in entries)
+    return f"<ul class=legend>{items}</ul>" if items else ""
 
 
 def effects_table(rows: Any) -> str:
@@ -140,13 +178,13 @@ def sample(value: Any) -> str:
 
 
 def summary_table(summary: Mapping[str, Any]) -> str:
-    """Every entry of summary.json under the name that scripts use."""
+    """Every entry of summary.json under the name that scripts use, rounded; the exact value shows under the pointer."""
     rows = [
-        (name, value_text(name, value))
+        f'<tr><td>{text(name)}</td><td title="{text(exact(value))}">{text(value_text(name, value))}</td></tr>'
         for name, value in flat(summary)
         if name.split(".")[0] not in ("effects", "sample")
     ]
-    return table("Summary", ("key in summary.json", "value"), rows) if rows else ""
+    return raw_table("Summary", ("key in summary.json", "value"), rows) if rows else ""
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -159,14 +197,18 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def value_text(name: str, value: Any) -> str:
-    """A value as JSON has it, with its unit spelt out where the name tells one."""
+    """A value with about three digits, and the unit that its name tells."""
     if value is None:
         return MISSING
-    exact = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    for ending, unit in UNITS.items():
-        if name.endswith(ending) and not name.endswith("_per_s") and math.isfinite(number(value)):
-            return f"{exact}  ({unit(number(value))})"
-    return exact
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+        unit = next((unit for ending, unit in UNITS.items() if name.endswith(ending)), None)
+        return unit(value) if unit else str(value) if isinstance(value, int) else short(value)
+    return exact(value)
+
+
+def exact(value: Any) -> str:
+    """A value as JSON has it; text without its quotes."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def config(toml: str) -> str:
@@ -176,11 +218,17 @@ def config(toml: str) -> str:
 
 def table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table of plain text under a heading."""
+    return raw_table(
+        title, header, ("<tr>" + "".join(f"<td>{text(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    )
+
+
+def raw_table(title: str, header: Sequence[str], rows: Iterable[str]) -> str:
+    """A table of finished rows under a heading."""
     head = "".join(f"<th scope=col>{text(cell)}</th>" for cell in header)
-    body = "".join("<tr>" + "".join(f"<td>{text(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    body = "".join(rows)
     return (
-        f"<section><h2>{text(title)}</h2><div class=scroll><table><thead><tr>{head}</tr></thead>"
-        f"<tbody>{body}</tbody></table></div></section>"
+        f"<section><h2>{text(title)}</h2><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></section>"
     )
 
 

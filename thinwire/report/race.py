@@ -1,36 +1,51 @@
-"""A race as one self-contained HTML page: the table, four plots, and everything it depends on."""
+"""A race as one self-contained HTML page: the verdict, the table, the plots, and everything it depends on."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from importlib.resources import files
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from thinwire.errors import ConfigError
-from thinwire.report.page import table, text
+from thinwire.report.page import date_text, facts, host_text, plots, table, text, write_page
 from thinwire.report.race_charts import race_figures
 from thinwire.report.run import number
 from thinwire.report.units import MISSING, bytes_text, seconds_text, short
+from thinwire.report.verdict import FINISHED, verdict
 
+# The columns of the table.
 FIGURES = {
     "step_s": "step",
     "tokens_per_s": "tokens/s",
-    "kernel_sent_bytes_per_step": "sent per step",
-    "kernel_sent_bytes_per_step_worst_node": "worst node",
-    "sent_bytes_per_step": "by the meter",
-    "heldout_loss": "held-out loss",
     "minutes_to_target": "to the target",
+    "kernel_sent_bytes_per_step": "sent per step",
+    "heldout_loss": "held-out loss",
     "peak_rss_bytes": "memory of a rank",
-    "bound_s": "bound",
-    "unhidden_s": "not to be hidden",
-    "step_over_bound": "step / both",
+    "step_over_bound": "step / least",
 }
-BYTES_NOTE = (
-    "Sent: bytes of one rank in a step; by the kernel's counters of its node's link, headers included, mean of the "
-    "nodes; by the meter of rank 0, payload alone, with what stays inside a node."
+# What stands below the table, folded.
+DETAILS = {
+    "compute_s": "computing",
+    "exposed_comm_s": "waiting",
+    "codec_s": "packing",
+    "kernel_sent_bytes_per_step_worst_node": "busiest node sent",
+    "sent_bytes_per_step": "payload",
+    "train_loss": "training loss",
+    "bound_s": "computing or link",
+    "unhidden_s": "can't overlap",
+}
+HIGHEST_IS_BEST = ("tokens_per_s",)
+NO_BEST = ("step_over_bound",)
+SENT_NOTE = (
+    "Sent: bytes that one rank sends in a step, headers included. The kernel counts them on each node's link; shown is "
+    "the mean over the nodes."
+)
+DETAILS_NOTE = (
+    "Packing: the communication thread packs and unpacks, while the rank computes or waits. Payload: what rank 0 sent, "
+    "without headers, and with what stays inside a node."
 )
 
 
@@ -43,75 +58,78 @@ def write_race_report(out: Path) -> Path:
         values = json.loads((out / "compare.json").read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{str(out)!r} holds no race that can be read: {error}") from None
-    target, draft = out / "compare.html", out / ".compare.html.tmp"
-    try:
-        draft.write_text(render(values, out), encoding="utf-8")
-        draft.replace(target)
-    except OSError as error:
-        raise ConfigError(f"the report can't be written to {str(target)!r}: {error.strerror}") from error
-    return target
-
-
-def render(values: Mapping[str, Any], out: Path) -> str:
-    """The whole page as text."""
-    room = files("thinwire.report")
-    style = "".join(room.joinpath(name).read_text(encoding="utf-8") for name in ("style.css", "race.css"))
-    body = "\n".join(part for part in sections(values, out) if part)
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{text(out.resolve().name)} · thinwire compare</title>\n<style>\n{style}</style>\n</head>\n"
-        f"<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
-    )
+    return write_page(out / "compare.html", f"{out.resolve().name} · thinwire compare", sections(values, out))
 
 
 def sections(values: Mapping[str, Any], out: Path) -> Iterator[str]:
     """The page from top to bottom; an empty string for what the race has no data for."""
-    names = [row["name"] for row in values["contestants"]]
+    names = " · ".join(row["name"] for row in values["contestants"])
+    first, *others = verdict(values) or [names]
     yield (
-        f"<header><p class=brand>thinwire compare</p><h1>{text(' · '.join(names))}</h1>"
-        f"<p>{text(values['lab'])} · {values['steps']} steps of {short(values['tokens_per_step'])} tokens</p></header>"
+        f"<header><p class=brand>thinwire compare</p><h1>{text(first)}</h1>"
+        f"<p class=verdict>{text(' '.join(others))}</p>{facts(circumstances(values))}</header>"
     )
     if values["stopped"]:
         yield f"<p class=warning>The race was stopped by {text(values['stopped'])}: these are the figures so far.</p>"
     yield result_table(values)
-    yield from race_figures(values, out)
+    yield plots(race_figures(values, out))
     yield table("What was asked for", ("asked for", "in effect", "why they differ"), values["effects"])
-    yield table("What it depends on", ("what", "value"), circumstances(values))
     settings = json.dumps(values["settings"], indent=2)
     yield f"<details><summary>settings</summary><pre>{text(settings)}</pre></details>"
 
 
 def result_table(values: Mapping[str, Any]) -> str:
     """One row per contestant; below each figure its ratio to the reference's."""
-    rows = values["contestants"]
-    shown = shown_figures(rows)
-    head = "".join(f"<th scope=col>{text(word)}</th>" for word in ("contestant", *(FIGURES[name] for name in shown)))
-    body = "".join(f"<tr>{''.join(result_cells(row, shown, values['reference']))}</tr>" for row in rows)
     sentences = "".join(f"<p>{text(words)}</p>" for words in notes(values))
-    return (
-        f"<section><h2>Result</h2><div class=scroll><table class=result><thead><tr>{head}</tr></thead>"
-        f"<tbody>{body}</tbody></table></div>{sentences}</section>"
-    )
+    details = table_of(DETAILS, values)
+    more = f"<details><summary>More figures</summary>{details}<p>{text(DETAILS_NOTE)}</p></details>" if details else ""
+    return f"<section><h2>Result</h2>{table_of(FIGURES, values)}{sentences}{more}</section>"
 
 
-def result_cells(row: Mapping[str, Any], shown: Sequence[str], reference: str | None) -> Iterator[str]:
+def table_of(columns: Mapping[str, str], values: Mapping[str, Any]) -> str:
+    """The figures of all contestants; the best of each column is marked. Empty where none is known."""
+    rows = values["contestants"]
+    shown = {name: columns[name] for name in shown_figures(columns, rows)}
+    if not shown and columns is DETAILS:
+        return ""
+    head = "".join(f"<th scope=col>{text(word)}</th>" for word in ("contestant", *shown.values()))
+    best = best_of(shown, rows) if columns is FIGURES else {}
+    body = "".join(f"<tr>{''.join(result_cells(row, shown, values['reference'], best))}</tr>" for row in rows)
+    return f"<table class=result><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def result_cells(
+    row: Mapping[str, Any], shown: Mapping[str, str], reference: str | None, best: Mapping[str, str]
+) -> Iterator[str]:
     """The cells of one contestant; one that failed has its reason instead of figures."""
     words = " ".join([row["strategy"] or row["command"], *(f"{k}={v}" for k, v in row["options"].items())])
-    whole = "; ran whole, in the last round" if row["is_whole"] else ""
+    whole = "; in one piece, in the last round" if row["is_whole"] else ""
     about = f"<small>{text(words + whole)}</small>" if words + whole != row["name"] else ""
-    yield f"<td>{text(row['name'])}{about}</td>"
+    yield f"<th scope=row>{text(row['name'])}{about}</th>"
     if row["status"] == "failed":
         yield f"<td class=reason colspan={max(1, len(shown))}>failed: {text(row['reason'])}</td>"
         return
-    for name in shown:
-        ratio = ratio_text(name, row, reference)
-        yield f"<td>{text(figure_text(name, row))}{f'<small>{ratio}</small>' if ratio else ''}</td>"
+    for name, column in shown.items():
+        small = filter(None, (ratio_text(name, row, reference), spread_text(name, row)))
+        about = "".join(f"<small>{text(words)}</small>" for words in small)
+        figure = figure_text(name, row)
+        is_best = ' class="best"' if best.get(name) == figure and row["status"] == FINISHED else ""
+        yield f'<td{is_best} data-label="{text(column)}"><span>{text(figure)}</span>{about}</td>'
 
 
-def shown_figures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def shown_figures(columns: Iterable[str], rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """The figures that at least one contestant has."""
-    return [name for name in FIGURES if any(row["mean"][name] is not None for row in rows)]
+    return [name for name in columns if any(row["mean"][name] is not None for row in rows)]
+
+
+def best_of(names: Iterable[str], rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """The best of each figure as it is shown, where contestants that finished differ in it."""
+    best = {}
+    for name in (name for name in names if name not in NO_BEST):
+        known = [row["mean"][name] for row in rows if row["status"] == FINISHED and row["mean"][name] is not None]
+        if len({value_text(name, value) for value in known}) > 1:
+            best[name] = value_text(name, max(known) if name in HIGHEST_IS_BEST else min(known))
+    return best
 
 
 def figure_text(name: str, row: Mapping[str, Any]) -> str:
@@ -119,15 +137,20 @@ def figure_text(name: str, row: Mapping[str, Any]) -> str:
     value = number(row["mean"][name])
     if not math.isfinite(value):
         has_target = any(seed["target_loss"] is not None for seed in row["seeds"])
-        missed = name == "minutes_to_target" and has_target and row["status"] == "finished"
+        missed = name == "minutes_to_target" and has_target and row["status"] == FINISHED
         return "not reached" if missed else MISSING
+    return value_text(name, value)
+
+
+def value_text(name: str, value: float) -> str:
+    """A value of a figure with its unit."""
     if name == "minutes_to_target":
         return f"{value:.2f} min"
     if name.endswith("_s") and name != "tokens_per_s":
         return seconds_text(value)
     if "_bytes" in name:
         return bytes_text(value)
-    return short(value) if name == "tokens_per_s" else f"{value:.4f}" if name == "heldout_loss" else f"{value:.2f}"
+    return short(value) if name == "tokens_per_s" else f"{value:.4f}" if name.endswith("_loss") else f"{value:.2f}"
 
 
 def ratio_text(name: str, row: Mapping[str, Any], reference: str | None) -> str:
@@ -136,9 +159,16 @@ def ratio_text(name: str, row: Mapping[str, Any], reference: str | None) -> str:
     return f"{ratio:.3f}x" if ratio is not None and row["name"] != reference else ""
 
 
+def spread_text(name: str, row: Mapping[str, Any]) -> str:
+    """The lowest and the highest of a figure, where they differ at the digits that are shown."""
+    ends = row["spread"].get(name)
+    low, high = (value_text(name, value) for value in ends) if ends else ("", "")
+    return f"{low} to {high}" if low != high else ""
+
+
 def notes(values: Mapping[str, Any]) -> list[str]:
     """The sentences below the table."""
-    sentences = (reference_note(values), seconds_note(values), BYTES_NOTE, bound_note(values))
+    sentences = (reference_note(values), seconds_note(values), SENT_NOTE, bound_note(values))
     return [words for words in sentences if words]
 
 
@@ -148,7 +178,8 @@ def reference_note(values: Mapping[str, Any]) -> str:
     why = f" ({values['reference_why']})" if values["reference_why"] else ""
     seeds = values["settings"]["seeds"]
     means = f" Figures are means over the seeds {', '.join(map(str, seeds))}." if len(seeds) > 1 else ""
-    return f"1.000x: ratio to {values['reference']}{why}.{means}"
+    spread = " Below a figure: its ratio to that, and the lowest and the highest value over rounds or seeds."
+    return f"1.000x is {values['reference']}{why}.{spread}{means}"
 
 
 def seconds_note(values: Mapping[str, Any]) -> str:
@@ -166,12 +197,13 @@ def seconds_note(values: Mapping[str, Any]) -> str:
     targets = [seed["target_loss"] for row in values["contestants"] for seed in row["seeds"]]
     stated = sorted({f"{target:.4f}" for target in targets if target is not None})
     to_target = (
-        f" Minutes to the target {' / '.join(stated)}: steps until the mean training loss of {values['smooth']} steps "
-        "is at most that, times that of a step."
+        f" To the target: the step time, times the steps until the mean training loss of {values['smooth']} steps is "
+        f"at most {' / '.join(stated)}."
     )
-    return f"{timed} of {values['steps']} steps timed in the slow network, {values['average']}s." + (
-        to_target if stated else ""
+    timed_text = (
+        f"{timed} of {values['steps']} steps were timed in the slow network; step times are {values['average']}s."
     )
+    return timed_text + (to_target if stated else "")
 
 
 def bound_note(values: Mapping[str, Any]) -> str:
@@ -182,15 +214,20 @@ def bound_note(values: Mapping[str, Any]) -> str:
     if alone is None:
         return ""
     return (
-        f"Computation alone takes {seconds_text(alone)} a step, all ranks at once and nothing sent, the optimizer over "
-        "all parameters on each. Bound: the larger of that and the busiest link's bytes over its rate. Not to be "
-        "hidden: what comes on top, since weights can only travel until the forward has ended, and gradients after it."
+        f"Computing alone takes {seconds_text(alone)} a step: all ranks at once, nothing sent, each updating all "
+        "parameters. The least step is the longer of computing and sending on the busiest link, plus what can't "
+        "overlap: weights must arrive before the forward ends, and gradients leave after it."
     )
 
 
 def circumstances(values: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
-    """Command, network, machine and versions."""
-    yield "command", values["command"]
+    """Network, steps, date, host, versions and command."""
     yield "network", values["lab"]
-    for name in ("machine", "versions"):
-        yield from ((key, str(value)) for key, value in values[name].items())
+    seeds = values["settings"]["seeds"]
+    num_seeds = f"{len(seeds)} seed{'s' * (len(seeds) > 1)}"
+    yield "length", f"{values['steps']} steps of {short(values['tokens_per_step'])} tokens, {num_seeds}"
+    yield "ended", date_text(datetime.fromisoformat(values["measured_at"]))
+    yield "host", host_text(values["machine"])
+    yield "versions", ", ".join(f"{name} {version}" for name, version in values["versions"].items())
+    if values["command"]:
+        yield "command", values["command"]

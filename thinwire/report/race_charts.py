@@ -1,4 +1,4 @@
-"""The plots of a race: loss over tokens and over minutes, bytes per step, and where a step's time goes."""
+"""The plots of a race: loss over time and tokens, its difference, where a step's time goes, and bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from thinwire.report.charts import Figure, running_mean, thin_out
-from thinwire.report.page import figure, text
+from thinwire.report.page import figure, legend, text
 from thinwire.report.run import number, read_run
 from thinwire.report.svg import Chart, Point, around
 from thinwire.report.units import bytes_text, seconds_text
@@ -22,18 +22,20 @@ Curve = tuple[str, str, list[Point]]
 def race_figures(values: Mapping[str, Any], out: Path) -> Iterator[str]:
     """Every plot that the race has data for, as HTML."""
     curves = loss_curves(values, out)
-    if curves:
-        yield figure(loss_figure("Loss over tokens", "tokens", curves, values["smooth"]))
     timed = list(over_time(curves, values))
     if timed:
         longest = max(points[-1][0] for _, _, points in timed)
         unit, size = next((unit, size) for unit, size, least in TIME_UNITS if longest >= least)
         scaled = [(name, style, [(x / size, y) for x, y in points]) for name, style, points in timed]
         item = loss_figure(f"Loss over {unit}", unit, scaled, values["smooth"])
-        item.notes.append("Time is the median timed step times the steps: start-up and untimed steps are not in it.")
+        item.notes.append("Time: the typical timed step, times the steps, without the start-up.")
         yield figure(item)
-    yield bytes_bars(values)
+    if curves:
+        yield figure(loss_figure("Loss over tokens", "tokens", curves, values["smooth"]))
+    if (difference := difference_figure(values, out)) is not None:
+        yield figure(difference)
     yield time_bars(values)
+    yield bytes_bars(values)
 
 
 TIME_UNITS = (("hours", 3600.0, 3 * 3600.0), ("minutes", 60.0, 180.0), ("seconds", 1.0, 0.0))
@@ -46,15 +48,36 @@ def style_of(position: int) -> str:
 
 def loss_curves(values: Mapping[str, Any], out: Path) -> list[Curve]:
     """(name, style, [(tokens, loss)]) of each contestant, smoothed, the mean over its seeds."""
-    curves = []
-    for position, row in enumerate(values["contestants"]):
-        runs = [run_losses(out / seed["run_dir"]) for seed in row["seeds"] if seed["num_steps"]]
-        if not runs or not all(runs):
-            continue
-        steps = sorted(set.intersection(*map(set, runs)))
-        points = [(step * values["tokens_per_step"], fmean(run[step] for run in runs)) for step in steps]
-        curves.append((row["name"], style_of(position), running_mean(points, min(values["smooth"], len(points)))))
-    return [curve for curve in curves if curve[2]]
+    found = smooth_losses(values, out)
+    styles = {row["name"]: style_of(position) for position, row in enumerate(values["contestants"])}
+    return [(name, styles[name], mean_over_seeds([*seeds.values()])) for name, seeds in found.items()]
+
+
+def smooth_losses(values: Mapping[str, Any], out: Path) -> dict[str, dict[int, list[Point]]]:
+    """[(tokens, loss)] of each contestant and seed, smoothed; contestants without losses are left out."""
+    found = {}
+    for row in values["contestants"]:
+        runs = {seed["seed"]: run_losses(out / seed["run_dir"]) for seed in row["seeds"] if seed["num_steps"]}
+        if runs and all(runs.values()):
+            found[row["name"]] = {seed: smooth(run, values) for seed, run in runs.items()}
+    return found
+
+
+def smooth(run: Mapping[int, float], values: Mapping[str, Any]) -> list[Point]:
+    points = [(step * values["tokens_per_step"], loss) for step, loss in run.items()]
+    return running_mean(points, min(values["smooth"], len(points)))
+
+
+def mean_over_seeds(seeds: Sequence[Sequence[Point]]) -> list[Point]:
+    """The mean of the curves wherever all of them have a point."""
+    return [(x, fmean(ys)) for x, ys in together(seeds)]
+
+
+def together(curves: Sequence[Sequence[Point]]) -> Iterator[tuple[float, list[float]]]:
+    """(x, the y of each curve) wherever all curves have a point."""
+    columns = [dict(curve) for curve in curves]
+    for x in sorted(set.intersection(*map(set, columns))):
+        yield x, [column[x] for column in columns]
 
 
 def run_losses(run_dir: Path) -> dict[int, float]:
@@ -73,80 +96,119 @@ def over_time(curves: Sequence[Curve], values: Mapping[str, Any]) -> Iterator[Cu
 
 
 def loss_figure(title: str, x_label: str, curves: Sequence[Curve], window: int) -> Figure:
-    """Lines of all contestants."""
+    """Lines of all contestants, each with its name at its end."""
     x_high = max(points[-1][0] for _, _, points in curves)
     losses = around(y for _, _, points in curves for _, y in points)
-    chart = Chart(title, (0.0, 1.02 * x_high or 1.0), losses, x_label, "training loss (nats per token)")
+    names = [name for name, _, _ in curves]
+    chart = Chart(title, (0.0, x_high or 1.0), losses, x_label, "training loss (nats per token)", names=names)
+    draw(chart, curves)
+    return Figure(title, [], chart.svg(), [f"Mean of the {window} steps around each."])
+
+
+def draw(chart: Chart, curves: Sequence[Curve]) -> None:
+    """The lines, and their names at the right."""
     for _, style, points in curves:
         chart.line(thin_out(points), style)
-    legend = [(style, name) for name, style, _ in curves]
-    return Figure(title, legend, chart.svg(), [f"Means of about {window} steps around each."])
+    ends = [(name, style, [point for point in points if math.isfinite(point[1])]) for name, style, points in curves]
+    chart.end_labels([(name, style, points[-1]) for name, style, points in ends if points])
+
+
+def difference_figure(values: Mapping[str, Any], out: Path) -> Figure | None:
+    """Each contestant's loss less the reference's, paired by seed: what lines over one another hide."""
+    reference, found = values["reference"], smooth_losses(values, out)
+    others = {name: seeds for name, seeds in found.items() if name != reference}
+    if reference not in found or not others:
+        return None
+    position = {row["name"]: number for number, row in enumerate(values["contestants"])}
+    curves, areas = [], []
+    for name, seeds in others.items():
+        pairs = [(seeds[seed], found[reference][seed]) for seed in seeds if seed in found[reference]]
+        differences = [[(x, own - other) for x, (own, other) in together(pair)] for pair in pairs]
+        points = [(x, ys) for x, ys in together(differences) if all(map(math.isfinite, ys))] if pairs else []
+        style = style_of(position[name])
+        curves.append((name, style, [(x, fmean(ys)) for x, ys in points]))
+        if len(differences) > 1:
+            areas.append((style, [(x, min(ys)) for x, ys in points], [(x, max(ys)) for x, ys in points]))
+    curves = [curve for curve in curves if curve[2]]
+    if not curves:
+        return None
+    drawn = [points for _, _, points in curves] + [points for _, *edges in areas for points in edges]
+    bounds = around(y for points in [*drawn, [(0.0, 0.0)]] for _, y in points)
+    x_high = max(points[-1][0] for points in drawn if points)
+    names = [*(name for name, _, _ in curves), reference]
+    chart = Chart("difference in loss", (0.0, x_high), bounds, "tokens", "nats per token", names=names)
+    for style, low, high in areas:
+        chart.area(thin_out(low), thin_out(high), style)
+    reference_line = (reference, style_of(position[reference]), [(0.0, 0.0), (x_high, 0.0)])
+    draw(chart, [reference_line, *curves])
+    notes = [f"Above 0: a higher loss than {reference} on the same tokens. Mean of {values['smooth']} steps."]
+    notes += ["Lines are means over the seeds, paired; areas go from the lowest seed to the highest."] if areas else []
+    return Figure(f"Loss less that of {reference}", [], chart.svg(), notes)
 
 
 def bytes_bars(values: Mapping[str, Any]) -> str:
-    """Bytes a rank sends in a step: what the kernel counted, and the payload."""
-    keys = {"kernel": "kernel_sent_bytes_per_step", "meter": "sent_bytes_per_step"}
-    rows = [(row["name"], {style: number(row["mean"][key]) for style, key in keys.items()}) for row in _known(values)]
-    legend = [("kernel", "on the link, by the kernel"), ("meter", "payload, by the meter of rank 0")]
-    bars = [(name, [[(style, value)] for style, value in parts.items()], _words(parts)) for name, parts in rows]
-    return bar_section("Bytes sent per step", legend, bars)
+    """Bytes a rank sends in a step: what the kernel counted, and below it the payload."""
+    legend_of = [("kernel", "on the link, counted by the kernel"), ("meter", "payload, counted by rank 0")]
+    bars = []
+    for row in _known(values):
+        sent, payload = (number(row["mean"][f"{kind}sent_bytes_per_step"]) for kind in ("kernel_", ""))
+        words = f"{bytes_text(sent)}, payload {bytes_text(payload)}"
+        bars.append((row["name"], [[("kernel", sent)], [("meter", payload)]], words, math.nan))
+    return bar_section("Bytes sent per step", legend_of, bars, "")
 
 
 def time_bars(values: Mapping[str, Any]) -> str:
-    """A step's seconds: computing and waiting one after the other, packing and unpacking below, which may overlap."""
-    legend = [
-        ("compute", "computing"),
-        ("waiting", "waiting for communication"),
-        ("codec", "packing and unpacking, on the communication thread: partly hidden"),
-    ]
+    """A step's seconds: computing and waiting, which add up to it, and a mark at the least that it could take."""
     bars = []
     for row in _known(values):
-        mean = row["mean"]
-        parts = {
-            "compute": number(mean["compute_s"]),
-            "waiting": number(mean["exposed_comm_s"]),
-            "codec": number(mean["codec_s"]),
-        }
-        step = list(parts.items())
-        named = {"step": number(mean["step_s"]), **parts}
-        words = ", ".join(f"{name} {seconds_text(value)}" for name, value in named.items() if math.isfinite(value))
-        bars.append((row["name"], [step[:2], step[2:]], words))
-    return bar_section("Where a step's time goes", legend, bars)
+        mean = {name: number(value) for name, value in row["mean"].items()}
+        compute, waiting = mean["compute_s"], mean["exposed_comm_s"]
+        is_split = math.isfinite(compute) and math.isfinite(waiting)
+        parts = [("compute", compute), ("waiting", waiting)] if is_split else [("other", mean["step_s"])]
+        words = seconds_text(mean["step_s"])
+        words += f" = {seconds_text(compute)} + {seconds_text(waiting)}" if is_split else ""
+        bars.append((row["name"], [parts], words, mean["bound_s"] + mean["unhidden_s"]))
+    legend_of = [("compute", "computing"), ("waiting", "waiting for communication")]
+    if any(math.isfinite(least) for *_, least in bars):
+        legend_of.append(("least", "the least that computing and the link allow"))
+    note = "Packing and unpacking go on at the same time, on the communication thread: they are no part of the sum."
+    return bar_section("Where a step's time goes", legend_of, bars, note)
 
 
-def bar_section(title: str, legend: Sequence[tuple[str, str]], bars: Sequence[tuple[str, list, str]]) -> str:
-    """Horizontal bars on one scale: (name, bars of stacked (style, value), words)."""
-    sums = [sum(_or_zero(value) for _, value in stack) for _, stacks, _ in bars for stack in stacks]
-    longest = max(sums, default=0.0)
+def bar_section(
+    title: str, entries: Sequence[tuple[str, str]], bars: Sequence[tuple[str, list, str, float]], note: str
+) -> str:
+    """Horizontal bars on one scale: (name, bars of stacked (style, value), words, a value to mark or NaN)."""
+    sums = [sum(_or_zero(value) for _, value in stack) for _, stacks, _, _ in bars for stack in stacks]
+    longest = max([*sums, *(_or_zero(mark) for *_, mark in bars)], default=0.0)
     if longest <= 0:
         return ""
-    swatches = "".join(f'<li><span class="swatch {style}"></span>{text(words)}</li>' for style, words in legend)
     rows = "".join(
-        f"<span class=name>{text(name)}</span><div>{''.join(bar(stack, longest) for stack in stacks)}"
+        f"<span class=name>{text(name)}</span><div>{''.join(bar(stack, longest, mark) for stack in stacks)}"
         f"<span class=value>{text(words)}</span></div>"
-        for name, stacks, words in bars
+        for name, stacks, words, mark in bars
     )
-    return f"<section><h2>{text(title)}</h2><ul class=legend>{swatches}</ul><div class=bars>{rows}</div></section>"
+    caption = f"<p class=note>{text(note)}</p>" if note else ""
+    return f"<section><h2>{text(title)}</h2>{legend(entries)}<div class=bars>{rows}</div>{caption}</section>"
 
 
-def bar(stack: Sequence[tuple[str, float]], longest: float) -> str:
-    """One bar of stacked parts, `longest` being the full width; nothing where no part is known."""
+def bar(stack: Sequence[tuple[str, float]], longest: float, mark: float = math.nan) -> str:
+    """One bar of stacked parts, `longest` being the full width, marked at a value; nothing where no part is known."""
     marks, left = [], 0.0
     for style, value in stack:
         width = BAR_WIDTH * _or_zero(value) / longest
         if width > 0:
             marks.append(f'<rect class="bar {style}" x="{left:.1f}" y="0" width="{width:.1f}" height="{BAR_HEIGHT}"/>')
             left += width
+    if marks and math.isfinite(mark):
+        x = min(BAR_WIDTH * mark / longest, BAR_WIDTH - 4.0)
+        marks.append(f'<rect class="bar least" x="{x:.1f}" y="0" width="4" height="{BAR_HEIGHT}"/>')
     head = f'<svg viewBox="0 0 {BAR_WIDTH} {BAR_HEIGHT}" preserveAspectRatio="none" aria-hidden="true">'
     return f"{head}{''.join(marks)}</svg>" if marks else ""
 
 
 def _known(values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [row for row in values["contestants"] if row["mean"]["step_s"] is not None]
-
-
-def _words(parts: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {bytes_text(value)}" for name, value in parts.items() if math.isfinite(value))
 
 
 def _or_zero(value: float) -> float:

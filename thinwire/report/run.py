@@ -1,10 +1,11 @@
-"""What a run directory says about its run, whatever state the run was left in."""
+"""What a run directory says about its run, in whatever state the run was left."""
 
 from __future__ import annotations
 
 import json
 import math
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -14,25 +15,31 @@ from thinwire.errors import ConfigError
 
 @dataclass(frozen=True)
 class Run:
-    """The files of one run directory, read leniently: a run may be young, killed or full of NaN.
+    """The files of one run directory; they may be few, cut off or full of NaN, as a young or killed run leaves them.
 
     steps: rows of metrics.jsonl by step, the last one where a step occurs twice.
-    summary: summary.json, empty where the run did not get that far. config: config.toml as text.
+    summary: summary.json, empty where the run did not get that far. config: config.toml as text. changed: when the
+    last of these files was written; None where there is none.
     """
 
-    name: str
+    path: Path
     steps: list[dict[str, Any]]
     summary: dict[str, Any]
     config: str
+    changed: datetime | None = None
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
 
     def series(self, key: str) -> list[tuple[float, float]]:
         """(step, value) of every step that has the key; values that are no number become NaN."""
         return [(number(row["step"]), number(row[key])) for row in self.steps if key in row]
 
     def typical(self, key: str) -> float:
-        """The median of a key's finite values, less the first step, which warms up, if there are more; or NaN.
+        """The median of a key's finite values over the steps since the last resume; NaN where there are none.
 
-        Of the steps since the resume that the summary tells of, if there are any.
+        The first step, which warms up, is left out where there are more.
         """
         finite = [(step, value) for step, value in self.series(key) if math.isfinite(value)]
         before = number(self.summary.get("resumed_after", 0))
@@ -60,11 +67,13 @@ def read_run(run_dir: Path) -> Run:
     metrics, summary, config = (run_dir / name for name in ("metrics.jsonl", "summary.json", "config.toml"))
     if not any(path.is_file() for path in (metrics, summary, config)):
         raise ConfigError(f"{str(run_dir)!r} holds no run: none of {metrics.name}, {summary.name}, {config.name}")
+    changed = max(path.stat().st_mtime for path in (metrics, summary, config) if path.is_file())
     return Run(
-        name=run_dir.resolve().name,
+        path=run_dir,
         steps=_rows(_text(metrics)),
         summary=_object(_text(summary)),
         config=_text(config),
+        changed=datetime.fromtimestamp(changed).astimezone(),
     )
 
 

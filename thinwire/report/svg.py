@@ -9,8 +9,10 @@ from html import escape
 
 Point = tuple[float, float]
 
-WIDTH, HEIGHT = 760, 300
-LEFT, RIGHT, TOP, BOTTOM = 62, 16, 14, 46
+# So narrow that the text can still be read where the whole picture is as wide as a telephone.
+WIDTH, HEIGHT = 520, 290
+LEFT, RIGHT, TOP, BOTTOM = 54, 16, 30, 44
+LETTER_WIDTH, LINE_HEIGHT, LONGEST_LABEL = 7.5, 16, 18
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,9 @@ def tick_label(value: float, step: float, largest: float) -> str:
     for size, letter, least in ((1e9, "G", 1e9), (1e6, "M", 1e6), (1e3, "k", 1e4)):
         if largest >= least:
             return f"{value / size:.{_decimals(step / size)}f}{letter}" if value else "0"
+    if 0 < largest < 1e-3:
+        power = math.floor(math.log10(largest) + 1e-9)
+        return f"{value / 10.0**power:.{_decimals(step / 10.0**power)}f}e{power}" if value else "0"
     return f"{value:.{_decimals(step)}f}"
 
 
@@ -65,11 +70,20 @@ def around(values: Iterable[float], zero: bool = False) -> tuple[float, float]:
 
 
 class Chart:
-    """One plot that collects SVG marks; coordinates are data values, looks are classes of the style sheet."""
+    """One plot that collects SVG marks; coordinates are data values, looks are classes of the style sheet.
 
-    def __init__(self, label: str, x: tuple[float, float], y: tuple[float, float], x_label: str, y_label: str) -> None:
-        self.x = Axis(*x, LEFT, WIDTH - RIGHT, whole=True)
-        self.y = Axis(*y, HEIGHT - BOTTOM, TOP)
+    names: of the lines that `end_labels` will name, which get their room at the right. height: of the picture, pixels.
+    """
+
+    def __init__(
+        self, label: str, x: tuple[float, float], y: tuple[float, float], x_label: str, y_label: str,
+        *, names: Sequence[str] = (), height: float = HEIGHT,
+    ) -> None:  # fmt: skip
+        widest = max((len(_cut(name)) for name in names), default=0)
+        self._right = WIDTH - RIGHT - (LETTER_WIDTH * widest + 14 if widest else 0)
+        self._height, self._foot = height, height - BOTTOM
+        self.x = Axis(*x, LEFT, self._right, whole=True)
+        self.y = Axis(*y, self._foot, TOP)
         self._label = label
         self._marks = [*self._grid(), *self._titles(x_label, y_label)]
 
@@ -99,41 +113,72 @@ class Chart:
     def rule(self, y: float, style: str) -> None:
         """A horizontal line across the plot."""
         at = f"{self.y.place(y):.1f}"
-        self._marks.append(f'<path class="line {style}" d="M{LEFT} {at}H{WIDTH - RIGHT}"/>')
+        self._marks.append(f'<path class="line {style}" d="M{LEFT} {at}H{self._right:.1f}"/>')
+
+    def area(self, low: Sequence[Point], high: Sequence[Point], style: str) -> None:
+        """The surface between two lines whose points are all finite."""
+        edge = "L".join(f"{self.x.place(x):.1f} {self.y.place(y):.1f}" for x, y in [*low, *reversed(high)])
+        self._marks.append(f'<path class="area {style}" d="M{edge}Z"/>')
+
+    def end_labels(self, ends: Sequence[tuple[str, str, Point]]) -> None:
+        """The names of lines, (name, style, last point), right of the plot, each led to by a faint line."""
+        ends = sorted(ends, key=lambda end: self.y.place(end[2][1]))
+        places = spread_out([self.y.place(y) for _, _, (_, y) in ends], LINE_HEIGHT, TOP, self._foot)
+        for (name, style, (x, y)), place in zip(ends, places, strict=True):
+            lead = f"M{self.x.place(x):.1f} {self.y.place(y):.1f}L{self._right:.1f} {place:.1f}h6"
+            self._marks.append(f'<path class="lead {style}" d="{lead}"/>')
+            at = f'x="{self._right + 10:.1f}" y="{place + 4:.1f}"'
+            self._marks.append(f'<text class="name {style}" {at}>{escape(_cut(name))}</text>')
 
     def cross(self, x: float, style: str) -> None:
         """A mark at the foot of the plot, for a value that can't be drawn."""
-        at, foot = self.x.place(x), HEIGHT - BOTTOM
-        self._marks.append(f'<path class="line {style}" d="M{at:.1f} {foot}v-9"/>')
+        self._marks.append(f'<path class="line {style}" d="M{self.x.place(x):.1f} {self._foot}v-9"/>')
 
     def hover(self, left: float, right: float, text: str) -> None:
         """An invisible column that shows `text` under the pointer."""
         x = self.x.place(left)
-        size = f'width="{self.x.place(right) - x:.2f}" height="{HEIGHT - BOTTOM - TOP}"'
+        size = f'width="{self.x.place(right) - x:.2f}" height="{self._foot - TOP}"'
         self._marks.append(f'<rect class="hover" x="{x:.2f}" y="{TOP}" {size}><title>{escape(text)}</title></rect>')
 
     def svg(self) -> str:
         """The finished picture."""
-        head = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(self._label)}">'
+        head = f'<svg viewBox="0 0 {WIDTH} {self._height}" role="img" aria-label="{escape(self._label)}">'
         return "\n".join([head, *self._marks, "</svg>"])
 
     def _grid(self) -> Iterable[str]:
-        foot = HEIGHT - BOTTOM
-        for value, text in _labels(self.y, 5):
+        foot = self._foot
+        for value, text in _labels(self.y, 6):
             y = self.y.place(value)
-            yield f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>'
+            yield f'<path class="grid" d="M{LEFT} {y:.1f}H{self._right:.1f}"/>'
             yield f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{text}</text>'
-        yield f'<path class="axis" d="M{LEFT} {foot}H{WIDTH - RIGHT}"/>'
-        for value, text in _labels(self.x, 8):
+        yield f'<path class="axis" d="M{LEFT} {foot}H{self._right:.1f}"/>'
+        for value, text in _labels(self.x, 6):
             x = self.x.place(value)
             yield f'<path class="axis" d="M{x:.1f} {foot}v4"/>'
             yield f'<text x="{x:.1f}" y="{foot + 18}" text-anchor="middle">{text}</text>'
 
     def _titles(self, x_label: str, y_label: str) -> Iterable[str]:
-        middle, centre = (TOP + HEIGHT - BOTTOM) / 2, (LEFT + WIDTH - RIGHT) / 2
-        yield f'<text x="{centre}" y="{HEIGHT - 8}" text-anchor="middle">{escape(x_label)}</text>'
-        turned = f'transform="translate(14 {middle}) rotate(-90)" text-anchor="middle"'
-        yield f"<text {turned}>{escape(y_label)}</text>"
+        centre = (LEFT + self._right) / 2
+        yield f'<text x="{centre:.1f}" y="{self._height - 8}" text-anchor="middle">{escape(x_label)}</text>'
+        yield f'<text x="8" y="14">{escape(y_label)}</text>'
+
+
+def spread_out(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
+    """Rising places near the rising `wanted` ones, at least `gap` apart (less if they do not fit), from low to high."""
+    if len(wanted) > 1:
+        gap = min(gap, (high - low) / (len(wanted) - 1))
+    places: list[float] = []
+    for value in wanted:
+        places.append(max(value, low, places[-1] + gap if places else low))
+    ceiling = high
+    for position in reversed(range(len(places))):
+        places[position] = min(places[position], ceiling)
+        ceiling = places[position] - gap
+    return places
+
+
+def _cut(name: str) -> str:
+    return name if len(name) <= LONGEST_LABEL else f"{name[: LONGEST_LABEL - 1]}…"
 
 
 def _labels(axis: Axis, count: int) -> list[tuple[float, str]]:

@@ -48,5 +48,7 @@ def percent_text(share: float) -> str:
 def _digits(value: float) -> str:
     if value == int(value) and abs(value) < 1e4:
         return str(int(value))
+    if 0 < abs(value) < 1e-3:
+        return f"{value:.3g}"
     places = max(0, 2 - math.floor(math.log10(abs(value)))) if value else 0
     return f"{value:.{min(places, 4)}f}"

@@ -1,0 +1,19 @@
+"""What figures depend on besides the program: the machine they were taken on."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+
+def machine() -> dict[str, str | int]:
+    """Host, processor, cores that this process may use, and system."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    processor = model or platform.processor() or platform.machine()
+    return {"host": platform.node(), "processor": processor, "cores": cores, "system": platform.platform()}

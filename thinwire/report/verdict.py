@@ -1,0 +1,99 @@
+"""What a race has shown, in sentences: who is fastest, by how much, and whether that is more than the spread."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean, stdev
+from typing import Any
+
+from thinwire.report.units import bytes_text, seconds_text
+
+FINISHED = "finished"
+
+
+def verdict(values: Mapping[str, Any]) -> list[str]:
+    """The first sentence names the winner; the others say what it costs. Empty with fewer than two that finished."""
+    rows = [row for row in values["contestants"] if row["status"] == FINISHED and row["mean"]["step_s"]]
+    if len(rows) < 2:
+        return []
+    reached = [row for row in rows if row["mean"]["minutes_to_target"]]
+    first, second, *_ = sorted(rows, key=step_s)
+    if reached:
+        winner, sentence = by_target(rows, reached, values["reference"])
+    else:
+        winner, other = first, rival(first, second, rows, values["reference"])
+        how = f"{faster(step_s(other), step_s(first))} {other['name']} ({seconds_text(step_s(other))})"
+        sentence = f"{first['name']} has the shortest step: {seconds_text(step_s(first))}, {how}."
+    sentences = [sentence]
+    if overlap(first, second):
+        names = f"{first['name']} and {second['name']}"
+        sentences.append(f"The step times of {names} overlap from round to round: too close to call.")
+    reference = next((row for row in rows if row["name"] == values["reference"]), None)
+    if reference is not None and reference is not winner:
+        sentences += [*filter(None, (bytes_sentence(winner, reference), loss_sentence(winner, reference)))]
+    return sentences
+
+
+def by_target(
+    rows: Sequence[Mapping[str, Any]], reached: Sequence[Mapping[str, Any]], reference: str | None
+) -> tuple[Mapping[str, Any], str]:
+    """Who reached the target loss first, and the sentence that says so."""
+    winner, *others = sorted(reached, key=minutes)
+    text = f"{winner['name']} reaches the target loss first, in {minutes(winner):.2f} minutes"
+    if not others:
+        return winner, f"{text}; no other contestant reaches it."
+    other = rival(winner, others[0], reached, reference)
+    how = f"{faster(minutes(other), minutes(winner))} {other['name']} ({minutes(other):.2f})"
+    return winner, f"{text}: {how}."
+
+
+def bytes_sentence(winner: Mapping[str, Any], reference: Mapping[str, Any]) -> str:
+    """What the winner sends, beside the reference."""
+    own, theirs = (row["mean"]["kernel_sent_bytes_per_step"] for row in (winner, reference))
+    if not own or not theirs:
+        return ""
+    how = f"{theirs / own:.1f} times fewer" if theirs > own else f"{own / theirs:.1f} times more"
+    return f"It sends {bytes_text(own)} a step, {how} bytes than {reference['name']}."
+
+
+def loss_sentence(winner: Mapping[str, Any], reference: Mapping[str, Any]) -> str:
+    """The difference of held-out losses, paired by seed, with its standard error where there are several."""
+    theirs = {seed["seed"]: seed["figures"]["heldout_loss"] for seed in reference["seeds"]}
+    pairs = [(seed["figures"]["heldout_loss"], theirs.get(seed["seed"])) for seed in winner["seeds"]]
+    differences = [own - other for own, other in pairs if own is not None and other is not None]
+    if not differences:
+        return ""
+    mean, name = fmean(differences), reference["name"]
+    if len(differences) == 1:
+        how = f"{abs(mean):.4f} {'above' if mean > 0 else 'below'} that of {name}"
+        return f"Its held-out loss is {how}; with one seed, chance is not ruled out."
+    error = stdev(differences) / math.sqrt(len(differences))
+    sentence = f"Its held-out loss minus that of {name}: {mean:+.4f} ± {error:.4f} ({len(differences)} seeds)"
+    return f"{sentence}, within twice the standard error." if abs(mean) <= 2 * error else f"{sentence}."
+
+
+def rival(
+    winner: Mapping[str, Any], second: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], reference: str | None
+) -> Mapping[str, Any]:
+    """Whom the winner is compared with: the reference, or the next where the winner is the reference."""
+    return next((row for row in rows if row["name"] == reference and row is not winner), second)
+
+
+def overlap(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
+    """Whether the slowest round of the first took as long as the fastest of the second."""
+    ends, others = (row["spread"].get("step_s") for row in (first, second))
+    return bool(ends and others) and ends[1] >= others[0]
+
+
+def step_s(row: Mapping[str, Any]) -> float:
+    return row["mean"]["step_s"]
+
+
+def minutes(row: Mapping[str, Any]) -> float:
+    return row["mean"]["minutes_to_target"]
+
+
+def faster(slow: float, fast: float) -> str:
+    ratio = f"{slow / fast:.2f}"
+    return "about as fast as" if ratio == "1.00" else f"{ratio} times as fast as"

@@ -19,9 +19,9 @@ from thinwire import ConfigError, DeadGradientError, ZeroPP, compress_fsdp
 from thinwire.codecs import Hadamard, Identity, Integer
 from thinwire.hosts.fsdp import layout
 from thinwire.hosts.fsdp.compress import CompressedFSDP
-from thinwire.hosts.fsdp.unit import LayoutError, StaleWeightsError
-from thinwire.hosts.watchdog import Watchdog
+from thinwire.layout.gathered import LayoutError, StaleWeightsError
 from thinwire.layout.sections import Sections
+from thinwire.state.watchdog import Watchdog
 
 EXACT = ZeroPP(weights="fp32", gradients="fp32", vectors="fp32")
 LOSSY = ZeroPP(weight_group=32, gradient_group=32)

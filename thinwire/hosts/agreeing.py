@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from thinwire.checkpoint import Share, Snapshot, Source
 from thinwire.collectives import Communicator, Meter
+from thinwire.hosts.interface import InStep
 from thinwire.hosts.ranks import Ranks
 from thinwire.state.agreement import Agreed, Word, word_bytes
 from thinwire.state.clipping import clip_factor
@@ -22,7 +23,7 @@ from thinwire.table import Row
 log = logging.getLogger("thinwire")
 
 
-class AgreeingOptimizer:
+class AgreeingOptimizer(InStep):
     """The user's optimizer over gradients that another wrapper averages; a ParallelOptimizer but for what that adds.
 
     trained: the tensors that the optimizer steps, by parameter name: whole parameters or this rank's shards of them.

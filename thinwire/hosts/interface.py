@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from functools import singledispatch
-from typing import Any, NotRequired, Protocol, TypedDict, Unpack, runtime_checkable
+from typing import Any, NotRequired, Protocol, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,11 @@ class ParallelOptimizer(Protocol):
     One step: backward (every one but the last inside `no_sync`), `note_loss`, `clip_grad_norm_`, `step`, `zero_grad`.
     A step whose gradient norm is not finite is skipped on all ranks.
     """
+
+    @property
+    def steps(self) -> int:
+        """Steps that were taken or skipped."""
+        ...
 
     @property
     def skipped_steps(self) -> int:
@@ -151,6 +156,71 @@ class ParallelOptimizer(Protocol):
         """Wait for all communication and give the process groups back."""
         ...
 
+    @property
+    def has_own_pace(self) -> bool:
+        """See InStep, as for all that follows."""
+        ...
+
+    @property
+    def has_islands(self) -> bool: ...
+
+    @property
+    def position(self) -> int | None: ...
+
+    def catch_up(self) -> int: ...
+
+    def finish(self) -> None: ...
+
+    def take_changes(self) -> list[Any]: ...
+
+    def level(self, *, has_own: bool) -> tuple[str, str, str]: ...
+
+    def mean_over_islands(self, value: float) -> float: ...
+
+    def abandon(self) -> None: ...
+
+
+class InStep:
+    """An optimizer whose ranks take all steps together, from the first to the last; others override what is said here.
+
+    has_own_pace: ranks have no step in common, but are together at the start and after `finish`; from then on `steps`
+    is the fewest that any rank has taken, and `stop_requested` says whether any was asked to stop. has_islands: it
+    trains together with islands that may be lost, and come.
+    """
+
+    has_own_pace = False
+    has_islands = False
+
+    @property
+    def position(self) -> int | None:
+        """Steps that the other islands have taken, and this one where it missed none; None without other islands."""
+        return None
+
+    def catch_up(self) -> int:
+        """Take the steps that others took, where no checkpoint is loaded; the number of steps done; a collective."""
+        return 0
+
+    def finish(self) -> None:
+        """Leave the result in the model; training can't go on from there. A collective over all ranks."""
+
+    def take_changes(self) -> list[Any]:
+        """What has changed among the islands since the last call, with its cost."""
+        return []
+
+    def level(self, *, has_own: bool) -> tuple[str, str, str]:
+        """Go on from one state with the other islands, where a restore left them apart; a line of the load report.
+
+        has_own: whether what this one has restored was its own, and counts.
+        """
+        return "islands", "none", ""
+
+    def mean_over_islands(self, value: float) -> float:
+        """The mean of a number over all islands; a collective."""
+        return value
+
+    def abandon(self) -> None:
+        """Leave the other islands at once, after a failure."""
+
 
 class RankOptions(TypedDict):
     """What every host is told of the ranks.
@@ -192,63 +262,3 @@ def apply(
     trained so.
     """
     raise ConfigError(f"{type(method).__name__} is no method of training: no host knows it")
-
-
-@runtime_checkable
-class CatchesUp(Protocol):
-    """An optimizer that may begin with steps that others took, where no checkpoint is loaded."""
-
-    def catch_up(self) -> int:
-        """Take them; the number of steps done; a collective."""
-        ...
-
-
-@runtime_checkable
-class Finishing(Protocol):
-    """A ParallelOptimizer whose result is not the weights that it trains on the way."""
-
-    def finish(self) -> None:
-        """Leave the result in the model; training can't go on from there. A collective over all ranks."""
-        ...
-
-
-@runtime_checkable
-class OwnPace(Finishing, Protocol):
-    """A ParallelOptimizer whose ranks have no step in common: they are together at the start, and after `finish`.
-
-    Its run ends with `finish`, also where it is stopped. From then on `steps` is the fewest that any rank has taken,
-    and `stop_requested` says whether any was asked to stop.
-    """
-
-    steps: int
-    stop_requested: bool
-    has_own_pace: bool
-
-
-@runtime_checkable
-class ComingAndGoing(Protocol):
-    """A ParallelOptimizer that trains together with others that may be lost, and come."""
-
-    @property
-    def position(self) -> int:
-        """Steps that the others have taken, and this one where it didn't miss them; between steps."""
-        ...
-
-    def level(self, *, has_own: bool) -> tuple[str, str, str]:
-        """Go on from one state with the others, where a restore left them apart; a line of the load report.
-
-        has_own: whether what this one has restored was its own, and counts.
-        """
-        ...
-
-    def mean_over_islands(self, value: float) -> float:
-        """The mean of a number over all of them; a collective."""
-        ...
-
-    def take_changes(self) -> list[Any]:
-        """What has changed among them since the last call, with its cost: of `islands.recovery.Change`."""
-        ...
-
-    def abandon(self) -> None:
-        """Leave them at once, after a failure."""
-        ...

@@ -19,7 +19,6 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from thinwire.collectives import host_meeting
 from thinwire.errors import Problems, ThinwireError
-from thinwire.hosts.interface import ComingAndGoing
 from thinwire.launch.start import Start
 from thinwire.training.config import with_derived
 from thinwire.training.gathering import gather
@@ -46,8 +45,7 @@ def work(run: Run, place: Place, start: Start | None) -> int:
     try:
         trainer.run()
     except BaseException:
-        if isinstance(trainer.optimizer, ComingAndGoing):
-            trainer.optimizer.abandon()
+        trainer.optimizer.abandon()
         raise
     finally:
         if trainer.reporter is not None:

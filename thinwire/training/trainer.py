@@ -6,7 +6,6 @@ import math
 import os
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -33,10 +32,8 @@ from thinwire.compose import parallelize
 from thinwire.data import BatchLoader, heldout_batches, load_tokenizer
 from thinwire.data import prepare as prepare_tokens
 from thinwire.errors import ConfigError
-from thinwire.hosts.interface import CatchesUp, ComingAndGoing, Finishing, OwnPace
 from thinwire.layout.mesh import MeshShape
-from thinwire.methods.interface import Method
-from thinwire.methods.islands.base import Connected, IslandsMethod
+from thinwire.methods.islands.base import connect
 from thinwire.models import build_model, generate
 from thinwire.models.llama import Llama, cut_over
 from thinwire.optim import make_optimizer
@@ -94,9 +91,9 @@ class Trainer:
         optimizer = build_optimizer(config, self.model)
         self.num_parameters = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         # In training the wrapped module is called, which may communicate; everywhere else the model itself.
-        strategy: Method | Connected = run.strategy
-        if isinstance(strategy, IslandsMethod):
-            strategy = strategy.connected_to(partial(meet_others, config, place), common_options(config, self.digest))
+        strategy = connect(
+            run.strategy, partial(meet_others, config, place), lambda: common_options(config, self.digest)
+        )
         self.stage = parallelize(
             self.model, optimizer, mesh, [strategy], local_size=config.local_size, seed=config.seed,
             timeout_s=config.timeout, checked=config.checked, overlap=True, announce=False,
@@ -160,10 +157,10 @@ class Trainer:
                 self._save()
         if self.step < self.config.steps and not stopped:
             stopped = f"--stop-at {self.config.stop_at}"
-        if isinstance(self.optimizer, OwnPace):
-            stopped = self._meet(self.optimizer, stopped)
-        elif not stopped and isinstance(self.optimizer, Finishing):
-            self._finish(self.optimizer)
+        if self.optimizer.has_own_pace:
+            stopped = self._meet(stopped)
+        elif not stopped and self.optimizer.has_islands:
+            self._finish()
         self._save()
         self._note_next_loss(self._probe())
         self.saver.close()
@@ -186,31 +183,31 @@ class Trainer:
                 parameters=self.num_parameters, peak_rss_bytes=peak_rss, unsaved=unsaved,
             )  # fmt: skip
 
-    def _finish(self, optimizer: Finishing) -> None:
+    def _finish(self) -> None:
         """Leave the result in the model, and report the cost, which counts for no step."""
         start = time.perf_counter()
-        optimizer.finish()
+        self.optimizer.finish()
         traffic = self.optimizer.meter.snapshot()
         sent, self._traffic = traffic - self._traffic, traffic
         if self.reporter is not None:
             self.reporter.last_exchange(sent.sent_bytes, time.perf_counter() - start)
 
-    def _meet(self, optimizer: OwnPace, stopped: str) -> str:
+    def _meet(self, stopped: str) -> str:
         """All ranks end together, from where the slowest is; why they stopped, empty if they did not."""
-        self._finish(optimizer)
-        self.loader.skip_steps(optimizer.steps - self.step)
-        self.step = optimizer.steps
-        return stopped or ("a signal to another rank" if optimizer.stop_requested else "")
+        self._finish()
+        self.loader.skip_steps(self.optimizer.steps - self.step)
+        self.step = self.optimizer.steps
+        return stopped or ("a signal to another rank" if self.optimizer.stop_requested else "")
 
     @property
     def _saves_now(self) -> bool:
-        every = 0 if isinstance(self.optimizer, OwnPace) else self.config.checkpoint_every
+        every = 0 if self.optimizer.has_own_pace else self.config.checkpoint_every
         return every > 0 and self.step % every == 0
 
     def _arm_faults(self) -> None:
         """Arm the faults that are meant for this process; a process that was started again has had them."""
         if not int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
-            island = self.place.island.number if isinstance(self.optimizer, ComingAndGoing) else None
+            island = self.place.island.number if self.optimizer.has_islands else None
             told = map(faults.parse, self.config.inject)
             faults.arm(told, rank=self.place.rank, island=island, announce=self._tell_of_fault)
 
@@ -226,13 +223,11 @@ class Trainer:
 
     def _follow(self) -> None:
         """Skip the steps that the other islands took while this one was away or had not started."""
-        if isinstance(self.optimizer, ComingAndGoing):
-            self.loader.skip_steps(self.optimizer.position - self.step)
-            self.step = self.optimizer.position
+        if (position := self.optimizer.position) is not None:
+            self.loader.skip_steps(position - self.step)
+            self.step = position
 
     def _report_changes(self) -> None:
-        if not isinstance(self.optimizer, ComingAndGoing):
-            return
         for change in self.optimizer.take_changes():
             if self.reporter is not None:
                 now = change.membership
@@ -253,16 +248,17 @@ class Trainer:
         )  # fmt: skip
         for group in optimizer.param_groups:
             group["lr"] = lr
-        optimizer.note_loss(self._forward_backward())
+        self._forward_s = 0.0
+        batches = [self.loader.next_batch() for _ in range(self.batch.accumulation)]
+        self.stage.forward_backward(batches, self._loss_of)
         if self.stop.reason:
             optimizer.request_stop()
         # From here on all ranks know the loss, the norm of the gradient, and whether any rank wants to stop.
-        grad_norm = float(optimizer.clip_grad_norm_(self.config.grad_clip or math.inf))
+        grad_norm = float(self.stage.reduce())
         # The weights of this step travel during the next one's forward, with which they are counted.
         traffic = optimizer.meter.snapshot()
-        optimizer.step()
-        optimizer.zero_grad()
-        if isinstance(optimizer, Finishing):
+        self.stage.update(self.config.grad_clip or math.inf)
+        if optimizer.has_islands or optimizer.has_own_pace:
             # Messages between islands are sent and awaited at the end of a step.
             traffic = optimizer.meter.snapshot()
         self.step += 1
@@ -285,21 +281,13 @@ class Trainer:
         self._follow()
         self._report_changes()
 
-    def _forward_backward(self) -> float:
-        """The mean loss over this rank's micro-batches; only the last one's backward communicates."""
-        total = torch.zeros(())
-        self._forward_s = 0.0
-        for micro_step in range(self.batch.accumulation):
-            tokens, targets = self.loader.next_batch()
-            is_last = micro_step == self.batch.accumulation - 1
-            with nullcontext() if is_last else self.optimizer.no_sync():
-                start = time.perf_counter()
-                with self._autocast():
-                    loss = self.wrapped(tokens, targets) / self.batch.accumulation
-                self._forward_s += time.perf_counter() - start
-                loss.backward()
-            total += loss.detach()
-        return float(total)
+    def _loss_of(self, module: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """The loss of one micro-batch; its forward's seconds are counted."""
+        start = time.perf_counter()
+        with self._autocast():
+            loss = module(*batch)
+        self._forward_s += time.perf_counter() - start
+        return loss
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast("cpu", torch.bfloat16, enabled=self.dtype == "bf16")
@@ -344,8 +332,6 @@ class Trainer:
 
     def _catch_up(self) -> int:
         """The step after which a run without a checkpoint begins: 0, or the last that a strategy replays from a log."""
-        if not isinstance(self.optimizer, CatchesUp):
-            return 0
         step = self.optimizer.catch_up()
         self.loader.skip_steps(step)
         return step
@@ -377,7 +363,7 @@ class Trainer:
         self._restore_random_state(source, position["step"], before, has_own=has_own)
         self.saver.last_step = position["step"]
         origin = Origin.of(source, before, has_own=has_own)
-        if before > island.num_islands == 1 and not isinstance(self.optimizer, ComingAndGoing):
+        if before > island.num_islands == 1 and not self.optimizer.has_islands:
             origin = leave_islands(source, before, self.optimizer, self.place.rank)
         elif before != island.num_islands:
             origin = origin.among(island.num_islands)
@@ -392,7 +378,7 @@ class Trainer:
         if origin.next_loss is not None:
             self._proof = Proof.of(source, origin.next_loss, self._about["circumstances"])
             row = self._proof.row
-        if not isinstance(self.optimizer, ComingAndGoing) or source.is_same:
+        if not self.optimizer.has_islands or source.is_same:
             return row
         if self._proof is not None:
             loss = self._probe()

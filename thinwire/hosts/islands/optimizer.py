@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from thinwire.checkpoint import Snapshot, Source
 from thinwire.collectives import Communicator, Meter
 from thinwire.collectives.meters import Meters
-from thinwire.hosts.interface import ParallelOptimizer, RankOptions, apply
+from thinwire.hosts.interface import InStep, ParallelOptimizer, RankOptions, apply
 from thinwire.hosts.islands.loop import OuterLoop
 from thinwire.hosts.islands.recovery import Change
 from thinwire.hosts.islands.traffic import Traffic
@@ -26,12 +26,14 @@ OUTER = "outer"
 POSITION = "position"
 
 
-class IslandsOptimizer:
+class IslandsOptimizer(InStep):
     """A ParallelOptimizer that takes the inner strategy's steps, and outer ones with other islands.
 
     What is said of "all ranks" holds for those of this island. A wish to stop is carried by the next exchange, after
     which all islands stop at the same step.
     """
+
+    has_islands = True
 
     def __init__(self, inner: ParallelOptimizer, loop: OuterLoop, strategy: IslandsMethod) -> None:
         self.inner, self.loop, self.strategy = inner, loop, strategy
@@ -52,6 +54,11 @@ class IslandsOptimizer:
     def param_groups(self) -> list[dict[str, Any]]:
         """Those of the user's optimizer."""
         return self.inner.param_groups
+
+    @property
+    def steps(self) -> int:
+        """Of this island."""
+        return self.inner.steps
 
     @property
     def skipped_steps(self) -> int:

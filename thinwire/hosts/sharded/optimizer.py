@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from thinwire.checkpoint import Snapshot, Source
 from thinwire.collectives import Communicator, Meter
+from thinwire.hosts.interface import InStep
 from thinwire.hosts.ranks import Ranks
 from thinwire.hosts.sharded.bucket import Bucket, LiveUnit, Slot
 from thinwire.hosts.sharded.gradients import Gradients
@@ -33,7 +34,7 @@ from thinwire.table import Row
 log = logging.getLogger("thinwire")
 
 
-class ShardedOptimizer(torch.optim.Optimizer):
+class ShardedOptimizer(InStep, torch.optim.Optimizer):
     """The user's optimizer on this rank's shards, and the communication around it; made by `thinwire.zero`.
 
     One step, for the shard p that rank r owns, with gradient g of this rank, C_g and C_w the method's codecs:

@@ -109,3 +109,11 @@ class Connected:
     strategy: IslandsMethod
     peers: Peers | Callable[[], Peers | None] | None
     options: str = ""
+
+
+def connect(method: Method, peers: Callable[[], Peers | None], options: Callable[[], str]) -> Method | Connected:
+    """The method with the island's peers where it is one of islands; any other as it is.
+
+    options: what all islands must have in common, besides the model and the method.
+    """
+    return method.connected_to(peers, options()) if isinstance(method, IslandsMethod) else method

@@ -41,11 +41,11 @@ _HOMES: dict[str, tuple[str, ...]] = {
     # Methods that make their context too, where the host that runs it is loaded.
     "thinwire.hosts.islands.fronts": ("DADAO", "DiLoCo", "FedFix", "Gossip", "LocalSGD", "StreamingDiLoCo"),
     "thinwire.hosts.islands.library": ("Islands",),
-    "thinwire.hosts.one_byte.log": ("OneByteLog",),
+    "thinwire.methods.one_byte_log": ("OneByteLog",),
     "thinwire.hosts.one_byte.optimizer": ("OneByteOptimizer", "one_byte"),
     "thinwire.hosts.sharded.optimizer": ("ShardedOptimizer",),
     "thinwire.hosts.sharded.wrap": ("zero",),
-    "thinwire.hosts.watchdog": ("DeadGradientError",),
+    "thinwire.state.watchdog": ("DeadGradientError",),
     "thinwire.layout.formats": ("Strategy",),
     "thinwire.methods.data.ddp": ("DDP",),
     "thinwire.methods.data.dgc": ("DGC",),

@@ -96,9 +96,6 @@ from thinwire.hosts.fsdp.compress import (
 from thinwire.hosts.islands.library import (
     Islands as Islands,
 )
-from thinwire.hosts.one_byte.log import (
-    OneByteLog as OneByteLog,
-)
 from thinwire.hosts.one_byte.optimizer import (
     OneByteOptimizer as OneByteOptimizer,
 )
@@ -110,9 +107,6 @@ from thinwire.hosts.sharded.optimizer import (
 )
 from thinwire.hosts.sharded.wrap import (
     zero as zero,
-)
-from thinwire.hosts.watchdog import (
-    DeadGradientError as DeadGradientError,
 )
 from thinwire.layout.formats import (
     Strategy as Strategy,
@@ -174,6 +168,9 @@ from thinwire.methods.data.zeropp import (
 from thinwire.methods.interface import (
     Method as Method,
 )
+from thinwire.methods.one_byte_log import (
+    OneByteLog as OneByteLog,
+)
 from thinwire.methods.sharded import (
     ShardedMethod as ShardedMethod,
 )
@@ -191,6 +188,9 @@ from thinwire.registry import (
 )
 from thinwire.registry import (
     strategy_named as strategy_named,
+)
+from thinwire.state.watchdog import (
+    DeadGradientError as DeadGradientError,
 )
 
 __version__: str

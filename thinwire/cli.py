@@ -98,7 +98,7 @@ def completion(args: Sequence[str]) -> int:
         return 0
     from thinwire.completion import script
 
-    print(script(args))
+    print(script(args, {name: (command.__doc__ or "").splitlines()[0] for name, command in COMMANDS.items()}))
     return 0
 
 

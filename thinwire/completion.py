@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import make_dataclass
 from typing import Annotated, Any, Union
 
 import tyro
 
-from thinwire.cli import COMMANDS
 from thinwire.compare.options import command_line as of_compare
 from thinwire.convert.options import ExportConfig, GenerateConfig, ImportConfig
 from thinwire.errors import ConfigError, nearest
@@ -22,19 +21,22 @@ from thinwire.training.settings import command_line as of_train
 SHELLS = ("bash", "zsh")
 
 
-def script(args: Sequence[str]) -> str:
-    """The script for the shell that the arguments name; raises ConfigError for another."""
+def script(args: Sequence[str], commands: Mapping[str, str]) -> str:
+    """The script for the shell that the arguments name; raises ConfigError for another.
+
+    commands: each with a line that says what it does.
+    """
     shell = " ".join(args)
     if shell not in SHELLS:
         raise ConfigError(f"completion {shell}: no such shell{nearest(shell, SHELLS)}")
-    commands: Any = Union[tuple(subcommand(name) for name in COMMANDS)]  # noqa: UP007
+    choice: Any = Union[tuple(subcommand(name, line) for name, line in commands.items())]  # noqa: UP007
     printed = io.StringIO()
     with redirect_stdout(printed), suppress(SystemExit):
-        tyro.cli(commands, args=["--tyro-print-completion", shell], prog="thinwire")
+        tyro.cli(choice, args=["--tyro-print-completion", shell], prog="thinwire")
     return printed.getvalue().rstrip()
 
 
-def subcommand(name: str) -> Any:
+def subcommand(name: str, line: str) -> Any:
     """A command with its flags, in tyro's form."""
     lines = {"train": of_train, "compare": of_compare, "explain": of_explain, "lab": of_lab}
     classes = {"export": ExportConfig, "import": ImportConfig, "generate": GenerateConfig}
@@ -44,5 +46,4 @@ def subcommand(name: str) -> Any:
         flags = CommandLine(f"thinwire {name}", {"": classes[name]}).flags()
     else:
         flags = make_dataclass("Flags", [])
-    text = (COMMANDS[name].__doc__ or "").splitlines()[0]
-    return Annotated[flags, tyro.conf.subcommand(name, description=text, prefix_name=False)]
+    return Annotated[flags, tyro.conf.subcommand(name, description=line, prefix_name=False)]

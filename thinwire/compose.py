@@ -106,7 +106,6 @@ class Stage:
             snapshot.pieces = cut
             local = set(self.tensor.local_names())
             snapshot.shares = [share for share in snapshot.shares if share.name not in local]
-            snapshot.layout |= {"tensor": self.tensor.mesh.size()}
         return snapshot
 
     def restore(self, source: Source) -> None:

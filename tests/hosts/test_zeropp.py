@@ -17,11 +17,11 @@ import thinwire
 from tests.workers import run_workers
 from thinwire import ConfigError, DeadGradientError, ZeroPP, compress_fsdp
 from thinwire.codecs import Hadamard, Identity, Integer
-from thinwire.hosts.fsdp import layout
 from thinwire.hosts.fsdp.compress import CompressedFSDP
-from thinwire.hosts.fsdp.unit import LayoutError, StaleWeightsError
-from thinwire.hosts.watchdog import Watchdog
+from thinwire.layout import pattern
+from thinwire.layout.gathered import LayoutError, StaleWeightsError
 from thinwire.layout.sections import Sections
+from thinwire.state.watchdog import Watchdog
 
 EXACT = ZeroPP(weights="fp32", gradients="fp32", vectors="fp32")
 LOSSY = ZeroPP(weight_group=32, gradient_group=32)
@@ -559,15 +559,15 @@ def refused(rank: int, world_size: int) -> None:
     compressed.close()
     weights = whole(net)
     # A torch that puts parameters into its buffers in another order, or pads them otherwise.
-    right = layout.expected_shards
+    right = pattern.expected_shards
     for wrong in (
         lambda unit, values: right(unit, values).roll(1, dims=0),
         lambda unit, values: torch.cat([right(unit, values), torch.zeros(world_size, 1)], dim=1),
         lambda unit, values: right(unit, [value.flip(0) for value in values]),
     ):
-        layout.expected_shards = wrong
+        pattern.expected_shards = wrong
         assert "does not know" in words(net, LayoutError)
-    layout.expected_shards = right
+    pattern.expected_shards = right
     assert all(map(torch.equal, weights, whole(net)))
     converted = sharded(Net())
     compress_fsdp(converted, announce=False)

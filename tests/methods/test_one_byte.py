@@ -30,8 +30,8 @@ from thinwire import (
 )
 from thinwire.codecs import derive_seed
 from thinwire.codecs.normals import add_normals, normals
-from thinwire.hosts.one_byte.directions import PIECE, Directions
 from thinwire.methods import one_byte_code as byte
+from thinwire.methods.one_byte_directions import PIECE, Directions
 from thinwire.models.llama import Llama, LlamaConfig
 from thinwire.state.replicas import ReplicaError
 

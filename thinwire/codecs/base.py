@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from thinwire.codecs import grammar
 from thinwire.errors import ConfigError
-
-if TYPE_CHECKING:
-    from thinwire.codecs.hadamard import Hadamard
 
 
 @dataclass(frozen=True)
@@ -103,7 +100,7 @@ class Codec(ABC):
         raise ValueError(f"packets of {self} can't be added: decode them, or use a linear codec such as Identity")
 
     @property
-    def rotation(self) -> Hadamard | None:
+    def rotation(self) -> Rotation | None:
         """This codec as a rotation around another one, or None.
 
         Sums commute with it: sum_i decode(p_i) = rotate(sum_i inner.decode(p_i)), so a collective rotates back once.
@@ -113,3 +110,21 @@ class Codec(ABC):
     def backend(self, device: torch.device) -> str:
         """Which implementation runs on `device`: 'torch', 'numba' or 'torch.compile'."""
         return "torch"
+
+
+class Rotation(Protocol):
+    """A codec that rotates: `inner` works on what is rotated, in rows of `block_size` elements."""
+
+    @property
+    def inner(self) -> Codec: ...
+
+    @property
+    def block_size(self) -> int: ...
+
+    def around(self, inner: Codec) -> Rotation:
+        """The same rotation around another codec."""
+        ...
+
+    def rotate_(self, x: Tensor) -> Tensor:
+        """Rotate flat fp32 `x` in place, which is its own inverse."""
+        ...

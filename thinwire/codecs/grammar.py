@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from thinwire.codecs.spelling import SPELLINGS, Number, Spelling
 from thinwire.errors import ConfigError, nearest
 
-if TYPE_CHECKING:
-    from thinwire.codecs.base import Codec
+# `base`, which defines it, imports this file.
+Codec = Any
 
 
 def read(text: str) -> Codec:

@@ -86,6 +86,10 @@ class Hadamard(Codec):
     def packet_add(self, packet: Tensor, out: Tensor) -> Tensor:
         return self.inner.packet_add(packet, out)
 
+    def around(self, inner: Codec) -> Hadamard:
+        """The same rotation around another codec."""
+        return replace(self, inner=inner)
+
     def rotate_(self, x: Tensor) -> Tensor:
         """x <- H x in place (H is its own inverse) for a flat contiguous fp32 x of whole rows."""
         return backends.rotate_(x, self.block_size)

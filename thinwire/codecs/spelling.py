@@ -6,14 +6,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from thinwire.errors import ConfigError
 
-if TYPE_CHECKING:
-    from thinwire.codecs.base import Codec
-
-C = TypeVar("C", bound="type[Codec]")
+# `base`, which defines it, imports this file.
+Codec = Any
+C = TypeVar("C", bound=type)
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ class Spelling:
     @property
     def defaults(self) -> dict[str, Any]:
         """What fields are when the text says nothing of them."""
-        return {item.name: item.default for item in fields(self.cls)} | dict(self.sets)  # type: ignore[arg-type]
+        return {item.name: item.default for item in fields(self.cls)} | dict(self.sets)
 
     def head_settings(self, text: str) -> dict[str, Any] | None:
         """The fields that a head sets, or None where it is another codec's. Raises ConfigError."""

@@ -10,8 +10,7 @@ import torch
 import zstandard
 from torch import Tensor
 
-from thinwire.codecs.base import Codec, Traits
-from thinwire.codecs.hadamard import Hadamard
+from thinwire.codecs.base import Codec, Rotation, Traits
 from thinwire.codecs.integer import Integer
 from thinwire.codecs.spelling import Number, spelled
 from thinwire.errors import ConfigError
@@ -86,9 +85,9 @@ class Zstd(Codec):
         return self.coded.decode_add(self._plain(packet, out.numel()), out)
 
     @property
-    def rotation(self) -> Hadamard | None:
+    def rotation(self) -> Rotation | None:
         rotation = self.coded.rotation
-        return rotation and replace(rotation, inner=Zstd(rotation.inner, self.level))
+        return rotation and rotation.around(Zstd(rotation.inner, self.level))
 
     def backend(self, device: torch.device) -> str:
         return f"{self.coded.backend(device)} + zstd"

@@ -34,7 +34,6 @@ from thinwire.data import BatchLoader, heldout_batches, load_tokenizer
 from thinwire.data import prepare as prepare_tokens
 from thinwire.errors import ConfigError
 from thinwire.hosts.interface import CatchesUp, ComingAndGoing, Finishing, OwnPace
-from thinwire.hosts.watchdog import Watchdog
 from thinwire.layout.mesh import MeshShape
 from thinwire.methods.interface import Method
 from thinwire.methods.islands.base import Connected, IslandsMethod
@@ -42,6 +41,7 @@ from thinwire.models import build_model, generate
 from thinwire.models.llama import Llama, cut_over
 from thinwire.optim import make_optimizer
 from thinwire.options import LLAMA
+from thinwire.state.watchdog import Watchdog
 from thinwire.training.advice import advise
 from thinwire.training.agreement import agree, agree_on_start
 from thinwire.training.config import PER_MACHINE, TrainConfig, derive

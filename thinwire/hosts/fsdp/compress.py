@@ -22,15 +22,15 @@ from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
 from thinwire.errors import ConfigError
 from thinwire.hosts.fsdp.describe import rows_of
 from thinwire.hosts.fsdp.gather import AllGather, DifferenceGather
-from thinwire.hosts.fsdp.layout import check_layout_of
 from thinwire.hosts.fsdp.mesh import Axis, mesh_ranks
 from thinwire.hosts.fsdp.reduce import ReduceScatter, Replicas
-from thinwire.hosts.fsdp.unit import Unit
 from thinwire.hosts.fsdp.watch import Watched
-from thinwire.hosts.watchdog import DEFAULT_DEAD_STEPS, Watchdog
+from thinwire.layout.gathered import Unit
+from thinwire.layout.pattern import check_layout_of
 from thinwire.methods.data.zeropp import ZeroPP
 from thinwire.methods.interface import GatheredMethod
 from thinwire.state.replicas import ReplicaError, check_layout, check_updates, digest, unwrapped, updates_any
+from thinwire.state.watchdog import DEFAULT_DEAD_STEPS, Watchdog
 from thinwire.table import Row
 from thinwire.table import announce as announce_table
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
 from thinwire.layout.formats import describe_formats
 from thinwire.table import Row
 
-if TYPE_CHECKING:
-    from thinwire.hosts.fsdp.compress import CompressedFSDP
+# `compress`, which defines it, imports this file.
+CompressedFSDP = Any
 
 
 def rows_of(compressed: CompressedFSDP) -> list[Row]:

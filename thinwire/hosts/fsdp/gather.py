@@ -18,7 +18,7 @@ from thinwire.collectives.link import Link
 from thinwire.collectives.rounds import Rounds
 from thinwire.errors import ConfigError
 from thinwire.hosts.fsdp.mesh import Axis
-from thinwire.hosts.fsdp.unit import StaleWeightsError, Unit, Version
+from thinwire.layout.gathered import StaleWeightsError, Unit, Version
 
 GRADIENTS, WEIGHTS = 0, 1
 

@@ -22,7 +22,7 @@ from thinwire.collectives.reduce import reduce_bytes, reduce_scatter
 from thinwire.collectives.rounds import Rounds
 from thinwire.hosts.fsdp.gather import GRADIENTS, Plug
 from thinwire.hosts.fsdp.mesh import Axis
-from thinwire.hosts.fsdp.unit import LayoutError, Unit
+from thinwire.layout.gathered import LayoutError, Unit
 from thinwire.methods.interface import GradientMemory
 
 # Whole gradients that may wait for the link at once; backward stands still for more.

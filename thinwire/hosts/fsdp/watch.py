@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from thinwire.collectives import Communicator
 from thinwire.errors import ThinwireError
-from thinwire.hosts.fsdp.unit import Unit
-from thinwire.hosts.watchdog import Watchdog
+from thinwire.layout.gathered import Unit
+from thinwire.state.watchdog import Watchdog
 
 
 class UnequalStepError(ThinwireError, RuntimeError):

@@ -22,11 +22,11 @@ from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
 from thinwire.errors import ConfigError, PeerLostError
 from thinwire.hosts.agreeing import AgreeingOptimizer
 from thinwire.hosts.interface import ParallelOptimizer, RankOptions, apply, without_axis
-from thinwire.hosts.one_byte.directions import Directions
-from thinwire.hosts.one_byte.log import Entry, OneByteLog
 from thinwire.hosts.ranks import Ranks
 from thinwire.methods import one_byte_code as byte
 from thinwire.methods.data.one_byte import WORD_BYTES, OneByte
+from thinwire.methods.one_byte_directions import Directions
+from thinwire.methods.one_byte_log import Entry, OneByteLog
 from thinwire.state.replicas import (
     check_layout,
     compare_replicas,

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.errors import ConfigError
-from thinwire.hosts.one_byte.directions import Directions
 from thinwire.methods import one_byte_code as byte
+from thinwire.methods.one_byte_directions import Directions
 from thinwire.state.replicas import (
     ReplicaError,
     check_layout,

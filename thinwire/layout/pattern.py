@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from thinwire._compat import FSDPParameter
-from thinwire.hosts.fsdp.unit import FLOATS, LayoutError, Unit
+from thinwire.layout.gathered import FLOATS, LayoutError, Unit
 
 # A prime, so that neither rows nor shards repeat; its numbers are exact in bf16.
 PATTERN = 251

@@ -1,0 +1,96 @@
+"""`--mesh data=2,tensor=2` on the command line: as without a tensor axis, and checkpoints move between the two."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.workers import run_command
+from thinwire import cli
+from thinwire.errors import ConfigError
+
+SAVED, STEPS = 3, 6
+SMALL = (
+    "--model", "tiny", "--seq-len", "16", "--micro-batch", "2", "--tokens-per-step", "128", "--lr", "0.003",
+    "--dtype", "fp32", "--eval-sequences", "8", "--sample-tokens", "8", "--timeout", "120", "--local-size", "1",
+)  # fmt: skip
+MESH = ("--mesh", "data=2,tensor=2")
+
+
+def train(folder: Path, name: str, num_ranks: int, *flags: str, origin: str = "") -> dict[str, Any]:
+    """A run: its losses and norms by step, its summary, and what it printed. origin: whose checkpoint it resumes."""
+    run_dir, text, log = folder / name, folder / "text.txt", folder / f"{name}.log"
+    text.write_text("".join(f"def f{n}(x):\n    return x * {n} + {n % 7}\n" for n in range(600)))
+    if origin:
+        shutil.copytree(folder / origin, run_dir)
+        flags = (*flags, "--resume")
+    place = ("--data", str(text), "--cache-dir", str(folder / "cache"), "--run-dir", str(run_dir))
+    run_command(["train", *SMALL, *place, "--steps", str(STEPS), *flags], num_ranks, log)
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = {line["step"]: (line["loss"], line["grad_norm"]) for line in lines if "loss" in line}
+    return json.loads((run_dir / "summary.json").read_text()) | {"by_step": steps, "printed": log.read_text()}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[str, Any]]]:
+    folder, stop = tmp_path_factory.mktemp("mesh"), ("--stop-at", str(SAVED))
+    yield {
+        "alone": train(folder, "alone", 2, "--strategy", "zero"),
+        "mesh": train(folder, "mesh", 4, "--strategy", "zero", *MESH, *stop),
+        "on": train(folder, "on", 4, "--strategy", "zero", *MESH, origin="mesh"),
+        "off": train(folder, "off", 2, "--strategy", "zero", "--mesh", "data=2", origin="mesh"),
+        "ddp": train(folder, "ddp", 4, "--strategy", "ddp", *MESH, *stop),
+        "sdp4bit": train(folder, "sdp4bit", 4, "--strategy", "sdp4bit", *MESH, *stop),
+        "lossy": train(folder, "lossy", 4, "--strategy", "sdp4bit", *MESH, origin="sdp4bit"),
+    }
+
+
+@pytest.mark.timeout(900)
+def test_a_tensor_axis_changes_no_loss_and_no_norm(runs: dict[str, dict[str, Any]]) -> None:
+    for name in ("mesh", "ddp"):
+        for step, found in runs[name]["by_step"].items():
+            assert found == pytest.approx(runs["alone"]["by_step"][step], rel=1e-5), (name, step)
+    assert "mesh: data=2,tensor=2" in runs["mesh"]["printed"]
+    assert runs["mesh"]["world_size"] == 4
+
+
+@pytest.mark.timeout(900)
+def test_checkpoints_move_between_meshes(runs: dict[str, dict[str, Any]]) -> None:
+    for name in ("on", "off"):
+        assert "resume proven" in runs[name]["printed"]
+        for step in range(SAVED + 1, STEPS + 1):
+            assert runs[name]["by_step"][step] == pytest.approx(runs["alone"]["by_step"][step], rel=1e-5), (name, step)
+        assert runs[name]["heldout_loss"] == pytest.approx(runs["alone"]["heldout_loss"], rel=1e-5)
+    # On the same mesh everything is as it was saved, with what the method remembers.
+    for name in ("on", "lossy"):
+        assert "resume: found all of it" in runs[name]["printed"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--mesh", "data=2,tensor=3"), r"--mesh data=2,tensor=3 has 6 ranks and the run has 4: .*nearest: --mesh"),
+        (("--mesh", "data=2,tensr=2"), "did you mean 'tensor'"),
+        (("--mesh", "data=two"), "must be AXIS=RANKS"),
+        (("--mesh", "data=2,pipeline=2"), "no method yet; nearest: data"),
+        ((*MESH, "--strategy", "frontier"), "strategy frontier can't share a mesh with a tensor axis"),
+        (("--mesh", "data=1,tensor=4"), "can't cut num_key_value_heads 2"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_refused_before_a_process_starts(
+    tmp_path: Path, flags: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("a process would have been started")
+
+    monkeypatch.setattr("thinwire.launch.agent.make_agent", refuse)
+    (tmp_path / "text.txt").write_text("text " * 4000)
+    place = ["--data", str(tmp_path / "text.txt"), "--run-dir", str(tmp_path / "run")]
+    with pytest.raises(ConfigError, match=message):
+        cli.run(["train", "--workers", "4", *SMALL, *place, *flags])
+    assert not (tmp_path / "run").exists()

@@ -26,6 +26,12 @@ class Block:
     def __str__(self) -> str:
         return f"{self.page.relative_to(ROOT)}:{self.line}"
 
+    @property
+    def num_ranks(self) -> int:
+        """Those of the last `torchrun --nproc-per-node N train.py` above it; 2 where there is none."""
+        above = "\n".join(self.page.read_text().splitlines()[: self.line])
+        return int((re.findall(r"--nproc-per-node (\d+) train\.py", above) or [2])[-1])
+
     def commands(self) -> list[list[str]]:
         """The words of every command of a shell block."""
         return [shlex.split(line, comments=True) for line in self.text.splitlines() if line.strip()]

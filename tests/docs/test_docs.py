@@ -170,20 +170,21 @@ def test_keys_of_a_run_are_documented(run_folder: Path) -> None:
 def test_code_runs_and_prints_what_it_says(block: Block, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(block.text)
-    if "init_process_group" not in block.text:
+    if not re.search("init_process_group|init_device_mesh", block.text):
         printed = run([sys.executable, str(script)], tmp_path).stdout
     elif block.page.name == "README.md":
-        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
-        printed = run([sys.executable, *launcher, str(script)], tmp_path).stdout
+        ranks = ["--nproc-per-node", str(block.num_ranks), "--master-port", str(free_port())]
+        printed = run([sys.executable, "-m", "torch.distributed.run", *ranks, str(script)], tmp_path).stdout
     else:
-        printed = run_program(script, num_ranks=2)
+        printed = run_program(script, block.num_ranks)
     promised = re.findall(r"^# -> (.*)$", block.text, flags=re.MULTILINE)
     assert promised == printed.splitlines() or not promised
 
 
-def test_readme_loop_is_short() -> None:
-    (loop,) = [block for block in blocks("python") if block.page.name == "README.md"]
-    assert len([line for line in loop.text.splitlines() if line.strip()]) <= 13
+def test_readme_loops_are_short() -> None:
+    loops = [block for block in blocks("python") if block.page.name == "README.md"]
+    assert [block.num_ranks for block in loops] == [2, 4]
+    assert all(len([line for line in loop.text.splitlines() if line.strip()]) <= 13 for loop in loops)
 
 
 # ---------------------------------------------------------------- links and tables
@@ -272,6 +273,13 @@ def test_every_strategy_is_documented() -> None:
 def test_readme_has_room_for_the_results() -> None:
     text = (ROOT / "README.md").read_text()
     assert 0 < text.index("<!-- results:begin -->") < text.index("<!-- results:end -->")
+
+
+def test_figures_on_the_first_screen_are_measured() -> None:
+    page = ROOT / "README.md"
+    shown_first = [figure for _, answer in table_rows(page, "Why") for figure in re.findall(r"\d+\.\d+|\d{3}", answer)]
+    measured = re.findall(r"\d+\.\d+|\d{3}", str([row[:2] for row in table_rows(page, "Measured")]))
+    assert shown_first and set(shown_first) <= set(measured)
 
 
 def test_the_site_builds(tmp_path: Path) -> None:

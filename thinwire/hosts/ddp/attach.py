@@ -35,8 +35,8 @@ WAYS_AROUND: dict[str, Callable[[DistributedDataParallel], bool]] = {
 def compress_ddp(
     model: DistributedDataParallel,
     method: DDPMethod,
-    *,
     optimizer: torch.optim.Optimizer | None = None,
+    *,
     local_size: int | None = None,
     seed: int = 0,
     timeout_s: float = DEFAULT_TIMEOUT_S,

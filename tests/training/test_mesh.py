@@ -12,7 +12,9 @@ import pytest
 
 from tests.workers import run_command
 from thinwire import cli
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, Problems
+from thinwire.planner.explain import explain
+from thinwire.planner.options import read_explain
 
 SAVED, STEPS = 3, 6
 SMALL = (
@@ -69,6 +71,18 @@ def test_checkpoints_move_between_meshes(runs: dict[str, dict[str, Any]]) -> Non
     # On the same mesh everything is as it was saved, with what the method remembers.
     for name in ("on", "lossy"):
         assert "resume: found all of it" in runs[name]["printed"]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["mesh", "ddp", "sdp4bit"])
+def test_explain_knows_the_bytes_of_a_mesh(name: str, runs: dict[str, dict[str, Any]]) -> None:
+    strategy, problems = {"mesh": "zero"}.get(name, name), Problems()
+    flags = ["--model", "tiny", "--seq-len", "16", "--nodes", "4", "--local-size", "1", *MESH, "--strategy", strategy]
+    found = explain(read_explain(flags, problems), problems)
+    assert sum(found.plans[strategy].sent.values()) == runs[name]["sent_bytes_per_step"]
+    assert any(asked == "tensor axis of 2 ranks" for asked, _, _ in found.notes)
+    with pytest.raises(ConfigError, match="can't share a mesh with a tensor axis"):
+        explain(read_explain([*flags[:-1], "frontier"], problems), problems)
 
 
 @pytest.mark.parametrize(

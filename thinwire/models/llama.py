@@ -244,6 +244,11 @@ class Llama(nn.Module):
         return logits if targets is None else next_token_loss(logits, targets)
 
 
+# Of a layer's matrices: those that a tensor axis cuts by columns of x W^T, and those that take what comes out, by rows.
+COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+ROWS = ("self_attn.o_proj", "mlp.down_proj")
+
+
 def check_cut(config: LlamaConfig, size: int) -> None:
     """Raise ConfigError where heads and inner width do not divide among `size` ranks of a tensor axis."""
     for what in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
@@ -261,12 +266,22 @@ def cut_over(model: Llama, mesh: DeviceMesh) -> None:
     Source: Shoeybi et al., "Megatron-LM" (2019), section 3.
     """
     check_cut(model.config, mesh.size())
-    columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
-    rows = ("self_attn.o_proj", "mlp.down_proj")
-    plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in columns}
-    plan |= {name: RowwiseParallel() for name in rows}
+    plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in COLUMNS}
+    plan |= {name: RowwiseParallel() for name in ROWS}
     for layer in model.model.layers:
         parallelize_module(layer, mesh, plan)
+
+
+def cut_skeleton(model: Llama, size: int) -> None:
+    """Give a model on the device "meta" the shapes that one rank of a tensor axis holds. Raises as check_cut."""
+    check_cut(model.config, size)
+    for layer in model.model.layers:
+        for dim, names in enumerate((COLUMNS, ROWS)):
+            for name in names:
+                linear = layer.get_submodule(name)
+                shape = list(linear.weight.shape)
+                shape[dim] //= size
+                linear.weight = nn.Parameter(torch.empty(shape, device="meta"))
 
 
 PRESETS: dict[str, LlamaConfig] = {

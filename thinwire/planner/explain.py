@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
 from thinwire.collectives import Topology
+from thinwire.collectives.gather import gather_bytes
 from thinwire.data import load_tokenizer
 from thinwire.errors import ConfigError, Problems, nearest
 from thinwire.flags import flag
 from thinwire.lab.spec import read_rate
-from thinwire.methods.interface import Plan
+from thinwire.layout.mesh import MeshShape
+from thinwire.methods.interface import Method, Plan
 from thinwire.models import PRESETS, Llama, build_skeleton
+from thinwire.models.llama import LlamaConfig, cut_skeleton
 from thinwire.options import LLAMA, build_strategy, strategy_table
 from thinwire.planner.options import ExplainConfig, range_errors
 from thinwire.registry import STRATEGIES
-from thinwire.report.units import short
+from thinwire.report.units import bytes_text, short
 
 NUM_LAYERS, WIDTH = 32, 1024
 # A run that some strategies plan for, and its warm-up.
@@ -62,10 +65,15 @@ def explain(config: ExplainConfig, problems: Problems) -> Explained:
     names = chosen(config.strategy, problems)
     rate = read(config.rate, problems)
     local_rate = read(config.local_rate, problems)
-    model = None
+    model = shape = None
+    total = 0
     if not any(True for _ in range_errors(config)):
         with problems.collect():
+            shape = mesh_of(config)
             model = model_of(config)
+            total = sum(param.numel() for param in model.parameters() if param.requires_grad)
+            if shape.tensor > 1:
+                model = cut(model, shape.tensor)
     plans: dict[str, Plan] = {}
     mean_over, whole = {}, []
     for name in names:
@@ -75,15 +83,16 @@ def explain(config: ExplainConfig, problems: Problems) -> Explained:
                 mean_over[name] = every
             if getattr(strategy, "reshard_after_forward", None) is False:
                 whole.append(name)
-            if model is not None:
-                topology = Topology(config.nodes, config.local_size)
-                plans[name] = strategy.plan(model, topology, config.micro_batches)
+            if model is not None and shape is not None:
+                check_shares(strategy, shape)
+                plans[name] = plan_on(strategy, model, config, shape)
     problems.messages = list(dict.fromkeys(problems.messages))
     problems.raise_any()
     assert model is not None
-    total = sum(param.numel() for param in model.parameters() if param.requires_grad)
     topology = Topology(config.nodes, config.local_size)
     notes = list(notes_on(config, names))
+    if shape is not None and isinstance(model, Llama) and shape.tensor > 1:
+        notes.append(tensor_note(model.config, config.seq_len, shape))
     return Explained(
         total, topology, config.micro_batches, plans, rate, local_rate, notes, vocabulary_of(config, model),
         mean_over, whole,
@@ -124,6 +133,55 @@ def read(text: str | None, problems: Problems) -> float | None:
             return rate
         raise ConfigError(f"rate {text!r} must be above 0; nearest: '1mbit'")
     return None
+
+
+def mesh_of(config: ExplainConfig) -> MeshShape:
+    """The axes of the ranks; raises ConfigError for a mesh that the ranks do not fill."""
+    num_ranks = config.nodes * config.local_size
+    shape = MeshShape({"data": num_ranks}) if config.mesh is None else MeshShape.parse(config.mesh)
+    if shape.world_size != num_ranks:
+        raise ConfigError(
+            f"--mesh {config.mesh} has {shape.world_size} ranks, and {config.nodes} nodes of {config.local_size} have "
+            f"{num_ranks}: the two must be equal"
+        )
+    return shape
+
+
+def cut(model: nn.Module, size: int) -> nn.Module:
+    """One rank's part of the model on a tensor axis; raises ConfigError for a model that can't be cut here."""
+    if not isinstance(model, Llama):
+        raise ConfigError(f"a tensor axis of {size} ranks: only presets such as demo can be cut here; nearest: 1")
+    cut_skeleton(model, size)
+    return model
+
+
+def check_shares(strategy: Method, shape: MeshShape) -> None:
+    """Raise ConfigError for a strategy that can't work beside a tensor axis."""
+    if shape.tensor > 1 and not getattr(strategy, "shares_mesh", False):
+        raise ConfigError(
+            f"strategy {strategy.name} can't share a mesh with a tensor axis; nearest that can: sdp4bit, zero, ddp or "
+            "powersgd"
+        )
+
+
+def plan_on(strategy: Method, model: nn.Module, config: ExplainConfig, shape: MeshShape) -> Plan:
+    """The plan of a strategy on the data axis of a mesh; the ranks' word on a step goes to all of the mesh."""
+    grid, inner = Topology(config.nodes, config.local_size), shape.tensor
+    if inner == 1:
+        return strategy.plan(model, grid, config.micro_batches)
+    along = Topology(grid.num_nodes, grid.local_size // inner) if grid.local_size % inner == 0 else None
+    plan = strategy.plan(model, along or Topology(grid.world_size // inner, 1), config.micro_batches)
+    word = strategy.plan(model, Topology(2, 1), 1).sent["all_gather_exact", "inter"]
+    words = {("all_gather_exact", level): sent for level, sent in gather_bytes(grid, word).items()}
+    return replace(plan, sent={**plan.sent, **words})
+
+
+def tensor_note(config: LlamaConfig, seq_len: int, shape: MeshShape) -> tuple[str, str, str]:
+    """What torch sends over the tensor axis, which the plans do not count."""
+    activations = 4 * seq_len * config.hidden_size
+    sent = 4 * config.num_hidden_layers * 2 * (shape.tensor - 1) * activations // shape.tensor
+    why = "four all_reduce of the activations in every layer, in fp32 by torch; not in the table"
+    return f"tensor axis of {shape.tensor} ranks", f"{bytes_text(sent)} a rank for each sequence of a step", why
 
 
 def model_of(config: ExplainConfig) -> nn.Module:

@@ -34,6 +34,8 @@ class ExplainConfig:
     """Ranks on each machine."""
     model: str = "demo"
     """Preset (tiny, demo, 125m, 350m, 1b), or hf:DIR, whose weights are not read."""
+    mesh: str | None = None
+    """Axes of the ranks, such as data=2,tensor=2, as for `thinwire train`; by default all ranks are the data axis."""
     tokenizer: str = "bytes"
     """bytes, or the path of a tokenizer.json; it sets the size of the vocabulary."""
     seq_len: int = 256

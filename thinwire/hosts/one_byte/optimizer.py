@@ -103,8 +103,6 @@ class OneByteOptimizer(AgreeingOptimizer):
         self._factor = 0.0
         self._has_warned = False
 
-    # ---------------------------------------------------------------- a sample
-
     @torch.no_grad()
     def measure(self, loss: Callable[[], Tensor]) -> Tensor:
         """Call `loss` on both sides of the weights along each of the n directions; the mean of what it gave, fp32.
@@ -137,8 +135,6 @@ class OneByteOptimizer(AgreeingOptimizer):
     def zero_grad(self) -> None:
         """Forget what was handed in."""
         self._slopes.zero_()
-
-    # ---------------------------------------------------------------- a step
 
     def step(self) -> None:
         """Exchange the bytes, update the weights with all of them; a collective over all ranks.
@@ -205,8 +201,6 @@ class OneByteOptimizer(AgreeingOptimizer):
             logger.warning("thinwire: one-byte takes differences of losses, which bf16 rounds: try --dtype fp32")
         self._has_warned = True
 
-    # ---------------------------------------------------------------- the log in a file
-
     def catch_up(self) -> int:
         """Before the first step: repeat what the file `method.log` of the first rank holds; the number of steps done.
 
@@ -249,8 +243,6 @@ class OneByteOptimizer(AgreeingOptimizer):
         if self.method.log and self.comm.rank == 0:
             self.log.save(self.method.log)
 
-    # ---------------------------------------------------------------- what is known
-
     @property
     def bytes_per_step(self) -> int:
         """Payload this rank sends in one step: n samples, its loss and its wish to stop, to each other rank."""
@@ -282,8 +274,6 @@ class OneByteOptimizer(AgreeingOptimizer):
                 f"{self.uncompressed_bytes_per_step / 1e6:.3f} MB in fp32",
             ),
         ]
-
-    # ---------------------------------------------------------------- state
 
     def _own(self) -> dict[str, Any]:
         return {"log": self.log.state_dict()}

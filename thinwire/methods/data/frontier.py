@@ -133,7 +133,7 @@ class Frontier(ShardedMethod):
             ("masters cut over", f"all {world_size} rank(s)", "and the optimizer's state with them"),
             ("units", f"{len(units)}", "children of ModuleLists, and the root for the rest: whole one by one"),
         ]
-        block, column = (levels.topology.among(group(0)) for group in (levels.block, levels.column))
+        block, column = (levels.topology.subgroup(group(0)) for group in (levels.block, levels.column))
         hops = {
             f"weights {self.weights}": (wire.shards, near > 1, "weights are whole on every rank"),
             f"intra {self.intra}": (wire.intra, max(block.local_size, column.local_size) > 1, "no hop inside nodes"),

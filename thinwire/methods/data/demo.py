@@ -51,7 +51,7 @@ class DeMo(DDPMethod):
     beta: float = 0.999
     """Decay of the momentum in one step; from 0 to below 1."""
     density: float = 1 / 128
-    """Share of a block's coefficients that travels; above 0, up to 1."""
+    """Share of a block's coefficients that travels; from 1 / chunk^2 to 1."""
     chunk: int = 64
     """Side of a block of a matrix, or length of a block of a vector, in elements; from 1 to 4096. Where it does not
     divide a side, the largest divisor below it takes its place."""

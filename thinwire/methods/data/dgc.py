@@ -56,7 +56,7 @@ class DGC(OnWholeStep, Plannable):
     not_on_zero: ClassVar[str] = "keeps gradients back on every node, while zero knows only the sum of what it is given"
 
     density: float = 0.001
-    """Share of each group of elements of a tensor that travels; above 0, up to 1."""
+    """Share of each group of elements of a tensor that travels; from 1 / group to 1."""
     momentum: float = 0.9
     """Factor m of the momentum; from 0 to below 1."""
     nesterov: bool = False
@@ -75,7 +75,7 @@ class DGC(OnWholeStep, Plannable):
     group: int = 1 << 16
     """Elements of a tensor that compete with each other; from 1 to 2^24."""
     stride: int = 32
-    """Estimate the bound on what travels from every stride-th element; from 1, the exact largest, to the group."""
+    """Estimate the bound on what travels from every stride-th element; from 1 (the exact bound) to the group."""
 
     def __post_init__(self) -> None:
         check_types(self)

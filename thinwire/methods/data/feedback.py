@@ -74,7 +74,7 @@ class EFTopK(WithFeedback):
     group: int = 4096
     """Elements of a matrix that compete with each other; from 1 to 2^24."""
     stride: int = 1
-    """Estimate the bound on what travels from every stride-th element; from 1, the exact largest, to the group."""
+    """Estimate the bound on what travels from every stride-th element; from 1 (the exact bound) to the group."""
     find_unused_parameters: bool = False
     """DDP's own option; set it for a model that leaves out parameters in some steps."""
 

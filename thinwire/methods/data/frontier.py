@@ -47,7 +47,7 @@ class Frontier(ShardedMethod):
     not_on_fsdp: ClassVar[str] = "cuts a model in its own way, not FSDP2's: use `thinwire train --strategy frontier`"
 
     weights_over: int | None = None
-    """Ranks s1 that share the weights, at least 1; by default 2 where nodes have an even number of ranks, else 1."""
+    """Ranks s1 that share the weights, a divisor of P; by default 2 if nodes have an even number of ranks, else 1."""
     gradients_over: int | None = None
     """Ranks s2 that share the gradients, a multiple of s1 that divides P; by default the ranks of a node."""
     weights: str = "int8"

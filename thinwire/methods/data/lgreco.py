@@ -97,7 +97,7 @@ class LGreCo(DDPMethod):
     span: float = 4.0
     """Candidates reach from the uniform setting / span to the uniform setting * span; at least 1."""
     start: int | None = None
-    """Steps before the first plan; by default 20, or as many as the base takes to settle and to be sampled."""
+    """Steps before the first plan; by default 20, or the least: what the base takes to settle and to be sampled."""
     every: int = 100
     """Steps from one plan to the next; at least the number of samples."""
     samples: int = 10

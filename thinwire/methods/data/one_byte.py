@@ -46,7 +46,7 @@ class OneByte:
     samples: int = 1
     """Samples of each rank in one step, at least 1; each costs two forward passes per micro-batch."""
     eps: float = 1e-3
-    """How far weights are moved along a direction, in its own units; above 0."""
+    """Factor of the step along a direction z to the two weights that are compared; above 0."""
     average: str = "mean"
     """mean divides the sum by n, sqrt by the root of n, as published: its step grows with the ranks."""
     cap: float = MAX_SLOPE
@@ -54,7 +54,7 @@ class OneByte:
     check_every: int = 64
     """Steps between comparisons of the replicas; 0: never."""
     log: str = ""
-    """File in which the first rank keeps the log; where it exists, `catch_up` begins with its steps. Empty: none."""
+    """File of the OneByteLog that the first rank keeps; `catch_up` begins with what is in it. Empty: none."""
 
     def __post_init__(self) -> None:
         check_types(self)

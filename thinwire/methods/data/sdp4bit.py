@@ -49,7 +49,7 @@ class SDP4Bit(ShardedMethod):
     hadamard: int = 32
     """Elements in a block of the rotation around gradients, a power of two from 2; 0: no rotation."""
     rounding: str = "stochastic"
-    """stochastic or nearest."""
+    """Rounding of all integers: stochastic or nearest."""
     weight_scale: str = "fp32"
     """Type of the scales of weight differences: fp32 or bf16."""
     gradient_scale: str = "bf16"

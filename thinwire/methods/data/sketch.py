@@ -64,7 +64,7 @@ class Sketch(DDPMethod):
     ratio: int = 4
     """Elements of a matrix for each sum that travels; a power of two from 2 to 256."""
     kind: str = "count"
-    """count: an element is in one sum, with a random sign; gaussian: in all of its group, with normal weights."""
+    """count: an element is in one sum, with a random sign; gaussian: in all sums of its group, with normal weights."""
     feedback: bool = False
     """Decode with the least error, and add what is lost to the next gradient; not together with clip."""
     clip: float = 0.0

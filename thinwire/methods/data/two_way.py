@@ -59,8 +59,7 @@ class TwoWay(DDPMethod):
     """Bits of an element, of natural and integer: 2, 3, 4, 6 or 8. By default 4."""
     error_feedback: bool | None = None
     """Keep what the codec loses, on the way there and back, and send it later; by default on for sign, topk and
-    randomk, and sign and topk
-    can't do without."""
+    randomk. sign and topk can't do without."""
     min_bytes: int = 1_024_000
     """Tensors of fewer fp32 bytes, and vectors, travel in fp32; at least 0."""
     chunk_bytes: int = 4_096_000

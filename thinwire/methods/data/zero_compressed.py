@@ -35,12 +35,12 @@ class ZeroCompressed(ShardedMethod):
     """Codec of the gradients of matrices: sign, topk, randomk (all ranks draw the same elements), natural (powers of
     two) or integer."""
     density: float | None = None
-    """Share of the elements that travels, of topk and randomk; above 0, for randomk up to 0.5. By default 0.01."""
+    """Share of the elements that travels: topk takes 1/1024 to 1, randomk 1/16384 to 1/2. By default 0.01."""
     bits: int | None = None
     """Bits of an element, of natural and integer: 2, 3, 4, 6 or 8. By default 4."""
     error_feedback: bool | None = None
-    """Keep what the codec loses, and send it later; by default on for sign, topk and randomk, which for sign and
-    topk is a must."""
+    """Keep what the codec loses, and send it later; by default on for sign, topk and randomk. sign and topk can't
+    do without."""
     weights: str = "int4"
     """Type of the weights on the wire: int4 (differences, as SDP4Bit's), bf16 or fp32."""
 

@@ -42,7 +42,7 @@ class ZeroPP(FSDPMethod):
     hadamard: int = 0
     """Elements in a block of the rotation around gradients, a power of two from 2; 0: no rotation."""
     rounding: str = "nearest"
-    """nearest or stochastic."""
+    """Rounding of integers: nearest or stochastic."""
     vectors: str = "bf16"
     """Type of parameters of one dimension, both ways: bf16, fp32 or int8 (in groups of 64)."""
     secondary: bool = True

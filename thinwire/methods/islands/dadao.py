@@ -112,7 +112,7 @@ class DADAO(GossipMethod):
     strong_convexity: float = 1.0
     """Strong convexity mu of every f_i; above 0."""
     step_s: float = 0.1
-    """Seconds of a gradient, the unit of time: ranks that are faster wait; above 0."""
+    """Seconds of a gradient, above 0: the unit of time. Ranks that are faster wait."""
     graph: str | tuple[tuple[int, int], ...] = "ring"
     """Which ranks exchange with which: ring, star, complete, or a list of edges such as (0, 1) between two ranks."""
 

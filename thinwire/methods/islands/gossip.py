@@ -138,8 +138,8 @@ class Gossip(GossipMethod):
     num_vectors: ClassVar[int] = 3
 
     step_s: float = 0.1
-    """Seconds of a local step, the unit of time: ranks that are faster wait, so that all count alike, and ranks that
-    are slower count less; above 0."""
+    """Seconds of a local step, above 0: the unit of time. Ranks that are faster wait, so that all count alike; those
+    that are slower count less."""
     graph: str | tuple[tuple[int, int], ...] = "ring"
     """Which ranks exchange with which: ring, star, complete, or a list of edges such as (0, 1) between two ranks."""
     meetings_per_step: float = 1.0

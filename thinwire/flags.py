@@ -310,6 +310,6 @@ def _shown(default: Any, preset: str | None) -> str:
     """The default, as --help shows it; nothing where the text says what holds by default."""
     if preset is not None:
         return f"(default: {preset})"
-    if default in (MISSING, None, ()):
+    if default in (MISSING, None, (), ""):
         return ""
     return f"(default: {'off' if default is False else default})"

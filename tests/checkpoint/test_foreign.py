@@ -130,9 +130,6 @@ def test_neighbouring_pairs_attend_as_halves_do() -> None:
     assert torch.equal(rotary_halves(heads)(makers.interleaved(weight, heads))[0], weight)
 
 
-# ---------------------------------------------------------------- what is refused
-
-
 class Attack:
     """A pickle that would make a file."""
 

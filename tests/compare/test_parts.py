@@ -167,9 +167,6 @@ def test_too_few_steps_are_told_the_flags_that_would_do() -> None:
     assert none.endswith("nearest: -- --steps 3")
 
 
-# ---------------------------------------------------------------- following a run
-
-
 def line(step: Any) -> str:
     return json.dumps({"step": step, "loss": 1.0}) + "\n"
 
@@ -249,9 +246,6 @@ def test_the_first_signal_is_noted_and_the_second_ends() -> None:
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) == before
-
-
-# ---------------------------------------------------------------- arithmetic
 
 
 def test_smoothed_loss_and_the_step_at_which_it_reaches_a_target() -> None:

@@ -55,9 +55,6 @@ def run(words: list[str], folder: Path, **variables: str) -> subprocess.Complete
     return done
 
 
-# ---------------------------------------------------------------- commands
-
-
 @pytest.mark.parametrize("block", blocks("sh"), ids=str)
 def test_commands_are_understood(block: Block) -> None:
     targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
@@ -163,9 +160,6 @@ def test_keys_of_a_run_are_documented(run_folder: Path) -> None:
     assert sorted(summary) == sorted(row[0] for row in table_rows(RUN_DIR_PAGE, "summary.json"))
 
 
-# ---------------------------------------------------------------- code
-
-
 @pytest.mark.parametrize("block", blocks("python"), ids=str)
 def test_code_runs_and_prints_what_it_says(block: Block, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
@@ -185,9 +179,6 @@ def test_readme_loops_are_short() -> None:
     loops = [block for block in blocks("python") if block.page.name == "README.md"]
     assert [block.num_ranks for block in loops] == [2, 4]
     assert all(len([line for line in loop.text.splitlines() if line.strip()]) <= 13 for loop in loops)
-
-
-# ---------------------------------------------------------------- links and tables
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -80,8 +80,6 @@ def crossing(compressed: CompressedFSDP) -> dict[str, int]:
     return {name: reading.sent_bytes for (name, level), reading in operations.items() if level == "inter"}
 
 
-# ---------------------------------------------------------------- equal to plain FSDP2
-
 VARIANTS: dict[str, dict[str, Any]] = {
     "reshard": {"reshard_after_forward": True},
     "keep": {"reshard_after_forward": False},
@@ -190,9 +188,6 @@ def test_checkpointing_compilation_factors_and_hooks() -> None:
     run_workers(unusual, 2, timeout_s=120)
 
 
-# ---------------------------------------------------------------- the secondary partition
-
-
 def secondary(rank: int, world_size: int) -> None:
     nets = {kept: sharded(Net(), reshard_after_forward=True) for kept in (True, False)}
     lossy = {kept: ZeroPP(secondary=kept, gradients="fp32", weight_group=32) for kept in nets}
@@ -297,9 +292,6 @@ def test_every_change_of_the_weights_is_seen() -> None:
     run_workers(edits, 2, local_size=1)
 
 
-# ---------------------------------------------------------------- who gets what
-
-
 class Coded(nn.Module):
     """Its gradient is `code`: whole numbers whose largest is 7 in every group of 14."""
 
@@ -347,9 +339,6 @@ def coded(rank: int, world_size: int, local_size: int) -> None:
 @pytest.mark.parametrize(("num_nodes", "local_size"), [(2, 2), (2, 4), (4, 2)])
 def test_every_slice_reaches_its_owner(num_nodes: int, local_size: int) -> None:
     run_workers(coded, num_nodes * local_size, local_size, local_size=local_size)
-
-
-# ---------------------------------------------------------------- compressed
 
 
 def compressed_run(rank: int, world_size: int, strategy: Any, steps: int, **options: Any) -> dict[str, Any]:
@@ -513,9 +502,6 @@ def test_loco_brings_back_what_was_lost() -> None:
     run_workers(error_returns, 2, local_size=1)
 
 
-# ---------------------------------------------------------------- refused
-
-
 def evaluated(rank: int, world_size: int) -> None:
     net = sharded(Net())
     compress_fsdp(net, announce=False)
@@ -602,9 +588,6 @@ def test_refused_options_say_why(options: dict, words: str) -> None:
         ZeroPP(**options)
 
 
-# ---------------------------------------------------------------- dead gradients
-
-
 def dead(rank: int, world_size: int) -> None:
     net = sharded(Net())
     optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
@@ -634,9 +617,6 @@ def test_the_watchdog_counts_steps_in_a_row() -> None:
     silent = Watchdog(0)
     for step in range(50):
         silent.note(0.0, step)
-
-
-# ---------------------------------------------------------------- sections
 
 
 def test_sections_are_their_codecs_one_after_the_other() -> None:

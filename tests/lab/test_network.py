@@ -179,8 +179,6 @@ def test_a_lost_holder_is_an_error() -> None:
             lab.counters()
 
 
-# ---------------------------------------------------------------- without root's rights
-
 USE = """
 import subprocess
 from thinwire.lab import LabSpec, Network
@@ -213,9 +211,6 @@ def test_a_system_that_forbids_namespaces_is_named() -> None:
     assert done.returncode == 1
     assert "ConfigError: the lab can't make its network" in done.stderr
     assert "user.max_user_namespaces is 0" in done.stderr
-
-
-# ---------------------------------------------------------------- what the system may lack
 
 
 def test_delay_and_loss_need_netem() -> None:

@@ -174,8 +174,6 @@ def test_flags_reach_the_method_underneath() -> None:
     assert run.used_tables == {"llama", "lgreco", "efinteger"}
 
 
-# ---------------------------------------------------------------- in a run
-
 SHAPES = {"sparse": (64, 64), "dense": (64, 64), "vector": (64,)}
 METHOD = LGreCo(EFTopK(density=0.1, group=64), start=3, every=3, samples=2)
 

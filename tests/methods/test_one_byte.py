@@ -35,8 +35,6 @@ from thinwire.methods.one_byte_directions import PIECE, Directions
 from thinwire.models.llama import Llama, LlamaConfig
 from thinwire.state.replicas import ReplicaError
 
-# ---------------------------------------------------------------- the byte
-
 
 def test_a_byte_holds_a_slope_within_its_bound() -> None:
     sizes = torch.logspace(math.log10(4e-4), math.log10(2600), 5000, dtype=torch.float64)
@@ -62,9 +60,6 @@ def test_what_is_no_slope_is_skipped() -> None:
     slopes = torch.tensor([0.0, -0.0, math.nan, math.inf, -math.inf, 3e-4, -1e-300], dtype=torch.float64)
     assert byte.encode(slopes).tolist() == [byte.SKIP] * 7
     assert byte.decode(torch.tensor([0, 128], dtype=torch.uint8)).tolist() == [0.0, 0.0]
-
-
-# ---------------------------------------------------------------- the estimate
 
 
 class Weights(nn.Module):
@@ -183,9 +178,6 @@ def test_clipping_takes_the_gradients_norm_and_the_cap_each_sample() -> None:
     directions = torch.stack([normals(derive_seed(0, 0, 0, k), 0, 20) for k in range(4)])
     at_the_cap = (3.0 * directions.sum(1, keepdim=True).sign() * directions).mean(0)
     torch.testing.assert_close(capped, at_the_cap, rtol=1e-4, atol=1e-5)
-
-
-# ---------------------------------------------------------------- many ranks
 
 
 METHOD = OneByte(samples=2, eps=1e-3, check_every=4)
@@ -307,9 +299,6 @@ def test_the_log_of_the_survivors_holds_every_step(tmp_path: Path) -> None:
         one_byte(other, its_inner, replace(METHOD, log=str(file)), seed=8, announce=False).catch_up()
 
 
-# ---------------------------------------------------------------- learning
-
-
 def walks(step: int, stride: int) -> tuple[Tensor, Tensor]:
     """24 walks over 32 tokens by `stride`, one step in ten at random: tokens and targets, [24, 15]."""
     generator = torch.Generator().manual_seed(1000 * stride + step)
@@ -360,9 +349,6 @@ def test_a_trained_model_learns_another_text_as_well_as_from_exact_slopes() -> N
             course.append(heldout(model))
     assert course == sorted(course, reverse=True) and course[-1] < course[0] - 0.15
     assert abs(course[-1] - heldout(reference)) < 0.05
-
-
-# ---------------------------------------------------------------- what is refused, what is said
 
 
 @pytest.mark.parametrize(

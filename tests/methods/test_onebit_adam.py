@@ -190,9 +190,6 @@ def errors_of(alone: Alone) -> dict[str, dict[str, Tensor]]:
     return {kind: saved[kind] for kind in ("worker", "server")}
 
 
-# ---------------------------------------------------------------- when it freezes
-
-
 def first_frozen(alone: Alone, lrs: list[float], scale_at: Any = lambda step: 1.0) -> int | None:
     """The number of exact steps."""
     for step, lr in enumerate(lrs):

@@ -125,9 +125,6 @@ def test_a_rank_is_clipped_as_one_vector(told: list[dict[str, Any]]) -> None:
     assert float(vector.norm()) == pytest.approx(2.0 / 2, rel=1e-5)
 
 
-# ---------------------------------------------------------------- noise
-
-
 def noisy(rank: int, world_size: int) -> dict[str, Any]:
     nothing = torch.zeros(SIDE, SIDE), torch.zeros(VECTOR)
     seeded = Sketch(clip=2.0, noise=1.5, noise_seed=7)
@@ -166,8 +163,6 @@ def test_epsilon_grows_with_steps_and_falls_with_noise() -> None:
     # Four times the noise makes up for sixteen times the steps.
     assert epsilon(4.0, 16, 1e-5) == pytest.approx(epsilon(1.0, 1, 1e-5))
 
-
-# ---------------------------------------------------------------- leakage
 
 CLASSES, FEATURES, TRIALS = 10, 64, 100
 

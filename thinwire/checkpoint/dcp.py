@@ -86,9 +86,6 @@ class Chunk:
 Index = dict[str, list[Chunk]]
 
 
-# ---------------------------------------------------------------- save
-
-
 class PieceSavePlanner(SavePlanner):
     """Every piece is a shard of its tensor; there is nothing to agree on."""
 
@@ -255,9 +252,6 @@ def _write_items(name: str, piece: Piece) -> Iterator[WriteItem]:
         size, offsets = torch.Size([length]), torch.Size([place])
         data = TensorWriteData(ChunkStorageMetadata(offsets, size), properties, torch.Size([piece.numel]))
         yield WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=data)
-
-
-# ---------------------------------------------------------------- load
 
 
 def part_of(folder: Path, rank: int) -> Path:

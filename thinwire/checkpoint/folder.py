@@ -65,9 +65,6 @@ def point_to(checkpoint: Path) -> None:
     write_durably(checkpoint.parent / POINTER, checkpoint.name.encode())
 
 
-# ---------------------------------------------------------------- checksums
-
-
 def checksum(path: Path) -> tuple[int, int]:
     """(Bytes, CRC-32) of a file."""
     size = crc = 0
@@ -203,9 +200,6 @@ def choose(checkpoints: Path, *, moves_pointer: bool = True) -> tuple[Path | Non
     return None, []
 
 
-# ---------------------------------------------------------------- which to keep
-
-
 @dataclass(frozen=True)
 class Keep:
     """What stays: the last `last`; with every > 0 those after its multiples; with `best`, the one of least loss."""
@@ -246,9 +240,6 @@ def best_of(checkpoints: Iterable[Path]) -> Path | None:
 def leftovers(checkpoints: Path) -> Iterator[Path]:
     """What saves that were cut short have left behind."""
     yield from checkpoints.glob(".step-*")
-
-
-# ---------------------------------------------------------------- the step after
 
 
 def note_next_loss(checkpoint: Path, loss: float) -> None:

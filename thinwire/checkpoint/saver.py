@@ -124,8 +124,6 @@ class Saver:
         self._problems: list[str] = []
         self.last_step = -1
 
-    # ---------------------------------------------------------------- of the training thread
-
     def save(self, step: int, snapshot: Snapshot, *, loss: float | None, about: Mapping[str, Any]) -> None:
         """Copy the snapshot, and write it in the background; waits for a save that is still under way."""
         self.wait()
@@ -183,8 +181,6 @@ class Saver:
             staged[name] = replace(own, values=held)
         return staged
 
-    # ---------------------------------------------------------------- of the thread that writes
-
     def _save(self, manifest: Manifest, text: dict[str, Any], pieces: dict[str, Piece], key: str) -> str:
         """Write, tell, and complete what all have written; why that failed, or nothing."""
         time.sleep(HEAD_START_S)
@@ -203,14 +199,14 @@ class Saver:
 
     def _agree(self, temporary: Path, manifest: Manifest, key: str, problem: str, files: Mapping[str, Any]) -> str:
         """Complete what all have written; why that failed, or nothing."""
-        self._tell(f"{key}/{self.disk.rank}", {"problem": problem, "files": files})
-        told = self._hear([f"{key}/{rank}" for rank in range(manifest.world_size)])
+        self._publish(f"{key}/{self.disk.rank}", {"problem": problem, "files": files})
+        told = self._read_all([f"{key}/{rank}" for rank in range(manifest.world_size)])
         problem = next((word["problem"] for word in told if word["problem"]), "")
         if self.disk.is_leader:
             all_files = {name: list(size) for word in told for name, size in word["files"].items()}
             problem = self._complete(temporary, replace(manifest, files=all_files), problem)
-            self._tell(f"{key}/done/{self.disk.rank}", {"problem": problem})
-        done = self._hear([f"{key}/done/{leader}" for leader in self.disk.leaders])
+            self._publish(f"{key}/done/{self.disk.rank}", {"problem": problem})
+        done = self._read_all([f"{key}/done/{leader}" for leader in self.disk.leaders])
         problem = next((word["problem"] for word in done if word["problem"]), "")
         if self.disk.is_leader and not problem:
             # Not before: another disk may still have only what this one would give up.
@@ -228,11 +224,11 @@ class Saver:
             shutil.rmtree(temporary, ignore_errors=True)
         return problem
 
-    def _tell(self, key: str, word: Mapping[str, Any]) -> None:
+    def _publish(self, key: str, word: Mapping[str, Any]) -> None:
         self._store.set(key, json.dumps(word))
 
-    def _hear(self, keys: list[str]) -> list[dict[str, Any]]:
-        """What the ranks have told under these keys."""
+    def _read_all(self, keys: list[str]) -> list[dict[str, Any]]:
+        """What the ranks have published under these keys."""
         due = time.monotonic() + self.timeout_s
         for key in keys:
             while not self._store.check([key]):

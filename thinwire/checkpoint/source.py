@@ -68,8 +68,6 @@ class Source:
         for share in (Share(*fields) for fields in self._parts[rank]["shares"]):
             self._shares.setdefault(share.kind, {}).setdefault(share.name, []).append((rank, share))
 
-    # ---------------------------------------------------------------- what is there
-
     @property
     def common(self) -> dict[str, Any]:
         """Numbers that were the same on all ranks."""
@@ -107,8 +105,6 @@ class Source:
     @property
     def scalar_kinds(self) -> set[str]:
         return {kind for part in self._parts.values() for kind in part["scalars"]}
-
-    # ---------------------------------------------------------------- read
 
     def read(self, pieces: Mapping[str, Piece]) -> None:
         """Fill the values of these pieces. Raises CheckpointError for elements that are not there."""
@@ -154,8 +150,6 @@ class Source:
             tensor = torch.empty(shape, dtype=dtype_named(chunks[0].dtype) if chunks else torch.float32)
             self.read({f"{kind}/{name}": Piece.whole(tensor)})
             yield name, tensor
-
-    # ---------------------------------------------------------------- the report
 
     def note(self, what: str, became: str, why: str = "") -> None:
         """One line of the load report: what was found, carried, transformed or dropped."""

@@ -264,7 +264,7 @@ class ElasticPeers:
             "clock": time.time(),
         }  # fmt: skip
         store.set(MEMBER.format(rank), json.dumps(mine))
-        told = self._hear_all(store, size)
+        told = self._gather_all(store, size)
         members = tuple(one["island"] for one in told)
         if len(set(members)) < size:
             others = [one for number, one in enumerate(told) if one["island"] == self.island and number != rank]
@@ -285,7 +285,7 @@ class ElasticPeers:
         joined = tuple(island for island in members if island not in survivors)
         return Membership(last + 1, members, joined, tuple(sorted(before - survivors)), 0.0)
 
-    def _hear_all(self, store: dist.Store, size: int) -> list[dict[str, Any]]:
+    def _gather_all(self, store: dist.Store, size: int) -> list[dict[str, Any]]:
         """What every member tells of itself; raises RuntimeError where one is gone before it has."""
         keys = [MEMBER.format(rank) for rank in range(size)]
         due = time.monotonic() + self.timeout_s + 2 * self.last_call_s

@@ -87,7 +87,7 @@ class Wire:
                     never = self.group.recv([torch.empty(1, dtype=torch.uint8)], self.positions[peer], NEVER_SENT)
                     never.wait(timedelta(milliseconds=1))
 
-    def among(self, members: Sequence[int]) -> Wire:
+    def subgroup(self, members: Sequence[int]) -> Wire:
         """The same wire as some of its ranks see it, this one among them: a rank is its position in `members`."""
         part = copy.copy(self)
         part.global_ranks = [self.global_ranks[rank] for rank in members]

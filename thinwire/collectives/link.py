@@ -86,13 +86,13 @@ class Link:
         number = next(self.rounds)
         return Exchange(self.wire, self.number, number, operation, level, receives, length, self.scratch)
 
-    def among(self, members: Sequence[int], inside: str = "intra") -> Link:
+    def subgroup(self, members: Sequence[int], inside: str = "intra") -> Link:
         """The link as some of the ranks see it: a collective over it is one of theirs alone, slices in their order.
 
         Every rank belongs to one such group, all groups are alike, and all of them run the same collective.
         """
-        grid = self.topology.among(members)
-        return replace(self, wire=self.wire.among(members), topology=grid, inside=inside)
+        grid = self.topology.subgroup(members)
+        return replace(self, wire=self.wire.subgroup(members), topology=grid, inside=inside)
 
     def timed(self, kind: str, operation: str) -> AbstractContextManager[None]:
         """Count a block's seconds; see Meter."""

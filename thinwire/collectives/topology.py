@@ -33,7 +33,7 @@ class Topology:
     def rank(self, node: int, local_rank: int) -> int:
         return node * self.local_size + local_rank
 
-    def among(self, members: Sequence[int]) -> Topology:
+    def subgroup(self, members: Sequence[int]) -> Topology:
         """The grid of some of the ranks, which lie one node after another and in equal numbers on each."""
         local_size = sum(self.node(rank) == self.node(members[0]) for rank in members)
         return Topology(len(members) // local_size, local_size)

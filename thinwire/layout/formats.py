@@ -38,7 +38,7 @@ class WireFormat:
         for codec in (self.intra, self.inter):
             if self.feedback and not codec.traits.contraction:
                 raise ConfigError(
-                    f"{codec} can't have error feedback: where it loses more than it sends, what is owed grows; use "
+                    f"{codec} can't have error feedback: where it loses more than it sends, its memory grows; use "
                     "rounding 'nearest', an unscaled random-k, or no feedback"
                 )
         is_measured = self.differences and not self.weights.traits.contraction

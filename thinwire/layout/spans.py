@@ -124,10 +124,10 @@ class Layout:
         levels, wire, grid = self.levels, self.wire, self.levels.topology
         if isinstance(wire, LevelFormat):
             packets = levels.num_rows * wire.shards.packet_bytes(self.row_numel)
-            shards = gather_bytes(grid.among(levels.neighbours(0)), packets)
+            shards = gather_bytes(grid.subgroup(levels.neighbours(0)), packets)
             yield "weights", levels.inside, num_gathers * shards["intra"]
             yield "weights", "inter", num_gathers * shards["inter"]
-        block, column, stack = (grid.among(group(0)) for group in (levels.block, levels.column, levels.stack))
+        block, column, stack = (grid.subgroup(group(0)) for group in (levels.block, levels.column, levels.stack))
         packet = wire.weights.packet_bytes(self.shard_numel)
         many = reduce_bytes(block, self.row_numel, wire.intra, wire.inter)
         once = reduce_bytes(column, self.shard_numel, wire.intra, wire.inter)

@@ -22,15 +22,25 @@ class LlamaConfig:
     """
 
     vocab_size: int = 256
+    """Number of token ids."""
     hidden_size: int = 512
+    """Width of the residual stream; a multiple of 2 * num_attention_heads."""
     intermediate_size: int = 1024
+    """Inner width of the MLP."""
     num_hidden_layers: int = 4
+    """Number of decoder layers."""
     num_attention_heads: int = 4
+    """Query heads of a layer."""
     num_key_value_heads: int = 2
+    """Key and value heads of a layer; divides num_attention_heads."""
     max_position_embeddings: int = 1024
+    """Most tokens of one sequence."""
     rope_theta: float = 10_000.0
+    """Base of the rotary embedding's frequencies; above 0."""
     rms_norm_eps: float = 1e-5
+    """Added to the mean square in every norm; above 0."""
     tie_word_embeddings: bool = False
+    """Use the embedding's weights for the output layer too."""
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -76,7 +76,7 @@ class Origin:
         """The case that no island has come or gone."""
         return cls(num_islands, has_own, next_loss(source.folder))
 
-    def among(self, number: int) -> Origin:
+    def with_islands(self, number: int) -> Origin:
         """The same if another number of islands continues."""
         before = self.num_islands
         row: Row = ("resume: islands", "left out", f"{before} have saved, and {number} go on")

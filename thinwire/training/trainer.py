@@ -328,8 +328,6 @@ class Trainer:
             tokens = generate(self.model, torch.tensor([prompt]), self.config.sample_tokens, 0.8, generator)
         return self.tokenizer.decode(tokens[0].tolist())
 
-    # ---------------------------------------------------------------- checkpoints
-
     def _catch_up(self) -> int:
         """The step after which a run without a checkpoint begins: 0, or the last that a strategy replays from a log."""
         step = self.optimizer.catch_up()
@@ -366,7 +364,7 @@ class Trainer:
         if before > island.num_islands == 1 and not self.optimizer.has_islands:
             origin = leave_islands(source, before, self.optimizer, self.place.rank)
         elif before != island.num_islands:
-            origin = origin.among(island.num_islands)
+            origin = origin.with_islands(island.num_islands)
         if origin.next_loss is not None or not source.is_same:
             self._known_after = position["step"]
         proof_row = self._prepare_proof(source, origin, position["step"])

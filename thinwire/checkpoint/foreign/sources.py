@@ -31,9 +31,6 @@ class Source(Protocol):
         ...
 
 
-# ---------------------------------------------------------------- Hugging Face
-
-
 class SafetensorsSource:
     """A folder of .safetensors files, each tensor whole in one of them.
 
@@ -80,9 +77,6 @@ def opened(path: Path) -> Any:
         raise ThinwireError(f"{path} is damaged: {error}") from error
 
 
-# ---------------------------------------------------------------- torch.distributed.checkpoint
-
-
 class SafeReader(dcp.FileSystemReader):
     """torch's reader with its metadata, a pickle, read by `load_metadata`, and once; tensors it reads safely itself."""
 
@@ -119,9 +113,6 @@ class DCPSource:
             cause = next(iter(error.failures.values()))[0]
             raise ThinwireError(f"{name} can't be read from {self._reader.path}: {cause}") from error
         return [tensor]
-
-
-# ---------------------------------------------------------------- Megatron
 
 
 class MegatronSource:
@@ -188,9 +179,6 @@ def layer_of(name: str) -> int | None:
 def moved(name: str, num_layers: int) -> str:
     """The name with its layer's number raised by those of the stages before."""
     return re.sub(r"(?<=^decoder\.layers\.)\d+", lambda match: str(int(match[0]) + num_layers), name)
-
-
-# ---------------------------------------------------------------- DeepSpeed
 
 
 class Zero3Source:

@@ -51,7 +51,7 @@ class Axis:
         """The communicator's link as these ranks see it: a collective over it is theirs alone."""
         if self.size == self.comm.world_size:
             return link
-        return replace(link, wire=link.wire.among(self.members), topology=self.grid)
+        return replace(link, wire=link.wire.subgroup(self.members), topology=self.grid)
 
     def submit(self, job: Callable[[Link], Rounds[T]]) -> Future[T]:
         """Run `job` among these ranks; see Communicator."""

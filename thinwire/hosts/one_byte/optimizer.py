@@ -99,11 +99,9 @@ class OneByteOptimizer(AgreeingOptimizer):
         super().__init__(model, inner, Ranks(comm, comm), dict(trained), self.directions.num_elements, rows)
         self.steps = log.end
         self._slopes = torch.zeros(method.samples, dtype=torch.float64)
-        self._heard: Tensor | None = None
+        self._received: Tensor | None = None
         self._factor = 0.0
         self._has_warned = False
-
-    # ---------------------------------------------------------------- a sample
 
     @torch.no_grad()
     def measure(self, loss: Callable[[], Tensor]) -> Tensor:
@@ -138,8 +136,6 @@ class OneByteOptimizer(AgreeingOptimizer):
         """Forget what was handed in."""
         self._slopes.zero_()
 
-    # ---------------------------------------------------------------- a step
-
     def step(self) -> None:
         """Exchange the bytes, update the weights with all of them; a collective over all ranks.
 
@@ -168,14 +164,14 @@ class OneByteOptimizer(AgreeingOptimizer):
             words = [torch.tensor([self._loss], dtype=torch.float32), torch.tensor([self._stop], dtype=torch.uint8)]
             message = torch.cat([byte.encode(self._slopes), *(word.view(torch.uint8) for word in words)])
             try:
-                self._heard = self.comm.wait(self.comm.all_gather_exact(message))
+                self._received = self.comm.wait(self.comm.all_gather_exact(message))
             except PeerLostError:
                 # All that was done together so far can be repeated by those who start again.
                 self._keep_log()
                 raise
-            losses = self._heard[:, -WORD_BYTES:-1].clone(memory_format=torch.contiguous_format).view(torch.float32)
+            losses = self._received[:, -WORD_BYTES:-1].clone(memory_format=torch.contiguous_format).view(torch.float32)
             self.mean_loss = float(losses.double().mean())
-            self.stop_requested = self.stop_requested or bool(self._heard[:, -1].any())
+            self.stop_requested = self.stop_requested or bool(self._received[:, -1].any())
             self._slopes.zero_()
             slopes = self.log.slopes(self._codes)
             applied = slopes[slopes != 0]
@@ -185,8 +181,8 @@ class OneByteOptimizer(AgreeingOptimizer):
 
     @property
     def _codes(self) -> Tensor:
-        assert self._heard is not None
-        return self._heard[:, :-WORD_BYTES]
+        assert self._received is not None
+        return self._received[:, :-WORD_BYTES]
 
     def _scale(self, factor: float) -> None:
         self._factor *= factor
@@ -204,8 +200,6 @@ class OneByteOptimizer(AgreeingOptimizer):
         if torch.is_autocast_enabled("cpu") and not self._has_warned and self.comm.rank == 0:
             logger.warning("thinwire: one-byte takes differences of losses, which bf16 rounds: try --dtype fp32")
         self._has_warned = True
-
-    # ---------------------------------------------------------------- the log in a file
 
     def catch_up(self) -> int:
         """Before the first step: repeat what the file `method.log` of the first rank holds; the number of steps done.
@@ -249,8 +243,6 @@ class OneByteOptimizer(AgreeingOptimizer):
         if self.method.log and self.comm.rank == 0:
             self.log.save(self.method.log)
 
-    # ---------------------------------------------------------------- what is known
-
     @property
     def bytes_per_step(self) -> int:
         """Payload this rank sends in one step: n samples, its loss and its wish to stop, to each other rank."""
@@ -282,8 +274,6 @@ class OneByteOptimizer(AgreeingOptimizer):
                 f"{self.uncompressed_bytes_per_step / 1e6:.3f} MB in fp32",
             ),
         ]
-
-    # ---------------------------------------------------------------- state
 
     def _own(self) -> dict[str, Any]:
         return {"log": self.log.state_dict()}

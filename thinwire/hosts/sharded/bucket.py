@@ -143,7 +143,7 @@ class Bucket:
         """live = C(shard) of the s1 neighbours, the own one included, so that all compute with the same weights."""
         levels, n, wire = self.layout.levels, self.layout.row_numel, self.layout.wire
         assert isinstance(wire, LevelFormat)
-        group, device = link.among(levels.neighbours(link.rank), levels.inside), self.live.device
+        group, device = link.subgroup(levels.neighbours(link.rank), levels.inside), self.live.device
         packets = link.scratch("shards", levels.num_rows, wire.shards.packet_bytes(n), device=device)
         with link.timed("encode_s", "weights"):
             for row, packet in zip(self.shard.view(levels.num_rows, n), packets, strict=True):
@@ -173,7 +173,7 @@ class Bucket:
         grads.clear()
         once = layout.module is None
         total = yield from reduce_scatter(
-            link.among(levels.block(rank)), flat, wire.intra, wire.inter,
+            link.subgroup(levels.block(rank)), flat, wire.intra, wire.inter,
             seed=seed if once else derive_seed(seed, rank // levels.gradients_over), counter=counter,
             operation="gradients", lost=self.lost,
         )  # fmt: skip
@@ -183,7 +183,7 @@ class Bucket:
                 return
             counter += rank % levels.gradients_over * layout.row_numel
             total = yield from reduce_scatter(
-                link.among(levels.column(rank)), self.sums, wire.intra, wire.inter,
+                link.subgroup(levels.column(rank)), self.sums, wire.intra, wire.inter,
                 seed=derive_seed(seed, levels.num_blocks), counter=counter, operation="gradient sums",
             )  # fmt: skip
         torch.mul(total, 1.0 / link.topology.world_size, out=self.shard_grad)
@@ -204,7 +204,7 @@ class Bucket:
                 message = torch.sub(message, self.own, out=difference)
             packet = link.scratch("update", codec.packet_bytes(n), device=device)
             codec.encode(message, seed=seed, counter=layout.first_counter + layout.shard_start(link.rank), out=packet)
-        column, stack = link.among(levels.column(link.rank)), link.among(levels.stack(link.rank))
+        column, stack = link.subgroup(levels.column(link.rank)), link.subgroup(levels.stack(link.rank))
         slices = packet[None]
         if levels.num_blocks > 1:
             gathered = yield from all_gather_packets(column, packet, operation, codec.length)

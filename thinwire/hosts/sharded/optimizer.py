@@ -146,7 +146,7 @@ class ShardedOptimizer(InStep, torch.optim.Optimizer):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the mean gradient to a global 2-norm of at most `max_norm`; returns the norm before (fp64 scalar).
 
-        What error feedback owes follows, see Clipping. Call it between backward and step, on all ranks.
+        The memory of error feedback follows, see Clipping. Call it between backward and step, on all ranks.
         torch.nn.utils.clip_grad_norm_ sees only this rank's gradients, which have been sent already: step refuses to go
         on after it.
         """

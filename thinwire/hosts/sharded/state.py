@@ -19,7 +19,7 @@ from thinwire.state.replicas import check_layout
 
 
 class ShardedState:
-    """Masters, compute weights, what error feedback owes, and the user's optimizer, of one rank."""
+    """Masters, compute weights, the memory of error feedback, and the user's optimizer, of one rank."""
 
     def __init__(
         self,

@@ -56,15 +56,15 @@ REDUCTIONS: dict[str, type[Mean]] = {"fp32": Mean, "bf16": CastMean}
 class DDP(DDPMethod):
     """torch's DistributedDataParallel over gloo: one all_reduce of the gradients, the optimizer's state on every rank.
 
-    wire: "fp32", or "bf16": gradients are divided by P, cast, summed in bf16 on the way and cast back; weights, masters
-    and the optimizer stay fp32. find_unused_parameters: DDP's own option, for models of which a step may leave out
-    parameters. Sends 2 (P-1)/P times the gradients' bytes per step.
+    Sends 2 (P-1)/P times the gradients' bytes per step. Weights, masters and the optimizer stay fp32.
 
     Raises ConfigError for another wire. Source: Li et al., "PyTorch Distributed", VLDB 2020.
     """
 
     wire: str = "fp32"
+    """fp32, or bf16: gradients are divided by P, cast, summed in bf16 on the way and cast back."""
     find_unused_parameters: bool = False
+    """DDP's own option; set it for a model that leaves out parameters in some steps."""
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -33,10 +33,8 @@ class DeMo(DDPMethod):
         m <- m - IDCT(q)                      what was sent has left: the momentum is its own error feedback
         w <- w - lr sign(IDCT(mean over ranks of q))
 
-    chunk: blocks are chunk x chunk elements of a matrix (further dimensions count as columns), or `chunk` of a vector;
-    where that does not divide a side, the largest divisor below it. density: share of a block's coefficients that
-    travels. values: "fp32" or "bf16"; what rounding loses stays in m. The update has one size whatever the gradients'
-    is, so that clipping them has no effect. Takes SGD without momentum.
+    Further dimensions of a matrix count as columns. The update has one size whatever the gradients' is, so that
+    clipping them has no effect. Takes SGD without momentum.
 
     Raises ConfigError for values out of range.
     Source: Peng, Quesnelle and Kingma, "Decoupled Momentum Optimization" (2024), algorithm 1.
@@ -51,9 +49,14 @@ class DeMo(DDPMethod):
     name: ClassVar[str] = "demo"
 
     beta: float = 0.999
+    """Decay of the momentum in one step; from 0 to below 1."""
     density: float = 1 / 128
+    """Share of a block's coefficients that travels; from 1 / chunk^2 to 1."""
     chunk: int = 64
+    """Side of a block of a matrix, or length of a block of a vector, in elements; from 1 to 4096. Where it does not
+    divide a side, the largest divisor below it takes its place."""
     values: str = "bf16"
+    """Type of the coefficients that travel: fp32 or bf16. What rounding loses stays in the momentum."""
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -44,11 +44,8 @@ class DGC(OnWholeStep, Plannable):
         v's largest entries travel and are cleared in v; with factor_masking in u too
         w <- w - lr (1/N) sum over N nodes of what travelled
 
-    nesterov: u <- m (u + g), v <- v + u + g. clip: see WholeStep; 0: none. density: share of each `group` of elements
-    of a tensor that travels. warmup: densities of the first stages of `warmup_steps` steps each; None: a tenth of a
-    training run in all, 25 in a loop of one's own. values: "fp32" or "bf16"; what rounding loses stays in v. stride:
-    the bound on what travels is estimated from every stride-th element; 1: the exact largest. Tensors with fewer than
-    two dimensions travel in fp32, with the momentum on their mean. Takes SGD without momentum, or DGCSGD.
+    With nesterov, u <- m (u + g) and v <- v + u + g. Tensors with fewer than two dimensions travel in fp32, with the
+    momentum on their mean. Takes SGD without momentum, or DGCSGD.
 
     Raises ConfigError for values out of range. Source: Lin, Han, Mao, Wang and Dally, "Deep Gradient Compression"
     (ICLR 2018), sections 3.1 to 3.3.
@@ -59,15 +56,26 @@ class DGC(OnWholeStep, Plannable):
     not_on_zero: ClassVar[str] = "keeps gradients back on every node, while zero knows only the sum of what it is given"
 
     density: float = 0.001
+    """Share of each group of elements of a tensor that travels; from 1 / group to 1."""
     momentum: float = 0.9
+    """Factor m of the momentum; from 0 to below 1."""
     nesterov: bool = False
+    """Use Nesterov's form of the momentum."""
     clip: float = 1.0
+    """Largest 2-norm of a rank's gradient, in units of the square root of the number of ranks; 0: no clipping."""
     factor_masking: bool = True
+    """Also clear the momentum of the entries that were sent."""
     warmup: tuple[float, ...] = (0.25, 0.0625, 0.015625, 0.004)
+    """Densities of the first stages, one after the other; an empty list: no warm-up."""
     warmup_steps: int | None = None
+    """Steps of each stage of the warm-up, at least 1; by default all stages take a tenth of a training run, or 25
+    steps each in a loop of one's own."""
     values: str = "fp32"
+    """Type of the values that travel: fp32 or bf16. What rounding loses is sent later."""
     group: int = 1 << 16
+    """Elements of a tensor that compete with each other; from 1 to 2^24."""
     stride: int = 32
+    """Estimate the bound on what travels from every stride-th element; from 1 (the exact bound) to the group."""
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -63,16 +63,20 @@ class WithFeedback(Plannable):
 class EFTopK(WithFeedback):
     """Top-k with error feedback: the largest part of each gradient travels, the rest waits for the next step.
 
-    density: k / n, in every group of `group` elements of a matrix; values travel as bf16. stride: the bound on what
-    travels is estimated from every stride-th element, as DGC's; 1: the exact largest. Vectors and tensors under 256
-    elements travel in fp32. find_unused_parameters: as for ddp. Raises ConfigError for what the codec refuses.
+    Values travel as bf16, vectors and tensors under 256 elements in fp32.
+
+    Raises ConfigError for what the codec refuses.
     Source: Stich, Cordonnier and Jaggi, "Sparsified SGD with memory" (NeurIPS 2018).
     """
 
     density: float = 0.01
+    """Share k / n of the elements of every group that travels; from 1 / group to 1."""
     group: int = 4096
+    """Elements of a matrix that compete with each other; from 1 to 2^24."""
     stride: int = 1
+    """Estimate the bound on what travels from every stride-th element; from 1 (the exact bound) to the group."""
     find_unused_parameters: bool = False
+    """DDP's own option; set it for a model that leaves out parameters in some steps."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -97,14 +101,18 @@ class EFTopK(WithFeedback):
 class EFInteger(WithFeedback):
     """Integers of a few bits with error feedback: each gradient is rounded to the nearest, the rest waits.
 
-    bits: 2, 3, 4, 6 or 8. group: elements of a matrix that share a bf16 scale. Vectors and tensors under 256 elements
-    travel in fp32. find_unused_parameters: as for ddp. Raises ConfigError for what the codec refuses.
+    Vectors and tensors under 256 elements travel in fp32.
+
+    Raises ConfigError for what the codec refuses.
     Source: Karimireddy et al., "Error feedback fixes SignSGD and other gradient compression schemes" (ICML 2019).
     """
 
     bits: int = 4
+    """Bits of an element: 2, 3, 4, 6 or 8."""
     group: int = 64
+    """Elements of a matrix that share a bf16 scale; at least 1."""
     find_unused_parameters: bool = False
+    """DDP's own option; set it for a model that leaves out parameters in some steps."""
 
     def __post_init__(self) -> None:
         check_types(self)

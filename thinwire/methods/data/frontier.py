@@ -35,12 +35,6 @@ PLAIN: dict[str, Codec] = {"fp32": Identity(), "bf16": Cast("bf16")}
 class Frontier(ShardedMethod):
     """Weights cut over s1 near ranks, gradients over s2, masters and the optimizer's state over all P; s1 | s2 | P.
 
-    weights_over, gradients_over: s1 and s2; by default 2 where nodes have an even number of ranks, else 1, and the
-    ranks of a node. weights: "fp32", "bf16" or "int8", the gather of a module's weights before its forward and its
-    backward. intra: "fp32", "bf16", "int8" or "int4", gradients inside a node, summed there after every micro-batch;
-    inter: between nodes, once a step. hadamard: block of the rotation around int8 and int4 gradients, 0 for none.
-    refresh: "fp32", "bf16", "int8" or "int4", the updated weights on their way from the masters, once a step;
-    differences: it carries master - weight instead of the master, so that what is lost comes back in the next step.
     Norms and biases travel in fp32.
 
     Raises ConfigError for other values, and for int4 without differences.
@@ -53,13 +47,21 @@ class Frontier(ShardedMethod):
     not_on_fsdp: ClassVar[str] = "cuts a model in its own way, not FSDP2's: use `thinwire train --strategy frontier`"
 
     weights_over: int | None = None
+    """Ranks s1 that share the weights, a divisor of P; by default 2 if nodes have an even number of ranks, else 1."""
     gradients_over: int | None = None
+    """Ranks s2 that share the gradients, a multiple of s1 that divides P; by default the ranks of a node."""
     weights: str = "int8"
+    """Type of a module's weights in the gather before its forward and its backward: fp32, bf16 or int8."""
     intra: str = "int8"
+    """Type of gradients inside a node, summed there after every micro-batch: fp32, bf16, int8 or int4."""
     inter: str = "int4"
+    """Type of gradients between nodes, once a step: fp32, bf16, int8 or int4."""
     hadamard: int = 32
+    """Elements in a block of the rotation around int8 and int4 gradients, a power of two from 2; 0: no rotation."""
     refresh: str = "int8"
+    """Type of the updated weights on their way from the masters, once a step: fp32, bf16, int8 or int4."""
     differences: bool = True
+    """Refresh with master - weight instead of the master: what is lost comes back in the next step."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -133,7 +135,7 @@ class Frontier(ShardedMethod):
             ("masters cut over", f"all {world_size} rank(s)", "and the optimizer's state with them"),
             ("units", f"{len(units)}", "children of ModuleLists, and the root for the rest: whole one by one"),
         ]
-        block, column = (levels.topology.among(group(0)) for group in (levels.block, levels.column))
+        block, column = (levels.topology.subgroup(group(0)) for group in (levels.block, levels.column))
         hops = {
             f"weights {self.weights}": (wire.shards, near > 1, "weights are whole on every rank"),
             f"intra {self.intra}": (wire.intra, max(block.local_size, column.local_size) > 1, "no hop inside nodes"),

@@ -14,14 +14,14 @@ from thinwire.methods.options import check_types
 class FSDP(FSDPMethod):
     """torch's fully_shard over thinwire's collectives: one all_gather and one reduce_scatter of everything per step.
 
-    wire: "fp32", or "bf16": weights and gradients travel as bf16, masters and sums stay fp32. Shards are kept whole
-    between forward and backward (reshard_after_forward=False), since on a slow link a second gather costs more than the
-    memory. Sends 8 (P-1)/P bytes per parameter and step, or 4.
+    Shards are kept whole between forward and backward (reshard_after_forward=False), since on a slow link a second
+    gather costs more than the memory. Sends 8 (P-1)/P bytes per parameter and step in fp32, 4 (P-1)/P in bf16.
 
     Raises ConfigError for another wire. Source: Zhao et al., "PyTorch FSDP", VLDB 2023.
     """
 
     wire: str = "fp32"
+    """Type of weights and gradients on the wire: fp32 or bf16. Masters and sums stay fp32."""
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -82,25 +82,26 @@ def _bins(error: float, budget: float, num_bins: int) -> int:
 class LGreCo(DDPMethod):
     """A setting for each parameter, planned anew from time to time, in place of one for all.
 
-    base: the method that compresses, which is planned; its own setting is the uniform one. Candidates reach from
-    uniform / span to uniform * span. start: steps before the first plan; None: 20, or as many as the method takes to
-    settle and to be sampled; every: steps from one to the next; samples: steps before a plan in which what is
-    compressed, memory included, is added up to measure on. alpha: how much error a plan may make, in multiples of the
-    uniform setting's. Where ranks share a node and the method compresses its mean, rank 0 measures on its slice of it.
-
-    Rank 0 measures and chooses; the others get the choice. The tables take as long as compressing each gradient once
-    for every candidate; rank 0 holds the sum of the samples, 4 bytes an element, while it samples.
+    The base's own setting is the uniform one. Rank 0 measures and chooses; the others get the choice. Where ranks share
+    a node and the base compresses its mean, rank 0 measures on its slice of it. The tables take as long as compressing
+    each gradient once for every candidate; rank 0 holds the sum of the samples, 4 bytes an element, while it samples.
 
     Raises ConfigError for a base that has nothing to plan, alpha or span below 1, and times that do not fit.
     Source: Alimohammadi et al., "L-GreCo: Layerwise-Adaptive Gradient Compression" (MLSys 2024), section 3.
     """
 
     base: Plannable
+    """The method that compresses, which is planned."""
     alpha: float = 1.0
+    """Error that a plan may make, in multiples of the uniform setting's error; at least 1."""
     span: float = 4.0
+    """Candidates reach from the uniform setting / span to the uniform setting * span; at least 1."""
     start: int | None = None
+    """Steps before the first plan; by default 20, or the least: what the base takes to settle and to be sampled."""
     every: int = 100
+    """Steps from one plan to the next; at least the number of samples."""
     samples: int = 10
+    """Steps before a plan whose gradients, error memory included, are added up to measure on; at least 1."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.base, Plannable):

@@ -31,11 +31,6 @@ class OneByte:
     every p as one byte, and gives its optimizer g = (1/n) sum p z over all n samples of all ranks; E[g] is the gradient
     to within O(eps^2), |g - E[g]|^2 about (d + 1)/n of its square, for d trained parameters.
 
-    samples: of each rank in one step; each costs two forward passes per micro-batch. eps: how far weights are moved.
-    average: "mean" divides by n, "sqrt" by the root of n, as published: its step grows with the ranks. cap: the largest
-    |p| that any rank applies. check_every: steps between comparisons of the replicas; 0: none. log: file in which the
-    first rank keeps the log (OneByteLog); where it exists, `catch_up` begins with its steps; empty: none.
-
     Raises ConfigError for values out of range. Source: Zelikman, Huang, Liang, Haber and Goodman, "Just One Byte (per
     gradient)" (2023); Malladi et al., "Fine-Tuning Language Models with Just Forward Passes" (NeurIPS 2023), algorithm
     1; Spall, "Multivariate stochastic approximation using a simultaneous perturbation gradient approximation" (1992).
@@ -49,11 +44,17 @@ class OneByte:
     not_inside_islands: ClassVar[str] = "keeps a log of all that was applied, which exchanges would not be in"
 
     samples: int = 1
+    """Samples of each rank in one step, at least 1; each costs two forward passes per micro-batch."""
     eps: float = 1e-3
+    """Factor of the step along a direction z to the two weights that are compared; above 0."""
     average: str = "mean"
+    """mean divides the sum by n, sqrt by the root of n, as published: its step grows with the ranks."""
     cap: float = MAX_SLOPE
+    """Largest absolute p that any rank applies; above 0, up to 2630.69, the most that a byte can hold."""
     check_every: int = 64
+    """Steps between comparisons of the replicas; 0: never."""
     log: str = ""
+    """File of the OneByteLog that the first rank keeps; `catch_up` begins with what is in it. Empty: none."""
 
     def __post_init__(self) -> None:
         check_types(self)

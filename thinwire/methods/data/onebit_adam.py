@@ -42,10 +42,9 @@ class OneBitAdam(OnWholeStep):
                 z = mean of C(y) + E         E <- z - C(z)             on the server; C(z) to all, where it becomes m
                 x <- x - lr m / (sqrt(v) + eps)                        v as it was when the first part ended
 
-    C(y) = sign(y) |y| / sqrt(d) for each tensor and server. freeze: the number of exact steps; below 1, that share of a
-    training run; 0: until, with the learning rate not rising, |v| has kept 0.96 of what it was 1 / (1 - b2) steps
-    before (1-norms, bias corrected); None: a fifth of a training run, 0 in a loop of one's own. clip: see WholeStep.
-    Tensors with fewer than two dimensions stay with exact Adam, in fp32. Takes thinwire.OneBitAdamW, which has b1, b2.
+    C(y) = sign(y) |y| / sqrt(d) for each tensor and server. The automatic rule freezes once, with the learning rate not
+    rising, |v| has kept 0.96 of what it was 1 / (1 - b2) steps before (1-norms, bias corrected). Tensors with fewer
+    than two dimensions stay with exact Adam, in fp32. Takes thinwire.OneBitAdamW, which has b1, b2.
 
     Raises ConfigError for values out of range. Source: Tang et al., "1-bit Adam" (ICML 2021), algorithm 1.
     """
@@ -55,7 +54,10 @@ class OneBitAdam(OnWholeStep):
     not_on_zero: ClassVar[str] = "needs the whole momentum on every rank, of which zero keeps a slice"
 
     freeze: float | None = None
+    """Exact steps before the variance is frozen: a number from 2, or a share of the run below 1; 0: an automatic
+    rule. By default a fifth of a training run, 0 in a loop of one's own."""
     clip: float = 1.0
+    """Largest 2-norm of a rank's gradient, in units of the square root of the number of ranks; 0: no clipping."""
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -43,9 +43,7 @@ class PowerSGD(Plannable):
         P  = orthonormal basis of the columns of sum_ranks M Q        n x r
         Q  = (1/P) sum_ranks M^T P                                    m x r
         E  = M - P (M^T P)^T       and P Q^T takes the place of G
-    rank: r, at most min(n, m). start_step: steps before it are plain fp32. min_compression: matrices for which
-    (n + m) r is not this much smaller than n m, and vectors, travel in fp32. wire: "fp32", or "bf16", "int8" or "int4"
-    for P and Q, whose rounding goes into E too. The first Q is drawn from the seed. find_unused_parameters: as for ddp.
+    The first Q is drawn from the seed. Vectors travel in fp32.
 
     Raises ConfigError for a rank below 1, a start_step below 0, a min_compression below 1, another wire.
     Source: Vogels et al., "PowerSGD", NeurIPS 2019, algorithms 1 and 2.
@@ -54,10 +52,15 @@ class PowerSGD(Plannable):
     not_on_zero = "needs whole matrices, which zero cuts anywhere"
 
     rank: int = 4
+    """Columns r of P and Q, at least 1; no more are used than the shorter side of the matrix."""
     start_step: int = 10
+    """First step that is compressed, from 0; steps before it travel in fp32."""
     min_compression: float = 2.0
+    """Compress a matrix only where (n + m) r is this many times smaller than n m, else send it in fp32; at least 1."""
     wire: str = "fp32"
+    """Type of P and Q on the wire: fp32, bf16, int8 or int4. Error feedback covers its rounding too."""
     find_unused_parameters: bool = False
+    """DDP's own option; set it for a model that leaves out parameters in some steps."""
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -22,13 +22,8 @@ from thinwire.methods.sharded import ShardedMethod
 class SDP4Bit(ShardedMethod):
     """Weight differences at 4 bits, gradients at 8 bits inside a node and 4 bits between nodes, Hadamard-rotated.
 
-    weights, gradients: compress this half; off, it travels exactly, in fp32. weight_bits, weight_group: the weight
-    differences. intra_*: the gradients' hop inside a node; inter_*: between nodes. hadamard: block of the rotation
-    around both gradient codecs, 0 for none. rounding: "stochastic" or "nearest". weight_scale, gradient_scale: "fp32"
-    or "bf16" scales; gradients in groups of 64 with bf16 scales take the bits of the paper's groups of 128 with fp32
-    scales, and lose less.
-    vector_bits, vector_group: norms and biases, in both directions and on both hops. entropy_coding: compress what
-    crosses between nodes once more, without loss.
+    Gradients in groups of 64 with bf16 scales take the bits of the paper's groups of 128 with fp32 scales, and lose
+    less.
 
     Raises ConfigError for values the codecs refuse. Source: SDP4Bit, NeurIPS 2024.
     """
@@ -36,20 +31,35 @@ class SDP4Bit(ShardedMethod):
     name: ClassVar[str] = "sdp4bit"
 
     weights: bool = True
+    """Compress weight differences; off: weights travel exactly, in fp32."""
     gradients: bool = True
+    """Compress gradients; off: they travel exactly, in fp32."""
     weight_bits: int = 4
+    """Bits of an element of a weight difference: 2, 3, 4, 6 or 8."""
     weight_group: int = 2048
+    """Elements of a weight difference that share a scale; at least 1."""
     intra_bits: int = 8
+    """Bits of an element of a gradient inside a node: 2, 3, 4, 6 or 8."""
     intra_group: int = 64
+    """Elements of a gradient that share a scale inside a node; a multiple of hadamard."""
     inter_bits: int = 4
+    """Bits of an element of a gradient between nodes: 2, 3, 4, 6 or 8."""
     inter_group: int = 64
+    """Elements of a gradient that share a scale between nodes; a multiple of hadamard."""
     hadamard: int = 32
+    """Elements in a block of the rotation around gradients, a power of two from 2; 0: no rotation."""
     rounding: str = "stochastic"
+    """Rounding of all integers: stochastic or nearest."""
     weight_scale: str = "fp32"
+    """Type of the scales of weight differences: fp32 or bf16."""
     gradient_scale: str = "bf16"
+    """Type of the scales of gradients: fp32 or bf16."""
     vector_bits: int = 8
+    """Bits of an element of norms and biases, in both directions and on both hops: 2, 3, 4, 6 or 8."""
     vector_group: int = 128
+    """Elements of norms and biases that share a scale; a multiple of hadamard."""
     entropy_coding: bool = False
+    """Compress what crosses between nodes once more, without loss."""
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -53,12 +53,8 @@ class Sketch(DDPMethod):
     |g|^2 about 1 + ratio times the mean gradient's, so that the learning rate has to be smaller. Vectors and tensors
     under 256 elements travel as they are.
 
-    kind: "count" or "gaussian". feedback: decode the best contraction instead, which is R_t^T y / (1 + ratio), and add
-    to the next gradient what it lost. clip: scale all that a rank sends in a step to a 2-norm of at most this; 0: not.
-    noise: standard deviation, in multiples of `clip`, of the Gaussian noise in the sum over ranks, of which every rank
-    adds its part before anything leaves it. delta: at which epsilon is told. noise_seed: draw noise that can be
-    repeated, by anybody who knows this number, so that it protects nothing: for experiments; None: from the system.
-    find_unused_parameters: as for ddp.
+    With feedback, the best contraction R_t^T y / (1 + ratio) is decoded instead, and what it lost is added to the next
+    gradient. Every rank adds its part of the noise before anything leaves it.
 
     Raises ConfigError for a ratio that is no power of two from 2 to 256, noise without clip, feedback with clip, and
     noise where the package dp-accounting is missing.
@@ -66,13 +62,22 @@ class Sketch(DDPMethod):
     """
 
     ratio: int = 4
+    """Elements of a matrix for each sum that travels; a power of two from 2 to 256."""
     kind: str = "count"
+    """count: an element is in one sum, with a random sign; gaussian: in all sums of its group, with normal weights."""
     feedback: bool = False
+    """Decode with the least error, and add what is lost to the next gradient; not together with clip."""
     clip: float = 0.0
+    """Scale all that a rank sends in a step to a 2-norm of at most this; 0: no clipping."""
     noise: float = 0.0
+    """Standard deviation of the Gaussian noise in the sum over ranks, in multiples of clip; 0: no noise."""
     delta: float = 1e-5
+    """Delta of the (epsilon, delta) of differential privacy that is reported; above 0 and below 1."""
     noise_seed: int | None = None
+    """Seed of noise that anybody who knows it can repeat, so that it protects nothing: for experiments. By default
+    the system's own randomness."""
     find_unused_parameters: bool = False
+    """DDP's own option; set it for a model that leaves out parameters in some steps."""
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -27,9 +27,7 @@ class TorchPowerSGD(DDPMethod):
     """torch's PowerSGD hook: each gradient matrix travels as two thin ones, and what they lose is added the next time.
 
     M (n x m) is sent as P = M Q (n x r) and Q = M^T P (m x r), P orthonormal, both summed over ranks; M is replaced by
-    P Q^T and M - P Q^T is kept. rank: r. start_step: the first step that is compressed; those before it are plain fp32.
-    min_compression: matrices for which (n + m) r is not this much smaller than n m, and vectors, travel in fp32.
-    find_unused_parameters: as for ddp. All gradients are one bucket, reduced after backward.
+    P Q^T and M - P Q^T is kept. Vectors travel in fp32. All gradients are one bucket, reduced after backward.
 
     Raises ConfigError for a rank below 1, a start_step below 2, a min_compression below 1.
     Source: Vogels et al., "PowerSGD", NeurIPS 2019, algorithm 1 and 2.
@@ -38,9 +36,13 @@ class TorchPowerSGD(DDPMethod):
     single_bucket = True
 
     rank: int = 4
+    """Columns r of P and Q; at least 1."""
     start_step: int = 10
+    """First step that is compressed, from 2; steps before it travel in fp32."""
     min_compression: float = 2.0
+    """Compress a matrix only where (n + m) r is this many times smaller than n m, else send it in fp32; at least 1."""
     find_unused_parameters: bool = False
+    """DDP's own option; set it for a model that leaves out parameters in some steps."""
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -39,12 +39,8 @@ class TwoWay(DDPMethod):
         pull    c   = C(sum_i c_i + (lr_before/lr) e)                 e   <- what C lost, on the slice's owner
         g takes the value c / P
     Inside a node gradients are summed in fp32 first, so that i counts nodes; where there is one node, it counts ranks.
-    codec: "sign", "topk", "randomk" (all ranks draw the same elements), "natural" (powers of two) or "integer".
-    density: of topk and randomk, 0.01 by default. bits: of natural and integer, 4 by default. error_feedback: keep e_i
-    and e. By default on for sign, topk and randomk; off, randomk, natural and integer take their unbiased form.
-    min_bytes: smaller tensors, and vectors, travel in fp32. chunk_bytes: large tensors are cut, and small ones put
-    together, into messages of about so much fp32. threads: that compress, a message each; one that is ready travels
-    while others are compressed, and the communication thread serves other jobs. find_unused_parameters: as for ddp.
+    Without error feedback, randomk, natural and integer take their unbiased form. A message that is ready travels while
+    others are compressed, and the communication thread serves other jobs.
 
     Raises ConfigError for values that the codec refuses or does not take.
     Source: Zhong, Xie, Zheng and Lin, "Compressed Communication for Distributed Training: Adaptive Methods and System"
@@ -55,13 +51,23 @@ class TwoWay(DDPMethod):
     not_on_zero = "sends gradients back, which zero does not; ZeroCompressed is its way there"
 
     codec: str = "sign"
+    """Codec of the gradients of matrices: sign, topk, randomk (all ranks draw the same elements), natural (powers of
+    two) or integer."""
     density: float | None = None
+    """Share of the elements that travels: topk takes 1/1024 to 1, randomk 1/16384 to 1/2. By default 0.01."""
     bits: int | None = None
+    """Bits of an element, of natural and integer: 2, 3, 4, 6 or 8. By default 4."""
     error_feedback: bool | None = None
+    """Keep what the codec loses, on the way there and back, and send it later; by default on for sign, topk and
+    randomk. sign and topk can't do without."""
     min_bytes: int = 1_024_000
+    """Tensors of fewer fp32 bytes, and vectors, travel in fp32; at least 0."""
     chunk_bytes: int = 4_096_000
+    """Cut large tensors, and put small ones together, into messages of about so many fp32 bytes; at least 65536."""
     threads: int = 2
+    """Threads that compress, a message each; at least 1."""
     find_unused_parameters: bool = False
+    """DDP's own option; set it for a model that leaves out parameters in some steps."""
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -22,10 +22,8 @@ from thinwire.methods.sharded import ShardedMethod
 class ZeroCompressed(ShardedMethod):
     """Sparse or few-bit gradients between nodes on the sharded optimizer, with error feedback; fp32 inside a node.
 
-    codec: of the gradients of matrices: "sign", "topk", "randomk", "natural" or "integer". density: of topk and
-    randomk, 0.01 by default. bits: of natural and integer, 4 by default. error_feedback: on by default for sign, topk
-    and randomk; off, randomk, natural and integer take their unbiased form. weights: "int4" differences as SDP4Bit's,
-    "bf16" or "fp32". Gradients of norms and biases travel in fp32.
+    Without error feedback, randomk, natural and integer take their unbiased form. Gradients of norms and biases travel
+    in fp32.
 
     Raises ConfigError for values that do not fit each other. Source: Karimireddy et al., "Error feedback fixes SignSGD"
     (ICML 2019), on every hop of a sharded sum.
@@ -34,10 +32,17 @@ class ZeroCompressed(ShardedMethod):
     name: ClassVar[str] = "zero-compressed"
 
     codec: str = "sign"
+    """Codec of the gradients of matrices: sign, topk, randomk (all ranks draw the same elements), natural (powers of
+    two) or integer."""
     density: float | None = None
+    """Share of the elements that travels: topk takes 1/1024 to 1, randomk 1/16384 to 1/2. By default 0.01."""
     bits: int | None = None
+    """Bits of an element, of natural and integer: 2, 3, 4, 6 or 8. By default 4."""
     error_feedback: bool | None = None
+    """Keep what the codec loses, and send it later; by default on for sign, topk and randomk. sign and topk can't
+    do without."""
     weights: str = "int4"
+    """Type of the weights on the wire: int4 (differences, as SDP4Bit's), bf16 or fp32."""
 
     def __post_init__(self) -> None:
         check_types(self)

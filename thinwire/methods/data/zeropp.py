@@ -20,13 +20,8 @@ WIDTHS = {"int8": 8, "int6": 6, "int4": 4, "int3": 3, "int2": 2}
 class ZeroPP(FSDPMethod):
     """ZeRO++: quantised weights, weights kept once per node, quantised gradients in two hops with the exact mean.
 
-    weights: "int8", "int6", "int4", "bf16" or "fp32", in groups of `weight_group`. gradients: the same choice for the
-    hop between nodes, intra_gradients for the hop inside a node ("same": as between), in groups of `gradient_group`,
-    rotated in rows of `hadamard` first (0: not), with `rounding` "nearest" or "stochastic". vectors: norms, biases and
-    other parameters of one dimension, both ways: "bf16", "fp32" or "int8" in groups of 64; they are few, and errors in
-    them weigh more. secondary: keep what a gather brought from other nodes, so that backward and unchanged weights
-    need nothing from outside. loco: error feedback of the gradients, with the weight `loco_beta` of the old error and
-    a fresh start after `loco_reset` steps. reshard_after_forward: in the trainer only; elsewhere fully_shard was told.
+    Norms, biases and other parameters of one dimension have a type of their own: they are few, and errors in them weigh
+    more.
 
     Raises ConfigError for another width and for values that the codecs refuse.
     Source: ZeRO++ (ICLR 2024); LoCo (2024) for the error feedback.
@@ -35,18 +30,32 @@ class ZeroPP(FSDPMethod):
     name: ClassVar[str] = "zeropp"
 
     weights: str = "int8"
+    """Type of weights on the wire: int8, int6, int4, int3, int2, bf16 or fp32."""
     weight_group: int = 2048
+    """Elements of the weights that share a scale; at least 1."""
     gradients: str = "int4"
+    """Type of gradients between nodes: int8, int6, int4, int3, int2, bf16 or fp32."""
     intra_gradients: str = "same"
+    """Type of gradients inside a node: same (as between nodes), int8, int6, int4, int3, int2, bf16 or fp32."""
     gradient_group: int = 128
+    """Elements of the gradients that share a scale; a multiple of hadamard."""
     hadamard: int = 0
+    """Elements in a block of the rotation around gradients, a power of two from 2; 0: no rotation."""
     rounding: str = "nearest"
+    """Rounding of integers: nearest or stochastic."""
     vectors: str = "bf16"
+    """Type of parameters of one dimension, both ways: bf16, fp32 or int8 (in groups of 64)."""
     secondary: bool = True
+    """Keep what a gather brought from other nodes: backward and unchanged weights need nothing from outside."""
     loco: bool = False
+    """Error feedback of the gradients (LoCo)."""
     loco_beta: float = 0.8
+    """Weight of the old error in the feedback; from 0 to below 1."""
     loco_reset: int = 1024
+    """Steps after which the feedback starts afresh; at least 1."""
     reshard_after_forward: bool = True
+    """Drop whole weights after forward and gather them again for backward. In the trainer only: in a loop of one's
+    own, fully_shard has an option of this name."""
 
     def __post_init__(self) -> None:
         check_types(self)

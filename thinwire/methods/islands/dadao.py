@@ -95,11 +95,6 @@ class DADAO(GossipMethod):
     Each rank takes a gradient in when it can, at the time of that step. All x_i approach the minimiser of the sum,
     whatever the graph and whatever the ranks' speeds. At the end all ranks have the mean of the x_i.
 
-    Args:
-        smoothness, strong_convexity: L and mu of every f_i.
-        step_s: seconds of a gradient, the unit of time: ranks that are faster wait.
-        graph: "ring", "star", "complete" or a list of edges.
-
     `DADAO(model, **options)` is the optimizer of a loop of one's own, and a context that all ranks enter: call its
     `step()` after backward, and `zero_grad()`. Its other options: `group`, `seed`, `timeout_s`, `checked`, `announce`.
 
@@ -113,9 +108,13 @@ class DADAO(GossipMethod):
     num_vectors: ClassVar[int] = 7
 
     smoothness: float = 10.0
+    """Smoothness L of every f_i, the most that its gradient changes per unit of distance; at least strong_convexity."""
     strong_convexity: float = 1.0
+    """Strong convexity mu of every f_i; above 0."""
     step_s: float = 0.1
+    """Seconds of a gradient, above 0: the unit of time. Ranks that are faster wait."""
     graph: str | tuple[tuple[int, int], ...] = "ring"
+    """Which ranks exchange with which: ring, star, complete, or a list of edges such as (0, 1) between two ranks."""
 
     def __post_init__(self) -> None:
         check_types(self)

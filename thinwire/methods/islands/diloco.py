@@ -17,10 +17,6 @@ from thinwire.methods.islands.method import OuterMethod, codec_named
 class DiLoCo(IslandsMethod):
     """DiLoCo: H inner steps on every island, then one outer Nesterov step with the mean of how far they went.
 
-    sync_every: H. outer_lr, outer_momentum: of the outer step. codec: of outer gradients: "fp32", "bf16", "int8",
-    "int4" or "e3m0", powers of two in 4 bits. fedspeed: lam of FedSpeed's correction; None: none. rejoin_steps: steps
-    over which the learning rate rises again on an island that has come to others, without what its optimizer knew.
-
     Raises ConfigError for values out of range.
     Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models" (2023).
     """
@@ -28,12 +24,20 @@ class DiLoCo(IslandsMethod):
     name: ClassVar[str] = "diloco"
 
     inner: Method = field(default_factory=DDP)
+    """The strategy inside each island."""
     sync_every: int = 100
+    """Inner steps H between two exchanges; at least 1."""
     outer_lr: float = 0.7
+    """Learning rate of the outer step; above 0."""
     outer_momentum: float = 0.9
+    """Momentum of the outer step; from 0 to below 1."""
     codec: str = "fp32"
+    """Codec of what islands send to each other: fp32, bf16, int8, int4 or e3m0 (powers of two in 4 bits)."""
     fedspeed: float | None = None
+    """lam of FedSpeed's correction, in units of the inverse curvature, above 0; by default no correction."""
     rejoin_steps: int = 10
+    """Steps over which the learning rate rises again on an island that has joined others without its optimizer's
+    state; at least 0."""
 
     def __post_init__(self) -> None:
         self.check()
@@ -50,11 +54,6 @@ class DiLoCo(IslandsMethod):
 class StreamingDiLoCo(IslandsMethod):
     """Streaming DiLoCo: the model in fragments, one after the other, at 4 bits, while inner steps go on.
 
-    sync_every: H, steps between two exchanges of one fragment. num_fragments: at most the model's layers; None: one
-    for each three layers. pattern: "strided", layer l goes to fragment l mod P, or "sequential". overlap_steps: steps
-    that an exchange may take. mix: share of its own weights that an island keeps when the result arrives. outer_lr,
-    outer_momentum, codec, rejoin_steps: as DiLoCo's.
-
     Raises ConfigError for values out of range.
     Source: Douillard et al., "Streaming DiLoCo with overlapping communication" (2025).
     """
@@ -62,15 +61,26 @@ class StreamingDiLoCo(IslandsMethod):
     name: ClassVar[str] = "streaming-diloco"
 
     inner: Method = field(default_factory=DDP)
+    """The strategy inside each island."""
     sync_every: int = 100
+    """Inner steps H between two exchanges of one fragment; at least 1."""
     num_fragments: int | None = None
+    """Fragments P of the model, from 1 to its number of layers; by default one for each three layers."""
     pattern: str = "strided"
+    """strided: layer l goes to fragment l mod P; sequential: each fragment gets layers that follow each other."""
     overlap_steps: int = 1
+    """Inner steps that an exchange may take before its result is waited for; from 0 to sync_every - 1."""
     mix: float = 0.5
+    """Share of its own weights that an island keeps when the result arrives; from 0 to below 1."""
     outer_lr: float = 0.4
+    """Learning rate of the outer step; above 0."""
     outer_momentum: float = 0.9
+    """Momentum of the outer step; from 0 to below 1."""
     codec: str = "e3m0"
+    """Codec of what islands send to each other: fp32, bf16, int8, int4 or e3m0 (powers of two in 4 bits)."""
     rejoin_steps: int = 10
+    """Steps over which the learning rate rises again on an island that has joined others without its optimizer's
+    state; at least 0."""
 
     def __post_init__(self) -> None:
         self.check()
@@ -86,9 +96,6 @@ class StreamingDiLoCo(IslandsMethod):
 class LocalSGD(IslandsMethod):
     """Local SGD: every H inner steps each island goes on with the mean of all islands' weights.
 
-    sync_every: H. start_after: up to this step the weights are averaged after every step (post-local SGD). codec,
-    fedspeed, rejoin_steps: as DiLoCo's.
-
     Raises ConfigError for values out of range. Source: Stich, "Local SGD converges fast and communicates little" (ICLR
     2019); Lin, Stich, Patel and Jaggi, "Don't use large mini-batches, use local SGD" (ICLR 2020).
     """
@@ -96,11 +103,18 @@ class LocalSGD(IslandsMethod):
     name: ClassVar[str] = "local-sgd"
 
     inner: Method = field(default_factory=DDP)
+    """The strategy inside each island."""
     sync_every: int = 16
+    """Inner steps H between two exchanges; at least 1."""
     start_after: int = 0
+    """Up to this step the weights are averaged after every step (post-local SGD); at least 0."""
     codec: str = "fp32"
+    """Codec of what islands send to each other: fp32, bf16, int8, int4 or e3m0 (powers of two in 4 bits)."""
     fedspeed: float | None = None
+    """lam of FedSpeed's correction, in units of the inverse curvature, above 0; by default no correction."""
     rejoin_steps: int = 10
+    """Steps over which the learning rate rises again on an island that has joined others without its optimizer's
+    state; at least 0."""
 
     def __post_init__(self) -> None:
         self.check()

@@ -27,17 +27,9 @@ class FedFix(OwnPaceMethod):
     model it was sent), and is sent the next one. At every tick all ranks add up what has been handed in since the last:
 
         theta_{n+1} = theta_n + outer_lr sum_i d_i Delta_i        over those who have finished
-
-    Args:
-        interval_s: seconds between two ticks, by rank 0's clock.
-        local_steps: K.
-        weights: "ticks", d_i = (ticks that the job took) p_i, unbiased; "estimated", d_i = p_i n / max(N_i, 1) for N_i
-            jobs in n ticks; "importance", d_i = p_i, biased towards fast islands.
-        importance: p_i, one number for each rank, scaled to a sum of 1; None: all equal.
-        outer_lr: learning rate of the sum.
-        max_ticks: no d_i is larger than max_ticks p_i.
-        codec: how a Delta travels, each tensor by itself; see Codec.parse.
-        overlap: train on while a Delta travels, and add those steps to the model that comes; else wait for it.
+        d_i = (ticks that the job took) p_i                       "ticks", unbiased
+        d_i = p_i n / max(N_i, 1), for N_i jobs in n ticks        "estimated"
+        d_i = p_i                                                 "importance", biased towards fast islands
 
     `FedFix(model, optimizer, **options)` is the context around a loop of one's own, which all ranks enter. Its other
     options: `on_tick`, called with a Tick on another thread after each; `group`, `seed`, `timeout_s`, `checked`,
@@ -54,13 +46,21 @@ class FedFix(OwnPaceMethod):
     num_vectors: ClassVar[int] = 3
 
     interval_s: float = 1.0
+    """Seconds between two ticks, by rank 0's clock; above 0."""
     local_steps: int = 10
+    """Optimizer steps K of one job; at least 1."""
     weights: str = "ticks"
+    """How an island's weight d_i in the sum follows from its speed: ticks, estimated or importance."""
     importance: tuple[float, ...] | None = None
+    """p_i, one number for each rank, scaled to a sum of 1; by default all equal."""
     outer_lr: float = 1.0
+    """Learning rate of the sum; above 0."""
     max_ticks: int = 10
+    """No d_i is larger than max_ticks p_i; at least 1."""
     codec: str = "int4"
+    """Codec of a Delta, each tensor by itself, such as fp32, bf16 or int4; `thinwire codecs` lists them."""
     overlap: bool = False
+    """Train on while a Delta travels, and add those steps to the model that comes; off: wait for it."""
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -126,13 +126,6 @@ class Gossip(GossipMethod):
     Every rank keeps a model of its own. After each `optimizer.step()` it takes over what it has learnt from its
     neighbours meanwhile; nothing else changes the model. At the end all ranks have the mean.
 
-    Args:
-        step_s: seconds of a local step, the unit of time: ranks that are faster wait, so that all count alike; those
-            that are slower count less.
-        graph: "ring", "star", "complete" or a list of edges.
-        meetings_per_step: of each rank, on average.
-        accelerated: with A2CiD2's second vector and its mixing.
-
     `Gossip(model, optimizer, **options)` is the context around a loop of one's own, which all ranks enter. Its other
     options: `group`, `seed`, `timeout_s`, `checked`, `announce`.
 
@@ -145,9 +138,14 @@ class Gossip(GossipMethod):
     num_vectors: ClassVar[int] = 3
 
     step_s: float = 0.1
+    """Seconds of a local step, above 0: the unit of time. Ranks that are faster wait, so that all count alike; those
+    that are slower count less."""
     graph: str | tuple[tuple[int, int], ...] = "ring"
+    """Which ranks exchange with which: ring, star, complete, or a list of edges such as (0, 1) between two ranks."""
     meetings_per_step: float = 1.0
+    """Exchanges of each rank with a neighbour during one local step, on average; above 0."""
     accelerated: bool = True
+    """Use A2CiD2's second vector and its mixing; off: plain averaging in pairs."""
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -289,6 +289,7 @@ def cut_skeleton(model: Llama, size: int) -> None:
         for dim, names in enumerate((COLUMNS, ROWS)):
             for name in names:
                 linear = layer.get_submodule(name)
+                assert isinstance(linear, Linear)
                 shape = list(linear.weight.shape)
                 shape[dim] //= size
                 linear.weight = nn.Parameter(torch.empty(shape, device="meta"))

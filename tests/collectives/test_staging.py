@@ -89,7 +89,7 @@ def train_all(rank: int) -> Ends:
             optimizer.step()
             optimizer.zero_grad()
         held = optimizer.state_dict()
-        weights = held["replica_shards"] if "replica_shards" in held else held["weights"]
+        weights = held["shards"] if "shards" in held else held["weights"]
         ends[name] = [*map(torch.clone, weights)], optimizer.meter.snapshot().sent_bytes
         optimizer.close()
     return ends

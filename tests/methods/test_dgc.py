@@ -188,7 +188,7 @@ def test_what_can_not_work_is_refused() -> None:
 def test_the_start_table_says_what_is_in_effect() -> None:
     params = parameters(matrix=(8, 8), bias=(8,))
     rows = {asked: effect for asked, effect, _ in Alone(DGC(), params).reduction.rows()}
-    assert rows["gradients"].startswith("1 of 2 as top 0.001")
+    assert rows["gradients"].startswith("1 of 2 as threshold0.1%/")
     assert rows["clip 1"].startswith("each rank's gradient to a norm of 1,") and rows["optimizer"] == "not known"
     other = DGCSGD(params.values(), momentum=0.8)
     rows = {asked: effect for asked, effect, _ in Alone(DGC(), params, other).reduction.rows()}

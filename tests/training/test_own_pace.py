@@ -52,7 +52,8 @@ def test_a_signal_stops_all_ranks(runner: Runner) -> None:
     code, _, err = finish(process)
     assert code == 128 + 15, err
     step = step_of(latest(runner.folder / "stopped" / "checkpoints"))
-    assert 3 <= step < 100_000
+    # The checkpoint is of the slowest rank, and rank 0 alone was waited for.
+    assert 1 <= step < 100_000
     code, out, err = finish(runner.start(*runner.again("stopped"), "--stop-at", str(step + 2)))
     assert code == 0, err
     assert f"resume proven: step {step + 1}" in out

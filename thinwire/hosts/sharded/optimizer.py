@@ -109,6 +109,10 @@ class ShardedOptimizer(InStep, torch.optim.Optimizer):
         """Steps taken, those that were skipped included."""
         return self._seeds.step
 
+    @steps.setter
+    def steps(self, number: int) -> None:
+        self._seeds.step = number
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Reduce what is left, update this rank's shards, send the weights; a collective over all ranks.

@@ -37,6 +37,10 @@ from thinwire.table import announce as announce_table
 __all__ = ["Stage", "apply", "parallelize"]
 
 
+# Of a checkpoint: cut parameters whose error feedback no other mesh takes over.
+CUT_RESIDUALS = "cut_residuals"
+
+
 class Stage:
     """A model in training on a mesh; made by `parallelize`.
 
@@ -105,6 +109,7 @@ class Stage:
             cut = {name: self.tensor.piece_of_whole(name, piece, *place) for name, piece in snapshot.pieces.items()}
             snapshot.pieces = cut
             local = set(self.tensor.local_names())
+            snapshot.common[CUT_RESIDUALS] = len({share.name for share in snapshot.shares} & local)
             snapshot.shares = [share for share in snapshot.shares if share.name not in local]
         return snapshot
 
@@ -112,7 +117,10 @@ class Stage:
         """Go on from a checkpoint of any mesh, and note what became of its parts; a collective."""
         if self.tensor is not None:
             source.place_piece = self.tensor.piece_of_whole
+            source.part_of = self.tensor.part_of_flat
         self.optimizer.restore(source)
+        if not source.is_same and (cut := source.common.get(CUT_RESIDUALS)):
+            source.note(f"error feedback of {cut} parameters", "dropped", "a tensor axis cut them; it starts anew")
 
     def close(self) -> None:
         """Wait for all communication and give the process groups back."""

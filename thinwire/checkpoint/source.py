@@ -51,6 +51,8 @@ class Source:
         self.is_same = False
         # How a piece that a host asks for lies in the checkpoint's tensors: as it says, unless a mesh cuts them.
         self.place_piece: Callable[[str, Piece], Piece] = lambda name, piece: piece
+        # What of a whole parameter's values, flat, a rank of this mesh takes.
+        self.part_of: Callable[[str, Tensor], Tensor] = lambda name, values: values
         self._index: Index = {}
         self._parts: dict[int, dict[str, Any]] = {}
         self._shares: dict[str, dict[str, list[tuple[int, Share]]]] = {}
@@ -140,7 +142,7 @@ class Source:
             values = torch.empty(share.length, dtype=dtype_named(chunk.dtype))
             self.read({own_name(rank, share.path): Piece(chunk.numel, share.start, values)})
             mean[share.offset : share.offset + share.length].add_(values.float(), alpha=share.weight)
-        return mean
+        return self.part_of(name, mean)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter by name, whole, in its shape and in fp32 where it was trained; one after another."""

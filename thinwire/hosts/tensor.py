@@ -71,7 +71,8 @@ class TensorAxis:
         number, count: of this rank among those that hold the same part, where they share what they save.
         """
         name = next((name for name in self.local_names() if key.endswith(f"/{name}")), None)
-        if name is None:
+        # A rank's own state is of its part alone.
+        if name is None or key.startswith("own/"):
             return piece
         cut = self.cuts[name]
         assert cut.dim is not None
@@ -116,6 +117,10 @@ class TensorAxis:
             dim = None if cut is None else cut.dim
             found[name] = value if dim is None else value.chunk(self.mesh.size(), dim)[self.rank].contiguous()
         return found
+
+    def part_of_flat(self, name: str, values: Tensor) -> Tensor:
+        """This rank's part of a whole parameter's values, both flat."""
+        return self.part({name: values.view(self.cuts[name].shape)})[name].flatten() if name in self.cuts else values
 
 
 @torch.no_grad()

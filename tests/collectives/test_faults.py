@@ -34,6 +34,8 @@ def test_a_fault_is_read_and_shown(text: str) -> None:
     [
         ("", "no fault is called ''"),
         ("kil rank=2 step=40", "did you mean 'kill'"),
+        ("explode everything", "no fault is called 'explode'; choose one of corrupt, delay"),
+        ("kill everything", "'everything' is not NAME=VALUE, such as step=10"),
         ("kill step=40", "say whom"),
         ("kill rank=2", "say when"),
         ("kill rank=2 steps=40", "did you mean 'step'"),

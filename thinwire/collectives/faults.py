@@ -49,8 +49,7 @@ class Fault:
     seconds: float | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ConfigError(f"no fault is called {self.kind!r}{nearest(self.kind, KINDS)}")
+        _check_kind(self.kind)
         if self.rank is None and self.island is None:
             raise ConfigError(f"{self}: say whom it befalls, such as rank=1 or island=1")
         if self.step is None and self.operation is None:
@@ -76,6 +75,11 @@ class Fault:
         return self.rank in (None, rank) and self.island in (None, island)
 
 
+def _check_kind(kind: str) -> None:
+    if kind not in KINDS:
+        raise ConfigError(f"no fault is called {kind!r}{nearest(kind, KINDS)}")
+
+
 def _shown(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
@@ -83,14 +87,17 @@ def _shown(value: object) -> str:
 def parse(text: str) -> Fault:
     """The fault that a text such as "freeze rank=1 step=10 seconds=10" describes; raises ConfigError."""
     kind, *pairs = text.split() or [""]
+    _check_kind(kind)
     convert: dict[str, Callable[[str], Any]] = {
         "rank": int, "island": int, "step": int, "operation": str, "seconds": float,
     }  # fmt: skip
     values: dict[str, Any] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
-        if not equals or key not in convert:
-            raise ConfigError(f"fault {text!r}: unknown part {pair!r}{nearest(key, convert)}, as in step=10")
+        if not equals:
+            raise ConfigError(f"fault {text!r}: {pair!r} is not NAME=VALUE, such as step=10")
+        if key not in convert:
+            raise ConfigError(f"fault {text!r}: unknown name {key!r}{nearest(key, convert)}")
         try:
             values[key] = convert[key](value)
         except ValueError:

@@ -236,7 +236,7 @@ def test_errors_exit_with_2(
 
 def test_errors_come_without_a_traceback() -> None:
     command = [sys.executable, "-m", "thinwire", "train", "--workers", "0"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
     assert "--workers" in done.stderr and "Traceback" not in done.stderr and not done.stdout
 
@@ -296,7 +296,7 @@ def test_completion_knows_commands_and_flags(capsys: pytest.CaptureFixture[str])
     script = capsys.readouterr().out
     for word in ("train", "--steps", "--sdp4bit.weight-bits", "--local-rate", "--max-kl", "bf16"):
         assert f"'{word}'" in script or f'"{word}"' in script or f" {word} " in script, word
-    assert subprocess.run(["bash", "-n"], input=script, text=True, timeout=60).returncode == 0
+    assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
     assert cli.run(["completion", "zsh"]) == 0 and "#compdef thinwire" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="completion fish: no such shell; did you mean 'zsh'"):
         cli.run(["completion", "fish"])

@@ -52,5 +52,5 @@ def test_help_imports_neither_torch_nor_what_another_command_needs(command: str,
 
 def test_explaining_a_cluster_needs_no_trainer() -> None:
     program = "import sys, thinwire.planner.command; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert not [name for name in done.stdout.split() if name.startswith(("thinwire.training", "thinwire.launch"))]

@@ -29,7 +29,6 @@ def test_example_trains_compressed(example: Path, tmp_path: Path) -> None:
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=120,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     # Plain programs print "loss 0.8", the Trainer prints a dict.

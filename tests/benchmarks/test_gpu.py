@@ -16,7 +16,6 @@ def test_the_gpu_benchmark_runs_whatever_it_finds(tmp_path: Path) -> None:
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=150,
     )
     assert done.returncode == 0, done.stderr
     rows = json.loads(result.read_text())

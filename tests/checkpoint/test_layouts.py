@@ -66,7 +66,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def origin(folder: Path) -> list[dict[str, Any]]:
-    return run_workers(first_run, 4, folder, timeout_s=240)
+    return run_workers(first_run, 4, folder)
 
 
 def mean_owed(told: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -93,7 +93,7 @@ def test_another_world(
     origin: list[dict[str, Any]], folder: Path, world_size: int, local_size: int, names: list[str]
 ) -> None:
     pairs = [(name, "4", name) for name in names]
-    told = run_workers(later_run, world_size, folder, pairs, local_size, timeout_s=240)
+    told = run_workers(later_run, world_size, folder, pairs, local_size)
     for name in names:
         losses, is_exact, _, _ = told[0][f"{name}-{name}"]
         before, after = (
@@ -118,7 +118,7 @@ def test_another_world(
 
 def test_another_strategy(origin: list[dict[str, Any]], folder: Path) -> None:
     pairs = [(before, "4", name) for before, name in CROSSINGS]
-    told = run_workers(later_run, 2, folder, pairs, 1, timeout_s=240)
+    told = run_workers(later_run, 2, folder, pairs, 1)
     for before, name in CROSSINGS:
         losses, is_exact, _, report = told[0][f"{before}-{name}"]
         saved, again = (

@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch.serialization import get_crc32_options
 
 from tests.checkpoint.alone import NUMEL, kill_savers, read, save
-from tests.workers import CONTEXT
+from tests.workers import CONTEXT, HANG_S
 from thinwire import cli
 from thinwire.checkpoint import (
     CheckpointError,
@@ -39,7 +39,6 @@ from thinwire.checkpoint.folder import checksum, folder_of, note_next_loss, poin
 from thinwire.errors import ConfigError
 
 NUM_KILLS = 50
-LIMIT_S = 120.0
 
 
 def test_what_is_saved_comes_back(tmp_path: Path) -> None:
@@ -140,7 +139,7 @@ def test_killed_at_any_moment_the_last_complete_one_is_sound(tmp_path: Path) -> 
     process = CONTEXT.Process(target=kill_savers, args=(tmp_path, NUM_KILLS, theirs), daemon=True)
     process.start()
     try:
-        assert ours.poll(LIMIT_S)
+        assert ours.poll(HANG_S)
         cut_short = ours.recv()
     finally:
         process.kill()

@@ -136,6 +136,6 @@ def goes_on_without_the_meeting(rank: int, world_size: int, meet: str) -> str:
 
 def test_those_present_go_on_without_the_meeting_until_the_next_change() -> None:
     meet = f"127.0.0.1:{free_port()}"
-    first, second, _ = run_workers(goes_on_without_the_meeting, 3, meet, may_die=(2,), timeout_s=60)
+    first, second, _ = run_workers(goes_on_without_the_meeting, 3, meet, may_die=(2,))
     assert f"island 0 can't reach the meeting of the islands at {meet}" in first
     assert f"island 1 can't reach the meeting of the islands at {meet}" in second

@@ -9,12 +9,11 @@ from functools import partial
 
 import pytest
 
+from tests.workers import HANG_S
 from thinwire.collectives import Communicator
 from thinwire.collectives.link import Link
 from thinwire.collectives.rounds import Rounds
 from thinwire.collectives.together import together
-
-LIMIT_S = 20
 
 
 def test_a_job_that_computes_gives_way_to_the_next() -> None:
@@ -22,7 +21,7 @@ def test_a_job_that_computes_gives_way_to_the_next() -> None:
 
     def computes(link: Link) -> Rounds[bool]:
         with ThreadPoolExecutor(1) as pool:
-            return (yield from replace(link, pool=pool).work("encode_s", "test", partial(opened.wait, LIMIT_S)))
+            return (yield from replace(link, pool=pool).work("encode_s", "test", partial(opened.wait, HANG_S)))
 
     def opens(link: Link) -> Rounds[None]:
         yield from link.work("encode_s", "test", opened.set)
@@ -35,7 +34,7 @@ def test_a_job_that_computes_gives_way_to_the_next() -> None:
 
 
 def test_parts_compute_at_once_and_go_on_in_their_order() -> None:
-    comm, met = Communicator(), threading.Barrier(3, timeout=LIMIT_S)
+    comm, met = Communicator(), threading.Barrier(3, timeout=HANG_S)
     order: list[str] = []
 
     def part(link: Link, name: str) -> Rounds[str]:

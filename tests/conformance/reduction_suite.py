@@ -35,8 +35,6 @@ SHAPES = {
     "head": (24, 37),
 }
 STEPS = 6
-# Seconds for all rows of one grid, on a busy machine.
-BATCH_S = 170
 
 
 @dataclass(frozen=True)
@@ -240,7 +238,7 @@ def reported(request: pytest.FixtureRequest) -> tuple[Row, list[dict[str, Any]]]
         cases: list[Any] = [getattr(item, "callspec", None) for item in request.session.items]
         selected = {case.params["reported"] for case in cases if case and "reported" in case.params}
         names = [name for name, row in ROWS.items() if name in selected and row.grid == grid]
-        _told[grid] = run_rows(as_reported, names, grid[0], local_size=grid[1], timeout_s=BATCH_S)
+        _told[grid] = run_rows(as_reported, names, grid[0], local_size=grid[1])
     return ROWS[request.param], _told[grid].of(request.param)
 
 
@@ -334,5 +332,5 @@ def crash(rank: int, world_size: int, name: str) -> str:
 
 @pytest.mark.parametrize("name", [name for name, row in ROWS.items() if not row.variant])
 def test_a_crash_on_one_rank_stops_all_with_its_name(name: str) -> None:
-    told = run_workers(crash, 2, name, local_size=1, may_die=(1,), timeout_s=60)
+    told = run_workers(crash, 2, name, local_size=1, may_die=(1,))
     assert told[0].startswith("PeerLostError") and "rank 1" in told[0], told

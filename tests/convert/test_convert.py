@@ -92,7 +92,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
             sample_tokens=0, run_dir=str(folder / name), timeout=60, tables={"llama": options} if options else {},
         )  # fmt: skip
         starts.append((name, *prepare(config, Problems())))
-    weights = run_workers(train_all, 2, starts, timeout_s=150)[0]
+    weights = run_workers(train_all, 2, starts)[0]
     return Runs(folder, weights)
 
 

@@ -40,7 +40,6 @@ from thinwire.training.config import TrainConfig
 from thinwire.training.metrics import MembershipEvent, StepMetrics
 from thinwire.training.settings import read_config
 
-TIMEOUT_S = 120
 CONVERSIONS: dict[str, Any] = {"export": ExportConfig, "import": ImportConfig, "generate": GenerateConfig}
 CLI_PAGE = ROOT / "docs/reference/cli.md"
 RUN_DIR_PAGE = ROOT / "docs/reference/run-directory.md"
@@ -48,9 +47,7 @@ ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
 def run(words: list[str], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        words, cwd=folder, env=ENVIRONMENT | variables, capture_output=True, text=True, timeout=TIMEOUT_S
-    )
+    done = subprocess.run(words, cwd=folder, env=ENVIRONMENT | variables, capture_output=True, text=True)
     assert done.returncode == 0, f"{words} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
 

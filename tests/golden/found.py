@@ -24,8 +24,6 @@ from thinwire.methods.islands.own_pace import OwnPaceMethod
 STEPS = 20
 # The optimizers that the suites train with.
 OPTIMIZERS = ("adamw", "sgd", "dgc-sgd", "onebit-adam", "adagrad", "amsgrad")
-# Seconds for the entries of one group, on a busy machine.
-GROUP_S = 600
 
 # Runs of the command line: ranks and ranks per node, and whose checkpoint a run goes on from.
 SESSIONS = {"saved": (2, 1, None), "resumed": (2, 1, "saved"), "wider": (4, 2, "saved"), "back": (2, 1, "wider")}
@@ -108,7 +106,7 @@ def _shown(grid: tuple[int, int]) -> str:
 
 
 def _alone(names: Sequence[str]) -> Callable[[str], Found]:
-    rows = run_rows(_single_process, [name.split("/")[1] for name in names], 1, timeout_s=GROUP_S)
+    rows = run_rows(_single_process, [name.split("/")[1] for name in names], 1)
     return lambda name: Found({}, rows.of(name.split("/")[1])[0])
 
 
@@ -122,7 +120,7 @@ def _rows(function: Callable[..., tuple[str, str, Any, int]], grid: tuple[int, i
 
     def compute(names: Sequence[str]) -> Callable[[str], Found]:
         rows = [name.split("/")[1] for name in names]
-        told = run_rows(function, rows, grid[0], grid[1], local_size=grid[1], timeout_s=GROUP_S)
+        told = run_rows(function, rows, grid[0], grid[1], local_size=grid[1])
 
         def found(name: str) -> Found:
             equal, own, sent, promised = zip(*told.of(name.split("/")[1]), strict=True)

@@ -33,7 +33,6 @@ def tell(request: pytest.FixtureRequest, name: str) -> found.Found:
     return _told[group.names[0]](name)
 
 
-@pytest.mark.timeout(found.GROUP_S)
 @pytest.mark.parametrize("name", list(found.everything()))
 def test_golden(request: pytest.FixtureRequest, name: str) -> None:
     again = f"python -m tests.golden.record {name}"

@@ -123,7 +123,7 @@ def exact(rank: int, world_size: int, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", MESHES)
 def test_exact_codecs_follow_plain_fsdp2(kind: str) -> None:
-    run_workers(exact, 4, kind, local_size=2, timeout_s=150)
+    run_workers(exact, 4, kind, local_size=2)
 
 
 def lossy(rank: int, world_size: int, kind: str, local_size: int) -> dict[str, Any]:
@@ -157,7 +157,7 @@ def lossy(rank: int, world_size: int, kind: str, local_size: int) -> dict[str, A
 
 @pytest.mark.parametrize(("kind", "local_size"), [("hsdp", 2), ("hsdp", 1), ("tensor", 2)])
 def test_compressed_replicas_stay_the_same_bits(kind: str, local_size: int) -> None:
-    told = run_workers(lossy, 4, kind, local_size, local_size=local_size, timeout_s=150)
+    told = run_workers(lossy, 4, kind, local_size, local_size=local_size)
     # Rank = 2 * replica + shard, or 2 * data + tensor.
     pairs = [(0, 2), (1, 3)] if kind == "hsdp" else [(0, 1), (2, 3)]
     for one, other in pairs:

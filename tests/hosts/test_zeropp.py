@@ -185,7 +185,7 @@ def unusual(rank: int, world_size: int) -> None:
 
 
 def test_checkpointing_compilation_factors_and_hooks() -> None:
-    run_workers(unusual, 2, timeout_s=120)
+    run_workers(unusual, 2)
 
 
 def secondary(rank: int, world_size: int) -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.workers import HANG_S
 from thinwire.lab import why_unavailable
 
 REASON = why_unavailable()
 needs_network = pytest.mark.skipif(REASON is not None, reason=f"no emulated network here: {REASON}")
-LIMIT_S = 60.0
 
 
 def processes_with(mark: str) -> list[int]:
@@ -27,8 +27,8 @@ def processes_with(mark: str) -> list[int]:
 
 
 def wait_until(condition: Callable[[], object], what: str) -> None:
-    """Return when the condition holds; fails after LIMIT_S."""
-    due = time.monotonic() + LIMIT_S
+    """Return when the condition holds; fails after HANG_S."""
+    due = time.monotonic() + HANG_S
     while not condition():
         assert time.monotonic() < due, f"still waiting for {what}"
         time.sleep(0.02)

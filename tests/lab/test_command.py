@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.lab.support import LIMIT_S, REASON, needs_network, processes_with, wait_until
+from tests.lab.support import HANG_S, REASON, needs_network, processes_with, wait_until
 from thinwire.errors import ConfigError
 from thinwire.lab import LabError, check
 from thinwire.lab.command import run_lab
@@ -102,13 +102,13 @@ def test_output_that_nobody_reads() -> None:
     )
     assert process.stdout is not None and process.stdout.readline()
     process.stdout.close()
-    assert process.wait(LIMIT_S) == 128 + signal.SIGPIPE
+    assert process.wait(HANG_S) == 128 + signal.SIGPIPE
     wait_until(lambda: not processes_with("x" * 1000), "the command's end")
 
 
 def test_interrupted(lab_process: subprocess.Popen[str]) -> None:
     lab_process.send_signal(signal.SIGINT)
-    output = lab_process.communicate(timeout=LIMIT_S)[0]
+    output = lab_process.communicate(timeout=HANG_S)[0]
     assert lab_process.returncode == 130
     assert "[node 1] tidied up" in output and "stopped by SIGINT" in output
     assert counted(output).keys() == {0, 1}
@@ -116,7 +116,7 @@ def test_interrupted(lab_process: subprocess.Popen[str]) -> None:
 
 def test_killed(lab_process: subprocess.Popen[str]) -> None:
     lab_process.kill()
-    lab_process.communicate(timeout=LIMIT_S)
+    lab_process.communicate(timeout=HANG_S)
 
 
 @pytest.fixture
@@ -155,7 +155,7 @@ def test_training_in_the_lab(tmp_path: Path) -> None:
         "--dtype", "fp32", "--local-size", "1", "--run-dir", str(run_dir), "--strategy", "zero",
     ]  # fmt: skip
     done = subprocess.run(
-        [*THINWIRE, "lab", "--nodes", "2", "--", *train], capture_output=True, text=True, timeout=2 * LIMIT_S
+        [*THINWIRE, "lab", "--nodes", "2", "--", *train], capture_output=True, text=True, timeout=HANG_S
     )
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((run_dir / "summary.json").read_text())

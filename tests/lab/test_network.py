@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tests.lab.support import LIMIT_S, needs_network, processes_with, wait_until
+from tests.lab.support import HANG_S, needs_network, processes_with, wait_until
 from thinwire.errors import ConfigError
 from thinwire.lab import LabError, LabSpec, Network, network
 
@@ -39,7 +39,7 @@ def transfer(lab: Network, sender: int, receiver: int, num_bytes: int) -> float:
     with lab.socket(receiver) as server, lab.socket(sender) as client:
         server.bind((lab.addresses[receiver], 0))
         server.listen()
-        client.settimeout(LIMIT_S)
+        client.settimeout(HANG_S)
         client.connect(server.getsockname())
         peer, _ = server.accept()
         start = time.monotonic()
@@ -92,10 +92,10 @@ def test_a_command_is_known_by_one_pid(lab: Network) -> None:
 
 
 def test_exit_codes_and_signals_come_back(lab: Network) -> None:
-    assert lab.popen(0, ["sh", "-c", "exit 7"]).wait(LIMIT_S) == 7
-    assert lab.popen(0, ["sh", "-c", "kill -SEGV $$"]).wait(LIMIT_S) == -signal.SIGSEGV
-    assert lab.popen(0, ["sh", "-c", "kill -KILL $$"]).wait(LIMIT_S) == -signal.SIGKILL
-    assert lab.popen(0, ["/nowhere"], stderr=subprocess.DEVNULL).wait(LIMIT_S) == 127
+    assert lab.popen(0, ["sh", "-c", "exit 7"]).wait(HANG_S) == 7
+    assert lab.popen(0, ["sh", "-c", "kill -SEGV $$"]).wait(HANG_S) == -signal.SIGSEGV
+    assert lab.popen(0, ["sh", "-c", "kill -KILL $$"]).wait(HANG_S) == -signal.SIGKILL
+    assert lab.popen(0, ["/nowhere"], stderr=subprocess.DEVNULL).wait(HANG_S) == 127
 
 
 def test_signals_reach_the_command(lab: Network) -> None:
@@ -103,7 +103,7 @@ def test_signals_reach_the_command(lab: Network) -> None:
     process = lab.popen(0, ["sh", "-c", script], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGTERM)
-    assert process.communicate(timeout=LIMIT_S)[0] == "got it\n"
+    assert process.communicate(timeout=HANG_S)[0] == "got it\n"
     assert process.returncode == 5
 
 
@@ -123,7 +123,7 @@ def test_nothing_that_a_command_started_outlives_it(end: str) -> None:
         if end == "killed":
             process.kill()
         if end != "network closed":
-            process.wait(LIMIT_S)
+            process.wait(HANG_S)
             wait_until(lambda: not processes_with(mark), "the daemon's end")
     wait_until(lambda: not processes_with(mark), "the daemon's end")
 
@@ -147,7 +147,7 @@ def test_all_ends_with_a_killed_parent() -> None:
     parent = context.Process(target=hold_a_network, args=(mark, forked, ready))
     parent.start()
     try:
-        assert ready.wait(LIMIT_S)
+        assert ready.wait(HANG_S)
         holder = f"holder.py\0{parent.pid}\0"
         wait_until(lambda: processes_with(mark), "the daemon")
         assert len(processes_with(holder)) == 1
@@ -167,7 +167,7 @@ def test_a_network_may_outlive_the_thread_that_made_it() -> None:
     thread.start()
     thread.join()
     with made[0] as lab:
-        assert lab.popen(1, ["true"]).wait(LIMIT_S) == 0
+        assert lab.popen(1, ["true"]).wait(HANG_S) == 0
         assert len(lab.counters()) == 2
 
 
@@ -193,7 +193,7 @@ def without_rights() -> None:
 
 def test_a_user_namespace_takes_the_place_of_root() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", USE], preexec_fn=without_rights, capture_output=True, text=True, timeout=LIMIT_S
+        [sys.executable, "-c", USE], preexec_fn=without_rights, capture_output=True, text=True, timeout=HANG_S
     )
     if "the lab can't make its network" in done.stderr:
         pytest.skip(f"user namespaces are not permitted here: {done.stderr.splitlines()[-1]}")
@@ -205,7 +205,7 @@ def test_a_system_that_forbids_namespaces_is_named() -> None:
         pytest.skip("unshare and setpriv are not installed")
     script = 'echo 0 >/proc/sys/user/max_user_namespaces; exec setpriv --bounding-set -sys_admin "$@"'
     words = ["unshare", "-r", "sh", "-c", script, "sh", sys.executable, "-c", USE]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=HANG_S)
     if "setpriv" in done.stderr or "unshare" in done.stderr.splitlines()[0]:
         pytest.skip(f"can't take rights away here: {done.stderr}")
     assert done.returncode == 1

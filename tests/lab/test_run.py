@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.lab.meter_worker import MESSAGES
-from tests.lab.support import LIMIT_S, needs_network
+from tests.lab.support import HANG_S, needs_network
 from thinwire.errors import ConfigError
 from thinwire.lab import (
     Job,
@@ -41,7 +41,7 @@ def lab() -> Iterator[Network]:
 def run(lab: Network, command: list[str], **more: float) -> tuple[Job, dict[int, list[str]]]:
     lines: dict[int, list[str]] = {rank: [] for rank in range(lab.spec.world_size)}
     job = start(lab, command, on_line=lambda rank, line: lines[rank].append(line), **more)  # type: ignore[arg-type]
-    job.wait(LIMIT_S)
+    job.wait(HANG_S)
     return job, lines
 
 
@@ -49,7 +49,7 @@ def test_a_node_looks_like_one_of_torchruns(tmp_path: Path) -> None:
     script = tmp_path / "show.py"
     script.write_text(SHOW)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29500"]
-    done = subprocess.run([*launcher, str(script)], capture_output=True, text=True, timeout=LIMIT_S)
+    done = subprocess.run([*launcher, str(script)], capture_output=True, text=True, timeout=HANG_S)
     with Network(LabSpec(nodes=1, local_size=2)) as one:
         _, lines = run(one, [sys.executable, str(script)])
     # Two processes write to one pipe, and their newlines may come late.
@@ -104,7 +104,7 @@ def test_stop_is_no_failure(lab: Network) -> None:
     ready: list[int] = []
     script = "trap 'exit 0' TERM; echo ready; while :; do sleep 0.05; done"
     job = start(lab, ["sh", "-c", script], on_line=lambda rank, line: ready.append(rank))
-    due = time.monotonic() + LIMIT_S
+    due = time.monotonic() + HANG_S
     while len(ready) < 4:
         assert time.monotonic() < due
         time.sleep(0.02)

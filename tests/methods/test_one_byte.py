@@ -288,7 +288,7 @@ def left_alone(rank: int, world_size: int, file: str) -> str:
 
 def test_the_log_of_the_survivors_holds_every_step(tmp_path: Path) -> None:
     file = tmp_path / "logs" / "one-byte.log"
-    bits, _ = run_workers(left_alone, 2, str(file), may_die=(1,), timeout_s=60)
+    bits, _ = run_workers(left_alone, 2, str(file), may_die=(1,))
     model, inner = fresh()
     again = one_byte(model, inner, replace(METHOD, log=str(file)), announce=False)
     assert again.catch_up() == again.steps == 3 and hash_of(model) == bits

@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-LIMIT_S = 150
+from tests.workers import HANG_S
+
 THINWIRE = [sys.executable, "-m", "thinwire"]
 
 
@@ -28,7 +29,7 @@ class Runner:
         small = {
             "model": "tiny", "data": self.data, "cache_dir": self.folder / "cache", "run_dir": self.folder / name,
             "seq_len": 16, "micro_batch": 2, "workers": 2, "steps": 6, "eval_sequences": 4, "sample_tokens": 8,
-            "dtype": "fp32", "timeout": 30,
+            "dtype": "fp32", "timeout": 300,
         }  # fmt: skip
         flags = []
         for key, value in (small | more).items():
@@ -59,7 +60,7 @@ class Runner:
         return json.loads((self.folder / name / "summary.json").read_text())
 
     def await_steps(self, name: str, process: subprocess.Popen[str], num_steps: int = 3) -> None:
-        due = time.monotonic() + LIMIT_S
+        due = time.monotonic() + HANG_S
         while len(self.metrics(name)) < num_steps:
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < due, "no step was taken"
@@ -74,7 +75,7 @@ class Runner:
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of a process that ends by itself."""
-    out, err = process.communicate(timeout=LIMIT_S)
+    out, err = process.communicate(timeout=HANG_S)
     return process.returncode, out, err
 
 

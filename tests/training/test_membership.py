@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from tests.training.commands import LIMIT_S, THINWIRE, Runner, children, finish, is_running
+from tests.training.commands import HANG_S, THINWIRE, Runner, children, finish, is_running
 from tests.workers import free_port
 from thinwire.convert.saved import load_run
 from thinwire.launch.failures import has_failed_by_itself
@@ -40,7 +40,7 @@ def test_an_island_that_died_comes_back_and_all_stop_at_the_same_step(tmp_path: 
 
     try:
         runner.await_steps("run/island-1", process, 4)
-        started, due = set(descendants(process.pid)), time.monotonic() + LIMIT_S
+        started, due = set(descendants(process.pid)), time.monotonic() + HANG_S
         # Started again, it writes behind what it wrote before.
         while not (joined := lines("run/island-1", "event")) or "step" not in runner.metrics("run/island-1")[-1]:
             assert process.poll() is None and time.monotonic() < due, process.communicate()

@@ -52,7 +52,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[st
     }
 
 
-@pytest.mark.timeout(900)
 def test_a_tensor_axis_changes_no_loss_and_no_norm(runs: dict[str, dict[str, Any]]) -> None:
     for name in ("mesh", "ddp"):
         for step, found in runs[name]["by_step"].items():
@@ -61,7 +60,6 @@ def test_a_tensor_axis_changes_no_loss_and_no_norm(runs: dict[str, dict[str, Any
     assert runs["mesh"]["world_size"] == 4
 
 
-@pytest.mark.timeout(900)
 def test_checkpoints_move_between_meshes(runs: dict[str, dict[str, Any]]) -> None:
     for name in ("on", "off"):
         assert "resume proven" in runs[name]["printed"]
@@ -73,7 +71,6 @@ def test_checkpoints_move_between_meshes(runs: dict[str, dict[str, Any]]) -> Non
         assert "resume: found all of it" in runs[name]["printed"]
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["mesh", "ddp", "sdp4bit"])
 def test_explain_knows_the_bytes_of_a_mesh(name: str, runs: dict[str, dict[str, Any]]) -> None:
     strategy, problems = {"mesh": "zero"}.get(name, name), Problems()

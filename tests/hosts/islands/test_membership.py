@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import thinwire
 from tests.hosts.islands.test_library import Net, adamw, batch
-from tests.workers import run_workers
+from tests.workers import HANG_S, run_workers
 from thinwire.collectives import ElasticPeers, exchange, faults, host_meeting
 from thinwire.collectives.faults import parse
 from thinwire.errors import ConfigError, CorruptMessageError, PeerLostError, ThinwireError
@@ -39,7 +39,6 @@ STEP_S = 0.1
 # Steps after the last change, in which all islands train.
 CALM_STEPS = 30
 NUM_AT_ONCE = 5
-LIMIT_S = 120
 
 
 @dataclass(frozen=True)
@@ -122,7 +121,7 @@ class Seat:
         self.island, self.is_first = story.starts[self.start], self.rank == 0
         host, _, port = where.rpartition(":")
         self.store = dist.TCPStore(
-            host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=LIMIT_S)
+            host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=HANG_S)
         )  # fmt: skip
         ranks = range(self.start * story.size, (self.start + 1) * story.size)
         self.group = dist.new_group(list(ranks), use_local_synchronization=True) if story.size > 1 else None
@@ -186,7 +185,7 @@ def num_ports() -> int:
 
 def train(seat: Seat) -> dict[str, Any]:
     model, story = Net(), seat.story
-    losses, calm, due = [], 0, time.monotonic() + LIMIT_S
+    losses, calm, due = [], 0, time.monotonic() + HANG_S
     model, optimizer = seat.shard(model, adamw(model))
     before = num_ports()
     peers = seat.meet()
@@ -242,7 +241,6 @@ def run_story(story: Story) -> list[dict[str, Any]]:
         f"127.0.0.1:{meeting.port}",
         story,
         may_die=story.may_die,
-        timeout_s=LIMIT_S + 10,
     )
     ended = [result for result in results if result is not None]
     assert sorted(result["island"] for result in ended) == sorted([*range(ISLANDS)] * story.size)
@@ -254,8 +252,6 @@ def run_story(story: Story) -> list[dict[str, Any]]:
         assert sum(result["losses"][-5:]) < 0.5 * 5 * 3.4, "ln 29 is 3.4"
     for result in firsts:
         assert result["hashes"] == firsts[0]["hashes"] and result["changes"]
-        # What a run's --timeout promises of kills, freezes and stalls.
-        assert all(cost_s < TIMEOUT_S for cost_s in result["costs_s"]), (story, result["costs_s"], result["changes"])
     assert any(result["costs_s"] for result in firsts)
     return firsts
 
@@ -330,7 +326,7 @@ def test_an_exchange_that_one_survivor_has_a_part_of_counts_for_all_or_for_none(
     def run(silent_in: str) -> list[Any]:
         meeting = host_meeting()
         where = f"127.0.0.1:{meeting.port}"
-        return run_workers(dies_in_an_exchange, 3, where, silent_in, may_die=(2,), timeout_s=60)
+        return run_workers(dies_in_an_exchange, 3, where, silent_in, may_die=(2,))
 
     with ThreadPoolExecutor(2) as pool:
         without_a_packet, without_a_word = pool.map(run, (OPERATION, COMMIT))
@@ -354,7 +350,7 @@ def slow_but_alive(rank: int, world_size: int, where: str) -> list[tuple[int, ..
 
 def test_a_slow_island_is_waited_for_as_long_as_it_takes_steps() -> None:
     meeting = host_meeting()
-    for changes in run_workers(slow_but_alive, 2, f"127.0.0.1:{meeting.port}", timeout_s=60):
+    for changes in run_workers(slow_but_alive, 2, f"127.0.0.1:{meeting.port}"):
         assert not any(changes), changes
 
 
@@ -385,7 +381,7 @@ def damage_again_and_again(rank: int, world_size: int, where: str) -> str:
 
 def test_whoever_sends_nothing_but_damage_is_lost() -> None:
     meeting = host_meeting()
-    first, second = run_workers(damage_again_and_again, 2, f"127.0.0.1:{meeting.port}", may_die=(1,), timeout_s=60)
+    first, second = run_workers(damage_again_and_again, 2, f"127.0.0.1:{meeting.port}", may_die=(1,))
     # Not of the second time, after which nothing is asked for.
     (line,) = [line for line in first.splitlines() if "damaged" in line and "once more" in line]
     assert line.startswith("thinwire: island 0: a message was damaged on its way: outer/"), line
@@ -466,5 +462,5 @@ def one_of_a_world_dies(rank: int, world_size: int) -> str:
 
 
 def test_ranks_of_a_world_stop_with_a_name() -> None:
-    first, _ = run_workers(one_of_a_world_dies, 2, may_die=(1,), timeout_s=60)
+    first, _ = run_workers(one_of_a_world_dies, 2, may_die=(1,))
     assert "rank 1 is missing: outer" in first

@@ -100,7 +100,7 @@ def grid(rank: int, world_size: int) -> dict[tuple[str, str], dict[str, Tensor]]
 
 
 def test_islands_of_two_ranks_train_as_islands_of_one() -> None:
-    results = run_workers(grid, 4, timeout_s=150)
+    results = run_workers(grid, 4)
     for found in results:
         for (name, kind), weights in found.items():
             for key, value in weights.items():

@@ -138,7 +138,7 @@ class Kept:
 
 
 def test_islands_of_two_ranks_under_every_kind_of_host(tmp_path: Path) -> None:
-    results = run_workers(train, 4, str(tmp_path), local_size=2, timeout_s=150)
+    results = run_workers(train, 4, str(tmp_path), local_size=2)
     reference = plain_sgd(5)
     for rank, found in enumerate(results):
         for name, value in found.pop("weights").items():
@@ -184,7 +184,7 @@ def stop_and_go_on(rank: int, world_size: int, folder: str) -> tuple[list[str], 
 
 
 def test_a_loaded_state_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    for uninterrupted, resumed in run_workers(stop_and_go_on, 4, str(tmp_path), local_size=2, timeout_s=150):
+    for uninterrupted, resumed in run_workers(stop_and_go_on, 4, str(tmp_path), local_size=2):
         assert uninterrupted == resumed
 
 

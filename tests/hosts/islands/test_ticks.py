@@ -166,7 +166,7 @@ def islands(rank: int, world_size: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def run() -> list[dict[str, Any]]:
-    return run_workers(islands, 4, timeout_s=150.0)
+    return run_workers(islands, 4)
 
 
 @pytest.mark.parametrize("weights", ["ticks", "importance"])
@@ -233,7 +233,7 @@ def one_rank_dies(rank: int, world_size: int) -> str:
 
 
 def test_a_lost_island_is_named() -> None:
-    results = run_workers(one_rank_dies, 3, may_die=(1,), timeout_s=40)
+    results = run_workers(one_rank_dies, 3, may_die=(1,))
     assert all("rank 1 is missing" in results[rank] for rank in (0, 2))
 
 

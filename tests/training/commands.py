@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.workers import HANG_S
+from tests.workers import HANG_S, run_command
 
 THINWIRE = [sys.executable, "-m", "thinwire"]
 
@@ -47,6 +47,18 @@ class Runner:
 
     def train(self, name: str, **more: object) -> subprocess.Popen[str]:
         return self.start(*THINWIRE, "train", *self.flags(name, **more))
+
+    def ranks(self, name: str, *words: str, num_ranks: int = 2, resumes: bool = False, **more: object) -> str:
+        """What the ranks of a run printed that torchrun seems to start; a launcher and its workers take far longer.
+
+        Raises WorkerFailed.
+        """
+        begun = ["--run-dir", str(self.folder / name), "--resume"]
+        flags = begun if resumes else self.flags(name, workers=None, **more)
+        printed = self.folder / f"{name}.printed"
+        printed.unlink(missing_ok=True)
+        run_command(["train", *flags, *words], num_ranks, printed)
+        return printed.read_text()
 
     def again(self, name: str) -> list[str]:
         """The command that goes on with a run."""

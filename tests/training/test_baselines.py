@@ -31,18 +31,15 @@ def losses(runner: Runner, name: str) -> list[tuple[int, float, float]]:
 @pytest.mark.parametrize("flags", [POWERSGD, ZEROPP, ONE_BYTE], ids=lambda flags: flags["strategy"])
 def test_a_run_in_two_sessions_equals_one_in_one(runner: Runner, flags: dict[str, object]) -> None:
     whole, halves = f"{flags['strategy']}-whole", f"{flags['strategy']}-halves"
-    code, out, err = finish(runner.train(whole, **flags))
-    assert code == 0 and "the model goes on" in out, err
-    code, out, err = finish(runner.train(halves, stop_at=4, **flags))
-    assert code == 0 and "stopped by --stop-at 4 after step 4; go on with --resume" in out, err
+    assert "the model goes on" in runner.ranks(whole, **flags)
+    assert "stopped by --stop-at 4 after step 4; go on with --resume" in runner.ranks(halves, stop_at=4, **flags)
     stopped = runner.summary(halves)
     assert (stopped["steps"], stopped["stopped"], stopped["heldout_loss"]) == (4, "--stop-at 4", None)
     assert "stop_at" not in (runner.folder / halves / "config.toml").read_text()
     if flags is POWERSGD:
-        code, out, err = finish(runner.start(*runner.again(halves), "--stop-at", "3"))
+        code, _, err = finish(runner.start(*runner.again(halves), "--stop-at", "3"))
         assert code == 2 and "--stop-at 3: the checkpoint was taken after step 4; nearest: 4" in err
-    code, out, err = finish(runner.start(*runner.again(halves)))
-    assert code == 0, err
+    runner.ranks(halves, resumes=True)
     assert losses(runner, halves) == losses(runner, whole)
     summary = runner.summary(halves)
     assert summary["heldout_loss"] == runner.summary(whole)["heldout_loss"]

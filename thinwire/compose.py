@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -22,15 +23,15 @@ import thinwire.hosts.one_byte.optimizer
 import thinwire.hosts.sharded.wrap  # noqa: F401
 from thinwire import _compat
 from thinwire.checkpoint import Snapshot, Source
-from thinwire.collectives import Communicator
+from thinwire.collectives import Communicator, Peers, Topology, WorldPeers
 from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, Problems
 from thinwire.hosts.interface import ParallelOptimizer, apply
-from thinwire.hosts.ranks import Axis
-from thinwire.hosts.tensor import TensorAxis, check_same_copies, cut_parameters
+from thinwire.hosts.ranks import Axis, along
+from thinwire.hosts.tensor import TensorAxis, check_same_copies, cut_parameters, misfits
 from thinwire.layout.mesh import AXES, check_axis
-from thinwire.methods.interface import Method
-from thinwire.methods.islands.base import Connected
+from thinwire.methods.interface import Method, check_on_mesh
+from thinwire.methods.islands.base import Connected, IslandsMethod
 from thinwire.table import Row
 from thinwire.table import announce as announce_table
 
@@ -122,6 +123,10 @@ class Stage:
         if not source.is_same and (cut := source.common.get(CUT_RESIDUALS)):
             source.note(f"error feedback of {cut} parameters", "dropped", "a tensor axis cut them; it starts anew")
 
+    def finish(self) -> None:
+        """Leave the result in the model: with islands, the mean of their weights. Training can't go on from there."""
+        self.optimizer.finish()
+
     def close(self) -> None:
         """Wait for all communication and give the process groups back."""
         self.optimizer.close()
@@ -143,53 +148,119 @@ def parallelize(
     """Train `model` on a mesh, with one method on each axis that has one; a collective over the mesh.
 
     The tensor axis is torch's: give the model to `parallelize_module(model, mesh["tensor"], plan)` first, then make the
-    optimizer. On the data axis any method of the sharded optimizer or of DistributedDataParallel works beside it. The
-    norm that clips is that of the whole model, and ranks that hold the same elements stay equal bit for bit.
+    optimizer. On the data axis any method works beside it but those that say why not. On the island axis a method such
+    as DiLoCo exchanges whole parameters in some of the updates; the islands are those of the mesh from the start to the
+    end. The norm that clips is that of the whole model, and ranks that hold the same elements stay equal bit for bit.
 
     Args:
         model: on every rank of the mesh; its parameters are plain tensors, or DTensors on the tensor axis.
         optimizer: over its parameters; an elementwise one where a method shards it.
         mesh: with names of AXES for its dimensions, such as ("data", "tensor").
-        methods: at most one for each axis, such as [thinwire.SDP4Bit()].
+        methods: at most one for each axis, such as [thinwire.DiLoCo(), thinwire.SDP4Bit()]. Without one for the data
+            axis, an islands method's own `inner` works there.
         local_size: ranks of a node; None: found from the launcher or host names.
         overlap: weights may arrive during the next forward.
         seed: of all randomness. timeout_s: seconds that one message may take.
         checked: every message carries what it is and a checksum.
         announce: rank 0 prints what was asked for, what is in effect, and why they differ.
 
-    Raises ConfigError for a mesh without names, an axis without a method, two methods for one axis, and for what a
-    method refuses.
+    Raises ConfigError, with all reasons at once, before anything is sent: for a mesh without names, an axis without a
+    method, two methods for one axis, for what a method refuses, and for parameters that the tensor axis does not fit.
     """
-    methods = list(methods)
-    data = checked_method(mesh, methods)
+    method = checked_method(model, mesh, list(methods))
     options: dict[str, Any] = {"local_size": local_size, "seed": seed, "timeout_s": timeout_s, "checked": checked}
     rows: list[Row] = [("mesh", shape_of(mesh), "axes from the outside in")]
-    tensor: TensorAxis | None = None
-    if "tensor" in names_of(mesh):
+    names, tensor = names_of(mesh), None
+    if "tensor" in names:
         tensor = cut_parameters(model, optimizer, mesh["tensor"])
-        rows += tensor_rows(model, tensor, timeout_s)
+        rows.append(tensor_row(model, tensor, timeout_s))
     if mesh.ndim > 1:
-        options["axis"] = Axis(mesh["data"], _compat.flattened(mesh), counts_of(tensor))
-    module, parallel = apply(data, model, optimizer, overlap=overlap, **options)
+        inside = mesh[tuple(name for name in names if name != "island")]
+        whole = _compat.flattened(inside) if inside.ndim > 1 else inside
+        options["axis"] = Axis(mesh["data"] if inside.ndim > 1 else whole, whole, tensor)
+        options["local_size"] = node_inside(mesh, inside, local_size)
+    if "island" in names and isinstance(method, IslandsMethod):
+        method = method.connected_to(lambda: other_islands(mesh, timeout_s, checked))
+    module, parallel = apply(method, model, optimizer, overlap=overlap, **options)
     stage = Stage(module, parallel, rows, tensor)
     if announce and mesh.get_rank() == 0:
         announce_table(stage.describe())
     return stage
 
 
-def checked_method(mesh: DeviceMesh, methods: Sequence[Method | Connected]) -> Method | Connected:
-    """The method of the data axis; raises ConfigError where mesh and methods do not fit each other."""
-    names = names_of(mesh)
+def checked_method(model: nn.Module, mesh: DeviceMesh, methods: Sequence[Method | Connected]) -> Method | Connected:
+    """The method of the data axis, inside that of the island axis where there is one.
+
+    Raises ConfigError with all that does not fit. Nothing is changed or sent.
+    """
+    problems, names = Problems(), names_of(mesh)
     if len(names) != mesh.ndim:
         raise ConfigError(f"the mesh has no names: give init_device_mesh mesh_dim_names, of {', '.join(AXES)}")
     for name in names:
-        check_axis(name)
+        with problems.collect():
+            check_axis(name)
     if "data" not in names:
-        raise ConfigError(f"the mesh {shape_of(mesh)} has no data axis: add one, of 1 rank if need be")
-    if len(methods) != 1:
-        given = ", ".join(type(method).__name__ for method in methods) or "none"
+        problems.messages.append(f"the mesh {shape_of(mesh)} has no data axis: add one, of 1 rank if need be")
+    method: Method | Connected | None = None
+    with problems.collect():
+        method = composed(methods, mesh)
+    if "tensor" in names:
+        if method is not None:
+            with problems.collect():
+                check_on_mesh(method.strategy if isinstance(method, Connected) else method)
+        problems.messages += misfits(model, mesh["tensor"])
+    problems.raise_any()
+    assert method is not None
+    return method
+
+
+def composed(methods: Sequence[Method | Connected], mesh: DeviceMesh) -> Method | Connected:
+    """One method of all: that of the data axis, as the inner one of an islands method. Raises ConfigError."""
+    outer = [method for method in methods if isinstance(method, IslandsMethod | Connected)]
+    inner = [method for method in methods if not isinstance(method, IslandsMethod | Connected)]
+    given, has_islands = ", ".join(type(method).__name__ for method in methods) or "none", "island" in names_of(mesh)
+    if has_islands and (len(outer) != 1 or isinstance(outer[0], Connected)):
+        raise ConfigError(
+            f"the island axis takes one method of islands, not {given}; nearest: [thinwire.DiLoCo(), thinwire.Zero()], "
+            "or a mesh without that axis"
+        )
+    if len(inner) > 1 or len(methods) > 1 + has_islands or not methods:
         raise ConfigError(f"the data axis takes one method, not {given}; nearest: [thinwire.Zero()]")
-    return methods[0]
+    if not has_islands and isinstance(outer[0] if outer else None, IslandsMethod):
+        raise ConfigError(
+            f"{given} works on the island axis, and the mesh {shape_of(mesh)} has none; nearest: island=1,{shape_of(mesh)}"
+        )
+    if not outer:
+        return inner[0]
+    (islands,) = outer
+    if not inner or isinstance(islands, Connected):
+        return islands
+    default = next(item.default for item in fields(islands) if item.name == "inner")  # type: ignore[arg-type]
+    if islands.inner not in (default, inner[0]):
+        raise ConfigError(
+            f"two methods for the data axis, {type(islands.inner).__name__} as inner= and {type(inner[0]).__name__}; "
+            "nearest: leave inner= out"
+        )
+    return replace(islands, inner=inner[0])  # type: ignore[type-var]
+
+
+def other_islands(mesh: DeviceMesh, timeout_s: float, checked: bool) -> Peers | None:
+    """The islands of a mesh, for the first rank of each; they stay from the start to the end."""
+    axis = names_of(mesh).index("island")
+    place = mesh.get_coordinate()
+    assert place is not None
+    if any(at for dim, at in enumerate(place) if dim != axis):
+        return None
+    return WorldPeers(mesh["island"], timeout_s=timeout_s, checked=checked)
+
+
+def node_inside(mesh: DeviceMesh, inside: DeviceMesh, local_size: int | None) -> int | None:
+    """Ranks of a node among those of an island, where `local_size` is stated of the whole mesh."""
+    if local_size is None or inside.size() == mesh.size():
+        return local_size
+    ranks = mesh.mesh.flatten().tolist()
+    members = [ranks.index(rank) for rank in inside.mesh.flatten().tolist()]
+    return along(Topology.stated(len(ranks), local_size), members)
 
 
 def names_of(mesh: DeviceMesh) -> tuple[str, ...]:
@@ -202,22 +273,11 @@ def shape_of(mesh: DeviceMesh) -> str:
     return ",".join(f"{name}={size}" for name, size in zip(names_of(mesh), mesh.mesh.shape, strict=True))
 
 
-def counts_of(tensor: TensorAxis | None) -> Callable[[str], bool]:
-    """Whether this rank counts its part of a parameter in what is added up over the mesh."""
-    return (lambda name: True) if tensor is None else tensor.counts
-
-
-def tensor_rows(model: nn.Module, axis: TensorAxis, timeout_s: float) -> list[Row]:
-    """What became of the tensor axis; a collective over it. Raises ConfigError where nothing is cut."""
-    if axis.mesh.size() > 1 and not axis.local_names():
-        raise ConfigError(
-            f"the mesh has a tensor axis of {axis.mesh.size()} ranks, and no parameter is cut over it: call "
-            'torch.distributed.tensor.parallel.parallelize_module(model, mesh["tensor"], plan) before the optimizer is '
-            "made, or leave the axis out"
-        )
+def tensor_row(model: nn.Module, axis: TensorAxis, timeout_s: float) -> Row:
+    """What became of the tensor axis; a collective over it."""
     comm = Communicator(axis.mesh, local_size=1, timeout_s=timeout_s)
     differed = check_same_copies(model, axis, comm)
     comm.close()
     effect = f"{len(axis.local_names())} parameters cut over {axis.mesh.size()} ranks"
     sent = f"{len(differed)} copies differed and were sent by its first rank" if differed else "copies are equal"
-    return [("tensor axis", effect, sent)]
+    return "tensor axis", effect, sent

@@ -14,7 +14,6 @@ from thinwire.checkpoint import Snapshot, Source
 from thinwire.collectives import Communicator, Meter
 from thinwire.errors import ConfigError
 from thinwire.hosts.ranks import Axis
-from thinwire.methods.interface import Method
 
 
 class ParallelOptimizer(Protocol):
@@ -235,15 +234,6 @@ class RankOptions(TypedDict):
     timeout_s: float
     checked: bool
     axis: NotRequired[Axis | None]
-
-
-def without_axis(method: Method, options: RankOptions) -> Any:
-    """The options of a host that knows no mesh; raises ConfigError where there is one."""
-    if options.get("axis") is not None:
-        raise ConfigError(
-            f"{method.name} can't share a mesh with another axis; nearest that can: sdp4bit, zero, ddp or powersgd"
-        )
-    return {key: value for key, value in options.items() if key != "axis"}
 
 
 @singledispatch

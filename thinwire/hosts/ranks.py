@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.collectives import Communicator, Topology
+from thinwire.hosts.tensor import TensorAxis
 
 
 @dataclass(frozen=True)
@@ -16,13 +17,17 @@ class Axis:
     """One axis of a mesh, for a method that is applied to it.
 
     group: the ranks along the axis, where all others of the mesh are as this one's. whole: the mesh, flat: all ranks
-    that train one model together. counts: whether this rank counts its part of a parameter when something is added up
-    over the mesh; one of the ranks that hold the same elements does.
+    that take every step together; the same as `group` where there is no other axis. tensor: the axis that cuts
+    parameters, if any.
     """
 
     group: DeviceMesh
     whole: DeviceMesh
-    counts: Callable[[str], bool]
+    tensor: TensorAxis | None = None
+
+    def counts(self, name: str) -> bool:
+        """Whether this rank counts its part of a parameter in sums; one of those that hold the same elements does."""
+        return self.tensor is None or self.tensor.counts(name)
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,8 @@ def open_ranks(
         comm = Communicator(group, local_size=local_size, timeout_s=timeout_s, checked=checked)
         return Ranks(comm, comm)
     everyone = Communicator(axis.whole, local_size=local_size, timeout_s=timeout_s, checked=checked)
+    if axis.whole is axis.group:
+        return Ranks(everyone, everyone, axis.counts)
     members = [everyone.global_ranks.index(rank) for rank in axis.group.mesh.flatten().tolist()]
     own = along(everyone.topology, members)
     comm = Communicator(axis.group, local_size=own, timeout_s=timeout_s, checked=checked, meter=everyone.meter)

@@ -13,7 +13,6 @@ from torch.distributed.tensor.placement_types import Placement
 
 from thinwire.checkpoint import Piece
 from thinwire.collectives import Communicator
-from thinwire.errors import ConfigError
 from thinwire.state.replicas import digest, odd_ranks
 
 
@@ -40,17 +39,18 @@ class Cut:
 
 @dataclass
 class TensorAxis:
-    """The cut parameters of a model, by name. While the model's forward runs they are DTensors, else local tensors.
+    """The cut parameters of a model, by name. While their module's forward runs they are DTensors, else local tensors.
 
     Hosts, optimizers and hooks see this rank's part of a parameter as a plain leaf tensor. In forward the module's
     attribute is a DTensor made from that leaf, so torch's tensor parallelism works as ever, and the gradient of the
-    part arrives at the leaf.
+    part arrives at the leaf. It is made when the module is called: where weights are gathered for a module's forward,
+    they are there by then.
     """
 
     mesh: DeviceMesh
     cuts: dict[str, Cut] = field(default_factory=dict)
-    # (module, attribute, name of the parameter)
-    places: list[tuple[nn.Module, str, str]] = field(default_factory=list)
+    # {module: {attribute: name of the parameter}}
+    places: dict[nn.Module, dict[str, str]] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
@@ -82,24 +82,16 @@ class TensorAxis:
         own = replace(piece.share(number, count), is_copy=False)
         return replace(own, numel=cut.shape.numel(), run=run, row=row, first=self.rank * run)
 
-    def show_whole(self) -> None:
-        """Put DTensors in the place of the modules' attributes; the registered parameters stay as they are."""
-        made: dict[str, DTensor] = {}
-        for module, attribute, name in self.places:
-            if name not in made:
-                local = module._parameters[attribute]
-                assert local is not None
-                made[name] = self.cuts[name].whole(local)
-            module.__dict__[attribute] = made[name]
+    def show_whole(self, module: nn.Module) -> None:
+        """Put DTensors in the place of a module's attributes; the registered parameters stay as they are."""
+        for attribute, name in self.places[module].items():
+            local = module._parameters[attribute]
+            assert local is not None
+            module.__dict__[attribute] = self.cuts[name].whole(local)
 
-    def show_whole_once(self) -> None:
-        """The same, unless that is so already."""
-        if not all(attribute in module.__dict__ for module, attribute, _ in self.places):
-            self.show_whole()
-
-    def show_local(self) -> None:
+    def show_local(self, module: nn.Module) -> None:
         """Take the DTensors away again."""
-        for module, attribute, _ in self.places:
+        for attribute in self.places[module]:
             module.__dict__.pop(attribute, None)
 
     def gather(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -127,7 +119,7 @@ class TensorAxis:
 def cut_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> TensorAxis:
     """Put local tensors in the place of the model's DTensors, in modules and optimizer; see TensorAxis.
 
-    mesh: the tensor axis. Raises ConfigError for DTensors on another mesh, and for uneven or partial ones.
+    mesh: the tensor axis, for which the model has no misfits.
     """
     axis = TensorAxis(mesh)
     leaves: dict[int, tuple[str, nn.Parameter]] = {}
@@ -137,12 +129,12 @@ def cut_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Dev
                 continue
             if id(param) not in leaves:
                 name = f"{prefix}.{attribute}" if prefix else attribute
-                axis.cuts[name] = checked_cut(name, param, mesh)
+                axis.cuts[name] = Cut(mesh, tuple(param.placements), param.shape, tuple(param.stride()))
                 leaf = nn.Parameter(param.to_local().detach(), requires_grad=param.requires_grad)
                 leaves[id(param)] = name, leaf
             name, leaf = leaves[id(param)]
             module._parameters[attribute] = leaf
-            axis.places.append((module, attribute, name))
+            axis.places.setdefault(module, {})[attribute] = name
     for group in optimizer.param_groups:
         group["params"] = [leaves[id(param)][1] if id(param) in leaves else param for param in group["params"]]
     for param in [param for param in optimizer.state if id(param) in leaves]:
@@ -150,31 +142,41 @@ def cut_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Dev
         optimizer.state[leaves[id(param)][1]] = {
             key: value.to_local() if isinstance(value, DTensor) else value for key, value in held.items()
         }
-    model.register_forward_pre_hook(lambda *_: axis.show_whole(), prepend=True)
-    model.register_forward_hook(lambda *_: axis.show_local(), always_call=True)
-    # A module may be called by itself, by a checkpoint that computes it again in backward for one.
-    for module in {place[0] for place in axis.places}:
-        module.register_forward_pre_hook(lambda *_: axis.show_whole_once(), prepend=True)
+    for module in axis.places:
+        module.register_forward_pre_hook(lambda module, *_: axis.show_whole(module))
+        module.register_forward_hook(lambda module, *_: axis.show_local(module), always_call=True)
     return axis
 
 
-def checked_cut(name: str, param: DTensor, mesh: DeviceMesh) -> Cut:
-    """How a DTensor is cut; raises ConfigError for what can't be."""
+def misfits(model: nn.Module, mesh: DeviceMesh) -> list[str]:
+    """Why a model does not fit the tensor axis `mesh`, one message for each reason; empty: it fits."""
+    found = {name: param for name, param in model.named_parameters() if isinstance(param, DTensor)}
+    messages = [why for name, param in found.items() if (why := misfit(name, param, mesh))]
+    if mesh.size() > 1 and not any(isinstance(at, Shard) for param in found.values() for at in param.placements):
+        messages.append(
+            f"the mesh has a tensor axis of {mesh.size()} ranks, and no parameter is cut over it: call "
+            'torch.distributed.tensor.parallel.parallelize_module(model, mesh["tensor"], plan) before the optimizer is '
+            "made, or leave the axis out"
+        )
+    return messages
+
+
+def misfit(name: str, param: DTensor, mesh: DeviceMesh) -> str:
+    """Why a DTensor can't be a parameter on the tensor axis `mesh`; empty: it can."""
     if param.device_mesh != mesh:
-        raise ConfigError(
+        return (
             f"{name!r} lies on the mesh {param.device_mesh}, which is not the tensor axis: a model of fully_shard is "
             "compressed by thinwire.compress_fsdp; parallelize_module must be given mesh['tensor']"
         )
     (placement,) = param.placements
     if not (placement.is_replicate() or isinstance(placement, Shard)):
-        raise ConfigError(f"{name!r} is placed as {placement}: must be Shard or Replicate")
-    if isinstance(placement, Shard) and param.shape[placement.dim] % mesh.size():
-        raise ConfigError(
-            f"{name!r} of shape {tuple(param.shape)} is cut along dimension {placement.dim}, whose "
-            f"{param.shape[placement.dim]} elements do not divide among {mesh.size()} ranks: choose a width that is a "
-            f"multiple of {mesh.size()}"
+        return f"{name!r} is placed as {placement}: must be Shard or Replicate"
+    if isinstance(placement, Shard) and (length := param.shape[placement.dim]) % mesh.size():
+        return (
+            f"{name!r} of shape {tuple(param.shape)} is cut along dimension {placement.dim}, whose {length} elements "
+            f"do not divide among {mesh.size()} ranks: choose a width that is a multiple of {mesh.size()}"
         )
-    return Cut(mesh, tuple(param.placements), param.shape, tuple(param.stride()))
+    return ""
 
 
 def check_same_copies(model: nn.Module, axis: TensorAxis, comm: Communicator) -> list[str]:

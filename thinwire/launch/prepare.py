@@ -20,7 +20,7 @@ from thinwire.data import prepare as prepare_tokens
 from thinwire.errors import ConfigError, Problems
 from thinwire.launch.start import Start
 from thinwire.layout.mesh import MeshShape
-from thinwire.methods.interface import Method
+from thinwire.methods.interface import Method, check_on_mesh
 from thinwire.methods.islands.base import IslandsMethod
 from thinwire.models import build_model
 from thinwire.models.hf import check_hf, look_into
@@ -76,22 +76,48 @@ def check(config: TrainConfig, problems: Problems) -> Run | None:
 
 def check_mesh(config: TrainConfig, run: Run | None) -> None:
     """Raise ConfigError for a mesh that the ranks do not fill, or that strategy or model can't share."""
-    shape = config.mesh_shape
-    nearest_mesh = MeshShape({**shape.sizes, "data": max(1, config.world_size // shape.tensor)})
+    shape, problems = config.mesh_shape, Problems()
     if shape.world_size != config.world_size:
-        raise ConfigError(
+        others = shape.world_size // shape.sizes["data"]
+        nearest_mesh = MeshShape({**shape.sizes, "data": max(1, config.world_size // others)})
+        problems.messages.append(
             f"--mesh {config.mesh} has {shape.world_size} ranks and the run has {config.world_size}: the two must be "
             f"equal; nearest: --mesh {nearest_mesh}"
         )
-    if shape.tensor > 1 and run is not None and not getattr(run.strategy, "shares_mesh", False):
-        raise ConfigError(
-            f"--mesh {config.mesh}: strategy {config.strategy} can't share a mesh with a tensor axis; nearest that "
-            "can: sdp4bit, zero, ddp or powersgd"
-        )
+    if run is not None and config.mesh is not None:
+        with problems.collect():
+            check_islands(config, run)
+    if shape.tensor > 1 and run is not None:
+        with problems.collect():
+            check_on_mesh(run.strategy)
     if shape.tensor > 1 and config.model.startswith("hf:"):
-        raise ConfigError(
+        problems.messages.append(
             f"--mesh {config.mesh}: the matrices of {config.model} can't be cut here; nearest: a preset such as demo, "
             "or parallelize_module and thinwire.parallelize in a loop of your own"
+        )
+    problems.raise_any()
+
+
+def check_islands(config: TrainConfig, run: Run) -> None:
+    """Raise ConfigError for a mesh with islands and a strategy without, or the other way round."""
+    shape = config.mesh_shape
+    size = shape.island_size
+    if size is not None and not run.has_islands:
+        without = MeshShape({name: at for name, at in shape.sizes.items() if name != "island"})
+        wider = MeshShape({**without.sizes, "data": without.sizes["data"] * shape.sizes["island"]})
+        raise ConfigError(
+            f"--mesh {config.mesh}: strategy {config.strategy} has no islands; nearest: --strategy diloco --inner "
+            f"{config.strategy}, or --mesh {wider}"
+        )
+    if size is None and run.has_islands:
+        raise ConfigError(
+            f"--mesh {config.mesh}: strategy {config.strategy} trains islands, and the mesh has no island axis; "
+            f"nearest: --mesh {MeshShape({'island': 1, **shape.sizes})}, or --local-size instead of --mesh"
+        )
+    if size is not None and config.local_size not in (None, size):
+        raise ConfigError(
+            f"--local-size {config.local_size}: an island of --mesh {config.mesh} has {size} ranks; nearest: leave "
+            "--local-size out"
         )
 
 

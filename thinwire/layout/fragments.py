@@ -58,12 +58,19 @@ class Fragment:
         return -(-shape.numel() // self.block) * self.block
 
 
-def cut(model: nn.Module, num_fragments: int | None, pattern: str, block: int) -> list[Fragment]:
+def cut(
+    model: nn.Module,
+    num_fragments: int | None,
+    pattern: str,
+    block: int,
+    whole: Mapping[str, torch.Size] | None = None,
+) -> list[Fragment]:
     """The trained parameters of `model` as fragments; on all ranks the same.
 
     Layers are the children of its outermost ModuleLists. pattern: "strided", layer l goes to fragment l mod P, or
     "sequential", each fragment gets layers that follow each other. What lies in no layer, or in several, goes to
-    fragment 0; a tied parameter is there once. num_fragments: P; None: for each three layers one.
+    fragment 0; a tied parameter is there once. num_fragments: P; None: for each three layers one. whole: shapes of
+    parameters of which the model holds a part.
 
     Raises ConfigError for a pattern that is none, and for more fragments than layers.
     Source: Douillard et al., "Streaming DiLoCo with overlapping communication" (2025), section 3.1.
@@ -87,5 +94,5 @@ def cut(model: nn.Module, num_fragments: int | None, pattern: str, block: int) -
     for name, param in named.items():
         used_by = users.get(param, set())
         number = next(iter(used_by)) if len(used_by) == 1 else 0
-        shapes[number % total if pattern == "strided" else number * total // num_layers][name] = param.shape
+        shapes[number % total if pattern == "strided" else number * total // num_layers][name] = (whole or {}).get(name, param.shape)
     return [Fragment(held, block) for held in shapes]

@@ -11,7 +11,7 @@ from thinwire.errors import ConfigError, nearest
 # From the outside in: ranks of an inner axis are neighbours.
 AXES = ("island", "pipeline", "data", "sequence", "expert", "tensor")
 # Those that a method, or torch, serves today.
-SERVED = ("data", "tensor")
+SERVED = ("island", "data", "tensor")
 
 
 def check_axis(name: str) -> None:
@@ -50,6 +50,11 @@ class MeshShape:
     def world_size(self) -> int:
         """Ranks of the mesh."""
         return math.prod(self.sizes.values())
+
+    @property
+    def island_size(self) -> int | None:
+        """Ranks of one island; None without that axis."""
+        return self.world_size // self.sizes["island"] if "island" in self.sizes else None
 
     @property
     def tensor(self) -> int:

@@ -19,13 +19,12 @@ from thinwire.state.memory import Place
 class DDPMethod:
     """What makes a way to average gradients a Method: it is applied by `wrap_ddp`."""
 
-    # Whether other axes of a mesh may cut what this one trains.
-    shares_mesh: ClassVar[bool] = True
     # Why thinwire.zero can't host it, to follow its name.
     own_way: ClassVar[str] = "compress_ddp"
     not_on_zero: ClassVar[str] = "averages whole gradients, and zero gives every rank a slice"
     shards_optimizer: ClassVar[bool] = False
     not_inside_islands: ClassVar[str] = ""
+    not_on_mesh: ClassVar[str] = ""
     # Whether it weighs what it remembers by the learning rate.
     uses_learning_rates = False
 

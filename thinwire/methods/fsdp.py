@@ -41,6 +41,7 @@ class FSDPMethod:
     optimizers_reason: ClassVar[str] = CUTS_TENSORS
     shards_optimizer: ClassVar[bool] = True
     not_inside_islands: ClassVar[str] = ""
+    not_on_mesh: ClassVar[str] = ""
 
     reshard_after_forward: bool = False
     secondary: bool = False

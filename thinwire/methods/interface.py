@@ -13,6 +13,7 @@ from thinwire.codecs import Codec
 from thinwire.collectives import Topology
 from thinwire.collectives.feedback import Feedback
 from thinwire.collectives.gather import gather_bytes
+from thinwire.errors import ConfigError
 from thinwire.layout.formats import Strategy
 from thinwire.state.agreement import word_bytes
 
@@ -59,6 +60,11 @@ class Method(Protocol):
         """Why it can't train an island of a method such as DiLoCo, to follow "NAME inside an island"; empty: it can."""
         ...
 
+    @property
+    def not_on_mesh(self) -> str:
+        """Why it can't train a model that another axis of a mesh cuts, to follow its name; empty: it can."""
+        ...
+
     def plan(self, model: nn.Module, topology: Topology, micro_batches: int) -> Plan:
         """What a rank would hold and send, known before anything runs.
 
@@ -98,6 +104,15 @@ class Plan:
     def sent_on(self, level: str) -> int:
         """Bytes on one level."""
         return sum(num_bytes for (_, at), num_bytes in self.sent.items() if at == level)
+
+
+def check_on_mesh(method: Method) -> None:
+    """Raise ConfigError for a method that can't train a model that a tensor axis cuts."""
+    if method.not_on_mesh:
+        raise ConfigError(
+            f"{method.name} can't share a mesh with a tensor axis: it {method.not_on_mesh}; nearest that can: sdp4bit, "
+            "zero, fsdp, ddp or powersgd"
+        )
 
 
 class GradientMemory(Protocol):

@@ -28,12 +28,11 @@ class ShardedMethod(ABC):
 
     name: ClassVar[str]
     settled_after: ClassVar[int] = 0
-    # Whether other axes of a mesh may cut what this one trains.
-    shares_mesh: ClassVar[bool] = True
     optimizers: ClassVar[tuple[str, ...]] = ELEMENTWISE
     optimizers_reason: ClassVar[str] = CUTS_TENSORS
     shards_optimizer: ClassVar[bool] = True
     not_inside_islands: ClassVar[str] = ""
+    not_on_mesh: ClassVar[str] = ""
 
     # Under compress_fsdp, gathers of unchanged weights stay inside a node.
     secondary: ClassVar[bool] = True

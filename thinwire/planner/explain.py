@@ -15,7 +15,7 @@ from thinwire.errors import ConfigError, Problems, nearest
 from thinwire.flags import flag
 from thinwire.lab.spec import read_rate
 from thinwire.layout.mesh import MeshShape
-from thinwire.methods.interface import Method, Plan
+from thinwire.methods.interface import Method, Plan, check_on_mesh
 from thinwire.models import PRESETS, Llama, build_skeleton
 from thinwire.models.llama import LlamaConfig, cut_skeleton
 from thinwire.options import LLAMA, build_strategy, strategy_table
@@ -84,7 +84,8 @@ def explain(config: ExplainConfig, problems: Problems) -> Explained:
             if getattr(strategy, "reshard_after_forward", None) is False:
                 whole.append(name)
             if model is not None and shape is not None:
-                check_shares(strategy, shape)
+                if shape.tensor > 1:
+                    check_on_mesh(strategy)
                 plans[name] = plan_on(strategy, model, config, shape)
     problems.messages = list(dict.fromkeys(problems.messages))
     problems.raise_any()
@@ -139,6 +140,11 @@ def mesh_of(config: ExplainConfig) -> MeshShape:
     """The axes of the ranks; raises ConfigError for a mesh that the ranks do not fill."""
     num_ranks = config.nodes * config.local_size
     shape = MeshShape({"data": num_ranks}) if config.mesh is None else MeshShape.parse(config.mesh)
+    if shape.island_size is not None:
+        raise ConfigError(
+            f"--mesh {config.mesh}: here every node is an island of strategies that have any; nearest: "
+            f"--nodes {shape.sizes['island']} --local-size {shape.island_size}, without --mesh"
+        )
     if shape.world_size != num_ranks:
         raise ConfigError(
             f"--mesh {config.mesh} has {shape.world_size} ranks, and {config.nodes} nodes of {config.local_size} have "
@@ -155,23 +161,16 @@ def cut(model: nn.Module, size: int) -> nn.Module:
     return model
 
 
-def check_shares(strategy: Method, shape: MeshShape) -> None:
-    """Raise ConfigError for a strategy that can't work beside a tensor axis."""
-    if shape.tensor > 1 and not getattr(strategy, "shares_mesh", False):
-        raise ConfigError(
-            f"strategy {strategy.name} can't share a mesh with a tensor axis; nearest that can: sdp4bit, zero, ddp or "
-            "powersgd"
-        )
-
-
 def plan_on(strategy: Method, model: nn.Module, config: ExplainConfig, shape: MeshShape) -> Plan:
     """The plan of a strategy on the data axis of a mesh; the ranks' word on a step goes to all of the mesh."""
     grid, inner = Topology(config.nodes, config.local_size), shape.tensor
     if inner == 1:
         return strategy.plan(model, grid, config.micro_batches)
     along = Topology(grid.num_nodes, grid.local_size // inner) if grid.local_size % inner == 0 else None
-    plan = strategy.plan(model, along or Topology(grid.world_size // inner, 1), config.micro_batches)
-    word = strategy.plan(model, Topology(2, 1), 1).sent["all_gather_exact", "inter"]
+    num_replicas = grid.world_size // inner
+    plan = strategy.plan(model, along or Topology(num_replicas, 1), config.micro_batches)
+    num_told = max(2, num_replicas) - 1
+    word = strategy.plan(model, Topology(num_told + 1, 1), 1).sent["all_gather_exact", "inter"] // num_told
     words = {("all_gather_exact", level): sent for level, sent in gather_bytes(grid, word).items()}
     return replace(plan, sent={**plan.sent, **words})
 

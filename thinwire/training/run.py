@@ -71,15 +71,15 @@ def tables_in_effect(config: TrainConfig) -> set[str]:
 
 
 def island_size(config: TrainConfig) -> int:
-    """Ranks of one island: those that share a fast link. By default a machine's, and 1 where there is one machine.
+    """Ranks of one island: those of --mesh or --local-size. By default a machine's, and 1 where there is one machine.
 
     Raises ConfigError where islands would not fit into a machine.
     """
     machine = int(os.environ.get("LOCAL_WORLD_SIZE", config.workers))
-    size = config.local_size or (machine if machine < config.world_size else 1)
+    size = config.mesh_shape.island_size or config.local_size or (machine if machine < config.world_size else 1)
     if machine % size:
         raise ConfigError(
-            f"--local-size {size}: an island lies on one machine, which has {machine} workers; nearest: "
+            f"islands of {size} ranks: an island lies on one machine, which has {machine} workers; nearest: "
             f"{min((n for n in range(1, machine + 1) if machine % n == 0), key=lambda n: abs(n - size))}"
         )
     return size

@@ -456,8 +456,9 @@ class Trainer:
 
 
 def mesh_of(shape: MeshShape) -> DeviceMesh:
-    """The mesh of this process group: its ranks are the data axis where nothing is cut."""
-    sizes = shape.sizes if shape.tensor > 1 else {"data": dist.get_world_size()}
+    """The mesh of this process group, an island's where there are several: the data axis alone where nothing is cut."""
+    inside = {name: size for name, size in shape.sizes.items() if name != "island"}
+    sizes = inside if shape.tensor > 1 else {"data": dist.get_world_size()}
     return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 

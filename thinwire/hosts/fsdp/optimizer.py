@@ -8,17 +8,16 @@ from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from thinwire.checkpoint import Source
-from thinwire.collectives import Communicator
 from thinwire.errors import ConfigError
 from thinwire.hosts.agreeing import AgreeingOptimizer
 from thinwire.hosts.fsdp.compress import CompressedFSDP, groups_of
-from thinwire.hosts.interface import ParallelOptimizer, RankOptions, apply, without_axis
-from thinwire.hosts.ranks import Ranks
+from thinwire.hosts.interface import ParallelOptimizer, RankOptions, apply
+from thinwire.hosts.ranks import Axis, Ranks, open_ranks
 from thinwire.layout.layers import layers_of
 from thinwire.methods.fsdp import FSDPMethod, ShardingStrategy
 from thinwire.state.elementwise import check_elementwise
@@ -37,8 +36,9 @@ def wrap_fsdp(
     timeout_s: float,
     checked: bool,
     overlap: bool,
+    axis: Axis | None = None,
 ) -> tuple[nn.Module, FSDPOptimizer]:
-    """Shard model and optimizer in place; a collective over the default group.
+    """Shard model and optimizer in place; a collective over the axis, by default all ranks.
 
     Raises ConfigError for a model and an optimizer that do not fit each other, for scalar parameters, and for an
     optimizer that looks across the elements of a tensor.
@@ -48,9 +48,12 @@ def wrap_fsdp(
     if scalars:
         raise ConfigError(f"{scalars[0]!r} is a scalar, which FSDP2 can't cut: give it one dimension")
     check_elementwise(optimizer)
-    comm = Communicator(local_size=local_size, timeout_s=timeout_s, checked=checked)
+    ranks = open_ranks(axis, local_size=local_size, timeout_s=timeout_s, checked=checked)
+    comm = ranks.comm
     start = same_start(model, comm)
-    modules = shard_modules(model, comm.world_size, strategy.reshard_after_forward)
+    device = next(model.parameters()).device.type
+    mesh = init_device_mesh(device, (comm.world_size,)) if axis is None else axis.group
+    modules = shard_modules(model, mesh, strategy.reshard_after_forward)
     shards = shard_param_groups(model, optimizer, trained)
     compressed = CompressedFSDP(model, groups_of(model), strategy, comm, seed=seed, overlap=overlap)
     compressed.start_or_wait()
@@ -63,13 +66,14 @@ def wrap_fsdp(
         ("collectives", "thinwire's, through FSDP2's plug-ins", "gloo's reduce_scatter moves twice the bytes"),
         start,
     ]
-    return model, FSDPOptimizer(model, optimizer, compressed, shards, modules, strategy.reshard_after_forward, rows)
+    return model, FSDPOptimizer(
+        model, optimizer, ranks, compressed, shards, modules, strategy.reshard_after_forward, rows
+    )
 
 
-def shard_modules(model: nn.Module, world_size: int, reshard_after_forward: bool) -> list[nn.Module]:
+def shard_modules(model: nn.Module, mesh: DeviceMesh, reshard_after_forward: bool) -> list[nn.Module]:
     """Give the model's parts to fully_shard; the root first, then in order of forward."""
     frozen = {param for param in model.parameters() if not param.requires_grad}
-    mesh = init_device_mesh(next(model.parameters()).device.type, (world_size,))
     modules = layers_of(model)
     for module in (*modules, model):
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward, ignored_params=frozen)
@@ -101,13 +105,14 @@ class FSDPOptimizer(AgreeingOptimizer):
         self,
         model: nn.Module,
         inner: torch.optim.Optimizer,
+        ranks: Ranks,
         compressed: CompressedFSDP,
         shards: dict[str, Tensor],
         modules: list[nn.Module],
         reshard_after_forward: bool,
         rows: list[Row],
     ) -> None:
-        super().__init__(model, inner, Ranks(compressed.comm, compressed.comm), shards, compressed.num_parameters, rows)
+        super().__init__(model, inner, ranks, shards, compressed.num_parameters, rows)
         self.compressed = compressed
         self.modules: list[FSDPModule] = [module for module in modules if isinstance(module, FSDPModule)]
         self.reshard_after_forward = reshard_after_forward
@@ -221,6 +226,8 @@ class FSDPOptimizer(AgreeingOptimizer):
     def close(self) -> None:
         """Wait for all communication and give the process group back."""
         self.compressed.close()
+        if self.everyone is not self.comm:
+            self.everyone.close()
 
     def _reduce(self) -> None:
         for name, param in self._sharded.items():
@@ -285,4 +292,4 @@ def _apply_fsdp(
     **options: Unpack[RankOptions],
 ) -> tuple[nn.Module, ParallelOptimizer]:
     """See hosts.interface."""
-    return wrap_fsdp(model, optimizer, method, overlap=overlap, **without_axis(method, options))  # type: ignore[arg-type]
+    return wrap_fsdp(model, optimizer, method, overlap=overlap, **options)

@@ -14,6 +14,8 @@ from thinwire import _compat
 from thinwire.collectives import Communicator
 from thinwire.collectives.elastic import PATIENCE_S
 from thinwire.errors import PeerLostError
+from thinwire.hosts.interface import ParallelOptimizer
+from thinwire.hosts.tensor import TensorAxis
 
 # What an island's first rank tells the others.
 DONE, FAILED = "done", "failed"
@@ -44,6 +46,37 @@ class ShardedHost(Host, Protocol):
     inner: torch.optim.Optimizer
 
 
+class TensorHost:
+    """A Host whose model a tensor axis cuts: whole parameters to and from the parts of its ranks.
+
+    comm: all ranks of the island. What torch sends to gather them is counted by formula.
+    """
+
+    def __init__(self, inner: ParallelOptimizer, axis: TensorAxis) -> None:
+        self.comm: Communicator | None = inner.everyone
+        self._inner, self._axis = inner, axis
+
+    def masters(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Copies of the whole parameters; a collective over the island."""
+        if sent := self._gather_bytes(names):
+            self._inner.meter.count("masters", "intra", sent, sent)
+        return self._axis.gather(self._inner.masters(names))
+
+    def adopt_weights(self, values: Mapping[str, Tensor]) -> None:
+        """Take this rank's part of whole parameters; a collective over the island."""
+        self._inner.adopt_weights(self._axis.part(values))
+
+    def handover_bytes(self, names: Collection[str]) -> tuple[int, int]:
+        """A rank sends its part to the others of the tensor axis for `masters`; `adopt_weights` sends nothing there."""
+        reads, writes = self._inner.handover_bytes(names)
+        return reads + self._gather_bytes(names), writes
+
+    def _gather_bytes(self, names: Collection[str]) -> int:
+        size, cuts = self._axis.mesh.size(), self._axis.cuts
+        parts = [cuts[name].shape.numel() // size for name in set(self._axis.local_names()).intersection(names)]
+        return 4 * (size - 1) * sum(parts)
+
+
 class Decision(NamedTuple):
     """What the first rank tells the others with every tensor.
 
@@ -52,9 +85,6 @@ class Decision(NamedTuple):
 
     stop: bool = False
     jump: int = 0
-
-
-NOTHING = Decision()
 
 
 NOTHING = Decision()

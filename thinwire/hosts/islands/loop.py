@@ -34,7 +34,8 @@ class OuterLoop:
 
     All ranks of an island have one and call it alike; its first rank alone has peers, and the outer state, fp32 on the
     CPU. torch_optimizer: the one whose gradients a correction is added to, and whose learning rate rises anew on an
-    island that joins others. options: what else all islands must have in common.
+    island that joins others. options: what else all islands must have in common. whole: shapes of parameters of which
+    the model holds a part and the host hands over the whole.
 
     Every island must take the same steps. Raises ConfigError where islands train different models or by other options.
     """
@@ -48,12 +49,13 @@ class OuterLoop:
         *,
         torch_optimizer: torch.optim.Optimizer,
         options: str = "",
+        whole: Mapping[str, torch.Size] | None = None,
         seed: int = 0,
     ) -> None:
         self.host, self.model, self.method, self.torch_optimizer = host, model, method, torch_optimizer
         self.island = Island(host.comm)
         self.island.first_does(lambda: None)
-        fragments = cut(model, method.num_fragments, method.pattern, method.codec.block)
+        fragments = cut(model, method.num_fragments, method.pattern, method.codec.block, whole)
         connected = (peers or alone()) if self.island.is_first else None
         self.exchanges = Exchanges(method, fragments, connected, options=options, seed=seed)
         self.steps = 0

@@ -14,6 +14,7 @@ from thinwire.checkpoint import Snapshot, Source
 from thinwire.collectives import Communicator, Meter
 from thinwire.collectives.meters import Meters
 from thinwire.hosts.interface import InStep, ParallelOptimizer, RankOptions, apply
+from thinwire.hosts.islands.island import TensorHost
 from thinwire.hosts.islands.loop import OuterLoop
 from thinwire.hosts.islands.recovery import Change
 from thinwire.hosts.islands.traffic import Traffic
@@ -88,8 +89,7 @@ class IslandsOptimizer(InStep):
     @property
     def uncompressed_bytes_per_step(self) -> float:
         """What fp32 gradients and weights of an optimizer sharded over all islands' ranks would need."""
-        fragments = self.loop.exchanges.fragments
-        num_parameters = sum(shape.numel() for fragment in fragments for shape in fragment.shapes.values())
+        num_parameters = sum(param.numel() for param in self.loop.model.parameters() if param.requires_grad)
         return 8 * num_parameters * (1 - 1 / max(1, self.comm.world_size * self.traffic.num_islands))
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -240,9 +240,12 @@ def _apply_connected(
     # Those who have begun wait for whoever has met them.
     wrapped, inner = apply(method.strategy.inner, model, optimizer, overlap=overlap, **options)
     peers = method.peers() if callable(method.peers) else method.peers
+    axis = options.get("axis")
+    tensor = axis.tensor if axis is not None else None
+    whole = {name: cut.shape for name, cut in tensor.cuts.items()} if tensor is not None else None
     loop = OuterLoop(
-        inner, model, method.strategy.method(), peers,
-        options=method.options, torch_optimizer=optimizer, seed=options["seed"],
+        inner if tensor is None else TensorHost(inner, tensor), model, method.strategy.method(), peers,
+        options=method.options, torch_optimizer=optimizer, whole=whole, seed=options["seed"],
     )  # fmt: skip
     return wrapped, IslandsOptimizer(inner, loop, method.strategy)
 

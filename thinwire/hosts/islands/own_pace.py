@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from thinwire import _compat
 from thinwire.checkpoint import Source
 from thinwire.hosts.agreeing import AgreeingOptimizer
-from thinwire.hosts.interface import ParallelOptimizer, RankOptions, apply, without_axis
+from thinwire.hosts.interface import ParallelOptimizer, RankOptions, apply
 from thinwire.hosts.islands.meetings import DADAONode
 from thinwire.hosts.ranks import Ranks, open_ranks
 from thinwire.methods.islands.front import around
@@ -188,12 +188,11 @@ def _apply_own_pace(
     **options: Unpack[RankOptions],
 ) -> tuple[nn.Module, ParallelOptimizer]:
     """See hosts.interface."""
-    told = without_axis(method, options)
-    timeout_s, checked = told["timeout_s"], told["checked"]
-    ranks = open_ranks(None, local_size=told["local_size"], timeout_s=timeout_s, checked=checked)
+    timeout_s, checked = options["timeout_s"], options["checked"]
+    ranks = open_ranks(None, local_size=options["local_size"], timeout_s=timeout_s, checked=checked)
     loop = (model, optimizer)[: method.num_loop_arguments]
     context = around(
-        method, *loop, seed=told["seed"], timeout_s=timeout_s, checked=checked, announce=False,
+        method, *loop, seed=options["seed"], timeout_s=timeout_s, checked=checked, announce=False,
         meter=ranks.comm.meter,
     )  # fmt: skip
     dadao = context if isinstance(context, DADAONode) else None

@@ -21,7 +21,7 @@ from thinwire.collectives import Communicator
 from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
 from thinwire.errors import ConfigError, PeerLostError
 from thinwire.hosts.agreeing import AgreeingOptimizer
-from thinwire.hosts.interface import ParallelOptimizer, RankOptions, apply, without_axis
+from thinwire.hosts.interface import ParallelOptimizer, RankOptions, apply
 from thinwire.hosts.ranks import Ranks
 from thinwire.methods import one_byte_code as byte
 from thinwire.methods.data.one_byte import WORD_BYTES, OneByte
@@ -324,5 +324,5 @@ def _apply_one_byte(
     **options: Unpack[RankOptions],
 ) -> tuple[nn.Module, ParallelOptimizer]:
     """See hosts.interface."""
-    wrapped = one_byte(model, optimizer, method, announce=False, **without_axis(method, options))
+    wrapped = one_byte(model, optimizer, method, announce=False, **options)  # type: ignore[misc]
     return Measured(model, wrapped), wrapped

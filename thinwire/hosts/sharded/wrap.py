@@ -80,7 +80,7 @@ def zero(
     chosen = {name: group_of(name, param) for name, param in model.named_parameters()}
     levels = [strategy.levels(own.topology) for own in comms]
     if any(own.weights_over > 1 for own in levels):
-        _check_cut(strategy, named, axis, levels)
+        _check_cut(strategy, named, levels)
     device = next(iter(named.values())).device
     if device.type == "cuda":
         # On the CPU the launcher has done it, or the first message waits a second.
@@ -106,15 +106,8 @@ def _check_strategy(strategy: object) -> None:
     raise ConfigError(f"thinwire.zero can't run {name}, which {why}; use {way}`thinwire train --strategy {name}`")
 
 
-def _check_cut(
-    strategy: ShardedMethod, named: dict[str, nn.Parameter], axis: Axis | None, levels: list[Levels]
-) -> None:
+def _check_cut(strategy: ShardedMethod, named: dict[str, nn.Parameter], levels: list[Levels]) -> None:
     """Raise ConfigError for what weights that are cut over ranks do not work with."""
-    if axis is not None:
-        raise ConfigError(
-            f"{strategy.name} cuts weights over ranks, and can't share a mesh with another axis; nearest that can: "
-            "sdp4bit, zero, ddp or powersgd"
-        )
     if len(levels) > 1:
         raise ConfigError(f"group_for: {strategy.name} cuts weights over ranks of one group; leave it out")
     for name, param in named.items():

@@ -43,7 +43,6 @@ class Frontier(ShardedMethod):
     """
 
     name: ClassVar[str] = "frontier"
-    shares_mesh: ClassVar[bool] = False
     not_on_fsdp: ClassVar[str] = "cuts a model in its own way, not FSDP2's: use `thinwire train --strategy frontier`"
 
     weights_over: int | None = None

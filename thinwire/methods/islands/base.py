@@ -31,6 +31,11 @@ class IslandsMethod(Front):
     not_inside_islands: ClassVar[str] = "is itself a method of islands, and islands have no islands"
     inner: Method
 
+    @property
+    def not_on_mesh(self) -> str:
+        """As of the inner strategy."""
+        return self.inner.not_on_mesh
+
     def method(self) -> OuterMethod:
         """What the options amount to; raises ConfigError for what does not fit."""
         raise NotImplementedError

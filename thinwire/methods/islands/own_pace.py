@@ -21,6 +21,7 @@ class OwnPaceMethod(Front):
     settled_after: ClassVar[int] = 0
     shards_optimizer: ClassVar[bool] = False
     not_inside_islands: ClassVar[str] = "has no step in common with the other ranks"
+    not_on_mesh: ClassVar[str] = "has no common step on which all ranks of a mesh could agree"
     num_vectors: ClassVar[int]
 
     @property

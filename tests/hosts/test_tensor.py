@@ -19,12 +19,23 @@ from thinwire.compose import parallelize
 from thinwire.state.replicas import digest
 
 STEPS = 6
-EXACT: dict[str, Any] = {"zero": thinwire.Zero(), "ddp": thinwire.DDP()}
+FP32: dict[str, Any] = {"weights": "fp32", "intra": "fp32", "inter": "fp32", "refresh": "fp32"}
+EXACT: dict[str, Any] = {
+    "zero": thinwire.Zero(),
+    "ddp": thinwire.DDP(),
+    "fsdp": thinwire.FSDP(),
+    "zeropp-fp32": thinwire.ZeroPP(weights="fp32", gradients="fp32", vectors="fp32"),
+    "frontier": thinwire.Frontier(**FP32),
+    "frontier-cut": thinwire.Frontier(**FP32, weights_over=2, gradients_over=2),
+}
 LOSSY: dict[str, Any] = {
     "sdp4bit": thinwire.SDP4Bit(),
     "powersgd": thinwire.PowerSGD(rank=2, start_step=2, min_compression=1.0),
     "zero-bf16": thinwire.ZeroBF16(),
+    "zeropp": thinwire.ZeroPP(),
 }
+# Of their weights a rank holds whole ones but for a while: they are looked at once, at the end.
+PASSING = ("zeropp-fp32", "zeropp", "frontier-cut")
 METHODS = EXACT | LOSSY
 
 
@@ -83,7 +94,11 @@ def alone(max_norm: float = 0.5) -> tuple[dict[str, torch.Tensor], list[float]]:
     return {name: param.detach() for name, param in model.named_parameters()}, norms
 
 
-def train(rank: int, world_size: int, name: str, sizes: tuple[int, int], recompute: bool = False) -> dict[str, Any]:
+def train(
+    rank: int, world_size: int, name: str, sizes: tuple[int, int], recompute: bool = False
+) -> dict[str, Any] | None:
+    if name == "frontier-cut" and sizes[0] == 1:
+        return None
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("data", "tensor"))
     # Ranks start from other weights: the first one's are taken, of what is cut as of what is not.
     model = Stack(0, recompute)
@@ -96,13 +111,21 @@ def train(rank: int, world_size: int, name: str, sizes: tuple[int, int], recompu
         model, adamw(model), mesh, [METHODS[name]], local_size=1, checked=True, timeout_s=60, announce=False
     )
     norms, hashes = [], []
-    before = stage.optimizer.meter.snapshot()
+    # Frontier gathers weights in every micro-batch, and its promise is of one.
+    micro_batches = 1 if name == "frontier-cut" else 2
     for step in range(STEPS):
-        stage.forward_backward(batches(step, mesh["data"].get_local_rank(), sizes[0]))
+        if step == 1:
+            # FSDP2's first step has the gather of its own, and all have that of the next.
+            before = stage.optimizer.meter.snapshot()
+        stage.forward_backward(batches(step, mesh["data"].get_local_rank(), sizes[0], micro_batches))
         stage.reduce()
         norms.append(float(stage.update(0.5)))
-        hashes.append({name: digest([param.detach()]).tolist() for name, param in model.named_parameters()})
+        if name not in PASSING:
+            stage.optimizer.synchronize()
+            hashes.append(hashes_of(model))
     sent = (stage.optimizer.meter.snapshot() - before).sent_bytes
+    stage.optimizer.synchronize()
+    hashes.append(hashes_of(model))
     stage.optimizer.check_replicas()
     found = {
         "weights": {name: param.detach().clone() for name, param in model.named_parameters()},
@@ -111,6 +134,10 @@ def train(rank: int, world_size: int, name: str, sizes: tuple[int, int], recompu
     }  # fmt: skip
     stage.close()
     return found
+
+
+def hashes_of(model: nn.Module) -> dict[str, list[int]]:
+    return {name: digest([param.detach()]).tolist() for name, param in model.named_parameters()}
 
 
 def whole(name: str, parts: list[torch.Tensor]) -> torch.Tensor:
@@ -130,21 +157,25 @@ def runs(request: pytest.FixtureRequest) -> tuple[tuple[int, int], Any]:
 def test_replicas_are_equal_and_bytes_are_those_of_the_formula(name: str, runs: tuple) -> None:
     sizes, rows = runs
     ranks = rows.of(name)
+    if ranks[0] is None:
+        pytest.skip("its weights are cut over two ranks")
     for tensor in range(sizes[1]):
         column = [found["hashes"] for found in ranks if found["place"][1] == tensor]
         assert all(hashes == column[0] for hashes in column)
     copies = [key for key in ranks[0]["hashes"][0] if ".up." not in key and not key.endswith("down.weight")]
-    for step in range(STEPS):
+    for step in range(len(ranks[0]["hashes"])):
         assert all(found["hashes"][step][key] == ranks[0]["hashes"][step][key] for found in ranks for key in copies)
     assert all(found["norms"] == ranks[0]["norms"] for found in ranks)
     if name != "powersgd":
-        assert all(found["sent"] == STEPS * found["promised"] for found in ranks)
+        assert all(found["sent"] == (STEPS - 1) * found["promised"] for found in ranks)
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_equals_one_process(name: str, runs: tuple) -> None:
     sizes, rows = runs
     ranks, (expected, norms) = rows.of(name), alone()
+    if ranks[0] is None:
+        pytest.skip("its weights are cut over two ranks")
     parts = sorted((found for found in ranks if found["place"][0] == 0), key=lambda found: found["place"][1])
     if name in EXACT or sizes[0] == 1:
         assert ranks[0]["norms"] == pytest.approx(norms, rel=1e-5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -235,8 +235,7 @@ def composed(methods: Sequence[Method | Connected], mesh: DeviceMesh) -> Method 
     (islands,) = outer
     if not inner or isinstance(islands, Connected):
         return islands
-    default = next(item.default for item in fields(islands) if item.name == "inner")  # type: ignore[arg-type]
-    if islands.inner not in (default, inner[0]):
+    if islands.inner not in (type(islands)().inner, inner[0]):
         raise ConfigError(
             f"two methods for the data axis, {type(islands.inner).__name__} as inner= and {type(inner[0]).__name__}; "
             "nearest: leave inner= out"

@@ -38,10 +38,6 @@ from thinwire.table import announce as announce_table
 __all__ = ["Stage", "apply", "parallelize"]
 
 
-# Of a checkpoint: cut parameters whose error feedback no other mesh takes over.
-CUT_RESIDUALS = "cut_residuals"
-
-
 class Stage:
     """A model in training on a mesh; made by `parallelize`.
 
@@ -109,9 +105,8 @@ class Stage:
             place = self.optimizer.comm.rank, self.optimizer.comm.world_size
             cut = {name: self.tensor.piece_of_whole(name, piece, *place) for name, piece in snapshot.pieces.items()}
             snapshot.pieces = cut
-            local = set(self.tensor.local_names())
-            snapshot.common[CUT_RESIDUALS] = len({share.name for share in snapshot.shares} & local)
-            snapshot.shares = [share for share in snapshot.shares if share.name not in local]
+            shares = map(self.tensor.share_of_whole, snapshot.shares)
+            snapshot.shares = [share for share in shares if share is not None]
         return snapshot
 
     def restore(self, source: Source) -> None:
@@ -120,8 +115,6 @@ class Stage:
             source.place_piece = self.tensor.piece_of_whole
             source.part_of = self.tensor.part_of_flat
         self.optimizer.restore(source)
-        if not source.is_same and (cut := source.common.get(CUT_RESIDUALS)):
-            source.note(f"error feedback of {cut} parameters", "dropped", "a tensor axis cut them; it starts anew")
 
     def finish(self) -> None:
         """Leave the result in the model: with islands, the mean of their weights. Training can't go on from there."""

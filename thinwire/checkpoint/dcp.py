@@ -12,7 +12,6 @@ import os
 import pickle
 import warnings
 import zlib
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -47,6 +46,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from thinwire import _compat
+from thinwire.checkpoint.boxes import Box, Copy
 from thinwire.checkpoint.state import Piece, dtype_named
 from thinwire.errors import ThinwireError
 
@@ -68,30 +68,45 @@ class CheckpointError(ThinwireError, RuntimeError):
 
 @dataclass(frozen=True)
 class Chunk:
-    """Elements [offset, offset + length) of a tensor, in `num_bytes` bytes of a file from `place` on."""
+    """A box of a tensor of `numel` elements, in `num_bytes` bytes of a file from `place` on; of one row, or a matrix."""
 
     numel: int
     dtype: str
-    offset: int
-    length: int
+    box: Box
     file: str
     place: int
     num_bytes: int
 
     @property
-    def end(self) -> int:
-        return self.offset + self.length
+    def shape(self) -> torch.Size:
+        """As it lies in the file."""
+        return shape_of(self.box, self.numel)
+
+    @property
+    def offsets(self) -> torch.Size:
+        """Its place in the tensor, as DCP has it."""
+        return offsets_of(self.box, self.numel)
 
 
 Index = dict[str, list[Chunk]]
 
 
+def shape_of(box: Box, numel: int) -> torch.Size:
+    """DCP knows a tensor as flat, or as a matrix of rows of `stride` elements where ranks have cut these."""
+    return torch.Size([box.height, box.width] if box.stride < numel else [box.numel])
+
+
+def offsets_of(box: Box, numel: int) -> torch.Size:
+    """See shape_of."""
+    return torch.Size(divmod(box.place, box.stride) if box.stride < numel else [box.place])
+
+
 class PieceSavePlanner(SavePlanner):
-    """Every piece is a shard of its tensor; there is nothing to agree on."""
+    """Every box of a piece is a shard of its tensor; there is nothing to agree on."""
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
         self._pieces: dict[str, Piece] = state_dict
-        self._starts = {(n, at): (start, length) for n, p in self._pieces.items() for at, start, length in p.spans()}
+        self._boxes = {key: box for name, piece in self._pieces.items() for key, box in boxes_of(name, piece).items()}
 
     def create_local_plan(self) -> SavePlan:
         return SavePlan([item for name, piece in self._pieces.items() for item in _write_items(name, piece)])
@@ -103,10 +118,8 @@ class PieceSavePlanner(SavePlanner):
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        (place,), piece = write_item.index.offset or (0,), self._pieces[write_item.index.fqn]
-        # A piece that is not cut inside of rows has one span.
-        start, length = self._starts[write_item.index.fqn, place]
-        return piece.values[start : start + length]
+        piece, box = self._pieces[write_item.index.fqn], self._boxes[write_item.index]
+        return piece.values[box.at : box.at + box.numel].view(shape_of(box, piece.numel))
 
 
 class SummedFile(io.BufferedWriter):
@@ -167,27 +180,22 @@ class SummingFiles(FileSystem):
 class IndexedWriter(dcp.FileSystemWriter):
     """DCP's writer of files, whose index is JSON beside what the caller adds to it; `sums` says what was written."""
 
-    def __init__(self, folder: Path, more: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, pieces: Mapping[str, Piece], more: Mapping[str, Any]) -> None:
         super().__init__(str(folder), overwrite=True)
-        self._folder, self._more = folder, more
+        self._folder, self._pieces, self._more = folder, pieces, more
         self.fs = files = SummingFiles()
         self.sums = files.sums
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the index, and bring it to the disk."""
+        boxes = {key: box for name, piece in self._pieces.items() for key, box in boxes_of(name, piece).items()}
         chunks: dict[str, list[Any]] = {}
-        sizes = {
-            name: {chunk.offsets[0]: chunk.sizes[0] for chunk in tensor.chunks}
-            for name, tensor in metadata.state_dict_metadata.items()
-            if isinstance(tensor, TensorStorageMetadata)
-        }
         for result in (result for rank in results for result in rank):
-            tensor, at = metadata.state_dict_metadata[result.index.fqn], result.storage_data
-            assert isinstance(tensor, TensorStorageMetadata)
-            dtype = str(tensor.properties.dtype).removeprefix("torch.")
-            (offset,) = result.index.offset or (0,)
-            place = [offset, sizes[result.index.fqn][offset], at.relative_path, at.offset, at.length]
-            chunks.setdefault(result.index.fqn, []).append([tensor.size[0], dtype, *place])
+            name, at, box = result.index.fqn, result.storage_data, boxes[result.index]
+            piece = self._pieces[name]
+            dtype = str(piece.values.dtype).removeprefix("torch.")
+            lies = [box.place, box.height, box.width, box.stride, at.relative_path, at.offset, at.length]
+            chunks.setdefault(name, []).append([piece.numel, dtype, *lies])
         content = json.dumps({**self._more, "chunks": chunks}).encode()
         write_durably(self._folder / STATE_FILE, content)
         self.sums[STATE_FILE] = len(content), zlib.crc32(content)
@@ -201,7 +209,7 @@ def write_pieces(folder: Path, pieces: Mapping[str, Piece], more: Mapping[str, A
     """
     folder.mkdir(parents=True, exist_ok=True)
     held = {name: piece for name, piece in pieces.items() if piece.values.numel()}
-    writer = IndexedWriter(folder, more)
+    writer = IndexedWriter(folder, held, more)
     try:
         # Ours are of every byte: torch's would be taken of the same ones, and nobody reads them.
         with warnings.catch_warnings(), _compat.no_record_checksums():
@@ -243,15 +251,30 @@ def write_metadata(folder: Path) -> None:
     for part in parts_of(folder):
         for name, chunks in read_part(part)[1].items():
             index.setdefault(name, []).extend(chunks)
-    write_durably(folder / ".metadata", pickle.dumps(metadata_of(index)))
+    tensors: dict[str, Any] = {}
+    places: dict[MetadataIndex, Any] = {}
+    for name, chunks in index.items():
+        first = chunks[0]
+        whole = torch.Size([first.numel // first.box.stride, first.box.stride][-len(first.shape) :])
+        found = [ChunkStorageMetadata(chunk.offsets, chunk.shape) for chunk in chunks]
+        tensors[name] = TensorStorageMetadata(TensorProperties(dtype=dtype_named(first.dtype)), whole, found)
+        places |= {MetadataIndex(name, c.offsets): _compat.place_in_file(c.file, c.place, c.num_bytes) for c in chunks}
+    write_durably(folder / ".metadata", pickle.dumps(Metadata(tensors, storage_data=places)))
+
+
+def boxes_of(name: str, piece: Piece) -> dict[MetadataIndex, Box]:
+    """The boxes of a piece by the name that DCP has for each."""
+    return {MetadataIndex(name, offsets_of(box, piece.numel)): box for box in piece.boxes()}
 
 
 def _write_items(name: str, piece: Piece) -> Iterator[WriteItem]:
     properties = TensorProperties.create_from_tensor(piece.values)
-    for place, _, length in piece.spans():
-        size, offsets = torch.Size([length]), torch.Size([place])
-        data = TensorWriteData(ChunkStorageMetadata(offsets, size), properties, torch.Size([piece.numel]))
-        yield WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=data)
+    for index, box in boxes_of(name, piece).items():
+        shape = shape_of(box, piece.numel)
+        whole = torch.Size([piece.numel // box.stride, box.stride][-len(shape) :])
+        assert index.offset is not None
+        data = TensorWriteData(ChunkStorageMetadata(index.offset, shape), properties, whole)
+        yield WriteItem(index, WriteItemType.SHARD, tensor_data=data)
 
 
 def part_of(folder: Path, rank: int) -> Path:
@@ -276,8 +299,10 @@ def read_part(part: Path) -> tuple[dict[str, Any], Index]:
         text = json.loads(path.read_bytes())
         index = {
             name: [
-                Chunk(numel, dtype, offset, length, f"{part.name}/{Path(file).name}", place, num_bytes)
-                for numel, dtype, offset, length, file, place, num_bytes in rows
+                Chunk(
+                    numel, dtype, Box(*box, at=0, pitch=box[2]), f"{part.name}/{Path(file).name}", place, num_bytes
+                )  # fmt: skip
+                for numel, dtype, *box, file, place, num_bytes in rows
             ]
             for name, rows in text.pop("chunks").items()
         }
@@ -293,13 +318,13 @@ class PieceLoadPlanner(LoadPlanner):
 
     def __init__(self, index: Index) -> None:
         self._index = index
+        self._copies: dict[tuple[str, MetadataIndex], list[Copy]] = {}
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
         self._pieces: dict[str, Piece] = state_dict
 
     def create_local_plan(self) -> LoadPlan:
-        items = [item for name, piece in self._pieces.items() for item in _read_items(name, piece, self._index)]
-        return LoadPlan(items)
+        return LoadPlan([item for name, piece in self._pieces.items() for item in self._items(name, piece)])
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         return global_plan
@@ -310,12 +335,49 @@ class PieceLoadPlanner(LoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         raise CheckpointError(f"{read_item.storage_index.fqn!r} is no tensor")
 
+    def _items(self, name: str, piece: Piece) -> Iterator[ReadItem]:
+        """What to read of each chunk: a run of it, or all of it, to be copied row by row."""
+        for number, copies in needed(name, piece, self._index):
+            chunk, (first, *others) = self._index[name][number], copies
+            target, place = MetadataIndex(name, [piece.offset]), MetadataIndex(name, [number])
+            if first.is_run and not others and len(chunk.shape) == 1:
+                length = torch.Size([first.height * first.width])
+                begins = torch.Size([first.at]), torch.Size([first.from_])
+            else:
+                self._copies[name, place] = copies
+                length, begins = chunk.shape, (torch.Size([0]), torch.Size([0] * len(chunk.shape)))
+            yield ReadItem(LoadItemType.TENSOR, target, begins[0], place, begins[1], length)
+
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        values = self._pieces[read_item.dest_index.fqn].values
+        if (read_item.dest_index.fqn, read_item.storage_index) in self._copies:
+            return values.new_empty(read_item.lengths)
         (start,), (length,) = read_item.dest_offsets, read_item.lengths
-        return self._pieces[read_item.dest_index.fqn].values[start : start + length]
+        return values[start : start + length]
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        pass
+        name = read_item.dest_index.fqn
+        for copy in self._copies.get((name, read_item.storage_index), ()):
+            copy.target(self._pieces[name].values).copy_(copy.source(tensor.view(-1)))
+
+
+def needed(name: str, piece: Piece, index: Index) -> Iterator[tuple[int, list[Copy]]]:
+    """(Number of a chunk, what to copy of it) until every element is there. Raises CheckpointError where some is not."""
+    chunks = index.get(name, [])
+    if chunks and (chunks[0].numel, dtype_named(chunks[0].dtype)) != (piece.numel, piece.values.dtype):
+        there, here = f"{chunks[0].numel} {chunks[0].dtype}", f"{piece.numel} {piece.values.dtype}"
+        raise CheckpointError(f"{name!r} was saved with {there} elements, and there are {here} now")
+    boxes, missing = list(piece.boxes()), torch.ones(piece.values.numel(), dtype=torch.bool)
+    for number, chunk in enumerate(chunks):
+        shared = [copy for box in boxes for copy in box.shared_with(chunk.box)]
+        if wanted := [copy for copy in shared if copy.target(missing).any()]:
+            for copy in wanted:
+                copy.target(missing).fill_(False)
+            yield number, wanted
+    if missing.any():
+        at, last = (int(place) for place in missing.nonzero()[[0, -1]])
+        lost = f"elements {piece.place_of(at)} to {piece.place_of(last) + 1} of {name!r} are not there"
+        raise CheckpointError(f"{lost}{_whose(name, index)}")
 
 
 class IndexedReader(dcp.FileSystemReader):
@@ -323,23 +385,15 @@ class IndexedReader(dcp.FileSystemReader):
 
     def __init__(self, folder: Path, index: Index) -> None:
         super().__init__(str(folder))
-        self._metadata = metadata_of(index)
+        places = {
+            MetadataIndex(name, [number]): _compat.place_in_file(chunk.file, chunk.place, chunk.num_bytes)
+            for name, chunks in index.items()
+            for number, chunk in enumerate(chunks)
+        }
+        self._metadata = Metadata({}, storage_data=places)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._metadata
-
-
-def metadata_of(index: Index) -> Metadata:
-    """The index as DCP has it."""
-    tensors: dict[str, Any] = {}
-    places: dict[MetadataIndex, Any] = {}
-    for name, chunks in index.items():
-        found = [ChunkStorageMetadata(torch.Size([c.offset]), torch.Size([c.length])) for c in chunks]
-        properties = TensorProperties(dtype=dtype_named(chunks[0].dtype))
-        tensors[name] = TensorStorageMetadata(properties, torch.Size([chunks[0].numel]), found)
-        for c in chunks:
-            places[MetadataIndex(name, [c.offset])] = _compat.place_in_file(c.file, c.place, c.num_bytes)
-    return Metadata(tensors, storage_data=places)
 
 
 def read_pieces(folder: Path, index: Index, pieces: Mapping[str, Piece]) -> None:
@@ -356,35 +410,6 @@ def read_pieces(folder: Path, index: Index, pieces: Mapping[str, Piece]) -> None
         if isinstance(cause, CheckpointError):
             raise cause from None
         raise CheckpointError(f"{folder} can't be read: {type(cause).__name__}: {cause}") from cause
-
-
-def _read_items(name: str, piece: Piece, index: Index) -> Iterator[ReadItem]:
-    """What to read of each chunk, so that every element of the piece is read once."""
-    chunks = sorted(index.get(name, []), key=lambda chunk: (chunk.offset, -chunk.end))
-    if chunks and (chunks[0].numel, dtype_named(chunks[0].dtype)) != (piece.numel, piece.values.dtype):
-        there, here = f"{chunks[0].numel} {chunks[0].dtype}", f"{piece.numel} {piece.values.dtype}"
-        raise CheckpointError(f"{name!r} was saved with {there} elements, and there are {here} now")
-    starts = [chunk.offset for chunk in chunks]
-    for begin, start, length in piece.spans():
-        at, end = begin, begin + length
-        # Spans are short where a mesh cuts rows: the search begins at the last chunk that begins before.
-        for chunk in chunks[max(bisect_right(starts, at) - 1, 0) if piece.run else 0 :]:
-            if at >= end or chunk.offset > at:
-                break
-            if chunk.end <= at:
-                continue
-            stop = min(end, chunk.end)
-            yield ReadItem(
-                LoadItemType.TENSOR,
-                dest_index=MetadataIndex(name, [piece.offset]),
-                dest_offsets=torch.Size([start + at - begin]),
-                storage_index=MetadataIndex(name, [chunk.offset]),
-                storage_offsets=torch.Size([at - chunk.offset]),
-                lengths=torch.Size([stop - at]),
-            )
-            at = stop
-        if at < end:
-            raise CheckpointError(f"elements {at} to {end} of {name!r} are not there{_whose(name, index)}")
 
 
 def _whose(name: str, index: Index) -> str:

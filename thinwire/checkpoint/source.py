@@ -136,12 +136,13 @@ class Source:
         self._taken.add(kind)
         if away := sorted({*range(self.world_size)} - self._parts.keys()):
             raise CheckpointError(f"{self.folder}: the parts of ranks {away} are not here; copy them")
-        mean = torch.zeros(max(share.offset + share.length for _, share in shares))
+        mean = torch.zeros(max(share.whole_numel for _, share in shares))
         for rank, share in shares:
             chunk = self._index[own_name(rank, share.path)][0]
             values = torch.empty(share.length, dtype=dtype_named(chunk.dtype))
             self.read({own_name(rank, share.path): Piece(chunk.numel, share.start, values)})
-            mean[share.offset : share.offset + share.length].add_(values.float(), alpha=share.weight)
+            for box in share.piece(values).boxes():
+                box.of(mean).add_(box.values(values).float(), alpha=share.weight)
         return self.part_of(name, mean)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:

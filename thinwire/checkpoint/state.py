@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.checkpoint.boxes import Box, split
+
 # What stands for a tensor in a tree of JSON; for a mapping whose keys are not strings.
 TENSOR, ITEMS = "__tensor__", "__items__"
 
@@ -30,17 +32,17 @@ class Piece:
     row: int = 0
     first: int = 0
 
-    def spans(self) -> Iterator[tuple[int, int, int]]:
-        """(Place in the whole tensor, place in `values`, length) of each run of neighbouring elements."""
-        at, n = 0, self.values.numel()
-        while at < n:
-            if not self.run:
-                yield self.offset, 0, n
-                return
-            number, inside = divmod(self.offset + at, self.run)
-            length = min(self.run - inside, n - at)
-            yield number * self.row + self.first + inside, at, length
-            at += length
+    def boxes(self) -> Iterator[Box]:
+        """Where its elements lie in the whole tensor: one box, or three where it is cut inside of rows."""
+        n, run = self.values.numel(), self.run or self.numel
+        row = self.row if self.run else self.numel
+        for number, inside, at, height, width in split(self.offset, n, run):
+            yield Box(number * row + self.first + inside, height, width, row, at, run)
+
+    def place_of(self, at: int) -> int:
+        """The place in the whole tensor of element `at` of the values."""
+        number, inside = divmod(self.offset + at, self.run or self.numel)
+        return number * self.row + self.first + inside
 
     @classmethod
     def whole(cls, tensor: Tensor, *, is_copy: bool = True) -> Piece:
@@ -61,7 +63,8 @@ class Share:
     """This rank's share of a mean over ranks, in elements [offset, offset + length) of a parameter.
 
     The mean is of an error that is fed back, or of a momentum; `kind` says of which. The share lies in the rank's own
-    state, at elements [start, start + length) of the tensor `path`. mean = sum over ranks of weight * values.
+    state, at elements [start, start + length) of the tensor `path`. mean = sum over ranks of weight * values. numel,
+    run, row, first: as of a Piece, where `offset` counts in a part of the parameter.
     """
 
     kind: str
@@ -71,6 +74,19 @@ class Share:
     offset: int
     length: int
     weight: float
+    numel: int = 0
+    run: int = 0
+    row: int = 0
+    first: int = 0
+
+    @property
+    def whole_numel(self) -> int:
+        """Elements of the parameter, as far as this share knows."""
+        return self.numel or self.offset + self.length
+
+    def piece(self, values: Tensor) -> Piece:
+        """Its values as a piece of the parameter."""
+        return Piece(self.whole_numel, self.offset, values, run=self.run, row=self.row, first=self.first)
 
     def below(self, prefix: str) -> Share:
         """The same, where the state that holds it lies under `prefix`."""

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from thinwire.checkpoint import Piece
+from thinwire.checkpoint import Piece, Share
 from thinwire.collectives import Communicator
 from thinwire.state.replicas import digest, odd_ranks
 
@@ -74,13 +74,22 @@ class TensorAxis:
         # A rank's own state is of its part alone.
         if name is None or key.startswith("own/"):
             return piece
+        return replace(piece.share(number, count), is_copy=False, **self._lies(name))
+
+    def share_of_whole(self, share: Share) -> Share | None:
+        """A share in this rank's part of a parameter as one in the whole; None where another rank's copy counts."""
+        if not self.counts(share.name):
+            return None
+        return replace(share, **self._lies(share.name)) if share.name in self.local_names() else share
+
+    def _lies(self, name: str) -> dict[str, int]:
+        """Where this rank's part lies; see Piece."""
         cut = self.cuts[name]
         assert cut.dim is not None
         # A part of dimension d is a run of so many elements in every row of the dimensions before it.
         row = cut.shape[cut.dim :].numel()
         run = row // self.mesh.size()
-        own = replace(piece.share(number, count), is_copy=False)
-        return replace(own, numel=cut.shape.numel(), run=run, row=row, first=self.rank * run)
+        return {"numel": cut.shape.numel(), "run": run, "row": row, "first": self.rank * run}
 
     def show_whole(self, module: nn.Module) -> None:
         """Put DTensors in the place of a module's attributes; the registered parameters stay as they are."""

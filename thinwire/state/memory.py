@@ -249,8 +249,9 @@ class State:
         taken: set[str] = set()
         for _, kept in self._all():
             shapes = kept.shapes()
-            if kept.merge is not Merge.SAME:
-                kept.tensors.clear()
+            # What was the same on all ranks is of another shape where a mesh cuts the parameter otherwise.
+            stays = kept.merge is Merge.SAME
+            kept.replace({name: t for name, t in kept.tensors.items() if stays and t.shape == shapes.get(name)})
             if isinstance(kept.merge, Averaged) and kept.merge.kind not in taken:
                 taken.add(kept.merge.kind)
                 means = ((name, shape, saved(kept.merge.kind, str(name))) for name, shape in shapes.items())

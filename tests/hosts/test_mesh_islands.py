@@ -13,9 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 import thinwire
-from tests.hosts.test_tensor import PLAN, Stack, adamw, batches, hashes_of, whole
+from tests.hosts.test_tensor import PLAN, Stack, adamw, batches, hashes_of, save, whole
 from tests.workers import run_rows, run_workers
-from thinwire.checkpoint import Disk, Keep, Saver, Source
+from thinwire._compat import default_store
+from thinwire.checkpoint import Source
 from thinwire.compose import Stage, parallelize
 from thinwire.layout.fragments import cut
 
@@ -189,16 +190,6 @@ def test_replicas_are_equal_and_bytes_are_those_of_the_formula(name: str, runs: 
         assert all(found["sent"] == found["promised"] for found in ranks)
 
 
-def saved(stage: Stage, folder: Path, number: int) -> Saver:
-    comm = stage.optimizer.everyone
-
-    def gather(value: int) -> list[int]:
-        return [int(n) for n in comm.wait(comm.all_gather_exact(torch.tensor([value])))]
-
-    store = dist.PrefixStore(f"island{number}", dist.distributed_c10d._get_default_store())
-    return Saver(folder, Disk.find(folder, comm.rank, gather), store, Keep(), 60.0)
-
-
 def goes_on(rank: int, world_size: int, name: str, folder: Path) -> tuple[list, list]:
     """Hashes of the steps after a save, in the run itself and in one that takes the checkpoint."""
     mesh, model, stage = make(name)
@@ -206,11 +197,7 @@ def goes_on(rank: int, world_size: int, name: str, folder: Path) -> tuple[list, 
     own = folder / name / f"island-{number}"
     for step in range(3):
         take(mesh, stage, step)
-    saver = saved(stage, own, number)
-    snapshot = stage.snapshot()
-    snapshot.common["shapes"] = {}
-    saver.save(3, snapshot, loss=None, about={})
-    saver.close()
+    save(stage, own, 3, dist.PrefixStore(f"island{number}", default_store()))
 
     def rest() -> list:
         found = []

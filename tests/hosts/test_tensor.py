@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +16,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 import thinwire
+from tests.checkpoint.replicas import Replica
 from tests.workers import run_rows, run_workers
-from thinwire.compose import parallelize
+from thinwire._compat import default_store
+from thinwire.checkpoint import Disk, Keep, Saver, Source
+from thinwire.compose import Stage, parallelize
 from thinwire.state.replicas import digest
 
 STEPS = 6
@@ -197,6 +202,73 @@ def recomputed(rank: int, world_size: int) -> list[dict[str, Any]]:
 def test_activations_may_be_computed_again_in_backward() -> None:
     for plain, again in run_workers(recomputed, 2):
         assert plain["hashes"] == again["hashes"]
+
+
+def save(stage: Stage, folder: Path, step: int, store: Any = None) -> None:
+    """A checkpoint of the ranks that take every step together."""
+    comm = stage.optimizer.everyone
+
+    def gather(value: int) -> list[int]:
+        return [int(n) for n in comm.wait(comm.all_gather_exact(torch.tensor([value])))]
+
+    saver = Saver(folder, Disk.find(folder, comm.rank, gather), store or default_store(), Keep(), 60.0)
+    saver.save(step, stage.snapshot(), loss=None, about={})
+    saver.close()
+    assert not (problems := saver.problems()), problems
+
+
+REMEMBER: dict[str, Any] = {
+    "zero-compressed": thinwire.ZeroCompressed(),
+    "powersgd": LOSSY["powersgd"],
+}
+WAY = [("mesh", (2, 2)), ("flat", (4, 1)), ("again", (2, 2))]
+
+
+def move(rank: int, world_size: int, name: str, folder: Path) -> list[dict[str, Any]]:
+    """What ranks owe to the weights after some steps, and on each mesh that takes the checkpoint of the one before."""
+    found = []
+    for number, (key, sizes) in enumerate(WAY):
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("data", "tensor"))
+        model = Stack(0)
+        for block in model.blocks:
+            parallelize_module(block, mesh["tensor"], PLAN)
+        stage = parallelize(model, adamw(model), mesh, [REMEMBER[name]], local_size=1, timeout_s=60, announce=False)
+        if not number:
+            for step in range(4):
+                stage.forward_backward(batches(step, mesh["data"].get_local_rank(), sizes[0]))
+                stage.step(0.5)
+        else:
+            source = Source(folder / name / WAY[number - 1][0] / f"step-{number:08d}", rank)
+            stage.restore(source)
+            assert not any("dropped" in row and "feedback" in row[0] for row in source.report()), source.report()
+        place = (mesh["data"].get_local_rank(), mesh["tensor"].get_local_rank())
+        shapes = {key: param.shape for key, param in model.named_parameters()}
+        owing: Any = SimpleNamespace(optimizer=stage.optimizer, rank=stage.optimizer.comm.rank)
+        owed = {key: flat.view(shapes[key]) for key, flat in Replica.owed(owing).items()}
+        found.append({"owed": owed, "place": place})
+        save(stage, folder / name / key, number + 1)
+        stage.forward_backward(batches(9, place[0], sizes[0]))
+        stage.step(0.5)
+        stage.close()
+    return found
+
+
+@pytest.mark.parametrize("name", REMEMBER)
+def test_error_feedback_moves_between_meshes(name: str, tmp_path: Path) -> None:
+    ranks = run_workers(move, 4, name, tmp_path)
+    means = []
+    for number, (_, (num_data, num_tensor)) in enumerate(WAY):
+        told = {found[number]["place"]: found[number]["owed"] for found in ranks}
+        mean: dict[str, torch.Tensor] = {}
+        for key in told[0, 0]:
+            parts = [sum(told[data, at][key] for data in range(num_data)) / num_data for at in range(num_tensor)]
+            mean[key] = whole(key, parts)
+        means.append(mean)
+    assert any(value.any() for key, value in means[0].items() if ".up." in key)
+    for mean in means[1:]:
+        assert mean.keys() == means[0].keys()
+        for key, value in mean.items():
+            torch.testing.assert_close(value, means[0][key], rtol=1e-5, atol=1e-7)
 
 
 def refusals(rank: int, world_size: int) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from datetime import timedelta
@@ -21,6 +22,8 @@ from thinwire.hosts.tensor import TensorAxis
 DONE, FAILED = "done", "failed"
 
 T = TypeVar("T")
+# How often the ranks of an island have waited for their first one, in this process: the store keeps every answer.
+_num_waits: Counter[tuple[int, ...]] = Counter()
 
 
 class Host(Protocol):
@@ -97,7 +100,6 @@ class Island:
         self.comm = comm
         self.is_single = comm is None or comm.world_size == 1
         self.is_first = comm is None or comm.rank == 0
-        self._num_waits = 0
 
     def share(self, flat: Tensor, decision: Decision = NOTHING) -> tuple[Tensor, Decision]:
         """The first rank's values and decision, on all ranks; a collective."""
@@ -117,11 +119,12 @@ class Island:
 
         Returns what `work` gave on the first rank, None on others. Raises PeerLostError where the first rank failed.
         """
-        self._num_waits += 1
         if self.is_single:
             return work()
         assert self.comm is not None
-        store, key = _compat.default_store(), f"thinwire/island/{self.comm.global_ranks[0]}/{self._num_waits}"
+        members = tuple(self.comm.global_ranks)
+        _num_waits[members] += 1
+        store, key = _compat.default_store(), f"thinwire/island/{members}/{_num_waits[members]}"
         if not self.is_first:
             store.wait([key], timedelta(seconds=PATIENCE_S))
             if store.get(key) != DONE.encode():

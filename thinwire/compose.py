@@ -221,7 +221,8 @@ def composed(methods: Sequence[Method | Connected], mesh: DeviceMesh) -> Method 
         raise ConfigError(f"the data axis takes one method, not {given}; nearest: [thinwire.Zero()]")
     if not has_islands and isinstance(outer[0] if outer else None, IslandsMethod):
         raise ConfigError(
-            f"{given} works on the island axis, and the mesh {shape_of(mesh)} has none; nearest: island=1,{shape_of(mesh)}"
+            f"{given} works on the island axis, and the mesh {shape_of(mesh)} has none; nearest: "
+            f"island=1,{shape_of(mesh)}"
         )
     if not outer:
         return inner[0]

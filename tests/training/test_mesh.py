@@ -117,7 +117,7 @@ def test_explain_knows_the_bytes_of_a_mesh(name: str, runs: dict[str, dict[str, 
         ((*MESH, "--strategy", "one-byte"), "one-byte can't share a mesh with a tensor axis: it draws"),
         ((*MESH, *DILOCO), "has no island axis; nearest: --mesh island=1,data=2,tensor=2"),
         (("--mesh", "island=2,data=2"), "strategy sdp4bit has no islands; nearest: --strategy diloco --inner sdp4bit"),
-        (("--mesh", "island=2,data=2", *DILOCO, "--local-size", "4"), "an island of --mesh island=2,data=2 has 2 ranks"),
+        (("--mesh", "island=2,data=2", *DILOCO, "--local-size", "4"), "of --mesh island=2,data=2 has 2 ranks"),
         (("--mesh", "data=1,tensor=4"), "can't cut num_key_value_heads 2"),
     ],
 )

@@ -10,7 +10,10 @@ from torch import Tensor
 
 
 class Copy(NamedTuple):
-    """`height` rows of `width` elements: at `at` and every `pitch` of one flat tensor, `from_`, `from_pitch` of another."""
+    """`height` rows of `width` elements, at `at` and every `pitch` of a flat tensor, that are in another, too.
+
+    from_, from_pitch: where they are there.
+    """
 
     at: int
     pitch: int

@@ -68,7 +68,7 @@ class CheckpointError(ThinwireError, RuntimeError):
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor of `numel` elements, in `num_bytes` bytes of a file from `place` on; of one row, or a matrix."""
+    """A box of a tensor of `numel` elements, in `num_bytes` bytes of a file from `place` on."""
 
     numel: int
     dtype: str
@@ -299,10 +299,8 @@ def read_part(part: Path) -> tuple[dict[str, Any], Index]:
         text = json.loads(path.read_bytes())
         index = {
             name: [
-                Chunk(
-                    numel, dtype, Box(*box, at=0, pitch=box[2]), f"{part.name}/{Path(file).name}", place, num_bytes
-                )  # fmt: skip
-                for numel, dtype, *box, file, place, num_bytes in rows
+                Chunk(numel, dtype, box_of(lies), f"{part.name}/{Path(file).name}", place, num_bytes)
+                for numel, dtype, *lies, file, place, num_bytes in rows
             ]
             for name, rows in text.pop("chunks").items()
         }
@@ -311,6 +309,12 @@ def read_part(part: Path) -> tuple[dict[str, Any], Index]:
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}") from None
     return text, index
+
+
+def box_of(lies: list[int]) -> Box:
+    """The box of a chunk, as it lies in the file: row behind row."""
+    place, height, width, stride = lies
+    return Box(place, height, width, stride, at=0, pitch=width)
 
 
 class PieceLoadPlanner(LoadPlanner):
@@ -362,7 +366,10 @@ class PieceLoadPlanner(LoadPlanner):
 
 
 def needed(name: str, piece: Piece, index: Index) -> Iterator[tuple[int, list[Copy]]]:
-    """(Number of a chunk, what to copy of it) until every element is there. Raises CheckpointError where some is not."""
+    """(Number of a chunk, what to copy of it) until every element is there.
+
+    Raises CheckpointError where some is not.
+    """
     chunks = index.get(name, [])
     if chunks and (chunks[0].numel, dtype_named(chunks[0].dtype)) != (piece.numel, piece.values.dtype):
         there, here = f"{chunks[0].numel} {chunks[0].dtype}", f"{piece.numel} {piece.values.dtype}"

@@ -94,5 +94,6 @@ def cut(
     for name, param in named.items():
         used_by = users.get(param, set())
         number = next(iter(used_by)) if len(used_by) == 1 else 0
-        shapes[number % total if pattern == "strided" else number * total // num_layers][name] = (whole or {}).get(name, param.shape)
+        at = number % total if pattern == "strided" else number * total // num_layers
+        shapes[at][name] = (whole or {}).get(name, param.shape)
     return [Fragment(held, block) for held in shapes]

@@ -42,7 +42,7 @@ class OneByte:
     optimizers_reason: ClassVar[str] = "hands its estimate of the gradient to one that is usual"
     shards_optimizer: ClassVar[bool] = False
     not_inside_islands: ClassVar[str] = "keeps a log of all that was applied, which exchanges would not be in"
-    not_on_mesh: ClassVar[str] = "draws on every rank directions of the whole model, of which no rank would hold the norm"
+    not_on_mesh: ClassVar[str] = "draws directions of the whole model on every rank"
 
     samples: int = 1
     """Samples of each rank in one step, at least 1; each costs two forward passes per micro-batch."""

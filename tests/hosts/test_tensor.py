@@ -195,7 +195,7 @@ def test_equals_one_process(name: str, runs: tuple) -> None:
     assert math.sqrt(far / near) < 0.5
 
 
-def recomputed(rank: int, world_size: int) -> list[dict[str, Any]]:
+def recomputed(rank: int, world_size: int) -> list[Any]:
     return [train(rank, world_size, "zero", (1, 2), recompute) for recompute in (False, True)]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -82,7 +83,7 @@ class TensorAxis:
             return None
         return replace(share, **self._lies(share.name)) if share.name in self.local_names() else share
 
-    def _lies(self, name: str) -> dict[str, int]:
+    def _lies(self, name: str) -> dict[str, Any]:
         """Where this rank's part lies; see Piece."""
         cut = self.cuts[name]
         assert cut.dim is not None

@@ -292,4 +292,4 @@ def _apply_fsdp(
     **options: Unpack[RankOptions],
 ) -> tuple[nn.Module, ParallelOptimizer]:
     """See hosts.interface."""
-    return wrap_fsdp(model, optimizer, method, overlap=overlap, **options)
+    return wrap_fsdp(model, optimizer, method, overlap=overlap, **options)  # type: ignore[arg-type]

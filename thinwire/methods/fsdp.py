@@ -9,7 +9,7 @@ from typing import ClassVar, Protocol, cast
 
 from torch import nn
 
-from thinwire.codecs import Cast, Codec, Identity
+from thinwire.codecs import Codec
 from thinwire.collectives import Topology
 from thinwire.collectives.gather import gather_bytes
 from thinwire.collectives.reduce import reduce_bytes
@@ -19,7 +19,6 @@ from thinwire.methods.interface import CUTS_TENSORS, GatheredMethod, GradientMem
 from thinwire.optim import ELEMENTWISE
 
 AGAIN = "weights_again"
-WIRES: dict[str, Codec] = {"fp32": Identity(), "bf16": Cast("bf16")}
 
 
 class ShardingStrategy(GatheredMethod, Protocol):

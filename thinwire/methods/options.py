@@ -1,12 +1,18 @@
-"""Options have the types that their dataclass declares, whoever makes it: a flag, a TOML table, a program."""
+"""Options have the types that their dataclass declares, whoever makes it: a flag, a TOML table, a program.
+
+An option that chooses what travels is the text of a codec. What a method needs of a codec is a Rule on its traits.
+"""
 
 from __future__ import annotations
 
-from dataclasses import fields
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from thinwire.codecs import Cast, Codec, Identity, grammar
 from thinwire.errors import ConfigError, type_name
 
 # Booleans are numbers to Python, and never meant as such.
@@ -37,3 +43,70 @@ def fits(value: Any, hint: Any) -> bool:
     if hint in NUMBERS:
         return isinstance(value, NUMBERS[hint]) and not isinstance(value, bool)
     return isinstance(value, hint)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a method asks of a codec, and the words for a codec that breaks it."""
+
+    holds: Callable[[Codec], bool]
+    words: str
+
+
+FLOAT = Rule(
+    lambda codec: codec in (Identity(), Cast("bf16")), "must be fp32 or bf16, which can be summed as they travel"
+)
+CONTRACTION = Rule(
+    lambda codec: codec.traits.contraction,
+    "error feedback needs a contraction, since where more is lost than sent the memory grows",
+)
+UNBIASED = Rule(
+    lambda codec: codec.traits.unbiased,
+    "without error feedback it must be unbiased, so that what is lost is made up for in the mean",
+)
+REPEATABLE = Rule(
+    lambda codec: codec.traits.contraction and (codec.traits.lossless or not codec.traits.unbiased),
+    "weights are gathered more than once, and must be rounded alike each time, not at random",
+)
+
+
+def codec_of(options: Any, field: str, rule: Rule | None = None) -> Codec:
+    """The codec that the text in a field of a dataclass stands for.
+
+    Raises ConfigError for a text that is no codec, and for one that breaks the rule, with the nearest that does not.
+    """
+    text = getattr(options, field)
+    what = f"{field} {text!r} of {type(options).__name__}"
+    try:
+        codec = _read(text)
+    except ConfigError as error:
+        raise ConfigError(f"{what}: {error}") from None
+    if rule and not rule.holds(codec):
+        default = next(item.default for item in fields(options) if item.name == field)
+        allowed = (str(variant) for variant in _variants(text) if rule.holds(variant))
+        raise ConfigError(f"{what}: {rule.words}; nearest: {next(allowed, default)!r}")
+    return codec
+
+
+def with_feedback(options: Any, field: str, error_feedback: bool | None) -> tuple[Codec, bool]:
+    """The codec of gradients in a field, and whether what it loses is kept and sent later.
+
+    error_feedback: what is asked for; None: yes, unless the codec is unbiased. Raises ConfigError as `codec_of`: with
+    feedback the codec must be a contraction, without it unbiased.
+    """
+    kept = not codec_of(options, field).traits.unbiased if error_feedback is None else error_feedback
+    return codec_of(options, field, CONTRACTION if kept else UNBIASED), kept
+
+
+_read = functools.cache(grammar.read)
+
+
+def _variants(text: str) -> Iterator[Codec]:
+    """The codec with its options of randomness turned."""
+    first, plus, around = text.partition("+")
+    for word in (":nearest", ":biased"):
+        for changed in (first.replace(word, ""), first + word):
+            try:
+                yield _read(changed + plus + around)
+            except ConfigError:
+                continue

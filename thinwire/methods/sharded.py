@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from thinwire.codecs import Codec
+from thinwire.codecs import Cast, Codec, Identity
 from thinwire.collectives import Topology
 from thinwire.layout.formats import WireFormat, describe_formats
 from thinwire.layout.levels import Levels
@@ -16,6 +16,11 @@ from thinwire.layout.spans import Unit, lay_out, sent_by
 from thinwire.methods.interface import CUTS_TENSORS, Plan, agreement_sent
 from thinwire.optim import ELEMENTWISE
 from thinwire.table import Row
+
+
+def as_differences(codec: Codec) -> bool:
+    """Whether weights in this codec travel as differences from what is there: all but those in a float's own type."""
+    return not isinstance(codec, Identity | Cast)
 
 
 class ShardedMethod(ABC):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from thinwire.codecs import Codec, Identity, derive_seed
+from thinwire.codecs import Identity, derive_seed
 from thinwire.collectives import Communicator, Meter
 from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
 from thinwire.collectives.gather import all_gather_exact, broadcast_
@@ -77,7 +77,7 @@ class FedFixIsland:
         self.comm = Communicator(group, local_size=1, timeout_s=timeout_s, checked=checked, meter=meter)
         self.method, self.seed = method, seed
         self.importance = method.importance_of(self.comm.world_size)
-        self.codec = Codec.parse(method.codec) if self.comm.world_size > 1 else Identity()
+        self.codec = method.codecs[0] if self.comm.world_size > 1 else Identity()
         same_options(self.comm, f"{method} {seed}")
         self._start_row = same_start(model, self.comm)
         self._optimizer, self._on_tick = optimizer, on_tick

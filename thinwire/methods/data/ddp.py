@@ -9,9 +9,8 @@ import torch
 from thinwire.collectives.link import Link
 from thinwire.collectives.ring import BY_FORMULA, AllReduce, ring_bytes
 from thinwire.collectives.rounds import Rounds
-from thinwire.errors import ConfigError, nearest
 from thinwire.methods.ddp import DDPMethod
-from thinwire.methods.options import check_types
+from thinwire.methods.options import FLOAT, check_types, codec_of
 from thinwire.methods.reduction import OPERATION, Bucket, Reduction, Step
 from thinwire.state.memory import Place
 from thinwire.table import Row
@@ -49,31 +48,27 @@ class CastMean(Mean):
             bucket.flat.copy_(half)
 
 
-REDUCTIONS: dict[str, type[Mean]] = {"fp32": Mean, "bf16": CastMean}
-
-
 @dataclass(frozen=True)
 class DDP(DDPMethod):
     """torch's DistributedDataParallel over gloo: one all_reduce of the gradients, the optimizer's state on every rank.
 
     Sends 2 (P-1)/P times the gradients' bytes per step. Weights, masters and the optimizer stay fp32.
 
-    Raises ConfigError for another wire. Source: Li et al., "PyTorch Distributed", VLDB 2020.
+    Raises ConfigError for another codec. Source: Li et al., "PyTorch Distributed", VLDB 2020.
     """
 
-    wire: str = "fp32"
-    """fp32, or bf16: gradients are divided by P, cast, summed in bf16 on the way and cast back."""
+    codec: str = "fp32"
+    """Codec of the gradients: fp32, or bf16, in which they are divided by P, cast, summed on the way and cast back."""
     find_unused_parameters: bool = False
     """DDP's own option; set it for a model that leaves out parameters in some steps."""
 
     def __post_init__(self) -> None:
         check_types(self)
-        if self.wire not in REDUCTIONS:
-            raise ConfigError(f"wire {self.wire!r} of ddp: must be fp32 or bf16{nearest(self.wire, REDUCTIONS)}")
+        codec_of(self, "codec", FLOAT)
 
     @property
     def name(self) -> str:
-        return "ddp" if self.wire == "fp32" else f"ddp-{self.wire}"
+        return "ddp" if self.codec == "fp32" else f"ddp-{self.codec}"
 
     def reduction(self, place: Place, seed: int) -> Reduction:
-        return REDUCTIONS[self.wire](place)
+        return (Mean if self.codec == "fp32" else CastMean)(place)

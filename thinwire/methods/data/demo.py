@@ -10,18 +10,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from thinwire.codecs import Cast, Codec, Identity, TopK
+from thinwire.codecs import Codec, TopK
 from thinwire.collectives.gather import all_gather_packets, gather_bytes
 from thinwire.collectives.link import Link
 from thinwire.collectives.rounds import Rounds
-from thinwire.errors import ConfigError, nearest
+from thinwire.errors import ConfigError
 from thinwire.methods.ddp import DDPMethod
-from thinwire.methods.options import check_types
+from thinwire.methods.options import CONTRACTION, check_types, codec_of
 from thinwire.methods.reduction import OPERATION, Bucket, Reduction, Step
 from thinwire.state.memory import Averaged, Place
 from thinwire.table import Row
-
-VALUES: dict[str, Codec] = {"fp32": Identity(), "bf16": Cast("bf16")}
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ class DeMo(DDPMethod):
     """Side of a block of a matrix, or length of a block of a vector, in elements; from 1 to 4096. Where it does not
     divide a side, the largest divisor below it takes its place."""
     values: str = "bf16"
-    """Type of the coefficients that travel: fp32 or bf16. What rounding loses stays in the momentum."""
+    """Codec of the coefficients that travel. What it loses stays in the momentum."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -64,8 +62,6 @@ class DeMo(DDPMethod):
             raise ConfigError(f"beta {self.beta} of demo: must be at least 0 and below 1; the usual: 0.999")
         if not 1 <= self.chunk <= 4096:
             raise ConfigError(f"chunk {self.chunk} of demo: must be from 1 to 4096; the usual: 64")
-        if self.values not in VALUES:
-            raise ConfigError(f"values {self.values!r} of demo: must be fp32 or bf16{nearest(self.values, VALUES)}")
         self.codec(self.chunk * self.chunk)
 
     @property
@@ -75,7 +71,7 @@ class DeMo(DDPMethod):
     def codec(self, block: int) -> TopK:
         """What chooses and packs the coefficients of blocks of so many elements, one at least."""
         density = self.density if self.density * block > 1 or self.density <= 0 else 1 / block
-        return TopK(density, block, VALUES[self.values])
+        return TopK(density, block, codec_of(self, "values", CONTRACTION))
 
     def check(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         if optimizer is None:

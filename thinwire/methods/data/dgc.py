@@ -11,9 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.codecs import (
-    Cast,
     Codec,
-    Identity,
     Threshold,
     TopK,
 )
@@ -21,8 +19,8 @@ from thinwire.collectives.gather import all_gather_packets, gather_bytes
 from thinwire.collectives.link import Link
 from thinwire.collectives.reduce import added
 from thinwire.collectives.rounds import Rounds
-from thinwire.errors import ConfigError, nearest
-from thinwire.methods.options import check_types
+from thinwire.errors import ConfigError
+from thinwire.methods.options import CONTRACTION, check_types, codec_of
 from thinwire.methods.plannable import Plannable, Tunable, codec_errors, densities
 from thinwire.methods.reduction import OPERATION, Step, seed_of
 from thinwire.methods.whole_step import Compressed, OnWholeStep, WholeStep, check_clip, is_compressed
@@ -30,7 +28,6 @@ from thinwire.optim import DGCSGD
 from thinwire.state.memory import Averaged, Place, Residual
 from thinwire.table import Row
 
-VALUES: dict[str, Codec] = {"fp32": Identity(), "bf16": Cast("bf16")}
 DEFAULT_STAGE = 25
 # Of a run whose length is known, the warm-up of the density takes this share.
 WARMUP_SHARE = 0.1
@@ -71,7 +68,7 @@ class DGC(OnWholeStep, Plannable):
     """Steps of each stage of the warm-up, at least 1; by default all stages take a tenth of a training run, or 25
     steps each in a loop of one's own."""
     values: str = "fp32"
-    """Type of the values that travel: fp32 or bf16. What rounding loses is sent later."""
+    """Codec of the values that travel. What it loses is sent later."""
     group: int = 1 << 16
     """Elements of a tensor that compete with each other; from 1 to 2^24."""
     stride: int = 32
@@ -79,8 +76,6 @@ class DGC(OnWholeStep, Plannable):
 
     def __post_init__(self) -> None:
         check_types(self)
-        if self.values not in VALUES:
-            raise ConfigError(f"values {self.values!r} of dgc: must be fp32 or bf16{nearest(self.values, VALUES)}")
         if not 0 <= self.momentum < 1:
             raise ConfigError(f"momentum {self.momentum} of dgc: must be at least 0 and below 1; the usual: 0.9")
         check_clip(self.name, self.clip)
@@ -108,7 +103,7 @@ class DGC(OnWholeStep, Plannable):
 
     def codec(self, density: float) -> Codec:
         """What chooses and packs the entries of one tensor."""
-        values = VALUES[self.values]
+        values = codec_of(self, "values", CONTRACTION)
         if self.stride == 1:
             return TopK(density, self.group, values)
         return Threshold(density, self.group, values, self.stride)

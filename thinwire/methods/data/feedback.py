@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from thinwire.codecs import (
     Codec,
     Identity,
     Integer,
-    Threshold,
+    Natural,
     TopK,
     derive_seed,
 )
@@ -20,7 +21,7 @@ from thinwire.codecs.integer import WIDTHS
 from thinwire.collectives.gather import all_gather_packets, gather_bytes
 from thinwire.collectives.link import Link
 from thinwire.collectives.rounds import Rounds
-from thinwire.methods.options import check_types
+from thinwire.methods.options import Rule, check_types, codec_of
 from thinwire.methods.plannable import Plannable, Tunable, codec_errors, densities
 from thinwire.methods.reduction import OPERATION, Bucket, Step, is_large_matrix, seed_of
 from thinwire.state.memory import Place, Residual
@@ -33,9 +34,19 @@ WORD_BYTES = 8
 class WithFeedback(Plannable):
     """What makes a codec with one number to set a method on DDP, and one that L-GreCo can plan."""
 
-    def codec(self, setting: float) -> Codec:
+    codec: str
+    # What the codec must be, and its field that is the setting.
+    rule: ClassVar[Rule]
+    setting: ClassVar[str]
+
+    @property
+    def uniform(self) -> float:
+        return float(getattr(self.codecs[0], self.setting))
+
+    def codec_at(self, setting: float) -> Codec:
         """The codec at a setting."""
-        raise NotImplementedError
+        (codec,) = self.codecs
+        return replace(codec, **{self.setting: type(getattr(codec, self.setting))(setting)})  # type: ignore[type-var]
 
     def settings(self, span: float) -> list[float]:
         """The settings from uniform / span to uniform * span, ascending."""
@@ -44,16 +55,16 @@ class WithFeedback(Plannable):
     @property
     def codecs(self) -> tuple[Codec, ...]:
         """Its kernels take the setting as an argument: one codec stands for all."""
-        return (self.codec(self.uniform),)
+        return (codec_of(self, "codec", self.rule),)
 
     def candidates(self, shape: torch.Size, span: float) -> list[float]:
         return self.settings(span) if is_large_matrix(shape) else []
 
     def errors(self, x: Tensor, settings: Sequence[float]) -> list[float]:
-        return codec_errors(x, [self.codec(setting) for setting in settings])
+        return codec_errors(x, [self.codec_at(setting) for setting in settings])
 
     def size(self, shape: torch.Size, setting: float) -> int:
-        return self.codec(setting).packet_bytes(shape.numel())
+        return self.codec_at(setting).packet_bytes(shape.numel())
 
     def reduction(self, place: Place, seed: int) -> FeedbackMean:
         return FeedbackMean(self, place, seed)
@@ -63,38 +74,32 @@ class WithFeedback(Plannable):
 class EFTopK(WithFeedback):
     """Top-k with error feedback: the largest part of each gradient travels, the rest waits for the next step.
 
-    Values travel as bf16, vectors and tensors under 256 elements in fp32.
+    Vectors and tensors under 256 elements in fp32.
 
-    Raises ConfigError for what the codec refuses.
+    Raises ConfigError for another codec.
     Source: Stich, Cordonnier and Jaggi, "Sparsified SGD with memory" (NeurIPS 2018).
     """
 
-    density: float = 0.01
-    """Share k / n of the elements of every group that travels; from 1 / group to 1."""
-    group: int = 4096
-    """Elements of a matrix that compete with each other; from 1 to 2^24."""
-    stride: int = 1
-    """Estimate the bound on what travels from every stride-th element; from 1 (the exact bound) to the group."""
+    rule = Rule(lambda codec: isinstance(codec, TopK), "must be topk or threshold, of which L-GreCo plans the density")
+    setting = "density"
+
+    codec: str = "topk1%/4096"
+    """Codec of gradients: topk, or threshold, which estimates the bound on what travels."""
     find_unused_parameters: bool = False
     """DDP's own option; set it for a model that leaves out parameters in some steps."""
 
     def __post_init__(self) -> None:
         check_types(self)
-        self.codec(self.density)
+        codec_of(self, "codec", self.rule)
 
     @property
     def name(self) -> str:
         return "ef-topk"
 
-    @property
-    def uniform(self) -> float:
-        return self.density
-
-    def codec(self, setting: float) -> Codec:
-        return TopK(setting, self.group) if self.stride == 1 else Threshold(setting, self.group, stride=self.stride)
-
     def settings(self, span: float) -> list[float]:
-        return densities(self.density, span, self.group)
+        (codec,) = self.codecs
+        assert isinstance(codec, TopK)
+        return densities(codec.density, span, codec.group)
 
 
 @dataclass(frozen=True)
@@ -103,35 +108,32 @@ class EFInteger(WithFeedback):
 
     Vectors and tensors under 256 elements travel in fp32.
 
-    Raises ConfigError for what the codec refuses.
+    Raises ConfigError for another codec.
     Source: Karimireddy et al., "Error feedback fixes SignSGD and other gradient compression schemes" (ICML 2019).
     """
 
-    bits: int = 4
-    """Bits of an element: 2, 3, 4, 6 or 8."""
-    group: int = 64
-    """Elements of a matrix that share a bf16 scale; at least 1."""
+    # With stochastic rounding few bits are no contraction, which a memory needs.
+    rule = Rule(
+        lambda codec: isinstance(codec, Integer | Natural) and codec.rounding == "nearest",
+        "must be of integers or powers of two, rounded to nearest, of which L-GreCo plans the bits",
+    )
+    setting = "bits"
+
+    codec: str = "int4/64:bf16:nearest"
+    """Codec of gradients: integers or powers of two, rounded to nearest."""
     find_unused_parameters: bool = False
     """DDP's own option; set it for a model that leaves out parameters in some steps."""
 
     def __post_init__(self) -> None:
         check_types(self)
-        self.codec(self.bits)
+        codec_of(self, "codec", self.rule)
 
     @property
     def name(self) -> str:
         return "ef-integer"
 
-    @property
-    def uniform(self) -> float:
-        return self.bits
-
-    def codec(self, setting: float) -> Codec:
-        # Nearest, since a memory needs a contraction, which stochastic rounding to 2 bits is not.
-        return Integer(int(setting), self.group, "nearest", "bf16")
-
     def settings(self, span: float) -> list[float]:
-        return [bits for bits in WIDTHS if self.bits / span <= bits <= self.bits * span]
+        return [bits for bits in WIDTHS if self.uniform / span <= bits <= self.uniform * span]
 
 
 @dataclass(frozen=True)
@@ -195,7 +197,7 @@ class FeedbackMean(Tunable):
         start = 0
         for name, shape in shapes.items():
             setting = self.settings.get(name, self.method.uniform)
-            codec = self.method.codec(setting) if is_large_matrix(shape) else Identity()
+            codec = self.method.codec_at(setting) if is_large_matrix(shape) else Identity()
             section = Section(codec, shape.numel(), start, start + codec.packet_bytes(shape.numel()))
             sections[name] = section
             start += padded(section)
@@ -206,7 +208,7 @@ class FeedbackMean(Tunable):
         return gather_bytes(self.place.grid, sum(padded(section) for section in sections.values()))
 
     def rows(self) -> list[Row]:
-        num_large, codec = len(self.error.shapes()), self.method.codec(self.method.uniform)
+        num_large, codec = len(self.error.shapes()), self.method.codecs[0]
         effect = f"{num_large} of {len(self.place.shapes)} as {codec}, the others in fp32"
         held = f"{self.error.planned_bytes / 1e6:.1f} MB are held for it"
         return [

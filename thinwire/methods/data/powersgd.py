@@ -9,27 +9,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.codecs import Cast, Codec, Integer
+from thinwire.codecs import Codec
 from thinwire.collectives import Topology
 from thinwire.collectives.feedback import Lost
 from thinwire.collectives.link import Link
 from thinwire.collectives.reduce import added
 from thinwire.collectives.rounds import Rounds
 from thinwire.collectives.together import together
-from thinwire.errors import ConfigError, nearest
+from thinwire.errors import ConfigError
 from thinwire.layout.slices import Slices
-from thinwire.methods.options import check_types
+from thinwire.methods.options import CONTRACTION, check_types, codec_of
 from thinwire.methods.plannable import Plannable, Tunable
 from thinwire.methods.reduction import FP32, Bucket, Step, seed_of, sum_over_ranks
 from thinwire.state.memory import Merge, Place, Residual
 from thinwire.table import Row
 
-WIRES: dict[str, Codec] = {
-    "fp32": FP32,
-    "bf16": Cast("bf16"),
-    "int8": Integer(8, 128, "nearest", "bf16"),
-    "int4": Integer(4, 64, "nearest", "bf16"),
-}
 TINY = torch.finfo(torch.float32).tiny
 
 
@@ -45,7 +39,8 @@ class PowerSGD(Plannable):
         E  = M - P (M^T P)^T       and P Q^T takes the place of G
     The first Q is drawn from the seed. Vectors travel in fp32.
 
-    Raises ConfigError for a rank below 1, a start_step below 0, a min_compression below 1, another wire.
+    Raises ConfigError for a rank below 1, a start_step below 0, a min_compression below 1, a codec that is
+    no contraction.
     Source: Vogels et al., "PowerSGD", NeurIPS 2019, algorithms 1 and 2.
     """
 
@@ -57,8 +52,8 @@ class PowerSGD(Plannable):
     """First step that is compressed, from 0; steps before it travel in fp32."""
     min_compression: float = 2.0
     """Compress a matrix only where (n + m) r is this many times smaller than n m, else send it in fp32; at least 1."""
-    wire: str = "fp32"
-    """Type of P and Q on the wire: fp32, bf16, int8 or int4. Error feedback covers its rounding too."""
+    codec: str = "fp32"
+    """Codec of P and Q, such as bf16 or int8/128:bf16:nearest. Error feedback covers what it loses too."""
     find_unused_parameters: bool = False
     """DDP's own option; set it for a model that leaves out parameters in some steps."""
 
@@ -68,9 +63,7 @@ class PowerSGD(Plannable):
             value = getattr(self, option)
             if not lowest <= value < math.inf:
                 raise ConfigError(f"{option} {value} of powersgd: must be at least {lowest}; nearest: {lowest}")
-        if self.wire not in WIRES:
-            names = "fp32, bf16, int8 or int4"
-            raise ConfigError(f"wire {self.wire!r} of powersgd: must be {names}{nearest(self.wire, WIRES)}")
+        codec_of(self, "codec", CONTRACTION)
 
     @property
     def name(self) -> str:
@@ -78,7 +71,7 @@ class PowerSGD(Plannable):
 
     @property
     def codecs(self) -> tuple[Codec, ...]:
-        return (WIRES[self.wire],)
+        return (codec_of(self, "codec", CONTRACTION),)
 
     @property
     def settled_after(self) -> int:
@@ -120,7 +113,7 @@ class PowerSGD(Plannable):
     def size(self, shape: torch.Size, setting: float) -> int:
         """Bytes of both factors, without the zeros that fill up a message."""
         num_elements = int(setting) * (shape[0] + math.prod(shape[1:]))
-        return round(num_elements * WIRES[self.wire].bits_per_element / 8)
+        return round(num_elements * self.codecs[0].bits_per_element / 8)
 
 
 class LowRankMean(Tunable):
@@ -129,7 +122,7 @@ class LowRankMean(Tunable):
     def __init__(self, method: PowerSGD, place: Place, seed: int) -> None:
         super().__init__(place)
         self.method = method
-        self.wire = WIRES[method.wire]
+        (self.codec,) = method.codecs
         self.seed = seed
         self.error = self.state.add("error", Residual(), self._error_shape, row="error feedback")
         self.q = self.state.add("q", Merge.SAME, self._q_shape, row="factors")
@@ -155,14 +148,14 @@ class LowRankMean(Tunable):
             # Column by column, since a group of integers shares a scale.
             p_own = [(matrix @ self._q(name, matrix.shape[1], ranks[name])).T for name, matrix in matrices.items()]
         sums, p_sums = yield from together(
-            sum_over_ranks(link.part(0), whole), sum_over_ranks(link.part(1), p_own, self.wire)
+            sum_over_ranks(link.part(0), whole), sum_over_ranks(link.part(1), p_own, self.codec)
         )
         with link.timed("encode_s", "gradients"):
             # A zero or a dependent column is no trouble for reflections: the basis has r columns all the same.
             bases = [torch.linalg.qr(p_sum.T).Q for p_sum in p_sums]
             q_own = [basis.T @ matrix for matrix, basis in zip(matrices.values(), bases, strict=True)]
         lost = self._lost(link.topology, q_own)
-        q_sums = yield from sum_over_ranks(link.part(2), q_own, self.wire, lost)
+        q_sums = yield from sum_over_ranks(link.part(2), q_own, self.codec, lost)
         with link.timed("decode_s", "gradients"):
             for grad, total in zip(whole, sums, strict=True):
                 grad.copy_(total).div_(link.topology.world_size)
@@ -192,7 +185,7 @@ class LowRankMean(Tunable):
         return fresh if held is None else torch.cat([held, fresh[:, held.shape[1] :]], dim=1)
 
     def _lost(self, grid: Topology, q_own: list[Tensor]) -> Lost | None:
-        return None if self.wire.traits.lossless else Lost.zeros(grid, self._slices(q_own, grid.world_size).length)
+        return None if self.codec.traits.lossless else Lost.zeros(grid, self._slices(q_own, grid.world_size).length)
 
     def _less(self, q_own: list[Tensor], lost: Lost, link: Link) -> list[Tensor]:
         """What of Q really went into the sum: this rank's part of it less what codecs lost here."""
@@ -200,7 +193,7 @@ class LowRankMean(Tunable):
         return [q - loss.view(q.shape) for q, loss in zip(q_own, lost_here, strict=True)]
 
     def _slices(self, q_own: list[Tensor], world_size: int) -> Slices:
-        return Slices.of((q.numel() for q in q_own), world_size, self.wire)
+        return Slices.of((q.numel() for q in q_own), world_size, self.codec)
 
     def sent_bytes(self) -> dict[str, int]:
         shapes, grid = self.place.shapes, self.place.grid
@@ -208,8 +201,8 @@ class LowRankMean(Tunable):
         thin = [(ranks[name], shape) for name, shape in shapes.items() if ranks[name]]
         messages = (
             ([shape.numel() for name, shape in shapes.items() if not ranks[name]], FP32),
-            ([rank * shape[0] for rank, shape in thin], self.wire),
-            ([rank * math.prod(shape[1:]) for rank, shape in thin], self.wire),
+            ([rank * shape[0] for rank, shape in thin], self.codec),
+            ([rank * math.prod(shape[1:]) for rank, shape in thin], self.codec),
         )
         return added(
             *(Slices.of(numels, grid.world_size, codec).all_reduce_bytes(grid, codec) for numels, codec in messages)
@@ -219,7 +212,7 @@ class LowRankMean(Tunable):
         method, shapes = self.method, self.place.shapes
         num_thin = sum(method.rank_of(shape) > 0 for shape in shapes.values())
         held = sum(self.state.kept_bytes().values())
-        effect = f"{num_thin} of {len(shapes)} as factors of rank {method.rank} in {method.wire}, the others in fp32"
+        effect = f"{num_thin} of {len(shapes)} as factors of rank {method.rank} in {method.codec}, the others in fp32"
         return [
             ("gradients", effect, f"factors must be {method.min_compression:g} times smaller"),
             ("steps in fp32", f"the first {method.start_step}", "start_step"),

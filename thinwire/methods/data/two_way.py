@@ -23,8 +23,7 @@ from thinwire.errors import ConfigError
 from thinwire.layout.segments import Segments
 from thinwire.layout.slices import Slices
 from thinwire.methods.ddp import DDPMethod
-from thinwire.methods.gradient_codecs import GradientCodec
-from thinwire.methods.options import check_types
+from thinwire.methods.options import check_types, codec_of, with_feedback
 from thinwire.methods.reduction import FP32, FP32_BYTES, OPERATION, Bucket, Reduction, Step, seed_of, sum_over_ranks
 from thinwire.state.memory import Merge, Place, Residual, Span
 from thinwire.table import Row
@@ -39,10 +38,9 @@ class TwoWay(DDPMethod):
         pull    c   = C(sum_i c_i + (lr_before/lr) e)                 e   <- what C lost, on the slice's owner
         g takes the value c / P
     Inside a node gradients are summed in fp32 first, so that i counts nodes; where there is one node, it counts ranks.
-    Without error feedback, randomk, natural and integer take their unbiased form. A message that is ready travels while
-    others are compressed, and the communication thread serves other jobs.
+    A message that is ready travels while others are compressed, and the communication thread serves other jobs.
 
-    Raises ConfigError for values that the codec refuses or does not take.
+    Raises ConfigError for a codec that is no contraction with error feedback, or not unbiased without.
     Source: Zhong, Xie, Zheng and Lin, "Compressed Communication for Distributed Training: Adaptive Methods and System"
     (2021).
     """
@@ -50,16 +48,12 @@ class TwoWay(DDPMethod):
     uses_learning_rates = True
     not_on_zero = "sends gradients back, which zero does not; ZeroCompressed is its way there"
 
-    codec: str = "sign"
-    """Codec of the gradients of matrices: sign, topk, randomk (all ranks draw the same elements), natural (powers of
-    two) or integer."""
-    density: float | None = None
-    """Share of the elements that travels: topk takes 1/1024 to 1, randomk 1/16384 to 1/2. By default 0.01."""
-    bits: int | None = None
-    """Bits of an element, of natural and integer: 2, 3, 4, 6 or 8. By default 4."""
+    codec: str = "sign/512"
+    """Codec of the gradients of matrices, such as topk1%/1024, randomk1%:bf16:biased (all ranks draw the same elements)
+    or int4."""
     error_feedback: bool | None = None
-    """Keep what the codec loses, on the way there and back, and send it later; by default on for sign, topk and
-    randomk. sign and topk can't do without."""
+    """Keep what the codec loses, on the way there and back, and send it later; by default where the codec is not
+    unbiased, which can't do without."""
     min_bytes: int = 1_024_000
     """Tensors of fewer fp32 bytes, and vectors, travel in fp32; at least 0."""
     chunk_bytes: int = 4_096_000
@@ -71,7 +65,7 @@ class TwoWay(DDPMethod):
 
     def __post_init__(self) -> None:
         check_types(self)
-        self.gradient_codec.make()  # Raises for what does not fit each other.
+        with_feedback(self, "codec", self.error_feedback)
         for option, lowest in (("min_bytes", 0), ("chunk_bytes", 1 << 16), ("threads", 1)):
             value = getattr(self, option)
             if value < lowest:
@@ -86,19 +80,14 @@ class TwoWay(DDPMethod):
         return self.push, self.pull
 
     @property
-    def gradient_codec(self) -> GradientCodec:
-        """C by its name and options."""
-        return GradientCodec("two-way", self.codec, self.density, self.bits, self.error_feedback)
-
-    @property
     def feeds_back(self) -> bool:
         """Whether what C loses is kept."""
-        return self.gradient_codec.feeds_back
+        return with_feedback(self, "codec", self.error_feedback)[1]
 
     @property
     def push(self) -> Codec:
         """C on the way to the owner."""
-        return self.gradient_codec.make()
+        return codec_of(self, "codec")
 
     @property
     def pull(self) -> Codec:
@@ -167,7 +156,7 @@ class TwoWayMean(Reduction):
         grid, operation, slices = link.topology, OPERATION, self._slices(chunk)
         between = grid.num_nodes > 1
         seeds = tuple(derive_seed(seed_of(self.seed, step.number, piece.name), piece.number) for piece in chunk)
-        is_shared = self.method.codec == "randomk"
+        is_shared = isinstance(self.push, RandomK)
         push = Segments(self.push, slices.lengths, seeds, is_shared)
         pull = Segments(self.pull, slices.lengths, seeds, is_shared)
         own = link.scratch("own", grid.world_size, slices.length, dtype=torch.float32)

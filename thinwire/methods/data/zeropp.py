@@ -6,45 +6,34 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from thinwire.codecs import Codec, Hadamard, Integer
-from thinwire.errors import ConfigError, nearest
+from thinwire.errors import ConfigError
 from thinwire.layout.formats import WireFormat
-from thinwire.methods.fsdp import WIRES, FSDPMethod
+from thinwire.methods.fsdp import FSDPMethod
 from thinwire.methods.loco import LoCo
-from thinwire.methods.options import check_types
-
-WIDTHS = {"int8": 8, "int6": 6, "int4": 4, "int3": 3, "int2": 2}
+from thinwire.methods.options import REPEATABLE, check_types, codec_of
 
 
 @dataclass(frozen=True)
 class ZeroPP(FSDPMethod):
     """ZeRO++: quantised weights, weights kept once per node, quantised gradients in two hops with the exact mean.
 
-    Norms, biases and other parameters of one dimension have a type of their own: they are few, and errors in them weigh
-    more.
+    Norms, biases and other parameters of one dimension have a codec of their own: they are few, and errors in them
+    weigh more.
 
-    Raises ConfigError for another width and for values that the codecs refuse.
+    Raises ConfigError for a text that is no codec, and for weights that would be rounded at random.
     Source: ZeRO++ (ICLR 2024); LoCo (2024) for the error feedback.
     """
 
     name: ClassVar[str] = "zeropp"
 
-    weights: str = "int8"
-    """Type of weights on the wire: int8, int6, int4, int3, int2, bf16 or fp32."""
-    weight_group: int = 2048
-    """Elements of the weights that share a scale; at least 1."""
-    gradients: str = "int4"
-    """Type of gradients between nodes: int8, int6, int4, int3, int2, bf16 or fp32."""
-    intra_gradients: str = "same"
-    """Type of gradients inside a node: same (as between nodes), int8, int6, int4, int3, int2, bf16 or fp32."""
-    gradient_group: int = 128
-    """Elements of the gradients that share a scale; a multiple of hadamard."""
-    hadamard: int = 0
-    """Elements in a block of the rotation around gradients, a power of two from 2; 0: no rotation."""
-    rounding: str = "nearest"
-    """Rounding of integers: nearest or stochastic."""
+    weights: str = "int8/2048:nearest"
+    """Codec of weights, which must give the same every time: no stochastic rounding."""
+    inter_gradients: str = "int4/128:nearest"
+    """Codec of gradients between nodes."""
+    intra_gradients: str = "int4/128:nearest"
+    """Codec of gradients inside a node."""
     vectors: str = "bf16"
-    """Type of parameters of one dimension, both ways: bf16, fp32 or int8 (in groups of 64)."""
+    """Codec of parameters of one dimension, weights and gradients: no stochastic rounding."""
     secondary: bool = True
     """Keep what a gather brought from other nodes: backward and unchanged weights need nothing from outside."""
     loco: bool = False
@@ -67,31 +56,17 @@ class ZeroPP(FSDPMethod):
         self.vector()
 
     def matrix(self) -> WireFormat:
-        intra = self.gradients if self.intra_gradients == "same" else self.intra_gradients
         return WireFormat(
-            width("weights", self.weights, self.weight_group, "nearest"),
+            codec_of(self, "weights", REPEATABLE),
             differences=False,
-            intra=self._gradient("intra_gradients", intra),
-            inter=self._gradient("gradients", self.gradients),
+            intra=codec_of(self, "intra_gradients"),
+            inter=codec_of(self, "inter_gradients"),
         )
 
     def vector(self) -> WireFormat:
-        codec = width("vectors", self.vectors, 64, "nearest")
+        codec = codec_of(self, "vectors", REPEATABLE)
         return WireFormat(codec, differences=False, intra=codec, inter=codec)
 
     def gradient_memory(self, numels: Sequence[int]) -> LoCo | None:
         """LoCo's errors, where they are asked for."""
         return LoCo(numels, self.loco_beta, self.loco_reset) if self.loco else None
-
-    def _gradient(self, option: str, name: str) -> Codec:
-        codec = width(option, name, self.gradient_group, self.rounding)
-        return Hadamard(codec, self.hadamard) if self.hadamard and isinstance(codec, Integer) else codec
-
-
-def width(option: str, name: str, group: int, rounding: str) -> Codec:
-    """The codec called `name`; raises ConfigError that names the option."""
-    if name in WIRES:
-        return WIRES[name]
-    if name not in WIDTHS:
-        raise ConfigError(f"zeropp {option} {name!r}: no such width{nearest(name, [*WIDTHS, *WIRES])}")
-    return Integer(WIDTHS[name], group, rounding)

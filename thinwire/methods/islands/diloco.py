@@ -10,7 +10,8 @@ from thinwire.methods.data.ddp import DDP
 from thinwire.methods.interface import Method
 from thinwire.methods.islands.base import IslandsMethod
 from thinwire.methods.islands.fedspeed import FedSpeed
-from thinwire.methods.islands.method import OuterMethod, codec_named
+from thinwire.methods.islands.method import OuterMethod
+from thinwire.methods.options import codec_of
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class DiLoCo(IslandsMethod):
     outer_momentum: float = 0.9
     """Momentum of the outer step; from 0 to below 1."""
     codec: str = "fp32"
-    """Codec of what islands send to each other: fp32, bf16, int8, int4 or e3m0 (powers of two in 4 bits)."""
+    """Codec of what islands send to each other, such as bf16 or e3m0/256:bf16:nearest (powers of two in 4 bits)."""
     fedspeed: float | None = None
     """lam of FedSpeed's correction, in units of the inverse curvature, above 0; by default no correction."""
     rejoin_steps: int = 10
@@ -45,7 +46,7 @@ class DiLoCo(IslandsMethod):
     def method(self) -> OuterMethod:
         return OuterMethod(
             self.sync_every, outer_lr=self.outer_lr, outer_momentum=self.outer_momentum,
-            codec=codec_named(self.codec), rejoin_steps=self.rejoin_steps,
+            codec=codec_of(self, "codec"), rejoin_steps=self.rejoin_steps,
             correction=None if self.fedspeed is None else FedSpeed(self.fedspeed),
         )  # fmt: skip
 
@@ -76,8 +77,8 @@ class StreamingDiLoCo(IslandsMethod):
     """Learning rate of the outer step; above 0."""
     outer_momentum: float = 0.9
     """Momentum of the outer step; from 0 to below 1."""
-    codec: str = "e3m0"
-    """Codec of what islands send to each other: fp32, bf16, int8, int4 or e3m0 (powers of two in 4 bits)."""
+    codec: str = "e3m0/256:bf16:nearest"
+    """Codec of what islands send to each other, such as bf16 or e3m0/256:bf16:nearest (powers of two in 4 bits)."""
     rejoin_steps: int = 10
     """Steps over which the learning rate rises again on an island that has joined others without its optimizer's
     state; at least 0."""
@@ -88,7 +89,7 @@ class StreamingDiLoCo(IslandsMethod):
     def method(self) -> OuterMethod:
         return OuterMethod(
             self.sync_every, self.num_fragments, self.pattern, self.overlap_steps, self.mix, self.outer_lr,
-            self.outer_momentum, codec_named(self.codec), rejoin_steps=self.rejoin_steps,
+            self.outer_momentum, codec_of(self, "codec"), rejoin_steps=self.rejoin_steps,
         )  # fmt: skip
 
 
@@ -109,7 +110,7 @@ class LocalSGD(IslandsMethod):
     start_after: int = 0
     """Up to this step the weights are averaged after every step (post-local SGD); at least 0."""
     codec: str = "fp32"
-    """Codec of what islands send to each other: fp32, bf16, int8, int4 or e3m0 (powers of two in 4 bits)."""
+    """Codec of what islands send to each other, such as bf16 or e3m0/256:bf16:nearest (powers of two in 4 bits)."""
     fedspeed: float | None = None
     """lam of FedSpeed's correction, in units of the inverse curvature, above 0; by default no correction."""
     rejoin_steps: int = 10
@@ -121,7 +122,7 @@ class LocalSGD(IslandsMethod):
 
     def method(self) -> OuterMethod:
         return OuterMethod(
-            self.sync_every, codec=codec_named(self.codec), start_after=self.start_after,
+            self.sync_every, codec=codec_of(self, "codec"), start_after=self.start_after,
             correction=None if self.fedspeed is None else FedSpeed(self.fedspeed), rejoin_steps=self.rejoin_steps,
         )  # fmt: skip
 

@@ -14,7 +14,7 @@ from thinwire.errors import ConfigError, nearest
 from thinwire.layout.segments import Segments
 from thinwire.methods.interface import Plan, trained_shapes
 from thinwire.methods.islands.own_pace import OwnPaceMethod
-from thinwire.methods.options import check_types
+from thinwire.methods.options import check_types, codec_of
 
 WEIGHTS = ("ticks", "estimated", "importance")
 
@@ -57,8 +57,8 @@ class FedFix(OwnPaceMethod):
     """Learning rate of the sum; above 0."""
     max_ticks: int = 10
     """No d_i is larger than max_ticks p_i; at least 1."""
-    codec: str = "int4"
-    """Codec of a Delta, each tensor by itself, such as fp32, bf16 or int4; `thinwire codecs` lists them."""
+    codec: str = "int4/128"
+    """Codec of a Delta, each tensor by itself."""
     overlap: bool = False
     """Train on while a Delta travels, and add those steps to the model that comes; off: wait for it."""
 
@@ -73,11 +73,11 @@ class FedFix(OwnPaceMethod):
             raise ConfigError(f"outer_lr {self.outer_lr:g}: above 0; 1 is the paper's")
         if self.weights not in WEIGHTS:
             raise ConfigError(f"weights {self.weights!r}{nearest(self.weights, WEIGHTS)}")
-        Codec.parse(self.codec)
+        codec_of(self, "codec")
 
     @property
     def codecs(self) -> tuple[Codec, ...]:
-        return (Codec.parse(self.codec),)
+        return (codec_of(self, "codec"),)
 
     def importance_of(self, world_size: int) -> list[float]:
         """p, of sum 1; raises ConfigError where there is not one number above 0 for each rank."""
@@ -111,6 +111,6 @@ class FedFix(OwnPaceMethod):
         """Every rank sends its Delta to every other once in K steps; two bytes at each tick are left out."""
         self.importance_of(topology.world_size)
         lengths = tuple(shape.numel() for shape in trained_shapes(model).values())
-        packet = Segments(Codec.parse(self.codec), lengths, tuple(range(len(lengths)))).packet_bytes(sum(lengths))
+        packet = Segments(codec_of(self, "codec"), lengths, tuple(range(len(lengths)))).packet_bytes(sum(lengths))
         sent = -(-(topology.world_size - 1) * packet // self.local_steps)
         return self.whole_plan(model, {("hand_in", "inter"): sent})

@@ -4,34 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from thinwire.codecs import (
-    Cast,
-    Codec,
-    Identity,
-    Integer,
-    Natural,
-)
-from thinwire.errors import ConfigError, nearest
+from thinwire.codecs import Codec, Identity
+from thinwire.errors import ConfigError
 from thinwire.methods.islands.fedspeed import FedSpeed
 from thinwire.methods.islands.outer import Nesterov
 from thinwire.methods.islands.schedule import Schedule
-
-CODECS: dict[str, Codec] = {
-    "fp32": Identity(),
-    "bf16": Cast("bf16"),
-    "int8": Integer(8, 256, "nearest", "bf16"),
-    "int4": Integer(4, 128, "stochastic", "bf16"),
-    "e3m0": Natural(4, 256, "nearest", "bf16"),
-}
-
-
-def codec_named(codec: str | Codec) -> Codec:
-    """The codec of outer gradients; raises ConfigError that names the nearest."""
-    if isinstance(codec, Codec):
-        return codec
-    if codec not in CODECS:
-        raise ConfigError(f"codec {codec!r} of outer gradients is unknown{nearest(codec, CODECS)}")
-    return CODECS[codec]
 
 
 @dataclass(frozen=True)

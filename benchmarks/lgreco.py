@@ -37,16 +37,16 @@ SEQ_LEN, MICRO_BATCH = 256, 2
 METHODS: tuple[tuple[Plannable, float], ...] = (
     (thinwire.PowerSGD(rank=4, start_step=0), 4),
     (thinwire.PowerSGD(rank=32, start_step=0), 32),
-    (thinwire.EFTopK(density=0.01), 4),
-    (thinwire.EFTopK(density=0.01), 32),
-    (thinwire.EFInteger(bits=4), 4),
+    (thinwire.EFTopK(), 4),
+    (thinwire.EFTopK(), 32),
+    (thinwire.EFInteger(), 4),
 )
 # Strategies with one setting for all, each with the learning rate and options for it and for its planned form.
 TRAINED = (
     ("powersgd", "3e-3", ["--powersgd.rank", "4"]),
-    ("ef-topk", "3e-3", ["--eftopk.density", "0.01"]),
-    ("ef-topk", "3e-3", ["--eftopk.density", "0.01", "--eftopk.stride", "32"]),
-    ("ef-integer", "3e-3", ["--efinteger.bits", "4"]),
+    ("ef-topk", "3e-3", ["--eftopk.codec", "topk1%"]),
+    ("ef-topk", "3e-3", ["--eftopk.codec", "threshold1%/4096"]),
+    ("ef-integer", "3e-3", ["--efinteger.codec", "int4/64:bf16:nearest"]),
     ("dgc", "0.3", ["--dgc.density", "0.01"]),
 )
 

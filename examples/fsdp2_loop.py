@@ -21,7 +21,7 @@ def main() -> None:
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
-    compressed = thinwire.compress_fsdp(model, thinwire.ZeroPP(weights="int8", gradients="int4"))
+    compressed = thinwire.compress_fsdp(model, thinwire.ZeroPP(weights="int8/2048:nearest", inter_gradients="int4"))
 
     task = torch.Generator().manual_seed(1)
     teacher = torch.randn(128, 16, generator=task)

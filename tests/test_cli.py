@@ -56,8 +56,8 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--tokens-per-step", "50", "--workers", "2"], "must be a multiple of .* = 32; nearest: 64"),
         (["--workers", "3", "--local-size", "2"], "local size 2 does not fit a world of 3"),
         (["--strategy", "frontier", "--workers", "4", "--frontier.weights-over", "3"], "weights_over 3 .*nearest.*: 2"),
-        (["--sdp4bit.inter-group", "100"], "100.*32.*96|100.*multiple of.*32"),
-        (["--sdp4bit.weight-bits", "5"], "5"),
+        (["--sdp4bit.inter-gradients", "int4/100+hadamard32"], "100.*32.*96|100.*multiple of.*32"),
+        (["--sdp4bit.weights", "int5"], "weights 'int5' of SDP4Bit"),
         (["--track", "tensorbored"], "did you mean 'tensorboard'"),
         (["--join", "nowhere"], "--join nowhere: must be HOST:PORT"),
         (["--tokenizer", "absent.json"], "absent.json"),
@@ -65,7 +65,7 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--steps", "ten"], "--steps ten: must be a whole number, such as 1000"),
         (["--lr=fast"], "--lr fast: must be a number, such as 0.0003"),
         (["--dtype", "bf61"], "--dtype bf61: must be one of auto, bf16, fp32; did you mean 'bf16'"),
-        (["--sdp4bit.weight-bits", "4.5"], "--sdp4bit.weight-bits 4.5: must be a whole number"),
+        (["--powersgd.rank", "4.5"], "--powersgd.rank 4.5: must be a whole number"),
         (["--seed"], "--seed: needs a value, a whole number, such as"),
         (["--seed", "one", "--sed", "1"], "(?s)2 problems.*--sed; did you mean '--seed'.*--seed one: must be"),
         (["one.toml", "two.toml"], r"(?s)2 problems.*unexpected 'two.toml'.*one.toml does not exist"),
@@ -175,7 +175,7 @@ def test_help_shows_the_common_flags_and_help_all_every_one(capsys: pytest.Captu
     short, long = shown("--help"), shown("--help-all")
     assert "--tokens-per-step" in short and "[CONFIG.toml]" in short and "--help-all" in short
     assert "--checkpoint-every" not in short and "--sdp4bit" not in short and len(short.splitlines()) < 80
-    for name in ("--tokens-per-step", "--checkpoint-every", "--sdp4bit.weight-bits", "--llama.hidden-size"):
+    for name in ("--tokens-per-step", "--checkpoint-every", "--sdp4bit.weights", "--llama.hidden-size"):
         assert name in long
     assert shown("-h", "--stepps", "3") == short
 
@@ -267,9 +267,19 @@ def test_codecs_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_dry_run_shows_the_table_and_the_configuration_and_writes_nothing(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train(tmp_path, text, "--dry-run", "--strategy", "powersgd", "--powersgd.rank", "2", "--sdp4bit.inter-bits", "8")
+    train(
+        tmp_path,
+        text,
+        "--dry-run",
+        "--strategy",
+        "powersgd",
+        "--powersgd.rank",
+        "2",
+        "--sdp4bit.inter-gradients",
+        "int8",
+    )
     table, _, written = capsys.readouterr().out.partition("\n\n")
-    assert "--sdp4bit.inter-bits: no effect (strategy powersgd does not use it)" in table
+    assert "--sdp4bit.inter-gradients: no effect (strategy powersgd does not use it)" in table
     config = tomllib.loads(written)
     assert config["strategy"] == "powersgd" and config["powersgd"] == {"rank": 2} and config["tokens_per_step"] == 32
     assert "dry_run" not in config and not (tmp_path / "run").exists() and not (tmp_path / "cache").exists()
@@ -294,7 +304,7 @@ def test_the_launcher_builds_the_strategy_once(tmp_path: Path, text: Path, monke
 def test_completion_knows_commands_and_flags(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["completion", "bash"]) == 0
     script = capsys.readouterr().out
-    for word in ("train", "--steps", "--sdp4bit.weight-bits", "--local-rate", "--max-kl", "bf16"):
+    for word in ("train", "--steps", "--sdp4bit.weights", "--local-rate", "--max-kl", "bf16"):
         assert f"'{word}'" in script or f'"{word}"' in script or f" {word} " in script, word
     assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
     assert cli.run(["completion", "zsh"]) == 0 and "#compdef thinwire" in capsys.readouterr().out

@@ -43,7 +43,7 @@ def weights_after(model: nn.Module, module: nn.Module, optimizer: torch.optim.Op
 
 def by_adapter(rank: int, world_size: int, way: str) -> tuple[list[Tensor], int]:
     model = small_model()
-    method = thinwire.ZeroPP(weights="fp32", gradients="fp32", vectors="fp32")
+    method = thinwire.ZeroPP("fp32", "fp32", "fp32", "fp32")
     if way == "titan":
         mesh = init_device_mesh("cpu", (world_size,))
 
@@ -159,7 +159,7 @@ def save_and_resume(rank: int, world_size: int, folder: str) -> list[list[Tensor
         fully_shard(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         callback = CompressionCallback(
-            thinwire.ZeroPP(gradients="int4", rounding="stochastic", loco=True), local_size=1, announce=False
+            thinwire.ZeroPP(inter_gradients="int4", intra_gradients="int4", loco=True), local_size=1, announce=False
         )
         args, state = Event(output_dir=folder), Event(global_step=begin)
         if begin:

@@ -25,7 +25,7 @@ STRATEGIES: dict[str, tuple[Any, str]] = {
     "ddp": (thinwire.DDP(), "adamw"),
     "powersgd": (thinwire.PowerSGD(start_step=0, rank=2), "adamw"),
     "two-way": (thinwire.TwoWay(min_bytes=0), "adamw"),
-    "ef-topk": (thinwire.EFTopK(density=0.1), "adamw"),
+    "ef-topk": (thinwire.EFTopK("topk10%"), "adamw"),
     "dgc": (thinwire.DGC(density=0.2, clip=0.0, warmup=()), "dgc-sgd"),
     "onebit-adam": (thinwire.OneBitAdam(freeze=2, clip=0.0), "onebit-adam"),
     "fsdp": (FSDP(), "adamw"),

@@ -54,19 +54,19 @@ def contestants(text: str) -> list[Contestant]:
 
 def test_contestants_with_options_names_and_commands() -> None:
     zero, named, command = contestants(
-        'zero, s8=sdp4bit[inter_bits=8,rounding=nearest] ,cmd:peer=sh -c "echo a,b" {run_dir} {steps}'
+        'zero, s8=sdp4bit[inter_gradients=int8/64:bf16+hadamard32,weights=int4] ,cmd:peer=sh -c "echo a,b" {run_dir} {steps}'
     )
     assert zero == Contestant("zero", "zero")
-    assert named == Contestant("s8", "sdp4bit", {"inter_bits": 8, "rounding": "nearest"})
+    assert named == Contestant("s8", "sdp4bit", {"inter_gradients": "int8/64:bf16+hadamard32", "weights": "int4"})
     assert command.is_whole and command.words({"run_dir": "d", "steps": "5"}) == ["sh", "-c", "echo a,b", "d", "5"]
 
 
 def test_options_stand_over_those_of_the_configuration() -> None:
-    base = TrainConfig(tables={"sdp4bit": {"inter_bits": 8, "hadamard": 0}})
-    (named,) = contestants("s=sdp4bit[hadamard=32]")
-    assert named.config(base).tables == {"sdp4bit": {"inter_bits": 8, "hadamard": 32}}
+    base = TrainConfig(tables={"sdp4bit": {"inter_gradients": "int8", "weights": "int8"}})
+    (named,) = contestants("s=sdp4bit[weights=int4]")
+    assert named.config(base).tables == {"sdp4bit": {"inter_gradients": "int8", "weights": "int4"}}
     assert contestants("zero")[0].config(base).strategy == "zero"
-    tuned = contestants("sdp4bit[lr=2e-3,hadamard=32]")[0].config(base)
+    tuned = contestants("sdp4bit[lr=2e-3,weights=int4]")[0].config(base)
     assert tuned.lr == 2e-3 and tuned.tables == named.config(base).tables
     assert contestants("zero[lr=1,weight_decay=0.0]")[0].config(base).weight_decay == 0.0
 
@@ -90,10 +90,10 @@ def test_a_placeholder_that_is_empty_leaves_no_word() -> None:
     ("text", "message"),
     [
         ("sdp4bits", "unknown strategy 'sdp4bits'; did you mean 'sdp4bit'"),
-        ("sdp4bit[inter_bit=8]", "unknown key 'inter_bit'; did you mean 'inter_bits'"),
-        ("sdp4bit[inter_bits=many]", "inter_bits = 'many': must be a whole number"),
-        ("sdp4bit[inter_bits]", "'inter_bits' must be option=value"),
-        ("sdp4bit[inter_group=100]", "inter_group=100|multiple of 32|100.*32"),
+        ("sdp4bit[inter_gradient=int8]", "unknown key 'inter_gradient'; did you mean 'inter_gradients'"),
+        ("powersgd[rank=many]", "rank = 'many': must be a whole number"),
+        ("sdp4bit[weights]", "'weights' must be option=value"),
+        ("sdp4bit[inter_gradients=int4/100+hadamard32]", "multiple of 32|100.*32"),
         ("zero[bits=3]", "zero has no option 'bits'; choose one of grad_clip, lr, optimizer, weight_decay"),
         ("sdp4bit[lr=-1]", "--lr -1: must be above 0"),
         ("zero[lr=fast]", "lr = 'fast': must be a number"),

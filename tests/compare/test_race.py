@@ -83,7 +83,7 @@ def races(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Races]:
 def whole(races: Races) -> str:
     """A race of two strategies, a program that fails and one that works; its standard output."""
     commands = f'cmd:bad={sys.executable} -c "{BAD}" {{run_dir}} {{steps}},cmd:peer={sys.executable} peer.py'
-    strategies = f"zero,q=sdp4bit[inter_bits=8],{commands} {{run_dir}} {{steps}}"
+    strategies = f"zero,q=sdp4bit[inter_gradients=int8/64],{commands} {{run_dir}} {{steps}}"
     code, out, err = finish(races.race("whole", strategies, "--target-loss", "auto", "--timed-steps", "3"))
     assert code == 0, err
     return out
@@ -99,7 +99,7 @@ def test_everyone_has_a_row_and_a_failure_its_reason(races: Races, whole: str, r
         "zero": "finished", "q": "finished", "bad": "failed", "peer": "finished",
     }  # fmt: skip
     assert re.fullmatch(r"rank [01] ended with 4: no luck today", rows["bad"]["reason"])
-    assert rows["bad"]["reason"] in whole and rows["q"]["options"] == {"inter_bits": 8}
+    assert rows["bad"]["reason"] in whole and rows["q"]["options"] == {"inter_gradients": "int8/64"}
     result = races.result("whole")
     assert result["reference"] == "zero" and "ddp-bf16 is not in the race" in whole
     assert rows["peer"]["is_whole"] and "its command has no {stop_at}" in whole
@@ -160,14 +160,20 @@ def test_the_page_needs_nothing_else(races: Races, whole: str) -> None:
     pictures = [ElementTree.fromstring(picture) for picture in re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)]
     lines = [mark for picture in pictures for mark in picture.iter("path") if "line" in (mark.get("class") or "")]
     assert len(lines) == 9, "three contestants over tokens, over time, and less the reference"
-    for words in ("no luck today", "nodes=2,rate=20mbit", "thinwire compare --strategies", "inter_bits=8", "1.000x"):
+    for words in (
+        "no luck today",
+        "nodes=2,rate=20mbit",
+        "thinwire compare --strategies",
+        "inter_gradients=int8/64",
+        "1.000x",
+    ):
         assert words in page
     assert not re.search(r"(?:src|href)=|url\(|@import|<script|nan", page)
 
 
 def test_an_interrupted_race_goes_on_to_the_same_end(races: Races, whole: str) -> None:
     flags = ("--no-bound", "--target-loss", "5.0")
-    process = races.race("stopped", "q=sdp4bit[inter_bits=8]", *flags)
+    process = races.race("stopped", "q=sdp4bit[inter_gradients=int8/64]", *flags)
     races.await_steps("stopped/q/seed0", process, num_steps=2)
     helpers = [pid for child in children(process.pid) for pid in (child, *children(child))]
     process.send_signal(signal.SIGINT)
@@ -179,7 +185,7 @@ def test_an_interrupted_race_goes_on_to_the_same_end(races: Races, whole: str) -
     assert row["status"] == "unfinished" and 2 <= row["seeds"][0]["num_steps"] < NUM_STEPS
     assert "stopped by SIGINT" in (races.folder / "stopped" / "compare.html").read_text()
 
-    code, out, err = finish(races.race("stopped", "q=sdp4bit[inter_bits=8]", "--resume", *flags))
+    code, out, err = finish(races.race("stopped", "q=sdp4bit[inter_gradients=int8/64]", "--resume", *flags))
     assert code == 0, err
     assert races.losses("stopped", "q") == races.losses("whole", "q")
     (row,) = races.result("stopped")["contestants"]

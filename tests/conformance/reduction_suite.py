@@ -62,17 +62,17 @@ class Row:
 
 ROWS: dict[str, Row] = {
     "ddp": Row(thinwire.DDP(), 0.0, owes=False, bucket_error=1e-6),
-    "ddp-bf16": Row(thinwire.DDP(wire="bf16"), 0.02, owes=False, grid=(2, 1), bucket_error=0.1, variant=True),
+    "ddp-bf16": Row(thinwire.DDP(codec="bf16"), 0.02, owes=False, grid=(2, 1), bucket_error=0.1, variant=True),
     "powersgd": Row(thinwire.PowerSGD(start_step=2), 1.2, warmup=2),
-    "powersgd-bf16": Row(thinwire.PowerSGD(rank=2, start_step=0, wire="bf16"), 1.2, grid=(2, 1), variant=True),
-    "powersgd-int8": Row(thinwire.PowerSGD(rank=2, start_step=0, wire="int8"), 1.2, variant=True),
-    "powersgd-int4": Row(thinwire.PowerSGD(rank=2, start_step=0, wire="int4"), 1.2, grid=(2, 1), variant=True),
-    "ef-topk": Row(thinwire.EFTopK(density=0.1), 1.5),
+    "powersgd-bf16": Row(thinwire.PowerSGD(rank=2, start_step=0, codec="bf16"), 1.2, grid=(2, 1), variant=True),
+    "powersgd-int8": Row(thinwire.PowerSGD(rank=2, start_step=0, codec="int8/128:bf16:nearest"), 1.2, variant=True),
+    "powersgd-int4": Row(
+        thinwire.PowerSGD(rank=2, start_step=0, codec="int4/64:bf16:nearest"), 1.2, grid=(2, 1), variant=True
+    ),
+    "ef-topk": Row(thinwire.EFTopK("topk10%"), 1.5),
     "ef-integer": Row(thinwire.EFInteger(), 0.2, grid=(2, 1), variant=True),
     # Planned after the second step, on both steps' gradients.
-    "lgreco-ef-topk": Row(
-        thinwire.LGreCo(thinwire.EFTopK(density=0.1), start=2, samples=2), 1.5, warmup=2, variant=True
-    ),
+    "lgreco-ef-topk": Row(thinwire.LGreCo(thinwire.EFTopK("topk10%"), start=2, samples=2), 1.5, warmup=2, variant=True),
     "lgreco-ef-integer": Row(
         thinwire.LGreCo(thinwire.EFInteger(), start=2, samples=2), 0.3, grid=(2, 1), warmup=2, variant=True
     ),
@@ -86,12 +86,10 @@ ROWS: dict[str, Row] = {
     "sketch": Row(thinwire.Sketch(ratio=4), 4.0, owes=False),
     "sketch-feedback": Row(thinwire.Sketch(ratio=4, kind="gaussian", feedback=True), 1.5, grid=(2, 1), variant=True),
     "two-way-sign": Row(thinwire.TwoWay(min_bytes=500), 1.0),
-    "two-way-topk": Row(thinwire.TwoWay("topk", 0.1, min_bytes=500), 1.0, grid=(4, 1), variant=True),
-    "two-way-randomk": Row(thinwire.TwoWay("randomk", 0.25, min_bytes=500), 1.5, grid=(2, 2), variant=True),
-    "two-way-natural": Row(thinwire.TwoWay("natural", min_bytes=500), 0.4, owes=False, grid=(2, 1), variant=True),
-    "two-way-integer": Row(
-        thinwire.TwoWay("integer", error_feedback=True, min_bytes=500), 0.5, grid=(2, 1), variant=True
-    ),
+    "two-way-topk": Row(thinwire.TwoWay("topk10%/1024", min_bytes=500), 1.0, grid=(4, 1), variant=True),
+    "two-way-randomk": Row(thinwire.TwoWay("randomk25%:bf16:biased", min_bytes=500), 1.5, grid=(2, 2), variant=True),
+    "two-way-natural": Row(thinwire.TwoWay("e3m0", min_bytes=500), 0.4, owes=False, grid=(2, 1), variant=True),
+    "two-way-integer": Row(thinwire.TwoWay("int4:nearest", min_bytes=500), 0.5, grid=(2, 1), variant=True),
     # Without momentum and clipping it is gradients that are accumulated.
     "dgc": Row(
         thinwire.DGC(density=0.1, momentum=0.0, clip=0.0, warmup=(0.5,), warmup_steps=2, values="bf16"), 2.0, warmup=2

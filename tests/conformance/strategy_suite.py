@@ -66,30 +66,53 @@ ROWS = {
     "zero": Row(Zero(), 0.0),
     "zero-bf16": Row(ZeroBF16(), 0.05),
     "zero-compressed": Row(ZeroCompressed(), 0.9, ((1, 1), (2, 1), (4, 2)), norm_error=0.5),
-    "zero-topk": Row(ZeroCompressed("topk", 0.2, weights="bf16"), 0.6, ((4, 1),), norm_error=0.5),
+    "zero-topk": Row(
+        ZeroCompressed("topk20%/1024", weights="bf16", vector_weights="bf16"), 0.6, ((4, 1),), norm_error=0.5
+    ),
     "sdp4bit": Row(thinwire.SDP4Bit(), 0.45),
-    "sdp4bit-weights": Row(thinwire.SDP4Bit(gradients=False), 0.2),
-    "sdp4bit-gradients": Row(thinwire.SDP4Bit(weights=False), 0.45),
-    "sdp4bit-3-bit-nearest": Row(thinwire.SDP4Bit(weight_bits=3, inter_bits=6, rounding="nearest"), 0.5, ((4, 2),)),
+    "sdp4bit-weights": Row(
+        thinwire.SDP4Bit(intra_gradients="fp32", inter_gradients="fp32", vector_gradients="fp32"), 0.2
+    ),
+    "sdp4bit-gradients": Row(thinwire.SDP4Bit(weights="fp32", vector_weights="fp32"), 0.45),
+    "sdp4bit-3-bit-nearest": Row(
+        thinwire.SDP4Bit(
+            "int3/2048:nearest",
+            "int8/64:bf16:nearest+hadamard32",
+            "int6/64:bf16:nearest+hadamard32",
+            "int8/128:nearest",
+            "int8/128:bf16:nearest+hadamard32",
+        ),
+        0.5,
+        ((4, 2),),
+    ),
     "sdp4bit-small-groups": Row(
-        thinwire.SDP4Bit(weight_group=64, intra_group=32, inter_group=32, vector_group=32, weight_scale="bf16"),
+        thinwire.SDP4Bit(
+            "int4/64:bf16",
+            "int8/32:bf16+hadamard32",
+            "int4/32:bf16+hadamard32",
+            "int8/32:bf16",
+            "int8/32:bf16+hadamard32",
+        ),
         0.45,
         ((4, 2),),
     ),
     "ddp": Row(DDP(), 0.0, FLAT_GRIDS, may_skip_parameters=False),
     "ddp-unused": Row(DDP(find_unused_parameters=True), 0.0, ((2, 1),)),
-    "ddp-bf16": Row(DDP(wire="bf16"), 0.005, ((4, 1),), may_skip_parameters=False),
+    "ddp-bf16": Row(DDP(codec="bf16"), 0.005, ((4, 1),), may_skip_parameters=False),
     # Net's matrices have 24 to 50 rows: rank 4 is little compression, and enough to see the error come back.
     "powersgd": Row(PowerSGD(start_step=4), 0.25, (*FLAT_GRIDS, (4, 2)), range(4, STEPS), may_skip_parameters=False),
     "powersgd-1": Row(
-        PowerSGD(rank=1, start_step=4, wire="bf16", find_unused_parameters=True), 0.5, ((2, 1), (4, 2)), range(4, STEPS)
+        PowerSGD(rank=1, start_step=4, codec="bf16", find_unused_parameters=True),
+        0.5,
+        ((2, 1), (4, 2)),
+        range(4, STEPS),
     ),
     "powersgd-torch": Row(TorchPowerSGD(start_step=4), 0.25, ((2, 1),), range(4, STEPS), may_skip_parameters=False),
     # Groups of 512 signs, and matrices of some hundred elements.
     "two-way": Row(
         TwoWay(min_bytes=0), 0.9, ((1, 1), (2, 1), (4, 2), (4, 4)), may_skip_parameters=False, norm_error=0.5
     ),
-    "two-way-integer": Row(TwoWay(codec="integer", min_bytes=0, find_unused_parameters=True), 0.45, ((2, 1),)),
+    "two-way-integer": Row(TwoWay(codec="int4", min_bytes=0, find_unused_parameters=True), 0.45, ((2, 1),)),
     "dgc": Row(
         thinwire.DGC(density=0.2, clip=0.0, warmup=(0.5,), warmup_steps=4),
         0.5,
@@ -110,10 +133,10 @@ ROWS = {
         reference="sgd",
         clip=math.inf,
     ),
-    "ef-topk": Row(thinwire.EFTopK(density=0.1), 0.6, ((1, 1), (4, 2)), may_skip_parameters=False, norm_error=0.5),
+    "ef-topk": Row(thinwire.EFTopK("topk10%"), 0.6, ((1, 1), (4, 2)), may_skip_parameters=False, norm_error=0.5),
     "ef-integer": Row(thinwire.EFInteger(find_unused_parameters=True), 0.1, ((2, 1),)),
     "lgreco-ef-topk": Row(
-        thinwire.LGreCo(thinwire.EFTopK(density=0.1), start=5, samples=3),
+        thinwire.LGreCo(thinwire.EFTopK("topk10%"), start=5, samples=3),
         0.6,
         ((4, 2),),
         range(5, STEPS),
@@ -145,22 +168,27 @@ ROWS = {
     ),
     # The first step gathers the weights twice; FSDP2 sends no gradients for what a step leaves out.
     "fsdp": Row(FSDP(), 0.0, ((1, 1), (2, 1), (4, 2)), range(1, STEPS, 2)),
-    "fsdp-bf16": Row(FSDP(wire="bf16"), 0.05, ((4, 2),), range(1, STEPS, 2)),
+    "fsdp-bf16": Row(FSDP(codec="bf16"), 0.05, ((4, 2),), range(1, STEPS, 2)),
     # Net has no layers: the root's weights are gathered once a micro-batch, and once more in the first step.
     "frontier-fp32": Row(
-        Frontier(weights="fp32", intra="fp32", inter="fp32", refresh="fp32"),
+        Frontier(weights="fp32", intra_gradients="fp32", inter_gradients="fp32", refresh="fp32"),
         0.0,
         ((1, 1), (2, 1), (4, 2)),
         range(1, STEPS),
     ),
     "frontier-bf16": Row(
-        Frontier(weights="bf16", intra="bf16", inter="bf16", refresh="bf16"), 0.05, ((4, 2),), range(1, STEPS)
+        Frontier(weights="bf16", intra_gradients="bf16", inter_gradients="bf16", refresh="bf16"),
+        0.05,
+        ((4, 2),),
+        range(1, STEPS),
     ),
     "frontier": Row(Frontier(), 0.45, ((2, 1), (4, 2)), range(1, STEPS)),
     "zeropp": Row(ZeroPP(), 0.2, ((2, 1), (4, 2)), range(1, STEPS, 2)),
-    "zeropp-exact": Row(ZeroPP(weights="fp32", gradients="fp32", vectors="fp32"), 0.0, ((4, 2),), range(1, STEPS, 2)),
+    "zeropp-exact": Row(ZeroPP("fp32", "fp32", "fp32", "fp32"), 0.0, ((4, 2),), range(1, STEPS, 2)),
     "one-byte": Row(OneByte(samples=3), None, ((1, 1), (2, 1), (4, 2))),
-    "zeropp-loco": Row(ZeroPP(loco=True, rounding="stochastic"), 0.2, ((4, 2),), range(1, STEPS, 2)),
+    "zeropp-loco": Row(
+        ZeroPP(inter_gradients="int4", intra_gradients="int4", loco=True), 0.2, ((4, 2),), range(1, STEPS, 2)
+    ),
 }
 # One row of each kind of state, and of each way to average gradients.
 STATEFUL = [

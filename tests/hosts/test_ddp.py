@@ -36,20 +36,28 @@ from thinwire.state.clipping import Clipping
 @pytest.mark.parametrize(
     ("strategy", "options", "words"),
     [
-        ("ddp", {"wire": "bf61"}, "'bf61' of ddp.*did you mean 'bf16'"),
+        ("ddp", {"codec": "bf61"}, "codec 'bf61' of DDP.*did you mean 'bf16'"),
+        ("ddp", {"codec": "int4"}, "codec 'int4' of DDP: must be fp32 or bf16.*nearest: 'fp32'"),
         ("powersgd", {"rank": 0}, "rank 0 of powersgd: must be at least 1; nearest: 1"),
         ("powersgd", {"start_step": -1}, "start_step -1 of powersgd: must be at least 0"),
-        ("powersgd", {"wire": "bf61"}, "'bf61' of powersgd.*did you mean 'bf16'"),
+        ("powersgd", {"codec": "bf61"}, "codec 'bf61' of PowerSGD.*did you mean 'bf16'"),
+        ("powersgd", {"codec": "int2"}, "codec 'int2' of PowerSGD: error feedback needs.*nearest: 'int2/128:nearest'"),
         ("powersgd-torch", {"start_step": 1}, "start_step 1 of powersgd-torch: must be at least 2"),
-        ("two-way", {"codec": "topc"}, "'topc' of two-way.*did you mean 'topk'"),
-        ("two-way", {"density": 0.1}, "density 0.1 of two-way: sign has none; topk and randomk do"),
-        ("two-way", {"codec": "topk", "bits": 4}, "bits 4 of two-way: topk has none"),
-        ("two-way", {"codec": "topk", "error_feedback": False}, "topk has no unbiased form"),
-        ("two-way", {"codec": "integer", "bits": 5}, "bits 5.*nearest is 4"),
-        ("two-way", {"codec": "randomk", "density": 0.9}, "density 0.9 of two-way: randomk takes 1 of 2"),
+        ("two-way", {"codec": "topc"}, "'topc' of TwoWay.*did you mean 'topk1%'"),
+        ("two-way", {"codec": "topk", "error_feedback": False}, "'topk' of TwoWay: .*must be unbiased"),
+        ("two-way", {"codec": "int4:nearest", "error_feedback": False}, "must be unbiased.*nearest: 'int4/128'"),
+        ("two-way", {"codec": "randomk1%", "error_feedback": True}, "a contraction.*nearest: 'randomk1%:biased'"),
+        ("two-way", {"codec": "int5"}, "bits 5.*nearest is 4"),
+        ("two-way", {"codec": "randomk90%"}, "randomk 90%: must be 1 of a whole number"),
+        ("zero-compressed", {"gradients": "fp16"}, "'fp16' of ZeroCompressed: error feedback needs"),
+        ("zeropp", {"weights": "int8"}, "weights 'int8' of ZeroPP: .*rounded alike.*nearest: 'int8/128:nearest'"),
+        ("frontier", {"weights": "int8/64+hadamard32"}, "nearest: 'int8/64:nearest.hadamard32'"),
+        ("ef-integer", {"codec": "int4"}, "codec 'int4' of EFInteger: must be.*nearest: 'int4/128:nearest'"),
+        ("ef-topk", {"codec": "sign"}, "codec 'sign' of EFTopK: must be topk.*nearest: 'topk1%/4096'"),
+        ("dgc", {"values": "fp16"}, "values 'fp16' of DGC.*nearest: 'fp32'"),
         ("two-way", {"threads": 0}, "threads 0 of two-way: must be at least 1"),
         ("powersgd", {"min_compression": float("nan")}, "min_compression nan"),
-        ("fsdp", {"wire": "fp16"}, "'fp16' of fsdp"),
+        ("fsdp", {"codec": "fp16"}, "'fp16' of FSDP: must be fp32 or bf16"),
     ],
 )
 def test_refused_options_say_why(strategy: str, options: dict, words: str) -> None:
@@ -147,10 +155,10 @@ def test_the_start_table_says_what_is_in_effect() -> None:
 
 
 OWING: tuple[Method, ...] = (
-    EFTopK(density=0.1),
+    EFTopK("topk10%"),
     TwoWay(min_bytes=0),
     Sketch(ratio=4, feedback=True),
-    LGreCo(EFTopK(density=0.1)),
+    LGreCo(EFTopK("topk10%")),
     PowerSGD(rank=2, start_step=0),
     ZeroCompressed(),
 )
@@ -190,7 +198,7 @@ def clipped(rank: int, world_size: int) -> list[tuple[float, float]]:
         optimizer.step()
         optimizer.close()
     model = nn.parallel.DistributedDataParallel(nn.Linear(40, 40, bias=False))
-    handle = compress_ddp(model, EFTopK(density=0.1), announce=False)
+    handle = compress_ddp(model, EFTopK("topk10%"), announce=False)
     model(torch.randn(8, 40, generator=torch.Generator().manual_seed(rank))).square().sum().backward()
     (owed,) = (value.clone() for value in handle.residuals().values())
     norm = float(handle.clip_grad_norm_(0.01))

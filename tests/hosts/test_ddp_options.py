@@ -101,7 +101,7 @@ def disagreements(rank: int, world_size: int) -> dict[str, str]:
         "lr": lambda: (0.1 * (1 + rank), {}),
         "local_size": lambda: (0.1, {"local_size": 1 + rank}),
         "seed": lambda: (0.1, {"seed": rank}),
-        "method": lambda: (0.1, {"method": thinwire.EFTopK(density=0.1 * (1 + rank))}),
+        "method": lambda: (0.1, {"method": thinwire.EFTopK(f"topk{10 * (1 + rank)}%")}),
     }
     for name, make in cases.items():
         lr, options = make()

@@ -22,7 +22,7 @@ from thinwire.layout.levels import levels_on
 from thinwire.methods.data.frontier import Frontier
 from thinwire.state.replicas import ReplicaError
 
-EXACT: dict[str, Any] = {"weights": "fp32", "intra": "fp32", "inter": "fp32", "refresh": "fp32"}
+EXACT: dict[str, Any] = dict.fromkeys(("weights", "intra_gradients", "inter_gradients", "refresh"), "fp32")
 # (1, 1) is ZeRO-1, (1, 8) ZeRO-2, (8, 8) ZeRO-3; (2, 4) has pairs in nodes.
 LEVELS = ((1, 1), (1, 4), (1, 8), (2, 2), (2, 4), (2, 8), (4, 4), (8, 8))
 STEPS = 4
@@ -274,10 +274,10 @@ def test_levels_that_do_not_fit_are_refused(grid: Topology, asked: tuple[Any, An
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"weights": "int4"}, "weights 'int4' of frontier: must be fp32, bf16 or int8; did you mean 'int8'"),
+        ({"weights": "int4"}, "weights 'int4' of Frontier: .*rounded alike each time.*nearest: 'int4/128:nearest'"),
         ({"refresh": "int4", "differences": False}, "would lose all small updates"),
         ({"weights_over": 0}, "must be at least 1"),
-        ({"hadamard": 48}, "48 is not a power of two"),
+        ({"intra_gradients": "int8/96+hadamard48"}, "48 is not a power of two"),
     ],
 )
 def test_options_that_do_not_work_are_refused(options: dict[str, Any], message: str) -> None:

@@ -21,7 +21,7 @@ from thinwire.hosts.fsdp.watch import UnequalStepError
 from thinwire.state.replicas import ReplicaError, digest
 
 EXACT = thinwire.Zero()
-LOCO = ZeroPP(loco=True, loco_reset=3, gradient_group=32, rounding="stochastic")
+LOCO = ZeroPP(inter_gradients="int4/32", intra_gradients="int4/32", loco=True, loco_reset=3)
 
 
 class Block(nn.Module):

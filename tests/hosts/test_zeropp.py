@@ -23,10 +23,12 @@ from thinwire.layout.gathered import LayoutError, StaleWeightsError
 from thinwire.layout.sections import Sections
 from thinwire.state.watchdog import Watchdog
 
-EXACT = ZeroPP(weights="fp32", gradients="fp32", vectors="fp32")
-LOSSY = ZeroPP(weight_group=32, gradient_group=32)
-LOCO = ZeroPP(loco=True, loco_reset=5, gradient_group=32, rounding="stochastic")
-DIFFERENCES = thinwire.SDP4Bit(weight_group=32, intra_group=32, inter_group=32, vector_group=32)
+EXACT = ZeroPP("fp32", "fp32", "fp32", "fp32")
+LOSSY = ZeroPP("int8/32:nearest", "int4/32:nearest", "int4/32:nearest")
+LOCO = ZeroPP(inter_gradients="int4/32", intra_gradients="int4/32", loco=True, loco_reset=5)
+DIFFERENCES = thinwire.SDP4Bit(
+    "int4/32", "int8/32:bf16+hadamard32", "int4/32:bf16+hadamard32", "int8/32", "int8/32:bf16+hadamard32"
+)
 
 
 class Block(nn.Module):
@@ -190,7 +192,7 @@ def test_checkpointing_compilation_factors_and_hooks() -> None:
 
 def secondary(rank: int, world_size: int) -> None:
     nets = {kept: sharded(Net(), reshard_after_forward=True) for kept in (True, False)}
-    lossy = {kept: ZeroPP(secondary=kept, gradients="fp32", weight_group=32) for kept in nets}
+    lossy = {kept: ZeroPP("int8/32:nearest", "fp32", "fp32", secondary=kept) for kept in nets}
     handles = {k: compress_fsdp(nets[k], lossy[k], local_size=2, checked=True, announce=False) for k in nets}
     optimizers = {k: torch.optim.AdamW([p for p in nets[k].parameters() if p.requires_grad], lr=1e-2) for k in nets}
     once = sum(gather.gather_bytes() for gather in handles[True].gathers) // 3
@@ -314,9 +316,9 @@ class Coded(nn.Module):
 
 def coded(rank: int, world_size: int, local_size: int) -> None:
     expected = [p.detach().clone() for p in Coded(world_size).parameters()]
-    for rounding in ("nearest", "stochastic"):
+    for gradients in ("int4/14:nearest", "int4/14"):
         net: Any = fully_shard(Coded(world_size))
-        strategy = ZeroPP(weights="int4", weight_group=14, gradient_group=14, rounding=rounding)
+        strategy = ZeroPP("int4/14:nearest", gradients, gradients)
         compressed = compress_fsdp(net, strategy, local_size=local_size, checked=True, announce=False)
         for _ in range(2):
             net.unshard()
@@ -363,10 +365,10 @@ def compressed_runs(rank: int, world_size: int) -> None:
     exact = compressed_run(rank, world_size, EXACT, 8)
     for strategy in (
         LOSSY,
-        ZeroPP(intra_gradients="int8", gradient_group=32, hadamard=32, rounding="stochastic", vectors="int8"),
-        ZeroPP(loco=True, gradient_group=32),
+        ZeroPP("int8/2048:nearest", "int4/32+hadamard32", "int8/32+hadamard32", "int8/64:nearest"),
+        ZeroPP("int8/2048:nearest", "int4/32:nearest", "int4/32:nearest", loco=True),
         thinwire.ZeroBF16(),
-        thinwire.SDP4Bit(weights=False),
+        thinwire.SDP4Bit(weights="fp32", vector_weights="fp32"),
         DIFFERENCES,
     ):
         first = compressed_run(rank, world_size, strategy, 8)
@@ -428,7 +430,12 @@ def test_a_loaded_state_goes_on_bit_for_bit(strategy: Any) -> None:
 
 def differences(rank: int, world_size: int) -> None:
     net = sharded(Net(), reshard_after_forward=True)
-    compressed = compress_fsdp(net, thinwire.SDP4Bit(gradients=False), local_size=2, announce=False)
+    compressed = compress_fsdp(
+        net,
+        thinwire.SDP4Bit(intra_gradients="fp32", inter_gradients="fp32", vector_gradients="fp32"),
+        local_size=2,
+        announce=False,
+    )
     unit = net.blocks[0]
 
     def off() -> float:
@@ -463,7 +470,7 @@ def differences(rank: int, world_size: int) -> None:
     assert off() == 0.0, "loaded weights are taken exactly"
     assert compressed.kept_bytes == 2 * 4 * sum(unit.numel for unit in compressed.units)
     with pytest.raises(ConfigError, match="entropy coding"):
-        compress_fsdp(sharded(Net()), thinwire.SDP4Bit(entropy_coding=True), announce=False)
+        compress_fsdp(sharded(Net()), thinwire.SDP4Bit("int4/2048+zstd"), announce=False)
 
 
 def test_differences_to_a_reference_of_the_node() -> None:
@@ -475,8 +482,8 @@ def error_returns(rank: int, world_size: int) -> None:
     sums, differ = {}, {}
     for kind in ("nearest", "stochastic", "loco"):
         net: Any = fully_shard(nn.Linear(64, 2 * world_size, bias=False))
-        rounding = "stochastic" if kind == "stochastic" else "nearest"
-        strategy = ZeroPP(gradient_group=64, loco=kind == "loco", loco_beta=0.5, rounding=rounding)
+        codec = "int4/64" if kind == "stochastic" else "int4/64:nearest"
+        strategy = ZeroPP(inter_gradients=codec, intra_gradients=codec, loco=kind == "loco", loco_beta=0.5)
         compressed = compress_fsdp(net, strategy, local_size=1, announce=False)
         code = torch.full((2 * world_size, 64), 0.03)
         code[:, 0] = 1.0
@@ -575,12 +582,12 @@ def test_what_cannot_work_is_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"weights": "int5"}, "weights 'int5': no such width"),
-        ({"gradients": "fp31"}, "did you mean 'fp32'"),
-        ({"hadamard": 33}, "power of two"),
+        ({"weights": "int5"}, "weights 'int5' of ZeroPP: .*nearest is 4"),
+        ({"inter_gradients": "fp31"}, "did you mean 'fp32'"),
+        ({"intra_gradients": "int4/66+hadamard33"}, "power of two"),
         ({"loco_beta": 1.0}, "loco_beta 1.0"),
         ({"loco_reset": 0}, "loco_reset 0"),
-        ({"rounding": "up"}, "rounding 'up'"),
+        ({"vectors": "int8:up"}, "vectors 'int8:up'"),
     ],
 )
 def test_refused_options_say_why(options: dict, words: str) -> None:

@@ -21,7 +21,7 @@ from thinwire.layout.segments import Segments
 from thinwire.methods.ddp import DDPMethod
 
 LRS = (0.1, 0.2, 0.2, 0.05)
-METHOD = thinwire.TwoWay("sign", min_bytes=0, chunk_bytes=1 << 16, threads=1)
+METHOD = thinwire.TwoWay(min_bytes=0, chunk_bytes=1 << 16, threads=1)
 
 
 class Matrices(nn.Module):
@@ -120,7 +120,7 @@ SHAPES = [(300, 120), (64, 32), (7, 5), (33,)]
 
 def two_way(rank: int, world_size: int) -> dict[str, tuple[list[list[Tensor]], dict[str, Tensor]]]:
     whole = replace(METHOD, chunk_bytes=1 << 22, threads=3)
-    randomk = thinwire.TwoWay("randomk", 0.25, min_bytes=0, error_feedback=False)
+    randomk = thinwire.TwoWay("randomk25%", min_bytes=0)
     methods = {"cut": METHOD, "whole": whole, "randomk": randomk}
     return {name: outputs(method, SHAPES, rank) for name, method in methods.items()}
 

@@ -98,8 +98,8 @@ def test_errors_that_are_not_finite_are_refused() -> None:
         ),
         (lambda: LGreCo(PowerSGD(), every=9), "every 9 .* at least 10"),
         (lambda: LGreCo(EFInteger(), samples=0), "samples 0 of lgreco-ef-integer"),
-        (lambda: EFTopK(density=2.0), "density 2.0"),
-        (lambda: EFInteger(bits=5), "bits 5 is not one of"),
+        (lambda: EFTopK("topk200%"), "density 2.0"),
+        (lambda: EFInteger("int5"), "bits 5 is not one of"),
     ],
 )
 def test_bad_settings_name_the_value_and_a_valid_one(make: Any, words: str) -> None:
@@ -122,9 +122,9 @@ def test_the_first_plan_waits_until_the_method_has_settled() -> None:
 @pytest.mark.parametrize(
     ("method", "setting"),
     [
-        (EFTopK(density=0.02), 0.02),
-        (EFTopK(density=0.02, stride=8), 0.02),
-        (EFInteger(bits=4), 4),
+        (EFTopK("topk2%"), 0.02),
+        (EFTopK("threshold2%/4096:stride8"), 0.02),
+        (EFInteger(), 4),
         (PowerSGD(rank=3), 3),
         (DGC(density=0.02, stride=1), 0.02),
     ],
@@ -162,20 +162,21 @@ def test_the_tensor_that_is_of_low_rank_gets_a_low_rank() -> None:
 
 
 def test_a_stride_estimates_the_bound() -> None:
-    assert EFTopK(stride=32).codec(0.05) == Threshold(0.05, 4096, stride=32)
+    assert EFTopK("threshold1%/4096").codec_at(0.05) == Threshold(0.05, 4096, stride=32)
 
 
 def test_flags_reach_the_method_underneath() -> None:
     config = TrainConfig(
-        strategy="lgreco-ef-integer", tables={"lgreco": {"every": 50}, "efinteger": {"bits": 3}, "eftopk": {}}
+        strategy="lgreco-ef-integer",
+        tables={"lgreco": {"every": 50}, "efinteger": {"codec": "int3:nearest"}, "eftopk": {}},
     )
     run = Run.of(config)
-    assert run.strategy == LGreCo(EFInteger(bits=3), every=50)
+    assert run.strategy == LGreCo(EFInteger("int3:nearest"), every=50)
     assert run.used_tables == {"llama", "lgreco", "efinteger"}
 
 
 SHAPES = {"sparse": (64, 64), "dense": (64, 64), "vector": (64,)}
-METHOD = LGreCo(EFTopK(density=0.1, group=64), start=3, every=3, samples=2)
+METHOD = LGreCo(EFTopK("topk10%/64"), start=3, every=3, samples=2)
 
 
 class Numbers(nn.Module):

@@ -31,12 +31,12 @@ def test_unknown_strategy_names_the_nearest() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"weight_bits": 5}, "nearest is 4"),
-        ({"inter_group": 100}, "no multiple of the hadamard block_size 32; nearest is 96"),
-        ({"hadamard": 33}, "not a power of two"),
-        ({"rounding": "up"}, "rounding 'up'"),
-        ({"weights": False, "gradients": False}, "compresses nothing"),
-        ({"weight_bits": 2}, "grows in the next"),
+        ({"weights": "int5"}, "weights 'int5' of SDP4Bit: .*nearest is 4"),
+        ({"inter_gradients": "int4/100+hadamard32"}, "no multiple of the hadamard block_size 32; nearest is 96"),
+        ({"intra_gradients": "int4/99+hadamard33"}, "not a power of two"),
+        ({"vector_gradients": "int8:up"}, "vector_gradients 'int8:up' of SDP4Bit: ':up' can't be read"),
+        (dict.fromkeys((item.name for item in fields(SDP4Bit)), "fp32"), "compresses nothing"),
+        ({"weights": "int2/2048"}, "grows in the next"),
     ],
 )
 def test_refused_options_say_why(options: dict, words: str) -> None:
@@ -60,7 +60,7 @@ def test_every_option_has_a_type_that_is_checked() -> None:
     [
         (ZeroPP, {"secondary": "yes"}, "secondary 'yes' of ZeroPP: must be true or false"),
         (ZeroPP, {"weights": 8}, "weights 8 of ZeroPP: must be a string"),
-        (ZeroPP, {"weight_group": 2048.0}, "weight_group 2048.0 of ZeroPP: must be a whole number"),
+        (ZeroPP, {"loco_reset": 2048.0}, "loco_reset 2048.0 of ZeroPP: must be a whole number"),
         (Frontier, {"weights_over": "2"}, "weights_over '2' of Frontier: must be a whole number"),
         (DGC, {"warmup": ("a",)}, r"warmup \('a',\) of DGC: must be a list of numbers"),
     ],
@@ -71,8 +71,8 @@ def test_options_of_a_wrong_type_are_named(cls: type, options: dict[str, Any], w
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
-    options: dict[str, Any] = {"weight_group": np.int64(64), "loco_beta": np.float32(0.5)}
-    assert ZeroPP(**options).matrix().weights == Integer(8, 64, "nearest")
+    options: dict[str, Any] = {"loco_reset": np.int64(64), "loco_beta": np.float32(0.5)}
+    assert ZeroPP(**options).loco_reset == 64
     lists: dict[str, Any] = {"clip": 1, "warmup": [0.25]}
     assert DGC(**lists).density_at(0) == 0.25
 

@@ -113,10 +113,10 @@ def test_all_strategies_stand_side_by_side(capsys: pytest.CaptureFixture[str]) -
 
 def test_one_strategy_is_shown_in_every_part(capsys: pytest.CaptureFixture[str]) -> None:
     args = ["--strategy", "frontier", "--model", "tiny", "--nodes", "2", "--local-size", "4", "--micro-batches", "4"]
-    assert run_explain([*args, "--frontier.weights-over", "4", "--sdp4bit.inter-bits", "3"]) == 0
+    assert run_explain([*args, "--frontier.weights-over", "4", "--sdp4bit.inter-gradients", "int3"]) == 0
     out = capsys.readouterr().out
     assert "gradient sums" in out and "between nodes" in out
-    assert "--sdp4bit.inter-bits: no effect" in out
+    assert "--sdp4bit.inter-gradients: no effect" in out
     assert run_explain(["--strategy", "powersgd", "--model", "tiny"]) == 0
     assert "error feedback" in capsys.readouterr().out
 

@@ -195,18 +195,18 @@ def test_options_without_effect_are_rows() -> None:
     config = TrainConfig(
         strategy="zero", model="hf:x", join="a:1", prompt="x", sample_tokens=0, steps=3, warmup_steps=9,
         stop_at=3,
-        tables={"sdp4bit": {"weight_bits": 8}, "llama": {"hidden_size": 64}},
+        tables={"sdp4bit": {"weights": "int8"}, "llama": {"hidden_size": 64}},
     )  # fmt: skip
     rows = {asked: effect for asked, effect, _ in unused_rows(Run.of(config))}
     assert rows == {
-        "--sdp4bit.weight-bits": "no effect",
+        "--sdp4bit.weights": "no effect",
         "--llama.hidden-size": "no effect",
         "--join": "no effect",
         "--prompt": "no effect",
         "--stop-at 3": "no effect",
         "--warmup-steps 9": "never finishes",
     }
-    assert not list(unused_rows(Run.of(TrainConfig(tables={"sdp4bit": {"weight_bits": 8}}))))
+    assert not list(unused_rows(Run.of(TrainConfig(tables={"sdp4bit": {"weights": "int8"}}))))
 
 
 def test_a_run_that_ends_before_its_strategy_begins_says_so() -> None:

@@ -28,10 +28,10 @@ def test_defaults_then_file_then_flags(toml: Path) -> None:
     assert read() == TrainConfig()
     from_file = read(str(toml))
     assert (from_file.steps, from_file.micro_batch, from_file.lr) == (7, 3, 1)
-    assert from_file.track == ("wandb",) and from_file.tables == {"sdp4bit": {"weight_bits": 8}}
-    flags = read(str(toml), "--steps", "9", "--sdp4bit.weight-group", "1024", "--track", "trackio")
+    assert from_file.track == ("wandb",) and from_file.tables == {"sdp4bit": {"weights": "int8"}}
+    flags = read(str(toml), "--steps", "9", "--sdp4bit.vector-weights", "int4/64:bf16", "--track", "trackio")
     assert (flags.steps, flags.micro_batch, flags.track) == (9, 3, ("trackio",))
-    assert flags.tables == {"sdp4bit": {"weight_bits": 8, "weight_group": 1024}}
+    assert flags.tables == {"sdp4bit": {"weights": "int8", "vector_weights": "int4/64:bf16"}}
 
 
 def test_a_flag_may_restore_the_default_over_the_file(toml: Path) -> None:
@@ -46,7 +46,7 @@ def test_what_is_written_reads_back(tmp_path: Path, toml: Path) -> None:
 
 
 def test_what_is_written_leaves_out_resume_overwrite_and_unused_tables(tmp_path: Path) -> None:
-    config = read("--overwrite", "--strategy", "zero", "--sdp4bit.weight-bits", "8", "--stop-at", "3")
+    config = read("--overwrite", "--strategy", "zero", "--sdp4bit.weights", "int8", "--stop-at", "3")
     written = to_toml(config)
     assert not any(name in written for name in ("overwrite", "resume", "stop_at", "sdp4bit"))
 
@@ -84,19 +84,19 @@ def test_a_switch_takes_no_value(args: list[str], message: str) -> None:
 
 def test_all_wrong_keys_and_flags_come_at_once(tmp_path: Path) -> None:
     path = tmp_path / "bad.toml"
-    path.write_text('stepz = 1\nlr = "fast"\ndtype = "fp8"\n[sdp4bit]\nweigth_bits = 4\nrounding = 3\n')
+    path.write_text('stepz = 1\nlr = "fast"\ndtype = "fp8"\n[sdp4bit]\nweigths = "int4"\nvector_weights = 3\n')
     with pytest.raises(ConfigError) as caught:
-        read(str(path), "--sed", "4", "--sdp4bit.weight-bit", "4")
+        read(str(path), "--sed", "4", "--sdp4bit.weight", "int4")
     message = str(caught.value)
     for part in (
         "7 problems",
         "unknown flag --sed; did you mean '--seed'?",
-        "unknown flag --sdp4bit.weight-bit; did you mean '--sdp4bit.weight-bits'?",
+        "unknown flag --sdp4bit.weight; did you mean '--sdp4bit.weights'?",
         "unknown key 'stepz'; did you mean 'steps'?",
         "lr = 'fast': must be a number",
         "dtype = 'fp8': must be one of auto, bf16, fp32",
-        "[sdp4bit] unknown key 'weigth_bits'; did you mean 'weight_bits'?",
-        "[sdp4bit] rounding = 3: must be a string",
+        "[sdp4bit] unknown key 'weigths'; did you mean 'weights'?",
+        "[sdp4bit] vector_weights = 3: must be a string",
     ):
         assert part in message
 
@@ -121,8 +121,8 @@ def test_values_that_cannot_be_read_come_with_the_other_problems() -> None:
 
 
 def test_strategies_take_their_table() -> None:
-    strategy = Run.of(read("--strategy", "sdp4bit-gradients", "--sdp4bit.inter-bits", "3")).strategy
-    assert "inter_bits=3" in str(strategy) and "weights=False" in str(strategy)
+    strategy = Run.of(read("--strategy", "sdp4bit-gradients", "--sdp4bit.inter-gradients", "int3/64")).strategy
+    assert "inter_gradients='int3/64'" in str(strategy) and "weights='fp32'" in str(strategy)
     assert str(Run.of(read("--strategy", "powersgd", "--powersgd.rank", "2")).strategy).startswith("PowerSGD(rank=2")
     assert "find_unused_parameters=True" in str(
         Run.of(read("--strategy", "ddp-bf16", "--ddp.find-unused-parameters", "True")).strategy
@@ -132,7 +132,7 @@ def test_strategies_take_their_table() -> None:
     with pytest.raises(ConfigError, match="did you mean 'sdp4bit'"):
         Run.of(TrainConfig(strategy="sdp4bits"))
     with pytest.raises(ConfigError):
-        Run.of(read("--sdp4bit.inter-group", "100"))
+        Run.of(read("--sdp4bit.inter-gradients", "int4/100+hadamard32"))
 
 
 def test_a_strategy_chooses_its_optimizer_and_refuses_what_it_cannot_drive() -> None:

@@ -54,7 +54,8 @@ def contestants(text: str) -> list[Contestant]:
 
 def test_contestants_with_options_names_and_commands() -> None:
     zero, named, command = contestants(
-        'zero, s8=sdp4bit[inter_gradients=int8/64:bf16+hadamard32,weights=int4] ,cmd:peer=sh -c "echo a,b" {run_dir} {steps}'
+        "zero, s8=sdp4bit[inter_gradients=int8/64:bf16+hadamard32,weights=int4] ,"
+        'cmd:peer=sh -c "echo a,b" {run_dir} {steps}'
     )
     assert zero == Contestant("zero", "zero")
     assert named == Contestant("s8", "sdp4bit", {"inter_gradients": "int8/64:bf16+hadamard32", "weights": "int4"})

@@ -128,7 +128,7 @@ def test_exact_codecs_follow_plain_fsdp2(kind: str) -> None:
 
 def lossy(rank: int, world_size: int, kind: str, local_size: int) -> dict[str, Any]:
     told: dict[str, Any] = {}
-    for method in (None, ZeroPP(), thinwire.SDP4Bit(weight_group=32), LOCO):
+    for method in (None, ZeroPP(), thinwire.SDP4Bit("int4/32"), LOCO):
         net = MESHES[kind](Net(), reshard_after_forward=True)
         compressed = compress_fsdp(net, method, local_size=local_size, announce=False) if method else None
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, eps=1e-4)

@@ -20,7 +20,7 @@ def read(*args: str) -> TrainConfig:
 @pytest.fixture
 def toml(tmp_path: Path) -> Path:
     path = tmp_path / "run.toml"
-    path.write_text('steps = 7\nmicro-batch = 3\nlr = 1\ntrack = ["wandb"]\n[sdp4bit]\nweight-bits = 8\n')
+    path.write_text('steps = 7\nmicro-batch = 3\nlr = 1\ntrack = ["wandb"]\n[sdp4bit]\nweights = "int8"\n')
     return path
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from thinwire.errors import ConfigError, Problems
+from thinwire.methods.data.sdp4bit import SDP4Bit
 from thinwire.training.config import TrainConfig
 from thinwire.training.run import Run
 from thinwire.training.settings import read_config, to_toml
@@ -118,6 +119,20 @@ def test_values_that_cannot_be_read_come_with_the_other_problems() -> None:
     with pytest.raises(ConfigError, match=r"(?s)3 problems.*'--seed'\?.*--steps many.*--lr x") as caught:
         read("--steps", "many", "--sed", "1", "--lr", "x")
     assert caught.value.exit_code == 2
+
+
+def test_codecs_are_written_as_they_were_stated(tmp_path: Path) -> None:
+    texts = {
+        "weights": "int4", "intra_gradients": "int8/64+hadamard32", "inter_gradients": "topk0.5%:(int4:bf16)",
+        "vector_weights": "fp32", "vector_gradients": "int8:nearest:bf16+zstd",
+    }  # fmt: skip
+    flags = [word for name, text in texts.items() for word in (f"--sdp4bit.{name.replace('_', '-')}", text)]
+    path = tmp_path / "written.toml"
+    path.write_text(to_toml(read(*flags)))
+    config = read(str(path))
+    assert config.tables == {"sdp4bit": texts} and Run.of(config).strategy == SDP4Bit(**texts)
+    with pytest.raises(ConfigError, match=r"inter_gradients 'int5' of SDP4Bit: integer bits 5.*nearest is 4"):
+        Run.of(read(str(path), "--sdp4bit.inter-gradients", "int5"))
 
 
 def test_strategies_take_their_table() -> None:

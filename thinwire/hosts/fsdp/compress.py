@@ -374,7 +374,7 @@ class CompressedFSDP:
 def build_units(model: nn.Module, groups: Iterable[FSDPGroup], method: GatheredMethod, num_shards: int) -> list[Unit]:
     """What FSDP2 gathers together, with a wire for each parameter: vector() up to one dimension, matrix() above."""
     if any(codec.has_variable_length for wire in (method.matrix(), method.vector()) for codec in wire.codecs):
-        raise ConfigError(f"entropy coding of {method.name}: FSDP2's buffers are of fixed length; leave it out")
+        raise ConfigError(f"entropy coding of {method.name}: FSDP2's buffers are of fixed length; leave out '+zstd'")
     named = {id(param): name for name, param in model.named_parameters(remove_duplicate=False)}
     units: list[Unit] = []
     for index, group in enumerate(groups):

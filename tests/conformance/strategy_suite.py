@@ -155,7 +155,7 @@ ROWS = {
         norm_error=0.5,
     ),
     # A decoded sketch is longer than what it stands for, by sqrt(1 + ratio) where all is sketched.
-    "sketch": Row(thinwire.Sketch(ratio=2), 0.9, ((1, 1), (4, 2)), may_skip_parameters=False, norm_error=1.0),
+    "sketch": Row(thinwire.Sketch("countsketch2"), 0.9, ((1, 1), (4, 2)), may_skip_parameters=False, norm_error=1.0),
     "onebit-adam": Row(
         thinwire.OneBitAdam(freeze=4, clip=0.0),
         0.8,

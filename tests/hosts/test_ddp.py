@@ -157,7 +157,7 @@ def test_the_start_table_says_what_is_in_effect() -> None:
 OWING: tuple[Method, ...] = (
     EFTopK("topk10%"),
     TwoWay(min_bytes=0),
-    Sketch(ratio=4, feedback=True),
+    Sketch("countsketch4:biased"),
     LGreCo(EFTopK("topk10%")),
     PowerSGD(rank=2, start_step=0),
     ZeroCompressed(),

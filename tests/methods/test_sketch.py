@@ -26,12 +26,13 @@ SIDE, VECTOR = 32, 4000
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"kind": "cuont"}, "'cuont' is unknown; did you mean 'count'"),
-        ({"ratio": 3}, "ratio 3 is not one of .*nearest is 2"),
+        ({"codec": "cuontsketch4"}, "'cuontsketch4' of Sketch.*did you mean 'countsketch4'"),
+        ({"codec": "countsketch3"}, "group 4096.* ratio 3; nearest is 4095"),
+        ({"codec": "int4"}, "codec 'int4' of Sketch: must be countsketch or.*nearest: 'countsketch4/4096'"),
         ({"clip": -1.0}, "clip -1.0 of sketch: must be at least 0"),
         ({"noise": math.nan}, "noise nan"),
         ({"noise": 1.0}, "noise 1.0 of sketch is a multiple of clip, which is 0"),
-        ({"clip": 1.0, "feedback": True}, "set one of the two"),
+        ({"clip": 1.0, "codec": "countsketch4:biased"}, "leave out one of the two"),
         ({"noise_seed": 3}, "no effect without noise"),
         ({"delta": 0.0}, "delta 0.0"),
     ],
@@ -79,11 +80,11 @@ def once(method: Sketch, given: tuple[Tensor, Tensor], steps: int = 1) -> list[t
 
 
 def sketched(rank: int, world_size: int) -> dict[str, Any]:
-    told: dict[str, Any] = {"outs": once(Sketch(ratio=8), gradient(rank), steps=2)}
+    told: dict[str, Any] = {"outs": once(Sketch("countsketch8"), gradient(rank), steps=2)}
     large = torch.zeros(SIDE, SIDE), torch.full((VECTOR,), 10.0 if rank == 0 else 0.0)
     told["clipped"] = once(Sketch(clip=2.0), large)[0]
 
-    model, ddp, handle = wrapped(Sketch(ratio=8))
+    model, ddp, handle = wrapped(Sketch("countsketch8"))
     optimizer = torch.optim.SGD(model.parameters(), lr=1 / 9)
     told["energies"] = []
     for _ in range(101):
@@ -186,7 +187,7 @@ def guessed(sums: Tensor, packet: Tensor, codec: Any) -> int:
 
 def hits(method: Sketch) -> float:
     """The share of labels that are read off what one rank puts into the sum."""
-    reduction, codec = SketchMean(method, Place({}, Topology(1, 1)), seed=0), method.codec()
+    reduction, codec = SketchMean(method, Place({}, Topology(1, 1)), seed=0), method.linear
     num_hits = 0
     for trial in range(TRIALS):
         grad, label = one_example(trial)
@@ -199,11 +200,11 @@ def hits(method: Sketch) -> float:
 
 @pytest.mark.parametrize("kind", ["count", "gaussian"])
 def test_a_sketch_alone_hides_no_label(kind: str) -> None:
-    assert hits(Sketch(ratio=4, kind=kind)) >= 0.95
-    assert hits(Sketch(ratio=4, kind=kind, clip=0.1)) >= 0.95
+    assert hits(Sketch(f"{kind}sketch4")) >= 0.95
+    assert hits(Sketch(f"{kind}sketch4", clip=0.1)) >= 0.95
 
 
 def test_noise_hides_the_label() -> None:
     pytest.importorskip("dp_accounting")
     # Of ten classes, one in ten is right by chance.
-    assert hits(Sketch(ratio=4, clip=1.0, noise=1.0, noise_seed=1)) <= 0.3
+    assert hits(Sketch(clip=1.0, noise=1.0, noise_seed=1)) <= 0.3

@@ -6,24 +6,19 @@ import math
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from thinwire.codecs import (
-    Codec,
-    CountSketch,
-    GaussianSketch,
-    checks,
-    derive_seed,
-)
+from thinwire.codecs import Codec, derive_seed
 from thinwire.codecs.sketch import Sketch as LinearCodec
 from thinwire.collectives.link import Link
 from thinwire.collectives.rounds import Rounds
 from thinwire.errors import ConfigError
 from thinwire.layout.slices import Slices
 from thinwire.methods.ddp import DDPMethod
-from thinwire.methods.options import check_types
+from thinwire.methods.options import Rule, check_types, codec_of
 from thinwire.methods.privacy import check_accountant, epsilon
 from thinwire.methods.reduction import (
     FP32,
@@ -38,8 +33,9 @@ from thinwire.methods.reduction import (
 from thinwire.state.memory import Place, Residual
 from thinwire.table import Row
 
-KINDS: dict[str, type[LinearCodec]] = {"count": CountSketch, "gaussian": GaussianSketch}
-RATIOS = tuple(2**power for power in range(1, 9))
+SKETCH = Rule(
+    lambda codec: isinstance(codec, LinearCodec), "must be countsketch or gaussiansketch, of which sums travel"
+)
 # For how many steps the table says an epsilon before the first one.
 FORESEEN_STEPS = (100, 1000, 10_000)
 
@@ -53,20 +49,17 @@ class Sketch(DDPMethod):
     |g|^2 about 1 + ratio times the mean gradient's, so that the learning rate has to be smaller. Vectors and tensors
     under 256 elements travel as they are.
 
-    With feedback, the best contraction R_t^T y / (1 + ratio) is decoded instead, and what it lost is added to the next
+    With a biased codec, the best contraction R_t^T y / (1 + ratio) is decoded instead, and what it lost is added to the next
     gradient. Every rank adds its part of the noise before anything leaves it.
 
-    Raises ConfigError for a ratio that is no power of two from 2 to 256, noise without clip, feedback with clip, and
+    Raises ConfigError for a codec that is no sketch, noise without clip, a biased codec with clip, and
     noise where the package dp-accounting is missing.
     Source: Song, Wang, Yu and Zhang, "Sketching for first order method" (ICML 2023).
     """
 
-    ratio: int = 4
-    """Elements of a matrix for each sum that travels; a power of two from 2 to 256."""
-    kind: str = "count"
-    """count: an element is in one sum, with a random sign; gaussian: in all sums of its group, with normal weights."""
-    feedback: bool = False
-    """Decode with the least error, and add what is lost to the next gradient; not together with clip."""
+    codec: str = "countsketch4/4096"
+    """Codec of matrices: countsketch, an element in one sum, with a random sign, or gaussiansketch, in all sums of its
+    group. With :biased it is decoded with the least error, and what is lost is added to the next gradient."""
     clip: float = 0.0
     """Scale all that a rank sends in a step to a 2-norm of at most this; 0: no clipping."""
     noise: float = 0.0
@@ -81,8 +74,7 @@ class Sketch(DDPMethod):
 
     def __post_init__(self) -> None:
         check_types(self)
-        checks.one_of("sketch kind", self.kind, sorted(KINDS))
-        checks.width("sketch ratio", self.ratio, RATIOS)
+        codec_of(self, "codec", SKETCH)
         for option in ("clip", "noise"):
             value = getattr(self, option)
             if not 0 <= value < math.inf:
@@ -92,7 +84,9 @@ class Sketch(DDPMethod):
         if self.noise and not self.clip:
             raise ConfigError(f"noise {self.noise} of sketch is a multiple of clip, which is 0: set clip, such as 1.0")
         if self.clip and self.feedback:
-            raise ConfigError("feedback of sketch would send later what clip takes away: set one of the two")
+            raise ConfigError(
+                f"codec {self.codec!r} of Sketch would send later what clip takes away: leave out one of the two"
+            )
         if self.noise_seed is not None and not self.noise:
             raise ConfigError(f"noise_seed {self.noise_seed} of sketch has no effect without noise: leave it out")
         if self.noise:
@@ -104,16 +98,22 @@ class Sketch(DDPMethod):
 
     @property
     def codecs(self) -> tuple[Codec, ...]:
-        return (self.codec(),)
+        return (self.linear,)
 
     @property
     def single_bucket(self) -> bool:
         """A norm over all that is sent needs all of it."""
         return self.clip > 0
 
-    def codec(self) -> LinearCodec:
+    @property
+    def linear(self) -> LinearCodec:
         """What a matrix goes through."""
-        return KINDS[self.kind](ratio=self.ratio, unbiased=not self.feedback)
+        return cast(LinearCodec, codec_of(self, "codec", SKETCH))
+
+    @property
+    def feedback(self) -> bool:
+        """Whether what is lost is added to the next gradient."""
+        return not self.linear.unbiased
 
     def reduction(self, place: Place, seed: int) -> SketchMean:
         return SketchMean(self, place, seed)
@@ -141,7 +141,7 @@ class SketchMean(Reduction):
     def __init__(self, method: Sketch, place: Place, seed: int) -> None:
         super().__init__(place)
         self.method = method
-        self.codec = method.codec()
+        self.codec = method.linear
         self.world_size = place.grid.world_size
         self.seed = seed
         self.error = self.state.add("error", Residual(), self._error_shape, row="error feedback")
@@ -186,7 +186,7 @@ class SketchMean(Reduction):
             start = stop
 
     def _num_values(self, shape: torch.Size) -> int:
-        return -(-shape.numel() // self.method.ratio) if is_large_matrix(shape) else shape.numel()
+        return -(-shape.numel() // self.method.linear.ratio) if is_large_matrix(shape) else shape.numel()
 
     def _error_shape(self, name: str, shape: torch.Size) -> torch.Size | None:
         return shape if self.method.feedback and is_large_matrix(shape) else None
@@ -215,8 +215,11 @@ class SketchMean(Reduction):
 
     def _loss_row(self) -> tuple[str, str]:
         if self.method.feedback:
-            return "is added to the next gradient", f"decoded at about 1/{1 + self.method.ratio}"
-        return f"is noise of {self.method.ratio} times a gradient's energy", "unbiased: take a smaller learning rate"
+            return "is added to the next gradient", f"decoded at about 1/{1 + self.method.linear.ratio}"
+        return (
+            f"is noise of {self.method.linear.ratio} times a gradient's energy",
+            "unbiased: take a smaller learning rate",
+        )
 
     def _privacy_rows(self) -> Iterator[Row]:
         if self.method.clip:

@@ -49,8 +49,8 @@ class Sketch(DDPMethod):
     |g|^2 about 1 + ratio times the mean gradient's, so that the learning rate has to be smaller. Vectors and tensors
     under 256 elements travel as they are.
 
-    With a biased codec, the best contraction R_t^T y / (1 + ratio) is decoded instead, and what it lost is added to the next
-    gradient. Every rank adds its part of the noise before anything leaves it.
+    With a biased codec, the best contraction R_t^T y / (1 + ratio) is decoded instead, and what it lost is added to the
+    next gradient. Every rank adds its part of the noise before anything leaves it.
 
     Raises ConfigError for a codec that is no sketch, noise without clip, a biased codec with clip, and
     noise where the package dp-accounting is missing.

@@ -99,11 +99,19 @@ class Codec(ABC):
         """out += packet, both packets of one linear codec, seed, counter and length. Raises ValueError otherwise."""
         raise ValueError(f"packets of {self} can't be added: decode them, or use a linear codec such as Identity")
 
+    def marks(self, packet: Tensor, num_elements: int) -> Tensor | None:
+        """Which groups of the packet are marked, bool [groups]; None: none of them. See `encode_marked`."""
+        return None
+
+    def encode_marked(self, x: Tensor, marks: Tensor, *, seed: int = 0, counter: int = 0, out: Tensor) -> Tensor:
+        """As `encode`, with one bit more for each group: `marks`, bool [groups]. Raises ValueError if there is none."""
+        raise ValueError(f"groups of {self} can't be marked: use integers")
+
     @property
     def rotation(self) -> Rotation | None:
         """This codec as a rotation around another one, or None.
 
-        Sums commute with it: sum_i decode(p_i) = rotate(sum_i inner.decode(p_i)), so a collective rotates back once.
+        Sums commute with it, so a collective rotates back once: see `RotatedSum`.
         """
         return None
 
@@ -127,4 +135,18 @@ class Rotation(Protocol):
 
     def rotate_(self, x: Tensor) -> Tensor:
         """Rotate flat fp32 `x` in place, which is its own inverse."""
+        ...
+
+    def rotate_back_(self, x: Tensor, left_alone: Tensor | None) -> Tensor:
+        """Rotate the rows of flat fp32 `x` in place but for those of `left_alone`, bool [rows]."""
+        ...
+
+    def left_alone(self, packet: Tensor, num_elements: int) -> Tensor | None:
+        """Which rows of the packet are not rotated, bool [rows]; None: none of them."""
+        ...
+
+    def encode_rotated(
+        self, x: Tensor, left_alone: Tensor | None, *, seed: int = 0, counter: int = 0, out: Tensor
+    ) -> Tensor:
+        """Pack fp32 `x` of whole blocks, which is rotated already but for the rows of `left_alone`; may change them."""
         ...

@@ -22,6 +22,10 @@ INT4 = Integer()
 class Hadamard(Codec):
     """C(x) = H^T inner(H x), H block-diagonal: Sylvester Hadamard matrices over sqrt(block_size).
 
+    A zero between other values would come back as noise, which an optimizer such as Adam turns into a full step. So a
+    group of an Integer in which a row holds zeros and other values is coded without H, C(x) = inner(x), and its scale's
+    sign bit says so; that takes no byte. Rows of zeros alone are rotated to zeros.
+
     block_size: a power of two >= 2; a tail that is no whole row is zero-padded to one, and the packet holds
     the padding. inner: any codec without a rotation; an Integer's group must be a multiple of block_size.
     Raises ConfigError otherwise. Source: SDP4Bit (NeurIPS 2024), section 3.2.
@@ -48,11 +52,11 @@ class Hadamard(Codec):
     def traits(self) -> Traits:
         """The inner codec's, for an orthogonal H; lossless only up to rounding, so not claimed.
 
-        A zero between other values is rotated to something else, and comes back with the inner codec's error: only
-        whole rows of zeros are kept.
+        Only integers can leave a group alone; of others only whole rows of zeros are kept.
         """
         inner = self.inner.traits
-        return replace(inner, lossless=False, keeps_zeros=math.lcm(inner.keeps_zeros, self.block_size))
+        row = 1 if isinstance(self.inner, Integer) else self.block_size
+        return replace(inner, lossless=False, keeps_zeros=math.lcm(inner.keeps_zeros, row))
 
     @property
     def block(self) -> int:
@@ -79,8 +83,8 @@ class Hadamard(Codec):
     def decode(self, packet: Tensor, num_elements: int, *, out: Tensor | None = None) -> Tensor:
         padded = self._padded(num_elements)
         if out is not None and padded == num_elements:
-            return self.rotate_(self.inner.decode(packet, padded, out=out))
-        values = self.rotate_(self.inner.decode(packet, padded))[:num_elements]
+            return self.rotate_back_(self.inner.decode(packet, padded, out=out), self.left_alone(packet, padded))
+        values = self.rotate_back_(self.inner.decode(packet, padded), self.left_alone(packet, padded))[:num_elements]
         return values if out is None else out.copy_(values)
 
     def packet_add(self, packet: Tensor, out: Tensor) -> Tensor:
@@ -93,6 +97,34 @@ class Hadamard(Codec):
     def rotate_(self, x: Tensor) -> Tensor:
         """x <- H x in place (H is its own inverse) for a flat contiguous fp32 x of whole rows."""
         return backends.rotate_(x, self.block_size)
+
+    def rotate_back_(self, x: Tensor, left_alone: Tensor | None) -> Tensor:
+        """`rotate_` all rows of `x` but those of `left_alone`, bool [rows]."""
+        if left_alone is None:
+            return self.rotate_(x)
+        rows = x.view(-1, self.block_size)
+        rotated = rows[~left_alone]
+        rows[~left_alone] = self.rotate_(rotated.view(-1)).view_as(rotated)
+        return x
+
+    def left_alone(self, packet: Tensor, num_elements: int) -> Tensor | None:
+        """See Rotation; num_elements: whole rows."""
+        marks = self.inner.marks(packet, num_elements)
+        if marks is None:
+            return None
+        return marks.repeat_interleave(self.block // self.block_size)[: num_elements // self.block_size]
+
+    def encode_rotated(
+        self, x: Tensor, left_alone: Tensor | None, *, seed: int = 0, counter: int = 0, out: Tensor
+    ) -> Tensor:
+        """See Rotation. A group is left alone where one of its rows is: the others are rotated back, in `x`."""
+        if left_alone is None:
+            return self.inner.encode(x, seed=seed, counter=counter, out=out)
+        per_group = self.block // self.block_size
+        marks = torch.nn.functional.pad(left_alone, (0, -left_alone.numel() % per_group)).view(-1, per_group).any(dim=1)
+        is_marked = marks.repeat_interleave(per_group)[: left_alone.numel()]
+        self.rotate_back_(x, ~is_marked | left_alone)
+        return self.inner.encode_marked(x, marks, seed=seed, counter=counter, out=out)
 
     def backend(self, device: torch.device) -> str:
         return backends.name(device)

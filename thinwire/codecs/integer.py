@@ -13,6 +13,8 @@ from thinwire.codecs.grouped import SCALES, Grouped
 from thinwire.codecs.layout import LANES
 from thinwire.codecs.spelling import Number, Word, spelled
 
+# An fp32 scale is a number where its bits are below.
+INF_BITS = 0x7F800000
 WIDTHS = tuple(bits for bits in LANES if bits > 1)
 ROUNDINGS: tuple[str, ...] = ("nearest", "stochastic")
 
@@ -71,6 +73,25 @@ class Integer(Grouped):
         out = backends.packet_buffer(out, self.packet_bytes(num), flat.device)
         rounding = backends.rounding(self.rounding == "stochastic", seed, counter)
         return backends.encode(flat, out, self.groups, rotation=rotation, rounding=rounding)
+
+    def marks(self, packet: Tensor, num_elements: int) -> Tensor | None:
+        if num_elements == 0:
+            return None
+        marks = self._scale_bits(packet, num_elements) < 0
+        return marks if bool(marks.any()) else None
+
+    def encode_marked(self, x: Tensor, marks: Tensor, *, seed: int = 0, counter: int = 0, out: Tensor) -> Tensor:
+        """See Codec. What has no scale, zero or NaN, is the same with and without a mark."""
+        self.encode(x, seed=seed, counter=counter, out=out)
+        bits = self._scale_bits(out, x.numel())
+        is_scale = (bits > 0) & (bits < INF_BITS >> self.groups.shift)
+        bits.bitwise_or_((marks & is_scale) * torch.iinfo(bits.dtype).min)
+        return out
+
+    def _scale_bits(self, packet: Tensor, num_elements: int) -> Tensor:
+        """The packet's scales as the whole numbers of their bits: a view."""
+        end, _, _ = self.groups.sections(num_elements)
+        return packet[:end].view(torch.int16 if self.groups.bf16 else torch.int32)
 
     def _decode(self, packet: Tensor, out: Tensor, *, add: bool) -> Tensor:
         return backends.decode(packet, out, self.groups, add=add)

@@ -93,16 +93,27 @@ def dequantise(scales: Tensor, packed: Tensor, num_elements: int, bits: int) -> 
     return unpack(packed, num_elements, bits).to(torch.float32) * (scales / ((1 << bits - 1) - 1))
 
 
+def holds_zeros(x: Tensor, block_size: int) -> Tensor:
+    """Which rows of `block_size` elements hold both zeros and other values: bool [rows]."""
+    is_zero = x.reshape(-1, block_size) == 0
+    return is_zero.any(dim=1) & ~is_zero.all(dim=1)
+
+
 def encode_rows(
     x: Tensor, keys: Tensor | None, low: Tensor | None, rotation: int, bits: int, bf16: bool
 ) -> tuple[Tensor, Tensor]:
     """`quantise` of rows [rows, n], rotated where `rotation` > 0 divides n.
 
-    keys, low: what `random.noise_keys` gives, for stochastic rounding; None for nearest.
+    A row in which the rotation would blur zeros is left as it is, and has a negative scale. keys, low: what
+    `random.noise_keys` gives, for stochastic rounding; None for nearest.
     """
     dither = None if keys is None or low is None else noise(keys, low, x.numel()).view(x.shape)
-    rows = hadamard(x.reshape(-1), rotation).view(x.shape) if rotation else x
-    return quantise(rows, dither, bits, bf16)
+    if not rotation:
+        return quantise(x, dither, bits, bf16)
+    is_left = holds_zeros(x, rotation).view(x.shape[0], -1).any(dim=1, keepdim=True)
+    rotated = hadamard(x.reshape(-1), rotation).view(x.shape)
+    scales, packed = quantise(torch.where(is_left, x, rotated), dither, bits, bf16)
+    return torch.where(is_left & (scales > 0), -scales, scales), packed
 
 
 def encode_groups(
@@ -130,8 +141,8 @@ def encode_groups(
 
 
 def decode_rows(out: Tensor, scales: Tensor, packed: Tensor, bits: int, add: bool) -> None:
-    """`dequantise` into `out` [rows, n], or added to it."""
-    store(out, dequantise(scales, packed, out.shape[1], bits), add)
+    """`dequantise` into `out` [rows, n], or added to it; the sign of a scale is a mark."""
+    store(out, dequantise(scales.abs(), packed, out.shape[1], bits), add)
 
 
 def store(out: Tensor, values: Tensor, add: bool) -> None:

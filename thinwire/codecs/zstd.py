@@ -26,8 +26,8 @@ class Zstd(Codec):
     """C(x) = coded(x), its packet compressed without loss by Zstandard; stored as it is where that does not help.
 
     Codes of a quantiser are not equally frequent: a Gaussian in steps of half its deviation holds about 3 bits. The
-    packet has room for the uncompressed one and 4 bytes of header, (payload bytes << 1) + is_compressed; only
-    `length` bytes travel, which depends on the values. Level 1 takes the packet byte by byte through a Huffman code.
+    packet has room for the uncompressed one and 4 bytes of header, payload bytes << 2 | is_marked << 1 | is_compressed;
+    only `length` bytes travel, which depends on the values. Level 1 takes the packet byte by byte through a Huffman code.
 
     coded: any codec. level: 1 (fast) to 19 (small). Raises ConfigError otherwise. Source: RFC 8878.
     """
@@ -62,19 +62,31 @@ class Zstd(Codec):
         return True
 
     def length(self, packet: Tensor) -> int:
-        return HEADER_BYTES + (_header(packet) >> 1)
+        return HEADER_BYTES + (_header(packet) >> 2)
 
     def encode(self, x: Tensor, *, seed: int = 0, counter: int = 0, out: Tensor | None = None) -> Tensor:
         if out is None:
             out = torch.empty(self.packet_bytes(x.numel()), dtype=torch.uint8, device=x.device)
-        plain = out[HEADER_BYTES : HEADER_BYTES + self.coded.packet_bytes(x.numel())]
-        self.coded.encode(x, seed=seed, counter=counter, out=plain)
+        self.coded.encode(x, seed=seed, counter=counter, out=out[HEADER_BYTES:])
+        return self._compress(out, x.numel())
+
+    def marks(self, packet: Tensor, num_elements: int) -> Tensor | None:
+        return self.coded.marks(self._plain(packet, num_elements), num_elements) if _header(packet) & 2 else None
+
+    def encode_marked(self, x: Tensor, marks: Tensor, *, seed: int = 0, counter: int = 0, out: Tensor) -> Tensor:
+        self.coded.encode_marked(x, marks, seed=seed, counter=counter, out=out[HEADER_BYTES:])
+        return self._compress(out, x.numel())
+
+    def _compress(self, out: Tensor, num_elements: int) -> Tensor:
+        """Turn the coded packet behind the header into what travels, and write the header."""
+        plain = out[HEADER_BYTES:]
+        is_marked = self.coded.marks(plain, num_elements) is not None
         small = _compressor(self.level).compress(plain.cpu().numpy().data)
         is_smaller = len(small) < plain.numel()
         if is_smaller:
             plain[: len(small)] = torch.from_numpy(np.frombuffer(bytearray(small), dtype=np.uint8))
         num_bytes = len(small) if is_smaller else plain.numel()
-        out[:HEADER_BYTES].view(torch.int32).fill_(num_bytes << 1 | is_smaller)
+        out[:HEADER_BYTES].view(torch.int32).fill_(num_bytes << 2 | is_marked << 1 | is_smaller)
         out[HEADER_BYTES + num_bytes :] = 0
         return out
 
@@ -95,7 +107,7 @@ class Zstd(Codec):
     def _plain(self, packet: Tensor, num_elements: int) -> Tensor:
         """The inner codec's packet."""
         header, num_bytes = _header(packet), self.coded.packet_bytes(num_elements)
-        payload = packet[HEADER_BYTES : HEADER_BYTES + (header >> 1)]
+        payload = packet[HEADER_BYTES : HEADER_BYTES + (header >> 2)]
         if not header & 1:
             return payload
         plain = _decompressor().decompress(payload.cpu().numpy().data, max_output_size=num_bytes)

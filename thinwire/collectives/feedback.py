@@ -17,13 +17,7 @@ HOP_INTRA, HOP_INTER = 1, 2
 
 
 class Feedback(Protocol):
-    """Error feedback of a sum: packs its pieces in the codecs' place, and remembers what they lose.
-
-    is_rotated: a piece may come in the coordinates in which its codec rotates, where the hop before left it there.
-    """
-
-    @property
-    def is_rotated(self) -> bool: ...
+    """Error feedback of a sum: packs its pieces in the codecs' place, and remembers what they lose."""
 
     def encode(
         self, codec: Codec, x: Tensor, piece: tuple[int, int], *, seed: int, counter: int, out: Tensor
@@ -46,11 +40,6 @@ class Lost:
     intra: Tensor | None = None
     inter: Tensor | None = None
     gather: Tensor | None = None
-
-    @property
-    def is_rotated(self) -> bool:
-        """What is lost between nodes is kept in the gradient's own coordinates."""
-        return self.inter is None
 
     def encode(
         self, codec: Codec, x: Tensor, piece: tuple[int, int], *, seed: int, counter: int, out: Tensor

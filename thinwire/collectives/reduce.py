@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec, Identity, derive_seed, paired_seed
+from thinwire.codecs.rotated_sum import RotatedSum
 from thinwire.collectives.feedback import HOP_INTER, HOP_INTRA, Feedback, Lost
 from thinwire.collectives.gather import (
     all_gather,
@@ -65,8 +66,7 @@ def reduce_scatter(
     slices = x.view(grid.num_nodes, grid.local_size, num_elements)
     if grid.world_size == 1 or num_elements == 0:
         return x.view(-1)
-    rotation = None
-    sums = slices[:, 0]
+    sums = [RotatedSum(piece) for piece in slices[:, 0]]
     counters = [
         [counter + (y * grid.local_size + i) * num_elements for i in range(grid.local_size)]
         for y in range(grid.num_nodes)
@@ -74,18 +74,13 @@ def reduce_scatter(
     if grid.local_size > 1:
         own_seed = paired_seed(derive_seed(seed, HOP_INTRA), link.rank)
         sums = yield from _hop_intra(link, slices, intra, own_seed, counters, operation, lost)
-        rotation = intra.rotation
+    total = sums[0]
     if grid.num_nodes > 1:
-        if rotation and (not _rotate_alike(intra, inter) or (lost and not lost.is_rotated)):
-            rotation.rotate_(sums.view(-1))
-            rotation = None
-        codec = _in_rotated_domain(inter) if rotation else inter
         node_counters = [row[link.local_rank] for row in counters]
         own_seed = paired_seed(derive_seed(seed, HOP_INTER), link.node)
-        sums = yield from _hop_inter(link, sums, codec, own_seed, node_counters, operation, lost)
-        rotation = inter.rotation
+        total = yield from _hop_inter(link, sums, inter, own_seed, node_counters, operation, lost)
     with link.timed("decode_s", operation):
-        return rotation.rotate_(sums.view(-1)) if rotation else sums.view(-1)
+        return total.rotated_back()
 
 
 def reduce_in_node(link: Link, x: Tensor, *, operation: str = "reduce_scatter") -> Rounds[Tensor]:
@@ -94,8 +89,8 @@ def reduce_in_node(link: Link, x: Tensor, *, operation: str = "reduce_scatter") 
     slices = x.view(1, grid.local_size, -1)
     if grid.local_size == 1 or x.numel() == 0:
         return slices[0, 0]
-    total = yield from _hop_intra(link, slices, Identity(), 0, [[0] * grid.local_size], operation, None)
-    return total[0]
+    sums = yield from _hop_intra(link, slices, Identity(), 0, [[0] * grid.local_size], operation, None)
+    return sums[0].values
 
 
 def _hop_intra(
@@ -106,8 +101,8 @@ def _hop_intra(
     counters: list[list[int]],
     operation: str,
     lost: Feedback | None,
-) -> Rounds[Tensor]:
-    """Sum over the node, rotated: fp32 [num_nodes, n], the partial sums of this local rank's slices."""
+) -> Rounds[list[RotatedSum]]:
+    """Sums over the node of this local rank's slices, one for each node: n elements each."""
     num_nodes, local_size, num_elements = slices.shape
     packet_bytes = codec.packet_bytes(num_elements)
     device = slices.device
@@ -130,31 +125,25 @@ def _hop_intra(
             round_.send(peer, sends[i].view(-1))
     yield from round_.finish()
 
-    inner = _in_rotated_domain(codec)
+    def add_up() -> list[RotatedSum]:
+        arrived = [sends[i] if i == link.local_rank else receives[i] for i in range(local_size)]
+        return [RotatedSum.of(codec, [packets[y] for packets in arrived], total[y]) for y in range(num_nodes)]
 
-    def add_up() -> None:
-        for i in range(local_size):
-            packets = sends[i] if i == link.local_rank else receives[i]
-            for y in range(num_nodes):
-                _accumulate(inner, packets[y], total[y], first=i == 0)
-
-    yield from link.work("decode_s", operation, add_up)
-    return total
+    return (yield from link.work("decode_s", operation, add_up))
 
 
 def _hop_inter(
     link: Link,
-    sums: Tensor,
+    sums: list[RotatedSum],
     codec: Codec,
     seed: int,
     counters: list[int],
     operation: str,
     lost: Feedback | None,
-) -> Rounds[Tensor]:
-    """Sum over the nodes, rotated: fp32 [n], this rank's slice."""
-    num_nodes, num_elements = sums.shape
+) -> Rounds[RotatedSum]:
+    """The sum over the nodes of this rank's slice, n elements; `sums` are not to be used after."""
+    num_nodes, num_elements, device = len(sums), sums[0].values.numel(), sums[0].values.device
     packet_bytes = codec.packet_bytes(num_elements)
-    device = sums.device
     sends = link.scratch("inter_send", num_nodes, packet_bytes, device=device)
     receives = link.scratch("inter_receive", num_nodes, packet_bytes, device=device)
     total = link.scratch("inter_sum", num_elements, dtype=torch.float32, device=device)
@@ -163,31 +152,17 @@ def _hop_inter(
     round_ = link.exchange(operation, "inter", buffers, codec.length)
     for peer in [*link.node_peers(), link.rank]:
         y = grid.node(peer)
-        pack = partial(_encode, codec, lost, sums[y], (HOP_INTER, y), seed, counters[y], sends[y])
+        pack = partial(_encode_sum, codec, lost, sums[y], (HOP_INTER, y), seed, counters[y], sends[y])
         yield from link.work("encode_s", operation, pack)
         if peer != link.rank:
             round_.send(peer, sends[y])
     yield from round_.finish()
 
-    inner = _in_rotated_domain(codec)
+    def add_up() -> RotatedSum:
+        packets = [sends[y] if y == link.node else receives[y] for y in range(num_nodes)]
+        return RotatedSum.of(codec, packets, total)
 
-    def add_up() -> None:
-        for y in range(num_nodes):
-            _accumulate(inner, sends[y] if y == link.node else receives[y], total, first=y == 0)
-
-    yield from link.work("decode_s", operation, add_up)
-    return total
-
-
-def _in_rotated_domain(codec: Codec) -> Codec:
-    """What decodes to rotated values, where the codec rotates; else the codec."""
-    return codec.rotation.inner if codec.rotation else codec
-
-
-def _rotate_alike(one: Codec, other: Codec) -> bool:
-    """Whether both codecs rotate, and by the same matrix."""
-    a, b = one.rotation, other.rotation
-    return a is not None and b is not None and a.block_size == b.block_size
+    return (yield from link.work("decode_s", operation, add_up))
 
 
 def _encode(
@@ -199,11 +174,13 @@ def _encode(
         lost.encode(codec, x, piece, seed=seed, counter=counter, out=out)
 
 
-def _accumulate(codec: Codec, packet: Tensor, total: Tensor, *, first: bool) -> None:
-    if first:
-        codec.decode(packet, total.numel(), out=total)
+def _encode_sum(
+    codec: Codec, lost: Feedback | None, x: RotatedSum, piece: tuple[int, int], seed: int, counter: int, out: Tensor
+) -> None:
+    if lost is None:
+        x.encode(codec, seed=seed, counter=counter, out=out)
     else:
-        codec.decode_add(packet, total)
+        lost.encode(codec, x.rotated_back(), piece, seed=seed, counter=counter, out=out)
 
 
 def all_reduce(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -59,8 +58,6 @@ class LoCo:
 @dataclass(frozen=True)
 class Pieces:
     """A LoCo for one reduction; a Feedback, see thinwire.collectives.feedback."""
-
-    is_rotated: ClassVar[bool] = True
 
     loco: LoCo
     present: Sequence[int]

@@ -6,6 +6,7 @@ import numpy as np
 
 from thinwire.codecs.kernels.common import (
     A32,
+    ABS,
     B32,
     C32,
     C64,
@@ -43,6 +44,9 @@ from thinwire.codecs.kernels.common import (
     unpack,
 )
 from thinwire.codecs.layout import Groups, Rounding
+
+# The sign bit of a scale.
+MARK = np.int32(-(1 << 31))
 
 
 @inlined
@@ -193,6 +197,21 @@ def rotate_inplace(x: Array, block: U64, work: Array) -> None:
 
 
 @inlined
+def _holds_zeros(x: Array, at: U64, size: U64, block: U64) -> bool:
+    """Whether one of the rows holds both zeros and other values; beyond the end of x are zeros."""
+    found = False
+    for row in range(size // block):
+        start = at + row * block
+        inside = min(block, np.uint64(x.size) - start)
+        zeros = np.int32(0)
+        for j in range(inside):
+            zeros += np.int32(x[start + j] == np.float32(0))
+        zeros += np.int32(block - inside)
+        found |= (zeros > 0) & (zeros < np.int32(block))
+    return found
+
+
+@inlined
 def _encode_group(
     x: Array,
     start: U64,
@@ -243,6 +262,8 @@ def encode(
 ) -> None:
     """Flat fp32 x, with zeros beyond its end up to a whole row -> scales (int32 or int16 bits) and codes.
 
+    A group in which the rotation would blur zeros is left as it is, and the sign bit of its scale is set.
+
     block: elements of a Hadamard row, 0 for none. Scratch: rows, fp32, one group and a chunk; work, fp32, 4 chunks;
     codes, uint8, one group.
     """
@@ -257,14 +278,22 @@ def encode(
         size = min(group, num - start)
         width = (size + (ONE << lane_shift) - ONE) >> lane_shift
         position = rounding.counter + start
+        mark = np.int32(0)
         if block:
-            _rotate(x, start, size, block, block_scale, work, rows, ZERO)
+            if _holds_zeros(x, start, size, block):
+                for j in range(size):
+                    rows[j] = x[start + j] if start + j < np.uint64(x.size) else np.float32(0)
+                mark = MARK >> groups.shift
+            else:
+                _rotate(x, start, size, block, block_scale, work, rows, ZERO)
             stored = scale_bits(peak_bits(rows, ZERO, size), groups.shift)
             _encode_group(rows, ZERO, size, width, stored, groups, out, at, codes, rounding, position)
+            if stored == 0 or stored >= INF_BITS >> groups.shift:
+                mark = np.int32(0)
         else:
             stored = scale_bits(peak_bits(x, start, size), groups.shift)
             _encode_group(x, start, size, width, stored, groups, out, at, codes, rounding, position)
-        scales[index] = stored
+        scales[index] = stored | mark
         at += width * lane_bytes
 
 
@@ -296,7 +325,7 @@ def _write_4(packed: Array, at: U64, size: U64, width: U64, step: F32, add: bool
 
 @kernel
 def decode(scales: Array, packed: Array, out: Array, groups: Groups, add: bool, codes: Array) -> None:
-    """Scales and packed codes -> out = values, or out += values. codes: uint8 scratch, one group."""
+    """Scales, whatever their sign, and packed codes -> out = values, or out += values. codes: uint8, one group."""
     bits, num, group, at = groups.bits, np.uint64(out.size), np.uint64(groups.size), ZERO
     lane_shift, lane_bytes = np.uint64(LANE_SHIFT[bits]), np.uint64(LANE_BYTES[bits])
     levels = np.float32((1 << (bits - 1)) - 1)
@@ -304,7 +333,7 @@ def decode(scales: Array, packed: Array, out: Array, groups: Groups, add: bool, 
         start = index * group
         size = min(group, num - start)
         width = (size + (ONE << lane_shift) - ONE) >> lane_shift
-        step = np.int32(np.int32(scales[index]) << groups.shift).view(np.float32) / levels
+        step = np.int32(np.int32(np.int32(scales[index]) << groups.shift) & ABS).view(np.float32) / levels
         if bits == 8:
             _write(packed, at, size, step, add, out, start)
         elif bits == 4:

@@ -16,6 +16,7 @@ from thinwire.codecs import (
     Hadamard,
     Identity,
     Integer,
+    Natural,
     backends,
     reference,
 )
@@ -124,7 +125,8 @@ def test_traits() -> None:
     assert Integer(4, 4 * 49).traits.contraction
     assert not Integer(4, 4 * 49 + 1).traits.contraction
     assert not Integer(4, 4 * 49, scale="bf16").traits.contraction
-    assert Hadamard(Integer(4, 192)).traits == replace(Integer(4, 192).traits, keeps_zeros=32)
+    assert Hadamard(Integer(4, 192)).traits == Integer(4, 192).traits
+    assert Hadamard(Natural(4, 48)).traits == replace(Natural(4, 48).traits, keeps_zeros=32)
     assert not Hadamard(Identity()).traits.lossless
     assert not Cast("fp16").traits.contraction
 

@@ -87,6 +87,10 @@ class Hadamard(Codec):
         values = self.rotate_back_(self.inner.decode(packet, padded), self.left_alone(packet, padded))[:num_elements]
         return values if out is None else out.copy_(values)
 
+    def marks(self, packet: Tensor, num_elements: int) -> Tensor | None:
+        """The groups that are left alone."""
+        return self.inner.marks(packet, self._padded(num_elements))
+
     def packet_add(self, packet: Tensor, out: Tensor) -> Tensor:
         return self.inner.packet_add(packet, out)
 
@@ -109,7 +113,7 @@ class Hadamard(Codec):
 
     def left_alone(self, packet: Tensor, num_elements: int) -> Tensor | None:
         """See Rotation; num_elements: whole rows."""
-        marks = self.inner.marks(packet, num_elements)
+        marks = self.marks(packet, num_elements)
         if marks is None:
             return None
         return marks.repeat_interleave(self.block // self.block_size)[: num_elements // self.block_size]

@@ -39,6 +39,18 @@ def test_traced_codecs_give_the_reference_bits_at_any_size(codec: Codec, monkeyp
 
 
 @pytest.mark.usefixtures("compiled_on_cpu")
+def test_traced_rotations_keep_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    codec = Hadamard(Integer(4, 64, "stochastic", "bf16"))
+    x = gaussian(5 * 64 + 7)
+    zeros = x > 0.8
+    zeros[64:192] = False
+    packet = codec.encode(x.masked_fill_(zeros, 0.0), seed=3)
+    assert not codec.decode(packet, x.numel())[zeros].any()
+    monkeypatch.setattr(backends, "COMPILED", {})
+    assert torch.equal(packet, codec.encode(x, seed=3))
+
+
+@pytest.mark.usefixtures("compiled_on_cpu")
 def test_each_format_is_compiled_by_itself_and_sizes_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs: list[torch.fx.GraphModule] = []
 

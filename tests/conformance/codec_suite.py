@@ -24,6 +24,7 @@ from thinwire.codecs import (
     Zstd,
     backends,
 )
+from thinwire.codecs.rotated_sum import RotatedSum
 
 
 @dataclass(frozen=True)
@@ -262,8 +263,33 @@ class CodecSuite:
         for packet in packets:
             rotation.inner.decode_add(packet, rotated)
             codec.decode_add(packet, expected)
-        assert torch.allclose(rotation.rotate_(rotated), expected, atol=1e-5)
+        assert torch.allclose(rotation.rotate_(rotated.clone()), expected, atol=1e-5)
         assert rotation.inner.rotation is None
+        total = RotatedSum.of(codec, packets, torch.empty(size))
+        assert total.left_alone is None and torch.equal(total.values, rotated)
+
+    @pytest.mark.parametrize("density", [0.02, 0.5, 0.98])
+    def test_a_sum_is_zero_where_every_packet_was(self, case: Case, density: float) -> None:
+        codec, size = case.codec, 6 * case.codec.block
+        if codec.rotation is None:
+            return
+        # Zeros that all have, zeros of one alone, and rows and groups of zeros; of the second hop too.
+        together = torch.rand(size, generator=torch.Generator().manual_seed(9)) < density
+        together[: codec.block + codec.rotation.block_size] = True
+        inputs = [gaussian(size, seed).masked_fill(together, 0.0) for seed in range(3)]
+        inputs[0][3 * codec.block : 5 * codec.block] = 0.0
+        inputs[1].masked_fill_(gaussian(size, seed=7) > 1.5, 0.0)
+        packets = [codec.encode(x, seed=1) for x in inputs]
+        expected = torch.stack([codec.decode(packet, size) for packet in packets]).sum(dim=0)
+        total = RotatedSum.of(codec, packets, torch.empty(size)).rotated_back()
+        assert torch.allclose(total, expected, atol=1e-5)
+        again = RotatedSum.of(codec, packets, torch.empty(size))
+        packet = again.encode(codec, seed=5, counter=0, out=torch.empty(codec.packet_bytes(size), dtype=torch.uint8))
+        second = RotatedSum.of(codec, [packet, packet], torch.empty(size)).rotated_back()
+        if codec.traits.keeps_zeros == 1:
+            assert not total[together].any() and not second[together].any()
+        lost = (second / 2 - total).norm()
+        assert lost <= (3 * case.error + 1e-6) * total.norm(), "the second hop packs another sum"
 
     def test_packets_add_up_where_the_codec_is_linear(self, case: Case) -> None:
         codec, size = case.codec, 3 * case.codec.block + 5

@@ -15,6 +15,7 @@ from thinwire.codecs import (
 )
 from thinwire.collectives import Topology
 from thinwire.errors import ConfigError
+from thinwire.layout.zeros import describe_zeros
 from thinwire.table import Row
 
 
@@ -97,7 +98,9 @@ def describe_formats(strategy: Strategy, grid: Topology) -> list[Row]:
             effect = f"{codec}" if partners > 1 else "no such hop"
             why = f"{codec.bits_per_element:.4g} bits an element" if partners > 1 else f"the grid is {grid}"
             rows.append((f"{kind}: gradients {hop}", effect, why))
-    return rows
+    wires, is_cut = (strategy.matrix(), strategy.vector()), (grid.local_size > 1, grid.num_nodes > 1)
+    travel = [codec for wire in wires for codec, has_hop in zip((wire.intra, wire.inter), is_cut, strict=True) if has_hop]
+    return [*rows, *describe_zeros(travel)]
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from thinwire.hosts.islands.loop import OuterLoop
 from thinwire.layout.fragments import Fragment
+from thinwire.layout.zeros import describe_zeros
 from thinwire.methods.islands.exchange import sent_bytes
 from thinwire.methods.islands.outer import NUM_WORDS
 from thinwire.table import Row
@@ -66,6 +67,7 @@ class Traffic:
             self._loop.start_row,
             ("exchange of each fragment", schedule, f"{len(exchanges.fragments)} fragment(s), {method.pattern}"),
             ("outer gradients", str(codec), f"{codec.bits_per_element:.4g} bits an element"),
+            *describe_zeros([codec]),
             ("outer optimizer", f"Nesterov, rate {method.outer_lr:g}, momentum {method.outer_momentum:g}",
              f"{held:.3f} MB on the CPU of each island's first rank"),
             ("overlap of an exchange", overlap, ""),

@@ -19,6 +19,7 @@ from thinwire.methods.ddp import DDPMethod
 from thinwire.methods.options import CONTRACTION, check_types, codec_of
 from thinwire.methods.reduction import OPERATION, Bucket, Reduction, Step
 from thinwire.state.memory import Averaged, Place
+from thinwire.layout.zeros import WEIGHTS
 from thinwire.table import Row
 
 
@@ -136,6 +137,7 @@ class SignMean(Reduction):
         return [
             ("gradients", effect, f"blocks of {method.chunk} a side, every rank's packets to all"),
             ("update", "the sign of their mean", "its size is the learning rate: that of Signum, not that of AdamW"),
+            (WEIGHTS, "stay in whole blocks, others move", "a cosine reaches all of its block"),
         ]
 
 

@@ -18,6 +18,7 @@ from thinwire.collectives.rounds import Rounds
 from thinwire.collectives.together import together
 from thinwire.errors import ConfigError
 from thinwire.layout.slices import Slices
+from thinwire.layout.zeros import WEIGHTS
 from thinwire.methods.options import CONTRACTION, check_types, codec_of
 from thinwire.methods.plannable import Plannable, Tunable
 from thinwire.methods.reduction import FP32, Bucket, Step, seed_of, sum_over_ranks
@@ -217,4 +218,5 @@ class LowRankMean(Tunable):
             ("gradients", effect, f"factors must be {method.min_compression:g} times smaller"),
             ("steps in fp32", f"the first {method.start_step}", "start_step"),
             ("memory of the method", f"{held / 1e6:.3f} MB a rank", "error and Q, in fp32"),
+            (WEIGHTS, "stay in whole rows and columns, others move", "a product of factors is zero nowhere else"),
         ]

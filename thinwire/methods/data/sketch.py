@@ -17,6 +17,7 @@ from thinwire.collectives.link import Link
 from thinwire.collectives.rounds import Rounds
 from thinwire.errors import ConfigError
 from thinwire.layout.slices import Slices
+from thinwire.layout.zeros import describe_zeros
 from thinwire.methods.ddp import DDPMethod
 from thinwire.methods.options import Rule, check_types, codec_of
 from thinwire.methods.privacy import check_accountant, epsilon
@@ -211,7 +212,7 @@ class SketchMean(Reduction):
             ("gradients", f"{thin} of {len(shapes)} as {self.codec}, the others in fp32", "drawn anew in every step"),
             ("what they lose", *self._loss_row()),
         ]
-        return [*rows, *self._privacy_rows()]
+        return [*rows, *describe_zeros([self.codec]), *self._privacy_rows()]
 
     def _loss_row(self) -> tuple[str, str]:
         if self.method.feedback:

@@ -19,6 +19,7 @@ from thinwire.methods.ddp import DDPMethod
 from thinwire.methods.options import check_types
 from thinwire.methods.reduction import FP32_BYTES, OPERATION, Bucket, Reduction, Step
 from thinwire.state.memory import Averaged, Merge, Place, State
+from thinwire.layout.zeros import WEIGHTS
 from thinwire.table import Row
 
 
@@ -115,6 +116,7 @@ class HookMean(Reduction):
         return [
             ("gradients", f"{thin} of {len(shapes)} as factors of rank {rank}, the others in fp32", "by torch's hook"),
             ("steps in fp32", f"the first {start}", "start_step"),
+            (WEIGHTS, "stay in whole rows and columns, others move", "a product of factors is zero nowhere else"),
             BY_FORMULA,
         ]
 

@@ -22,6 +22,7 @@ from thinwire.collectives.together import together
 from thinwire.errors import ConfigError
 from thinwire.layout.segments import Segments
 from thinwire.layout.slices import Slices
+from thinwire.layout.zeros import describe_zeros
 from thinwire.methods.ddp import DDPMethod
 from thinwire.methods.options import check_types, codec_of, with_feedback
 from thinwire.methods.reduction import FP32, FP32_BYTES, OPERATION, Bucket, Reduction, Step, seed_of, sum_over_ranks
@@ -295,6 +296,7 @@ class TwoWayMean(Reduction):
             ("gradients on the way back", f"{self.pull}", ""),
             ("error feedback, both sides", *feedback),
             ("messages", f"of {method.chunk_bytes:,} bytes before compression", f"by {method.threads} thread(s)"),
+            *describe_zeros([self.push, self.pull]),
         ]
 
 

@@ -1,0 +1,20 @@
+"""What becomes of weights that get no gradient, said at the start where they may move."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from thinwire.codecs import Codec
+from thinwire.table import Row
+
+WEIGHTS = "weights without a gradient"
+
+
+def describe_zeros(codecs: Iterable[Codec]) -> list[Row]:
+    """A row for each codec of gradients that makes other numbers of zeros; AdamW makes whole steps of them."""
+    moving = dict.fromkeys(codec for codec in codecs if codec.traits.keeps_zeros != 1)
+    return [
+        (WEIGHTS, f"stay in runs of {run}, others move" if run else "move", f"{codec} has no zero of its own")
+        for codec in moving
+        for run in [codec.traits.keeps_zeros]
+    ]

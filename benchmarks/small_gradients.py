@@ -3,9 +3,9 @@
     python benchmarks/small_gradients.py [--seeds 3] [--json FILE]
 
 Four ranks, each a node, minimise sum_i c_i |w_i - w*_i|^2 from |w - w*| = 1, c_i = 1, 0.1, 0.01 or 0.001, with noise on
-every gradient. Adam takes steps of one length whatever c_i is, so without a codec every weight comes equally far. Prints
-what is left of the distance, by c_i: `mixed`, where neighbours differ, and `rows`, where rows of 48 elements do, which
-groups of 64 straddle.
+every gradient. Adam takes steps of one length whatever c_i is, so without a codec every weight comes equally far.
+Prints what is left of the distance, by c_i: `mixed`, where neighbours differ, and `rows`, where rows of 48 elements do,
+which groups of 64 straddle.
 """
 
 from __future__ import annotations
@@ -79,7 +79,10 @@ def main() -> None:
     found = []
     for text, beta in CASES:
         codec = Codec.parse(text)
-        runs = [[*distances(codec, beta, seed=s), *distances(codec, beta, row=48, seed=s)] for s in range(options.seeds)]
+        runs = [
+            [*distances(codec, beta, seed=seed), *distances(codec, beta, row=48, seed=seed)]
+            for seed in range(options.seeds)
+        ]
         means = torch.tensor(runs).mean(dim=0).tolist()
         bits = 32 if codec == Identity() else codec.bits_per_element
         feedback = "" if beta is None else f"beta {beta:g}"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -30,6 +28,7 @@ class Masked(nn.Linear):
 
     def __init__(self, width: int) -> None:
         super().__init__(width, width)
+        self.mask: torch.Tensor
         self.register_buffer("mask", torch.rand(width, width) < 0.8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -46,8 +45,14 @@ class Net(nn.Module):
         self.layers = nn.ModuleList([Masked(width)])
         self.head = nn.Linear(width, 7)
 
+    @property
+    def masked(self) -> Masked:
+        layer = self.layers[0]
+        assert isinstance(layer, Masked)
+        return layer
+
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(torch.tanh(self.layers[0](self.embed(tokens)))).square().mean()
+        return self.head(torch.tanh(self.masked(self.embed(tokens)))).square().mean()
 
 
 def moved(rank: int, world_size: int, local_size: int) -> dict[str, dict[str, tuple[int, float]]]:
@@ -56,7 +61,7 @@ def moved(rank: int, world_size: int, local_size: int) -> dict[str, dict[str, tu
     for name, method in METHODS.items():
         for width in WIDTHS:
             model = Net(width)
-            mask = model.layers[0].mask.clone()
+            mask = model.masked.mask.clone()
             before = {key: p.detach().clone() for key, p in model.named_parameters()}
             adam = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
             wrapped, optimizer = apply(

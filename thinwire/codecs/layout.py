@@ -2,8 +2,8 @@
 
 [scale of group 0, 1, ...] [codes of group 0] [codes of group 1] ... [zeros up to a multiple of 4 bytes]
 
-A scale is never negative, so its sign bit is free: of an integer's group it says that the rotation around the codec left
-this group alone, see `Hadamard`.
+A scale is never negative, so its sign bit is free: of an integer's group it says that the rotation around the codec
+left this group alone, see `Hadamard`.
 
 A lane is the fewest codes that fill whole bytes. A group of n codes is padded with zero codes to L lanes-
 worth planes of width w = ceil(n / L): plane p holds codes p*w .. p*w + w - 1, so that byte j of the packed

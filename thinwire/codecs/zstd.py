@@ -27,7 +27,8 @@ class Zstd(Codec):
 
     Codes of a quantiser are not equally frequent: a Gaussian in steps of half its deviation holds about 3 bits. The
     packet has room for the uncompressed one and 4 bytes of header, payload bytes << 2 | is_marked << 1 | is_compressed;
-    only `length` bytes travel, which depends on the values. Level 1 takes the packet byte by byte through a Huffman code.
+    only `length` bytes travel, which depends on the values. Level 1 takes the packet byte by byte through a Huffman
+    code.
 
     coded: any codec. level: 1 (fast) to 19 (small). Raises ConfigError otherwise. Source: RFC 8878.
     """

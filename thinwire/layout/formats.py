@@ -98,9 +98,9 @@ def describe_formats(strategy: Strategy, grid: Topology) -> list[Row]:
             effect = f"{codec}" if partners > 1 else "no such hop"
             why = f"{codec.bits_per_element:.4g} bits an element" if partners > 1 else f"the grid is {grid}"
             rows.append((f"{kind}: gradients {hop}", effect, why))
-    wires, is_cut = (strategy.matrix(), strategy.vector()), (grid.local_size > 1, grid.num_nodes > 1)
-    travel = [codec for wire in wires for codec, has_hop in zip((wire.intra, wire.inter), is_cut, strict=True) if has_hop]
-    return [*rows, *describe_zeros(travel)]
+    wires = strategy.matrix(), strategy.vector()
+    inside = [wire.intra for wire in wires if grid.local_size > 1]
+    return [*rows, *describe_zeros([*inside, *(wire.inter for wire in wires if grid.num_nodes > 1)])]
 
 
 @dataclass(frozen=True)

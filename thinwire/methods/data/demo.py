@@ -15,11 +15,11 @@ from thinwire.collectives.gather import all_gather_packets, gather_bytes
 from thinwire.collectives.link import Link
 from thinwire.collectives.rounds import Rounds
 from thinwire.errors import ConfigError
+from thinwire.layout.zeros import WEIGHTS
 from thinwire.methods.ddp import DDPMethod
 from thinwire.methods.options import CONTRACTION, check_types, codec_of
 from thinwire.methods.reduction import OPERATION, Bucket, Reduction, Step
 from thinwire.state.memory import Averaged, Place
-from thinwire.layout.zeros import WEIGHTS
 from thinwire.table import Row
 
 

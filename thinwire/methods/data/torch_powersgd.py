@@ -15,11 +15,11 @@ from thinwire.collectives.link import Link
 from thinwire.collectives.ring import BY_FORMULA, count_ring, ring_bytes
 from thinwire.collectives.rounds import Rounds
 from thinwire.errors import ConfigError
+from thinwire.layout.zeros import WEIGHTS
 from thinwire.methods.ddp import DDPMethod
 from thinwire.methods.options import check_types
 from thinwire.methods.reduction import FP32_BYTES, OPERATION, Bucket, Reduction, Step
 from thinwire.state.memory import Averaged, Merge, Place, State
-from thinwire.layout.zeros import WEIGHTS
 from thinwire.table import Row
 
 

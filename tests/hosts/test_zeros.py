@@ -8,7 +8,11 @@ from torch import nn
 
 import thinwire
 from tests.workers import run_workers
+from thinwire.codecs import Identity, Sign
+from thinwire.collectives import Topology
 from thinwire.compose import apply
+from thinwire.layout.formats import describe_formats
+from thinwire.layout.zeros import WEIGHTS, describe_zeros
 from thinwire.methods.interface import Method
 
 WIDTHS = (48, 72, 100)
@@ -93,3 +97,11 @@ def test_what_has_no_gradient_stays(world_size: int, local_size: int) -> None:
         for name, told in found.items():
             for key, (moved_still, moved_others) in told.items():
                 assert moved_still == 0 and moved_others > 0.9, (name, key, told)
+
+
+def test_the_start_says_which_codec_moves_them() -> None:
+    grid = Topology(2, 1)
+    assert not [row for row in describe_formats(thinwire.SDP4Bit(), grid) if row[0] == WEIGHTS]
+    assert describe_zeros([Identity(), Sign(64), Sign(64)]) == [
+        (WEIGHTS, "stay in runs of 64, others move", "sign/64 has no zero of its own")
+    ]

@@ -93,7 +93,7 @@ def moved(rank: int, world_size: int, local_size: int) -> dict[str, dict[str, tu
 
 @pytest.mark.parametrize(("world_size", "local_size"), [(2, 1), (2, 2), (4, 2)])
 def test_what_has_no_gradient_stays(world_size: int, local_size: int) -> None:
-    for found in run_workers(moved, world_size, local_size, timeout_s=240):
+    for found in run_workers(moved, world_size, local_size):
         for name, told in found.items():
             for key, (moved_still, moved_others) in told.items():
                 assert moved_still == 0 and moved_others > 0.9, (name, key, told)

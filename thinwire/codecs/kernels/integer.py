@@ -207,7 +207,7 @@ def _holds_zeros(x: Array, at: U64, size: U64, block: U64) -> bool:
         for j in range(inside):
             zeros += np.int32(x[start + j] == np.float32(0))
         zeros += np.int32(block - inside)
-        found |= (zeros > 0) & (zeros < np.int32(block))
+        found = found or bool((zeros > 0) & (zeros < np.int32(block)))
     return found
 
 

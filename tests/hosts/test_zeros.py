@@ -20,10 +20,12 @@ NUM_TOKENS, NUM_USED, STEPS = 60, 25, 6
 METHODS: dict[str, Method] = {
     "zero-bf16": thinwire.ZeroBF16(),
     "sdp4bit": thinwire.SDP4Bit(),
-    "sdp4bit-zstd": thinwire.SDP4Bit(entropy_coding=True),
-    "sdp4bit-other-groups": thinwire.SDP4Bit(intra_group=32, inter_group=128, rounding="nearest"),
+    "sdp4bit-zstd": thinwire.SDP4Bit(inter_gradients="int4/64:bf16+hadamard32+zstd"),
+    "sdp4bit-other-groups": thinwire.SDP4Bit(
+        intra_gradients="int8/32:bf16:nearest+hadamard32", inter_gradients="int4/128:bf16:nearest+hadamard32"
+    ),
     "frontier": thinwire.Frontier(),
-    "zeropp": thinwire.ZeroPP(hadamard=32, gradients="int4", loco=True),
+    "zeropp": thinwire.ZeroPP(intra_gradients="int4/128+hadamard32", inter_gradients="int4/128+hadamard32", loco=True),
 }
 
 

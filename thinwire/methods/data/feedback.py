@@ -21,6 +21,7 @@ from thinwire.codecs.integer import WIDTHS
 from thinwire.collectives.gather import all_gather_packets, gather_bytes
 from thinwire.collectives.link import Link
 from thinwire.collectives.rounds import Rounds
+from thinwire.layout.zeros import describe_zeros
 from thinwire.methods.options import Rule, check_types, codec_of
 from thinwire.methods.plannable import Plannable, Tunable, codec_errors, densities
 from thinwire.methods.reduction import OPERATION, Bucket, Step, is_large_matrix, seed_of
@@ -214,6 +215,7 @@ class FeedbackMean(Tunable):
         return [
             ("gradients", effect, "every rank's packets to all"),
             ("what they lose", "is added to the next gradient", held),
+            *describe_zeros(self.method.codecs),
         ]
 
 

@@ -15,6 +15,7 @@ from thinwire.layout.formats import LevelFormat
 from thinwire.layout.layers import layers_of
 from thinwire.layout.levels import Levels, levels_on
 from thinwire.layout.spans import Unit, lay_out, sent_by
+from thinwire.layout.zeros import describe_zeros
 from thinwire.methods.options import REPEATABLE, check_types, codec_of
 from thinwire.methods.sharded import ShardedMethod
 from thinwire.table import Row
@@ -139,4 +140,5 @@ class Frontier(ShardedMethod):
             rows.append(("differences", effect, "" if wire.differences else "fp32 loses nothing"))
         further = (sum(sent_by(units, 2).values()) - sum(sent_by(units, 1).values())) / 1e6
         rows.append(("each further micro-batch", f"{further:.3f} MB", "none of it between blocks"))
-        return [*rows, ("norms and biases", "fp32", "")]
+        travel = [codec for codec, travels, _ in (hops["intra_gradients"], hops["inter_gradients"]) if travels]
+        return [*rows, ("norms and biases", "fp32", ""), *describe_zeros(travel)]

@@ -12,6 +12,7 @@
 - factor_of: the state of a ReduceOp, for the factor of a PREMUL_SUM.
 - Rendezvous: torchrun's dynamic rendezvous; who is in it is private, and so are leaving it while others stay, and how
   often it looks.
+- compiler_problem: where torch.compile looks for the C++ compiler is private, and so is whether Triton works.
 - set_timeout: ProcessGroupGloo._set_default_timeout, private, as torch itself uses it.
 - place_in_file: torch.distributed.checkpoint.filesystem._StorageInfo, private; 2.11 to 2.13 have it.
 - no_record_checksums: whether an option of torch.save can be set for one thread, as in 2.13, only a private name tells.
@@ -78,6 +79,21 @@ def reduce_scatter_single(
     """Sum `input` over the ranks and keep this rank's slice of it in `output`."""
     reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return reduce_scatter(output, input, op=dist.ReduceOp.SUM, group=group, async_op=async_op)
+
+
+def compiler_problem(kind: str) -> str:
+    """Why torch.compile's inductor can't work on a device of this kind; empty where it can."""
+    if kind == "cuda":
+        from torch.utils._triton import has_triton
+
+        return "" if has_triton() else "Triton does not work here, which torch.compile needs on a GPU"
+    from torch._inductor import cpp_builder, exc
+
+    try:
+        cpp_builder.get_cpp_compiler()
+    except exc.InvalidCxxCompiler:
+        return "torch.compile needs a C++ compiler on the CPU, such as g++, and finds none"
+    return ""
 
 
 def default_store() -> dist.Store:

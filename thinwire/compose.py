@@ -62,13 +62,14 @@ class Stage:
 
         batches: of one step. loss: of one micro-batch; by default what the module returns for `module(*batch)`.
         """
-        total = torch.zeros(())
+        total: Tensor | float = 0.0
         for number, batch in enumerate(batches):
             is_last = number == len(batches) - 1
             with nullcontext() if is_last else self.optimizer.no_sync():
                 value = loss(self.module, batch) / len(batches)
                 value.backward()
-            total += value.detach().cpu()
+            # On its own device: to read it there would have the CPU wait for every micro-batch.
+            total = total + value.detach().float()
         self.optimizer.note_loss(float(total))
         return float(total)
 

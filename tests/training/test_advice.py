@@ -10,6 +10,7 @@ import torch
 import thinwire
 from tests.workers import run_workers
 from thinwire.compose import apply
+from thinwire.device import Device
 from thinwire.training import advice
 from thinwire.training.effects import Row
 
@@ -25,7 +26,7 @@ def advise_on(
     )  # fmt: skip
     if bit_per_s:
         advice.link_rate = lambda comm: bit_per_s
-    return list(advice.advise(optimizer, strategy, 256 * 257, 1024, torch.float32))
+    return list(advice.advise(optimizer, strategy, 256 * 257, 1024, torch.float32, Device()))
 
 
 @pytest.mark.parametrize(("bit_per_s", "says"), [(1e3, "pays on this link"), (1e15, "take --strategy zero-bf16")])

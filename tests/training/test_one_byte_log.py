@@ -14,7 +14,7 @@ from thinwire import ConfigError, OneByteLog
 from thinwire.models import build_model
 from thinwire.state.replicas import ReplicaError
 from thinwire.training.config import TrainConfig
-from thinwire.training.trainer import build_optimizer
+from thinwire.training.engine import build_optimizer
 
 FLAGS = {"strategy": "one-byte", "optimizer": "sgd", "lr": 1e-3}
 

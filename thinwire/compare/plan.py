@@ -45,6 +45,8 @@ SET_BY_RACE = {
     "overwrite": "--overwrite of the race stands before `--`",
     "dry_run": "a race has none",
     "stop_at": "--rounds cuts the steps",
+    "minutes": "--steps says how many all contestants take",
+    "device": "ranks of the lab train on the CPU",
     "sample_tokens": "no text is generated",
     "prompt": "no text is generated",
 }
@@ -128,7 +130,8 @@ def make_plan(race: RaceConfig, train: TrainConfig, problems: Problems) -> Plan:
 def shared_config(train: TrainConfig, lab: LabSpec) -> TrainConfig:
     """The training that all contestants share, on the lab's ranks."""
     stated = {name: getattr(DEFAULTS, name) for name in SET_BY_RACE}
-    return replace(train, **{**stated, "workers": lab.world_size, "local_size": lab.local_size, "sample_tokens": 0})
+    ranks = {"workers": lab.world_size, "local_size": lab.local_size, "device": "cpu"}
+    return replace(train, **{**stated, **ranks, "sample_tokens": 0})
 
 
 def check_training(train: TrainConfig, contestants: list[Contestant], problems: Problems) -> None:

@@ -36,7 +36,7 @@ CLOCK = "%Y-%m-%d %H:%M:%S"
 
 
 class RankLogs(LogsSpecs):
-    """RUN_DIR/logs: rank 0 keeps the terminal as its output, everything else goes to rankN.log.
+    """RUN_DIR/logs: each machine's first worker keeps the terminal as its output, everything else goes to rankN.log.
 
     `before_start` is called when all machines have met, right before the workers start.
     """
@@ -58,7 +58,7 @@ class RankLogs(LogsSpecs):
             error_file.unlink(missing_ok=True)
             env["TORCHELASTIC_ERROR_FILE"] = dest.error_files[local_rank] = str(error_file)
             dest.stderrs[local_rank] = str(path.with_suffix(".log"))
-            dest.stdouts[local_rank] = "" if env["RANK"] == "0" else str(path.with_suffix(".out"))
+            dest.stdouts[local_rank] = "" if local_rank == 0 else str(path.with_suffix(".out"))
         return dest
 
 

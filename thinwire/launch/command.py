@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from thinwire.errors import Problems
+from thinwire.errors import ConfigError, Problems
 from thinwire.launch.agent import LOOPBACK, Relay, run_workers
 from thinwire.launch.islands import launch_islands
 from thinwire.launch.prepare import dry_run, prepare
@@ -21,12 +22,16 @@ from thinwire.training.settings import read_config
 def run_train(args: Sequence[str]) -> int:
     """Train as the command line asks: with workers of this machine, or as one of torchrun's; the exit code."""
     problems = Problems()
+    # What this process has computed so far was loading.
+    began = time.time() - time.process_time()
     config = read_config(args, problems)
     place = Place.from_environment()
     if config.dry_run:
         return dry_run(config, problems) if place is None or place.rank == 0 else 0
     if place is None:
-        return launch(config, problems)
+        return launch(config, problems, began)
+    if config.model == "auto":
+        raise ConfigError("--model auto: torchrun's workers would choose for themselves; nearest: --model demo")
     asked, config = config.workers, replace(config, workers=place.world_size, nodes=1, node=0, join=None)
     if place.rank:
         # Rank 0 alone checks and prepares: one error is said once.
@@ -37,13 +42,16 @@ def run_train(args: Sequence[str]) -> int:
     exit_after(run, place, start, trace=False)
 
 
-def launch(config: TrainConfig, problems: Problems) -> int:
+def launch(config: TrainConfig, problems: Problems, began: float) -> int:
     """Run the configuration with its workers on this machine; returns the exit code.
 
+    began: when the command was started, as time.time() has it.
     Raises ConfigError before any process is started, ThinwireError when a worker failed, StoppedError after a signal.
     """
     relay = Relay()
     run, start = prepare(config, problems)
+    if config.nodes == 1:
+        start = replace(start, began=began)
     os.environ["OMP_NUM_THREADS"] = str(start.threads)
     start.effects.append(choose_interface((config.join or LOOPBACK).rsplit(":", 1)[0], config.nodes))
     if run.has_islands and (run.config.local_size or 1) < config.world_size:

@@ -116,7 +116,8 @@ def launch_islands(config: TrainConfig, start: Start) -> int:
         # The first one here has the terminal.
         log = run_dir.logs / "launcher.out" if number > numbers[0] else None
         # Faults are asked for once.
-        first, again = (replace(start, island=island, inject=inject).to_json() for inject in (start.inject, ()))
+        own_start = replace(start, island=island, first_gpu=(number - numbers[0]) * size)
+        first, again = (replace(own_start, inject=inject).to_json() for inject in (start.inject, ()))
         children.start(number, [*command, first], [*command, again], log)
     return watch(children, meeting)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,22 +12,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from thinwire.checkpoint import CheckpointError, choose, passed_over, step_of
+from thinwire import _compat
+from thinwire.checkpoint import CheckpointError, choose, latest, passed_over, step_of
 from thinwire.checkpoint.folder import Manifest
 from thinwire.codecs import warm
 from thinwire.collectives import faults
 from thinwire.collectives.topology import Topology
 from thinwire.data import documents, load_tokenizer
 from thinwire.data import prepare as prepare_tokens
+from thinwire.device import choose as choose_device
 from thinwire.errors import ConfigError, Problems
 from thinwire.launch.start import Start
 from thinwire.layout.mesh import MeshShape
 from thinwire.methods.interface import Method, check_on_mesh
 from thinwire.methods.islands.base import IslandsMethod
+from thinwire.methods.sharded import ShardedMethod
 from thinwire.models import build_model
 from thinwire.models.hf import check_hf, look_into
 from thinwire.models.llama import Llama, check_cut
 from thinwire.options import LLAMA, has_islands
+from thinwire.training.clock import choose_model
 from thinwire.training.config import FIXED_ON_RESUME, TrainConfig, derive, range_errors, with_derived
 from thinwire.training.effects import Row, batch_row, late_rows, resume_rows, unused_rows
 from thinwire.training.hardware import choose_dtype, free_port, port_is_free, threads_per_worker
@@ -54,6 +60,12 @@ def check(config: TrainConfig, problems: Problems) -> Run | None:
     if run is not None and topology is not None:
         with problems.collect():
             check_grid(run.strategy, topology)
+        with problems.collect():
+            check_compiled(config, run.strategy, topology)
+        with problems.collect():
+            check_minutes(config, run)
+    with problems.collect():
+        device_of(config, run)
     with problems.collect():
         check_trackers(config.track)
     with problems.collect():
@@ -126,6 +138,47 @@ def check_grid(strategy: Method, topology: Topology) -> None:
     strategy.plan(nn.Module(), topology, 1)
 
 
+def device_of(config: TrainConfig, run: Run | None) -> tuple[str, str]:
+    """The kind of device that each worker of this machine trains on, and why. Raises ConfigError for what can't be."""
+    if run is not None and getattr(run.strategy, "cpu_only", False):
+        if config.device == "cuda":
+            raise ConfigError(f"--device cuda: strategy {config.strategy} runs on the CPU alone; nearest: --device cpu")
+        return "cpu", f"strategy {config.strategy} runs on the CPU alone"
+    return choose_device(config.device, int(os.environ.get("LOCAL_WORLD_SIZE", config.workers)))
+
+
+def check_compiled(config: TrainConfig, strategy: Method, topology: Topology) -> None:
+    """Raise ConfigError where torch.compile can't work: weights come and go inside of a layer, or no compiler."""
+    if not config.compile:
+        return
+    inner = strategy.inner if isinstance(strategy, IslandsMethod) else strategy
+    if isinstance(inner, ShardedMethod) and inner.levels(topology).weights_over > 1:
+        raise ConfigError(
+            f"--compile: {inner.name} brings weights inside of a layer's forward, which is compiled as one; nearest: "
+            "--strategy sdp4bit, or leave --compile out"
+        )
+    if config.mesh_shape.tensor > 1:
+        raise ConfigError(f"--compile: --mesh {config.mesh} cuts matrices inside of a layer; leave one of the two out")
+    if problem := _compat.compiler_problem(device_of(config, None)[0]):
+        raise ConfigError(f"--compile: {problem}; leave it out")
+
+
+def check_minutes(config: TrainConfig, run: Run) -> None:
+    """Raise ConfigError for a run whose first steps can't be taken twice."""
+    if config.minutes is None:
+        return
+    if run.has_islands:
+        raise ConfigError(
+            f"--minutes {config.minutes:g}: the islands of {config.strategy} take steps at their own pace, and may "
+            f"come later; nearest: --steps {config.steps}"
+        )
+    if getattr(run.strategy, "log", ""):
+        raise ConfigError(
+            f"--minutes {config.minutes:g}: {config.strategy} keeps a log of every step, and measured ones are none of "
+            f"the run; nearest: --steps {config.steps}"
+        )
+
+
 def check_fault(text: str, config: TrainConfig) -> None:
     """Raise ConfigError for a fault that can't be read, or can't fire in this run."""
     fault, num_ranks = faults.parse(text), config.world_size
@@ -141,7 +194,7 @@ def check_fault(text: str, config: TrainConfig) -> None:
             raise ConfigError(f"--inject {text!r}: islands are numbered from 0 to {num_islands - 1}")
     if fault.rank is not None and fault.rank >= num_ranks:
         raise ConfigError(f"--inject {text!r}: ranks are numbered from 0 to {num_ranks - 1}")
-    if fault.step is not None and fault.step > config.steps:
+    if fault.step is not None and fault.step > config.steps and config.minutes is None:
         raise ConfigError(f"--inject {text!r}: the run ends after step {config.steps}")
 
 
@@ -190,8 +243,13 @@ def resolve(run: Run, asked: TrainConfig, threads: int) -> tuple[Run, list[Row]]
     """The run with everything derived filled in, and the rows that say so."""
     batch = derive(asked, asked.num_shares)
     dtype: Any
-    dtype, reason = choose_dtype(asked.dtype, threads)
-    rows: list[Row] = [(f"dtype {asked.dtype}", dtype, reason), batch_row(asked, batch, asked.num_shares)]
+    device: Any
+    device, why_device = device_of(asked, run)
+    dtype, reason = asked.dtype, "bf16 where the GPU has it, else fp32"
+    if device == "cpu" or dtype != "auto":
+        dtype, reason = choose_dtype(asked.dtype, threads)
+    rows: list[Row] = [(f"--device {asked.device}", device, why_device)]
+    rows += [(f"dtype {asked.dtype}", dtype, reason), batch_row(asked, batch, asked.num_shares)]
     rows += [*model_rows(asked), *unused_rows(run), *late_rows(run)]
     resolved = run.with_island_size()
     if run.has_islands:
@@ -201,22 +259,62 @@ def resolve(run: Run, asked: TrainConfig, threads: int) -> tuple[Run, list[Row]]
         rows.append((f"--local-size {asked.local_size or 'by default'}", islands, why))
     if asked.optimizer is None:
         rows.append(("--optimizer", f"{run.config.optimizer}", f"the choice of strategy {asked.strategy}"))
-    if torch.cuda.is_available():
-        rows.append(("device", "cpu", "this version trains on the CPU and does not use the GPU"))
-    return replace(resolved, config=replace(with_derived(resolved.config), dtype=dtype)), rows
+    if asked.compile:
+        rows.append(("--compile", "layers are compiled one by one", "weights arrive before the forward, not during it"))
+    return replace(resolved, config=replace(with_derived(resolved.config), dtype=dtype, device=device)), rows
 
 
 def plan(config: TrainConfig, problems: Problems) -> tuple[Run, Start]:
     """Check, fill in what follows, and state it in rows; nothing is written. Raises ConfigError with all problems."""
+    threads, why = threads_per_worker(config.workers)
+    rows: list[Row] = [("threads per worker", str(threads), why)]
+    with problems.collect():
+        config, kept = keep_chosen(config)
+        rows += kept
+    with problems.collect():
+        config, chosen = with_model(config, threads)
+        rows += chosen
     run = check(config, problems)
     problems.raise_any()
     assert run is not None
-    threads, why = threads_per_worker(config.workers)
-    run, rows = resolve(run, config, threads)
-    rows.insert(0, ("threads per worker", str(threads), why))
+    run, resolved = resolve(run, config, threads)
+    rows += resolved
     rows += check_resume(run.config, RunDir(config.run_dir))
     rows += [(f"--inject {text!r}", "armed", faults.KINDS[faults.parse(text).kind]) for text in config.inject]
-    return run, Start(run.config.dtype, threads, rows, config.stop_at, config.inject, config.allow_resume_drift)
+    # "auto" is what the GPUs will say.
+    dtype = None if run.config.dtype == "auto" else run.config.dtype
+    return run, Start(dtype, threads, rows, config.stop_at, config.inject, config.allow_resume_drift)
+
+
+def keep_chosen(config: TrainConfig) -> tuple[TrainConfig, list[Row]]:
+    """The configuration of a resumed run with the steps and the model that were chosen when it began."""
+    if not config.resume or (config.minutes is None and config.model != "auto"):
+        return config, []
+    before = None
+    # One that is damaged is told of later.
+    with suppress(CheckpointError):
+        saved = latest(RunDir(config.run_dir).checkpoints)
+        before = saved_config(saved) if saved else None
+    if before is None:
+        return config, []
+    rows: list[Row] = []
+    why = "chosen when the run began, and kept"
+    if config.minutes is not None:
+        rows.append((f"--minutes {config.minutes:g}", f"{before.steps} steps", why))
+        config = replace(config, steps=before.steps, minutes=None)
+    if config.model == "auto":
+        rows.append(("--model auto", before.model, why))
+        config = replace(config, model=before.model)
+    return config, rows
+
+
+def with_model(config: TrainConfig, threads: int) -> tuple[TrainConfig, list[Row]]:
+    """The configuration with a model in place of `--model auto`. Raises ConfigError where none can be chosen."""
+    if config.model != "auto":
+        return config, []
+    dtype, _ = choose_dtype(config.dtype, threads)
+    model, why = choose_model(config, threads, dtype, load_tokenizer(config.tokenizer).vocab_size)
+    return replace(config, model=model), [("--model auto", model, why)]
 
 
 def prepare(config: TrainConfig, problems: Problems) -> tuple[Run, Start]:
@@ -226,13 +324,14 @@ def prepare(config: TrainConfig, problems: Problems) -> tuple[Run, Start]:
     """
     run, start = plan(config, problems)
     cache_dir = Path(config.cache_dir) if config.cache_dir else None
+    config = run.config
     tokens = prepare_tokens(
         config.data, load_tokenizer(config.tokenizer), text_field=config.text_field, cache_dir=cache_dir
     )
     tokens.split(config.seq_len)
     logging.getLogger("numba").setLevel(logging.WARNING)
     warm(run.strategy.codecs)
-    RunDir(config.run_dir).claim(config.node, to_toml(run.config), overwrite=config.overwrite)
+    RunDir(config.run_dir).claim(config.node, to_toml(config), overwrite=config.overwrite)
     return run, start
 
 

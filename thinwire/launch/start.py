@@ -11,7 +11,10 @@ from thinwire.training.place import Island
 
 @dataclass(frozen=True)
 class Start:
-    """dtype: the compute type that is fast here. effects: rows of the start-up table. The rest: as in TrainConfig."""
+    """dtype: the compute type that is fast here. effects: rows of the start-up table. first_gpu: of the first worker.
+    began: when the command was started, as time.time() has it; None: the time until all machines have met does not
+    count. The rest: as in TrainConfig.
+    """
 
     dtype: str | None = None
     threads: int = 1
@@ -20,15 +23,18 @@ class Start:
     inject: tuple[str, ...] = ()
     allow_resume_drift: bool = False
     island: Island | None = None
+    first_gpu: int = 0
+    began: float | None = None
 
     def to_json(self) -> str:
         return json.dumps([
             self.dtype, self.threads, self.effects, self.stop_at, self.inject, self.allow_resume_drift, self.island,
+            self.first_gpu, self.began,
         ])  # fmt: skip
 
     @classmethod
     def from_json(cls, text: str) -> Start:
-        dtype, threads, effects, stop_at, inject, allow_resume_drift, island = json.loads(text)
+        dtype, threads, effects, stop_at, inject, allow_resume_drift, island, first_gpu, began = json.loads(text)
         rows = [(asked, effect, reason) for asked, effect, reason in effects]
         place = Island(*island) if island else None
-        return cls(dtype, threads, rows, stop_at, tuple(inject), allow_resume_drift, place)
+        return cls(dtype, threads, rows, stop_at, tuple(inject), allow_resume_drift, place, first_gpu, began)

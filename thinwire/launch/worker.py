@@ -18,9 +18,12 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from thinwire.collectives import host_meeting
+from thinwire.device import Device, choose, take
 from thinwire.errors import Problems, ThinwireError
 from thinwire.launch.start import Start
+from thinwire.training.clock import fix_steps
 from thinwire.training.config import with_derived
+from thinwire.training.effects import late_rows
 from thinwire.training.gathering import gather
 from thinwire.training.hardware import threads_per_worker
 from thinwire.training.place import Island, Place
@@ -38,10 +41,18 @@ def work(run: Run, place: Place, start: Start | None) -> int:
     """
     torch.set_num_threads(threads_per_worker(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))[0])
     run = replace(run, config=with_derived(run.config)).with_island_size()
-    run, place, start, held = join_world(run, place, start or Start())
+    # Only rank 0 has what was found out before torchrun started the others.
+    start, number = start or Start(), place.local_rank
+    run, place, start, device, held = join_world(run, place, start, number)
     # Only now: SIGTERM must end a worker that still waits for others, who may never come.
     stop = StopFlag(is_replaced=start.island is not None)
-    trainer = Trainer(run, place, stop, start.dtype, start.effects)
+    dtype = start.dtype or (None if run.config.dtype == "auto" else run.config.dtype) or device.fast_dtype
+    rows = start.effects
+    if run.config.minutes is not None:
+        run, more = fix_steps(run, place, device, dtype, start.began or time.time())
+        rows = [*rows, *more, *late_rows(run)]
+        keep_config(run, place)
+    trainer = Trainer(run, place, stop, dtype, rows, device)
     try:
         trainer.run()
     except BaseException:
@@ -55,38 +66,63 @@ def work(run: Run, place: Place, start: Start | None) -> int:
     return stop.signum
 
 
-def join_world(run: Run, place: Place, start: Start) -> tuple[Run, Place, Start, object]:
+def keep_config(run: Run, place: Place) -> None:
+    """Write the run's config.toml anew, on every machine: what was chosen is kept when it is resumed."""
+    path = RunDir(run.config.run_dir).config(int(os.environ.get("GROUP_RANK", "0")))
+    if place.local_rank == 0 and path.exists():
+        path.write_text(to_toml(run.config))
+
+
+def find_device(run: Run, place: Place, start: Start, store: dist.Store, number: int) -> tuple[Device, Start]:
+    """The device that this worker trains on: of one kind for all ranks, so the CPU where one of them has no GPU.
+
+    number: of this worker on its machine. A collective over the ranks that share the store.
+    """
+    num_workers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    own, _ = choose(run.config.device, num_workers)
+    kinds = gather(store, place.rank, place.world_size, own, "its start")
+    if own == "cuda" and "cpu" in kinds:
+        row = ("device cuda", "cpu", f"rank {kinds.index('cpu')} trains on the CPU, and all ranks must alike")
+        return take("cpu", 0), replace(start, effects=[*start.effects, row])
+    return take(own, start.first_gpu + number), start
+
+
+def join_world(run: Run, place: Place, start: Start, number: int) -> tuple[Run, Place, Start, Device, object]:
     """Make the default process group: all ranks, or those of this one's island.
 
-    Returns the run, the place, what was found out, and an object to hold for as long as others may still meet here.
+    number: of this worker on its machine. Returns the run, the place, what was found out, the device, and an object to
+    hold for as long as others may still meet here.
     """
     config = run.config
     timeout = timedelta(seconds=config.timeout)
     store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
-    gather(store, place.rank, place.world_size, None, "its start")
+    own_device, start = find_device(run, place, start, store, number)
+    is_one_machine = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == place.world_size
+    # NCCL between the GPUs of one machine, and where a tensor axis needs it.
+    backend = own_device.backend if is_one_machine or config.mesh_shape.tensor > 1 else "gloo"
     size = island_size(config) if run.has_islands else place.world_size
     if start.island is not None or size == place.world_size:
-        join_group(store, place.rank, place.world_size, timeout)
-        return run, replace(place, island=start.island or Island()), start, None
-    number, rank = divmod(place.rank, size)
+        join_group(store, place.rank, place.world_size, timeout, backend)
+        return run, replace(place, island=start.island or Island()), start, own_device, None
+    island_number, rank = divmod(place.rank, size)
     meeting = host_meeting() if place.rank == 0 else None
     if meeting is not None:
         # Only rank 0 knows which dtype is fast, and all islands must compute in the same one.
         store.set("thinwire/start", json.dumps([f"{os.environ['MASTER_ADDR']}:{meeting.port}", start.dtype]))
     meet, dtype = json.loads(store.get("thinwire/start"))
-    island = Island(number, place.world_size // size, meet)
-    run_dir = RunDir(config.run_dir).island(number)
+    island = Island(island_number, place.world_size // size, meet)
+    run_dir = RunDir(config.run_dir).island(island_number)
     run = run.but(run_dir=str(run_dir.path))
-    if number and rank == 0:
+    if island_number and rank == 0:
         run_dir.claim(0, to_toml(run.config), overwrite=config.overwrite)
-    join_group(dist.PrefixStore(f"island{number}", store), rank, size, timeout)
-    return run, Place(rank, rank, size, island), replace(start, dtype=dtype), (meeting, store)
+    join_group(dist.PrefixStore(f"island{island_number}", store), rank, size, timeout, own_device.backend)
+    return run, Place(rank, rank, size, island), replace(start, dtype=dtype), own_device, (meeting, store)
 
 
-def join_group(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> None:
+def join_group(store: dist.Store, rank: int, world_size: int, timeout: timedelta, backend: str) -> None:
     """Make the default process group of the ranks that share a store."""
     own = dist.PrefixStore("thinwire/group", store)
-    dist.init_process_group("gloo", store=own, rank=rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group(backend, store=own, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def exit_after(run: Run, place: Place, start: Start | None, *, trace: bool) -> NoReturn:

@@ -88,7 +88,11 @@ def _state_for(
             state[kind] = torch.empty_like(mine.tensor, memory_format=torch.contiguous_format)
             wanted[f"{OPTIMIZER}/{kind}/{name}"] = mine.piece(state[kind])
         elif number is not None:
-            state[kind] = torch.tensor(number, dtype=like.dtype) if isinstance(like, Tensor) else type(like)(number)
+            # A fused optimizer counts steps on the device, others on the CPU.
+            is_tensor = isinstance(like, Tensor)
+            state[kind] = (
+                torch.tensor(number, dtype=like.dtype, device=like.device) if is_tensor else type(like)(number)
+            )
         elif isinstance(like, bool):
             # A flag that the other optimizer does not know, such as whether a variance is frozen.
             state[kind] = like

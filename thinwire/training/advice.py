@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from thinwire.collectives import Communicator
+from thinwire.device import Device
 from thinwire.hosts.interface import ParallelOptimizer
 from thinwire.report.units import bytes_text, seconds_text
 from thinwire.training.effects import Row
@@ -35,19 +36,27 @@ def link_rate(comm: Communicator) -> float:
         num_bytes *= 4
 
 
-def flops_per_s(dtype: torch.dtype, size: int = 768, repeats: int = 5) -> float:
+def flops_per_s(dtype: torch.dtype, device: Device, repeats: int = 5) -> float:
     """Floating-point operations a second of a matrix product in `dtype`, on this process's threads; the median."""
-    a, b = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
+    size = 768 if device.kind == "cpu" else 4096
+    a, b = (torch.ones(size, size, dtype=dtype, device=device.torch) for _ in range(2))
     seconds = []
     for _ in range(repeats):
+        device.synchronize()
         start = time.perf_counter()
         torch.mm(a, b)
+        device.synchronize()
         seconds.append(time.perf_counter() - start)
     return 2 * size**3 / sorted(seconds)[repeats // 2]
 
 
 def advise(
-    optimizer: ParallelOptimizer, strategy: str, num_parameters: int, tokens_per_rank: int, dtype: torch.dtype
+    optimizer: ParallelOptimizer,
+    strategy: str,
+    num_parameters: int,
+    tokens_per_rank: int,
+    dtype: torch.dtype,
+    device: Device,
 ) -> Iterator[Row]:
     """Rows on the link and on whether 16 bits would do; a collective over all ranks.
 
@@ -65,7 +74,8 @@ def advise(
     half_bytes = 4 * num_parameters * (grid.num_nodes - 1) / grid.num_nodes / grid.local_size
     if optimizer.bytes_per_step > 0.9 * half_bytes:
         return
-    link_s, compute_s = 8 * half_bytes / rate, 6 * num_parameters * tokens_per_rank / (EFFICIENCY * flops_per_s(dtype))
+    link_s = 8 * half_bytes / rate
+    compute_s = 6 * num_parameters * tokens_per_rank / (EFFICIENCY * flops_per_s(dtype, device))
     compute_s = optimizer.all_mean(compute_s)
     if link_s > compute_s:
         verdict = "pays on this link"

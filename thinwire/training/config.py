@@ -22,7 +22,8 @@ class TrainConfig:
     """
 
     model: str = "demo"
-    """Preset (tiny, demo, 125m, 350m, 1b), or hf:DIR for a causal LM that transformers builds from a folder."""
+    """Preset (tiny, demo, 125m, 350m, 1b), hf:DIR for a causal LM that transformers builds from a folder, or auto:
+    demo or tiny, by what --minutes leaves time for."""
     data: str = "stdlib"
     """Text to train on: a file or folder, .jsonl, .parquet, hf:NAME, or stdlib: the sources of this Python."""
     text_field: str = "text"
@@ -51,6 +52,9 @@ class TrainConfig:
     """This machine's number, from 0, with --join."""
     steps: int = 1000
     """Optimizer steps of the whole run."""
+    minutes: float | None = None
+    """End about this many minutes after the command was started, in place of --steps: the first steps are measured, and
+    the number of steps is chosen once and kept."""
     stop_at: int | None = None
     """Save a checkpoint after this step and end; --resume continues. The learning-rate schedule still spans --steps."""
     tokens_per_step: int | None = None
@@ -72,8 +76,13 @@ class TrainConfig:
     """Largest global norm of the gradient; 0 turns clipping off."""
     dead_steps: int = 20
     """End the run after this many steps in a row whose gradient is zero or not finite; 0 turns this off."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """What workers train on: cuda, a GPU for each, or cpu; auto takes cuda where there is a GPU for every worker."""
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
-    """Compute type; auto measures whether bf16 autocast is faster on this machine. Weights and sums stay fp32."""
+    """Compute type; auto measures whether bf16 autocast is faster on this machine, and on a GPU takes bf16 where it has
+    bf16 units. Weights and sums stay fp32."""
+    compile: bool = False
+    """Compile the model's layers with torch.compile."""
     seed: int = 0
     """Seeds the weights, the order of the data and the rounding."""
     run_dir: str = "runs/run"
@@ -136,13 +145,13 @@ class TrainConfig:
 # The flags under their titles in --help; the first are those that most runs need.
 GROUPS = {
     "common": (
-        "model", "data", "strategy", "workers", "steps", "tokens_per_step", "seq_len", "micro_batch", "lr", "seed",
-        "run_dir", "resume", "overwrite", "dry_run",
+        "model", "data", "strategy", "workers", "device", "steps", "minutes", "tokens_per_step", "seq_len",
+        "micro_batch", "lr", "seed", "run_dir", "resume", "overwrite", "dry_run",
     ),
     "machines": ("local_size", "mesh", "join", "nodes", "node", "timeout"),
     "data": ("text_field", "tokenizer", "cache_dir"),
     "training": (
-        "inner", "optimizer", "weight_decay", "warmup_steps", "grad_clip", "dead_steps", "dtype", "stop_at",
+        "inner", "optimizer", "weight_decay", "warmup_steps", "grad_clip", "dead_steps", "dtype", "compile", "stop_at",
     ),
     "checkpoints": ("checkpoint_every", "keep_last", "keep_every", "keep_best", "allow_resume_drift"),
     "results": ("eval_sequences", "prompt", "sample_tokens", "track"),
@@ -154,13 +163,13 @@ LOWEST: dict[str, int | None] = {
     "workers": 1, "local_size": 1, "nodes": 1, "node": 0, "steps": 1, "stop_at": 1, "tokens_per_step": 1, "seq_len": 1,
     "micro_batch": 1, "lr": None, "weight_decay": 0, "warmup_steps": 0, "grad_clip": 0, "seed": 0, "dead_steps": 0,
     "checkpoint_every": 0, "keep_last": 1, "keep_every": 0, "restarts": 0, "eval_sequences": 0, "sample_tokens": 0,
-    "timeout": None,
+    "timeout": None, "minutes": None,
 }  # fmt: skip
 
 # Machines may differ in these; the rest must be equal on all ranks.
 PER_MACHINE = {
     "model", "data", "tokenizer", "text_field", "cache_dir", "run_dir", "node", "join", "workers", "resume",
-    "overwrite", "dry_run", "track", "prompt", "sample_tokens", "dtype", "inject", "restarts",
+    "overwrite", "dry_run", "track", "prompt", "sample_tokens", "device", "dtype", "inject", "restarts",
 }  # fmt: skip
 # Of one start only: a run repeated from its config.toml must not delete or move another.
 NOT_WRITTEN = ("resume", "overwrite", "dry_run", "allow_resume_drift", "stop_at", "inject", "node", "tables")
@@ -197,7 +206,9 @@ def range_errors(config: TrainConfig) -> Iterator[str]:
 def with_derived(config: TrainConfig) -> TrainConfig:
     """The configuration with the numbers filled in that follow from others."""
     batch = derive(config, config.num_shares)
-    return replace(config, tokens_per_step=batch.tokens_per_step, warmup_steps=config.num_warmup_steps)
+    # How many steps there are is not known before some were measured.
+    warmup_steps = config.warmup_steps if config.minutes else config.num_warmup_steps
+    return replace(config, tokens_per_step=batch.tokens_per_step, warmup_steps=warmup_steps)
 
 
 @dataclass(frozen=True)

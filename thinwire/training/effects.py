@@ -45,6 +45,8 @@ def unused_rows(run: Run) -> Iterator[Row]:
     for name, (is_pointless, reason) in pointless.items():
         if is_pointless and getattr(config, name) != getattr(DEFAULTS, name):
             yield flag(name), NONE, reason
+    if config.minutes is not None:
+        return
     if config.stop_at is not None and config.stop_at >= config.steps:
         yield f"{flag('stop_at')} {config.stop_at}", NONE, f"the run ends after {config.steps} steps anyway"
     if config.num_warmup_steps > config.steps:
@@ -55,7 +57,7 @@ def unused_rows(run: Run) -> Iterator[Row]:
 def late_rows(run: Run) -> Iterator[Row]:
     """One row where the run ends before the strategy is itself, such as in exact first steps or a warm-up."""
     settled, steps = 0 if run.has_islands else run.strategy.settled_after, run.config.steps
-    if settled >= steps:
+    if settled >= steps and run.config.minutes is None:
         yield (
             f"{flag('strategy')} {run.config.strategy}",
             "not in full",

@@ -42,3 +42,8 @@ class Place:
     def number(self) -> int:
         """This one's, among the ranks of all islands."""
         return self.island.number * self.world_size + self.rank
+
+    @property
+    def is_first_of_machine(self) -> bool:
+        """Whether it is the first of its machine, where a run without islands has several."""
+        return self.local_rank == 0 and self.rank > 0 and self.island.num_islands == 1

@@ -72,7 +72,7 @@ class Reporter:
 
     def finish(
         self, *, step: int, skipped_steps: int, heldout_loss: float | None, stopped: str, sample: str, parameters: int,
-        peak_rss_bytes: int, unsaved: str = "",
+        peak_rss_bytes: int, unsaved: str = "", device: str = "cpu", dtype: str = "fp32", peak_allocated_bytes: int = 0,
     ) -> None:  # fmt: skip
         """Write summary.json and report.html, and say where they are.
 
@@ -97,7 +97,10 @@ class Reporter:
             "strategy": self.config.strategy,
             "world_size": self.world_size,
             "parameters": parameters,
+            "device": device,
+            "dtype": dtype,
             "peak_rss_bytes": peak_rss_bytes,
+            "peak_allocated_bytes": peak_allocated_bytes,
             "versions": versions(),
             "steps": step,
             "resumed_after": self.first_step,

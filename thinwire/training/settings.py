@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -41,6 +41,7 @@ def read_config(args: Sequence[str], problems: Problems) -> TrainConfig:
     """
     stated = command_line().read(args, problems)
     flags = stated.pop("")
+    check_length(flags, "", problems)
     path = flags.pop("config_file", None)
     asked = replace(TrainConfig(), **flags)
     if path is None and asked.resume:
@@ -50,8 +51,21 @@ def read_config(args: Sequence[str], problems: Problems) -> TrainConfig:
         below = read_toml(Path(path), problems) if path is not None else TrainConfig()
     except ConfigError as error:
         raise ConfigError(*problems.messages, *error.problems) from None
+    # The flag decides over the file, in which the other of the two may stand.
+    if "steps" in flags:
+        below = replace(below, minutes=None)
+    elif "minutes" in flags:
+        below = replace(below, steps=TrainConfig().steps)
     tables = {name: {**below.tables.get(name, {}), **values} for name, values in stated.items()}
     return replace(below, **flags, tables={name: values for name, values in tables.items() if values})
+
+
+def check_length(stated: Mapping[str, Any], note: str, problems: Problems) -> None:
+    """Note where the length of a run is stated in two ways."""
+    if stated.keys() >= {"steps", "minutes"}:
+        problems.messages.append(
+            f"{note}--steps {stated['steps']} and --minutes {stated['minutes']}: a run has one length; give one of them"
+        )
 
 
 def read_toml(path: Path, problems: Problems) -> TrainConfig:
@@ -76,6 +90,7 @@ def parse_toml(text: str, place: str, problems: Problems) -> TrainConfig:
     content = {key.replace("-", "_"): value for key, value in content.items()}
     tables = {name: content.pop(name) for name in option_tables() if name in content}
     note = f"{place}: "
+    check_length(content, note, problems)
     flat = checked_values(TrainConfig, content, note, problems, others=option_tables())
     options = {
         name: checked_values(option_tables()[name], values, f"{note}[{name}] ", problems)
@@ -86,10 +101,12 @@ def parse_toml(text: str, place: str, problems: Problems) -> TrainConfig:
 
 def to_toml(config: TrainConfig) -> str:
     """The configuration as TOML; unset values are left out, as are tables that the run does not use."""
+    # With --minutes the number of steps is still to be chosen.
+    left_out = (*NOT_WRITTEN, "steps") if config.minutes else NOT_WRITTEN
     lines = [
         f"{name} = {toml_value(value)}"
         for name, value in asdict(config).items()
-        if name not in NOT_WRITTEN and value is not None
+        if name not in left_out and value is not None
     ]
     for table in sorted(config.tables.keys() & tables_in_effect(config)):
         lines += ["", f"[{table}]", *(f"{k} = {toml_value(v)}" for k, v in config.tables[table].items())]

@@ -6,15 +6,10 @@ import math
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from thinwire.checkpoint import (
     FROZEN,
@@ -27,26 +22,19 @@ from thinwire.checkpoint import (
 )
 from thinwire.checkpoint.folder import latest, step_of
 from thinwire.codecs import derive_seed
-from thinwire.collectives import ElasticPeers, Peers, faults
-from thinwire.compose import parallelize
-from thinwire.data import BatchLoader, heldout_batches, load_tokenizer
-from thinwire.data import prepare as prepare_tokens
+from thinwire.collectives import faults
+from thinwire.device import Device
 from thinwire.errors import ConfigError
-from thinwire.layout.mesh import MeshShape
-from thinwire.methods.islands.base import connect
-from thinwire.models import build_model, generate
-from thinwire.models.llama import Llama, cut_over
-from thinwire.optim import make_optimizer
-from thinwire.options import LLAMA
 from thinwire.state.watchdog import Watchdog
 from thinwire.training.advice import advise
 from thinwire.training.agreement import agree, agree_on_start
-from thinwire.training.config import PER_MACHINE, TrainConfig, derive
 from thinwire.training.effects import Row
+from thinwire.training.engine import Corpus, Engine
 from thinwire.training.hardware import max_over_ranks, peak_rss_bytes
 from thinwire.training.metrics import MembershipEvent, StepMetrics
 from thinwire.training.origin import ISLANDS, Origin, folder_to_read, is_verified, leave_islands, num_islands
 from thinwire.training.place import Place
+from thinwire.training.progress import Progress
 from thinwire.training.proof import Proof, circumstances
 from thinwire.training.reporter import Reporter, versions
 from thinwire.training.run import Run
@@ -62,54 +50,31 @@ class Trainer:
     Every rank makes one. Raises ConfigError where ranks disagree about the run.
     """
 
-    def __init__(self, run: Run, place: Place, stop: StopFlag, dtype: str | None, rows: Sequence[Row]) -> None:
+    def __init__(
+        self, run: Run, place: Place, stop: StopFlag, dtype: str | None, rows: Sequence[Row],
+        device: Device | None = None,
+    ) -> None:  # fmt: skip
         self.config, self.place, self.stop = run.config, place, stop
+        self.device = device or Device()
         config = run.config
-        shape = config.mesh_shape
-        # Ranks of the tensor axis see the same data.
-        self.num_tensor = shape.tensor
-        self.num_shares, self.share = place.num_ranks // shape.tensor, place.number // shape.tensor
-        self.batch = derive(config, self.num_shares)
         self.run_dir = RunDir(config.run_dir)
-        self.tokenizer = load_tokenizer(config.tokenizer)
-        cache_dir = Path(config.cache_dir) if config.cache_dir else None
-        tokens = prepare_tokens(config.data, self.tokenizer, text_field=config.text_field, cache_dir=cache_dir)
-        train_tokens, self.heldout_tokens = tokens.split(config.seq_len)
-        self.digest = tokens.info.digest
+        corpus = Corpus.of(config)
+        self.digest = corpus.digest
         self.dtype = agree(config, tokens=self.digest, dtype=dtype)
         folder = folder_to_read(self.run_dir, place.island)
         # The launcher has verified the first island's checkpoints on the first machine, unless none was sound.
         verifies = place.local_rank == 0 and (place.number > 0 or not is_verified(folder))
         saved, saved_rows = agree_on_start(folder, verifies=verifies, island=place.island)
-        fields = config.tables.get(LLAMA) if LLAMA in run.used_tables else None
-        self.model = build_model(config.model, self.tokenizer.vocab_size, config.seq_len, config.seed, fields)
-        self.shapes = {name: list(param.shape) for name, param in self.model.named_parameters()}
-        self.frozen, self.buffers = untrained(self.model)
-        mesh = mesh_of(shape)
-        if isinstance(self.model, Llama) and shape.tensor > 1:
-            cut_over(self.model, mesh["tensor"])
-        optimizer = build_optimizer(config, self.model)
-        self.num_parameters = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
-        # In training the wrapped module is called, which may communicate; everywhere else the model itself.
-        strategy = connect(
-            run.strategy, partial(meet_others, config, place), lambda: common_options(config, self.digest)
-        )
-        self.stage = parallelize(
-            self.model, optimizer, mesh, [strategy], local_size=config.local_size, seed=config.seed,
-            timeout_s=config.timeout, checked=config.checked, overlap=True, announce=False,
-        )  # fmt: skip
-        self.wrapped, self.optimizer = self.stage.module, self.stage.optimizer
-        advice = advise(
-            self.optimizer, config.strategy, self.num_parameters, self.batch.tokens_per_step // self.num_shares,
-            torch.bfloat16 if self.dtype == "bf16" else torch.float32,
-        )  # fmt: skip
+        self.engine = Engine(run, place, self.device, corpus, self.dtype)
+        self.model, self.batch, self.loader = self.engine.model, self.engine.batch, self.engine.loader
+        self.stage, self.optimizer = self.engine.stage, self.engine.optimizer
         # On every rank: they measure together.
-        link_rows = list(advice)
-        self.loader = BatchLoader(
-            train_tokens, seq_len=config.seq_len, micro_batch=self.batch.micro_batch,
-            accumulation=self.batch.accumulation, rank=self.share, world_size=self.num_shares, seed=config.seed,
+        advice = advise(
+            self.optimizer, config.strategy, self.engine.num_parameters,
+            self.batch.tokens_per_step // self.engine.num_shares,
+            torch.bfloat16 if self.dtype == "bf16" else torch.float32, self.device,
         )  # fmt: skip
-        torch.manual_seed(derive_seed(config.seed, self.share) >> 1)
+        link_rows = list(advice)
         disk = Disk.find(self.run_dir.checkpoints, place.rank, self._numbers_of_ranks)
         store = store_of_ranks(place.rank, place.world_size, self._numbers_of_ranks)
         keep = Keep(config.keep_last, config.keep_every, config.keep_best)
@@ -118,7 +83,7 @@ class Trainer:
         self._about: dict[str, Any] = {
             "strategy": config.strategy,
             "versions": versions(),
-            "circumstances": circumstances(self.batch, place.world_size, self.dtype),
+            "circumstances": circumstances(self.batch, place.world_size, self.dtype, self.device.name),
             ISLANDS: place.island.num_islands,
             "config": to_toml(config),
         }
@@ -136,15 +101,26 @@ class Trainer:
         self._watchdog = Watchdog(config.dead_steps)
         self._traffic = self.optimizer.meter.snapshot()
         self.reporter: Reporter | None = None
+        self.onlooker: Progress | None = None
+        rows = [*self._device_rows(), *rows]
         if place.rank == 0:
-            data_row = (f"data {config.data}", f"{tokens.info.num_tokens:,} tokens", f"tokenizer {config.tokenizer}")
+            data_row = (f"data {config.data}", f"{corpus.num_tokens:,} tokens", f"tokenizer {config.tokenizer}")
             self.reporter = Reporter(
                 config, first_step=self.step, world_size=place.num_ranks,
                 uncompressed_bytes=self.optimizer.uncompressed_bytes_per_step,
                 rows=[data_row, *rows, *saved_rows, *load_report, *self.stage.describe(), *link_rows],
             )  # fmt: skip
+        elif place.is_first_of_machine:
+            self.onlooker = Progress(
+                config.steps, self.batch.tokens_per_step, self.optimizer.uncompressed_bytes_per_step
+            )
+            self.onlooker.start_table([*rows, ("metrics, summary and report", "on node 0", "where rank 0 is")])
         self._report_changes()
         self._arm_faults()
+
+    def _device_rows(self) -> list[Row]:
+        """What a GPU computes in, which the launcher has left open."""
+        return [] if self.device.kind == "cpu" else [("device", self.device.name, f"computes in {self.dtype}")]
 
     def run(self) -> None:
         """Take the remaining steps, then measure, save and report; ends early where any rank was asked to stop."""
@@ -162,7 +138,7 @@ class Trainer:
         elif not stopped and self.optimizer.has_islands:
             self._finish()
         self._save()
-        self._note_next_loss(self._probe())
+        self._note_next_loss(self.engine.next_loss())
         self.saver.close()
         problems = self._warn_of_saves()
         unsaved = self._unsaved(problems[-1]) if self.saver.last_step != self.step else ""
@@ -172,15 +148,18 @@ class Trainer:
             heldout_loss = self._evaluate() if self.config.eval_sequences else None
         for fault in faults.disarm():
             self._tell_of_fault(f"thinwire: rank {self.place.rank}: --inject {str(fault)!r} never happened")
-        peak_rss = max_over_ranks(peak_rss_bytes())
+        peak_rss, peak_allocated = max_over_ranks(peak_rss_bytes()), max_over_ranks(self.device.peak_bytes())
         # The ranks that hold the first rank's matrices between them compute together.
-        sample = self._sample() if not stopped and self.place.rank < self.num_tensor else ""
-        self.optimizer.close()
+        sample = self._sample() if not stopped and self.place.rank < self.engine.num_tensor else ""
+        self.engine.close()
+        if self.onlooker is not None:
+            self.onlooker.say(f"{stopped or 'finished'} after step {self.step}; node 0 has the results")
         if self.reporter is not None:
             self.reporter.finish(
                 step=self.step, skipped_steps=self.optimizer.skipped_steps, heldout_loss=heldout_loss,
                 stopped=stopped or "finished", sample=sample,
-                parameters=self.num_parameters, peak_rss_bytes=peak_rss, unsaved=unsaved,
+                parameters=self.engine.num_parameters, peak_rss_bytes=peak_rss, unsaved=unsaved,
+                device=self.device.name, dtype=self.dtype, peak_allocated_bytes=peak_allocated,
             )  # fmt: skip
 
     def _finish(self) -> None:
@@ -246,18 +225,15 @@ class Trainer:
             self.step + 1, peak=self.config.lr, num_warmup_steps=self.config.num_warmup_steps,
             num_steps=self.config.steps,
         )  # fmt: skip
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        self._forward_s = 0.0
-        batches = [self.loader.next_batch() for _ in range(self.batch.accumulation)]
-        self.stage.forward_backward(batches, self._loss_of)
+        self.engine.set_lr(lr)
+        forward_s = self.engine.forward_backward()
         if self.stop.reason:
             optimizer.request_stop()
         # From here on all ranks know the loss, the norm of the gradient, and whether any rank wants to stop.
         grad_norm = float(self.stage.reduce())
         # The weights of this step travel during the next one's forward, with which they are counted.
         traffic = optimizer.meter.snapshot()
-        self.stage.update(self.config.grad_clip or math.inf)
+        self.engine.update()
         if optimizer.has_islands or optimizer.has_own_pace:
             # Messages between islands are sent and awaited at the end of a step.
             traffic = optimizer.meter.snapshot()
@@ -266,14 +242,14 @@ class Trainer:
         sent, self._traffic = traffic - self._traffic, traffic
         step_s = time.perf_counter() - start
         self._compare_losses(optimizer.mean_loss)
-        if self.reporter is not None:
-            self.reporter.step(
+        if teller := self.reporter or self.onlooker:
+            teller.step(
                 StepMetrics(
                     step=self.step, loss=optimizer.mean_loss, tokens=self.step * self.batch.tokens_per_step,
                     step_s=step_s, compute_s=step_s - spent.exposed_s, exposed_comm_s=spent.exposed_s,
                     sent_bytes=sent.sent_bytes, received_bytes=sent.received_bytes, lr=lr, grad_norm=grad_norm,
-                    codec_s=spent.encode_s + spent.decode_s, forward_s=self._forward_s,
-                    sent_weight_bytes=sent.sent_by("weights"),
+                    codec_s=spent.encode_s + spent.decode_s, forward_s=forward_s,
+                    sent_weight_bytes=sent.sent_by("weights"), peak_allocated_bytes=self.device.peak_bytes(),
                 )
             )  # fmt: skip
         self._watch_gradient(grad_norm)
@@ -281,52 +257,26 @@ class Trainer:
         self._follow()
         self._report_changes()
 
-    def _loss_of(self, module: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """The loss of one micro-batch; its forward's seconds are counted."""
-        start = time.perf_counter()
-        with self._autocast():
-            loss = module(*batch)
-        self._forward_s += time.perf_counter() - start
-        return loss
-
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast("cpu", torch.bfloat16, enabled=self.dtype == "bf16")
-
     def _watch_gradient(self, norm: float) -> None:
         """Warn of every skipped step; end a run whose gradients stay zero or not finite."""
         if self.reporter is not None and not math.isfinite(norm):
             self.reporter.progress.warn(f"step {self.step} skipped on all ranks: a gradient is not finite")
         self._watchdog.note(norm, self.step)
 
-    @torch.no_grad()
     def _evaluate(self) -> float:
-        """The mean loss on held-out sequences, over all ranks, of each island by itself; nats per token."""
+        """See Engine.evaluate."""
         if self.reporter is not None:
             self.reporter.progress.say("measuring the held-out loss ...")
-        self.model.eval()
-        total, num_sequences = 0.0, 0
-        for tokens, targets in heldout_batches(
-            self.heldout_tokens, seq_len=self.config.seq_len, micro_batch=self.batch.micro_batch,
-            rank=self.place.rank // self.num_tensor, world_size=self.place.world_size // self.num_tensor,
-            max_sequences=self.config.eval_sequences,
-        ):  # fmt: skip
-            with self._autocast():
-                total += float(self.model(tokens, targets)) * len(tokens)
-            num_sequences += len(tokens)
-        self.model.train()
-        # A rank may have fewer sequences than others, or none.
-        return self.optimizer.all_mean(total) / self.optimizer.all_mean(num_sequences)
+        return self.engine.evaluate()
 
     def _sample(self) -> str:
         """Text that the model writes after the prompt."""
         if not self.config.sample_tokens:
             return ""
-        prompt = [int(token) for token in self.tokenizer.encode(self.config.prompt)]
-        prompt = prompt or [self.tokenizer.end_of_document or 0]
-        generator = torch.Generator().manual_seed(self.config.seed)
-        with self._autocast():
-            tokens = generate(self.model, torch.tensor([prompt]), self.config.sample_tokens, 0.8, generator)
-        return self.tokenizer.decode(tokens[0].tolist())
+        tokenizer = self.engine.corpus.tokenizer
+        prompt = [int(token) for token in tokenizer.encode(self.config.prompt)]
+        prompt = prompt or [tokenizer.end_of_document or 0]
+        return tokenizer.decode(self.engine.continued(prompt, self.config.sample_tokens))
 
     def _catch_up(self) -> int:
         """The step after which a run without a checkpoint begins: 0, or the last that a strategy replays from a log."""
@@ -338,10 +288,13 @@ class Trainer:
         """Start to write a checkpoint, of replicas that are still the same bits on all ranks."""
         self.optimizer.check_replicas()
         snapshot = self.stage.snapshot()
-        snapshot.pieces |= {f"{FROZEN}/{name}": Piece.whole(tensor) for name, tensor in self.frozen.items()}
-        snapshot.own |= {"trainer": {"rng": torch.get_rng_state(), "buffers": self.buffers}}
+        snapshot.pieces |= {f"{FROZEN}/{name}": Piece.whole(tensor) for name, tensor in self.engine.frozen.items()}
+        own = {"rng": torch.get_rng_state(), "buffers": self.engine.buffers}
+        if (device_rng := self.device.random_state()) is not None:
+            own["device_rng"] = device_rng
+        snapshot.own |= {"trainer": own}
         position = {"step": self.step, "tokens": self.digest, "loader": self.loader.state_dict()}
-        snapshot.common |= {"trainer": position, "shapes": self.shapes}
+        snapshot.common |= {"trainer": position, "shapes": self.engine.shapes}
         loss = self.optimizer.mean_loss
         self.saver.save(self.step, snapshot, loss=loss if math.isfinite(loss) else None, about=self._about)
 
@@ -351,10 +304,10 @@ class Trainer:
         position = source.common["trainer"]
         if position["tokens"] != self.digest:
             raise ConfigError(f"data {self.config.data} is not the data that {saved} was trained on: bring it back")
-        if source.common["shapes"] != self.shapes:
+        if source.common["shapes"] != self.engine.shapes:
             raise ConfigError(f"{saved} holds another model: names and shapes of parameters must be the same")
         self.stage.restore(source)
-        source.read({f"{FROZEN}/{name}": Piece.whole(tensor) for name, tensor in self.frozen.items()})
+        source.read({f"{FROZEN}/{name}": Piece.whole(tensor) for name, tensor in self.engine.frozen.items()})
         self.loader.load_state_dict(position["loader"])
         before = num_islands(saved, island)
         has_own = island.number < before and saved.parent == self.run_dir.checkpoints
@@ -379,7 +332,7 @@ class Trainer:
         if not self.optimizer.has_islands or source.is_same:
             return row
         if self._proof is not None:
-            loss = self._probe()
+            loss = self.engine.next_loss()
             # A run without islands has saved the loss over the data of all of them.
             loss = self.optimizer.mean_over_islands(loss) if origin.num_islands == 1 else loss
             line = self._proof.check(step + 1, loss, allow_drift=self.config.allow_resume_drift)
@@ -396,30 +349,32 @@ class Trainer:
         count = place.island.num_islands
         is_same_world = has_own and (source.world_size, before) == (place.world_size, count)
         own = source.own("trainer", rank=None if is_same_world else 0)
-        for name, tensor in self.buffers.items():
+        for name, tensor in self.engine.buffers.items():
             tensor.copy_(own["buffers"][name])
         if is_same_world:
             torch.set_rng_state(own["rng"])
+            self._restore_device_random_state(source, own, step)
             return
-        torch.manual_seed(derive_seed(self.config.seed, self.share, step) >> 1)
+        torch.manual_seed(self._seed_after(step))
         ranks = f"{source.world_size} ranks had them and there are {place.world_size}"
         if max(before, count) > 1:
             ranks = f"{before} x {source.world_size} ranks had them and there are {count} x {place.world_size}"
         source.note("random states", "dropped", f"{ranks}: seeded anew from --seed, rank and step")
         source.note("data position", "carried", "counted in sequences over all ranks")
 
-    @torch.no_grad()
-    def _probe(self) -> float:
-        """The loss that the next step would have; nothing is trained, and nothing is left changed."""
-        position, random = self.loader.state_dict(), torch.get_rng_state()
-        total = 0.0
-        for _ in range(self.batch.accumulation):
-            tokens, targets = self.loader.next_batch()
-            with self._autocast():
-                total += self.wrapped(tokens, targets) / self.batch.accumulation
-        self.loader.load_state_dict(position)
-        torch.set_rng_state(random)
-        return self.optimizer.all_mean(float(total))
+    def _seed_after(self, step: int) -> int:
+        """Of the random generators of a rank that has no state of its own to go on from."""
+        return derive_seed(self.config.seed, self.engine.share, step) >> 1
+
+    def _restore_device_random_state(self, source: Source, own: dict[str, Any], step: int) -> None:
+        """Restore a GPU's random state; one that was saved by a CPU has none."""
+        if self.device.random_state() is None:
+            return
+        if "device_rng" in own:
+            self.device.set_random_state(own["device_rng"])
+        else:
+            self.device.seed(self._seed_after(step))
+            source.note("random state of the GPU", "new", "the CPU had none: seeded from --seed, rank and step")
 
     def _compare_losses(self, loss: float) -> None:
         """Note the first loss after a save, for a later resume; compare the first loss after a resume."""
@@ -453,42 +408,3 @@ class Trainer:
     def _numbers_of_ranks(self, number: int) -> list[int]:
         comm = self.optimizer.everyone
         return [int(n) for n in comm.wait(comm.all_gather_exact(torch.tensor([number])))]
-
-
-def mesh_of(shape: MeshShape) -> DeviceMesh:
-    """The mesh of this process group, an island's where there are several: the data axis alone where nothing is cut."""
-    inside = {name: size for name, size in shape.sizes.items() if name != "island"}
-    sizes = inside if shape.tensor > 1 else {"data": dist.get_world_size()}
-    return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-
-
-def meet_others(config: TrainConfig, place: Place) -> Peers | None:
-    """The other islands, for the first rank of one that has any."""
-    number, num_islands, meet = place.island
-    if place.rank or num_islands == 1:
-        return None
-    return ElasticPeers(meet, number, timeout_s=config.timeout, max_islands=num_islands, min_islands=num_islands)
-
-
-def common_options(config: TrainConfig, tokens: str) -> str:
-    """What all islands must have in common, besides the model and the method."""
-    shared = {name: value for name, value in asdict(config).items() if name not in PER_MACHINE}
-    return repr((shared, tokens))
-
-
-def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer over all trainable parameters; those with fewer than two dimensions do not decay."""
-    params = [param for param in model.parameters() if param.requires_grad]
-    matrices = {"params": [p for p in params if p.dim() >= 2], "weight_decay": config.weight_decay}
-    vectors = {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0}
-    groups = [group for group in (matrices, vectors) if group["params"]]
-    assert config.optimizer is not None, "resolved by Run.of"
-    return make_optimizer(config.optimizer, groups, config.lr)
-
-
-def untrained(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Frozen parameters, and buffers that are part of the model's state; the optimizer knows neither."""
-    params = dict(model.named_parameters(remove_duplicate=False))
-    state = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
-    frozen = {name: tensor for name, tensor in state.items() if name in params and not params[name].requires_grad}
-    return frozen, {name: tensor for name, tensor in state.items() if name not in params}

@@ -41,6 +41,7 @@ class OneByte:
     optimizers: ClassVar[tuple[str, ...]] = GENERAL
     optimizers_reason: ClassVar[str] = "hands its estimate of the gradient to one that is usual"
     shards_optimizer: ClassVar[bool] = False
+    cpu_only: ClassVar[bool] = True
     not_inside_islands: ClassVar[str] = "keeps a log of all that was applied, which exchanges would not be in"
     not_on_mesh: ClassVar[str] = "draws directions of the whole model on every rank"
 

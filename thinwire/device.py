@@ -1,0 +1,136 @@
+"""Where a process trains: the CPU, or one GPU. What differs between them is here, and for messages in `collectives`.
+
+`Device` is the CPU, `Cuda` a GPU. Each method that a GPU overrides is one or two calls of torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.errors import ConfigError
+
+
+class Device:
+    """The CPU."""
+
+    kind = "cpu"
+    # Of torch.distributed, for the collectives of torch itself; packets travel by gloo.
+    backend = "gloo"
+
+    def __init__(self) -> None:
+        self.torch = torch.device(self.kind)
+
+    @property
+    def name(self) -> str:
+        """What computes, as losses depend on it."""
+        return "cpu"
+
+    @property
+    def fast_dtype(self) -> str | None:
+        """The compute type that is fast, "bf16" or "fp32"; None where the launcher measures it."""
+        return None
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """The model, with parameters and buffers in the device's memory."""
+        return model
+
+    def take(self, batch: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Tensors of the CPU on the device."""
+        return tuple(batch)
+
+    def autocast(self, dtype: str) -> torch.autocast:
+        """The context of a forward pass that computes in "bf16", or leaves types alone in "fp32"."""
+        return torch.autocast(self.kind, torch.bfloat16, enabled=dtype == "bf16")
+
+    def synchronize(self) -> None:
+        """Return when all that was queued is done."""
+
+    def peak_bytes(self) -> int:
+        """The most bytes that tensors have taken in the device's memory at once; 0 on the CPU, which has a peak RSS."""
+        return 0
+
+    def random_state(self) -> Tensor | None:
+        """The state of the device's own random generator, uint8; None where torch's one of the CPU is all."""
+        return None
+
+    def set_random_state(self, state: Tensor) -> None:
+        """Restore what `random_state` gave."""
+
+    def seed(self, seed: int) -> None:
+        """Start the device's own random generator anew; `torch.manual_seed` starts all."""
+
+
+class Cuda(Device):
+    """One GPU, which becomes the current one. number: among those that torch sees."""
+
+    kind = "cuda"
+    # A tensor of the CPU goes by gloo, one of a GPU by NCCL.
+    backend = "cpu:gloo,cuda:nccl"
+
+    def __init__(self, number: int) -> None:
+        torch.cuda.set_device(number)
+        self.torch = torch.device("cuda", number)
+
+    @property
+    def name(self) -> str:
+        return torch.cuda.get_device_name(self.torch)
+
+    @property
+    def fast_dtype(self) -> str | None:
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+
+    def place(self, model: nn.Module) -> nn.Module:
+        return model.to(self.torch)
+
+    def take(self, batch: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        # From pinned memory the copy is queued, and nobody waits for it.
+        return tuple(tensor.pin_memory().to(self.torch, non_blocking=True) for tensor in batch)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.torch)
+
+    def peak_bytes(self) -> int:
+        return torch.cuda.max_memory_allocated(self.torch)
+
+    def random_state(self) -> Tensor | None:
+        return torch.cuda.get_rng_state(self.torch)
+
+    def set_random_state(self, state: Tensor) -> None:
+        torch.cuda.set_rng_state(state, self.torch)
+
+    def seed(self, seed: int) -> None:
+        torch.cuda.manual_seed(seed)
+
+
+def num_gpus() -> int:
+    """GPUs that torch can use in this process."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def choose(asked: str, num_workers: int) -> tuple[str, str]:
+    """The kind of device that each worker of this machine trains on, "cpu" or "cuda", and why.
+
+    asked: "auto", "cpu" or "cuda". Every worker has a GPU of its own, or none has one. Raises ConfigError where GPUs
+    are asked for and there are too few.
+    """
+    found = num_gpus()
+    if asked == "cpu":
+        return "cpu", f"as asked, though torch sees {found} GPU(s)" if found else ""
+    if found >= num_workers:
+        return "cuda", f"{num_workers} of {found} GPU(s), one a worker"
+    if found:
+        why, nearest = f"{num_workers} workers need a GPU each, and torch sees {found}", f"--workers {found}"
+    else:
+        built = "sees no GPU" if torch.version.cuda else "is built without CUDA"
+        why, nearest = f"this torch {built}", "--device cpu"
+    if asked == "cuda":
+        raise ConfigError(f"--device cuda: {why}; nearest: {nearest}")
+    return "cpu", f"{why}; {nearest} trains on the GPU" if found else why
+
+
+def take(kind: str, number: int) -> Device:
+    """The device of a worker. number: of its GPU, among those that torch sees."""
+    return Cuda(number) if kind == "cuda" else Device()

@@ -1,0 +1,160 @@
+"""How many steps fit into the time: some are measured on a copy of the run, then the number is fixed.
+
+The learning rate of every step depends on how many there are. So the measured steps are taken by an engine of their
+own, which is thrown away: the run itself begins after the number is known, and equals one with `--steps` bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, replace
+
+import torch
+
+from thinwire.data.loader import count_sequences
+from thinwire.device import Device
+from thinwire.errors import ConfigError
+from thinwire.models import build_model, generate
+from thinwire.training.agreement import agree
+from thinwire.training.config import TrainConfig, derive, with_derived
+from thinwire.training.effects import Row
+from thinwire.training.engine import Corpus, Engine
+from thinwire.training.gathering import told_by_first
+from thinwire.training.hardware import num_cores
+from thinwire.training.place import Place
+from thinwire.training.run import Run
+
+# What of the time left is planned for: a machine may slow down.
+PLANNED = 0.9
+# Of the time that is left, so much is spent on measuring steps; at least and at most so many of them.
+MEASURED = 0.05
+LEAST, MOST = 2, 10
+# Checkpoint, report and the end of the processes.
+END_S = 3.0
+# Start-up, measuring and the end, as a part of the time, before any of them is measured.
+AROUND = 0.3
+# Of the large model; with fewer the small one learns more in the same time.
+ENOUGH_STEPS = 100
+LARGE, SMALL = "demo", "tiny"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds of a step, of what comes after the last one, and of building the run; all of rank 0."""
+
+    step_s: float
+    end_s: float
+    build_s: float
+    num_steps: int
+
+    def steps_in(self, left_s: float) -> int:
+        """The most steps that end in time; at least 1."""
+        return max(1, math.floor(PLANNED * (left_s - self.build_s - self.end_s) / self.step_s))
+
+
+def fix_steps(run: Run, place: Place, device: Device, dtype: str | None, began: float) -> tuple[Run, list[Row]]:
+    """The run with the number of steps that end `--minutes` after `began`, the same on all ranks; and rows on it.
+
+    began: as time.time() has it, on rank 0, which decides. A collective over all ranks.
+    """
+    minutes = run.config.minutes
+    assert minutes is not None
+    if place.rank == 0:
+        print(f"--minutes {minutes:g}: measuring the first steps ...", flush=True)
+    due = began + 60 * minutes
+    measured = measure(run, place, device, dtype, due)
+    num_steps = told_by_first(measured.steps_in(due - time.time()), "the number of steps")
+    config = with_derived(replace(run.config, steps=num_steps, minutes=None))
+    chosen = f"a step took {measured.step_s:.3g} s in {measured.num_steps} measured"
+    after = f"{measured.end_s:.0f} s are kept for the end; --steps {num_steps} repeats this run bit for bit"
+    return Run.of(config), [(f"--minutes {minutes:g}", f"{num_steps} steps", f"{chosen}, {after}")]
+
+
+def measure(run: Run, place: Place, device: Device, dtype: str | None, due: float) -> Measured:
+    """Take a few steps with an engine that is thrown away; a collective. due: the time at which the run should end."""
+    start = time.perf_counter()
+    corpus = Corpus.of(run.config)
+    engine = Engine(run, place, device, corpus, agree(run.config, tokens=corpus.digest, dtype=dtype))
+    engine.set_lr(run.config.lr)
+    build_s = time.perf_counter() - start
+    budget_s = MEASURED * (due - time.time())
+    seconds: list[float] = []
+    forward_s, goes_on = 0.0, True
+    while goes_on:
+        start = time.perf_counter()
+        forward_s = engine.forward_backward()
+        engine.stage.reduce()
+        engine.update()
+        device.synchronize()
+        seconds.append(time.perf_counter() - start)
+        # The first one warms up.
+        timed = seconds[1:]
+        enough = len(timed) >= LEAST and (sum(timed) > budget_s or len(timed) >= MOST)
+        goes_on = told_by_first(not (enough or time.time() > due), "whether another step is measured")
+    engine.optimizer.synchronize()
+    end_s = END_S + evaluation_s(engine, forward_s) + sample_s(engine)
+    engine.close()
+    timed = seconds[1:] or seconds
+    return Measured(sum(timed) / len(timed), end_s, build_s, len(timed))
+
+
+def evaluation_s(engine: Engine, forward_s: float) -> float:
+    """Seconds of the held-out loss, from those of a step's forward passes."""
+    available = count_sequences(engine.corpus.heldout, engine.config.seq_len)
+    sequences = min(available, engine.config.eval_sequences) / engine.num_shares
+    return forward_s * sequences / (engine.batch.micro_batch * engine.batch.accumulation)
+
+
+def sample_s(engine: Engine) -> float:
+    """Seconds of the text at the end, from those of one token with half of it before."""
+    num_tokens = engine.config.sample_tokens
+    if not num_tokens or engine.place.rank >= engine.num_tensor:
+        return 0.0
+    context = torch.zeros(1, max(1, num_tokens // 2), dtype=torch.int64, device=engine.device.torch)
+    start = time.perf_counter()
+    with engine.device.autocast(engine.dtype):
+        generate(engine.model, context, 1, 0.0)
+    engine.device.synchronize()
+    return (time.perf_counter() - start) * num_tokens
+
+
+def choose_model(config: TrainConfig, threads: int, dtype: str, vocab_size: int) -> tuple[str, str]:
+    """The model that `--model auto` stands for, and why: the larger one where it gets enough steps in the time.
+
+    Measured in this process, on the CPU, by one pass of one worker. dtype: the compute type. Raises ConfigError without
+    --minutes, and on several machines, which would choose for themselves.
+    """
+    if config.minutes is None:
+        raise ConfigError(f"--model auto: chooses by the time that --minutes states; nearest: --model {LARGE}")
+    if config.nodes > 1:
+        raise ConfigError(
+            f"--model auto: each of {config.nodes} machines would choose for itself; nearest: --model {LARGE}"
+        )
+    batch = derive(config, config.num_shares)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        pass_s = pass_seconds(build_model(LARGE, vocab_size, config.seq_len), batch.micro_batch, config.seq_len, dtype)
+    finally:
+        torch.set_num_threads(before)
+    # Workers beyond the cores wait for each other.
+    step_s = batch.accumulation * pass_s * max(1.0, config.workers * threads / num_cores())
+    steps = math.floor((1 - AROUND) * 60 * config.minutes / step_s)
+    why = f"{LARGE} would take about {step_s:.2g} s a step, {steps} steps in {config.minutes:g} min"
+    if steps >= ENOUGH_STEPS:
+        return LARGE, why
+    return SMALL, f"{why}; with fewer than {ENOUGH_STEPS} the smaller model learns more"
+
+
+def pass_seconds(model: torch.nn.Module, num_sequences: int, seq_len: int, dtype: str) -> float:
+    """Seconds of one forward and backward on the CPU, the second of two."""
+    tokens = torch.zeros(num_sequences, seq_len, dtype=torch.int64)
+    seconds = 0.0
+    for _ in range(2):
+        start = time.perf_counter()
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16"):
+            loss = model(tokens, tokens)
+        loss.backward()
+        seconds = time.perf_counter() - start
+    return seconds

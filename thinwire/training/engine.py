@@ -1,0 +1,215 @@
+"""What takes a step: the model on its device, what brings its ranks together, and this rank's share of the text."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from thinwire.codecs import derive_seed
+from thinwire.collectives import ElasticPeers, Peers
+from thinwire.compose import parallelize
+from thinwire.data import BatchLoader, Tokenizer, heldout_batches, load_tokenizer
+from thinwire.data import prepare as prepare_tokens
+from thinwire.device import Device
+from thinwire.layout.layers import layers_of
+from thinwire.layout.mesh import MeshShape
+from thinwire.methods.islands.base import connect
+from thinwire.models import build_model, generate
+from thinwire.models.llama import Llama, cut_over
+from thinwire.optim import make_optimizer
+from thinwire.options import LLAMA
+from thinwire.training.config import PER_MACHINE, TrainConfig, derive
+from thinwire.training.place import Place
+from thinwire.training.run import Run
+
+# Of torch.compile.
+COMPILER = "inductor"
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The tokens of a run. digest: stands for all of them."""
+
+    tokenizer: Tokenizer
+    train: np.ndarray
+    heldout: np.ndarray
+    num_tokens: int
+    digest: str
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> Corpus:
+        """Read the text, or the tokens that an earlier run has kept of it."""
+        tokenizer = load_tokenizer(config.tokenizer)
+        cache_dir = Path(config.cache_dir) if config.cache_dir else None
+        tokens = prepare_tokens(config.data, tokenizer, text_field=config.text_field, cache_dir=cache_dir)
+        train, heldout = tokens.split(config.seq_len)
+        return cls(tokenizer, train, heldout, tokens.info.num_tokens, tokens.info.digest)
+
+
+class Engine:
+    """A model in training as one rank has it. Every rank makes one; a collective over all of them.
+
+    dtype: "bf16" or "fp32", of forward and backward; weights and sums are fp32.
+    """
+
+    def __init__(self, run: Run, place: Place, device: Device, corpus: Corpus, dtype: str) -> None:
+        config = self.config = run.config
+        self.place, self.device, self.corpus, self.dtype = place, device, corpus, dtype
+        shape = config.mesh_shape
+        # Ranks of the tensor axis see the same data.
+        self.num_tensor = shape.tensor
+        self.num_shares, self.share = place.num_ranks // shape.tensor, place.number // shape.tensor
+        self.batch = derive(config, self.num_shares)
+        fields = config.tables.get(LLAMA) if LLAMA in run.used_tables else None
+        model = build_model(config.model, corpus.tokenizer.vocab_size, config.seq_len, config.seed, fields)
+        self.model = device.place(model)
+        self.shapes = {name: list(param.shape) for name, param in self.model.named_parameters()}
+        self.frozen, self.buffers = untrained(self.model)
+        mesh = mesh_of(shape, device)
+        if isinstance(self.model, Llama) and shape.tensor > 1:
+            cut_over(self.model, mesh["tensor"])
+        if config.compile:
+            compile_layers(self.model)
+        optimizer = build_optimizer(config, self.model)
+        self.num_parameters = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        # In training the wrapped module is called, which may communicate; everywhere else the model itself.
+        strategy = connect(
+            run.strategy, partial(meet_others, config, place), lambda: common_options(config, corpus.digest)
+        )
+        # Compiled code does not wait for weights that are still on their way.
+        self.stage = parallelize(
+            self.model, optimizer, mesh, [strategy], local_size=config.local_size, seed=config.seed,
+            timeout_s=config.timeout, checked=config.checked, overlap=not config.compile, announce=False,
+        )  # fmt: skip
+        self.wrapped, self.optimizer = self.stage.module, self.stage.optimizer
+        self.loader = BatchLoader(
+            corpus.train, seq_len=config.seq_len, micro_batch=self.batch.micro_batch,
+            accumulation=self.batch.accumulation, rank=self.share, world_size=self.num_shares, seed=config.seed,
+        )  # fmt: skip
+        torch.manual_seed(derive_seed(config.seed, self.share) >> 1)
+        self._forward_s = 0.0
+
+    def forward_backward(self) -> float:
+        """Take the next batches through the model; the seconds of the forward passes, waiting for weights included."""
+        self._forward_s = 0.0
+        batches = [self.device.take(self.loader.next_batch()) for _ in range(self.batch.accumulation)]
+        self.stage.forward_backward(batches, self._loss_of)
+        return self._forward_s
+
+    def set_lr(self, lr: float) -> None:
+        """Of the next update."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+    def update(self) -> None:
+        """Clip, and update the weights."""
+        self.stage.update(self.config.grad_clip or math.inf)
+
+    def _loss_of(self, module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """The loss of one micro-batch; its forward's seconds are counted."""
+        start = time.perf_counter()
+        with self.device.autocast(self.dtype):
+            loss = module(*batch)
+        self._forward_s += time.perf_counter() - start
+        return loss
+
+    @torch.no_grad()
+    def next_loss(self) -> float:
+        """The loss that the next step would have; nothing is trained, and nothing is left changed."""
+        position, random, own_random = self.loader.state_dict(), torch.get_rng_state(), self.device.random_state()
+        total = torch.zeros(())
+        for _ in range(self.batch.accumulation):
+            batch = self.device.take(self.loader.next_batch())
+            with self.device.autocast(self.dtype):
+                total += self.wrapped(*batch).cpu() / self.batch.accumulation
+        self.loader.load_state_dict(position)
+        torch.set_rng_state(random)
+        if own_random is not None:
+            self.device.set_random_state(own_random)
+        return self.optimizer.all_mean(float(total))
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """The mean loss on held-out sequences, over all ranks, of each island by itself; nats per token."""
+        self.model.eval()
+        total, num_sequences = 0.0, 0
+        for batch in heldout_batches(
+            self.corpus.heldout, seq_len=self.config.seq_len, micro_batch=self.batch.micro_batch,
+            rank=self.place.rank // self.num_tensor, world_size=self.place.world_size // self.num_tensor,
+            max_sequences=self.config.eval_sequences,
+        ):  # fmt: skip
+            tokens, targets = self.device.take(batch)
+            with self.device.autocast(self.dtype):
+                total += float(self.model(tokens, targets)) * len(tokens)
+            num_sequences += len(tokens)
+        self.model.train()
+        # A rank may have fewer sequences than others, or none.
+        return self.optimizer.all_mean(total) / self.optimizer.all_mean(num_sequences)
+
+    def continued(self, prompt: list[int], num_new: int) -> list[int]:
+        """The prompt and what the model writes after it. The ranks that hold its matrices between them all call it."""
+        generator = torch.Generator(self.device.torch).manual_seed(self.config.seed)
+        (tokens,) = self.device.take([torch.tensor([prompt])])
+        with self.device.autocast(self.dtype):
+            return generate(self.model, tokens, num_new, 0.8, generator)[0].tolist()
+
+    def close(self) -> None:
+        """Wait for all communication and give the process groups back."""
+        self.optimizer.close()
+
+
+def mesh_of(shape: MeshShape, device: Device) -> DeviceMesh:
+    """The mesh of this process group, an island's where there are several: the data axis alone where nothing is cut."""
+    inside = {name: size for name, size in shape.sizes.items() if name != "island"}
+    sizes = inside if shape.tensor > 1 else {"data": dist.get_world_size()}
+    return init_device_mesh(device.kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def compile_layers(model: nn.Module) -> None:
+    """Compile the forward of each layer, or of a model without layers.
+
+    Each layer by itself, and without its hooks: a gather of weights or an exchange of gradients is no part of it.
+    """
+    for layer in layers_of(model) or [model]:
+        layer.forward = torch.compile(layer.forward, backend=COMPILER)
+
+
+def meet_others(config: TrainConfig, place: Place) -> Peers | None:
+    """The other islands, for the first rank of one that has any."""
+    number, num_islands, meet = place.island
+    if place.rank or num_islands == 1:
+        return None
+    return ElasticPeers(meet, number, timeout_s=config.timeout, max_islands=num_islands, min_islands=num_islands)
+
+
+def common_options(config: TrainConfig, tokens: str) -> str:
+    """What all islands must have in common, besides the model and the method."""
+    shared = {name: value for name, value in asdict(config).items() if name not in PER_MACHINE}
+    return repr((shared, tokens))
+
+
+def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer over all trainable parameters; those with fewer than two dimensions do not decay."""
+    params = [param for param in model.parameters() if param.requires_grad]
+    matrices = {"params": [p for p in params if p.dim() >= 2], "weight_decay": config.weight_decay}
+    vectors = {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0}
+    groups = [group for group in (matrices, vectors) if group["params"]]
+    assert config.optimizer is not None, "resolved by Run.of"
+    return make_optimizer(config.optimizer, groups, config.lr)
+
+
+def untrained(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Frozen parameters, and buffers that are part of the model's state; the optimizer knows neither."""
+    params = dict(model.named_parameters(remove_duplicate=False))
+    state = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
+    frozen = {name: tensor for name, tensor in state.items() if name in params and not params[name].requires_grad}
+    return frozen, {name: tensor for name, tensor in state.items() if name not in params}

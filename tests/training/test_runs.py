@@ -18,11 +18,12 @@ from thinwire.training.hardware import free_port
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 METRICS_KEYS = [
     "step", "loss", "tokens", "step_s", "compute_s", "exposed_comm_s", "sent_bytes", "received_bytes", "lr",
-    "grad_norm", "codec_s", "forward_s", "sent_weight_bytes",
+    "grad_norm", "codec_s", "forward_s", "sent_weight_bytes", "peak_allocated_bytes",
 ]  # fmt: skip
 SUMMARY_KEYS = {
     "heldout_loss", "tokens", "step_s", "tokens_per_s", "sent_bytes_per_step", "uncompressed_bytes_per_step",
     "strategy", "world_size", "versions", "parameters", "peak_rss_bytes",
+    "peak_allocated_bytes", "device", "dtype",
 }  # fmt: skip
 
 
@@ -59,6 +60,8 @@ def test_a_run_keeps_the_contract(runner: Runner, whole: str) -> None:
     assert summary["sent_bytes_per_step"] < 0.25 * summary["uncompressed_bytes_per_step"]
     config = tomllib.loads((folder / "config.toml").read_text())
     assert config["steps"] == 6 and config["tokens_per_step"] == 64 and config["dtype"] == "fp32"
+    assert (summary["device"], summary["dtype"], summary["peak_allocated_bytes"]) == ("cpu", "fp32", 0)
+    assert config["device"] == "cpu" and any(row[0] == "--device auto" for row in summary["effects"])
     assert (folder / "report.html").stat().st_size > 1000
     for words in ("step 6/6", "held-out loss", "the model goes on", "report.html", "strategy sdp4bit"):
         assert words in whole
@@ -96,7 +99,8 @@ def test_two_machines_join(runner: Runner) -> None:
     for process in (first, second):
         code, out, err = finish(process)
         assert code == 0, err
-    assert "waiting for node 0" in out
+    assert "waiting for node 0" in out and "threads per worker" in out
+    assert "step 3/3" in out and "finished after step 3; node 0 has the results" in out
     summary = runner.summary("first")
     assert summary["world_size"] == 2 and not (runner.folder / "second" / "summary.json").exists()
     assert any(row[:2] == ["topology", "2 node(s) x 1 rank(s)"] for row in summary["effects"])

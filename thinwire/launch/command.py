@@ -10,7 +10,7 @@ from dataclasses import replace
 from thinwire.errors import ConfigError, Problems
 from thinwire.launch.agent import LOOPBACK, Relay, run_workers
 from thinwire.launch.islands import launch_islands
-from thinwire.launch.prepare import dry_run, prepare
+from thinwire.launch.prepare import dry_run, keep_chosen, prepare
 from thinwire.launch.worker import exit_after
 from thinwire.training.config import TrainConfig
 from thinwire.training.hardware import interface_towards
@@ -35,7 +35,7 @@ def run_train(args: Sequence[str]) -> int:
     asked, config = config.workers, replace(config, workers=place.world_size, nodes=1, node=0, join=None)
     if place.rank:
         # Rank 0 alone checks and prepares: one error is said once.
-        exit_after(Run.of(config), place, None, trace=False)
+        exit_after(Run.of(keep_chosen(config)[0]), place, None, trace=False)
     run, start = prepare(config, problems)
     if asked not in (1, place.world_size):
         start.effects.append((f"--workers {asked}", f"{place.world_size}", "torchrun started them"))

@@ -1,0 +1,66 @@
+"""--compile: layers are compiled without their hooks, and every strategy takes the same steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.workers import run_workers
+from thinwire.collectives import Topology
+from thinwire.errors import ConfigError
+from thinwire.launch.prepare import check_compiled
+from thinwire.training import engine
+from thinwire.training.config import TrainConfig, with_derived
+from thinwire.training.place import Place
+from thinwire.training.run import Run
+from thinwire.training.signals import StopFlag
+from thinwire.training.trainer import Trainer
+
+STRATEGIES = ["sdp4bit", "ddp", "fsdp", "zeropp"]
+
+
+def train(rank: int, world_size: int, config: TrainConfig) -> list[tuple[list[float], int]]:
+    """The losses of each strategy, and how often a graph was compiled for them."""
+    found = []
+    # Traces as inductor does, and needs no C++ compiler.
+    engine.COMPILER = "aot_eager"
+    for strategy in STRATEGIES:
+        folder = Path(config.run_dir) / strategy
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.compiler.reset()
+        torch._dynamo.utils.counters.clear()
+        run = Run.of(with_derived(replace(config, strategy=strategy, run_dir=str(folder))))
+        trainer = Trainer(run, Place(rank, rank, world_size), StopFlag(), "fp32", [])
+        trainer.run()
+        compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        losses = [] if trainer.reporter is None else [record.loss for record in trainer.reporter.metrics.records]
+        if trainer.reporter is not None:
+            trainer.reporter.close()
+        found.append((losses, compiled))
+    return found
+
+
+def test_compiled_layers_train_the_same(tmp_path: Path) -> None:
+    (tmp_path / "data.txt").write_text("some words to learn\n" * 200)
+    config = TrainConfig(
+        model="tiny", data=str(tmp_path / "data.txt"), cache_dir=str(tmp_path / "cache"), run_dir=str(tmp_path / "plain"),
+        seq_len=16, micro_batch=2, tokens_per_step=128, workers=2, local_size=1, steps=3, eval_sequences=2,
+        sample_tokens=3, dtype="fp32", checkpoint_every=0,
+    )  # fmt: skip
+    plain, _ = run_workers(train, 2, config)
+    compiled, _ = run_workers(train, 2, replace(config, compile=True, run_dir=str(tmp_path / "compiled")))
+    for strategy, (losses, none), (others, graphs) in zip(STRATEGIES, plain, compiled, strict=True):
+        assert none == 0 and graphs > 0, strategy
+        assert others == pytest.approx(losses, rel=1e-4), strategy
+
+
+def test_what_can_not_be_compiled_is_refused() -> None:
+    config = TrainConfig(strategy="frontier", workers=2, compile=True, tables={"frontier": {"weights_over": 2}})
+    with pytest.raises(ConfigError, match="frontier brings weights inside of a layer's forward"):
+        check_compiled(config, Run.of(config).strategy, Topology(2, 1))
+    config = TrainConfig(workers=2, compile=True, mesh="data=1,tensor=2")
+    with pytest.raises(ConfigError, match="--mesh data=1,tensor=2 cuts matrices inside of a layer"):
+        check_compiled(config, Run.of(config).strategy, Topology(2, 1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,9 @@ from thinwire.training.run import Run
 from thinwire.training.signals import StopFlag
 from thinwire.training.trainer import Trainer
 
-STRATEGIES = ["sdp4bit", "ddp", "fsdp", "zeropp"]
+STRATEGIES = ["sdp4bit", "ddp"]
+
+FRONTIER = {"strategy": "frontier", "tables": {"frontier": {"weights_over": 2}}}
 
 
 def train(rank: int, world_size: int, config: TrainConfig) -> list[tuple[list[float], int]]:
@@ -46,7 +49,8 @@ def train(rank: int, world_size: int, config: TrainConfig) -> list[tuple[list[fl
 def test_compiled_layers_train_the_same(tmp_path: Path) -> None:
     (tmp_path / "data.txt").write_text("some words to learn\n" * 200)
     config = TrainConfig(
-        model="tiny", data=str(tmp_path / "data.txt"), cache_dir=str(tmp_path / "cache"), run_dir=str(tmp_path / "plain"),
+        model="tiny", data=str(tmp_path / "data.txt"), cache_dir=str(tmp_path / "cache"),
+        run_dir=str(tmp_path / "plain"),
         seq_len=16, micro_batch=2, tokens_per_step=128, workers=2, local_size=1, steps=3, eval_sequences=2,
         sample_tokens=3, dtype="fp32", checkpoint_every=0,
     )  # fmt: skip
@@ -57,10 +61,14 @@ def test_compiled_layers_train_the_same(tmp_path: Path) -> None:
         assert others == pytest.approx(losses, rel=1e-4), strategy
 
 
-def test_what_can_not_be_compiled_is_refused() -> None:
-    config = TrainConfig(strategy="frontier", workers=2, compile=True, tables={"frontier": {"weights_over": 2}})
-    with pytest.raises(ConfigError, match="frontier brings weights inside of a layer's forward"):
+@pytest.mark.parametrize("more", [{"strategy": "fsdp"}, {"strategy": "diloco", "inner": "zeropp"}, FRONTIER])
+def test_weights_that_come_and_go_are_refused(more: dict[str, Any]) -> None:
+    config = TrainConfig(workers=2, compile=True, **more)
+    with pytest.raises(ConfigError, match="brings and drops weights around every layer"):
         check_compiled(config, Run.of(config).strategy, Topology(2, 1))
+
+
+def test_cut_matrices_are_refused() -> None:
     config = TrainConfig(workers=2, compile=True, mesh="data=1,tensor=2")
     with pytest.raises(ConfigError, match="--mesh data=1,tensor=2 cuts matrices inside of a layer"):
         check_compiled(config, Run.of(config).strategy, Topology(2, 1))

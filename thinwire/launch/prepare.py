@@ -24,6 +24,7 @@ from thinwire.device import choose as choose_device
 from thinwire.errors import ConfigError, Problems
 from thinwire.launch.start import Start
 from thinwire.layout.mesh import MeshShape
+from thinwire.methods.fsdp import FSDPMethod
 from thinwire.methods.interface import Method, check_on_mesh
 from thinwire.methods.islands.base import IslandsMethod
 from thinwire.methods.sharded import ShardedMethod
@@ -148,14 +149,15 @@ def device_of(config: TrainConfig, run: Run | None) -> tuple[str, str]:
 
 
 def check_compiled(config: TrainConfig, strategy: Method, topology: Topology) -> None:
-    """Raise ConfigError where torch.compile can't work: weights come and go inside of a layer, or no compiler."""
+    """Raise ConfigError where torch.compile can't work: weights come and go with a layer, or there is no compiler."""
     if not config.compile:
         return
     inner = strategy.inner if isinstance(strategy, IslandsMethod) else strategy
-    if isinstance(inner, ShardedMethod) and inner.levels(topology).weights_over > 1:
+    is_cut = isinstance(inner, ShardedMethod) and inner.levels(topology).weights_over > 1
+    if is_cut or isinstance(inner, FSDPMethod):
         raise ConfigError(
-            f"--compile: {inner.name} brings weights inside of a layer's forward, which is compiled as one; nearest: "
-            "--strategy sdp4bit, or leave --compile out"
+            f"--compile: {inner.name} brings and drops weights around every layer, which compiled code does not expect; "
+            "nearest that can: sdp4bit, zero or ddp"
         )
     if config.mesh_shape.tensor > 1:
         raise ConfigError(f"--compile: --mesh {config.mesh} cuts matrices inside of a layer; leave one of the two out")

@@ -311,7 +311,7 @@ class Trainer:
         self.loader.load_state_dict(position["loader"])
         before = num_islands(saved, island)
         has_own = island.number < before and saved.parent == self.run_dir.checkpoints
-        self._restore_random_state(source, position["step"], before, has_own=has_own)
+        random_rows = self._restore_random_state(source, position["step"], before, has_own=has_own)
         self.saver.last_step = position["step"]
         origin = Origin.of(source, before, has_own=has_own)
         if before > island.num_islands == 1 and not self.optimizer.has_islands:
@@ -321,7 +321,7 @@ class Trainer:
         if origin.next_loss is not None or not source.is_same:
             self._known_after = position["step"]
         proof_row = self._prepare_proof(source, origin, position["step"])
-        return position["step"], [*source.report(), *origin.rows, proof_row]
+        return position["step"], [*source.report(), *random_rows, *origin.rows, proof_row]
 
     def _prepare_proof(self, source: Source, origin: Origin, step: int) -> Row:
         """What the first loss must be. Islands that are still to be brought to one state are compared before that."""
@@ -340,10 +340,10 @@ class Trainer:
         source.note(*self.optimizer.level(has_own=origin.has_own))
         return row
 
-    def _restore_random_state(self, source: Source, step: int, before: int, *, has_own: bool) -> None:
+    def _restore_random_state(self, source: Source, step: int, before: int, *, has_own: bool) -> list[Row]:
         """Restore this rank's random state and the buffers; with another number of ranks, seed anew.
 
-        before: the islands that have saved; has_own: whether this was one of them.
+        before: the islands that have saved; has_own: whether this was one of them. Returns rows on a GPU's own state.
         """
         place = self.place
         count = place.island.num_islands
@@ -353,28 +353,28 @@ class Trainer:
             tensor.copy_(own["buffers"][name])
         if is_same_world:
             torch.set_rng_state(own["rng"])
-            self._restore_device_random_state(source, own, step)
-            return
+            return self._restore_device_random_state(own, step)
         torch.manual_seed(self._seed_after(step))
         ranks = f"{source.world_size} ranks had them and there are {place.world_size}"
         if max(before, count) > 1:
             ranks = f"{before} x {source.world_size} ranks had them and there are {count} x {place.world_size}"
         source.note("random states", "dropped", f"{ranks}: seeded anew from --seed, rank and step")
         source.note("data position", "carried", "counted in sequences over all ranks")
+        return []
 
     def _seed_after(self, step: int) -> int:
         """Of the random generators of a rank that has no state of its own to go on from."""
         return derive_seed(self.config.seed, self.engine.share, step) >> 1
 
-    def _restore_device_random_state(self, source: Source, own: dict[str, Any], step: int) -> None:
-        """Restore a GPU's random state; one that was saved by a CPU has none."""
+    def _restore_device_random_state(self, own: dict[str, Any], step: int) -> list[Row]:
+        """Restore a GPU's random state; what was saved by a CPU has none."""
         if self.device.random_state() is None:
-            return
+            return []
         if "device_rng" in own:
             self.device.set_random_state(own["device_rng"])
-        else:
-            self.device.seed(self._seed_after(step))
-            source.note("random state of the GPU", "new", "the CPU had none: seeded from --seed, rank and step")
+            return []
+        self.device.seed(self._seed_after(step))
+        return [("random state of the GPU", "new", "the CPU had none: seeded from --seed, rank and step")]
 
     def _compare_losses(self, loss: float) -> None:
         """Note the first loss after a save, for a later resume; compare the first loss after a resume."""

@@ -1,7 +1,8 @@
 """Claim: on a GPU a codec costs about as much as copying its input, and every strategy trains tensors that lie there.
 
 Codecs are checked against the CPU's results and timed, each just after a device-to-device copy of the same bytes;
-strategies take a few steps in two processes on the one device, joined by gloo. Torch 2.11 or newer; where no GPU is
+strategies take a few steps in two processes on the one device, joined by gloo; `thinwire train` takes a few on the device,
+goes on from its checkpoint on the CPU, and then on the device again. Torch 2.11 or newer; where no GPU is
 found the same code runs on the CPU and says so. What fails is a row with its reason.
     python benchmarks/gpu.py [--quick] [--json FILE]
 """
@@ -15,6 +16,8 @@ import multiprocessing
 import os
 import platform
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -266,6 +269,47 @@ def receive(pipes: list[Connection], names: list[str]) -> list[Row]:
     return rows
 
 
+# ---------------------------------------------------------------- the command
+
+
+def sessions(device: torch.device, is_quick: bool) -> list[Row]:
+    """One row for each session of `thinwire train`: on the device, on the CPU from there, back, and compiled."""
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        text = Path(folder) / "data.txt"
+        text.write_text("".join(f"line {n} of {n * n} lines\n" for n in range(3000)))
+        first = [
+            "--data",
+            str(text),
+            "--model",
+            "tiny",
+            "--seq-len",
+            "64",
+            "--micro-batch",
+            "2",
+            "--sample-tokens",
+            "4",
+        ]
+        plan = [("on the device", device.type, [*first, "--steps", "9", "--stop-at", "3"])]
+        if not is_quick:
+            plan += [("goes on on the CPU", "cpu", ["--resume", "--stop-at", "6"])]
+            plan += [("goes on on the device", device.type, ["--resume"])]
+        if device.type == "cuda":
+            plan += [("compiled", "cuda", [*first, "--steps", "9", "--overwrite", "--compile"])]
+        for what, kind, flags in plan:
+            run_dir = str(Path(folder) / "run")
+            command = [sys.executable, "-m", "thinwire", "train", *flags, "--device", kind, "--run-dir", run_dir]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=10 * TIMEOUT_S)
+            said = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
+            row: Row = {"session": what, "ok": done.returncode == 0, "found": " ".join(said)[:160]}
+            if row["ok"]:
+                summary = json.loads((Path(run_dir) / "summary.json").read_text())
+                row |= {"step_s": summary["step_s"], "peak_allocated_bytes": summary["peak_allocated_bytes"]}
+                row["found"] = f"{summary['device']}, {summary['dtype']}, {summary['steps']} steps"
+            rows.append(row)
+    return rows
+
+
 # ---------------------------------------------------------------- report
 
 
@@ -284,7 +328,7 @@ def what_runs(device: torch.device) -> dict[str, str]:
     return {"device": name, "cuda": str(torch.version.cuda), "triton": triton, **here}
 
 
-def show(checks: list[Row], timings: list[Row], trained: list[Row]) -> None:
+def show(checks: list[Row], timings: list[Row], trained: list[Row], ran: list[Row]) -> None:
     print(f"\n{'codec':32s} {'runs as':16s} {'':6s} found")
     for row in checks:
         print(f"{row['codec']:32s} {row['backend']:16s} {'ok' if row['ok'] else 'WRONG':6s} {row['found']}")
@@ -299,6 +343,10 @@ def show(checks: list[Row], timings: list[Row], trained: list[Row]) -> None:
     for row in trained:
         cost = f"{1e3 * row['step_s']:10.1f} {row['sent_bytes'] / 1e3:9.1f}" if "step_s" in row else " " * 20
         print(f"{row['strategy']:36s} {cost} {'ok' if row['ok'] else 'WRONG':6s} {row['found']}")
+    print(f"\n{'thinwire train':36s} {'ms a step':>10s} {'MB on it':>9s}")
+    for row in ran:
+        cost = f"{1e3 * row['step_s']:10.1f} {row['peak_allocated_bytes'] / 1e6:9.1f}" if row["ok"] else " " * 20
+        print(f"{row['session']:36s} {cost} {'ok' if row['ok'] else 'WRONG':6s} {row['found']}")
 
 
 def main() -> None:
@@ -316,7 +364,8 @@ def main() -> None:
     x, total = torch.randn(num_elements, device=device), torch.zeros(num_elements, device=device)
     timings = [row for name in CODECS for row in measure(name, x, total, rounds)]
     trained = train_all(["zero", "sdp4bit", "fsdp-bf16"] if args.quick else list(STRATEGIES), device)
-    show(checks, timings, trained)
+    ran = sessions(device, args.quick)
+    show(checks, timings, trained, ran)
     if args.json:
         readme = [
             [f"{row['call']}, fp32 bytes over a device copy's", f"{row['ratio']:.2f}"]
@@ -331,6 +380,7 @@ def main() -> None:
             "checks": checks,
             "timings": timings,
             "strategies": trained,
+            "sessions": ran,
             "readme": readme,
         }
         args.json.write_text(json.dumps(result, indent=1) + "\n")

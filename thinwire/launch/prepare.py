@@ -156,7 +156,7 @@ def check_compiled(config: TrainConfig, strategy: Method, topology: Topology) ->
     is_cut = isinstance(inner, ShardedMethod) and inner.levels(topology).weights_over > 1
     if is_cut or isinstance(inner, FSDPMethod):
         raise ConfigError(
-            f"--compile: {inner.name} brings and drops weights around every layer, which compiled code does not expect; "
+            f"--compile: {inner.name} brings and drops weights around every layer, which compiled code can't have; "
             "nearest that can: sdp4bit, zero or ddp"
         )
     if config.mesh_shape.tensor > 1:

@@ -1,8 +1,8 @@
 """Claim: on a GPU a codec costs about as much as copying its input, and every strategy trains tensors that lie there.
 
 Codecs are checked against the CPU's results and timed, each just after a device-to-device copy of the same bytes;
-strategies take a few steps in two processes on the one device, joined by gloo; `thinwire train` takes a few on the device,
-goes on from its checkpoint on the CPU, and then on the device again. Torch 2.11 or newer; where no GPU is
+strategies take a few steps in two processes on the one device, joined by gloo; `thinwire train` takes a few there, goes
+on from its checkpoint on the CPU, and then on the device again. Torch 2.11 or newer; where no GPU is
 found the same code runs on the CPU and says so. What fails is a row with its reason.
     python benchmarks/gpu.py [--quick] [--json FILE]
 """

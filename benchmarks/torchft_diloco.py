@@ -35,10 +35,10 @@ from thinwire.errors import Problems
 from thinwire.layout.fragments import cut
 from thinwire.models import build_model
 from thinwire.training.config import TrainConfig, derive
+from thinwire.training.engine import build_optimizer
 from thinwire.training.run import Run
 from thinwire.training.schedule import lr_at
 from thinwire.training.settings import read_toml
-from thinwire.training.trainer import build_optimizer
 
 WAIT = timedelta(seconds=120)
 

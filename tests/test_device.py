@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,10 +92,13 @@ def test_what_a_gpu_asks_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         "set_device": None, "get_device_name": "A GPU", "synchronize": None, "max_memory_allocated": 7,
         "get_rng_state": torch.zeros(16, dtype=torch.uint8), "set_rng_state": None, "manual_seed": None,
     }  # fmt: skip
-    for name, answer in answers.items():
-        monkeypatch.setattr(
-            torch.cuda, name, lambda *given, name=name, answer=answer: calls.append((name, *given)) or answer
-        )
+
+    def asked(name: str, *given: Any) -> Any:
+        calls.append((name, *given))
+        return answers[name]
+
+    for name in answers:
+        monkeypatch.setattr(torch.cuda, name, partial(asked, name))
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: not including_emulation)
     gpu, second = take("cuda", 1), torch.device("cuda", 1)
     assert isinstance(gpu, Cuda) and gpu.torch == second and calls.pop() == ("set_device", 1)
@@ -108,7 +112,7 @@ def test_what_a_gpu_asks_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [call[0] for call in calls[-4:]] == ["synchronize", "get_rng_state", "set_rng_state", "manual_seed"]
     assert calls[-2][1:] == (state, second)
     tensor, model = Recorder(), Recorder()
-    assert gpu.take([tensor]) == (tensor,) and gpu.place(model) is model  # type: ignore[list-item, comparison-overlap, arg-type]
+    assert gpu.take([tensor]) == (tensor,) and gpu.place(model) is model  # type: ignore[list-item, arg-type]
     assert tensor.calls == ["pin_memory", ("cuda:1", {"non_blocking": True})] and model.calls == [("cuda:1", {})]
     with gpu.autocast("bf16") as context:
         assert context.device == "cuda" and context.fast_dtype == torch.bfloat16

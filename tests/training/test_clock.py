@@ -19,6 +19,7 @@ from thinwire.launch.prepare import keep_chosen, plan
 from thinwire.training import clock
 from thinwire.training.clock import Measured, choose_model, fix_steps
 from thinwire.training.config import TrainConfig, with_derived
+from thinwire.training.effects import Row
 from thinwire.training.place import Place
 from thinwire.training.run import Run
 from thinwire.training.settings import read_config, to_toml
@@ -45,7 +46,8 @@ def config_in(folder: Path) -> TrainConfig:
 def train(rank: int, world_size: int, config: TrainConfig) -> tuple[TrainConfig, list[str], list[float], float, bytes]:
     """A run whose ranks would choose other numbers of steps; its configuration, rows, losses and random state."""
     run, place = Run.of(with_derived(config)), Place(rank, rank, world_size)
-    rows, measure = [], clock.measure
+    rows: list[Row] = []
+    measure = clock.measure
     if config.minutes is not None:
 
         def as_if(*given: object) -> Measured:
@@ -53,7 +55,7 @@ def train(rank: int, world_size: int, config: TrainConfig) -> tuple[TrainConfig,
             assert found.step_s > 0 and found.build_s > 0 and found.num_steps >= 1 and found.end_s >= clock.END_S
             return replace(found, step_s=20.0 + 20 * rank, end_s=0.0, build_s=0.0)
 
-        clock.measure = as_if
+        clock.measure = as_if  # type: ignore[assignment]
         clock.time = Clock()  # type: ignore[assignment]
         run, rows = fix_steps(run, place, Device(), "fp32", began=0.0)
     trainer = Trainer(run, place, StopFlag(), "fp32", rows)

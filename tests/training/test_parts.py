@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
+import time
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -239,3 +242,16 @@ def test_dtype_follows_the_measurement(monkeypatch: pytest.MonkeyPatch, speedup:
 
 def test_dtype_is_measured() -> None:
     assert 0 < hardware.bf16_speedup(1, repeats=1) < 1000
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells when a process was started")
+def test_the_age_of_a_process_is_that_of_the_clock() -> None:
+    outer = time.monotonic()
+    first = hardware.process_age_s()
+    inner = time.monotonic()
+    time.sleep(0.05)
+    inner = time.monotonic() - inner
+    passed = hardware.process_age_s() - first
+    assert 0 < first and inner <= passed <= time.monotonic() - outer
+    code = "import time; from thinwire.training.hardware import process_age_s as age; print(age() > time.thread_time())"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "True\n"

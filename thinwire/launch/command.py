@@ -13,7 +13,7 @@ from thinwire.launch.islands import launch_islands
 from thinwire.launch.prepare import dry_run, keep_chosen, prepare
 from thinwire.launch.worker import exit_after
 from thinwire.training.config import TrainConfig
-from thinwire.training.hardware import interface_towards
+from thinwire.training.hardware import interface_towards, process_age_s
 from thinwire.training.place import Place
 from thinwire.training.run import Run
 from thinwire.training.settings import read_config
@@ -22,8 +22,7 @@ from thinwire.training.settings import read_config
 def run_train(args: Sequence[str]) -> int:
     """Train as the command line asks: with workers of this machine, or as one of torchrun's; the exit code."""
     problems = Problems()
-    # What this process has computed so far was loading.
-    began = time.time() - time.process_time()
+    began = time.time() - process_age_s()
     config = read_config(args, problems)
     place = Place.from_environment()
     if config.dry_run:

@@ -87,6 +87,16 @@ def interface_towards(host: str) -> tuple[str, str] | None:
     return None
 
 
+def process_age_s() -> float:
+    """Seconds since this process was started; elsewhere than on Linux, those that it has computed."""
+    status = Path("/proc/self/stat")
+    if not status.exists():
+        return time.process_time()
+    # Of what follows the name, which may hold spaces, the 20th is the start, in ticks since boot.
+    started = int(status.read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
+
+
 def peak_rss_bytes() -> int:
     """The most memory that this process has held at once (VmHWM); elsewhere than on Linux, what getrusage says."""
     status = Path("/proc/self/status")

@@ -252,6 +252,6 @@ def test_the_age_of_a_process_is_that_of_the_clock() -> None:
     time.sleep(0.05)
     inner = time.monotonic() - inner
     passed = hardware.process_age_s() - first
-    assert 0 < first and inner <= passed <= time.monotonic() - outer
+    assert first > 0 and inner <= passed <= time.monotonic() - outer
     code = "import time; from thinwire.training.hardware import process_age_s as age; print(age() > time.thread_time())"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "True\n"

@@ -11,7 +11,7 @@ from typing import Any
 from thinwire.errors import ConfigError, Problems, nearest, type_name
 from thinwire.flags import options_of
 from thinwire.methods.interface import Method, PlannedByRun
-from thinwire.methods.islands.diloco import ISLANDS
+from thinwire.methods.islands.base import IslandsMethod
 from thinwire.methods.options import fits
 from thinwire.models.llama import LlamaConfig
 from thinwire.registry import STRATEGIES
@@ -62,7 +62,7 @@ def base_of(strategy: str) -> Any:
 
 def has_islands(strategy: str) -> bool:
     """Whether it trains islands, each by a strategy of its own."""
-    return strategy in ISLANDS
+    return strategy in STRATEGIES and issubclass(class_of(strategy), IslandsMethod)
 
 
 def used_tables(strategy: str, inner: str | None = None) -> set[str]:

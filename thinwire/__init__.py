@@ -23,6 +23,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "Sign",
         "Threshold",
         "TopK",
+        "Twice",
         "Zstd",
     ),
     "thinwire.collectives": (
@@ -39,7 +40,15 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "thinwire.hosts.ddp.attach": ("CompressedDDP", "compress_ddp"),
     "thinwire.hosts.fsdp.compress": ("CompressedFSDP", "compress_fsdp"),
     # Methods that make their context too, where the host that runs it is loaded.
-    "thinwire.hosts.islands.fronts": ("DADAO", "DiLoCo", "FedFix", "Gossip", "LocalSGD", "StreamingDiLoCo"),
+    "thinwire.hosts.islands.fronts": (
+        "DADAO",
+        "DiLoCo",
+        "FedFix",
+        "Gossip",
+        "LocalSGD",
+        "SparseLoCo",
+        "StreamingDiLoCo",
+    ),
     "thinwire.hosts.islands.library": ("Islands",),
     "thinwire.methods.one_byte_log": ("OneByteLog",),
     "thinwire.hosts.one_byte.optimizer": ("OneByteOptimizer", "one_byte"),

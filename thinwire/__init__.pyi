@@ -41,6 +41,9 @@ from thinwire.codecs import (
     TopK as TopK,
 )
 from thinwire.codecs import (
+    Twice as Twice,
+)
+from thinwire.codecs import (
     Zstd as Zstd,
 )
 from thinwire.collectives import (
@@ -201,4 +204,5 @@ DiLoCo: Any
 FedFix: Any
 Gossip: Any
 LocalSGD: Any
+SparseLoCo: Any
 StreamingDiLoCo: Any

@@ -32,6 +32,7 @@ from thinwire.methods.islands.dadao import DADAO
 from thinwire.methods.islands.diloco import ISLANDS
 from thinwire.methods.islands.fedfix import FedFix
 from thinwire.methods.islands.gossip import Gossip
+from thinwire.methods.islands.sparseloco import SparseLoCo
 
 STRATEGIES: dict[str, Callable[..., Method]] = {
     "zero": Zero,
@@ -61,6 +62,7 @@ STRATEGIES: dict[str, Callable[..., Method]] = {
     "zeropp": ZeroPP,
     "one-byte": OneByte,
     **ISLANDS,
+    "sparseloco": SparseLoCo,
     "fedfix": FedFix,
     "gossip": Gossip,
     "dadao": DADAO,

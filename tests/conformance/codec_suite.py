@@ -21,6 +21,7 @@ from thinwire.codecs import (
     Sign,
     Threshold,
     TopK,
+    Twice,
     Zstd,
     backends,
 )
@@ -82,6 +83,10 @@ CASES = [
     Case(TopK(1 / 64, 64, Integer(8, 16)), 0.96),
     Case(Threshold(0.05, 1024, stride=4), 0.86),
     Case(Threshold(0.25, 100, Identity(), stride=1), 0.55),
+    Case(Twice(), 0.37),
+    Case(Twice(Sign(50, scale="bf16")), 0.37),
+    Case(Twice(Integer(2, 8, "stochastic")), 0.6),
+    Case(TopK(1 / 64, 4096, Twice(Sign(64, scale="bf16"))), 0.97),
     Case(RandomK(4), 1.8),
     Case(RandomK(8, unbiased=False), 0.95),
     Case(RandomK(3, Integer(4, 32)), 1.55),

@@ -17,6 +17,7 @@ from thinwire.codecs.random_k import RandomK
 from thinwire.codecs.sign import Sign
 from thinwire.codecs.threshold import Threshold
 from thinwire.codecs.topk import TopK
+from thinwire.codecs.twice import Twice
 from thinwire.codecs.zstd import Zstd
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "Threshold",
     "TopK",
     "Traits",
+    "Twice",
     "Zstd",
     "derive_seed",
     "paired_seed",

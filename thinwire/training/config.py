@@ -38,7 +38,8 @@ class TrainConfig:
     strategy: str = "sdp4bit"
     """How ranks share the work, such as sdp4bit, zero, ddp or fsdp; `thinwire explain` lists them all."""
     inner: str | None = None
-    """Strategy inside each island, for diloco, streaming-diloco and local-sgd; by default ddp."""
+    """Strategy inside each island, for diloco, streaming-diloco, local-sgd
+    and sparseloco; by default ddp."""
     workers: int = 1
     """Worker processes to start on this machine."""
     local_size: int | None = None

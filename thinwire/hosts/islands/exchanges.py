@@ -58,6 +58,8 @@ class Exchanges:
         self.options = repr((shapes_of(fragments), method, options))
         self.flights: deque[Flight] = deque()
         self.outer: list[OuterFragment] = []
+        # By fragment, what codecs have lost of this island's outer gradients; empty without error feedback.
+        self.lost: list[Tensor] = []
         # After which step the last exchanges were started.
         self.sent_through = 0
         self.weight = 1.0
@@ -76,6 +78,8 @@ class Exchanges:
             OuterFragment.starting(fragment, flat, corrected=corrected)
             for fragment, flat in zip(self.fragments, start, strict=True)
         ]
+        if self.method.error_decay is not None:
+            self.lost = [fragment.zeros() for fragment in self.fragments]
 
     def send(
         self, number: int, step: int, weights: Mapping[str, Tensor], *, wishes_stop: bool = False, is_last: bool = False
@@ -97,10 +101,15 @@ class Exchanges:
                 Header(outer.fingerprint, count, number, weight, wishes),
                 self.method.codec, self.fragments[number].numel, step,
                 derive_seed(self.seed, count, number, self.peers.island),
-                delta=delta,
+                delta=delta, lost=self._decayed(number) if weight else None,
             )  # fmt: skip
             flight.submit(self.peers)
         self.flights.append(flight)
+
+    def _decayed(self, number: int) -> Tensor | None:
+        """What is still owed of a fragment, to be added to what is sent now."""
+        decay = self.method.error_decay
+        return None if decay is None else self.lost[number].mul_(decay)
 
     def wait_for(self, sync: Sync) -> None:
         """Return when all members hold all messages.
@@ -154,6 +163,9 @@ class Exchanges:
                 rest = rest[tensor.numel() :]
             outer.set_parameters(outer.parameters.clone())
             outer.number = count
+        # It was owed from other outer parameters.
+        for lost in self.lost:
+            lost.zero_()
 
     def wait_for_all(self) -> None:
         """Wait for what is under way. What a loss has stopped is sent again, when it is due or the state is loaded."""
@@ -177,6 +189,7 @@ class Exchanges:
         return {
             "flights": flights,
             "outer": [(o.parameters, o.momentum, o.number, o.correction) for o in self.outer],
+            "lost": self.lost,
             "names": [fragment.names for fragment in self.fragments],
             "block": self.method.codec.block,
         }
@@ -190,6 +203,8 @@ class Exchanges:
             outer.number = number
             if outer.correction is not None:
                 outer.correction.copy_(correction)
+        for lost, saved in zip(self.lost, state["lost"], strict=True):
+            lost.copy_(saved)
         for fragment, due, members, told, is_applied in state["flights"]:
             flight = Flight(fragment, due, None, tuple(members), is_applied)
             if told is not None:

@@ -9,5 +9,6 @@ from thinwire.methods.islands.dadao import DADAO
 from thinwire.methods.islands.diloco import DiLoCo, LocalSGD, StreamingDiLoCo
 from thinwire.methods.islands.fedfix import FedFix
 from thinwire.methods.islands.gossip import Gossip
+from thinwire.methods.islands.sparseloco import SparseLoCo
 
-__all__ = ["DADAO", "DiLoCo", "FedFix", "Gossip", "LocalSGD", "StreamingDiLoCo"]
+__all__ = ["DADAO", "DiLoCo", "FedFix", "Gossip", "LocalSGD", "SparseLoCo", "StreamingDiLoCo"]

@@ -74,6 +74,11 @@ class Traffic:
             ("after an exchange go on with", going_on, ""),
             ("largest exchange", f"{largest / 1e6:.3f} MB", "sent by each island"),
         ]  # fmt: skip
+        if method.error_decay is not None:
+            owed = sum(lost.nbytes for lost in exchanges.lost) / 1e6
+            rows.append(
+                ("what they lose", f"{method.error_decay:g} of it joins the next", f"{owed:.3f} MB beside them")
+            )
         if method.correction:
             rows.append(("correction", f"FedSpeed, lam {method.correction.lam:g}", "behind clipping"))
         return rows

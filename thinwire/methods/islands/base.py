@@ -99,11 +99,14 @@ class IslandsMethod(Front):
         if self.inner.shards_optimizer:
             sent["masters", "intra"] = (1 + bool(method.mix)) * neighbours * whole // topology.local_size
         spread = {key: -(-num_bytes // every) for key, num_bytes in sent.items()}
-        outer = 2 * 4 * sum(fragment.numel for fragment in fragments)
+        outer = 4 * sum(fragment.numel for fragment in fragments)
+        other = {"outer parameters and momentum": 2 * outer}
+        if method.error_decay is not None:
+            other["error feedback of outer gradients"] = outer
         return Plan(
             found.weights, found.gradients, found.optimizer, dict(found.sent) | spread, found.passing,
             crossing=spread[OPERATION, "inter"] + spread[COMMIT, "inter"],
-            other=dict(found.other) | {"outer parameters and momentum": outer},
+            other=dict(found.other) | other,
         )  # fmt: skip
 
 

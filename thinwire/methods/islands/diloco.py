@@ -34,6 +34,8 @@ class DiLoCo(IslandsMethod):
     """Momentum of the outer step; from 0 to below 1."""
     codec: str = "fp32"
     """Codec of what islands send to each other, such as bf16 or e3m0/256:bf16:nearest (powers of two in 4 bits)."""
+    error_decay: float | None = None
+    """What of the codec's error is kept and sent later, from 0 to 1; by default the error is lost."""
     fedspeed: float | None = None
     """lam of FedSpeed's correction, in units of the inverse curvature, above 0; by default no correction."""
     rejoin_steps: int = 10
@@ -47,6 +49,7 @@ class DiLoCo(IslandsMethod):
         return OuterMethod(
             self.sync_every, outer_lr=self.outer_lr, outer_momentum=self.outer_momentum,
             codec=codec_of(self, "codec"), rejoin_steps=self.rejoin_steps,
+            error_decay=self.error_decay,
             correction=None if self.fedspeed is None else FedSpeed(self.fedspeed),
         )  # fmt: skip
 
@@ -79,6 +82,8 @@ class StreamingDiLoCo(IslandsMethod):
     """Momentum of the outer step; from 0 to below 1."""
     codec: str = "e3m0/256:bf16:nearest"
     """Codec of what islands send to each other, such as bf16 or e3m0/256:bf16:nearest (powers of two in 4 bits)."""
+    error_decay: float | None = None
+    """What of the codec's error is kept and sent later, from 0 to 1; by default the error is lost."""
     rejoin_steps: int = 10
     """Steps over which the learning rate rises again on an island that has joined others without its optimizer's
     state; at least 0."""
@@ -90,6 +95,7 @@ class StreamingDiLoCo(IslandsMethod):
         return OuterMethod(
             self.sync_every, self.num_fragments, self.pattern, self.overlap_steps, self.mix, self.outer_lr,
             self.outer_momentum, codec_of(self, "codec"), rejoin_steps=self.rejoin_steps,
+            error_decay=self.error_decay,
         )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from thinwire.codecs import Codec
 from thinwire.collectives import Peers
 from thinwire.collectives.faults import say
+from thinwire.collectives.feedback import encode_with
 from thinwire.collectives.gather import all_gather_packets
 from thinwire.collectives.link import Link
 from thinwire.collectives.rounds import Rounds
@@ -69,7 +70,8 @@ def sent_bytes(codec: Codec, numel: int, num_members: int) -> int:
 class Sync:
     """One exchange of one fragment, of outer gradients of `numel` elements.
 
-    step: after which it was sent. delta: this island's outer gradient, until it is packed. message: header and packet.
+    step: after which it was sent. delta: this island's outer gradient, until it is packed. lost: what is added to it,
+    and becomes what the codec has lost of both; None: without error feedback. message: header and packet.
     received: uint8 [members, bytes], every member's message, in the order of members; complete once it is there.
     is_committed: every member has said that it holds them all, so whoever is left can apply the same sum. A member
     whose messages come damaged again and again stops, and is lost for the others.
@@ -84,6 +86,7 @@ class Sync:
     step: int
     seed: int
     delta: Tensor | None = None
+    lost: Tensor | None = field(default=None, repr=False)
     message: Tensor | None = None
     received: Tensor | None = None
     is_committed: bool = False
@@ -143,7 +146,7 @@ class Sync:
         message = torch.zeros(message_bytes(self.codec, self.numel), dtype=torch.uint8)
         self._write_header(message)
         with link.timed("encode_s", OPERATION):
-            self.codec.encode(self.delta, seed=self.seed, out=self._packet(message))
+            encode_with(self.codec, self.delta, self.lost, self.seed, 0, self._packet(message))
         self.message, self.delta = message, None
 
     def _packet(self, message: Tensor) -> Tensor:

@@ -16,11 +16,12 @@ class OuterMethod:
     """Inner steps on every island, and now and then an outer one that all of them take together.
 
     After H inner steps an island sends D = x - w, the outer parameters x less its own weights w, by `codec`; tau steps
-    later it takes the outer step with the mean D, and goes on with mix * w + (1 - mix) * x.
+    later it takes the outer step with the mean D, and goes on with mix * w + (1 - mix) * x. With error feedback it
+    sends C(e) in the place of D, where e <- beta e + D, and keeps e <- e - C(e) for the next time.
 
     sync_every: H. num_fragments, pattern: see `cut`. overlap_steps: tau. start_after: see Schedule. outer_lr,
     outer_momentum: see Nesterov. correction: see FedSpeed; of the whole model, without overlap. rejoin_steps:
-    see Rewarming.
+    see Rewarming. error_decay: beta; None: what the codec loses is lost.
 
     Raises ConfigError for values out of range or that contradict each other.
     """
@@ -36,6 +37,7 @@ class OuterMethod:
     start_after: int = 0
     correction: FedSpeed | None = None
     rejoin_steps: int = 10
+    error_decay: float | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.mix < 1:
@@ -46,8 +48,21 @@ class OuterMethod:
             raise ConfigError(f"start_after {self.start_after}: exchanges after every step leave nothing to overlap")
         if self.correction and (self.num_fragments != 1 or self.overlap_steps or self.mix):
             raise ConfigError("the FedSpeed correction needs one fragment, no overlap_steps and mix 0")
+        if self.error_decay is not None:
+            self._check_feedback(self.error_decay)
         self.schedule(1)
         Nesterov(self.outer_lr, self.outer_momentum)
+
+    def _check_feedback(self, decay: float) -> None:
+        if not 0 <= decay <= 1:
+            raise ConfigError(f"error_decay {decay}: must be from 0 to 1; nearest: {min(max(decay, 0), 1)}")
+        if not self.codec.traits.contraction:
+            raise ConfigError(
+                f"codec {self.codec} with error feedback: may lose more than it is given, and errors would grow; take "
+                "one that is a contraction, such as topk1%, sign or int4:nearest (`thinwire codecs` shows which are)"
+            )
+        if self.correction:
+            raise ConfigError("fedspeed needs all of what islands send at once: leave error_decay out")
 
     def schedule(self, num_fragments: int) -> Schedule:
         """When which fragment is sent."""

@@ -1,0 +1,190 @@
+"""SparseLoCo on real islands of one rank each: held to plain averaging, and to itself in one process."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import thinwire
+from tests.hosts.islands.test_library import Net, adamw, batch, outer_hash, train, weights_of
+from tests.workers import run_workers
+from thinwire.codecs import Codec, derive_seed
+from thinwire.collectives import Topology
+from thinwire.errors import ConfigError
+from thinwire.layout.fragments import cut
+from thinwire.methods.islands.exchange import message_bytes
+
+EVERY, NUM_STEPS, DECAY = 4, 12, 0.9
+SPARSE = "topk12.5%/64:(sign/8:bf16+twice)"
+EXACT = "topk100%/64:fp32"
+STREAMS: dict[str, Any] = {"num_fragments": 2, "overlap_steps": 2, "mix": 0.5}
+
+
+def trained(rank: int, world_size: int) -> dict[str, Any]:
+    """Weights, outer hashes, what is owed, and losses of each way to exchange."""
+    found: dict[str, Any] = {}
+    for name, make, options in (
+        ("averaging", thinwire.LocalSGD, {}),
+        ("everything", thinwire.SparseLoCo, {"codec": EXACT}),
+        ("sparse", thinwire.SparseLoCo, {"codec": SPARSE, "outer_lr": 0.5}),
+        ("streams", thinwire.SparseLoCo, {"codec": SPARSE, **STREAMS}),
+        ("diloco", thinwire.DiLoCo, {"codec": "int2/64:nearest"}),
+    ):
+        if name != "averaging":
+            options["error_decay"] = DECAY
+        model = Net(seed=rank)
+        optimizer = adamw(model)
+        islands = make(model, optimizer, sync_every=EVERY, **options, announce=False)
+        before = islands.meter.snapshot().sent_bytes
+        losses = train(model, optimizer, range(NUM_STEPS), rank, world_size)
+        islands.loop.drain()
+        sent = islands.meter.snapshot().sent_bytes - before
+        exchanges = islands.loop.exchanges
+        turns = [sum(n in exchanges.schedule.due(step + 1) for step in range(NUM_STEPS)) for n in range(2)]
+        sizes = [message_bytes(exchanges.method.codec, fragment.numel) + 1 for fragment in exchanges.fragments]
+        assert sent == (world_size - 1) * sum(turn * size for turn, size in zip(turns, sizes, strict=False)), name
+        outer = torch.cat([outer.parameters for outer in exchanges.outer])
+        lost = [lost.clone() for lost in exchanges.lost]
+        found[name] = outer_hash(islands.loop), outer, lost, losses
+        islands.close()
+    return found
+
+
+def simulated(num_islands: int) -> tuple[Tensor, list[Tensor]]:
+    """The method in one process, by its formula: outer parameters, and what each island owes."""
+    codec, model = Codec.parse(SPARSE), Net()
+    fragment = cut(model, 1, "strided", codec.block)[0]
+    islands = [copy.deepcopy(model) for _ in range(num_islands)]
+    optimizers = [adamw(island) for island in islands]
+    x, errors = fragment.flat(weights_of(model)), [fragment.zeros() for _ in islands]
+    for step in range(NUM_STEPS):
+        for number, (island, optimizer) in enumerate(zip(islands, optimizers, strict=True)):
+            train(island, optimizer, range(step, step + 1), number, num_islands)
+        if (step + 1) % EVERY == 0:
+            total, count = fragment.zeros(), (step + 1) // EVERY
+            for number, (island, error) in enumerate(zip(islands, errors, strict=True)):
+                error.mul_(DECAY).add_(x - fragment.flat(weights_of(island)))
+                packet = codec.encode(error, seed=derive_seed(0, count, 0, number))
+                error.sub_(codec.decode(packet, fragment.numel))
+                total += codec.decode(packet, fragment.numel)
+            x -= 0.5 * total / num_islands
+            for island in islands:
+                for name, value in fragment.views(x).items():
+                    island.get_parameter(name).data.copy_(value)
+    return x, errors
+
+
+def test_everything_sent_is_averaging_and_less_is_the_formula() -> None:
+    results = run_workers(trained, 2)
+    x, errors = simulated(2)
+    for result, error in zip(results, errors, strict=True):
+        for name, (hashes, _, lost, losses) in result.items():
+            assert hashes == results[0][name][0], f"outer parameters differ: {name}"
+            assert losses[-1] < losses[0]
+            assert bool(lost) == (name != "averaging")
+        # Bit for bit, though one has codec and memory, but for its padding to blocks.
+        views = [
+            cut(Net(), 1, "strided", Codec.parse(codec).block)[0].views(result[name][1])
+            for name, codec in (("averaging", "fp32"), ("everything", EXACT))
+        ]
+        assert all(torch.equal(value, views[1][key]) for key, value in views[0].items())
+        assert not any(lost.any() for lost in result["everything"][2])
+        torch.testing.assert_close(result["sparse"][1], x, rtol=0, atol=1e-6)
+        torch.testing.assert_close(result["sparse"][2][0], error, rtol=0, atol=1e-6)
+        assert float(error.norm()) > 0.1 * float(x.norm() / 100)
+
+
+def stop_and_go_on(rank: int, world_size: int) -> tuple[list[str], list[str]]:
+    """Weights after each step, uninterrupted and by fresh objects that load a state with messages in flight."""
+
+    def start(seed: int) -> tuple[Net, torch.optim.Optimizer, thinwire.Islands]:
+        model = Net(seed)
+        optimizer = adamw(model)
+        return model, optimizer, thinwire.SparseLoCo(
+            model, optimizer, sync_every=EVERY, codec=SPARSE, **STREAMS, announce=False
+        )  # fmt: skip
+
+    def go_on(model: Net, optimizer: torch.optim.Optimizer) -> list[str]:
+        hashes = []
+        for step in range(9, 19):
+            train(model, optimizer, range(step, step + 1), rank, world_size)
+            hashes.append(repr([p.sum(dtype=torch.float64).item() for p in model.parameters()]))
+        return hashes
+
+    model, optimizer, islands = start(0)
+    train(model, optimizer, range(9), rank, world_size)
+    file = io.BytesIO()
+    assert islands.loop.exchanges.flights
+    torch.save((model.state_dict(), optimizer.state_dict(), islands.state_dict()), file)
+    assert all(lost.any() for lost in islands.loop.exchanges.lost)
+    uninterrupted = go_on(model, optimizer)
+    islands.close()
+    other, second, again = start(1)
+    weights, inner, outer = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    other.load_state_dict(weights)
+    second.load_state_dict(inner)
+    again.load_state_dict(outer)
+    resumed = go_on(other, second)
+    again.close()
+    return uninterrupted, resumed
+
+
+def test_a_loaded_state_goes_on_bit_for_bit() -> None:
+    for uninterrupted, resumed in run_workers(stop_and_go_on, 2):
+        assert uninterrupted == resumed
+
+
+def one_goes_astray(rank: int, world_size: int) -> bool:
+    """An island whose weights are not finite is left out once, and keeps what it owes."""
+    model = Net()
+    optimizer = adamw(model)
+    islands = thinwire.SparseLoCo(model, optimizer, sync_every=EVERY, codec=SPARSE, announce=False)
+    train(model, optimizer, range(EVERY), rank, world_size)
+    owed = islands.loop.exchanges.lost[0].clone()
+    train(model, optimizer, range(EVERY, 2 * EVERY - 1), rank, world_size)
+    if rank:
+        model.norm.weight.data[0] = torch.nan
+    model(batch(0)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    kept = torch.equal(islands.loop.exchanges.lost[0], owed)
+    assert all(bool(torch.isfinite(param).all()) for param in model.parameters())
+    islands.close()
+    return kept
+
+
+def test_who_is_left_out_keeps_what_it_owes() -> None:
+    assert run_workers(one_goes_astray, 2) == [False, True]
+
+
+def test_the_plan_knows_the_memory_and_the_bytes() -> None:
+    model = Net()
+    method = thinwire.strategy_named("sparseloco", codec=SPARSE)
+    plan, plain = (m.plan(model, Topology(2, 1), 1) for m in (method, thinwire.strategy_named("local-sgd")))
+    numel = cut(model, 1, "strided", 64)[0].numel
+    assert plan.other["error feedback of outer gradients"] == 4 * numel
+    assert plan.sent["outer", "inter"] == -(-message_bytes(Codec.parse(SPARSE), numel) // 15)
+    assert plan.sent["outer", "inter"] < plain.sent["outer", "inter"] / 10
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"error_decay": 1.5}, "nearest: 1"),
+        ({"codec": "int2"}, "is a contraction"),
+        ({"codec": "topk1%/32"}, "density"),
+        ({"codec": "tokp1%"}, "did you mean"),
+        ({"sync_every": 0}, "nearest: 1"),
+        ({"outer_lr": 0.0}, "outer_lr 0.0"),
+    ],
+)
+def test_what_can_not_work_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        thinwire.strategy_named("sparseloco", **options)
+    with pytest.raises(ConfigError, match="fedspeed"):
+        thinwire.strategy_named("diloco", fedspeed=1.0, error_decay=1.0)

@@ -1,0 +1,61 @@
+"""SparseLoCo: the largest part of what an island has learnt travels, and what stays behind takes momentum's place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from thinwire.codecs import Codec
+from thinwire.methods.data.ddp import DDP
+from thinwire.methods.interface import Method
+from thinwire.methods.islands.base import IslandsMethod
+from thinwire.methods.islands.method import OuterMethod
+
+
+@dataclass(frozen=True)
+class SparseLoCo(IslandsMethod):
+    """SparseLoCo: H inner steps on every island, then plain descent along the largest of what they owe each other.
+
+        e <- beta e + x - w                    e is this island's alone
+        c  = C(e);  e <- e - c                 the largest of each chunk, in 2 bits
+        x <- x - lr (mean over islands of c)
+
+    An element that is small in every round adds up in e until it is sent, so that e does what an outer momentum would.
+
+    Raises ConfigError for values out of range, and for a codec that is no contraction.
+    Source: Sarfi, Therien, Lidin and Belilovsky, "Communication Efficient LLM Pre-training with SparseLoCo" (2025),
+    algorithm 1; fragments, overlap and mix: Douillard et al., "Streaming DiLoCo" (2025).
+    """
+
+    name: ClassVar[str] = "sparseloco"
+
+    inner: Method = field(default_factory=DDP)
+    """The strategy inside each island."""
+    sync_every: int = 15
+    """Inner steps H between two exchanges of one fragment; at least 1."""
+    error_decay: float = 0.95
+    """What of the error is kept, beta; from 0 to 1."""
+    codec: str = "topk1.5625%/4096:(sign/64:bf16+twice)"
+    """Codec of what islands send to each other; one that loses less than all, as `topk`, `sign` and `:nearest` do."""
+    outer_lr: float = 1.0
+    """Learning rate of the outer step; above 0."""
+    num_fragments: int | None = 1
+    """Fragments P of the model, from 1 to its number of layers; none: one for each three layers."""
+    pattern: str = "strided"
+    """strided: layer l goes to fragment l mod P; sequential: each fragment gets layers that follow each other."""
+    overlap_steps: int = 0
+    """Inner steps that an exchange may take before its result is waited for; from 0 to sync_every - 1."""
+    mix: float = 0.0
+    """Share of its own weights that an island keeps when the result arrives; from 0 to below 1."""
+    rejoin_steps: int = 10
+    """Steps over which the learning rate rises again on an island that has joined others without its optimizer's
+    state; at least 0."""
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    def method(self) -> OuterMethod:
+        return OuterMethod(
+            self.sync_every, self.num_fragments, self.pattern, self.overlap_steps, self.mix, self.outer_lr,
+            codec=Codec.parse(self.codec), rejoin_steps=self.rejoin_steps, error_decay=self.error_decay,
+        )  # fmt: skip

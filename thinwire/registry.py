@@ -13,6 +13,7 @@ from thinwire.errors import ConfigError, nearest
 from thinwire.methods.data.ddp import DDP
 from thinwire.methods.data.demo import DeMo
 from thinwire.methods.data.dgc import DGC
+from thinwire.methods.data.ef21 import EF21
 from thinwire.methods.data.feedback import EFInteger, EFTopK
 from thinwire.methods.data.frontier import Frontier
 from thinwire.methods.data.fsdp import FSDP
@@ -51,6 +52,7 @@ STRATEGIES: dict[str, Callable[..., Method]] = {
     "onebit-adam": OneBitAdam,
     "ef-topk": EFTopK,
     "ef-integer": EFInteger,
+    "ef21": EF21,
     "lgreco-powersgd": partial(LGreCo, base=PowerSGD()),
     "lgreco-ef-topk": partial(LGreCo, base=EFTopK()),
     "lgreco-ef-integer": partial(LGreCo, base=EFInteger()),

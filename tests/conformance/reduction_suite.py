@@ -21,6 +21,7 @@ import thinwire
 from tests.workers import Rows, run_rows, run_workers
 from thinwire.codecs import Identity
 from thinwire.methods.data.demo import DeMo
+from thinwire.methods.data.ef21 import EF21
 from thinwire.methods.ddp import DDPMethod
 
 SHAPES = {
@@ -71,6 +72,11 @@ ROWS: dict[str, Row] = {
     ),
     "ef-topk": Row(thinwire.EFTopK("topk10%"), 1.5),
     "ef-integer": Row(thinwire.EFInteger(), 0.2, grid=(2, 1), variant=True),
+    # Differences of gradients that are all new: the first is the gradient, and none gets smaller.
+    "ef21": Row(EF21("topk10%/64", fresh=1.0), 2.0, owes=False),
+    "ef21-exact": Row(EF21("fp32", fresh=1.0), 0.0, owes=False, grid=(2, 1), variant=True),
+    "ef21-momentum": Row(EF21("sign/64", fresh=0.3), 0.0, owes=False, averages_gradients=False, variant=True),
+    "diana": Row(EF21("int4/64", fresh=1.0, shift=0.5), 0.5, owes=False, grid=(2, 1), variant=True),
     # Planned after the second step, on both steps' gradients.
     "lgreco-ef-topk": Row(thinwire.LGreCo(thinwire.EFTopK("topk10%"), start=2, samples=2), 1.5, warmup=2, variant=True),
     "lgreco-ef-integer": Row(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -18,18 +18,16 @@ from thinwire.codecs import (
     derive_seed,
 )
 from thinwire.codecs.integer import WIDTHS
-from thinwire.collectives.gather import all_gather_packets, gather_bytes
+from thinwire.collectives.gather import gather_bytes
 from thinwire.collectives.link import Link
 from thinwire.collectives.rounds import Rounds
 from thinwire.layout.zeros import describe_zeros
 from thinwire.methods.options import Rule, check_types, codec_of
+from thinwire.methods.packets import message_bytes, sections_of, sums_of
 from thinwire.methods.plannable import Plannable, Tunable, codec_errors, densities
 from thinwire.methods.reduction import OPERATION, Bucket, Step, is_large_matrix, seed_of
 from thinwire.state.memory import Place, Residual
 from thinwire.table import Row
-
-# Packets start at whole 8-byte words of a message.
-WORD_BYTES = 8
 
 
 class WithFeedback(Plannable):
@@ -137,19 +135,6 @@ class EFInteger(WithFeedback):
         return [bits for bits in WIDTHS if self.uniform / span <= bits <= self.uniform * span]
 
 
-@dataclass(frozen=True)
-class Section:
-    """Where a gradient's packet lies in the message of its bucket."""
-
-    codec: Codec
-    num_elements: int
-    start: int
-    stop: int
-
-    def of(self, message: Tensor) -> Tensor:
-        return message[self.start : self.stop]
-
-
 class FeedbackMean(Tunable):
     """g = (1/P) sum_r C(x_r) with x_r = g_r + e_r, after which e_r = x_r - C(x_r).
 
@@ -165,8 +150,9 @@ class FeedbackMean(Tunable):
         self.error = self.state.add("error", residual, self._large, row="error feedback")
 
     def run(self, link: Link, bucket: Bucket, step: Step) -> Rounds[None]:
-        sections = self._sections({name: grad.shape for name, grad in zip(bucket.names, bucket.grads, strict=True)})
-        message = torch.zeros(sum(padded(section) for section in sections.values()), dtype=torch.uint8)
+        shapes = {name: grad.shape for name, grad in zip(bucket.names, bucket.grads, strict=True)}
+        sections = sections_of(shapes, self._codec)
+        message = torch.zeros(message_bytes(sections), dtype=torch.uint8)
         errors: dict[str, Tensor] = {}
         with link.timed("encode_s", OPERATION):
             for (name, section), grad in zip(sections.items(), bucket.grads, strict=True):
@@ -177,14 +163,9 @@ class FeedbackMean(Tunable):
                 packet = section.codec.encode(x, seed=seed, out=section.of(message))
                 if not section.codec.traits.lossless:
                     errors[name] = x.sub_(section.codec.decode(packet, x.numel())).view(grad.shape)
-        gathered = yield from all_gather_packets(link, message, OPERATION)
-        grid = link.topology
-        with link.timed("decode_s", OPERATION):
-            for section, grad in zip(sections.values(), bucket.grads, strict=True):
-                total = torch.zeros(section.num_elements)
-                for rank in range(grid.world_size):
-                    section.codec.decode_add(section.of(gathered[grid.local_rank(rank), grid.node(rank)]), total)
-                grad.copy_(total.div_(grid.world_size).view(grad.shape))
+        totals = yield from sums_of(link, message, sections)
+        for total, grad in zip(totals, bucket.grads, strict=True):
+            grad.copy_(total.div_(link.topology.world_size).view(grad.shape))
         for name, error in errors.items():
             self.error[name] = error
 
@@ -192,21 +173,12 @@ class FeedbackMean(Tunable):
     def _large(name: str, shape: torch.Size) -> torch.Size | None:
         return shape if is_large_matrix(shape) else None
 
-    def _sections(self, shapes: Mapping[str, torch.Size]) -> dict[str, Section]:
-        """The layout of a message that holds gradients of these shapes, in their order."""
-        sections: dict[str, Section] = {}
-        start = 0
-        for name, shape in shapes.items():
-            setting = self.settings.get(name, self.method.uniform)
-            codec = self.method.codec_at(setting) if is_large_matrix(shape) else Identity()
-            section = Section(codec, shape.numel(), start, start + codec.packet_bytes(shape.numel()))
-            sections[name] = section
-            start += padded(section)
-        return sections
+    def _codec(self, name: str, shape: torch.Size) -> Codec:
+        setting = self.settings.get(name, self.method.uniform)
+        return self.method.codec_at(setting) if is_large_matrix(shape) else Identity()
 
     def sent_bytes(self) -> dict[str, int]:
-        sections = self._sections(self.place.shapes)
-        return gather_bytes(self.place.grid, sum(padded(section) for section in sections.values()))
+        return gather_bytes(self.place.grid, message_bytes(sections_of(self.place.shapes, self._codec)))
 
     def rows(self) -> list[Row]:
         num_large, codec = len(self.error.shapes()), self.method.codecs[0]
@@ -217,8 +189,3 @@ class FeedbackMean(Tunable):
             ("what they lose", "is added to the next gradient", held),
             *describe_zeros(self.method.codecs),
         ]
-
-
-def padded(section: Section) -> int:
-    """Bytes of a message that the packet takes, up to the next packet's start."""
-    return -(-(section.stop - section.start) // WORD_BYTES) * WORD_BYTES

@@ -1,0 +1,96 @@
+"""EF21 and DIANA: where plain error feedback ends in noise, differences reach the minimum."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire
+from tests.workers import run_workers
+from thinwire.errors import ConfigError
+from thinwire.methods.data.ef21 import EF21
+from thinwire.methods.ddp import DDPMethod
+from thinwire.state.memory import Place
+
+METHODS: dict[str, DDPMethod] = {
+    "ef": thinwire.EFTopK(density=0.05, group=64),
+    "ef21": EF21("topk5%/64", fresh=1.0),
+    "ef21-momentum": EF21("topk5%/64", fresh=0.5),
+    "ef21-sign": EF21("sign/64", fresh=1.0),
+    "diana": EF21("int2/64", fresh=1.0, shift=0.1),
+    "none": thinwire.DDP(),
+}
+STEPS = 300
+
+
+def descend(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
+    """Ranks have quadratics of their own, with minima far from each other: the distance from that of the mean."""
+    curvatures = [0.5 + torch.rand(16, 16, generator=torch.Generator().manual_seed(r)) for r in range(world_size)]
+    minima = [torch.randn(16, 16, generator=torch.Generator().manual_seed(10 + r)) for r in range(world_size)]
+    products = [curvature * minimum for curvature, minimum in zip(curvatures, minima, strict=True)]
+    target = torch.stack(products).sum(0) / torch.stack(curvatures).sum(0)
+    found: dict[str, dict[str, Any]] = {}
+    for name, method in METHODS.items():
+        model = DistributedDataParallel(nn.Linear(16, 16, bias=False))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        handle = thinwire.compress_ddp(model, method, optimizer=optimizer, local_size=1, announce=False)
+        (weight,) = model.parameters()
+        with torch.no_grad():
+            weight.zero_()
+        for _ in range(STEPS):
+            off = model(torch.eye(16)).T - minima[rank]
+            (0.5 * curvatures[rank] * off.square()).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        kinds = handle.reduction.state.state_dict()
+        found[name] = {"off": float((weight.detach() - target).norm() / target.norm()), "kept": kinds}
+        handle.close()
+    return found
+
+
+def test_differences_reach_the_minimum_where_error_feedback_does_not() -> None:
+    results = run_workers(descend, 2)
+    off = {name: found["off"] for name, found in results[0].items()}
+    assert off["none"] < 1e-4
+    for name in ("ef21", "ef21-momentum", "ef21-sign", "diana"):
+        assert off[name] < 1e-3 < 10 * off["ef"], off
+        estimates = [result[name]["kept"]["estimate"]["weight"] for result in results]
+        means = [result[name]["kept"]["mean"]["weight"] for result in results]
+        assert torch.equal(*means), name
+        torch.testing.assert_close(torch.stack(estimates).mean(0), means[0], rtol=0, atol=1e-5)
+
+
+def test_other_ranks_take_over_the_mean() -> None:
+    place = Place({"weight": torch.Size([16, 16])}, thinwire.Topology(4, 1))
+    state = EF21("sign", fresh=0.5).reduction(place, 0).state
+    state.take_over(lambda kind, name: torch.full((256,), float(len(kind))))
+    kept = state.state_dict()
+    assert kept["estimate"]["weight"].shape == kept["momentum"]["weight"].shape == (16, 16)
+    assert float(kept["mean"]["weight"][0, 0]) == len("mean of estimates of gradients")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"codec": "int4"}, None),
+        ({"codec": "randomk1%"}, "shift of 0.1"),
+        ({"codec": "int2"}, "shift of 0.1"),
+        ({"codec": "fp16"}, "int4:nearest"),
+        ({"codec": "sign", "shift": 0.5}, "nearest: shift 1"),
+        ({"codec": "randomk1%", "shift": 0.01}, None),
+        ({"codec": "int4+zstd"}, "leave zstd out"),
+        ({"codec": "tokp1%"}, "did you mean"),
+        ({"fresh": 0.0}, "nearest: 0.1"),
+        ({"shift": 2.0}, "nearest: 1"),
+    ],
+)
+def test_what_can_not_work_is_refused(options: dict[str, Any], message: str | None) -> None:
+    if message is None:
+        EF21(**options)
+        return
+    with pytest.raises(ConfigError, match=message):
+        EF21(**options)

@@ -1,0 +1,64 @@
+"""The gradients of a bucket as packets in one message, which every other rank gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs import Codec
+from thinwire.collectives.gather import all_gather_packets
+from thinwire.collectives.link import Link
+from thinwire.collectives.rounds import Rounds
+from thinwire.methods.reduction import OPERATION
+
+# Packets start at whole 8-byte words of a message.
+WORD_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Section:
+    """Where a gradient's packet lies in the message of its bucket."""
+
+    codec: Codec
+    num_elements: int
+    start: int
+
+    def of(self, message: Tensor) -> Tensor:
+        return message[self.start : self.start + self.codec.packet_bytes(self.num_elements)]
+
+    @property
+    def end(self) -> int:
+        """Where the next packet starts."""
+        return self.start + -(-self.codec.packet_bytes(self.num_elements) // WORD_BYTES) * WORD_BYTES
+
+
+def sections_of(shapes: Mapping[str, torch.Size], codec_of: Callable[[str, torch.Size], Codec]) -> dict[str, Section]:
+    """The layout of a message that holds gradients of these shapes, in their order."""
+    sections: dict[str, Section] = {}
+    start = 0
+    for name, shape in shapes.items():
+        sections[name] = Section(codec_of(name, shape), shape.numel(), start)
+        start = sections[name].end
+    return sections
+
+
+def message_bytes(sections: Mapping[str, Section]) -> int:
+    """Bytes of the whole message."""
+    return max((section.end for section in sections.values()), default=0)
+
+
+def sums_of(link: Link, message: Tensor, sections: Mapping[str, Section]) -> Rounds[list[Tensor]]:
+    """By section, the sum of what all ranks' packets decode to, flat, fp32, in rank order: the same bits on all."""
+    gathered = yield from all_gather_packets(link, message, OPERATION)
+    grid = link.topology
+    totals = []
+    with link.timed("decode_s", OPERATION):
+        for section in sections.values():
+            total = torch.zeros(section.num_elements)
+            for rank in range(grid.world_size):
+                section.codec.decode_add(section.of(gathered[grid.local_rank(rank), grid.node(rank)]), total)
+            totals.append(total)
+    return totals

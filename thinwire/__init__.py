@@ -74,7 +74,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "thinwire.methods.data.zeropp": ("ZeroPP",),
     "thinwire.methods.interface": ("Method",),
     "thinwire.methods.sharded": ("ShardedMethod",),
-    "thinwire.optim": ("DGCSGD", "LANS", "OneBitAdamW"),
+    "thinwire.optim": ("DGCSGD", "LANS", "Muon", "OneBitAdamW"),
     "thinwire.registry": ("STRATEGIES", "strategy_named"),
 }
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}

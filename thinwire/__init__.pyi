@@ -184,6 +184,9 @@ from thinwire.optim import (
     LANS as LANS,
 )
 from thinwire.optim import (
+    Muon as Muon,
+)
+from thinwire.optim import (
     OneBitAdamW as OneBitAdamW,
 )
 from thinwire.registry import (

@@ -14,6 +14,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from thinwire.checkpoint import Piece, Share
 from thinwire.collectives import Communicator
+from thinwire.errors import ConfigError
+from thinwire.state.elementwise import needs_whole_tensors
 from thinwire.state.replicas import digest, odd_ranks
 
 
@@ -129,8 +131,13 @@ class TensorAxis:
 def cut_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> TensorAxis:
     """Put local tensors in the place of the model's DTensors, in modules and optimizer; see TensorAxis.
 
-    mesh: the tensor axis, for which the model has no misfits.
+    mesh: the tensor axis, for which the model has no misfits. Raises ConfigError for an optimizer that needs whole tensors.
     """
+    if needs_whole_tensors(optimizer):
+        raise ConfigError(
+            f"{type(optimizer).__name__} needs whole tensors, which a tensor axis cuts: take an elementwise optimizer, "
+            "such as AdamW or SGD"
+        )
     axis = TensorAxis(mesh)
     leaves: dict[int, tuple[str, nn.Parameter]] = {}
     for prefix, module in model.named_modules():

@@ -30,6 +30,8 @@ class LANS(Parameterwise):
     algorithm 2.
     """
 
+    needs_whole_tensors = True
+
     def __init__(
         self,
         params: Iterable[Tensor] | Iterable[dict[str, Any]],

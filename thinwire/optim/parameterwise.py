@@ -11,7 +11,12 @@ from torch import Tensor
 
 
 class Parameterwise(torch.optim.Optimizer):
-    """An optimizer whose step is `_update` of every parameter that has a gradient."""
+    """An optimizer whose step is `_update` of every parameter that has a gradient.
+
+    needs_whole_tensors: whether the update of one element depends on others of its tensor.
+    """
+
+    needs_whole_tensors = False
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

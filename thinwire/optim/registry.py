@@ -11,6 +11,7 @@ import torch
 from thinwire.errors import ConfigError, nearest
 from thinwire.optim.dgc_sgd import DGCSGD
 from thinwire.optim.lans import LANS
+from thinwire.optim.muon import Muon
 from thinwire.optim.onebit_adam import OneBitAdamW
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -18,13 +19,16 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": partial(torch.optim.SGD, momentum=0.9),
     "sgd-plain": torch.optim.SGD,
     "lans": LANS,
+    "muon": Muon,
     "dgc-sgd": DGCSGD,
     "onebit-adam": OneBitAdamW,
 }
 # Those whose update of an element depends on that element alone, so that a tensor can be cut anywhere.
 ELEMENTWISE = ("adamw", "sgd", "sgd-plain")
+# Those whose update needs whole tensors.
+WHOLE = ("lans", "muon")
 # Those that take any gradient and bring no communication of their own.
-GENERAL = (*ELEMENTWISE, "lans")
+GENERAL = (*ELEMENTWISE, *WHOLE)
 
 
 def make_optimizer(name: str, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:

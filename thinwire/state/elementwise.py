@@ -18,6 +18,12 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     The halves have gradients of very different size, so any norm, factorisation or matrix step shows.
     """
     name = type(optimizer).__name__
+    # Flat pieces of a parameter, on which it is tried below, are no matrices.
+    if needs_whole_tensors(optimizer):
+        raise ConfigError(
+            f"{name} can't be sharded: its update of one element depends on others of the same tensor; take a method "
+            "with whole weights on every rank, such as DDP, or an elementwise optimizer such as AdamW or SGD"
+        )
     for group in optimizer.param_groups:
         try:
             whole = _stepped(optimizer, group, [slice(0, 8)])
@@ -32,6 +38,11 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
                 f"{name} can't be sharded: its update of one element depends on others of the same tensor; "
                 "use an elementwise optimizer such as AdamW or SGD"
             )
+
+
+def needs_whole_tensors(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer says that its update of an element depends on others, as far as it is known."""
+    return getattr(optimizer, "needs_whole_tensors", False) or isinstance(optimizer, torch.optim.Muon)
 
 
 def state_of_twin(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

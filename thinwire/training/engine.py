@@ -198,11 +198,19 @@ def common_options(config: TrainConfig, tokens: str) -> str:
 
 
 def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer over all trainable parameters; those with fewer than two dimensions do not decay."""
+    """The optimizer over all trainable parameters; those with fewer than two dimensions do not decay.
+
+    Muon makes the matrices of layers orthogonal; what lies in no layer, embeddings and heads, has rows that are tokens.
+    """
     params = [param for param in model.parameters() if param.requires_grad]
     matrices = {"params": [p for p in params if p.dim() >= 2], "weight_decay": config.weight_decay}
     vectors = {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0}
-    groups = [group for group in (matrices, vectors) if group["params"]]
+    groups = [matrices, vectors]
+    if config.optimizer == "muon":
+        inside = {param for layer in layers_of(model) for param in layer.parameters()}
+        tables = {**matrices, "params": [p for p in matrices["params"] if p not in inside], "orthogonal": False}
+        groups = [{**matrices, "params": [p for p in matrices["params"] if p in inside]}, tables, vectors]
+    groups = [group for group in groups if group["params"]]
     assert config.optimizer is not None, "resolved by Run.of"
     return make_optimizer(config.optimizer, groups, config.lr)
 

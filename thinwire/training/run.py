@@ -8,7 +8,7 @@ from functools import cached_property
 
 from thinwire.errors import ConfigError, nearest
 from thinwire.methods.interface import Method
-from thinwire.optim import OPTIMIZERS
+from thinwire.optim import ELEMENTWISE, OPTIMIZERS, WHOLE
 from thinwire.options import DEFAULT_INNER, LLAMA, build_strategy, has_islands, used_tables
 from thinwire.training.config import TrainConfig
 
@@ -40,6 +40,10 @@ class Run:
             raise ConfigError(
                 f"--optimizer {name} does not fit strategy {strategy.name}, which {strategy.optimizers_reason}"
                 f"{nearest(name, strategy.optimizers)}"
+            )
+        if name in WHOLE and config.mesh_shape.tensor > 1:
+            raise ConfigError(
+                f"--optimizer {name} needs whole tensors, which --mesh {config.mesh} cuts{nearest(name, ELEMENTWISE)}"
             )
         return cls(replace(config, optimizer=name), strategy)
 

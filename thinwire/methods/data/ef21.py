@@ -41,8 +41,8 @@ class EF21(DDPMethod):
 
     codec: str = "topk1%"
     """Codec C of the differences; see `thinwire codecs`."""
-    fresh: float = 0.1
-    """Share of the new gradient in the momentum that is sent, above 0 to 1; 1: the gradient itself, plain EF21."""
+    fresh: float = 1.0
+    """Share of the new gradient in the momentum that is sent, above 0 to 1; by default the gradient itself."""
     shift: float = 1.0
     """How far an estimate follows what is sent, above 0 to 1; 1, EF21, needs a contraction, and less, DIANA, an
     unbiased codec."""

@@ -1,0 +1,106 @@
+"""Muon against torch's own, and AdamW's part against torch's AdamW."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+import thinwire
+from thinwire.errors import ConfigError
+from thinwire.hosts.tensor import cut_parameters
+from thinwire.optim import OPTIMIZERS, Muon, make_optimizer
+from thinwire.optim.muon import orthogonalised
+from thinwire.training.config import TrainConfig
+from thinwire.training.run import Run
+from thinwire.training.trainer import build_optimizer
+
+SHAPES = {"wide": (24, 50), "tall": (50, 24), "table": (37, 24), "vector": (24,)}
+
+
+def some(step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def drive(params: dict[str, Tensor], *optimizers: torch.optim.Optimizer) -> dict[str, Tensor]:
+    for step in range(1, 9):
+        for name, gradient in some(step).items():
+            params[name].grad = gradient * 10.0 ** (step % 3)
+        for optimizer in optimizers:
+            optimizer.step()
+    return params
+
+
+def test_equals_torchs_muon_and_adamw() -> None:
+    ours, theirs = some(0), some(0)
+    tables = {"params": [ours["table"]], "orthogonal": False}
+    drive(ours, Muon([tables, {"params": [ours[name] for name in ("wide", "tall", "vector")]}], lr=0.02))
+    muon = torch.optim.Muon([theirs["wide"], theirs["tall"]], lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    rest = [theirs["table"], theirs["vector"]]
+    drive(theirs, muon, torch.optim.AdamW(rest, lr=0.02, betas=(0.9, 0.95), weight_decay=0.1))
+    for name, value in ours.items():
+        torch.testing.assert_close(value, theirs[name], rtol=0, atol=1e-6, msg=name)
+        assert float((value - some(0)[name]).abs().max()) > 0.01
+
+
+def test_a_stack_of_matrices_is_its_matrices() -> None:
+    stack = torch.randn(3, 10, 6, generator=torch.Generator().manual_seed(0))
+    apart = [matrix.clone() for matrix in stack]
+    for optimizer, params in ((Muon([stack]), [stack]), (Muon(apart), apart)):
+        for step in range(3):
+            gradient = torch.randn(3, 10, 6, generator=torch.Generator().manual_seed(step + 1))
+            for param, grad in zip(params, gradient if len(params) > 1 else [gradient], strict=True):
+                param.grad = grad
+            optimizer.step()
+    assert torch.equal(stack, torch.stack(apart))
+    assert orthogonalised(torch.zeros(0, 4, 5)).shape == (0, 4, 5)
+
+
+def test_singular_values_come_near_one_and_zero_stays() -> None:
+    for shape in ((40, 16), (16, 40)):
+        values = torch.linalg.svdvals(orthogonalised(torch.randn(shape)).float())
+        assert float(values.min()) > 0.5 and float(values.max()) < 1.3
+    assert not orthogonalised(torch.zeros(4, 5)).any()
+
+
+def test_goes_on_from_its_state() -> None:
+    params = some(0)
+    optimizer = Muon(list(params.values()))
+    drive(params, optimizer)
+    again = {name: param.clone() for name, param in params.items()}
+    resumed = make_optimizer("muon", [{"params": list(again.values())}], lr=1e-3)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    drive(params, optimizer)
+    drive(again, resumed)
+    assert all(torch.equal(value, again[name]) for name, value in params.items())
+
+
+def test_the_trainer_gives_it_the_matrices_of_layers() -> None:
+    run = Run.of(TrainConfig(strategy="ddp", optimizer="muon"))
+    model = torch.nn.Module()
+    model.embed, model.head = torch.nn.Embedding(7, 4), torch.nn.Linear(4, 7)
+    model.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+    optimizer = build_optimizer(run.config, model)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    turned = [name for name, param in model.named_parameters() if "momentum_buffer" in optimizer.state[param]]
+    assert turned == ["layers.0.weight", "layers.1.weight"]
+
+
+def test_who_cuts_tensors_refuses_it() -> None:
+    with pytest.raises(ConfigError, match="muon does not fit strategy zero"):
+        Run.of(TrainConfig(strategy="zero", optimizer="muon"))
+    with pytest.raises(ConfigError, match="mesh"):
+        Run.of(TrainConfig(strategy="ddp", optimizer="muon", mesh="data=1,tensor=2", workers=2))
+    model = torch.nn.Linear(4, 4)
+    for optimizer in (Muon(model.parameters()), OPTIMIZERS["lans"](model.parameters())):
+        with pytest.raises(ConfigError, match="whole tensors"):
+            cut_parameters(model, optimizer, None)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="can't be sharded"):
+            thinwire.zero(model, optimizer, thinwire.Zero())
+    with pytest.raises(ConfigError, match=r"muon momentum 1\.0"):
+        Muon(model.parameters(), momentum=1.0)

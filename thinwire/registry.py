@@ -13,6 +13,7 @@ from thinwire.errors import ConfigError, nearest
 from thinwire.methods.data.ddp import DDP
 from thinwire.methods.data.demo import DeMo
 from thinwire.methods.data.dgc import DGC
+from thinwire.methods.data.dion import Dion
 from thinwire.methods.data.ef21 import EF21
 from thinwire.methods.data.feedback import EFInteger, EFTopK
 from thinwire.methods.data.frontier import Frontier
@@ -49,6 +50,7 @@ STRATEGIES: dict[str, Callable[..., Method]] = {
     "two-way": TwoWay,
     "dgc": DGC,
     "demo": DeMo,
+    "dion": Dion,
     "onebit-adam": OneBitAdam,
     "ef-topk": EFTopK,
     "ef-integer": EFInteger,

@@ -21,6 +21,7 @@ import thinwire
 from tests.workers import Rows, run_rows, run_workers
 from thinwire.codecs import Identity
 from thinwire.methods.data.demo import DeMo
+from thinwire.methods.data.dion import Dion
 from thinwire.methods.data.ef21 import EF21
 from thinwire.methods.ddp import DDPMethod
 
@@ -119,6 +120,10 @@ ROWS: dict[str, Row] = {
         variant=True,
     ),
     "demo": Row(DeMo(density=0.05, chunk=16), 0.0, owes=False, averages_gradients=False),
+    "dion": Row(Dion(rank=3), 0.0, owes=False, averages_gradients=False),
+    "dion-int8": Row(
+        Dion(rank=2, codec="int8/64:nearest"), 0.0, owes=False, grid=(2, 1), averages_gradients=False, variant=True
+    ),
     "onebit-adam": Row(
         thinwire.OneBitAdam(freeze=2, clip=30.0),
         0.0,

@@ -1,0 +1,111 @@
+"""Dion over ranks against Dion in one process on the mean gradient, and at full rank against the singular vectors."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire
+from tests.workers import run_workers
+from thinwire.errors import ConfigError
+from thinwire.methods.data.dion import Dion
+from thinwire.methods.reduction import seed_of
+
+ROWS, COLUMNS, STEPS, SEED = 24, 16, 6, 3
+METHODS = {"low": Dion(rank=4), "full": Dion(rank=99, momentum=0.9), "int8": Dion(rank=4, codec="int8/64:nearest")}
+
+
+def gradient(rank: int, step: int) -> Tensor:
+    return torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+def one_process(method: Dion, num_ranks: int) -> list[Tensor]:
+    """The updates by the paper's algorithm for one process, on the mean gradient, in double precision."""
+    rank = min(method.rank, COLUMNS)
+    generator = torch.Generator().manual_seed(seed_of(SEED, 0, "weight") >> 1)
+    q, momentum = torch.randn(COLUMNS, rank, generator=generator).double(), torch.zeros(ROWS, COLUMNS).double()
+    updates = []
+    for step in range(STEPS):
+        b = momentum + torch.stack([gradient(r, step).double() for r in range(num_ranks)]).mean(0)
+        p = torch.linalg.qr(b @ q).Q
+        r = b.T @ p
+        momentum = b - (1 - method.momentum) * p @ r.T
+        q = r / r.norm(dim=0)
+        updates.append(math.sqrt(ROWS / COLUMNS) * p @ q.T)
+    return updates
+
+
+def reduced(rank: int, world_size: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, method in METHODS.items():
+        model = DistributedDataParallel(nn.Linear(COLUMNS, ROWS))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        handle = thinwire.compress_ddp(model, method, optimizer=optimizer, local_size=1, seed=SEED, announce=False)
+        weight, bias = model.module.weight, model.module.bias
+        outs = []
+        for step in range(STEPS):
+            # With an identity in front the weight has this gradient, and the bias the sums of its rows.
+            (model(torch.eye(COLUMNS)) * gradient(rank, step).T).sum().backward()
+            outs.append(weight.grad.clone())
+            assert set(bias.grad.unique().tolist()) <= {-1.0, 1.0}
+            optimizer.step()
+            optimizer.zero_grad()
+        found[name] = outs, handle.reduction.state.state_dict()["momentum"]["weight"]
+        handle.close()
+    return found
+
+
+def test_ranks_together_are_one_process() -> None:
+    results = run_workers(reduced, 2)
+    for name, method in METHODS.items():
+        expected = one_process(method, 2)
+        for outs, _ in (result[name] for result in results):
+            for out, update in zip(outs, expected, strict=True):
+                off = float((out - update).norm() / update.norm())
+                # Factors of 8 bits turn the smaller directions.
+                assert off < (0.3 if name == "int8" else 1e-5), (name, off)
+        momenta = [result[name][1] for result in results]
+        assert not torch.allclose(*momenta, atol=0.1), "every rank's momentum is its own"
+
+
+def alone(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+    """The update and the gradient after many steps with one gradient of well separated singular values."""
+    generator = torch.Generator().manual_seed(0)
+    u, v = (torch.linalg.qr(torch.randn(n, COLUMNS, generator=generator)).Q for n in (ROWS, COLUMNS))
+    given = u[:, :6] @ torch.diag(0.5 ** torch.arange(6.0)) @ v[:, :6].T
+    model = DistributedDataParallel(nn.Linear(COLUMNS, ROWS, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    handle = thinwire.compress_ddp(model, Dion(rank=6), optimizer=optimizer, announce=False)
+    for _ in range(40):
+        optimizer.zero_grad()
+        (model(torch.eye(COLUMNS)) * given.T).sum().backward()
+    out = model.module.weight.grad.clone()
+    handle.close()
+    return out, math.sqrt(ROWS / COLUMNS) * u[:, :6] @ v[:, :6].T
+
+
+def test_at_the_rank_of_the_gradient_the_update_is_orthonormal() -> None:
+    ((out, orthonormal),) = run_workers(alone, 1)
+    torch.testing.assert_close(out, orthonormal, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rank": 0}, "nearest: 1"),
+        ({"momentum": 1.0}, "below 1"),
+        ({"codec": "int8+zstd"}, "leave zstd out"),
+        ({"codec": "int5"}, "int"),
+    ],
+)
+def test_what_can_not_work_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Dion(**options)
+    model = nn.Linear(4, 4)
+    with pytest.raises(ConfigError, match="momentum=0"):
+        Dion().check(model, torch.optim.AdamW(model.parameters()))

@@ -40,7 +40,8 @@ REPEATABLE = [
 BEFORE = {name: LATE.get(name, LATE.get(name.split("-")[0], 4)) for name in thinwire.STRATEGIES}
 AFTER = 3
 # By default islands exchange more rarely than these runs have steps.
-OPTIONS = {name: (f"--{name.replace('-', '')}.sync-every", "2") for name in ("diloco", "streaming-diloco", "local-sgd")}
+ISLANDS = ("diloco", "streaming-diloco", "local-sgd", "sparseloco")
+OPTIONS = {name: (f"--{name.replace('-', '')}.sync-every", "2") for name in ISLANDS}
 SMALL = (
     "--model", "tiny", "--seq-len", "16", "--micro-batch", "2", "--tokens-per-step", "128", "--lr", "0.003",
     "--dtype", "fp32", "--eval-sequences", "8", "--sample-tokens", "0", "--timeout", "120",

@@ -70,7 +70,7 @@ def test_ranks_together_are_one_process() -> None:
                 # Factors of 8 bits turn the smaller directions.
                 assert off < (0.3 if name == "int8" else 1e-5), (name, off)
         momenta = [result[name][1] for result in results]
-        assert not torch.allclose(*momenta, atol=0.1), "every rank's momentum is its own"
+        assert float((momenta[0] - momenta[1]).abs().max()) > 0.1, "every rank's momentum is its own"
 
 
 def alone(rank: int, world_size: int) -> tuple[Tensor, Tensor]:

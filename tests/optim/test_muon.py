@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -36,8 +37,11 @@ def drive(params: dict[str, Tensor], *optimizers: torch.optim.Optimizer) -> dict
 
 def test_equals_torchs_muon_and_adamw() -> None:
     ours, theirs = some(0), some(0)
-    tables = {"params": [ours["table"]], "orthogonal": False}
-    drive(ours, Muon([tables, {"params": [ours[name] for name in ("wide", "tall", "vector")]}], lr=0.02))
+    groups: list[dict[str, Any]] = [
+        {"params": [ours["table"]], "orthogonal": False},
+        {"params": [ours[name] for name in ("wide", "tall", "vector")]},
+    ]
+    drive(ours, Muon(groups, lr=0.02))
     muon = torch.optim.Muon([theirs["wide"], theirs["tall"]], lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     rest = [theirs["table"], theirs["vector"]]
     drive(theirs, muon, torch.optim.AdamW(rest, lr=0.02, betas=(0.9, 0.95), weight_decay=0.1))

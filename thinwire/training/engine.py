@@ -203,13 +203,15 @@ def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimi
     Muon makes the matrices of layers orthogonal; what lies in no layer, embeddings and heads, has rows that are tokens.
     """
     params = [param for param in model.parameters() if param.requires_grad]
-    matrices = {"params": [p for p in params if p.dim() >= 2], "weight_decay": config.weight_decay}
-    vectors = {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0}
-    groups = [matrices, vectors]
+    matrices, vectors = [p for p in params if p.dim() >= 2], [p for p in params if p.dim() < 2]
+    decay = {"weight_decay": config.weight_decay}
+    groups: list[dict[str, Any]] = [{"params": matrices, **decay}, {"params": vectors, "weight_decay": 0.0}]
     if config.optimizer == "muon":
         inside = {param for layer in layers_of(model) for param in layer.parameters()}
-        tables = {**matrices, "params": [p for p in matrices["params"] if p not in inside], "orthogonal": False}
-        groups = [{**matrices, "params": [p for p in matrices["params"] if p in inside]}, tables, vectors]
+        groups[:1] = [
+            {"params": [p for p in matrices if (p in inside) == orthogonal], **decay, "orthogonal": orthogonal}
+            for orthogonal in (True, False)
+        ]
     groups = [group for group in groups if group["params"]]
     assert config.optimizer is not None, "resolved by Run.of"
     return make_optimizer(config.optimizer, groups, config.lr)

@@ -28,13 +28,14 @@ STREAMS: dict[str, Any] = {"num_fragments": 2, "overlap_steps": 2, "mix": 0.5}
 def trained(rank: int, world_size: int) -> dict[str, Any]:
     """Weights, outer hashes, what is owed, and losses of each way to exchange."""
     found: dict[str, Any] = {}
-    for name, make, options in (
+    cases: list[tuple[str, Any, dict[str, Any]]] = [
         ("averaging", thinwire.LocalSGD, {}),
         ("everything", thinwire.SparseLoCo, {"codec": EXACT}),
         ("sparse", thinwire.SparseLoCo, {"codec": SPARSE, "outer_lr": 0.5}),
         ("streams", thinwire.SparseLoCo, {"codec": SPARSE, **STREAMS}),
         ("diloco", thinwire.DiLoCo, {"codec": "int2/64:nearest"}),
-    ):
+    ]
+    for name, make, options in cases:
         if name != "averaging":
             options["error_decay"] = DECAY
         model = Net(seed=rank)

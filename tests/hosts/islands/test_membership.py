@@ -73,6 +73,9 @@ class Story:
 
 DILOCO = thinwire.DiLoCo, {"sync_every": 5, "outer_lr": 0.4}
 STREAMING = thinwire.StreamingDiLoCo, {"sync_every": 10, "num_fragments": 2, "overlap_steps": 2, "outer_lr": 0.4}
+SPARSE = thinwire.SparseLoCo, {
+    "sync_every": 5, "codec": "topk25%/64:(sign/16:bf16+twice)", "num_fragments": 2, "overlap_steps": 1, "mix": 0.5,
+}  # fmt: skip
 # {killed, frozen, damaged} x {in an inner step, while another joins, in the middle of an exchange} for each method.
 # Island 1 has its second fault when it is back; an island of one rank sends nothing in an inner step.
 KILLED = [
@@ -109,6 +112,7 @@ STORIES = {
     "diloco, killed": Story(*DILOCO, 1, KILLED, [1, 0, 1]),
     "streaming, killed": Story(*STREAMING, 1, KILLED_AS_IT_JOINS, [1, 1, 1]),
     "diloco, stalled": Story(*DILOCO, 1, STALLED, []),
+    "sparse, killed": Story(*SPARSE, 1, ["kill island=1 step=12", "corrupt island=2 operation=outer step=30"], [1]),
 }  # fmt: skip
 
 

@@ -120,6 +120,14 @@ ROWS: dict[str, Row] = {
         variant=True,
     ),
     "demo": Row(DeMo(density=0.05, chunk=16), 0.0, owes=False, averages_gradients=False),
+    "demo-sign": Row(
+        DeMo(density=0.05, chunk=16, values="sign/32:bf16"),
+        0.0,
+        owes=False,
+        grid=(2, 1),
+        averages_gradients=False,
+        variant=True,
+    ),
     "dion": Row(Dion(rank=3), 0.0, owes=False, averages_gradients=False),
     "dion-int8": Row(
         Dion(rank=2, codec="int8/64:nearest"), 0.0, owes=False, grid=(2, 1), averages_gradients=False, variant=True

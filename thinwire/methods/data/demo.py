@@ -55,7 +55,8 @@ class DeMo(DDPMethod):
     """Side of a block of a matrix, or length of a block of a vector, in elements; from 1 to 4096. Where it does not
     divide a side, the largest divisor below it takes its place."""
     values: str = "bf16"
-    """Codec of the coefficients that travel. What it loses stays in the momentum."""
+    """Codec of the coefficients that travel, such as fp32, bf16 or, for one bit each, sign/32:bf16. What it loses stays
+    in the momentum."""
 
     def __post_init__(self) -> None:
         check_types(self)

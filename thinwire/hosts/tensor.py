@@ -131,7 +131,8 @@ class TensorAxis:
 def cut_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> TensorAxis:
     """Put local tensors in the place of the model's DTensors, in modules and optimizer; see TensorAxis.
 
-    mesh: the tensor axis, for which the model has no misfits. Raises ConfigError for an optimizer that needs whole tensors.
+    mesh: the tensor axis, for which the model has no misfits. Raises ConfigError for an optimizer that needs whole
+    tensors.
     """
     if needs_whole_tensors(optimizer):
         raise ConfigError(

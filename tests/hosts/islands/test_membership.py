@@ -423,7 +423,7 @@ def one_too_many_and_one_too_late(rank: int, world_size: int, where: str) -> Any
 def test_a_number_is_there_once_and_an_old_state_does_not_go_on() -> None:
     meeting = host_meeting()
     found = run_workers(
-        one_too_many_and_one_too_late, 3, f"127.0.0.1:{meeting.port}", may_die=(2,), timeout_s=60
+        one_too_many_and_one_too_late, 3, f"127.0.0.1:{meeting.port}", may_die=(2,)
     )  # fmt: skip
     assert found == [(0, 1), (0, 1), None]
 

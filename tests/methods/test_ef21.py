@@ -17,7 +17,7 @@ from thinwire.methods.ddp import DDPMethod
 from thinwire.state.memory import Place
 
 METHODS: dict[str, DDPMethod] = {
-    "ef": thinwire.EFTopK(density=0.05, group=64),
+    "ef": thinwire.EFTopK("topk5%/64"),
     "ef21": EF21("topk5%/64", fresh=1.0),
     "ef21-momentum": EF21("topk5%/64", fresh=0.5),
     "ef21-sign": EF21("sign/64", fresh=1.0),

@@ -18,7 +18,7 @@ from thinwire.collectives.together import together
 from thinwire.errors import ConfigError
 from thinwire.layout.slices import Slices
 from thinwire.methods.ddp import DDPMethod
-from thinwire.methods.options import check_types
+from thinwire.methods.options import check_types, codec_of
 from thinwire.methods.reduction import (
     FP32,
     OPERATION,
@@ -91,7 +91,7 @@ class Dion(DDPMethod):
 
     def make(self) -> Codec:
         """The codec of the factors."""
-        return Codec.parse(self.codec)
+        return codec_of(self, "codec")
 
     def check(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         if optimizer is None:

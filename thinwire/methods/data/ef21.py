@@ -12,7 +12,7 @@ from thinwire.collectives.link import Link
 from thinwire.collectives.rounds import Rounds
 from thinwire.errors import ConfigError
 from thinwire.methods.ddp import DDPMethod
-from thinwire.methods.options import check_types
+from thinwire.methods.options import check_types, codec_of
 from thinwire.methods.packets import message_bytes, sections_of, sums_of
 from thinwire.methods.reduction import OPERATION, Bucket, Reduction, Step, is_large_matrix, seed_of
 from thinwire.state.memory import Averaged, Place
@@ -75,7 +75,7 @@ class EF21(DDPMethod):
 
     def make(self) -> Codec:
         """C."""
-        return Codec.parse(self.codec)
+        return codec_of(self, "codec")
 
     def reduction(self, place: Place, seed: int) -> Reduction:
         return DifferenceMean(self, place, seed)

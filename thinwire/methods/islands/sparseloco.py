@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from thinwire.codecs import Codec
 from thinwire.methods.data.ddp import DDP
 from thinwire.methods.interface import Method
 from thinwire.methods.islands.base import IslandsMethod
 from thinwire.methods.islands.method import OuterMethod
+from thinwire.methods.options import codec_of
 
 
 @dataclass(frozen=True)
@@ -57,5 +57,5 @@ class SparseLoCo(IslandsMethod):
     def method(self) -> OuterMethod:
         return OuterMethod(
             self.sync_every, self.num_fragments, self.pattern, self.overlap_steps, self.mix, self.outer_lr,
-            codec=Codec.parse(self.codec), rejoin_steps=self.rejoin_steps, error_decay=self.error_decay,
+            codec=codec_of(self, "codec"), rejoin_steps=self.rejoin_steps, error_decay=self.error_decay,
         )  # fmt: skip

@@ -24,14 +24,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from thinwire.checkpoint import (
-    Disk,
-    Keep,
-    Piece,
-    Saver,
-    Snapshot,
-    verify,
-)
+from thinwire.checkpoint import Disk, Keep, Piece, Saver, Snapshot, verify
 from thinwire.checkpoint.dcp import Index, parts_of, read_part, read_pieces
 from thinwire.checkpoint.folder import checksum, part_of
 from thinwire.checkpoint.saver import write_part

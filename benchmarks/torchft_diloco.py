@@ -29,8 +29,7 @@ from torchft import Manager, ProcessGroupGloo
 from torchft.coordination import LighthouseServer
 from torchft.local_sgd import DiLoCo
 
-from thinwire.data import BatchLoader, heldout_batches, load_tokenizer
-from thinwire.data import prepare as prepare_tokens
+from thinwire.data import BatchLoader, heldout_batches, load_tokenizer, prepare as prepare_tokens
 from thinwire.errors import Problems
 from thinwire.layout.fragments import cut
 from thinwire.models import build_model

@@ -32,8 +32,7 @@ from thinwire.hosts.tensor import TensorAxis, check_same_copies, cut_parameters,
 from thinwire.layout.mesh import AXES, check_axis
 from thinwire.methods.interface import Method, check_on_mesh
 from thinwire.methods.islands.base import Connected, IslandsMethod
-from thinwire.table import Row
-from thinwire.table import announce as announce_table
+from thinwire.table import Row, announce as announce_table
 
 __all__ = ["Stage", "apply", "parallelize"]
 

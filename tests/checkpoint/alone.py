@@ -13,16 +13,7 @@ from pathlib import Path
 import torch
 from torch.distributed import HashStore
 
-from thinwire.checkpoint import (
-    Disk,
-    Keep,
-    Piece,
-    Saver,
-    Snapshot,
-    Source,
-    choose,
-    step_of,
-)
+from thinwire.checkpoint import Disk, Keep, Piece, Saver, Snapshot, Source, choose, step_of
 
 NUMEL = 20_000
 

@@ -22,9 +22,9 @@ from thinwire.checkpoint.foreign import (
     SafetensorsSource,
     Sizes,
     Zero3Source,
+    consolidate as consolidated,
     huggingface,
 )
-from thinwire.checkpoint.foreign import consolidate as consolidated
 from thinwire.checkpoint.foreign.pickles import load_metadata, load_pt
 from thinwire.checkpoint.foreign.tables import rotary_halves
 from thinwire.errors import ConfigError, ThinwireError

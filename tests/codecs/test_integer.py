@@ -10,16 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.conformance.codec_suite import gaussian, round_trip, same_bits
-from thinwire.codecs import (
-    Cast,
-    Codec,
-    Hadamard,
-    Identity,
-    Integer,
-    Natural,
-    backends,
-    reference,
-)
+from thinwire.codecs import Cast, Codec, Hadamard, Identity, Integer, Natural, backends, reference
 from thinwire.errors import ConfigError
 
 CPU = torch.device("cpu")

@@ -9,13 +9,7 @@ import pytest
 import torch
 
 from tests.conformance.codec_suite import gaussian, round_trip, same_bits
-from thinwire.codecs import (
-    Integer,
-    Natural,
-    Sign,
-    reference,
-    warm,
-)
+from thinwire.codecs import Integer, Natural, Sign, reference, warm
 from thinwire.errors import ConfigError
 
 NUM = 1 << 20

@@ -9,18 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.conformance.codec_suite import gaussian, round_trip, same_bits
-from thinwire.codecs import (
-    Cast,
-    Codec,
-    Identity,
-    Integer,
-    RandomK,
-    Sign,
-    Threshold,
-    TopK,
-    derive_seed,
-    indices,
-)
+from thinwire.codecs import Cast, Codec, Identity, Integer, RandomK, Sign, Threshold, TopK, derive_seed, indices
 from thinwire.codecs.random import draws, noise_keys
 from thinwire.codecs.threshold import SAMPLE
 from thinwire.errors import ConfigError

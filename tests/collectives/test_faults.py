@@ -9,8 +9,7 @@ import torch
 
 from tests.workers import run_workers
 from thinwire.codecs import Identity
-from thinwire.collectives import Communicator, faults
-from thinwire.collectives import gather as gathering
+from thinwire.collectives import Communicator, faults, gather as gathering
 from thinwire.collectives.faults import Fault, parse
 from thinwire.errors import ConfigError, CorruptMessageError, PeerLostError
 

@@ -31,13 +31,7 @@ from thinwire.compare.measure import (
 )
 from thinwire.compare.options import read_race
 from thinwire.compare.plan import rows_of
-from thinwire.compare.record import (
-    Entry,
-    Leg,
-    Record,
-    delete_race,
-    load_record,
-)
+from thinwire.compare.record import Entry, Leg, Record, delete_race, load_record
 from thinwire.compare.watch import LegWatch, MetricsTail
 from thinwire.errors import ConfigError, Problems
 from thinwire.lab import Counters, LabSpec

@@ -8,13 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from thinwire.data import (
-    ByteTokenizer,
-    TokenFile,
-    cache,
-    documents,
-    prepare,
-)
+from thinwire.data import ByteTokenizer, TokenFile, cache, documents, prepare
 from thinwire.data.sources import Source
 from thinwire.errors import ConfigError
 

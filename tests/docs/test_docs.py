@@ -27,8 +27,7 @@ from thinwire.convert.options import read as read_conversion
 from thinwire.errors import Problems
 from thinwire.flags import flag, options_of
 from thinwire.lab import LabSpec
-from thinwire.lab.command import LabOptions
-from thinwire.lab.command import read as read_lab
+from thinwire.lab.command import LabOptions, read as read_lab
 from thinwire.methods.data.dgc import DGC
 from thinwire.methods.data.onebit_adam import OneBitAdam
 from thinwire.methods.data.sdp4bit import SDP4Bit

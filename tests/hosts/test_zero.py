@@ -15,16 +15,7 @@ import torch
 from torch import nn
 
 import thinwire
-from tests.conformance.strategy_suite import (
-    ROWS,
-    STEPS,
-    Net,
-    batch,
-    distance,
-    hash_of,
-    make_optimizer,
-    single_process,
-)
+from tests.conformance.strategy_suite import ROWS, STEPS, Net, batch, distance, hash_of, make_optimizer, single_process
 from tests.workers import run_workers
 from thinwire.layout.formats import WireFormat
 from thinwire.methods.data.sdp4bit import SDP4Bit

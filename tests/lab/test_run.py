@@ -16,13 +16,7 @@ import pytest
 from tests.lab.meter_worker import MESSAGES
 from tests.lab.support import HANG_S, needs_network
 from thinwire.errors import ConfigError
-from thinwire.lab import (
-    Job,
-    LabSpec,
-    Network,
-    environment,
-    start,
-)
+from thinwire.lab import Job, LabSpec, Network, environment, start
 from thinwire.lab.run import threads_per_rank
 
 pytestmark = needs_network

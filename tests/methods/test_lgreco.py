@@ -13,15 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from tests.workers import run_workers
-from thinwire import (
-    DGC,
-    ConfigError,
-    EFInteger,
-    EFTopK,
-    LGreCo,
-    PowerSGD,
-    Threshold,
-)
+from thinwire import DGC, ConfigError, EFInteger, EFTopK, LGreCo, PowerSGD, Threshold
 from thinwire.methods.data.lgreco import LGreCoMean, knapsack
 from thinwire.training.config import TrainConfig
 from thinwire.training.run import Run

@@ -20,14 +20,7 @@ from torch import Tensor, nn
 from tests.conformance.strategy_suite import Net, batch, hash_of
 from tests.docs.pages import ROOT, table_rows
 from tests.workers import run_workers
-from thinwire import (
-    ConfigError,
-    OneByte,
-    OneByteLog,
-    OneByteOptimizer,
-    PeerLostError,
-    one_byte,
-)
+from thinwire import ConfigError, OneByte, OneByteLog, OneByteOptimizer, PeerLostError, one_byte
 from thinwire.codecs import derive_seed
 from thinwire.codecs.normals import add_normals, normals
 from thinwire.methods import one_byte_code as byte

@@ -8,16 +8,7 @@ from typing import Any, get_type_hints
 import numpy as np
 import pytest
 
-from thinwire import (
-    DGC,
-    ConfigError,
-    Frontier,
-    Hadamard,
-    Identity,
-    Integer,
-    SDP4Bit,
-    ZeroPP,
-)
+from thinwire import DGC, ConfigError, Frontier, Hadamard, Identity, Integer, SDP4Bit, ZeroPP
 from thinwire.layout.formats import WireFormat
 from thinwire.methods.options import fits
 from thinwire.registry import STRATEGIES, strategy_named

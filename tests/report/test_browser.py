@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.report.test_race import FIGURES, UNKNOWN, write_race
-from tests.report.test_race import row as contestant
+from tests.report.test_race import FIGURES, UNKNOWN, row as contestant, write_race
 from tests.report.test_report import SUMMARY, row, write_run
 from thinwire.report import write_report
 

@@ -13,13 +13,7 @@ import pytest
 
 from thinwire.errors import ConfigError
 from thinwire.report import write_report
-from thinwire.report.charts import (
-    bins_of,
-    loss_figure,
-    running_mean,
-    thin_out,
-    time_figure,
-)
+from thinwire.report.charts import bins_of, loss_figure, running_mean, thin_out, time_figure
 from thinwire.report.run import read_run
 
 SUMMARY = {

@@ -21,14 +21,7 @@ from thinwire.report.run import read_run
 from thinwire.training import hardware
 from thinwire.training.config import TrainConfig
 from thinwire.training.effects import late_rows, resume_rows, unused_rows
-from thinwire.training.metrics import (
-    MembershipEvent,
-    MetricsWriter,
-    StepMetrics,
-    medians,
-    read_events,
-    read_metrics,
-)
+from thinwire.training.metrics import MembershipEvent, MetricsWriter, StepMetrics, medians, read_events, read_metrics
 from thinwire.training.progress import Progress
 from thinwire.training.proof import Proof, ResumeDriftError
 from thinwire.training.reporter import Reporter

@@ -6,15 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from thinwire.checkpoint.dcp import CheckpointError
-from thinwire.checkpoint.folder import (
-    Manifest,
-    all_of,
-    checkpoints_of,
-    latest,
-    step_of,
-    verified_at,
-    verify,
-)
+from thinwire.checkpoint.folder import Manifest, all_of, checkpoints_of, latest, step_of, verified_at, verify
 from thinwire.errors import ConfigError, nearest
 
 

@@ -9,8 +9,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from concurrent.futures import wait as wait_for_all
+from concurrent.futures import Future, wait as wait_for_all
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar

@@ -18,10 +18,7 @@ from torch import Tensor
 from thinwire.codecs import Codec, Identity, derive_seed, paired_seed
 from thinwire.codecs.rotated_sum import RotatedSum
 from thinwire.collectives.feedback import HOP_INTER, HOP_INTRA, Feedback, Lost
-from thinwire.collectives.gather import (
-    all_gather,
-    gather_bytes,
-)
+from thinwire.collectives.gather import all_gather, gather_bytes
 from thinwire.collectives.link import Link
 from thinwire.collectives.rounds import Rounds
 from thinwire.collectives.topology import Topology

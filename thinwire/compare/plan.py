@@ -20,8 +20,7 @@ from thinwire.compare.checks import (
 )
 from thinwire.compare.contestants import Contestant, read_contestants
 from thinwire.compare.options import RaceConfig
-from thinwire.data import load_tokenizer
-from thinwire.data import prepare as prepare_tokens
+from thinwire.data import load_tokenizer, prepare as prepare_tokens
 from thinwire.errors import Problems
 from thinwire.flags import flag
 from thinwire.lab import LabSpec

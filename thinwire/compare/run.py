@@ -12,26 +12,13 @@ from pathlib import Path
 from statistics import median
 
 from thinwire.compare.checks import WARM_UP_STEPS
-from thinwire.compare.commands import (
-    Files,
-    alone_command,
-    alone_dirs,
-    contestant_command,
-    environment,
-    num_alone_steps,
-)
+from thinwire.compare.commands import Files, alone_command, alone_dirs, contestant_command, environment, num_alone_steps
 from thinwire.compare.contestants import COMPUTE, Contestant
 from thinwire.compare.leg import Start, StopWish, read_summary, run_leg
 from thinwire.compare.measure import Result, measure
 from thinwire.compare.options import RaceConfig
 from thinwire.compare.plan import Plan, make_plan
-from thinwire.compare.record import (
-    Alone,
-    Record,
-    delete_race,
-    load_record,
-    recorded_dtype,
-)
+from thinwire.compare.record import Alone, Record, delete_race, load_record, recorded_dtype
 from thinwire.compare.table import Board
 from thinwire.errors import ConfigError, Problems
 from thinwire.lab import Network

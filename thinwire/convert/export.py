@@ -18,8 +18,7 @@ from thinwire.convert.options import ExportConfig
 from thinwire.convert.saved import SavedRun, load_run
 from thinwire.convert.tokenizer import write_tokenizer
 from thinwire.convert.verify import Fidelity, UnfaithfulError, compare
-from thinwire.data import Tokenizer, heldout_batches
-from thinwire.data import prepare as prepare_tokens
+from thinwire.data import Tokenizer, heldout_batches, prepare as prepare_tokens
 from thinwire.errors import ConfigError
 from thinwire.models import HFCausalLM, Llama
 

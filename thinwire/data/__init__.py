@@ -3,13 +3,7 @@
 from thinwire.data.cache import TokenFile, prepare
 from thinwire.data.loader import BatchLoader, heldout_batches
 from thinwire.data.sources import documents
-from thinwire.data.tokenizers import (
-    ByteTokenizer,
-    FileTokenizer,
-    Tokenizer,
-    load_tokenizer,
-    printable,
-)
+from thinwire.data.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer, printable
 
 __all__ = [
     "BatchLoader",

@@ -18,8 +18,7 @@ from thinwire.checkpoint.folder import Manifest
 from thinwire.codecs import warm
 from thinwire.collectives import faults
 from thinwire.collectives.topology import Topology
-from thinwire.data import documents, load_tokenizer
-from thinwire.data import prepare as prepare_tokens
+from thinwire.data import documents, load_tokenizer, prepare as prepare_tokens
 from thinwire.device import choose as choose_device
 from thinwire.errors import ConfigError, Problems
 from thinwire.launch.start import Start

@@ -10,9 +10,7 @@ from typing import Protocol
 
 import torch
 
-from thinwire.codecs import (
-    Codec,
-)
+from thinwire.codecs import Codec
 from thinwire.collectives import Topology
 from thinwire.errors import ConfigError
 from thinwire.layout.zeros import describe_zeros

@@ -14,13 +14,7 @@ from torch import Tensor, nn
 from thinwire.errors import ConfigError
 from thinwire.methods import one_byte_code as byte
 from thinwire.methods.one_byte_directions import Directions
-from thinwire.state.replicas import (
-    ReplicaError,
-    check_layout,
-    digest,
-    fitting_parameters,
-    shapes_digest,
-)
+from thinwire.state.replicas import ReplicaError, check_layout, digest, fitting_parameters, shapes_digest
 
 
 @dataclass(frozen=True)

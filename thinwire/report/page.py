@@ -16,13 +16,7 @@ from thinwire.errors import ConfigError
 from thinwire.report.charts import Figure, figures
 from thinwire.report.machine import machine
 from thinwire.report.run import Run, number, read_run
-from thinwire.report.units import (
-    MISSING,
-    bytes_text,
-    percent_text,
-    seconds_text,
-    short,
-)
+from thinwire.report.units import MISSING, bytes_text, percent_text, seconds_text, short
 
 # How values of summary.json are shown, by the ends of their names; the first that fits counts.
 UNITS = {

@@ -15,14 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from thinwire.checkpoint import (
-    CheckpointError,
-    all_of,
-    choose,
-    latest,
-    step_of,
-    verify,
-)
+from thinwire.checkpoint import CheckpointError, all_of, choose, latest, step_of, verify
 from thinwire.collectives.elastic import BEGUN, PATIENCE_S
 from thinwire.errors import ConfigError, ThinwireError
 from thinwire.training.config import PER_MACHINE, TrainConfig

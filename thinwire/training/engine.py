@@ -18,8 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from thinwire.codecs import derive_seed
 from thinwire.collectives import ElasticPeers, Peers
 from thinwire.compose import parallelize
-from thinwire.data import BatchLoader, Tokenizer, heldout_batches, load_tokenizer
-from thinwire.data import prepare as prepare_tokens
+from thinwire.data import BatchLoader, Tokenizer, heldout_batches, load_tokenizer, prepare as prepare_tokens
 from thinwire.device import Device
 from thinwire.layout.layers import layers_of
 from thinwire.layout.mesh import MeshShape

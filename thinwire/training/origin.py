@@ -8,15 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from thinwire.checkpoint import (
-    WEIGHTS,
-    CheckpointError,
-    Piece,
-    Source,
-    latest,
-    next_loss,
-    verify,
-)
+from thinwire.checkpoint import WEIGHTS, CheckpointError, Piece, Source, latest, next_loss, verify
 from thinwire.checkpoint.folder import Manifest, verified_at
 from thinwire.hosts.interface import ParallelOptimizer
 from thinwire.options import has_islands

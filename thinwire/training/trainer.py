@@ -11,15 +11,7 @@ from typing import Any
 
 import torch
 
-from thinwire.checkpoint import (
-    FROZEN,
-    Disk,
-    Keep,
-    Piece,
-    Saver,
-    Source,
-    store_of_ranks,
-)
+from thinwire.checkpoint import FROZEN, Disk, Keep, Piece, Saver, Source, store_of_ranks
 from thinwire.checkpoint.folder import latest, step_of
 from thinwire.codecs import derive_seed
 from thinwire.collectives import faults

@@ -23,13 +23,7 @@ from tests.workers import HANG_S, run_workers
 from thinwire.collectives import ElasticPeers, exchange, faults, host_meeting
 from thinwire.collectives.faults import parse
 from thinwire.errors import ConfigError, CorruptMessageError, PeerLostError, ThinwireError
-from thinwire.hosts.islands.recovery import (
-    COMMITTED,
-    RECEIVED,
-    UNSURE,
-    Word,
-    counting,
-)
+from thinwire.hosts.islands.recovery import COMMITTED, RECEIVED, UNSURE, Word, counting
 from thinwire.methods.islands.exchange import COMMIT, OPERATION
 
 TIMEOUT_S = 8.0

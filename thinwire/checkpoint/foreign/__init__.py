@@ -1,22 +1,9 @@
 """Checkpoints of other programs: an ordered table of rules turns what their ranks wrote into whole fp32 tensors."""
 
 from thinwire.checkpoint.foreign.formats import FORMATS, Format, detect
-from thinwire.checkpoint.foreign.layouts import (
-    Averaged,
-    Fused,
-    Layout,
-    Replicated,
-    Sharded,
-    Unique,
-)
+from thinwire.checkpoint.foreign.layouts import Averaged, Fused, Layout, Replicated, Sharded, Unique
 from thinwire.checkpoint.foreign.rules import Rule, assign, consolidate, left_out
-from thinwire.checkpoint.foreign.sources import (
-    DCPSource,
-    MegatronSource,
-    SafetensorsSource,
-    Source,
-    Zero3Source,
-)
+from thinwire.checkpoint.foreign.sources import DCPSource, MegatronSource, SafetensorsSource, Source, Zero3Source
 from thinwire.checkpoint.foreign.tables import Sizes, huggingface, megatron, torchtitan
 
 __all__ = [

@@ -7,13 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from thinwire.checkpoint.foreign.rules import Rule
-from thinwire.checkpoint.foreign.sources import (
-    DCPSource,
-    MegatronSource,
-    SafetensorsSource,
-    Source,
-    Zero3Source,
-)
+from thinwire.checkpoint.foreign.sources import DCPSource, MegatronSource, SafetensorsSource, Source, Zero3Source
 from thinwire.checkpoint.foreign.tables import Sizes, huggingface, megatron, torchtitan
 from thinwire.errors import ConfigError
 

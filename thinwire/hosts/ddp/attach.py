@@ -20,8 +20,7 @@ from thinwire.hosts.ddp.reducer import BucketReducer, learning_rates
 from thinwire.methods.ddp import DDPMethod
 from thinwire.state.memory import Place
 from thinwire.state.replicas import check_agreement, check_layout, check_updates, optimizer_options, unwrapped
-from thinwire.table import Row
-from thinwire.table import announce as announce_table
+from thinwire.table import Row, announce as announce_table
 
 log = logging.getLogger("thinwire")
 # Options of DDP with which gradients, or some of them, do not come to its hook as fp32 buckets; whether they are set.

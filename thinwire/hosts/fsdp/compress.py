@@ -31,8 +31,7 @@ from thinwire.methods.data.zeropp import ZeroPP
 from thinwire.methods.interface import GatheredMethod
 from thinwire.state.replicas import ReplicaError, check_layout, check_updates, digest, unwrapped, updates_any
 from thinwire.state.watchdog import DEFAULT_DEAD_STEPS, Watchdog
-from thinwire.table import Row
-from thinwire.table import announce as announce_table
+from thinwire.table import Row, announce as announce_table
 
 # Groups of torch live as long as their modules.
 _compressed: weakref.WeakSet[nn.Module] = weakref.WeakSet()

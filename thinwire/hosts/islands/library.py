@@ -24,8 +24,7 @@ from thinwire.methods.islands.base import IslandsMethod
 from thinwire.methods.islands.front import around
 from thinwire.state.replicas import fitting_parameters
 from thinwire.state.whole import whole, write_whole
-from thinwire.table import Row
-from thinwire.table import announce as announce_table
+from thinwire.table import Row, announce as announce_table
 
 
 class TorchWeights:

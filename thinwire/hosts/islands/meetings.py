@@ -27,15 +27,8 @@ from thinwire.methods.islands.front import around
 from thinwire.methods.islands.gossip import Gossip, GossipMethod, meeting_bytes
 from thinwire.methods.islands.graph import Meeting
 from thinwire.state.background import Background, FlatModel
-from thinwire.state.replicas import (
-    check_layout,
-    fitting_parameters,
-    same_options,
-    same_start,
-    shapes_digest,
-)
-from thinwire.table import Row
-from thinwire.table import announce as announce_table
+from thinwire.state.replicas import check_layout, fitting_parameters, same_options, same_start, shapes_digest
+from thinwire.table import Row, announce as announce_table
 
 # Ranks submit different jobs, so a job has the number of what it is for, the same on those who take part in it.
 FIRST_MEETING = 1 << 10

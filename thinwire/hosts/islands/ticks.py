@@ -25,15 +25,8 @@ from thinwire.layout.segments import Segments
 from thinwire.methods.islands.fedfix import FedFix
 from thinwire.methods.islands.front import around
 from thinwire.state.background import Background, FlatModel
-from thinwire.state.replicas import (
-    check_layout,
-    fitting_parameters,
-    same_options,
-    same_start,
-    shapes_digest,
-)
-from thinwire.table import Row
-from thinwire.table import announce as announce_table
+from thinwire.state.replicas import check_layout, fitting_parameters, same_options, same_start, shapes_digest
+from thinwire.table import Row, announce as announce_table
 
 log = logging.getLogger("thinwire")
 CLOCK = 0

@@ -35,8 +35,7 @@ from thinwire.state.replicas import (
     same_start,
     shapes_digest,
 )
-from thinwire.table import Row
-from thinwire.table import announce as announce_table
+from thinwire.table import Row, announce as announce_table
 
 logger = logging.getLogger("thinwire")
 

@@ -23,8 +23,7 @@ from thinwire.layout.levels import Levels
 from thinwire.methods.sharded import ShardedMethod
 from thinwire.state.elementwise import check_elementwise
 from thinwire.state.replicas import check_device, digest, odd_ranks
-from thinwire.table import Row
-from thinwire.table import announce as announce_table
+from thinwire.table import Row, announce as announce_table
 
 Model = TypeVar("Model", bound=nn.Module)
 Group = dist.ProcessGroup | DeviceMesh | None

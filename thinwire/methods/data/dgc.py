@@ -10,11 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from thinwire.codecs import (
-    Codec,
-    Threshold,
-    TopK,
-)
+from thinwire.codecs import Codec, Threshold, TopK
 from thinwire.collectives.gather import all_gather_packets, gather_bytes
 from thinwire.collectives.link import Link
 from thinwire.collectives.reduce import added

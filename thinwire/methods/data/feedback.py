@@ -9,14 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.codecs import (
-    Codec,
-    Identity,
-    Integer,
-    Natural,
-    TopK,
-    derive_seed,
-)
+from thinwire.codecs import Codec, Identity, Integer, Natural, TopK, derive_seed
 from thinwire.codecs.integer import WIDTHS
 from thinwire.collectives.gather import gather_bytes
 from thinwire.collectives.link import Link

@@ -3,34 +3,32 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from thinwire.checkpoint import Share, Snapshot, Source
-from thinwire.collectives import Communicator, Meter
-from thinwire.hosts.interface import InStep
+from thinwire.hosts.interface import ParallelOptimizer
 from thinwire.hosts.ranks import Ranks
 from thinwire.state.agreement import Agreed, Word, word_bytes
-from thinwire.state.clipping import clip_factor
 from thinwire.state.portable import REPLICA, Held, add_optimizer, restore_optimizer
-from thinwire.state.replicas import check_layout, shapes_digest
+from thinwire.state.replicas import check_layout, compare_replicas, shapes_digest
 from thinwire.table import Row
 
 log = logging.getLogger("thinwire")
 
 
-class AgreeingOptimizer(InStep):
-    """The user's optimizer over gradients that another wrapper averages; a ParallelOptimizer but for what that adds.
+class AgreeingOptimizer(ParallelOptimizer):
+    """The user's optimizer over gradients that another wrapper averages.
 
     trained: the tensors that the optimizer steps, by parameter name: whole parameters or this rank's shards of them.
     In every step all ranks of the mesh tell each other a Word. ranks: the mesh as the method sees it.
 
-    A subclass gives `_reduce`, which leaves the mean gradient in `.grad` of every trained tensor; `_counts`; and
-    `no_sync`, `synchronize`, `check_replicas`, `bytes_per_step`.
+    A subclass gives `_reduce`, which leaves the mean gradient in `.grad` of every trained tensor, and `bytes_per_step`.
+    By default every rank holds the whole weights at all times, and a backward pass sends nothing.
     """
 
     def __init__(
@@ -49,18 +47,7 @@ class AgreeingOptimizer(InStep):
         self.trained = trained
         self.num_parameters = num_parameters
         self.steps = 0
-        self.skipped_steps = 0
-        self.stop_requested = False
-        self.mean_loss = math.nan
         self._rows = rows
-        self._loss = math.nan
-        self._stop = False
-        self._grad_norm: Tensor | None = None
-
-    @property
-    def bytes_per_step(self) -> int:
-        """Payload this rank sends in one step."""
-        raise NotImplementedError
 
     def _reduce(self) -> None:
         """Wait until the mean gradient over all ranks is in `.grad` of the trained tensors."""
@@ -74,41 +61,20 @@ class AgreeingOptimizer(InStep):
         """A step was skipped: drop what a method remembers of it that is not finite; of which parameters."""
         return []
 
-    def note_loss(self, loss: float) -> None:
-        """Say this rank's loss; after the step, `mean_loss` is the mean over ranks."""
-        self._loss = loss
+    def no_sync(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
-    def request_stop(self) -> None:
-        """Ask all ranks to stop; after the next step, `stop_requested` is true on every one of them."""
-        self._stop = True
+    def synchronize(self) -> None:
+        pass
 
-    @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale the mean gradient to a global 2-norm of at most `max_norm`; returns the norm before (fp64 scalar)."""
-        norm = self.reduce()
-        factor = clip_factor(float(norm), max_norm)
-        if factor < 1.0:
-            self._scale(factor)
-            self._grad_norm = norm * factor
-        return norm
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """Update the weights with the mean gradient, unless it is not finite; a collective over all ranks."""
-        if bool(torch.isfinite(self.reduce())):
-            self._update()
-        else:
-            self._skip()
-        self._grad_norm = None
-        self.steps += 1
+    def check_replicas(self) -> None:
+        compare_replicas(self.comm, self.trained.values(), self.steps)
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
         for tensor in self.trained.values():
             tensor.grad = None
 
     def _scale(self, factor: float) -> None:
-        """Multiply the mean gradient by `factor`."""
         for tensor in self.trained.values():
             if tensor.grad is not None:
                 tensor.grad.mul_(factor)
@@ -117,15 +83,11 @@ class AgreeingOptimizer(InStep):
         self.inner.step()
 
     def _skip(self) -> None:
-        self.skipped_steps += 1
-        forgotten = self._forget()
-        if self.comm.rank == 0:
-            log.warning("thinwire: step %d skipped on all ranks: a gradient is not finite", self.steps)
-        if forgotten:
+        super()._skip()
+        if forgotten := self._forget():
             log.warning("thinwire: step %d: memory of %d parameter(s) dropped: not finite", self.steps, len(forgotten))
 
     def reduce(self) -> Tensor:
-        """Wait for the mean gradient, and agree with all ranks on the step; the gradient's norm (fp64 scalar)."""
         if self._grad_norm is None:
             self._reduce()
             counted = [t.grad for name, t in self.trained.items() if t.grad is not None and self._counts(name)]
@@ -142,19 +104,9 @@ class AgreeingOptimizer(InStep):
         return agreed
 
     @property
-    def everyone(self) -> Communicator:
-        """All ranks of the mesh."""
-        return self.ranks.everyone
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Those of the user's optimizer."""
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        # Another list after the optimizer has loaded its state.
         return self.inner.param_groups
-
-    @property
-    def meter(self) -> Meter:
-        """Bytes and seconds of the group."""
-        return self.comm.meter
 
     @property
     def agreement_bytes(self) -> int:
@@ -166,37 +118,24 @@ class AgreeingOptimizer(InStep):
         """What the strategy `zero` would send in fp32: 8 (P-1)/P bytes per parameter."""
         return 8 * self.num_parameters * (1 - 1 / self.comm.world_size)
 
-    def all_mean(self, value: float) -> float:
-        """The mean of a number over the ranks, the same bits on all; a collective."""
-        values = self.comm.wait(self.comm.all_gather_exact(torch.tensor([value], dtype=torch.float64)))
-        return float(values.mean())
-
     def masters(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Copies of the fp32 weights that are stepped, whole, by parameter name; between steps, a collective."""
         return {name: self.trained[name].detach().clone() for name in names}
 
     @torch.no_grad()
     def adopt_weights(self, values: Mapping[str, Tensor]) -> None:
-        """Take whole weights, the same bits on all ranks, in place of the trained ones; between steps, a collective."""
         for name, value in values.items():
             self.trained[name].copy_(value)
 
     def handover_bytes(self, names: Collection[str]) -> tuple[int, int]:
-        """Payload this rank sends in `masters` and in `adopt_weights`: every rank holds the whole weights."""
+        # Every rank holds the whole weights.
         return 0, 0
 
     def describe(self) -> list[Row]:
-        """Rows of (asked for, in effect, why they differ or how it was found)."""
         sent, plain = self.bytes_per_step / 1e6, self.uncompressed_bytes_per_step / 1e6
         topology = ("topology", str(self.comm.topology), self.comm.topology_reason)
         return [topology, *self._rows, ("sent per rank and step", f"{sent:.3f} MB", f"{plain:.3f} MB in fp32")]
 
-    def close(self) -> None:
-        """Wait for all communication and give the process group back."""
-        self.ranks.close()
-
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of all that is needed to go on bit for bit on the same world."""
         return {
             "inner": self.inner.state_dict(),
             # Copies: torch.save would write the whole storage for a view of it.
@@ -209,10 +148,6 @@ class AgreeingOptimizer(InStep):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what state_dict gave, the trained weights included.
-
-        Raises ConfigError where the state belongs to another rank, world, model or strategy.
-        """
         check_layout(self._layout(), state_dict["layout"])
         self.inner.load_state_dict(state_dict["inner"])
         self.steps, self.skipped_steps = state_dict["steps"], state_dict["skipped_steps"]
@@ -222,14 +157,12 @@ class AgreeingOptimizer(InStep):
         self.zero_grad()
 
     def snapshot(self) -> Snapshot:
-        """This rank's state between two steps, in pieces that any layout can take: views of the live tensors."""
         common = {"steps": self.steps, "skipped_steps": self.skipped_steps, "lossy_weights": self._lossy_weights}
         snapshot = Snapshot(self._layout(), own=self._own(), common=common, shares=self._shares(), left=self._left())
         return add_optimizer(snapshot, self.inner, self._held())
 
     @torch.no_grad()
     def restore(self, source: Source) -> None:
-        """Go on from a checkpoint of any layout; from the same, bit for bit. A collective."""
         same = source.fits(self._layout())
         restore_optimizer(source, self.inner, self._held())
         self.steps, self.skipped_steps = source.common["steps"], source.common["skipped_steps"]

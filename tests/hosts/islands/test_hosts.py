@@ -82,7 +82,7 @@ def hand_over(rank: int, world_size: int) -> dict[str, Any]:
             fresh, fresh_wrapped, other = applied(name, seed=1)
             other.adopt_weights(again)
             fresh.fixed.load_state_dict(model.fixed.state_dict())
-            other.steps = optimizer.steps - 1  # type: ignore[misc]
+            other.steps = optimizer.steps - 1
             step(fresh_wrapped, other, 3, rank, world_size)
             other.synchronize()
             fresh_hash = hash_of(fresh)

@@ -23,7 +23,7 @@ from thinwire.hosts.ranks import Axis, Ranks, open_ranks
 from thinwire.methods.ddp import DDPMethod
 from thinwire.methods.reduction import Reduction
 from thinwire.state.memory import Place
-from thinwire.state.replicas import compare_replicas, same_start, trained_parameters
+from thinwire.state.replicas import same_start, trained_parameters
 from thinwire.table import Row
 
 MIB = 1 << 20
@@ -135,7 +135,6 @@ class DDPOptimizer(AgreeingOptimizer):
         return sum(self._reducer.reduction.sent_bytes().values()) + self.agreement_bytes
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Forward and backward passes inside only accumulate gradients."""
         return self.ddp.no_sync()
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -143,13 +142,6 @@ class DDPOptimizer(AgreeingOptimizer):
         norm = super().clip_grad_norm_(max_norm if self._clips else math.inf)
         self._reducer.note_clipping(float(norm), max_norm)
         return norm
-
-    def synchronize(self) -> None:
-        """Every rank holds the whole weights at all times."""
-
-    def check_replicas(self) -> None:
-        """Compare the weights of all ranks bit for bit; raises ReplicaError that names the ranks; a collective."""
-        compare_replicas(self.comm, self.trained.values(), self.steps)
 
     def _reduce(self) -> None:
         if not self._reducer.all_launched:
@@ -191,12 +183,7 @@ class DDPOptimizer(AgreeingOptimizer):
 
 @apply.register
 def _apply_ddp(
-    method: DDPMethod,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    overlap: bool,
-    **options: Unpack[RankOptions],
+    method: DDPMethod, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Unpack[RankOptions]
 ) -> tuple[nn.Module, ParallelOptimizer]:
-    """See hosts.interface."""
-    return wrap_ddp(model, optimizer, method, **options)
+    own: Any = {key: value for key, value in options.items() if key != "overlap"}
+    return wrap_ddp(model, optimizer, method, **own)

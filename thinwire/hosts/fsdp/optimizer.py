@@ -124,7 +124,6 @@ class FSDPOptimizer(AgreeingOptimizer):
         return self.compressed.bytes_per_step + self.agreement_bytes
 
     def describe(self) -> list[Row]:
-        """Rows of (asked for, in effect, why they differ or how it was found)."""
         *rows, sent = super().describe()
         # Of the topology and of the bytes, which count the agreement, there is a row already.
         own = [
@@ -167,7 +166,6 @@ class FSDPOptimizer(AgreeingOptimizer):
                 module.unshard(async_op=self.compressed.overlap)
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
         super().zero_grad()
         for param in self._sharded.values():
             param.grad = None
@@ -184,7 +182,6 @@ class FSDPOptimizer(AgreeingOptimizer):
             raise ReplicaError(f"rank(s) {odd} have not taken as many steps as rank 0, which took {self.steps}")
 
     def masters(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Copies of the fp32 weights that are stepped, whole, by parameter name; between steps, a collective."""
         mine = torch.cat([self._padded(name) for name in names])
         gathered = self.comm.wait(self.comm.all_gather_exact(mine))
         pieces = gathered.split([self._shard_numel(name) for name in names], dim=1)
@@ -196,7 +193,6 @@ class FSDPOptimizer(AgreeingOptimizer):
 
     @torch.no_grad()
     def adopt_weights(self, values: Mapping[str, Tensor]) -> None:
-        """Take whole weights, the same bits on all ranks, as this rank's shards; between steps, a collective."""
         if not self.reshard_after_forward:
             # The gather that is under way carries the old ones.
             self.synchronize()
@@ -209,7 +205,7 @@ class FSDPOptimizer(AgreeingOptimizer):
         self._start_gathers()
 
     def handover_bytes(self, names: Collection[str]) -> tuple[int, int]:
-        """Payload this rank sends in `masters` and in `adopt_weights`, where kept weights are gathered once more."""
+        # Kept weights are gathered once more.
         shards = sum(4 * self._shard_numel(name) for name in names)
         again = 0 if self.reshard_after_forward else sum(gather.gather_bytes() for gather in self.compressed.gathers)
         return shards * (self.comm.world_size - 1), again
@@ -224,7 +220,6 @@ class FSDPOptimizer(AgreeingOptimizer):
         return nn.functional.pad(shard, (0, self._shard_numel(name) - shard.numel()))
 
     def close(self) -> None:
-        """Wait for all communication and give the process group back."""
         self.compressed.close()
         if self.everyone is not self.comm:
             self.everyone.close()
@@ -235,7 +230,6 @@ class FSDPOptimizer(AgreeingOptimizer):
             shard.grad = grad.to_local() if isinstance(grad, DTensor) and shard.numel() else None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what state_dict gave; a collective. Raises ConfigError where it does not fit."""
         # A gather that is under way carries the old weights.
         self.synchronize()
         super().load_state_dict(state_dict)
@@ -243,7 +237,6 @@ class FSDPOptimizer(AgreeingOptimizer):
             module.reshard()
 
     def restore(self, source: Source) -> None:
-        """Go on from a checkpoint of any layout; from the same, bit for bit. A collective."""
         self.synchronize()
         super().restore(source)
         for module in self.modules:
@@ -284,12 +277,6 @@ class FSDPOptimizer(AgreeingOptimizer):
 
 @apply.register
 def _apply_fsdp(
-    method: FSDPMethod,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    overlap: bool,
-    **options: Unpack[RankOptions],
+    method: FSDPMethod, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Unpack[RankOptions]
 ) -> tuple[nn.Module, ParallelOptimizer]:
-    """See hosts.interface."""
-    return wrap_fsdp(model, optimizer, method, overlap=overlap, **options)  # type: ignore[arg-type]
+    return wrap_fsdp(model, optimizer, method, **options)  # type: ignore[arg-type]

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from thinwire.checkpoint import Snapshot, Source
-from thinwire.collectives import Communicator, Meter
 from thinwire.collectives.meters import Meters
-from thinwire.hosts.interface import InStep, ParallelOptimizer, RankOptions, apply
+from thinwire.hosts.interface import ParallelOptimizer, RankOptions, apply
 from thinwire.hosts.islands.island import TensorHost
 from thinwire.hosts.islands.loop import OuterLoop
 from thinwire.hosts.islands.recovery import Change
@@ -27,11 +24,11 @@ OUTER = "outer"
 POSITION = "position"
 
 
-class IslandsOptimizer(InStep):
+class IslandsOptimizer:
     """A ParallelOptimizer that takes the inner strategy's steps, and outer ones with other islands.
 
-    What is said of "all ranks" holds for those of this island. A wish to stop is carried by the next exchange, after
-    which all islands stop at the same step.
+    What is not here is the inner strategy's own: "all ranks" are then those of this island. A wish to stop is carried
+    by the next exchange, after which all islands stop at the same step.
     """
 
     has_islands = True
@@ -39,47 +36,15 @@ class IslandsOptimizer(InStep):
     def __init__(self, inner: ParallelOptimizer, loop: OuterLoop, strategy: IslandsMethod) -> None:
         self.inner, self.loop, self.strategy = inner, loop, strategy
         self.traffic = Traffic(loop)
-        self._meter = Meters(inner.meter, loop.exchanges.connected)
+        self.meter = Meters(inner.meter, loop.exchanges.connected)
 
-    @property
-    def comm(self) -> Communicator:
-        """The island's."""
-        return self.inner.comm
-
-    @property
-    def everyone(self) -> Communicator:
-        """All ranks of the island."""
-        return self.inner.everyone
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Those of the user's optimizer."""
-        return self.inner.param_groups
-
-    @property
-    def steps(self) -> int:
-        """Of this island."""
-        return self.inner.steps
-
-    @property
-    def skipped_steps(self) -> int:
-        """Of this island."""
-        return self.inner.skipped_steps
-
-    @property
-    def mean_loss(self) -> float:
-        """The mean over the island's ranks."""
-        return self.inner.mean_loss
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
     @property
     def stop_requested(self) -> bool:
         """Whether the islands have agreed to stop."""
         return self.loop.exchanges.stop_agreed
-
-    @property
-    def meter(self) -> Meter:
-        """Bytes and seconds inside the island and between islands."""
-        return self._meter
 
     @property
     def bytes_per_step(self) -> int:
@@ -92,59 +57,11 @@ class IslandsOptimizer(InStep):
         num_parameters = sum(param.numel() for param in self.loop.model.parameters() if param.requires_grad)
         return 8 * num_parameters * (1 - 1 / max(1, self.comm.world_size * self.traffic.num_islands))
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Forward and backward passes inside only accumulate gradients."""
-        return self.inner.no_sync()
-
-    def note_loss(self, loss: float) -> None:
-        """Say this rank's loss."""
-        self.inner.note_loss(loss)
-
-    def request_stop(self) -> None:
-        """Ask all islands to stop after the next exchange."""
-        self.inner.request_stop()
-
-    def reduce(self) -> Tensor:
-        """Of this island."""
-        return self.inner.reduce()
-
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale the island's mean gradient; returns the norm before."""
-        return self.inner.clip_grad_norm_(max_norm)
-
     def step(self) -> None:
         """An inner step, and what is due between islands."""
         self.inner.step()
         self.loop.wishes_stop = self.inner.stop_requested
         self.loop.after_step()
-
-    def zero_grad(self) -> None:
-        """Forget the gradients."""
-        self.inner.zero_grad()
-
-    def synchronize(self) -> None:
-        """Bring the island's whole weights to each of its ranks."""
-        self.inner.synchronize()
-
-    def all_mean(self, value: float) -> float:
-        """The mean of a number over the island's ranks."""
-        return self.inner.all_mean(value)
-
-    def check_replicas(self) -> None:
-        """Compare the island's weights; islands compare their outer parameters in every exchange."""
-        self.inner.check_replicas()
-
-    def masters(self, names: Collection[str]) -> dict[str, Tensor]:
-        """See the inner strategy's."""
-        return self.inner.masters(names)
-
-    def adopt_weights(self, values: Mapping[str, Tensor]) -> None:
-        """See the inner strategy's."""
-        self.inner.adopt_weights(values)
-
-    def handover_bytes(self, names: Collection[str]) -> tuple[int, int]:
-        """See the inner strategy's."""
-        return self.inner.handover_bytes(names)
 
     @property
     def position(self) -> int:
@@ -157,7 +74,6 @@ class IslandsOptimizer(InStep):
         return taken
 
     def abandon(self) -> None:
-        """Leave the other islands at once, after a failure."""
         self.loop.exchanges.abandon()
 
     def finish(self) -> None:
@@ -166,7 +82,6 @@ class IslandsOptimizer(InStep):
         self.inner.synchronize()
 
     def describe(self) -> list[Row]:
-        """Rows of (asked for, in effect, why they differ or how it was found)."""
         per_step, every = self.traffic.bytes_per_step, self.loop.method.sync_every
         shown = f"{per_step / 1e6:.3f} MB", f"the mean over {every} steps, besides the island's"
         return [
@@ -213,11 +128,9 @@ class IslandsOptimizer(InStep):
         return total / count
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of all that is needed to go on bit for bit."""
         return {"inner": self.inner.state_dict(), "outer": self.loop.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what state_dict gave; a collective. Raises ConfigError where it does not fit."""
         self.inner.load_state_dict(state_dict["inner"])
         self.loop.load_state_dict(state_dict["outer"])
 
@@ -229,16 +142,10 @@ class IslandsOptimizer(InStep):
 
 @apply.register
 def _apply_connected(
-    method: Connected,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    overlap: bool,
-    **options: Unpack[RankOptions],
+    method: Connected, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Unpack[RankOptions]
 ) -> tuple[nn.Module, ParallelOptimizer]:
-    """See hosts.interface."""
     # Those who have begun wait for whoever has met them.
-    wrapped, inner = apply(method.strategy.inner, model, optimizer, overlap=overlap, **options)
+    wrapped, inner = apply(method.strategy.inner, model, optimizer, **options)
     peers = method.peers() if callable(method.peers) else method.peers
     axis = options.get("axis")
     tensor = axis.tensor if axis is not None else None
@@ -247,17 +154,11 @@ def _apply_connected(
         inner if tensor is None else TensorHost(inner, tensor), model, method.strategy.method(), peers,
         options=method.options, torch_optimizer=optimizer, whole=whole, seed=options["seed"],
     )  # fmt: skip
-    return wrapped, IslandsOptimizer(inner, loop, method.strategy)
+    return wrapped, cast(ParallelOptimizer, IslandsOptimizer(inner, loop, method.strategy))
 
 
 @apply.register
 def _apply_only_island(
-    method: IslandsMethod,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    overlap: bool,
-    **options: Unpack[RankOptions],
+    method: IslandsMethod, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Unpack[RankOptions]
 ) -> tuple[nn.Module, ParallelOptimizer]:
-    """See hosts.interface."""
-    return apply(method.connected_to(None), model, optimizer, overlap=overlap, **options)
+    return apply(method.connected_to(None), model, optimizer, **options)

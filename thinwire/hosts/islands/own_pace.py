@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, Unpack
 
 import torch
@@ -19,7 +18,7 @@ from thinwire.hosts.islands.meetings import DADAONode
 from thinwire.hosts.ranks import Ranks, open_ranks
 from thinwire.methods.islands.front import around
 from thinwire.methods.islands.own_pace import OwnPaceMethod
-from thinwire.state.replicas import compare_replicas, fitting_parameters
+from thinwire.state.replicas import fitting_parameters
 from thinwire.table import Row
 
 log = logging.getLogger("thinwire")
@@ -44,7 +43,7 @@ class Around(Protocol):
 
 
 class OwnPaceOptimizer(AgreeingOptimizer):
-    """A ParallelOptimizer that is one rank's own; the ranks are together in the first step, and in `finish`.
+    """The optimizer of one rank alone; the ranks are together in the first step, and in `finish`.
 
     In between none waits for all. The loss is this rank's; that of the first step is the mean over ranks, which proves
     a resume. A step whose gradient is not finite is skipped on this rank alone. context: runs the method beside
@@ -74,17 +73,6 @@ class OwnPaceOptimizer(AgreeingOptimizer):
     def bytes_per_step(self) -> int:
         """Payload this rank sends in one step, on average."""
         return round(self._context.bytes_per_step)
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Nothing: a backward pass does not communicate."""
-        return nullcontext()
-
-    def synchronize(self) -> None:
-        """Nothing: every rank holds the whole weights at all times."""
-
-    def check_replicas(self) -> None:
-        """Compare the weights of all ranks bit for bit, where they are together; a collective."""
-        compare_replicas(self.comm, self.trained.values(), self.steps)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -180,14 +168,8 @@ DADAO_ROWS: list[Row] = [
 
 @apply.register
 def _apply_own_pace(
-    method: OwnPaceMethod,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    overlap: bool,
-    **options: Unpack[RankOptions],
+    method: OwnPaceMethod, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Unpack[RankOptions]
 ) -> tuple[nn.Module, ParallelOptimizer]:
-    """See hosts.interface."""
     timeout_s, checked = options["timeout_s"], options["checked"]
     ranks = open_ranks(None, local_size=options["local_size"], timeout_s=timeout_s, checked=checked)
     loop = (model, optimizer)[: method.num_loop_arguments]

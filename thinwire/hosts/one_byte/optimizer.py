@@ -6,7 +6,6 @@ import io
 import logging
 import os
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -27,14 +26,7 @@ from thinwire.methods import one_byte_code as byte
 from thinwire.methods.data.one_byte import WORD_BYTES, OneByte
 from thinwire.methods.one_byte_directions import Directions
 from thinwire.methods.one_byte_log import Entry, OneByteLog
-from thinwire.state.replicas import (
-    check_layout,
-    compare_replicas,
-    fitting_parameters,
-    same_options,
-    same_start,
-    shapes_digest,
-)
+from thinwire.state.replicas import check_layout, fitting_parameters, same_options, same_start, shapes_digest
 from thinwire.table import Row, announce as announce_table
 
 logger = logging.getLogger("thinwire")
@@ -127,10 +119,6 @@ class OneByteOptimizer(AgreeingOptimizer):
         result.register_hook(hand_in)
         return result
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Nothing is sent before the step."""
-        return nullcontext()
-
     def zero_grad(self) -> None:
         """Forget what was handed in."""
         self._slopes.zero_()
@@ -145,15 +133,12 @@ class OneByteOptimizer(AgreeingOptimizer):
         if self.method.check_every and self.steps % self.method.check_every == 0:
             self.check_replicas()
 
-    def synchronize(self) -> None:
-        """Every rank holds the whole weights at all times."""
-
     def check_replicas(self) -> None:
         """Compare the weights of all ranks bit for bit, then keep the log; a collective.
 
         Raises ReplicaError that names the ranks.
         """
-        compare_replicas(self.comm, self.trained.values(), self.steps)
+        super().check_replicas()
         self.log.seal(self.trained.values())
         self._keep_log()
 
@@ -248,7 +233,6 @@ class OneByteOptimizer(AgreeingOptimizer):
         return (self.method.samples + WORD_BYTES) * (self.comm.world_size - 1)
 
     def describe(self) -> list[Row]:
-        """Rows of (asked for, in effect, why they differ or how it was found)."""
         method, world_size = self.method, self.comm.world_size
         normals = (2 + world_size) * method.samples * self.num_parameters
         checks = f"16 bytes to each rank every {method.check_every} steps" if method.check_every else "checkpoints only"
@@ -315,13 +299,8 @@ def _number(loss: Tensor) -> float:
 
 @apply.register
 def _apply_one_byte(
-    method: OneByte,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    overlap: bool,
-    **options: Unpack[RankOptions],
+    method: OneByte, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Unpack[RankOptions]
 ) -> tuple[nn.Module, ParallelOptimizer]:
-    """See hosts.interface."""
-    wrapped = one_byte(model, optimizer, method, announce=False, **options)  # type: ignore[misc]
+    own: Any = {key: value for key, value in options.items() if key != "overlap"}
+    wrapped = one_byte(model, optimizer, method, announce=False, **own)
     return Measured(model, wrapped), wrapped

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.checkpoint import Snapshot, Source
-from thinwire.collectives import Communicator, Meter
-from thinwire.hosts.interface import InStep
+from thinwire.collectives import Communicator
+from thinwire.hosts.interface import ParallelOptimizer
 from thinwire.hosts.ranks import Ranks
 from thinwire.hosts.sharded.bucket import Bucket, LiveUnit, Slot
 from thinwire.hosts.sharded.gradients import Gradients
@@ -27,14 +27,14 @@ from thinwire.hosts.sharded.weights import Weights
 from thinwire.layout.spans import Unit, sent_by
 from thinwire.methods.sharded import ShardedMethod
 from thinwire.state.agreement import Agreed, Word, word_bytes
-from thinwire.state.clipping import Clipping, clip_factor
+from thinwire.state.clipping import Clipping
 from thinwire.state.replicas import compare_replicas
 from thinwire.table import Row
 
 log = logging.getLogger("thinwire")
 
 
-class ShardedOptimizer(InStep, torch.optim.Optimizer):
+class ShardedOptimizer(ParallelOptimizer, torch.optim.Optimizer):
     """The user's optimizer on this rank's shards, and the communication around it; made by `thinwire.zero`.
 
     One step, for the shard p that rank r owns, with gradient g of this rank, C_g and C_w the method's codecs:
@@ -70,16 +70,10 @@ class ShardedOptimizer(InStep, torch.optim.Optimizer):
         self.ranks, self.comm, self._comms, self._notes = ranks, ranks.comm, comms, notes
         self.units = [LiveUnit(u, [Bucket(la, params, comms[la.group]) for la in u.layouts]) for u in units]
         self.buckets = [bucket for unit in self.units for bucket in unit.buckets]
-        self.skipped_steps = 0
-        self.stop_requested = False
-        self.mean_loss = float("nan")
         self._slots = [slot for bucket in self.buckets for slot in bucket.slots]
         self._frozen = [p for group in inner.param_groups for p in group["params"] if not p.requires_grad]
         self._clipping = Clipping()
         self._seeds = Seeds(seed)
-        self._grad_norm: Tensor | None = None
-        self._stop = False
-        self._loss = float("nan")
         self._owned = take_over(inner, self.buckets)
         self._saved = ShardedState(method, inner, self.comm, self.buckets, self._owned)
         # The base class gives step hooks and profiling; params and state stay the inner optimizer's.
@@ -123,12 +117,8 @@ class ShardedOptimizer(InStep, torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if bool(torch.isfinite(self.reduce())):
-            self._update()
-        else:
-            self._skip()
-        self._reset()
-        self._seeds.step += 1
+        super().step()
+        self._gradients.reset()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -154,12 +144,7 @@ class ShardedOptimizer(InStep, torch.optim.Optimizer):
         torch.nn.utils.clip_grad_norm_ sees only this rank's gradients, which have been sent already: step refuses to go
         on after it.
         """
-        norm = self.reduce()
-        scale = clip_factor(float(norm), max_norm)
-        if scale < 1.0:
-            for bucket in self.buckets:
-                bucket.shard_grad.mul_(scale)
-            self._grad_norm = norm * scale
+        norm = super().clip_grad_norm_(max_norm)
         share = self._clipping.note(float(norm), max_norm).share
         if share < 1.0:
             for error in (error for bucket in self.buckets for error in bucket.errors):
@@ -179,19 +164,6 @@ class ShardedOptimizer(InStep, torch.optim.Optimizer):
             raise RuntimeError("parameters can't be added to a sharded optimizer: add them before calling zero()")
         super().add_param_group(param_group)
 
-    def request_stop(self) -> None:
-        """Ask all ranks to stop; after the next step, `stop_requested` is true on every one of them."""
-        self._stop = True
-
-    def note_loss(self, loss: float) -> None:
-        """Say this rank's loss; with the next step, `mean_loss` is the mean over ranks, at no message of its own."""
-        self._loss = loss
-
-    def all_mean(self, value: float) -> float:
-        """The mean of a number over the ranks, the same bits on all; a collective."""
-        values = self.comm.wait(self.comm.all_gather_exact(torch.tensor([value], dtype=torch.float64)))
-        return float(values.mean())
-
     @torch.no_grad()
     def check_replicas(self) -> None:
         """Compare the weights of all ranks that hold the same bit for bit; raises ReplicaError; a collective."""
@@ -203,13 +175,11 @@ class ShardedOptimizer(InStep, torch.optim.Optimizer):
                 compare_replicas(comm, (bucket.shard for bucket in held), self.steps, num_kinds)
 
     def close(self) -> None:
-        """Wait for all communication and give the process groups back."""
         self._weights.wait_all()
         for comm in dict.fromkeys([*self._comms, self.ranks.everyone]):
             comm.close()
 
     def reduce(self) -> Tensor:
-        """Wait for the mean gradient, and agree with all ranks on the step; the gradient's norm (fp64 scalar)."""
         if self._grad_norm is None:
             if any(param.requires_grad for param in self._frozen):
                 raise RuntimeError("a parameter was frozen when zero() was called and is not now: call zero() again")
@@ -230,8 +200,11 @@ class ShardedOptimizer(InStep, torch.optim.Optimizer):
         if not self.overlap:
             self._weights.wait_all()
 
+    def _scale(self, factor: float) -> None:
+        for bucket in self.buckets:
+            bucket.shard_grad.mul_(factor)
+
     def _skip(self) -> None:
-        self.skipped_steps += 1
         for error in (error for bucket in self.buckets for error in bucket.errors):
             torch.nan_to_num(error, nan=0.0, posinf=0.0, neginf=0.0, out=error)
         grads = {slot.name: slot.param.grad for slot in self._slots if slot.param.grad is not None}
@@ -239,12 +212,7 @@ class ShardedOptimizer(InStep, torch.optim.Optimizer):
         if bad:
             rank, more = self.comm.global_ranks[self.comm.rank], f" and {len(bad) - 3} more" if len(bad) > 3 else ""
             log.warning("thinwire: rank %d: non-finite gradient in %s%s", rank, ", ".join(map(repr, bad[:3])), more)
-        if self.comm.rank == 0:
-            log.warning("thinwire: step %d skipped on all ranks: a gradient is not finite", self.steps)
-
-    def _reset(self) -> None:
-        self._grad_norm = None
-        self._gradients.reset()
+        super()._skip()
 
     def _slots_of(self, comm: Communicator) -> list[Slot]:
         return [slot for slot in self._slots if slot.bucket.comm is comm]
@@ -280,16 +248,6 @@ class ShardedOptimizer(InStep, torch.optim.Optimizer):
         return total
 
     @property
-    def everyone(self) -> Communicator:
-        """All ranks of the mesh."""
-        return self.ranks.everyone
-
-    @property
-    def meter(self) -> Meter:
-        """Bytes and seconds of the main group."""
-        return self.comm.meter
-
-    @property
     def bytes_per_step(self) -> int:
         """Payload this rank sends in a step of one micro-batch; the most it can be, if entropy-coded."""
         words = sum(
@@ -299,11 +257,9 @@ class ShardedOptimizer(InStep, torch.optim.Optimizer):
 
     @property
     def uncompressed_bytes_per_step(self) -> float:
-        """What fp32 gradients and fp32 weights would need: 8 (P-1)/P bytes per parameter, without padding."""
         return sum(8 * slot.span.numel * (1 - 1 / slot.bucket.comm.world_size) for slot in self._slots)
 
     def masters(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Copies of the fp32 masters, whole, by parameter name; between steps, a collective."""
         found: dict[str, Tensor] = {}
         for bucket in self._holding(names):
             whole = bucket.whole_masters
@@ -312,7 +268,6 @@ class ShardedOptimizer(InStep, torch.optim.Optimizer):
 
     @torch.no_grad()
     def adopt_weights(self, values: Mapping[str, Tensor]) -> None:
-        """Take whole weights, the same bits on all ranks, as masters and replicas; between steps, a collective."""
         self._weights.free()
         for bucket in self._holding(values):
             for slot in (slot for slot in bucket.slots if slot.name in values):
@@ -320,7 +275,6 @@ class ShardedOptimizer(InStep, torch.optim.Optimizer):
             bucket.note()
 
     def handover_bytes(self, names: Collection[str]) -> tuple[int, int]:
-        """Payload this rank sends in `masters` and in `adopt_weights` for these parameters."""
         held = self._holding(names)
         return sum(4 * bucket.layout.shard_numel * (bucket.comm.world_size - 1) for bucket in held), 0
 
@@ -329,7 +283,6 @@ class ShardedOptimizer(InStep, torch.optim.Optimizer):
         return [bucket for bucket in self.buckets if any(slot.name in names for slot in bucket.slots)]
 
     def describe(self) -> list[Row]:
-        """Rows of (asked for, in effect, why they differ or how it was found)."""
         grid, name, buckets = self.comm.topology, self.method.name, self.buckets
         rows: list[Row] = [(f"strategy {name}", name, ""), ("topology", str(grid), self.comm.topology_reason)]
         if grid.world_size == 1:
@@ -361,22 +314,16 @@ class ShardedOptimizer(InStep, torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what state_dict gave, the model's weights included; a collective over all ranks.
-
-        Raises ConfigError where the state belongs to another rank, world, model or strategy.
-        """
         self._weights.free()
         self._saved.load(state_dict)
         self._go_on(state_dict)
 
     def snapshot(self) -> Snapshot:
-        """This rank's state between two steps, in pieces that any layout can take: views of the live tensors."""
         self._weights.settle()
         return self._saved.snapshot(self._numbers())
 
     @torch.no_grad()
     def restore(self, source: Source) -> None:
-        """Go on from a checkpoint of any layout; from the same, bit for bit. A collective over all ranks."""
         self._weights.free()
         self._saved.restore(source)
         self._go_on(source.common)
@@ -395,7 +342,8 @@ class ShardedOptimizer(InStep, torch.optim.Optimizer):
         self._seeds.base = numbers.get("seed", self._seeds.base)
         self._clipping.last = numbers.get("clipped", 1.0)
         self._adopt_inner()
-        self._reset()
+        self._grad_norm = None
+        self._gradients.reset()
 
     def _adopt_inner(self) -> None:
         self.param_groups = self.inner.param_groups

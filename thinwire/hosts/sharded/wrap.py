@@ -197,12 +197,6 @@ def _notes_on_parameters(model: nn.Module, named: dict[str, nn.Parameter], overl
 
 @apply.register
 def _apply_sharded(
-    method: ShardedMethod,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    overlap: bool,
-    **options: Unpack[RankOptions],
+    method: ShardedMethod, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Unpack[RankOptions]
 ) -> tuple[nn.Module, ParallelOptimizer]:
-    """See hosts.interface."""
-    return zero(model, optimizer, method, overlap=overlap, announce=False, **options)
+    return zero(model, optimizer, method, announce=False, **options)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
 
 from thinwire.errors import ConfigError, ThinwireError, nearest
 
@@ -25,100 +27,69 @@ Prints a script that completes commands and flags in SHELL, bash or zsh. To have
   zsh:  thinwire completion zsh > ~/.zfunc/_thinwire      (with ~/.zfunc in $fpath)"""
 
 
-def train(args: Sequence[str]) -> int:
-    """Train a language model: here, on several workers, or as one of torchrun's."""
-    from thinwire.launch.command import run_train
+@dataclass(frozen=True)
+class Command:
+    """A command: what it does in a line, and the function that runs it, whose module is loaded only then.
 
-    return run_train(args)
+    usage: printed where no argument or --help is given; empty for a command that prints its own.
+    """
 
+    line: str
+    module: str
+    function: str
+    usage: str = ""
 
-def compare(args: Sequence[str]) -> int:
-    """Race strategies against each other in one emulated slow network."""
-    from thinwire.compare.command import run_compare
-
-    return run_compare(args)
-
-
-def lab(args: Sequence[str]) -> int:
-    """Run a command on every node of an emulated slow network, or measure its links."""
-    from thinwire.lab.command import run_lab
-
-    return run_lab(args)
-
-
-def checkpoints(args: Sequence[str]) -> int:
-    """List what a run has saved, or verify it."""
-    if not args or args[0] in HELP:
-        print(CHECKPOINTS)
-        return 0
-    from thinwire.checkpoint.command import run_checkpoints
-
-    return run_checkpoints(args)
+    def __call__(self, args: Sequence[str]) -> int:
+        """Run it; the exit code."""
+        if self.usage and (not args or args[0] in HELP):
+            print(self.usage)
+            return 0
+        return getattr(import_module(self.module), self.function)(args)
 
 
-def explain(args: Sequence[str]) -> int:
-    """Say what each strategy would hold in memory and send, without running anything."""
-    from thinwire.planner.command import run_explain
-
-    return run_explain(args)
-
-
-def codecs(args: Sequence[str]) -> int:
-    """List the codecs that options take, with bits per element and traits."""
-    from thinwire.codecs.command import run_codecs
-
-    return run_codecs(args)
-
-
-def export(args: Sequence[str]) -> int:
-    """Write a run's last checkpoint as a folder for transformers, and compare what it loads."""
-    from thinwire.convert.command import run_export
-
-    return run_export(args)
-
-
-def import_checkpoint(args: Sequence[str]) -> int:
-    """Turn another program's checkpoint into a folder that `--model hf:DIR` starts from."""
-    from thinwire.convert.command import run_import
-
-    return run_import(args)
-
-
-def generate(args: Sequence[str]) -> int:
-    """Let a run's last checkpoint, or a folder for transformers, continue a text."""
-    from thinwire.convert.command import run_generate
-
-    return run_generate(args)
-
-
-def completion(args: Sequence[str]) -> int:
-    """Print a script that completes commands and flags: `completion bash`, `completion zsh`."""
-    if not args or args[0] in HELP:
-        print(COMPLETION)
-        return 0
-    from thinwire.completion import script
-
-    print(script(args, {name: (command.__doc__ or "").splitlines()[0] for name, command in COMMANDS.items()}))
-    return 0
-
-
-# A command is one row.
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
-    "train": train,
-    "checkpoints": checkpoints,
-    "compare": compare,
-    "completion": completion,
-    "explain": explain,
-    "codecs": codecs,
-    "generate": generate,
-    "export": export,
-    "import": import_checkpoint,
-    "lab": lab,
-}
+COMMANDS: dict[str, Command] = {
+    "train": Command(
+        "Train a language model: here, on several workers, or as one of torchrun's.",
+        "thinwire.launch.command", "run_train",
+    ),
+    "checkpoints": Command(
+        "List what a run has saved, or verify it.", "thinwire.checkpoint.command", "run_checkpoints", CHECKPOINTS
+    ),
+    "compare": Command(
+        "Race strategies against each other in one emulated slow network.", "thinwire.compare.command", "run_compare"
+    ),
+    "completion": Command(
+        "Print a script that completes commands and flags: `completion bash`, `completion zsh`.",
+        "thinwire.completion", "run_completion", COMPLETION,
+    ),
+    "explain": Command(
+        "Say what each strategy would hold in memory and send, without running anything.",
+        "thinwire.planner.command", "run_explain",
+    ),
+    "codecs": Command(
+        "List the codecs that options take, with bits per element and traits.", "thinwire.codecs.command", "run_codecs"
+    ),
+    "generate": Command(
+        "Let a run's last checkpoint, or a folder for transformers, continue a text.",
+        "thinwire.convert.command", "run_generate",
+    ),
+    "export": Command(
+        "Write a run's last checkpoint as a folder for transformers, and compare what it loads.",
+        "thinwire.convert.command", "run_export",
+    ),
+    "import": Command(
+        "Turn another program's checkpoint into a folder that `--model hf:DIR` starts from.",
+        "thinwire.convert.command", "run_import",
+    ),
+    "lab": Command(
+        "Run a command on every node of an emulated slow network, or measure its links.",
+        "thinwire.lab.command", "run_lab",
+    ),
+}  # fmt: skip
 
 
 def usage() -> str:
-    lines = [f"  {name:<10} {(command.__doc__ or '').splitlines()[0]}" for name, command in COMMANDS.items()]
+    lines = [f"  {name:<10} {command.line}" for name, command in COMMANDS.items()]
     commands = "\n".join(lines)
     return f"""usage: thinwire COMMAND [OPTIONS]
 

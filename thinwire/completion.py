@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import make_dataclass
 from typing import Annotated, Any, Union
 
 import tyro
 
+from thinwire.cli import COMMANDS
 from thinwire.compare.options import command_line as of_compare
 from thinwire.convert.options import ExportConfig, GenerateConfig, ImportConfig
 from thinwire.errors import ConfigError, nearest
@@ -21,19 +22,17 @@ from thinwire.training.settings import command_line as of_train
 SHELLS = ("bash", "zsh")
 
 
-def script(args: Sequence[str], commands: Mapping[str, str]) -> str:
-    """The script for the shell that the arguments name; raises ConfigError for another.
-
-    commands: each with a line that says what it does.
-    """
+def run_completion(args: Sequence[str]) -> int:
+    """Print the script for the shell that the arguments name. Raises ConfigError for another shell."""
     shell = " ".join(args)
     if shell not in SHELLS:
         raise ConfigError(f"completion {shell}: no such shell{nearest(shell, SHELLS)}")
-    choice: Any = Union[tuple(subcommand(name, line) for name, line in commands.items())]  # noqa: UP007
+    choice: Any = Union[tuple(subcommand(name, command.line) for name, command in COMMANDS.items())]  # noqa: UP007
     printed = io.StringIO()
     with redirect_stdout(printed), suppress(SystemExit):
         tyro.cli(choice, args=["--tyro-print-completion", shell], prog="thinwire")
-    return printed.getvalue().rstrip()
+    print(printed.getvalue().rstrip())
+    return 0
 
 
 def subcommand(name: str, line: str) -> Any:

@@ -11,7 +11,7 @@ import pytest
 from tests.checkpoint.alone import save
 from tests.workers import run_workers
 from thinwire.checkpoint import CheckpointError, Keep, step_of
-from thinwire.checkpoint.folder import folder_of
+from thinwire.checkpoint.folder import folder_of, sealed
 from thinwire.errors import ConfigError, ThinwireError
 from thinwire.launch.prepare import check_resume
 from thinwire.training.agreement import agree_on_checkpoint
@@ -85,8 +85,7 @@ def test_options_are_compared_with_those_that_have_saved(tmp_path: Path) -> None
         check_resume(resume, run_dir)
     path = folder_of(run_dir.checkpoints, 2) / "manifest.json"
     manifest = json.loads(path.read_text())
-    # As an older version wrote it.
     del manifest["checksum"]
     manifest["about"]["config"] = to_toml(TrainConfig(strategy="ddp"))
-    path.write_text(json.dumps(manifest))
+    path.write_bytes(sealed(manifest))
     assert "goes on after step 2" in str(check_resume(resume, run_dir))

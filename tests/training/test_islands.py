@@ -16,9 +16,6 @@ from tests.workers import free_port
 from thinwire.checkpoint import Source
 from thinwire.checkpoint.folder import point_to
 from thinwire.convert.saved import load_run
-from thinwire.errors import ConfigError
-from thinwire.hosts.islands.optimizer import OUTER
-from thinwire.methods.islands.outer import parameters_in
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 
@@ -78,9 +75,6 @@ def test_resume_equals_the_uninterrupted_run_bit_for_bit(runner: Runner, whole: 
     assert all(torch.equal(exported[0][name], tensor) for name, tensor in exported[1].items())
     inner = [dict(state.weights()) for state in states]
     assert not any(torch.equal(inner[0][name], tensor) for name, tensor in inner[1].items() if tensor.dim() > 1)
-    old = {key: value for key, value in states[0].own(OUTER).items() if key != "names"}
-    with pytest.raises(ConfigError, match=r"older version of thinwire, without \['names'\].*--resume auto"):
-        parameters_in(old, states[0].common["shapes"])
     for folder in (again, again / "island-1"):
         point_to(folder / "checkpoints" / "step-00000006")
     # With another term than before, which is nothing to the state.

@@ -80,10 +80,9 @@ def sealed(content: dict[str, Any]) -> bytes:
 
 
 def unsealed(path: Path) -> Any:
-    """What was sealed; older versions did not. Raises CheckpointError where it is not as it was written, ValueError."""
+    """What was sealed. Raises CheckpointError where it is not as it was written; ValueError, KeyError, TypeError."""
     content = json.loads(path.read_bytes())
-    seal = content.pop(SEAL, None) if isinstance(content, dict) else None
-    if seal is not None and seal != zlib.crc32(json.dumps(content).encode()):
+    if content.pop(SEAL) != zlib.crc32(json.dumps(content).encode()):
         raise CheckpointError(f"{path} is damaged: its checksum is wrong")
     return content
 
@@ -252,11 +251,10 @@ def next_loss(checkpoint: Path) -> float | None:
     """The loss of the step after it, where it is known. Raises CheckpointError for one that is damaged."""
     path = checkpoint / NEXT_LOSS
     try:
-        content = unsealed(path)
-        return float(content["loss"] if isinstance(content, dict) else content)
+        return float(unsealed(path)["loss"])
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}") from None
 
 

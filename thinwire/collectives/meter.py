@@ -35,8 +35,8 @@ class MeterReading:
     """Totals since the start; subtract two readings to get what lies between.
 
     encode_s, send_s, wait_s, decode_s: seconds of the communication thread spent packing, sending, waiting for peers'
-    messages, and unpacking; exchange_s is sending and waiting together. exposed_s: seconds the training thread stood
-    still waiting for the communication thread. operations: {(operation, level): OpReading}, level "intra" or "inter".
+    messages, and unpacking. exposed_s: seconds the training thread stood still waiting for the communication thread.
+    operations: {(operation, level): OpReading}, level "intra" or "inter".
     """
 
     sent_bytes: int = 0
@@ -47,10 +47,6 @@ class MeterReading:
     decode_s: float = 0.0
     exposed_s: float = 0.0
     operations: dict[tuple[str, str], OpReading] = field(default_factory=dict)
-
-    @property
-    def exchange_s(self) -> float:
-        return self.send_s + self.wait_s
 
     def sent_by(self, operation: str) -> int:
         """Payload sent by one operation, on all levels."""

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S, Communicator
 from thinwire.collectives.elastic import Membership
+from thinwire.collectives.meter import Meter, MeterReading
 
 
 class Peers(Protocol):
@@ -72,6 +73,22 @@ def alone() -> WorldPeers:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return WorldPeers()
     return WorldPeers(dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True))
+
+
+class Meters(Meter):
+    """The meters of an island and of its peers, read as one."""
+
+    def __init__(self, own: Meter, peers: Peers | None) -> None:
+        super().__init__()
+        self._peers = peers
+        self._parts = [own]
+
+    def snapshot(self) -> MeterReading:
+        """The totals so far."""
+        # Peers that have met anew have another one, which starts at nothing.
+        if self._peers is not None and self._peers.comm.meter not in self._parts:
+            self._parts.append(self._peers.comm.meter)
+        return sum((meter.snapshot() for meter in self._parts), MeterReading())
 
 
 class WorldPeers:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import nn
+from torch import Tensor, nn
 
-from thinwire.checkpoint import nearest_run
+from thinwire.checkpoint import Source, choose, nearest_run, step_of
 from thinwire.checkpoint.folder import Manifest, folder_of
-from thinwire.convert.weights import full_weights
 from thinwire.data import Tokenizer, load_tokenizer
 from thinwire.errors import ConfigError, Problems
+from thinwire.hosts.islands.optimizer import OUTER
+from thinwire.methods.islands.outer import parameters_in
 from thinwire.models import build_model
 from thinwire.options import LLAMA
 from thinwire.training.config import TrainConfig
@@ -51,3 +53,23 @@ def load_run(path: str) -> SavedRun:
         )
     loss = Manifest.read(folder_of(run_dir.checkpoints, step)).loss
     return SavedRun(config, tokenizer, model.eval(), step, loss)
+
+
+def full_weights(run_dir: RunDir) -> tuple[int, dict[str, Tensor]]:
+    """The step of a run's last sound checkpoint and its whole fp32 weights by name, with buffers and frozen parameters.
+
+    With a sharded optimizer these are its fp32 masters, as they were before rounding for the wire; with islands, the
+    outer parameters, which all islands share. Raises ConfigError where there is no checkpoint, CheckpointError where
+    none is sound.
+    """
+    # The run may still be training and saving.
+    folder, wrong = choose(run_dir.checkpoints, moves_pointer=False)
+    for why in wrong:
+        print(f"thinwire: a checkpoint is passed over: {why}", file=sys.stderr)
+    if folder is None:
+        raise ConfigError(f"{run_dir.path} holds no checkpoint yet")
+    source = Source(folder, 0)
+    weights = source.own("trainer", rank=0)["buffers"] | dict(source.weights())
+    if outer := source.own(OUTER, rank=0):
+        weights |= parameters_in(outer, source.common["shapes"])
+    return step_of(folder), weights

@@ -113,10 +113,26 @@ def compare_replicas(comm: Communicator, tensors: Iterable[Tensor], step: int, n
             )
 
 
+def short_digest(content: object) -> str:
+    """16 hexadecimal digits that stand for nested lists of strings and numbers."""
+    return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
+
+
 def shapes_digest(trained: Mapping[str, Tensor]) -> str:
-    """16 hexadecimal digits that stand for the names and shapes of the trained tensors."""
-    shapes = repr([(name, tuple(tensor.shape)) for name, tensor in trained.items()])
-    return hashlib.sha256(shapes.encode()).hexdigest()[:16]
+    """The same for the names and shapes of the trained tensors."""
+    return short_digest([(name, tuple(tensor.shape)) for name, tensor in trained.items()])
+
+
+def equal_bits(comm: Communicator, tensors: Iterable[Tensor]) -> bool:
+    """Give all ranks the first one's values where any of them differ; whether none did. A collective."""
+    tensors = list(tensors)
+    if not odd_ranks(comm, digest(tensors)):
+        return True
+    for tensor in tensors:
+        whole = tensor.contiguous()
+        comm.wait(comm.broadcast_(whole))
+        tensor.copy_(whole)
+    return False
 
 
 def check_layout(here: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
@@ -214,10 +230,6 @@ def same_start(model: nn.Module, comm: Communicator) -> Row:
             "same on all ranks"
         )
     asked = "equal replicas at start"
-    if not odd_ranks(comm, digest(tensors.values())):
+    if equal_bits(comm, tensors.values()):
         return asked, "nothing sent", "they were equal already"
-    for tensor in tensors.values():
-        whole = tensor.contiguous()
-        comm.wait(comm.broadcast_(whole))
-        tensor.copy_(whole)
     return asked, f"{len(tensors)} tensors sent by rank {comm.global_ranks[0]}", "they differed"

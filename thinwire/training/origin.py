@@ -11,7 +11,6 @@ from torch import Tensor
 from thinwire.checkpoint import WEIGHTS, CheckpointError, Piece, Source, latest, next_loss, verify
 from thinwire.checkpoint.folder import Manifest, verified_at
 from thinwire.hosts.interface import ParallelOptimizer
-from thinwire.options import has_islands
 from thinwire.training.effects import Row
 from thinwire.training.gathering import told_by_first
 from thinwire.training.place import Island
@@ -21,12 +20,9 @@ from thinwire.training.run_dir import RunDir
 ISLANDS = "islands"
 
 
-def num_islands(checkpoint: Path, here: Island) -> int:
-    """How many islands saved a checkpoint; older versions do not state it, so their folders are counted."""
-    about = Manifest.read(checkpoint).about
-    if ISLANDS in about or not has_islands(about.get("strategy", "")):
-        return about.get(ISLANDS, 1)
-    return max(here.num_islands, 1 + len([*checkpoint.parent.parent.glob("island-*")]))
+def num_islands(checkpoint: Path) -> int:
+    """How many islands saved a checkpoint."""
+    return Manifest.read(checkpoint).about.get(ISLANDS, 1)
 
 
 def folder_to_read(run_dir: RunDir, island: Island) -> Path:
@@ -36,7 +32,7 @@ def folder_to_read(run_dir: RunDir, island: Island) -> Path:
     of_run = RunDir(run_dir.path.parent).checkpoints
     try:
         last = latest(of_run)
-        is_part = last is None or island.number < num_islands(last, island)
+        is_part = last is None or island.number < num_islands(last)
     except CheckpointError:
         is_part = True
     return run_dir.checkpoints if is_part else of_run

@@ -14,34 +14,14 @@ class RunDir:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self.metrics, self.summary = self.path / "metrics.jsonl", self.path / "summary.json"
+        self.report, self.checkpoints = self.path / "report.html", self.path / "checkpoints"
+        self.logs = self.path / "logs"
+        # What befell workers that have no terminal, on purpose.
+        self.faults = self.logs / "faults.log"
 
     def config(self, node: int = 0) -> Path:
         return self.path / ("config.toml" if node == 0 else f"config.node{node}.toml")
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def summary(self) -> Path:
-        return self.path / "summary.json"
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report.html"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def faults(self) -> Path:
-        """What befell workers that have no terminal, on purpose."""
-        return self.logs / "faults.log"
 
     def island(self, number: int) -> RunDir:
         """What an island writes: the first one here, the others in folders of their own."""
@@ -59,7 +39,6 @@ class RunDir:
                 f"--run-dir {self.path} already holds a run: add --resume to go on with it, --overwrite to delete it, "
                 f"or choose another folder, such as {self.next_free()}"
             )
-
         if resume and not self.holds_run(node):
             siblings = existing.iterdir() if existing.is_dir() else ()
             runs = [str(path) for path in siblings if RunDir(path).holds_run(node)]

@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -42,28 +43,13 @@ class TensorBoard:
         self._writer.close()
 
 
-class Wandb:
-    """A run of Weights & Biases, named like the run directory; its files lie under RUN_DIR/wandb."""
+class Hosted:
+    """A run of Weights & Biases (files under RUN_DIR/wandb) or of Trackio (its own local store), named as RUN_DIR."""
 
-    def __init__(self, run_dir: Path, config: Mapping[str, Any]) -> None:
-        import wandb
-
-        self._run = wandb.init(project=PROJECT, name=run_dir.name, dir=str(run_dir), config=dict(config))
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-class Trackio:
-    """A run of Trackio, named like the run directory, in Trackio's own local store."""
-
-    def __init__(self, run_dir: Path, config: Mapping[str, Any]) -> None:
-        import trackio
-
-        self._run = trackio.init(project=PROJECT, name=run_dir.name, config=dict(config), embed=False)
+    def __init__(self, package: str, run_dir: Path, config: Mapping[str, Any]) -> None:
+        own = {"dir": str(run_dir)} if package == "wandb" else {"embed": False}
+        module: Any = importlib.import_module(package)
+        self._run = module.init(project=PROJECT, name=run_dir.name, config=dict(config), **own)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
@@ -74,8 +60,8 @@ class Trackio:
 
 TRACKERS: dict[str, Callable[[Path, Mapping[str, Any]], Tracker]] = {
     "tensorboard": TensorBoard,
-    "trackio": Trackio,
-    "wandb": Wandb,
+    "trackio": partial(Hosted, "trackio"),
+    "wandb": partial(Hosted, "wandb"),
 }
 
 

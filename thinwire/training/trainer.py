@@ -301,7 +301,7 @@ class Trainer:
         self.stage.restore(source)
         source.read({f"{FROZEN}/{name}": Piece.whole(tensor) for name, tensor in self.engine.frozen.items()})
         self.loader.load_state_dict(position["loader"])
-        before = num_islands(saved, island)
+        before = num_islands(saved)
         has_own = island.number < before and saved.parent == self.run_dir.checkpoints
         random_rows = self._restore_random_state(source, position["step"], before, has_own=has_own)
         self.saver.last_step = position["step"]

@@ -19,8 +19,8 @@ from thinwire.errors import ConfigError
 from thinwire.hosts.islands.loop import OuterLoop
 from thinwire.layout.fragments import Fragment, cut
 from thinwire.methods.islands.exchange import message_bytes
+from thinwire.methods.islands.method import Schedule
 from thinwire.methods.islands.outer import merged
-from thinwire.methods.islands.schedule import Schedule
 
 LAYERS = 4
 

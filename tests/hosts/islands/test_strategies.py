@@ -90,7 +90,7 @@ def train(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     streaming = strategy_named("streaming-diloco", sync_every=EVERY)
     assert isinstance(streaming, IslandsMethod)
     for inner in ("ddp", "sdp4bit", "zero-bf16", "fsdp"):
-        strategy = replace(streaming, inner=strategy_named(inner))  # type: ignore[type-var]
+        strategy = replace(streaming, inner=strategy_named(inner))
         # Peers are the optimizer's to close; here they go on to the next.
         replica = Replica(strategy, rank, world_size, Kept(peers) if peers else None, seed=rank)
         optimizer = replica.optimizer

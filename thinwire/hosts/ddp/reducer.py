@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from thinwire.collectives import Communicator, staging
 from thinwire.collectives.gather import all_gather_exact
 from thinwire.collectives.link import Link
-from thinwire.hosts.ddp.on_host import on_host
+from thinwire.collectives.rounds import Rounds
 from thinwire.methods.reduction import Bucket, Reduction, Step
 from thinwire.state.clipping import Clipping
 
@@ -107,6 +108,21 @@ class BucketReducer:
         """Restore what state_dict gave."""
         self.steps, self.clipping.last = state["steps"], state["clipped"]
         self.reduction.state.load_state_dict(state["reduction"])
+
+
+def on_host(link: Link, bucket: Bucket) -> Rounds[Bucket]:
+    """The bucket, or a copy of it on the CPU where it lies on a device, gradients as views into that; a part of a job.
+
+    gloo sums on the CPU, and what torch's own hooks queue on streams of their own is not known to the job.
+    """
+    if not staging.must_stage(bucket.flat):
+        return bucket
+    flat = link.scratch("bucket", bucket.flat.numel(), dtype=bucket.flat.dtype)
+    staging.to_host(bucket.flat, flat)
+    yield staging.queued()
+    first = bucket.flat.storage_offset()
+    grads = [flat.as_strided(grad.shape, grad.stride(), grad.storage_offset() - first) for grad in bucket.grads]
+    return replace(bucket, flat=flat, grads=grads)
 
 
 def learning_rates(trained: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer | None) -> dict[str, float]:

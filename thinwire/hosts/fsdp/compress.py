@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -29,7 +28,15 @@ from thinwire.layout.gathered import Unit
 from thinwire.layout.pattern import check_layout_of
 from thinwire.methods.data.zeropp import ZeroPP
 from thinwire.methods.interface import GatheredMethod
-from thinwire.state.replicas import ReplicaError, check_layout, check_updates, digest, unwrapped, updates_any
+from thinwire.state.replicas import (
+    ReplicaError,
+    check_layout,
+    check_updates,
+    digest,
+    short_digest,
+    unwrapped,
+    updates_any,
+)
 from thinwire.state.watchdog import DEFAULT_DEAD_STEPS, Watchdog
 from thinwire.table import Row, announce as announce_table
 
@@ -328,9 +335,7 @@ class CompressedFSDP:
                     memory.load_state_dict(remembered, count)
 
     def _layout(self) -> dict[str, Any]:
-        shapes = repr(
-            [(name, tuple(p.sharded.shape)) for u in self.units for name, p in zip(u.names, u.params, strict=True)]
-        )
+        named = [pair for unit in self.units for pair in zip(unit.names, unit.params, strict=True)]
         return {
             "rank": self.comm.rank,
             "world_size": self.comm.world_size,
@@ -338,7 +343,7 @@ class CompressedFSDP:
             "shards": self.shards.members,
             "replicas": self.replicas.members,
             "method": repr(self.method),
-            "parameters": hashlib.sha256(shapes.encode()).hexdigest()[:16],
+            "parameters": short_digest([(name, tuple(param.sharded.shape)) for name, param in named]),
         }
 
     def _note_order(self, unit: Unit) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from thinwire.collectives import Communicator, Meter, Peers, WorldPeers
 from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
-from thinwire.collectives.meters import Meters
+from thinwire.collectives.peers import Meters
 from thinwire.errors import ConfigError
 from thinwire.hosts.islands.island import Host, ShardedHost
 from thinwire.hosts.islands.loop import OuterLoop

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from thinwire.methods.islands.fedspeed import Correction
 from thinwire.methods.islands.method import OuterMethod
 from thinwire.methods.islands.outer import merged
 from thinwire.optim.rewarming import Rewarming
-from thinwire.state.replicas import check_layout
+from thinwire.state.replicas import check_layout, short_digest
 from thinwire.state.whole import local_tensor, write_whole
 from thinwire.table import Row
 
@@ -278,10 +277,10 @@ class OuterLoop:
         return state["layout"] == self._layout()
 
     def _layout(self) -> dict[str, Any]:
-        shapes, connected = repr(shapes_of(self.exchanges.fragments)), self.exchanges.connected
+        connected = self.exchanges.connected
         return {
             "method": repr(self.method),
-            "fragments": hashlib.sha256(shapes.encode()).hexdigest()[:16],
+            "fragments": short_digest(shapes_of(self.exchanges.fragments)),
             "island": connected.island if connected is not None else None,
             "is_first": self.island.is_first,
         }

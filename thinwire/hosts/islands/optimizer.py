@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from thinwire.checkpoint import Snapshot, Source
-from thinwire.collectives.meters import Meters
+from thinwire.collectives.peers import Meters
 from thinwire.hosts.interface import ParallelOptimizer, RankOptions, apply
 from thinwire.hosts.islands.island import TensorHost
 from thinwire.hosts.islands.loop import OuterLoop

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from thinwire.hosts.sharded.owned import Owned
 from thinwire.layout.formats import LevelFormat
 from thinwire.methods.sharded import ShardedMethod
 from thinwire.state.portable import REPLICA, Held, add_optimizer, restore_optimizer
-from thinwire.state.replicas import check_layout
+from thinwire.state.replicas import check_layout, short_digest
 
 
 class ShardedState:
@@ -100,14 +99,14 @@ class ShardedState:
         """What must be the same for a state to be loaded as it is."""
         levels = self.buckets[0].layout.levels
         slots = [slot for bucket in self.buckets for slot in bucket.slots]
-        shapes = repr([(slot.name, tuple(slot.span.shape), str(slot.param.dtype)) for slot in slots])
+        shapes = [(slot.name, tuple(slot.span.shape), str(slot.param.dtype)) for slot in slots]
         return {
             "rank": self.comm.rank,
             "world_size": self.comm.world_size,
             "local_size": self.comm.topology.local_size,
             "strategy": repr((self.method.matrix(), self.method.vector())),
             "levels": [levels.weights_over, levels.gradients_over],
-            "parameters": hashlib.sha256(shapes.encode()).hexdigest()[:16],
+            "parameters": short_digest(shapes),
             "bucket_numels": [bucket.layout.numel for bucket in self.buckets],
         }
 

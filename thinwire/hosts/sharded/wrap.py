@@ -22,7 +22,7 @@ from thinwire.hosts.sharded.optimizer import ShardedOptimizer
 from thinwire.layout.levels import Levels
 from thinwire.methods.sharded import ShardedMethod
 from thinwire.state.elementwise import check_elementwise
-from thinwire.state.replicas import check_device, digest, odd_ranks
+from thinwire.state.replicas import check_device, digest, equal_bits, odd_ranks
 from thinwire.table import Row, announce as announce_table
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -164,13 +164,8 @@ def _same_start(
     everything = [(name, t.data) for name, t in [*model.named_parameters(), *model.named_buffers()] if not t.is_meta]
     for number, own in enumerate(comms):
         tensors = [(name, tensor) for name, tensor in everything if chosen.get(name, 0) == number]
-        if not odd_ranks(own, digest(tensor for _, tensor in tensors)):
-            continue
-        for name, tensor in tensors:
-            whole = tensor.contiguous()
-            own.wait(own.broadcast_(whole))
-            tensor.copy_(whole)
-            sent.append(name)
+        if not equal_bits(own, [tensor for _, tensor in tensors]):
+            sent += [name for name, _ in tensors]
     effect = f"{len(sent)} tensors sent by rank 0" if sent else "nothing sent"
     return [("equal replicas at start", effect, "they differed" if sent else "they were equal already")]
 

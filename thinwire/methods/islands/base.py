@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from torch import nn
@@ -12,6 +12,7 @@ from thinwire.codecs import Codec
 from thinwire.collectives import Peers, Topology
 from thinwire.errors import ConfigError
 from thinwire.layout.fragments import Fragment, cut
+from thinwire.methods.data.ddp import DDP
 from thinwire.methods.interface import Method, Plan, trained_shapes
 from thinwire.methods.islands.exchange import COMMIT, OPERATION, message_bytes
 from thinwire.methods.islands.front import Front
@@ -20,16 +21,27 @@ from thinwire.methods.islands.outer import NUM_WORDS
 from thinwire.methods.options import check_types
 
 
+@dataclass(frozen=True)
 class IslandsMethod(Front):
     """What makes the options of an outer method a Method, and a context around a loop of one's own.
 
-    The default group is one island; `connected_to` says which others there are.
+    The default group is one island; `connected_to` says which others there are. Raises ConfigError for options or an
+    inner strategy that can't work.
     """
 
     name: ClassVar[str]
     shards_optimizer: ClassVar[bool] = False
     not_inside_islands: ClassVar[str] = "is itself a method of islands, and islands have no islands"
-    inner: Method
+
+    inner: Method = field(default_factory=DDP, kw_only=True)
+    """The strategy inside each island."""
+    sync_every: int = 100
+    """Inner steps H between two exchanges of one fragment; at least 1."""
+    codec: str = field(default="fp32", kw_only=True)
+    """Codec of what islands send to each other, such as bf16 or e3m0/256:bf16:nearest (powers of two in 4 bits)."""
+    rejoin_steps: int = field(default=10, kw_only=True)
+    """Steps over which the learning rate rises again on an island that has joined others without its optimizer's
+    state; at least 0."""
 
     @property
     def not_on_mesh(self) -> str:
@@ -40,8 +52,7 @@ class IslandsMethod(Front):
         """What the options amount to; raises ConfigError for what does not fit."""
         raise NotImplementedError
 
-    def check(self) -> None:
-        """Raises ConfigError for options or an inner strategy that can't work."""
+    def __post_init__(self) -> None:
         check_types(self)
         self.method()
         if self.inner.not_inside_islands:

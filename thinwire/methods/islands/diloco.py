@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from thinwire.methods.data.ddp import DDP
-from thinwire.methods.interface import Method
 from thinwire.methods.islands.base import IslandsMethod
 from thinwire.methods.islands.fedspeed import FedSpeed
 from thinwire.methods.islands.method import OuterMethod
@@ -18,32 +16,19 @@ from thinwire.methods.options import codec_of
 class DiLoCo(IslandsMethod):
     """DiLoCo: H inner steps on every island, then one outer Nesterov step with the mean of how far they went.
 
-    Raises ConfigError for values out of range.
     Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models" (2023).
     """
 
     name: ClassVar[str] = "diloco"
 
-    inner: Method = field(default_factory=DDP)
-    """The strategy inside each island."""
-    sync_every: int = 100
-    """Inner steps H between two exchanges; at least 1."""
     outer_lr: float = 0.7
     """Learning rate of the outer step; above 0."""
     outer_momentum: float = 0.9
     """Momentum of the outer step; from 0 to below 1."""
-    codec: str = "fp32"
-    """Codec of what islands send to each other, such as bf16 or e3m0/256:bf16:nearest (powers of two in 4 bits)."""
     error_decay: float | None = None
     """What of the codec's error is kept and sent later, from 0 to 1; by default the error is lost."""
     fedspeed: float | None = None
     """lam of FedSpeed's correction, in units of the inverse curvature, above 0; by default no correction."""
-    rejoin_steps: int = 10
-    """Steps over which the learning rate rises again on an island that has joined others without its optimizer's
-    state; at least 0."""
-
-    def __post_init__(self) -> None:
-        self.check()
 
     def method(self) -> OuterMethod:
         return OuterMethod(
@@ -58,16 +43,11 @@ class DiLoCo(IslandsMethod):
 class StreamingDiLoCo(IslandsMethod):
     """Streaming DiLoCo: the model in fragments, one after the other, at 4 bits, while inner steps go on.
 
-    Raises ConfigError for values out of range.
     Source: Douillard et al., "Streaming DiLoCo with overlapping communication" (2025).
     """
 
     name: ClassVar[str] = "streaming-diloco"
 
-    inner: Method = field(default_factory=DDP)
-    """The strategy inside each island."""
-    sync_every: int = 100
-    """Inner steps H between two exchanges of one fragment; at least 1."""
     num_fragments: int | None = None
     """Fragments P of the model, from 1 to its number of layers; by default one for each three layers."""
     pattern: str = "strided"
@@ -80,16 +60,9 @@ class StreamingDiLoCo(IslandsMethod):
     """Learning rate of the outer step; above 0."""
     outer_momentum: float = 0.9
     """Momentum of the outer step; from 0 to below 1."""
-    codec: str = "e3m0/256:bf16:nearest"
-    """Codec of what islands send to each other, such as bf16 or e3m0/256:bf16:nearest (powers of two in 4 bits)."""
     error_decay: float | None = None
     """What of the codec's error is kept and sent later, from 0 to 1; by default the error is lost."""
-    rejoin_steps: int = 10
-    """Steps over which the learning rate rises again on an island that has joined others without its optimizer's
-    state; at least 0."""
-
-    def __post_init__(self) -> None:
-        self.check()
+    codec: str = field(default="e3m0/256:bf16:nearest", kw_only=True)
 
     def method(self) -> OuterMethod:
         return OuterMethod(
@@ -103,28 +76,17 @@ class StreamingDiLoCo(IslandsMethod):
 class LocalSGD(IslandsMethod):
     """Local SGD: every H inner steps each island goes on with the mean of all islands' weights.
 
-    Raises ConfigError for values out of range. Source: Stich, "Local SGD converges fast and communicates little" (ICLR
+    Source: Stich, "Local SGD converges fast and communicates little" (ICLR
     2019); Lin, Stich, Patel and Jaggi, "Don't use large mini-batches, use local SGD" (ICLR 2020).
     """
 
     name: ClassVar[str] = "local-sgd"
 
-    inner: Method = field(default_factory=DDP)
-    """The strategy inside each island."""
     sync_every: int = 16
-    """Inner steps H between two exchanges; at least 1."""
     start_after: int = 0
     """Up to this step the weights are averaged after every step (post-local SGD); at least 0."""
-    codec: str = "fp32"
-    """Codec of what islands send to each other, such as bf16 or e3m0/256:bf16:nearest (powers of two in 4 bits)."""
     fedspeed: float | None = None
     """lam of FedSpeed's correction, in units of the inverse curvature, above 0; by default no correction."""
-    rejoin_steps: int = 10
-    """Steps over which the learning rate rises again on an island that has joined others without its optimizer's
-    state; at least 0."""
-
-    def __post_init__(self) -> None:
-        self.check()
 
     def method(self) -> OuterMethod:
         return OuterMethod(

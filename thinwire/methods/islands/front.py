@@ -23,10 +23,10 @@ class Front:
     def __new__(cls, *loop: Any, **options: Any) -> Any:
         if not loop:
             return super().__new__(cls)
-        names = [item.name for item in fields(cls)]  # type: ignore[arg-type]
+        own_fields = fields(cls)  # type: ignore[arg-type]
         loop, positional = loop[: cls.num_loop_arguments], loop[cls.num_loop_arguments :]
-        own = dict(zip((name for name in names if name != "inner"), positional, strict=False))
-        own |= {name: options.pop(name) for name in names if name in options}
+        own = dict(zip((item.name for item in own_fields if not item.kw_only), positional, strict=False))
+        own |= {item.name: options.pop(item.name) for item in own_fields if item.name in options}
         return around(cls(**own), *loop, **options)
 
 

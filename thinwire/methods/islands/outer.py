@@ -95,15 +95,7 @@ class OuterFragment:
 
 
 def parameters_in(state: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
-    """The outer parameters by name in the state that an island's first rank has saved; shapes: of the model's.
-
-    Raises ConfigError for a state of an older version, which does not say where they begin.
-    """
-    if missing := sorted({"outer", "names", "block"} - state.keys()):
-        raise ConfigError(
-            f"the outer parameters of its islands were saved by an older version of thinwire, without {missing}: "
-            "take some more steps with `thinwire train --resume auto`, which saves them anew, or use that version"
-        )
+    """The outer parameters by name in the state that an island's first rank has saved; shapes: of the model's."""
     found: dict[str, Tensor] = {}
     for names, (parameters, *_) in zip(state["names"], state["outer"], strict=True):
         fragment = Fragment({name: torch.Size(shapes[name]) for name in names}, state["block"])

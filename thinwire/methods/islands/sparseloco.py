@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from thinwire.methods.data.ddp import DDP
-from thinwire.methods.interface import Method
 from thinwire.methods.islands.base import IslandsMethod
 from thinwire.methods.islands.method import OuterMethod
 from thinwire.methods.options import codec_of
@@ -29,13 +27,11 @@ class SparseLoCo(IslandsMethod):
 
     name: ClassVar[str] = "sparseloco"
 
-    inner: Method = field(default_factory=DDP)
-    """The strategy inside each island."""
     sync_every: int = 15
     """Inner steps H between two exchanges of one fragment; at least 1."""
     error_decay: float = 0.95
     """What of the error is kept, beta; from 0 to 1."""
-    codec: str = "topk1.5625%/4096:(sign/64:bf16+twice)"
+    codec: str = field(default="topk1.5625%/4096:(sign/64:bf16+twice)", kw_only=True)
     """Codec of what islands send to each other; one that loses less than all, as `topk`, `sign` and `:nearest` do."""
     outer_lr: float = 1.0
     """Learning rate of the outer step; above 0."""
@@ -47,12 +43,6 @@ class SparseLoCo(IslandsMethod):
     """Inner steps that an exchange may take before its result is waited for; from 0 to sync_every - 1."""
     mix: float = 0.0
     """Share of its own weights that an island keeps when the result arrives; from 0 to below 1."""
-    rejoin_steps: int = 10
-    """Steps over which the learning rate rises again on an island that has joined others without its optimizer's
-    state; at least 0."""
-
-    def __post_init__(self) -> None:
-        self.check()
 
     def method(self) -> OuterMethod:
         return OuterMethod(

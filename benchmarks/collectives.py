@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from thinwire import _compat
 from thinwire.collectives import Communicator
 from thinwire.collectives.gather import all_gather_packets
 
@@ -40,7 +39,7 @@ def worker(rank: int, world_size: int, repeats: int, store: str) -> None:
         for _ in range(repeats):
             comm.barrier()
             start = time.perf_counter()
-            _compat.all_gather_single(gathered, packet)
+            dist.all_gather_into_tensor(gathered, packet)
             seconds["gloo"].append(time.perf_counter() - start)
             comm.barrier()
             start = time.perf_counter()

@@ -11,29 +11,11 @@ __version__ = "0.1.0"
 _HOMES: dict[str, tuple[str, ...]] = {
     "thinwire.adapters": ("attach",),
     "thinwire.codecs": (
-        "Cast",
-        "Codec",
-        "CountSketch",
-        "GaussianSketch",
-        "Hadamard",
-        "Identity",
-        "Integer",
-        "Natural",
-        "RandomK",
-        "Sign",
-        "Threshold",
-        "TopK",
-        "Twice",
-        "Zstd",
+        "Cast", "Codec", "CountSketch", "GaussianSketch", "Hadamard", "Identity", "Integer", "Natural", "RandomK",
+        "Sign", "Threshold", "TopK", "Twice", "Zstd",
     ),
     "thinwire.collectives": (
-        "Communicator",
-        "ElasticPeers",
-        "Peers",
-        "Topology",
-        "WorldPeers",
-        "faults",
-        "host_meeting",
+        "Communicator", "ElasticPeers", "Peers", "Topology", "WorldPeers", "faults", "host_meeting",
     ),
     "thinwire.compose": ("Stage", "parallelize"),
     "thinwire.errors": ("ConfigError", "CorruptMessageError", "MismatchError", "PeerLostError", "ThinwireError"),
@@ -76,7 +58,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "thinwire.methods.sharded": ("ShardedMethod",),
     "thinwire.optim": ("DGCSGD", "LANS", "Muon", "OneBitAdamW"),
     "thinwire.registry": ("STRATEGIES", "strategy_named"),
-}
+}  # fmt: skip
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [*_MODULE_OF, "__version__"]

@@ -1,7 +1,5 @@
 """What differs between torch versions, and every private name of torch that thinwire uses, in one place.
 
-- all_gather_single: public from 2.13; before, all_gather_into_tensor (deprecated in 2.13).
-- reduce_scatter_single: public from 2.13; before, reduce_scatter_tensor (deprecated in 2.13).
 - default_store: torch.distributed.distributed_c10d._get_default_store, private; 2.11 to 2.13 have it.
 - FSDPGroup, FSDPParameter: what FSDP2 keeps of a module that was given to fully_shard, private. Only here does thinwire
   learn in which order parameters lie in FSDP2's buffers; whoever relies on it checks it (hosts/fsdp/layout.py).
@@ -49,36 +47,14 @@ DCP_METADATA_CLASSES = frozenset(
     {
         ("torch.distributed.checkpoint.metadata", name)
         for name in (
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
+            "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+            "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
         )
     }
     | {("torch.distributed.checkpoint.filesystem", name) for name in ("_StorageInfo", "_StoragePrefix")}
     | {("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")}
     | {("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")}
-)
-
-
-def all_gather_single(
-    output: Tensor, input: Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False
-) -> dist.Work | None:
-    """Gather `input` of every rank into `output`, whose first dimension is world_size times as long."""
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return gather(output, input, group=group, async_op=async_op)
-
-
-def reduce_scatter_single(
-    output: Tensor, input: Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False
-) -> dist.Work | None:
-    """Sum `input` over the ranks and keep this rank's slice of it in `output`."""
-    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return reduce_scatter(output, input, op=dist.ReduceOp.SUM, group=group, async_op=async_op)
+)  # fmt: skip
 
 
 def compiler_problem(kind: str) -> str:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+
+T = TypeVar("T")
 
 
 class ThinwireError(Exception):
@@ -40,6 +44,12 @@ class Problems:
             yield
         except ConfigError as error:
             self.messages += error.problems
+
+    def note(self, check: Callable[..., T], *args: Any) -> T | None:
+        """What the call gives; its ConfigError is noted instead of raised, and None given."""
+        with self.collect():
+            return check(*args)
+        return None
 
     def raise_any(self) -> None:
         """Raise one ConfigError with all messages, if there are any."""
@@ -77,6 +87,22 @@ def nearest(name: str, choices: Iterable[str]) -> str:
     begun = sorted((choice for choice in known if name and choice.startswith(name)), key=len)
     close = begun or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else f"; choose one of {', '.join(known)}"
+
+
+def first_few(names: Sequence[str], limit: int = 5) -> str:
+    """The first few names, and how many more there are."""
+    more = len(names) - limit
+    return ", ".join(names[:limit]) + (f" and {more} more" if more > 0 else "")
+
+
+def unusable_folder(folder: Path) -> str:
+    """Why nothing can be written below this folder, which need not exist yet; empty where it can."""
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        return f"{existing} is a file, not a folder"
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return f"{existing} is not writable by this user; choose another folder"
+    return ""
 
 
 def type_name(hint: Any) -> str:

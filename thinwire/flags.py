@@ -18,7 +18,6 @@ from thinwire.errors import Problems, nearest, type_name
 
 # What a flag has that was not stated.
 UNSET: Any = ...
-PAIRLESS = tyro.conf.FlagCreatePairsOff
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import thinwire
 from tests.workers import run_workers
 from thinwire.compose import apply
 from thinwire.device import Device
+from thinwire.table import Row
 from thinwire.training import advice
-from thinwire.training.effects import Row
 
 
 def advise_on(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from thinwire.compare.options import RaceConfig
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, unusable_folder
 
 # Steps after each start that are not timed: caches fill, buffers are made, connections open.
 WARM_UP_STEPS = 2
@@ -72,15 +71,12 @@ def range_errors(race: RaceConfig, num_steps: int) -> Iterator[str]:
 def folder_errors(race: RaceConfig) -> Iterator[str]:
     """One message where the folder can't be used, or holds a race that is neither resumed nor overwritten."""
     out = Path(race.out)
-    existing = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
     if race.resume and race.overwrite:
         yield "--resume and --overwrite contradict each other: give one of them"
     if not race.out.strip():
         yield "--out is empty: give a folder, such as runs/compare"
-    elif not existing.is_dir():
-        yield f"--out {out}: {existing} is a file, not a folder"
-    elif not os.access(existing, os.W_OK | os.X_OK):
-        yield f"--out {out}: {existing} is not writable by this user; choose another folder"
+    elif why := unusable_folder(out):
+        yield f"--out {out}: {why}"
     elif (out / "compare.json").exists():
         if not (race.resume or race.overwrite):
             yield (

@@ -21,7 +21,7 @@ from thinwire.options import has_islands
 from thinwire.report.machine import machine
 from thinwire.report.run import Run, number, read_run
 from thinwire.report.verdict import FINISHED
-from thinwire.training.effects import Row as EffectRow
+from thinwire.table import Row as EffectRow
 from thinwire.training.reporter import versions
 
 FAILED, UNFINISHED = "failed", "unfinished"

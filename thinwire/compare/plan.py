@@ -20,15 +20,16 @@ from thinwire.compare.checks import (
 )
 from thinwire.compare.contestants import Contestant, read_contestants
 from thinwire.compare.options import RaceConfig
-from thinwire.data import load_tokenizer, prepare as prepare_tokens
+from thinwire.data import load_tokenizer
 from thinwire.errors import Problems
 from thinwire.flags import flag
 from thinwire.lab import LabSpec
 from thinwire.launch.prepare import check
+from thinwire.table import Row
 from thinwire.training.config import DEFAULTS, TrainConfig, with_derived
-from thinwire.training.effects import Row, late_rows, unused_rows
+from thinwire.training.effects import late_rows, unused_rows
 from thinwire.training.hardware import choose_dtype, threads_per_worker
-from thinwire.training.run import Run, tables_in_effect
+from thinwire.training.run import Run, tables_in_effect, tokens_of
 
 DEFAULT_SMOOTH = 20
 # Options that the race sets itself, and why; stating one of them has no effect, which is said.
@@ -96,14 +97,9 @@ def make_plan(race: RaceConfig, train: TrainConfig, problems: Problems) -> Plan:
     Raises ConfigError with all problems at once.
     """
     contestants = read_contestants(race.strategies, problems, train)
-    lab, target = LabSpec(), None
-    seeds: tuple[int, ...] = ()
-    with problems.collect():
-        lab = LabSpec.from_text(race.lab)
-    with problems.collect():
-        seeds = read_seeds(race.seeds, train.seed)
-    with problems.collect():
-        target = read_target(race.target_loss)
+    lab = problems.note(LabSpec.from_text, race.lab) or LabSpec()
+    seeds = problems.note(read_seeds, race.seeds, train.seed) or ()
+    target = problems.note(read_target, race.target_loss)
     problems.messages += [*range_errors(race, train.steps), *folder_errors(race)]
     asked, train = train, shared_config(train, lab)
     check_training(train, contestants, problems)
@@ -112,10 +108,7 @@ def make_plan(race: RaceConfig, train: TrainConfig, problems: Problems) -> Plan:
     dtype: Any
     dtype, why = choose_dtype(train.dtype, threads)
     train = replace(with_derived(train), dtype=dtype)
-    cache_dir = Path(train.cache_dir) if train.cache_dir else None
-    prepare_tokens(train.data, load_tokenizer(train.tokenizer), text_field=train.text_field, cache_dir=cache_dir).split(
-        train.seq_len
-    )
+    tokens_of(train, load_tokenizer(train.tokenizer)).split(train.seq_len)
     found = [("threads per rank", str(threads), why_threads), (f"dtype {asked.dtype}", dtype, why)]
     num_rounds = rounds_of(race, train.steps)
     return Plan(
@@ -140,8 +133,7 @@ def check_training(train: TrainConfig, contestants: list[Contestant], problems: 
     # --out has been checked; a run directory of that name holds nothing.
     check(replace(first, run_dir=str(Path(tempfile.gettempdir(), uuid.uuid4().hex))), problems)
     for contestant in own[1:]:
-        with problems.collect():
-            Run.of(contestant.config(train))
+        problems.note(lambda one=contestant: Run.of(one.config(train)))
     # Contestants that share a wrong table of options have the same to say about it.
     problems.messages = list(dict.fromkeys(problems.messages))
 

@@ -18,9 +18,10 @@ from thinwire.convert.options import ExportConfig
 from thinwire.convert.saved import SavedRun, load_run
 from thinwire.convert.tokenizer import write_tokenizer
 from thinwire.convert.verify import Fidelity, UnfaithfulError, compare
-from thinwire.data import Tokenizer, heldout_batches, prepare as prepare_tokens
+from thinwire.data import Tokenizer, heldout_batches
 from thinwire.errors import ConfigError
 from thinwire.models import HFCausalLM, Llama
+from thinwire.training.run import tokens_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MICRO_BATCH = 4
@@ -64,11 +65,7 @@ def check_transformers() -> None:
 
 def heldout(run: SavedRun, config: ExportConfig) -> Iterator[Tensor]:
     """Held-out tokens of the run's data or of --data, int64 [<= MICRO_BATCH, seq_len]."""
-    cache_dir = Path(run.config.cache_dir) if run.config.cache_dir else None
-    tokens = prepare_tokens(
-        config.data or run.config.data, run.tokenizer, text_field=run.config.text_field, cache_dir=cache_dir
-    )
-    _, last = tokens.split(run.config.seq_len)
+    _, last = tokens_of(run.config, run.tokenizer, config.data).split(run.config.seq_len)
     batches = heldout_batches(last, seq_len=run.config.seq_len, micro_batch=MICRO_BATCH, max_sequences=config.sequences)
     return (inputs for inputs, _ in batches)
 

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 
 from thinwire.checkpoint.foreign import FORMATS, Sizes, consolidate, detect
-from thinwire.checkpoint.foreign.rules import shown
 from thinwire.checkpoint.weights_folder import new_folder, write_weights
 from thinwire.convert.options import ImportConfig
 from thinwire.convert.tokenizer import copy_beside
-from thinwire.errors import ConfigError, nearest
+from thinwire.errors import ConfigError, first_few, nearest
 from thinwire.models.hf import refuse_pickles, skeleton_hf
 
 CONFIG = "config.json"
@@ -103,14 +102,14 @@ def check_fits(folder: Path, shapes: Mapping[str, torch.Size]) -> None:
     model = skeleton_hf(str(folder), 0, 0, {}).model
     wanted = {name: param.shape for name, param in model.named_parameters()}
     if missing := sorted(wanted.keys() - shapes.keys()):
-        raise ConfigError(f"the checkpoint lacks {shown(missing)}, which the model of config.json has")
+        raise ConfigError(f"the checkpoint lacks {first_few(missing)}, which the model of config.json has")
     if unknown := sorted(shapes.keys() - wanted.keys()):
-        raise ConfigError(f"the checkpoint has {shown(unknown)}, which the model of config.json does not have")
+        raise ConfigError(f"the checkpoint has {first_few(unknown)}, which the model of config.json does not have")
     odd = [
         f"{name} is {tuple(shapes[name])}, not {tuple(wanted[name])}" for name in wanted if shapes[name] != wanted[name]
     ]
     if odd:
-        raise ConfigError(f"the checkpoint does not fit config.json: {shown(odd)}")
+        raise ConfigError(f"the checkpoint does not fit config.json: {first_few(odd)}")
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:

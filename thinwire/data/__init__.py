@@ -6,14 +6,6 @@ from thinwire.data.sources import documents
 from thinwire.data.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer, printable
 
 __all__ = [
-    "BatchLoader",
-    "ByteTokenizer",
-    "FileTokenizer",
-    "TokenFile",
-    "Tokenizer",
-    "documents",
-    "heldout_batches",
-    "load_tokenizer",
-    "prepare",
-    "printable",
-]
+    "BatchLoader", "ByteTokenizer", "FileTokenizer", "TokenFile", "Tokenizer", "documents",
+    "heldout_batches", "load_tokenizer", "prepare", "printable",
+]  # fmt: skip

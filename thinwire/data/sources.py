@@ -7,11 +7,10 @@ import logging
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, first_few
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +57,9 @@ class Source:
                     raise
                 skipped.append(str(error))
         if skipped:
-            log.warning("data %r: skipped %d file(s) that are not text: %s", self.spec, len(skipped), brief(skipped))
+            log.warning(
+                "data %r: skipped %d file(s) that are not text: %s", self.spec, len(skipped), first_few(skipped)
+            )
         if not num_documents:
             raise ConfigError(f"data {self.spec!r}: holds no text")
 
@@ -148,7 +149,7 @@ def nearest_sibling(path: Path) -> str:
         # Folders of the system are no choices.
         return ""
     if not close:
-        return f"; {str(path.parent)!r} holds {brief(beside) or 'nothing'}"
+        return f"; {str(path.parent)!r} holds {first_few(beside) or 'nothing'}"
     return f"; did you mean {'stdlib' if close[0] == 'stdlib' else str(path.parent / close[0])!r}?"
 
 
@@ -240,9 +241,3 @@ def check_field(names: list[str], text_field: str, where: str) -> None:
     """ConfigError if a row with these field names has no `text_field`."""
     if text_field not in names:
         raise ConfigError(f"{where}: no field {text_field!r}; the fields are {', '.join(names) or 'none'}")
-
-
-def brief(names: list[str], limit: int = 5) -> str:
-    """The first few names, and how many more there are."""
-    more = len(names) - limit
-    return ", ".join(islice(names, limit)) + (f" and {more} more" if more > 0 else "")

@@ -67,11 +67,9 @@ def read(args: Sequence[str]) -> tuple[LabOptions, LabSpec, list[str]]:
     hint = "the command to run comes after --"
     options = LabOptions(**command_line().read(args[:split], problems, hint=hint)[""])
     spec, slow = LabSpec(), dict[int, str]()
-    with problems.collect():
-        check_requirements()
+    problems.note(check_requirements)
     for text in options.slow:
-        with problems.collect():
-            slow |= parse_slow(text)
+        slow |= problems.note(parse_slow, text) or {}
     with problems.collect():
         spec = LabSpec(options.nodes, optional(options.rate), options.local_size, slow, options.delay, options.loss)
     with problems.collect():

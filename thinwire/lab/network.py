@@ -129,16 +129,8 @@ class Network:
         user_fd, net_fd = self._fds[0] if self.in_user_namespace else -1, self._fds[1 + node]
         given = [fd for fd in (user_fd, net_fd) if fd >= 0]
         # -E -s -S: nothing but the standard library, so that it starts in milliseconds.
-        enter = [
-            sys.executable,
-            "-E",
-            "-s",
-            "-S",
-            str(INSIDE / "enter.py"),
-            str(os.getpid()),
-            str(user_fd),
-            str(net_fd),
-        ]
+        numbers = map(str, (os.getpid(), user_fd, net_fd))
+        enter = [sys.executable, "-E", "-s", "-S", str(INSIDE / "enter.py"), *numbers]
         pass_fds = (*popen_kwargs.pop("pass_fds", ()), *given)
         process = subprocess.Popen(
             [*enter, *args], env=env, pass_fds=pass_fds, **{"start_new_session": True} | popen_kwargs

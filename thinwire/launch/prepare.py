@@ -18,7 +18,7 @@ from thinwire.checkpoint.folder import Manifest
 from thinwire.codecs import warm
 from thinwire.collectives import faults
 from thinwire.collectives.topology import Topology
-from thinwire.data import documents, load_tokenizer, prepare as prepare_tokens
+from thinwire.data import documents, load_tokenizer
 from thinwire.device import choose as choose_device
 from thinwire.errors import ConfigError, Problems
 from thinwire.launch.start import Start
@@ -31,13 +31,14 @@ from thinwire.models import build_model
 from thinwire.models.hf import check_hf, look_into
 from thinwire.models.llama import Llama, check_cut
 from thinwire.options import LLAMA, has_islands
+from thinwire.table import Row
 from thinwire.training.clock import choose_model
 from thinwire.training.config import FIXED_ON_RESUME, TrainConfig, derive, range_errors, with_derived
-from thinwire.training.effects import Row, batch_row, late_rows, resume_rows, unused_rows
+from thinwire.training.effects import batch_row, late_rows, resume_rows, unused_rows
 from thinwire.training.hardware import choose_dtype, free_port, port_is_free, threads_per_worker
 from thinwire.training.metrics import read_metrics
 from thinwire.training.progress import Progress
-from thinwire.training.run import Run, island_size, tables_in_effect
+from thinwire.training.run import Run, island_size, tables_in_effect, tokens_of
 from thinwire.training.run_dir import RunDir
 from thinwire.training.settings import parse_toml, read_toml, to_toml
 from thinwire.training.trackers import check_trackers
@@ -47,9 +48,7 @@ def check(config: TrainConfig, problems: Problems) -> Run | None:
     """Build the run, and note every reason why it can't start, without writing anything; None where it has a fault."""
     wrong_numbers = list(range_errors(config))
     problems.messages += wrong_numbers
-    run = topology = None
-    with problems.collect():
-        run = Run.of(config)
+    run = problems.note(Run.of, config)
     if not wrong_numbers:
         with problems.collect():
             check_mesh(config, run)
@@ -71,12 +70,9 @@ def check(config: TrainConfig, problems: Problems) -> Run | None:
     with problems.collect():
         RunDir(config.run_dir).check(config.node, resume=config.resume, overwrite=config.overwrite)
     for text in config.inject:
-        with problems.collect():
-            check_fault(text, config)
-    with problems.collect():
-        check_join(config)
-    with problems.collect():
-        check_data(config)
+        problems.note(check_fault, text, config)
+    problems.note(check_join, config)
+    problems.note(check_data, config)
     with problems.collect():
         model = check_model(config)
         if run is not None and isinstance(run.strategy, IslandsMethod) and model is not None:
@@ -133,9 +129,12 @@ def check_islands(config: TrainConfig, run: Run) -> None:
         )
 
 
-def check_grid(strategy: Method, topology: Topology) -> None:
-    """Raise ConfigError where the strategy can't run on such a grid, whatever the model."""
-    strategy.plan(nn.Module(), topology, 1)
+def check_grid(config: TrainConfig, run: Run | None) -> None:
+    """Raise ConfigError for ranks that are no grid, or on which the strategy can't run, whatever the model."""
+    of_node = island_size(config) if run and run.has_islands else config.local_size or config.workers
+    topology = Topology.stated(config.world_size, of_node)
+    if run is not None:
+        run.strategy.plan(nn.Module(), topology, 1)
 
 
 def device_of(config: TrainConfig, run: Run | None) -> tuple[str, str]:
@@ -324,12 +323,8 @@ def prepare(config: TrainConfig, problems: Problems) -> tuple[Run, Start]:
     Raises ConfigError with all problems at once.
     """
     run, start = plan(config, problems)
-    cache_dir = Path(config.cache_dir) if config.cache_dir else None
     config = run.config
-    tokens = prepare_tokens(
-        config.data, load_tokenizer(config.tokenizer), text_field=config.text_field, cache_dir=cache_dir
-    )
-    tokens.split(config.seq_len)
+    tokens_of(config, load_tokenizer(config.tokenizer)).split(config.seq_len)
     logging.getLogger("numba").setLevel(logging.WARNING)
     warm(run.strategy.codecs)
     RunDir(config.run_dir).claim(config.node, to_toml(config), overwrite=config.overwrite)

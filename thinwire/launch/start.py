@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 
-from thinwire.training.effects import Row
+from thinwire.table import Row
 from thinwire.training.place import Island
 
 

@@ -133,7 +133,7 @@ def time_figure(run: Run) -> Figure:
     chart = Chart("time per step", across(bins), around([top], zero=True), "step", "seconds per step")
     drawn: set[str] = set()
     for bin in bins:
-        compute, waiting, total = (_or_zero(bin.mean(key)) for key in ("compute_s", "exposed_comm_s", "step_s"))
+        compute, waiting, total = (or_zero(bin.mean(key)) for key in ("compute_s", "exposed_comm_s", "step_s"))
         parts = (("compute", compute), ("waiting", waiting), ("other", max(0.0, total - compute - waiting)))
         foot = 0.0
         for style, seconds in parts:
@@ -220,5 +220,6 @@ def _mean(values: Sequence[float]) -> float:
     return fmean(finite) if finite else math.nan
 
 
-def _or_zero(value: float) -> float:
+def or_zero(value: float) -> float:
+    """The value; 0 for one that is not finite."""
     return value if math.isfinite(value) else 0.0

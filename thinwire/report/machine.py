@@ -14,6 +14,10 @@ def machine() -> dict[str, str | int]:
     except OSError:
         lines = []
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     processor = model or platform.processor() or platform.machine()
-    return {"host": platform.node(), "processor": processor, "cores": cores, "system": platform.platform()}
+    return {"host": platform.node(), "processor": processor, "cores": num_cores(), "system": platform.platform()}
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from thinwire.report.charts import Figure, running_mean, thin_out
+from thinwire.report.charts import Figure, or_zero, running_mean, thin_out
 from thinwire.report.page import figure, legend, text
 from thinwire.report.run import number, read_run
 from thinwire.report.svg import Chart, Point, around
@@ -179,8 +179,8 @@ def bar_section(
     title: str, entries: Sequence[tuple[str, str]], bars: Sequence[tuple[str, list, str, float]], note: str
 ) -> str:
     """Horizontal bars on one scale: (name, bars of stacked (style, value), words, a value to mark or NaN)."""
-    sums = [sum(_or_zero(value) for _, value in stack) for _, stacks, _, _ in bars for stack in stacks]
-    longest = max([*sums, *(_or_zero(mark) for *_, mark in bars)], default=0.0)
+    sums = [sum(or_zero(value) for _, value in stack) for _, stacks, _, _ in bars for stack in stacks]
+    longest = max([*sums, *(or_zero(mark) for *_, mark in bars)], default=0.0)
     if longest <= 0:
         return ""
     rows = "".join(
@@ -196,7 +196,7 @@ def bar(stack: Sequence[tuple[str, float]], longest: float, mark: float = math.n
     """One bar of stacked parts, `longest` being the full width, marked at a value; nothing where no part is known."""
     marks, left = [], 0.0
     for style, value in stack:
-        width = BAR_WIDTH * _or_zero(value) / longest
+        width = BAR_WIDTH * or_zero(value) / longest
         if width > 0:
             marks.append(f'<rect class="bar {style}" x="{left:.1f}" y="0" width="{width:.1f}" height="{BAR_HEIGHT}"/>')
             left += width
@@ -209,7 +209,3 @@ def bar(stack: Sequence[tuple[str, float]], longest: float, mark: float = math.n
 
 def _known(values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [row for row in values["contestants"] if row["mean"]["step_s"] is not None]
-
-
-def _or_zero(value: float) -> float:
-    return value if math.isfinite(value) else 0.0

@@ -12,7 +12,7 @@ from thinwire.collectives import Communicator
 from thinwire.device import Device
 from thinwire.hosts.interface import ParallelOptimizer
 from thinwire.report.units import bytes_text, seconds_text
-from thinwire.training.effects import Row
+from thinwire.table import Row
 
 # Long enough that the buffers of the link, which swallow the first part at once, do not decide.
 PROBE_S, MAX_PROBE_BYTES = 0.15, 1 << 25

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from thinwire.checkpoint import CheckpointError, all_of, choose, latest, step_of, verify
 from thinwire.collectives.elastic import BEGUN, PATIENCE_S
 from thinwire.errors import ConfigError, ThinwireError
+from thinwire.table import Row
 from thinwire.training.config import PER_MACHINE, TrainConfig
-from thinwire.training.effects import Row
 from thinwire.training.gathering import of_all_ranks, told_by_first
 from thinwire.training.place import Island
 

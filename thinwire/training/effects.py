@@ -7,11 +7,10 @@ from dataclasses import fields
 
 from thinwire.flags import flag
 from thinwire.options import LLAMA
+from thinwire.table import Row
 from thinwire.training.config import DEFAULTS, FIXED_ON_RESUME, NOT_WRITTEN, Batch, TrainConfig
 from thinwire.training.run import Run
 
-# (asked for, in effect, why they differ or how it was found)
-Row = tuple[str, str, str]
 NONE = "no effect"
 
 

@@ -6,7 +6,6 @@ import math
 import time
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from thinwire.codecs import derive_seed
 from thinwire.collectives import ElasticPeers, Peers
 from thinwire.compose import parallelize
-from thinwire.data import BatchLoader, Tokenizer, heldout_batches, load_tokenizer, prepare as prepare_tokens
+from thinwire.data import BatchLoader, Tokenizer, heldout_batches, load_tokenizer
 from thinwire.device import Device
 from thinwire.layout.layers import layers_of
 from thinwire.layout.mesh import MeshShape
@@ -29,7 +28,7 @@ from thinwire.optim import make_optimizer
 from thinwire.options import LLAMA
 from thinwire.training.config import PER_MACHINE, TrainConfig, derive
 from thinwire.training.place import Place
-from thinwire.training.run import Run
+from thinwire.training.run import Run, tokens_of
 
 # Of torch.compile.
 COMPILER = "inductor"
@@ -49,8 +48,7 @@ class Corpus:
     def of(cls, config: TrainConfig) -> Corpus:
         """Read the text, or the tokens that an earlier run has kept of it."""
         tokenizer = load_tokenizer(config.tokenizer)
-        cache_dir = Path(config.cache_dir) if config.cache_dir else None
-        tokens = prepare_tokens(config.data, tokenizer, text_field=config.text_field, cache_dir=cache_dir)
+        tokens = tokens_of(config, tokenizer)
         train, heldout = tokens.split(config.seq_len)
         return cls(tokenizer, train, heldout, tokens.info.num_tokens, tokens.info.digest)
 

@@ -14,14 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from thinwire.report.machine import num_cores
+
 # Below this gain the measurement's noise decides, and fp32 is the safer choice.
 WORTHWHILE = 1.1
 SIOCGIFADDR = 0x8915
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def threads_per_worker(num_workers: int) -> tuple[int, str]:

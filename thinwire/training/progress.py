@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from thinwire.training.effects import Row
+from thinwire.table import Row
 from thinwire.training.metrics import StepMetrics
 
 LINE_EVERY_S = 5.0

@@ -18,8 +18,8 @@ from thinwire.data import printable
 from thinwire.errors import UnsavedError
 from thinwire.options import has_islands
 from thinwire.report import write_report
+from thinwire.table import Row
 from thinwire.training.config import TrainConfig
-from thinwire.training.effects import Row
 from thinwire.training.metrics import MembershipEvent, MetricsWriter, StepMetrics, medians
 from thinwire.training.progress import Progress
 from thinwire.training.run_dir import RunDir

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
+from thinwire.data import TokenFile, Tokenizer, prepare
 from thinwire.errors import ConfigError, nearest
 from thinwire.methods.interface import Method
 from thinwire.optim import ELEMENTWISE, OPTIMIZERS, WHOLE
@@ -66,6 +68,12 @@ class Run:
         if not self.has_islands:
             return self
         return self.but(local_size=island_size(self.config), inner=self.config.inner or DEFAULT_INNER)
+
+
+def tokens_of(config: TrainConfig, tokenizer: Tokenizer, data: str | None = None) -> TokenFile:
+    """The tokens of a run's data, or of other `data`; made once. Raises ConfigError for a source that can't be read."""
+    cache_dir = Path(config.cache_dir) if config.cache_dir else None
+    return prepare(data or config.data, tokenizer, text_field=config.text_field, cache_dir=cache_dir)
 
 
 def tables_in_effect(config: TrainConfig) -> set[str]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 
-from thinwire.errors import ConfigError, nearest
+from thinwire.errors import ConfigError, nearest, unusable_folder
 
 
 class RunDir:
@@ -29,19 +28,16 @@ class RunDir:
 
     def check(self, node: int, *, resume: bool, overwrite: bool) -> None:
         """Raise ConfigError where this run can't be written, or would overwrite another that was not given up."""
-        existing = next(path for path in (self.path.absolute(), *self.path.absolute().parents) if path.exists())
-        if not existing.is_dir():
-            raise ConfigError(f"--run-dir {self.path}: {existing} is a file, not a folder")
-        if not os.access(existing, os.W_OK | os.X_OK):
-            raise ConfigError(f"--run-dir {self.path}: {existing} is not writable by this user; choose another folder")
+        if why := unusable_folder(self.path):
+            raise ConfigError(f"--run-dir {self.path}: {why}")
         if self.holds_run(node) and not (resume or overwrite):
             raise ConfigError(
                 f"--run-dir {self.path} already holds a run: add --resume to go on with it, --overwrite to delete it, "
                 f"or choose another folder, such as {self.next_free()}"
             )
         if resume and not self.holds_run(node):
-            siblings = existing.iterdir() if existing.is_dir() else ()
-            runs = [str(path) for path in siblings if RunDir(path).holds_run(node)]
+            above = next(path for path in self.path.absolute().parents if path.exists())
+            runs = [str(path) for path in above.iterdir() if RunDir(path).holds_run(node)]
             hint = nearest(str(self.path), runs) if runs else ""
             raise ConfigError(f"--resume: --run-dir {self.path} holds no run to go on with{hint}")
 

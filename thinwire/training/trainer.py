@@ -18,9 +18,9 @@ from thinwire.collectives import faults
 from thinwire.device import Device
 from thinwire.errors import ConfigError
 from thinwire.state.watchdog import Watchdog
+from thinwire.table import Row
 from thinwire.training.advice import advise
 from thinwire.training.agreement import agree, agree_on_start
-from thinwire.training.effects import Row
 from thinwire.training.engine import Corpus, Engine
 from thinwire.training.hardware import max_over_ranks, peak_rss_bytes
 from thinwire.training.metrics import MembershipEvent, StepMetrics

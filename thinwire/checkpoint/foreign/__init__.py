@@ -7,26 +7,7 @@ from thinwire.checkpoint.foreign.sources import DCPSource, MegatronSource, Safet
 from thinwire.checkpoint.foreign.tables import Sizes, huggingface, megatron, torchtitan
 
 __all__ = [
-    "Rule",
-    "left_out",
-    "assign",
-    "consolidate",
-    "Layout",
-    "Unique",
-    "Replicated",
-    "Sharded",
-    "Fused",
-    "Averaged",
-    "Source",
-    "SafetensorsSource",
-    "DCPSource",
-    "MegatronSource",
-    "Zero3Source",
-    "Sizes",
-    "huggingface",
-    "torchtitan",
-    "megatron",
-    "FORMATS",
-    "Format",
-    "detect",
-]
+    "FORMATS", "Averaged", "DCPSource", "Format", "Fused", "Layout", "MegatronSource", "Replicated", "Rule",
+    "SafetensorsSource", "Sharded", "Sizes", "Source", "Unique", "Zero3Source", "assign", "consolidate", "detect",
+    "huggingface", "left_out", "megatron", "torchtitan",
+]  # fmt: skip

@@ -10,9 +10,7 @@ from torch import Tensor
 
 from thinwire.checkpoint.foreign.layouts import Layout, Unique
 from thinwire.checkpoint.foreign.sources import Source
-from thinwire.errors import ConfigError
-
-NUM_SHOWN = 5
+from thinwire.errors import ConfigError, first_few
 
 
 def whole(tensor: Tensor) -> list[Tensor]:
@@ -60,11 +58,13 @@ def assign(names: Iterable[str], rules: Sequence[Rule]) -> dict[str, Rule]:
     """The rule of each name. Raises ConfigError with the names that no rule matches, or more than one."""
     found = {name: [rule for rule in rules if re.fullmatch(rule.pattern, name)] for name in names}
     if unknown := [name for name, matches in found.items() if not matches]:
-        raise ConfigError(f"no rule matches {shown(unknown)}: add one that says how ranks hold them, or leave them out")
+        raise ConfigError(
+            f"no rule matches {first_few(unknown)}: add one that says how ranks hold them, or leave them out"
+        )
     if doubtful := [name for name, matches in found.items() if len(matches) > 1]:
         patterns = ", ".join(repr(rule.pattern) for rule in found[doubtful[0]])
         raise ConfigError(
-            f"more than one rule matches {shown(doubtful)} ({patterns}): make the patterns exclude each other"
+            f"more than one rule matches {first_few(doubtful)} ({patterns}): make the patterns exclude each other"
         )
     return {name: matches[0] for name, matches in found.items()}
 
@@ -88,9 +88,3 @@ def consolidate(source: Source, rules: Sequence[Rule]) -> Iterator[tuple[str, Te
             raise ConfigError(f"{name}: {error}") from error
         for target, part in zip(rule.names(name), parts, strict=True):
             yield target, part.float()
-
-
-def shown(names: Sequence[str]) -> str:
-    """The first few names, and how many more there are."""
-    more = len(names) - NUM_SHOWN
-    return ", ".join(names[:NUM_SHOWN]) + (f" and {more} more" if more > 0 else "")

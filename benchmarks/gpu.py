@@ -87,9 +87,6 @@ def failure(error: Exception) -> str:
     return f"{type(error).__name__}: {text[0][:120] if text else ''}"
 
 
-# ---------------------------------------------------------------- codecs
-
-
 def check(name: str, device: torch.device, num_elements: int) -> Row:
     """Encode and decode on the device, and on the CPU (there: by the plain reference), from the same values and seed.
 
@@ -161,9 +158,6 @@ def measure(name: str, x: Tensor, total: Tensor, rounds: int) -> list[Row]:
         return rows
     except Exception as error:
         return [{"call": name, "ratio": None, "goal": None, "reason": failure(error)}]
-
-
-# ---------------------------------------------------------------- strategies
 
 
 def train(strategy_name: str, device: torch.device, rank: int) -> tuple[float, float, float]:
@@ -269,9 +263,6 @@ def receive(pipes: list[Connection], names: list[str]) -> list[Row]:
     return rows
 
 
-# ---------------------------------------------------------------- the command
-
-
 def sessions(device: torch.device, is_quick: bool) -> list[Row]:
     """One row for each session of `thinwire train`: on the device, on the CPU from there, back, and compiled."""
     rows: list[Row] = []
@@ -308,9 +299,6 @@ def sessions(device: torch.device, is_quick: bool) -> list[Row]:
                 row["found"] = f"{summary['device']}, {summary['dtype']}, {summary['steps']} steps"
             rows.append(row)
     return rows
-
-
-# ---------------------------------------------------------------- report
 
 
 def what_runs(device: torch.device) -> dict[str, str]:

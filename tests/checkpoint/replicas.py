@@ -109,8 +109,8 @@ class Replica:
         self.model.fixed.load_state_dict(Net(0).fixed.state_dict())
         return source
 
-    def owed(self) -> dict[str, Tensor]:
-        """What this rank owes to each parameter: the mean over ranks is what the weights are owed."""
+    def residuals(self) -> dict[str, Tensor]:
+        """This rank's residual of each parameter: the mean over ranks is what the weights will still receive."""
         optimizer: Any = self.optimizer
         found: dict[str, Tensor] = {}
         for bucket in getattr(optimizer, "buckets", []):

@@ -32,11 +32,11 @@ def first_run(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
         for step in range(STEPS):
             first.step(step)
         first.save(folder / name / "4", STEPS)
-        owed = first.owed()
+        residuals = first.residuals()
         losses = [first.step(STEPS), first.step(STEPS + 1)]
         again = Replica.make(name, rank, world_size, seed=9, local_size=2)
         source = again.load(folder / name / "4" / "step-00000003")
-        told[name] = losses, [again.step(STEPS), again.step(STEPS + 1)], owed, source.report()
+        told[name] = losses, [again.step(STEPS), again.step(STEPS + 1)], residuals, source.report()
     return told
 
 
@@ -48,12 +48,12 @@ def later_run(
     for before, world, name in pairs:
         replica = Replica.make(name, rank, world_size, seed=9, local_size=local_size)
         source = replica.load(folder / before / world / "step-00000003")
-        owed = replica.owed()
+        residuals = replica.residuals()
         replica.save(folder / f"{before}-{name}" / f"{world}-{world_size}", STEPS)
         told[f"{before}-{name}"] = (
             [replica.step(STEPS), replica.step(STEPS + 1)],
             source.is_exact,
-            owed,
+            residuals,
             source.report(),
         )
     return told

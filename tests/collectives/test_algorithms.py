@@ -205,7 +205,7 @@ def test_misfits_are_refused_with_the_nearest_fit() -> None:
 
 
 def feed_back(rank: int, world_size: int, local_size: int) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Totals of five sums with codecs of 2 and 3 bits, and what this rank is owed after them."""
+    """Totals of five sums with codecs of 2 and 3 bits, and this rank's residual after them."""
     comm = Communicator(local_size=local_size, timeout_s=30)
     fine, coarse = Integer(3, 16, "nearest"), Integer(2, 8, "nearest")
     lost = Lost.zeros(comm.topology, slice_length(100, world_size, fine, coarse))
@@ -213,9 +213,9 @@ def feed_back(rank: int, world_size: int, local_size: int) -> tuple[list[torch.T
     for step in range(5):
         job = partial(all_reduce, x=own_input(rank, step), intra=fine, inter=coarse, gather=coarse, lost=lost)
         totals.append(comm.wait(comm.submit(job)))
-    owed = lost.by_slices(comm.topology, rank).view(-1)[:100]
+    residual = lost.by_slices(comm.topology, rank).view(-1)[:100]
     comm.close()
-    return totals, owed
+    return totals, residual
 
 
 def own_input(rank: int, step: int) -> torch.Tensor:
@@ -226,9 +226,9 @@ def own_input(rank: int, step: int) -> torch.Tensor:
 def test_what_a_sum_loses_comes_back(world_size: int, local_sizes: tuple[int, ...]) -> None:
     put_in = sum(own_input(rank, step) for rank in range(world_size) for step in range(5))
     for _, told in by_grid(feed_back, world_size, local_sizes):
-        came_out, owed = sum(told[0][0]), sum(one[1] for one in told)
-        assert float(owed.norm()) > 1
-        torch.testing.assert_close(came_out + owed, put_in, rtol=0, atol=1e-4)
+        came_out, residual = sum(told[0][0]), sum(one[1] for one in told)
+        assert float(residual.norm()) > 1
+        torch.testing.assert_close(came_out + residual, put_in, rtol=0, atol=1e-4)
         assert all(torch.equal(a, b) for one in told for a, b in zip(one[0], told[0][0], strict=True))
 
 

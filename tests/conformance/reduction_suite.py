@@ -44,8 +44,8 @@ class Row:
     method: DDPMethod
     # Largest |out - mean| / |mean| of one step over all gradients; 0: the same within 1e-6.
     error: float
-    # Whether what is not sent is owed: sum of outputs + mean of `residuals` = sum of the means put in.
-    owes: bool = True
+    # Whether what is not sent stays as a residual: sum of outputs + mean of `residuals` = sum of the means put in.
+    keeps_residual: bool = True
     # (world size, ranks per node).
     grid: tuple[int, int] = (4, 2)
     # The optimizer that the method asks for.
@@ -63,8 +63,10 @@ class Row:
 
 
 ROWS: dict[str, Row] = {
-    "ddp": Row(thinwire.DDP(), 0.0, owes=False, bucket_error=1e-6),
-    "ddp-bf16": Row(thinwire.DDP(codec="bf16"), 0.02, owes=False, grid=(2, 1), bucket_error=0.1, variant=True),
+    "ddp": Row(thinwire.DDP(), 0.0, keeps_residual=False, bucket_error=1e-6),
+    "ddp-bf16": Row(
+        thinwire.DDP(codec="bf16"), 0.02, keeps_residual=False, grid=(2, 1), bucket_error=0.1, variant=True
+    ),
     "powersgd": Row(thinwire.PowerSGD(start_step=2), 1.2, warmup=2),
     "powersgd-bf16": Row(thinwire.PowerSGD(rank=2, start_step=0, codec="bf16"), 1.2, grid=(2, 1), variant=True),
     "powersgd-int8": Row(thinwire.PowerSGD(rank=2, start_step=0, codec="int8/128:bf16:nearest"), 1.2, variant=True),
@@ -74,10 +76,10 @@ ROWS: dict[str, Row] = {
     "ef-topk": Row(thinwire.EFTopK("topk10%"), 1.5),
     "ef-integer": Row(thinwire.EFInteger(), 0.2, grid=(2, 1), variant=True),
     # Differences of gradients that are all new: the first is the gradient, and none gets smaller.
-    "ef21": Row(EF21("topk10%/64", fresh=1.0), 2.0, owes=False),
-    "ef21-exact": Row(EF21("fp32", fresh=1.0), 0.0, owes=False, grid=(2, 1), variant=True),
-    "ef21-momentum": Row(EF21("sign/64", fresh=0.3), 0.0, owes=False, averages_gradients=False, variant=True),
-    "diana": Row(EF21("int4/64", fresh=1.0, shift=0.5), 0.5, owes=False, grid=(2, 1), variant=True),
+    "ef21": Row(EF21("topk10%/64", fresh=1.0), 2.0, keeps_residual=False),
+    "ef21-exact": Row(EF21("fp32", fresh=1.0), 0.0, keeps_residual=False, grid=(2, 1), variant=True),
+    "ef21-momentum": Row(EF21("sign/64", fresh=0.3), 0.0, keeps_residual=False, averages_gradients=False, variant=True),
+    "diana": Row(EF21("int4/64", fresh=1.0, shift=0.5), 0.5, keeps_residual=False, grid=(2, 1), variant=True),
     # Planned after the second step, on both steps' gradients.
     "lgreco-ef-topk": Row(thinwire.LGreCo(thinwire.EFTopK("topk10%"), start=2, samples=2), 1.5, warmup=2, variant=True),
     "lgreco-ef-integer": Row(
@@ -90,12 +92,14 @@ ROWS: dict[str, Row] = {
         warmup=3,
         variant=True,
     ),
-    "sketch": Row(thinwire.Sketch(), 4.0, owes=False),
+    "sketch": Row(thinwire.Sketch(), 4.0, keeps_residual=False),
     "sketch-feedback": Row(thinwire.Sketch("gaussiansketch4:biased"), 1.5, grid=(2, 1), variant=True),
     "two-way-sign": Row(thinwire.TwoWay(min_bytes=500), 1.0),
     "two-way-topk": Row(thinwire.TwoWay("topk10%/1024", min_bytes=500), 1.0, grid=(4, 1), variant=True),
     "two-way-randomk": Row(thinwire.TwoWay("randomk25%:bf16:biased", min_bytes=500), 1.5, grid=(2, 2), variant=True),
-    "two-way-natural": Row(thinwire.TwoWay("e3m0", min_bytes=500), 0.4, owes=False, grid=(2, 1), variant=True),
+    "two-way-natural": Row(
+        thinwire.TwoWay("e3m0", min_bytes=500), 0.4, keeps_residual=False, grid=(2, 1), variant=True
+    ),
     "two-way-integer": Row(thinwire.TwoWay("int4:nearest", min_bytes=500), 0.5, grid=(2, 1), variant=True),
     # Without momentum and clipping it is gradients that are accumulated.
     "dgc": Row(
@@ -104,7 +108,7 @@ ROWS: dict[str, Row] = {
     "dgc-momentum": Row(
         thinwire.DGC(density=0.02, nesterov=True, clip=2.0, warmup=(0.25,), warmup_steps=2),
         0.0,
-        owes=False,
+        keeps_residual=False,
         grid=(3, 1),
         optimizer=lambda params: thinwire.DGCSGD(params, lr=0.1, nesterov=True),
         averages_gradients=False,
@@ -119,23 +123,28 @@ ROWS: dict[str, Row] = {
         warmup=3,
         variant=True,
     ),
-    "demo": Row(DeMo(density=0.05, chunk=16), 0.0, owes=False, averages_gradients=False),
+    "demo": Row(DeMo(density=0.05, chunk=16), 0.0, keeps_residual=False, averages_gradients=False),
     "demo-sign": Row(
         DeMo(density=0.05, chunk=16, values="sign/32:bf16"),
         0.0,
-        owes=False,
+        keeps_residual=False,
         grid=(2, 1),
         averages_gradients=False,
         variant=True,
     ),
-    "dion": Row(Dion(rank=3), 0.0, owes=False, averages_gradients=False),
+    "dion": Row(Dion(rank=3), 0.0, keeps_residual=False, averages_gradients=False),
     "dion-int8": Row(
-        Dion(rank=2, codec="int8/64:nearest"), 0.0, owes=False, grid=(2, 1), averages_gradients=False, variant=True
+        Dion(rank=2, codec="int8/64:nearest"),
+        0.0,
+        keeps_residual=False,
+        grid=(2, 1),
+        averages_gradients=False,
+        variant=True,
     ),
     "onebit-adam": Row(
         thinwire.OneBitAdam(freeze=2, clip=30.0),
         0.0,
-        owes=False,
+        keeps_residual=False,
         optimizer=lambda params: thinwire.OneBitAdamW(params, lr=0.01),
         averages_gradients=False,
         warmup=2,
@@ -199,9 +208,9 @@ class Harness:
         self.optimizer.zero_grad()
         return out
 
-    def owed(self) -> dict[str, Tensor]:
+    def residuals(self) -> dict[str, Tensor]:
         """What this rank has been given and not passed on, in units of a rank's gradient."""
-        return {name.removeprefix("numbers."): owed for name, owed in self.handle.residuals().items()}
+        return {name.removeprefix("numbers."): residual for name, residual in self.handle.residuals().items()}
 
     def close(self) -> None:
         self.handle.close()
@@ -222,7 +231,7 @@ def as_reported(rank: int, world_size: int, name: str) -> dict[str, Any]:
             saved = plain.handle.state_dict(), copy.deepcopy(plain.optimizer.state_dict())
             saved_weights = {key: value.clone() for key, value in plain.model.state_dict().items()}
     told["formula"] = plain.handle.bytes_per_step
-    told["owed"] = plain.owed()
+    told["residual"] = plain.residuals()
     told["rows"] = plain.handle.describe()
     plain.close()
 
@@ -285,13 +294,13 @@ def test_output_is_near_the_mean(reported: Reported) -> None:
 
 def test_nothing_is_lost(reported: Reported) -> None:
     row, told = reported
-    if not row.owes:
+    if not row.keeps_residual:
         pytest.skip("the method keeps no residual")
     put_in = torch.stack([flat(mean_gradient(len(told), step)) for step in range(STEPS)]).sum(0)
     came_out = torch.stack([flat(out) for out in told[0]["outs"]]).sum(0)
-    owed = torch.stack([flat(one["owed"]) for one in told]).mean(0)
-    assert float(owed.norm()) > 0
-    assert float((came_out + owed - put_in).abs().max() / put_in.abs().max()) < 1e-6
+    residual = torch.stack([flat(one["residual"]) for one in told]).mean(0)
+    assert float(residual.norm()) > 0
+    assert float((came_out + residual - put_in).abs().max() / put_in.abs().max()) < 1e-6
 
 
 def test_resumed_run_gives_the_same_bits(reported: Reported) -> None:

@@ -160,10 +160,10 @@ def _reduction(rank: int, world_size: int, name: str, local_size: int) -> tuple[
     outs = {f"{step:02} {key}": out for step in range(STEPS) for key, out in harness.put(step).items()}
     sent = _sent(meter.snapshot() - before)
     weights = {f"weights {key}": weight for key, weight in harness.model.named_parameters()}
-    owed = digest(harness.owed())
+    residuals = digest(harness.residuals())
     promised = harness.handle.bytes_per_step
     harness.close()
-    return digest(outs | weights), owed, sent, promised
+    return digest(outs | weights), residuals, sent, promised
 
 
 def _sent(reading: Any) -> dict[str, int]:

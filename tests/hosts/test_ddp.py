@@ -164,31 +164,31 @@ OWING: tuple[Method, ...] = (
 )
 
 
-def owed_to(optimizer: Any) -> torch.Tensor:
+def residual_of(optimizer: Any) -> torch.Tensor:
     """All that this rank has not passed on, in one."""
     is_sharded = hasattr(optimizer, "buckets")
-    owed = (
+    residual = (
         [error for bucket in optimizer.buckets for error in bucket.errors]
         if is_sharded
         else optimizer._reducer.reduction.state.residuals().values()
     )
-    return torch.cat([error.flatten() for error in owed])
+    return torch.cat([error.flatten() for error in residual])
 
 
 def clipped(rank: int, world_size: int) -> list[tuple[float, float]]:
-    """By method: by how much clipping shortened the mean gradient, and what this rank is owed."""
+    """By method: by how much clipping shortened the mean gradient, and this rank's residual."""
     told = []
     for strategy in OWING:
         ddp, optimizer = wrapped(nn.Linear(40, 40, bias=False), strategy)
         for step in range(2):
             ddp(torch.randn(8, 40, generator=torch.Generator().manual_seed(2 * step + rank))).square().sum().backward()
             norm = float(optimizer.clip_grad_norm_(math.inf))
-            owed = owed_to(optimizer)
+            residual = residual_of(optimizer)
             optimizer.clip_grad_norm_(0.01)
-            left = owed_to(optimizer)
+            left = residual_of(optimizer)
             optimizer.step()
             optimizer.zero_grad()
-        told.append((0.01 / norm, float(left.norm() / owed.norm())))
+        told.append((0.01 / norm, float(left.norm() / residual.norm())))
         optimizer.close()
     # Methods that clip for themselves, by an option of that name, owe nothing to the step's clipping.
     for own, make in ((DGC(warmup=()), DGCSGD), (OneBitAdam(freeze=2), OneBitAdamW)):
@@ -200,11 +200,11 @@ def clipped(rank: int, world_size: int) -> list[tuple[float, float]]:
     model = nn.parallel.DistributedDataParallel(nn.Linear(40, 40, bias=False))
     handle = compress_ddp(model, EFTopK("topk10%"), announce=False)
     model(torch.randn(8, 40, generator=torch.Generator().manual_seed(rank))).square().sum().backward()
-    (owed,) = (value.clone() for value in handle.residuals().values())
+    (residual,) = (value.clone() for value in handle.residuals().values())
     norm = float(handle.clip_grad_norm_(0.01))
     (left,) = handle.residuals().values()
     handle.close()
-    return [*told, (0.01 / norm, float(left.norm() / owed.norm()))]
+    return [*told, (0.01 / norm, float(left.norm() / residual.norm()))]
 
 
 def test_what_is_owed_follows_a_step_that_is_clipped_by_more_than_the_last() -> None:

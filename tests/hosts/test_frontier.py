@@ -207,15 +207,15 @@ def test_quantised_and_overlapped_and_recomputed_are_the_same_training(eight: li
 
 def by_hand(rank: int, world_size: int) -> dict[str, Any]:
     own, found = Rank(Frontier(2, 2, **EXACT), rank, world_size, local_size=2), dict[str, Any]()
-    heard = io.StringIO()
-    logging.getLogger("thinwire").addHandler(logging.StreamHandler(heard))
+    printed = io.StringIO()
+    logging.getLogger("thinwire").addHandler(logging.StreamHandler(printed))
     own.step(0, 1)
-    found["silent"] = not heard.getvalue()
+    found["silent"] = not printed.getvalue()
     own.model.load_state_dict(Stack(5).state_dict())
     with torch.no_grad():
         found["loss"] = float(own.model(batch(0), False)), float(Stack(5)(batch(0), False))
     found["freed"] = sum(part.live.untyped_storage().nbytes() for part in own.optimizer.buckets)
-    found["warned"] = "changed outside the optimizer" in heard.getvalue()
+    found["warned"] = "changed outside the optimizer" in printed.getvalue()
     own.step(1, 1)
     copied = copy.deepcopy(own.model)
     own.optimizer.synchronize()

@@ -47,7 +47,7 @@ def outputs(
     start: dict | None = None,
     lrs: tuple[float, ...] = LRS,
 ) -> tuple[list[list[Tensor]], dict[str, Tensor]]:
-    """What a method gives back step by step, and what this rank is owed at the end."""
+    """What a method gives back step by step, and this rank's residuals at the end."""
     model = Matrices(*shapes)
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -60,9 +60,9 @@ def outputs(
         ddp(gradients(shapes, rank, step)).backward()
         given.append([p.grad.clone() for p in model.held if p.grad is not None])
         optimizer.zero_grad()
-    owed = handle.residuals() if not isinstance(method, thinwire.TorchPowerSGD) else {}
+    residual = handle.residuals() if not isinstance(method, thinwire.TorchPowerSGD) else {}
     handle.close()
-    return given, owed
+    return given, residual
 
 
 def both_powersgds(rank: int, world_size: int) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
@@ -130,14 +130,14 @@ def test_two_way() -> None:
     outs = told[0]["cut"][0]
     for cut, whole in zip(outs, told[0]["whole"][0], strict=True):
         assert all(torch.equal(one, other) for one, other in zip(cut, whole, strict=True)), "chunks or threads matter"
-    # sum_t lr_t out_t + lr_T owed = sum_t lr_t mean_t: errors are counted in units of the update.
+    # sum_t lr_t out_t + lr_T residual = sum_t lr_t mean_t: errors are counted in units of the update.
     for number, shape in enumerate(SHAPES):
         means = [torch.stack([gradients(SHAPES, rank, step)[number] for rank in range(2)]).mean(0) for step in range(4)]
         put_in = sum(lr * mean for lr, mean in zip(LRS, means, strict=True))
         came_out = sum(lr * out[number] for lr, out in zip(LRS, outs, strict=True))
-        owed = torch.stack([one["cut"][1][f"held.{number}"] for one in told]).mean(0)
-        assert bool(owed.any()) == (len(shape) > 1)
-        torch.testing.assert_close(came_out + LRS[-1] * owed, put_in, rtol=0, atol=1e-5)
+        residual = torch.stack([one["cut"][1][f"held.{number}"] for one in told]).mean(0)
+        assert bool(residual.any()) == (len(shape) > 1)
+        torch.testing.assert_close(came_out + LRS[-1] * residual, put_in, rtol=0, atol=1e-5)
     # All ranks draw the same elements: a quarter of the mean, four times as large, and nothing lost on the way back.
     first = told[0]["randomk"][0][0][0]
     mean = torch.stack([gradients(SHAPES, rank, 0)[0] for rank in range(2)]).mean(0)

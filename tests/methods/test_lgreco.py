@@ -243,7 +243,7 @@ def test_all_ranks_follow_rank_0s_plan_from_the_same_step() -> None:
     assert told[1]["plans"] == plans
     # After steps 2 and 5, numbered from 0.
     assert plans[:2] == [{}, {}] and plans[2] == plans[4] and plans[5] == plans[6]
-    # What rank 0 put in after the first step, with what it owed from before.
+    # What rank 0 put in after the first step, with its residual from before.
     assert told[0]["uniform_error"] == pytest.approx(told[0]["expected_error"], rel=1e-5)
     assert told[1]["uniform_error"] == told[0]["uniform_error"] != pytest.approx(told[1]["expected_error"], rel=1e-3)
     plan = plans[2]

@@ -50,7 +50,7 @@ def train(rank: int, world_size: int, local_size: int) -> list[dict[str, Any]]:
             {
                 "before": before,
                 "outs": {name: out.clone() for name, out in outs.items()},
-                "owed": alone.reduction.state.residuals(),
+                "residual": alone.reduction.state.residuals(),
                 "memory": alone.reduction.state.state_dict(),
                 "weights": {name: param.detach().clone() for name, param in params.items()},
                 "sent": alone.comm.meter.snapshot().sent_bytes - sent_before,
@@ -114,9 +114,9 @@ def test_momenta_that_came_out_and_errors_are_the_momenta_put_in(
             mean = torch.stack([given(step, rank, name) for rank in range(WORLD)]).mean(0)
             put_in += 0.9 * told[0][step]["before"][name] + 0.1 * mean
             came_out += told[0][step]["outs"][name]
-        owed = torch.stack([one[-1]["owed"][name] for one in told]).mean(0)
-        assert float(owed.norm()) > 0
-        torch.testing.assert_close(came_out + owed, put_in, rtol=0, atol=1e-5)
+        residual = torch.stack([one[-1]["residual"][name] for one in told]).mean(0)
+        assert float(residual.norm()) > 0
+        torch.testing.assert_close(came_out + residual, put_in, rtol=0, atol=1e-5)
     for step in range(STEPS):
         for one in told:
             assert all(torch.equal(one[step]["weights"][name], told[0][step]["weights"][name]) for name in SHAPES)

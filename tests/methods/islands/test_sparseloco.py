@@ -57,7 +57,7 @@ def trained(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def simulated(num_islands: int) -> tuple[Tensor, list[Tensor]]:
-    """The method in one process, by its formula: outer parameters, and what each island owes."""
+    """The method in one process, by its formula: outer parameters, and what each island keeps as residual."""
     codec, model = Codec.parse(SPARSE), Net()
     fragment = cut(model, 1, "strided", codec.block)[0]
     islands = [copy.deepcopy(model) for _ in range(num_islands)]
@@ -141,7 +141,7 @@ def test_a_loaded_state_goes_on_bit_for_bit() -> None:
 
 
 def one_goes_astray(rank: int, world_size: int) -> bool:
-    """An island whose weights are not finite is left out once, and keeps what it owes."""
+    """An island whose weights are not finite is left out once, and keeps its residual."""
     model = Net()
     optimizer = adamw(model)
     islands = thinwire.SparseLoCo(model, optimizer, sync_every=EVERY, codec=SPARSE, announce=False)

@@ -12,7 +12,7 @@ from thinwire.methods.options import codec_of
 
 @dataclass(frozen=True)
 class SparseLoCo(IslandsMethod):
-    """SparseLoCo: H inner steps on every island, then plain descent along the largest of what they owe each other.
+    """SparseLoCo: H inner steps on every island, then plain descent along the largest of their residuals.
 
         e <- beta e + x - w                    e is this island's alone
         c  = C(e);  e <- e - c                 the largest of each chunk, in 2 bits

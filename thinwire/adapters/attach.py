@@ -19,9 +19,13 @@ def attach(
 ) -> CompressedFSDP | CompressedDDP:
     """Give a wrapped model's communication to `method`, a collective over its ranks; returns the handle.
 
-    model, optimizer: what `accelerator.prepare` returned, or a model given by hand to `fully_shard` or to
-    DistributedDataParallel. method, options: as for `compress_fsdp` where FSDP2 modules are found, by default
-    `ZeroPP()`; else as for `compress_ddp`, where there is no default. The wrappers and the training loop stay.
+    The wrappers and the training loop stay.
+
+    Args:
+        model, optimizer: what `accelerator.prepare` returned, or a model given by hand to `fully_shard` or to
+            DistributedDataParallel.
+        method, options: as for `compress_fsdp` where FSDP2 modules are found, by default `ZeroPP()`; else as for
+            `compress_ddp`, where there is no default.
 
     Raises ConfigError where nothing that can be compressed is found: FSDP1, a model that is not wrapped.
     """

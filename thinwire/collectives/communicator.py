@@ -168,12 +168,16 @@ def communication_thread() -> CommunicationThread:
 class Communicator:
     """Collectives over a group of ranks, on the communication thread and on a process group of their own.
 
-    group: a ProcessGroup, global ranks, one dimension of a DeviceMesh, or None for the world; without
-    torch.distributed it is a group of one. Members: a process group outside of the default world, which is this
-    communicator's own from then on. local_size: ranks per node; None: found from LOCAL_WORLD_SIZE or host names.
-    timeout_s: how long one message may take. checked: put sequence number, operation, length and checksum in front of
-    each message. meter: goes on with the counts of an earlier communicator. A group of one sends nothing and leaves
-    values exact.
+    A group of one sends nothing and leaves values exact.
+
+    Args:
+        group: a ProcessGroup, global ranks, one dimension of a DeviceMesh, or None for the world; without
+            torch.distributed it is a group of one. Members: a process group outside of the default world, which is this
+            communicator's own from then on.
+        local_size: ranks per node; None: found from LOCAL_WORLD_SIZE or host names.
+        timeout_s: how long one message may take, in seconds.
+        checked: put sequence number, operation, length and checksum in front of each message.
+        meter: goes on with the counts of an earlier communicator.
 
     Every rank must make the same calls in the same order. Raises ConfigError for a group that does not fit;
     PeerLostError and MismatchError come out of the returned futures, and again out of every later call.
@@ -228,13 +232,26 @@ class Communicator:
             return future.result()
 
     def all_gather(self, shard: Tensor, codec: Codec, *, seed: int = 0) -> Future[Tensor]:
-        """fp32 [world_size, n]: every rank's shard after the codec, equal on all ranks."""
+        """Every rank's shard after the codec, equal on all ranks.
+
+        Shape:
+            shard: fp32 [n].
+            result: fp32 [world_size, n], in rank order.
+        """
         return self.submit(lambda link: gather.all_gather(link, shard, codec, seed=seed))
 
     def reduce_scatter(
         self, x: Tensor, intra: Codec, inter: Codec | None = None, *, seed: int = 0, counter: int = 0
     ) -> Future[Tensor]:
-        """fp32 [n / world_size]: this rank's slice of the sum; `inter` defaults to `intra`.
+        """This rank's slice of the sum over ranks of `x`, taken in fp32 in rank order.
+
+        Args:
+            x: any shape of n elements.
+            intra, inter: codecs of the hop inside a node and of the hop between nodes, by default the same.
+            seed, counter: of the codecs' random numbers; counter: the number of the first element of `x`.
+
+        Shape:
+            result: fp32 [n / world_size].
 
         Raises ConfigError where x does not cut into world_size slices of whole codec blocks.
         """
@@ -257,7 +274,15 @@ class Communicator:
         *,
         seed: int = 0,
     ) -> Future[Tensor]:
-        """fp32 in x's shape: the sum over ranks, equal on all ranks; `gather` (default `inter`) carries it back."""
+        """The sum over ranks of `x`, equal on all ranks.
+
+        Args:
+            intra, inter: as for reduce_scatter.
+            gather: codec of the way back; by default `inter`.
+
+        Shape:
+            x: any; result: the same, fp32.
+        """
         inter = inter or intra
         return self.submit(lambda link: reduce.all_reduce(link, x, intra, inter, gather or inter, seed=seed))
 

@@ -33,9 +33,14 @@ def all_gather_packets(
     *,
     in_turns: bool = False,
 ) -> Rounds[Tensor]:
-    """Every rank's packet on every rank: uint8 [local_size, num_nodes, bytes], scratch of the link.
+    """Every rank's packet on every rank.
 
-    Entry [i, y] comes from rank y * local_size + i. Packets cross between nodes once, then spread inside each node,
+    Shape:
+        packet: uint8 [bytes], of the same length on all ranks.
+        result: uint8 [local_size, num_nodes, bytes], scratch of the link; entry [i, y] comes from rank
+            y * local_size + i.
+
+    Packets cross between nodes once, then spread inside each node,
     so a node receives (num_nodes - 1) * local_size packets from outside and each rank sends world_size - 1 in all.
     Between nodes a packet is cut to its `length`. in_turns: see gather_across_nodes.
     """
@@ -104,9 +109,15 @@ def all_gather(
     operation: str = "all_gather",
     lost: Tensor | None = None,
 ) -> Rounds[Tensor]:
-    """All ranks' shards after the codec: fp32 [world_size, n] in rank order, equal on every rank, owner included.
+    """All ranks' shards after the codec, equal on every rank, owner included.
 
-    `counter` numbers the first element of the shard for the codec's randomness. lost: see Lost.gather.
+    Args:
+        counter: the number of the shard's first element, for the codec's randomness.
+        lost: see Lost.gather.
+
+    Shape:
+        shard: fp32, n elements.
+        result: fp32 [world_size, n] in rank order.
     """
     grid, num_elements = link.topology, shard.numel()
     packet = link.scratch("shard", codec.packet_bytes(num_elements), device=shard.device)

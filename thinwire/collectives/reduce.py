@@ -46,15 +46,25 @@ def reduce_scatter(
     operation: str = "reduce_scatter",
     lost: Feedback | None = None,
 ) -> Rounds[Tensor]:
-    """This rank's slice of the sum over ranks of flat fp32 `x`: fp32 [n / world_size], scratch of the link.
+    """This rank's slice of the sum over ranks of `x`.
+
+    Args:
+        intra, inter: codecs of the hop inside a node and of the hop between nodes.
+        seed: of the codecs' randomness. Draws differ by rank in hop 1 and by node in hop 2, so the sum does not depend
+            on which rank owns an element; neighbours draw opposite noise, which halves what the sum loses (see
+            paired_seed).
+        counter: the number of the first element of `x`, for the codecs' randomness.
+        operation: what the meter calls it.
+        lost: each hop feeds back what its codec lost the last time.
+
+    Shape:
+        x: fp32 [n], n a multiple of world_size times both codecs' block.
+        result: fp32 [n / world_size], scratch of the link.
 
     Slice j of `x` belongs to rank j = y * local_size + i. Hop 1, inside the node: the num_nodes slices of local rank i
     travel with `intra` to local rank i, which adds local_size pieces in fp32. Hop 2, between nodes: each partial sum
     travels with `inter` to its owner, which adds num_nodes pieces. With one rank to a node, or one node, the hop that
     has no partner is left out. Where both codecs rotate alike, the sums stay rotated and are rotated back once.
-    `counter` numbers the first element of `x` for the codecs' randomness. Draws differ by rank in hop 1 and by node in
-    hop 2, so the sum does not depend on which rank owns an element; neighbours draw opposite noise, which halves what
-    the sum loses (see paired_seed). With `lost`, each hop feeds back what its codec lost the last time.
 
     Source: SDP4Bit, NeurIPS 2024, two-level gradient reduction with Hadamard smoother.
     """

@@ -44,9 +44,16 @@ def compress_ddp(
 ) -> CompressedDDP:
     """Average the gradients of a DDP model by `method`; a collective over its process group.
 
-    After every backward outside `model.no_sync()` the gradients are the same on all ranks, as ever. optimizer: needed
-    by methods that weigh errors by the learning rate, or that ask for an optimizer of their own. local_size: ranks per
-    node; None: found. announce: print the table of what is in effect.
+    After every backward outside `model.no_sync()` the gradients are the same on all ranks, as ever.
+
+    Args:
+        model: in DistributedDataParallel, with fp32 parameters and no hook.
+        method: how gradients are averaged, such as `thinwire.PowerSGD()`.
+        optimizer: needed by methods that weigh errors by the learning rate, or that ask for an optimizer of their own.
+        local_size: ranks per node; None: found.
+        seed: of the method's random numbers.
+        timeout_s, checked: see Communicator.
+        announce: rank 0 prints the table of what is in effect.
 
     Raises ConfigError for a model that is not in DDP, has a hook already or parameters that are not fp32, for options
     of DDP that go around its hook, for what the method asks of model and optimizer, and where ranks were given other

@@ -65,12 +65,18 @@ class TorchWeights:
 class Islands:
     """Outer steps with other islands after the inner steps of `optimizer`; a context manager.
 
-    optimizer: a torch optimizer on a model that every rank of the island holds whole, or that torch shards over the
-    island (tensor parallelism, FSDP2), or one made by `thinwire.zero`. peers: the other islands, on the island's first
-    rank; by default every rank of the default process group is an island. within: the ranks of this island where it has
-    several, a process group or one dimension of a DeviceMesh; where they see different data, the model must average
-    gradients over them, say by DistributedDataParallel. announce: print the table of what is in effect, on the
-    first island.
+    Args:
+        model: the same on all islands.
+        optimizer: a torch optimizer on a model that every rank of the island holds whole, or that torch shards over the
+            island (tensor parallelism, FSDP2), or one made by `thinwire.zero`.
+        strategy: the outer method, such as `DiLoCo()`.
+        peers: the other islands, on the island's first rank; by default every rank of the default process group is an
+            island.
+        within: the ranks of this island where it has several, a process group or one dimension of a DeviceMesh. Where
+            they see different data, the model must average gradients over them, say by DistributedDataParallel.
+        seed: of stochastic rounding.
+        timeout_s, checked: see Communicator.
+        announce: the first island prints the table of what is in effect.
 
     At the end of the `with` block all that is under way is received, and the model has the outer parameters, the same
     on all islands: the result. Where islands differ then, it is the mean of their weights. Every island must take the

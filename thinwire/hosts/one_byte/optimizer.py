@@ -47,9 +47,18 @@ def one_byte(
 ) -> OneByteOptimizer:
     """Fine-tune `model` by `method`, OneByte() by default; a collective over the group, by default all ranks.
 
-    The model is left as it is, and computes as ever; losses are measured by the optimizer's `measure`. log: go on
-    after its last step, with its seed and with weights that stand there. announce: print the table of what is in
-    effect.
+    The model is left as it is, and computes as ever; losses are measured by the optimizer's `measure`.
+
+    Args:
+        model: fp32, on the CPU.
+        optimizer: steps with the estimated gradient; plain SGD is the published choice.
+        method: its options.
+        group: the ranks, a process group or one dimension of a DeviceMesh; None for all.
+        log: go on after its last step, with its seed and with the weights of that step.
+        local_size: ranks per node; None: found.
+        seed: of the directions.
+        timeout_s, checked: see Communicator.
+        announce: rank 0 prints the table of what is in effect.
 
     Raises ConfigError for parameters that are not fp32 on the CPU, an optimizer that does not fit them, the log of
     another model or cap, and ranks that do not agree.

@@ -47,13 +47,20 @@ def zero(
 ) -> tuple[Model, ShardedOptimizer]:
     """Shard an optimizer over data-parallel ranks and compress what they exchange; the model object stays the same.
 
-    strategy: what travels and how, such as `thinwire.SDP4Bit()`. group: the ranks that hold replicas of this model: a
-    process group, one dimension of a DeviceMesh, None for all. local_size: ranks per node, found by itself if None.
-    axis: given by `parallelize` in place of a group. group_for: another group (inside `group`) for some parameters, say
-    experts; None for the main one. bucket_numel: elements to a bucket. overlap: let weights arrive during the next
-    forward; then call optimizer.synchronize() before reading weights by hand. seed: of stochastic rounding. timeout_s,
-    checked: see Communicator. announce: rank 0 prints to stderr what was asked for, what is in effect, and why they
-    differ.
+    Args:
+        model: the same on all ranks; parameters in fp32, bf16 or fp16.
+        optimizer: elementwise, such as AdamW; it then steps flat fp32 pieces of the parameters.
+        strategy: what travels and how, such as `thinwire.SDP4Bit()`.
+        group: the ranks that hold replicas of this model: a process group, one dimension of a DeviceMesh, None for all.
+        local_size: ranks per node; None: found.
+        axis: given by `parallelize` in place of a group.
+        group_for: (name, parameter) -> another group (inside `group`) for some parameters, say experts; None for the
+            main one.
+        bucket_numel: elements of a bucket.
+        overlap: let weights arrive during the next forward; then call optimizer.synchronize() before you read weights.
+        seed: of stochastic rounding.
+        timeout_s, checked: see Communicator.
+        announce: rank 0 prints to stderr what was asked for, what is in effect, and why they differ.
 
     Call it on every rank, after the optimizer is made and before anything is trained. Ranks may start from different
     weights: rank 0's are taken. Only parameters that the optimizer holds and that require gradients take part.

@@ -26,9 +26,7 @@ from thinwire.training.place import Island
 Gather = Callable[[Any], list[Any]]
 
 POLL_S = 0.05
-HINTS = {
-    "tokens": "the machines hold different data; copy the same files to all of them",
-}
+HINTS = {"tokens": "the machines hold different data; copy the same files to all of them"}
 
 
 def agree(config: TrainConfig, *, tokens: str, dtype: str | None) -> str:

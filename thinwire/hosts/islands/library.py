@@ -174,5 +174,4 @@ class Islands:
 
 @around.register
 def _islands(method: IslandsMethod, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> Islands:
-    """See methods.islands.front."""
     return Islands(model, optimizer, method, **options)

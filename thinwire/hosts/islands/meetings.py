@@ -284,13 +284,11 @@ def plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 @around.register
 def _gossip(method: Gossip, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> GossipNode:
-    """See methods.islands.front."""
     return GossipNode(model, optimizer, method, **options)
 
 
 @around.register
 def _dadao(method: DADAO, model: nn.Module, **options: Any) -> DADAONode:
-    """See methods.islands.front."""
     return DADAONode(model, method, **options)
 
 

@@ -324,5 +324,4 @@ def _gather_from(
 
 @around.register
 def _fedfix(method: FedFix, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> FedFixIsland:
-    """See methods.islands.front."""
     return FedFixIsland(model, optimizer, method, **options)

@@ -159,7 +159,7 @@ def test_a_job_runs_beside_its_origin_and_ends_after_its_device_work(monkeypatch
         log.append("decodes")
         return "sum"
 
-    origin = staging.Origin(cast(Any, Stream([])), cast(Any, "backward"))
+    origin = staging.OriginStream(cast(Any, Stream([])), cast(Any, "backward"))
     assert drive(staging.beside(job(), origin, slot=0)) == "sum"
     inside = ["enters", "encodes", "leaves", "enters", "decodes", "leaves"]
     assert log == ["waits for backward", *inside, "is waited for"]
@@ -173,7 +173,7 @@ def test_a_failed_arrival_reaches_the_job_beside_its_origin(monkeypatch: pytest.
     def job() -> Rounds[None]:
         yield []
 
-    rounds = staging.beside(job(), staging.Origin(cast(Any, side), cast(Any, "backward")), slot=0)
+    rounds = staging.beside(job(), staging.OriginStream(cast(Any, side), cast(Any, "backward")), slot=0)
     next(rounds)
     with pytest.raises(RuntimeError, match="lost"):
         rounds.throw(RuntimeError("lost"))
@@ -181,6 +181,6 @@ def test_a_failed_arrival_reaches_the_job_beside_its_origin(monkeypatch: pytest.
 
 
 def test_without_cuda_nothing_is_in_between() -> None:
-    assert staging.Origin.here() is None
+    assert staging.OriginStream.here() is None
     assert staging.queued() == []
     assert not staging.must_stage(torch.zeros(1))

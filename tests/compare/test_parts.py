@@ -31,11 +31,11 @@ from thinwire.compare.measure import (
 )
 from thinwire.compare.options import read_race
 from thinwire.compare.plan import rows_of
-from thinwire.compare.record import Entry, Leg, Record, delete_race, load_record
+from thinwire.compare.record import Leg, Record, SeedEntry, delete_race, load_record
 from thinwire.compare.watch import LegWatch, MetricsTail
 from thinwire.errors import ConfigError, Problems
 from thinwire.lab import Counters, LabSpec
-from thinwire.report.run import Run
+from thinwire.report.run import RunFiles
 from thinwire.training.config import TrainConfig
 
 
@@ -306,9 +306,9 @@ def test_computing_and_waiting_add_up_to_the_step() -> None:
 
 def test_times_are_spread_over_rounds_and_losses_over_seeds() -> None:
     rows = [{"step": step, "step_s": float(step), "exposed_comm_s": 0.0} for step in range(1, 7)]
-    entry = Entry("zero", 0, [Leg(1, first_timed=1, last_timed=3), Leg(2, first_timed=4, last_timed=6), Leg(3)])
+    entry = SeedEntry("zero", 0, [Leg(1, first_timed=1, last_timed=3), Leg(2, first_timed=4, last_timed=6), Leg(3)])
     seeds = [SeedResult(n, "", 6, 6, None, None, Figures(step_s=3.5, heldout_loss=2.0 + n)) for n in range(2)]
-    run = Run(Path(), rows, {}, "")
+    run = RunFiles(Path(), rows, {}, "")
     found = spread_of(10, median, seeds, [(entry, run)])
     assert found["step_s"] == (2.0, 5.0) and found["tokens_per_s"] == (2.0, 5.0)
     assert found["heldout_loss"] == (2.0, 3.0) and found["peak_rss_bytes"] is None
@@ -328,7 +328,7 @@ def test_the_reference_is_ddp_bf16_or_the_first_that_finished() -> None:
 
 def test_a_record_goes_on_only_with_the_same_race(tmp_path: Path) -> None:
     settings = {"seeds": [0], "train": {"lr": 0.1, "steps": 9}}
-    record = Record(settings, "typed", [Entry("zero", 0, [Leg(1, True, 1, 6)], 5)])
+    record = Record(settings, "typed", [SeedEntry("zero", 0, [Leg(1, True, 1, 6)], 5)])
     record.save(tmp_path, {"command": "typed"})
     assert load_record(tmp_path, settings) == record
     record.entries[0].failed = "bad luck"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from thinwire.data import ByteTokenizer, TokenFile, cache, documents, prepare
-from thinwire.data.sources import Source
+from thinwire.data.sources import TextSource
 from thinwire.errors import ConfigError
 
 
@@ -97,11 +97,11 @@ def test_a_damaged_cache_is_announced_and_made_again(
 
 
 def test_a_failure_leaves_nothing_behind(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_: Source) -> Iterator[str]:
+    def fail(_: TextSource) -> Iterator[str]:
         yield "x" * 2**21
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Source, "documents", fail)
+    monkeypatch.setattr(TextSource, "documents", fail)
     with pytest.raises(ConfigError, match="cannot write: No space left on device"):
         prepare(str(texts), ByteTokenizer(), cache_dir=tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
@@ -140,11 +140,11 @@ def test_processes_that_race_all_see_the_whole(texts: Path, tmp_path: Path) -> N
 def test_a_stream_is_limited_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def endless(_: Source) -> Iterator[str]:
+    def endless(_: TextSource) -> Iterator[str]:
         while True:
             yield "again and again " * 1000
 
-    monkeypatch.setattr(Source, "documents", endless)
+    monkeypatch.setattr(TextSource, "documents", endless)
     monkeypatch.setattr(cache, "STREAM_LIMIT_TOKENS", 50_000)
     file = prepare("hf:some/name", ByteTokenizer(), cache_dir=tmp_path)
     assert len(file.tokens) == 50_000

@@ -5,13 +5,13 @@ from itertools import pairwise
 
 import pytest
 
-from thinwire.report.svg import Axis, around, spread_out, tick_label
+from thinwire.report.svg import Scale, around, spread_out, tick_label
 from thinwire.report.units import bytes_text, percent_text, seconds_text, short
 
 
 @pytest.mark.parametrize("low,high", [(0, 1), (0, 614_400), (-3, 7), (1.5, 5.6), (0, 1e-9), (2, 2.0001)])
 def test_ticks_are_round_and_inside(low: float, high: float) -> None:
-    ticks = Axis(low, high, 0, 100).ticks()
+    ticks = Scale(low, high, 0, 100).ticks()
     room = 1e-6 * (high - low)
     assert 2 <= len(ticks) <= 7
     assert all(low - room <= tick <= high + room for tick in ticks)
@@ -21,11 +21,11 @@ def test_ticks_are_round_and_inside(low: float, high: float) -> None:
 
 
 def test_whole_ticks() -> None:
-    assert Axis(0.5, 3.5, 0, 100, whole=True).ticks() == [1, 2, 3]
+    assert Scale(0.5, 3.5, 0, 100, whole=True).ticks() == [1, 2, 3]
 
 
 def test_place_maps_the_ends_and_clamps() -> None:
-    axis = Axis(10, 20, 100, 0)
+    axis = Scale(10, 20, 100, 0)
     assert [axis.place(value) for value in (10, 15, 20, 99)] == [100, 50, 0, 0]
 
 

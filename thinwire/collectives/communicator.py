@@ -37,7 +37,7 @@ NUM_SLOTS = 4
 
 
 @dataclass(eq=False)
-class Job:
+class CollectiveJob:
     """One collective: what starts it, in which slot of scratch memory it runs, and who waits for its result."""
 
     start: Callable[[int], Rounds[Any]]
@@ -59,8 +59,8 @@ class CommunicationThread:
     def __init__(self) -> None:
         self._unfinished: set[Future] = set()
         # None ends a thread.
-        self._inbox: queue.SimpleQueue[tuple[Job, Exception | None] | None] = queue.SimpleQueue()
-        self._awaited: list[queue.SimpleQueue[tuple[Job, Sequence[Arrival]] | None]] = [
+        self._inbox: queue.SimpleQueue[tuple[CollectiveJob, Exception | None] | None] = queue.SimpleQueue()
+        self._awaited: list[queue.SimpleQueue[tuple[CollectiveJob, Sequence[Arrival]] | None]] = [
             queue.SimpleQueue() for _ in range(NUM_SLOTS)
         ]
         self._threads = [
@@ -76,7 +76,7 @@ class CommunicationThread:
         future: Future[T] = Future()
         self._unfinished.add(future)
         future.add_done_callback(self._unfinished.discard)
-        self._inbox.put((Job(start, future), None))
+        self._inbox.put((CollectiveJob(start, future), None))
         return future
 
     def end(self) -> None:
@@ -92,7 +92,7 @@ class CommunicationThread:
             thread.join(timeout=1.0)
 
     def _run(self) -> None:
-        submitted: deque[Job] = deque()
+        submitted: deque[CollectiveJob] = deque()
         free_slots = list(range(NUM_SLOTS))
         while True:
             arrived = self._inbox.get()
@@ -113,7 +113,7 @@ class CommunicationThread:
             # A finished job's tensors must not live until the next job arrives.
             del arrived, job, error
 
-    def _ends(self, job: Job, error: Exception | None) -> bool:
+    def _ends(self, job: CollectiveJob, error: Exception | None) -> bool:
         """Take the job to where it waits next; whether it has ended instead."""
         assert job.rounds is not None
         try:
@@ -218,7 +218,7 @@ class Communicator:
         """
         self._num_jobs += 1
         number = self._num_jobs
-        origin = staging.Origin.here()
+        origin = staging.OriginStream.here()
         future = communication_thread().submit(lambda slot: self._guarded(job, slot, number, origin))
         self._unfinished.add(future)
         future.add_done_callback(self._unfinished.discard)
@@ -324,7 +324,7 @@ class Communicator:
         gc.collect()
 
     def _guarded(
-        self, job: Callable[[Link], Rounds[T]], slot: int, number: int, origin: staging.Origin | None
+        self, job: Callable[[Link], Rounds[T]], slot: int, number: int, origin: staging.OriginStream | None
     ) -> Rounds[T]:
         if self._broken is not None:
             raise self._broken

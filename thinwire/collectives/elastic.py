@@ -59,11 +59,6 @@ class Membership:
     lost: tuple[int, ...]
     cost_s: float
 
-    @property
-    def survivors(self) -> tuple[int, ...]:
-        """Members that hold the state of the generation before."""
-        return tuple(island for island in self.members if island not in self.joined)
-
 
 def host_meeting(port: int = 0) -> dist.TCPStore:
     """The store in which islands meet, for as long as the returned object lives; 0: a free port, its `port`.

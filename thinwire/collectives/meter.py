@@ -71,7 +71,7 @@ class MeterReading:
 
 
 @dataclass(frozen=True)
-class Span:
+class TimeSpan:
     """A stretch of time in the life of one job: what for, whose, and when, on time.perf_counter's clock."""
 
     kind: str
@@ -90,7 +90,7 @@ class Meter:
         self._lock = threading.Lock()
         self._seconds = dict.fromkeys(SECONDS, 0.0)
         self._operations: dict[tuple[str, str], OpReading] = {}
-        self.spans: list[Span] | None = None
+        self.spans: list[TimeSpan] | None = None
 
     @contextmanager
     def timed(self, kind: str, job: str = "") -> Iterator[None]:
@@ -107,7 +107,7 @@ class Meter:
             if kind in self._seconds:
                 self._seconds[kind] += end_s - start_s
             if self.spans is not None:
-                self.spans.append(Span(kind, job, start_s, end_s))
+                self.spans.append(TimeSpan(kind, job, start_s, end_s))
 
     def count(self, operation: str, level: str, sent_bytes: int, received_bytes: int) -> None:
         """Add one call's payload."""

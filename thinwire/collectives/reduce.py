@@ -1,4 +1,4 @@
-"""The third noun: who sends which packet to whom, in what order, and in which precision the sum is taken.
+"""Sums over ranks: who sends which packet to whom, in what order, and in which precision the sum is taken.
 
 Generators over a Link, driven by the communication thread, which goes on with another job while one waits for its
 messages. Packets lie where the tensors do, on the CPU or a CUDA device. Every sum is taken in fp32 in rank order, so

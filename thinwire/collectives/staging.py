@@ -49,7 +49,7 @@ def to_device(held: Tensor, message: Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class Done:
+class StreamDone:
     """All that was queued on a stream up to now."""
 
     event: torch.cuda.Event
@@ -66,18 +66,18 @@ def queued() -> list[Arrival]:
 def unfinished(stream: torch.cuda.Stream) -> list[Arrival]:
     event = torch.cuda.Event(blocking=True)
     event.record(stream)
-    return [] if event.query() else [Done(event)]
+    return [] if event.query() else [StreamDone(event)]
 
 
 @dataclass(frozen=True)
-class Origin:
+class OriginStream:
     """The stream of the thread that submits a job, and how far it had come."""
 
     stream: torch.cuda.Stream
     event: torch.cuda.Event
 
     @classmethod
-    def here(cls) -> Origin | None:
+    def here(cls) -> OriginStream | None:
         """Of this thread; None where CUDA is not in use."""
         if not torch.cuda.is_initialized():
             return None
@@ -91,7 +91,7 @@ def side_stream(device: torch.device, slot: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def beside(rounds: Rounds[T], origin: Origin | None, slot: int) -> Rounds[T]:
+def beside(rounds: Rounds[T], origin: OriginStream | None, slot: int) -> Rounds[T]:
     """The job with its device work on a side stream, after what `origin` had queued; it ends when that work is done.
 
     So whoever has the result may use it on any stream, and what the job holds may be freed. The result's own memory

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from thinwire.compare.checks import WARM_UP_STEPS
 from thinwire.compare.contestants import COMPUTE, Contestant
-from thinwire.compare.plan import Plan
+from thinwire.compare.plan import RacePlan
 from thinwire.training.run_dir import RunDir
 from thinwire.training.settings import to_toml
 
@@ -44,12 +44,12 @@ class Files:
         return RunDir(self.run_dir).metrics
 
 
-def environment(plan: Plan) -> Mapping[str, str]:
+def environment(plan: RacePlan) -> Mapping[str, str]:
     """This process's environment, with an equal share of the cores for each rank."""
     return {**os.environ, "OMP_NUM_THREADS": str(plan.threads), "PYTHONUNBUFFERED": "1"}
 
 
-def contestant_command(plan: Plan, contestant: Contestant, seed: int, stop: int) -> list[str]:
+def contestant_command(plan: RacePlan, contestant: Contestant, seed: int, stop: int) -> list[str]:
     """Train from the run's last step to the step `stop`; writes the configuration."""
     files = Files.of(plan.out, contestant.name, seed)
     files.run_dir.parent.mkdir(parents=True, exist_ok=True)
@@ -70,7 +70,7 @@ def contestant_command(plan: Plan, contestant: Contestant, seed: int, stop: int)
     return command if stop == config.steps else [*command, "--stop-at", str(stop)]
 
 
-def alone_command(plan: Plan, seed: int) -> list[str]:
+def alone_command(plan: RacePlan, seed: int) -> list[str]:
     """Train each rank's share of the tokens on that rank alone, for a few steps."""
     files = Files.of(plan.out, COMPUTE, seed)
     files.run_dir.parent.mkdir(parents=True, exist_ok=True)
@@ -84,11 +84,11 @@ def alone_command(plan: Plan, seed: int) -> list[str]:
     return [sys.executable, str(ALONE), str(files.run_dir / RANK_DIR), *train]
 
 
-def num_alone_steps(plan: Plan) -> int:
+def num_alone_steps(plan: RacePlan) -> int:
     return WARM_UP_STEPS + min(plan.race.timed_steps or MOST_ALONE_STEPS, MOST_ALONE_STEPS)
 
 
-def alone_dirs(plan: Plan, seed: int) -> list[Path]:
+def alone_dirs(plan: RacePlan, seed: int) -> list[Path]:
     """Where the ranks of `alone_command` write."""
     run_dir = Files.of(plan.out, COMPUTE, seed).run_dir
     return [run_dir / RANK_DIR.replace("{rank}", str(rank)) for rank in range(plan.lab.world_size)]

@@ -30,7 +30,7 @@ LONGEST_REASON = 300
 
 
 @dataclass(frozen=True)
-class Start:
+class LegStart:
     """A command to run on every rank. stop: the last step of this leg; last_step: that of the leg before it.
 
     settled_after: first steps of the run that are not timed.
@@ -77,7 +77,7 @@ class StopWish(AbstractContextManager["StopWish"]):
 TORCH_WARNING = re.compile(r"\s*(\[rank\d+\]:)?\[W\d{4} ")
 
 
-class Output:
+class OutputTail:
     """Writes what the ranks print to a file, and keeps the last lines, which may tell why a rank failed."""
 
     def __init__(self, file: TextIO) -> None:
@@ -100,7 +100,7 @@ class Output:
 
 
 def run_leg(
-    network: Network, begin: Start, wish: StopWish, on_step: Callable[[dict[str, Any]], None]
+    network: Network, begin: LegStart, wish: StopWish, on_step: Callable[[dict[str, Any]], None]
 ) -> tuple[Leg, str]:
     """Run to the end of the leg, or until a stop is wished; the leg, and why it failed (empty where it did not).
 
@@ -109,7 +109,7 @@ def run_leg(
     network.shape(True)
     watch = LegWatch(network, MetricsTail(begin.metrics), begin.turn, begin.timed_steps, begin.settled_after)
     with begin.output.open("a") as file:
-        output = Output(file)
+        output = OutputTail(file)
         file.write(f"round {begin.turn}: {' '.join(begin.command)}\n")
         job = start(network, begin.command, env=begin.env, on_line=output.line)
         try:
@@ -125,7 +125,9 @@ def run_leg(
     return watch.leg, failed
 
 
-def _watch(job: Job, watch: LegWatch, begin: Start, wish: StopWish, on_step: Callable[[dict[str, Any]], None]) -> str:
+def _watch(
+    job: Job, watch: LegWatch, begin: LegStart, wish: StopWish, on_step: Callable[[dict[str, Any]], None]
+) -> str:
     """Wait until the job has ended, or end it; the reason of a failure, else an empty text."""
     due = time.monotonic() + begin.timeout_s
     while job.poll() is None:
@@ -142,7 +144,7 @@ def _watch(job: Job, watch: LegWatch, begin: Start, wish: StopWish, on_step: Cal
     return ""
 
 
-def _why_failed(job: Job, output: Output, leg: Leg, begin: Start) -> str:
+def _why_failed(job: Job, output: OutputTail, leg: Leg, begin: LegStart) -> str:
     if job.failed is not None:
         rank, code = job.failed
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"

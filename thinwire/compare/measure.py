@@ -13,13 +13,13 @@ from typing import Any
 
 from thinwire.compare.commands import Files
 from thinwire.compare.contestants import Contestant
-from thinwire.compare.plan import Plan
-from thinwire.compare.record import Entry, Leg, Record
+from thinwire.compare.plan import RacePlan
+from thinwire.compare.record import Leg, Record, SeedEntry
 from thinwire.errors import ConfigError
 from thinwire.lab import LabSpec
 from thinwire.options import has_islands
 from thinwire.report.machine import machine
-from thinwire.report.run import Run, number, read_run
+from thinwire.report.run import RunFiles, number, read_run
 from thinwire.report.verdict import FINISHED
 from thinwire.table import Row as EffectRow
 from thinwire.training.reporter import versions
@@ -126,7 +126,7 @@ class Result:
         return asdict(self)
 
 
-def measure(plan: Plan, record: Record) -> Result:
+def measure(plan: RacePlan, record: Record) -> Result:
     """The figures of what has been done so far."""
     alone = median(alone.step_s for alone in record.alone) if record.alone else None
     forward = median(alone.forward_s for alone in record.alone) if record.alone else 0.0
@@ -167,12 +167,12 @@ def measure(plan: Plan, record: Record) -> Result:
     )  # fmt: skip
 
 
-def average_of(plan: Plan) -> str:
+def average_of(plan: RacePlan) -> str:
     """The median; the mean where islands race, which exchange in few steps: a median would not see those."""
     return "mean" if any(has_islands(one.strategy) for one in plan.contestants) else "median"
 
 
-def status_of(plan: Plan, record: Record, contestant: Contestant) -> str:
+def status_of(plan: RacePlan, record: Record, contestant: Contestant) -> str:
     if record.failure(contestant.name):
         return FAILED
     is_done = all(record.entry(contestant.name, seed).has_done(len(plan.stops)) for seed in plan.seeds)
@@ -190,7 +190,7 @@ def reference_of(rows: Sequence[Row]) -> tuple[str | None, str]:
 
 
 def seed_result(
-    plan: Plan, entry: Entry, run: Run, target: float | None, alone: float | None, forward: float
+    plan: RacePlan, entry: SeedEntry, run: RunFiles, target: float | None, alone: float | None, forward: float
 ) -> SeedResult:
     """The figures of one run."""
     timed = {step for leg in entry.legs if leg.last_timed for step in range(leg.first_timed, leg.last_timed + 1)}
@@ -231,7 +231,7 @@ def spread_of(
     tokens_per_step: int,
     average: Callable[[Iterable[float]], float],
     seeds: Sequence[SeedResult],
-    entries: Sequence[tuple[Entry, Run]],
+    entries: Sequence[tuple[SeedEntry, RunFiles]],
 ) -> dict[str, tuple[float, float] | None]:
     """The lowest and the highest of each figure: see `Row`."""
     found = {item.name: _ends(getattr(seed.figures, item.name) for seed in seeds) for item in fields(Figures)}
@@ -254,7 +254,7 @@ def per_step(legs: Sequence[Leg], name: str) -> list[float]:
     return [median(node) for node in zip(*counted, strict=True)]
 
 
-def payload_per_step(legs: Sequence[Leg], run: Run) -> float | None:
+def payload_per_step(legs: Sequence[Leg], run: RunFiles) -> float | None:
     """Bytes by the meter of rank 0, averaged as the kernel's are; None where the run did not count them."""
     counted = [
         [number(row.get("sent_bytes")) for row in run.steps if leg.first_timed <= row["step"] <= leg.last_timed]
@@ -305,7 +305,9 @@ def first_at_most(losses: Sequence[float], target: float, window: int) -> int | 
     return next((step for step, loss in enumerate(losses, 1) if step >= window and loss <= target), None)
 
 
-def target_loss(plan: Plan, finished: Sequence[str], runs: dict[tuple[str, int], Run], seed: int) -> float | None:
+def target_loss(
+    plan: RacePlan, finished: Sequence[str], runs: dict[tuple[str, int], RunFiles], seed: int
+) -> float | None:
     """The stated target, or with auto the smoothed loss at the end of zero, else ddp, else the first that finished.
 
     That loss is rounded up to hundredths, so that rounding errors do not decide who reaches it.
@@ -332,12 +334,12 @@ def ratios(figures: Figures, reference: Figures) -> dict[str, float | None]:
     return {name: mine / theirs if mine is not None and theirs else None for name, (mine, theirs) in pairs.items()}
 
 
-def _read(run_dir: Path) -> Run:
+def _read(run_dir: Path) -> RunFiles:
     """The run as far as it is there."""
     try:
         return read_run(run_dir)
     except ConfigError:
-        return Run(run_dir, [], {}, "")
+        return RunFiles(run_dir, [], {}, "")
 
 
 def _ends(values: Iterable[float | None]) -> tuple[float, float] | None:

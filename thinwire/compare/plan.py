@@ -53,7 +53,7 @@ SET_BY_RACE = {
 
 
 @dataclass(frozen=True)
-class Plan:
+class RacePlan:
     """A race that can be run. stops: the last step of each round. train: the configuration shared by all."""
 
     race: RaceConfig
@@ -91,7 +91,7 @@ class Plan:
         }
 
 
-def make_plan(race: RaceConfig, train: TrainConfig, problems: Problems) -> Plan:
+def make_plan(race: RaceConfig, train: TrainConfig, problems: Problems) -> RacePlan:
     """Check everything, then choose the compute dtype and prepare the tokens, once for all contestants.
 
     Raises ConfigError with all problems at once.
@@ -111,7 +111,7 @@ def make_plan(race: RaceConfig, train: TrainConfig, problems: Problems) -> Plan:
     tokens_of(train, load_tokenizer(train.tokenizer)).split(train.seq_len)
     found = [("threads per rank", str(threads), why_threads), (f"dtype {asked.dtype}", dtype, why)]
     num_rounds = rounds_of(race, train.steps)
-    return Plan(
+    return RacePlan(
         race, train, tuple(contestants), lab, seeds,
         stops=tuple(train.steps * turn // num_rounds for turn in range(1, num_rounds + 1)),
         smooth=race.smooth or min(DEFAULT_SMOOTH, train.steps), target=target, threads=threads,

@@ -37,7 +37,7 @@ class Leg:
 
 
 @dataclass
-class Entry:
+class SeedEntry:
     """One contestant's run with one seed. peak_rss_bytes: the largest over ranks and legs; None: not known."""
 
     contestant: str
@@ -76,17 +76,17 @@ class Record:
 
     settings: dict[str, Any]
     command: str = ""
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[SeedEntry] = field(default_factory=list)
     alone: list[Alone] = field(default_factory=list)
     alone_failed: str = ""
     stopped: str = ""
 
-    def entry(self, contestant: str, seed: int) -> Entry:
+    def entry(self, contestant: str, seed: int) -> SeedEntry:
         """The contestant's run with this seed, made where it is missing."""
         for entry in self.entries:
             if (entry.contestant, entry.seed) == (contestant, seed):
                 return entry
-        self.entries.append(Entry(contestant, seed))
+        self.entries.append(SeedEntry(contestant, seed))
         return self.entries[-1]
 
     def failure(self, contestant: str) -> str:
@@ -109,7 +109,7 @@ def load_record(out: Path, settings: dict[str, Any]) -> Record:
     try:
         values = json.loads(path.read_text())["record"]
         entries = [
-            Entry(**{**entry, "legs": [Leg(**leg) for leg in entry["legs"]], "failed": ""})
+            SeedEntry(**{**entry, "legs": [Leg(**leg) for leg in entry["legs"]], "failed": ""})
             for entry in values["entries"]
         ]
         alone = [Alone(**measured) for measured in values["alone"]]

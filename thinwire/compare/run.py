@@ -14,10 +14,10 @@ from statistics import median
 from thinwire.compare.checks import WARM_UP_STEPS
 from thinwire.compare.commands import Files, alone_command, alone_dirs, contestant_command, environment, num_alone_steps
 from thinwire.compare.contestants import COMPUTE, Contestant
-from thinwire.compare.leg import Start, StopWish, read_summary, run_leg
+from thinwire.compare.leg import LegStart, StopWish, read_summary, run_leg
 from thinwire.compare.measure import Result, measure
 from thinwire.compare.options import RaceConfig
-from thinwire.compare.plan import Plan, make_plan
+from thinwire.compare.plan import RacePlan, make_plan
 from thinwire.compare.record import Alone, Record, delete_race, load_record, recorded_dtype
 from thinwire.compare.table import Board
 from thinwire.errors import ConfigError, Problems
@@ -69,7 +69,7 @@ def race(
 class Runner:
     """Runs the legs of a race that are not done; each is added to `record`."""
 
-    def __init__(self, plan: Plan, record: Record, network: Network, wish: StopWish, board: Board) -> None:
+    def __init__(self, plan: RacePlan, record: Record, network: Network, wish: StopWish, board: Board) -> None:
         self.plan, self.record, self.network, self.wish, self.board = plan, record, network, wish, board
 
     def run(self) -> None:
@@ -140,9 +140,9 @@ class Runner:
         self.record.alone_failed = failed
         self.board.leg_done(failed)
 
-    def _start(self, command: list[str], files: Files, turn: int, stop: int, last_step: int) -> Start:
+    def _start(self, command: list[str], files: Files, turn: int, stop: int, last_step: int) -> LegStart:
         race = self.plan.race
-        return Start(
+        return LegStart(
             command, environment(self.plan), files.output, files.metrics, turn, last_step, stop, race.timed_steps,
             race.timeout,
         )  # fmt: skip

@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.table import Table
 
 from thinwire.compare.measure import Result
-from thinwire.compare.plan import Plan
+from thinwire.compare.plan import RacePlan
 from thinwire.report.race import FIGURES, figure_text, notes, ratio_text, shown_figures, spread_text
 from thinwire.report.run import number
 from thinwire.report.units import MISSING, seconds_text
@@ -36,7 +36,7 @@ class Board:
         self._num_legs = self._num_done = self._num_steps = self._num_rounds = 0
         self._began = self._line_due = time.monotonic()
 
-    def start(self, plan: Plan, num_legs: int) -> None:
+    def start(self, plan: RacePlan, num_legs: int) -> None:
         """Print what is in effect; num_legs: starts that are left."""
         self._num_legs, self._began = num_legs, time.monotonic()
         self._num_rounds = len(plan.stops)

@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from thinwire.data.sources import Source, open_source
+from thinwire.data.sources import TextSource, open_source
 from thinwire.data.tokenizers import Tokenizer
 from thinwire.errors import ConfigError
 
@@ -138,7 +138,7 @@ def read_info(path: Path) -> TokenInfo | None:
     return None
 
 
-def write(path: Path, source: Source, tokenizer: Tokenizer, limit_tokens: int | None) -> TokenInfo:
+def write(path: Path, source: TextSource, tokenizer: Tokenizer, limit_tokens: int | None) -> TokenInfo:
     """Tokenises the source into `path`, then its sidecar: the sidecar's presence means that the file is whole."""
     temporary = path.with_suffix(f".{uuid.uuid4().hex}.tmp")  # machines may share the folder
     try:
@@ -152,7 +152,7 @@ def write(path: Path, source: Source, tokenizer: Tokenizer, limit_tokens: int | 
     return info
 
 
-def write_tokens(file: BinaryIO, source: Source, tokenizer: Tokenizer, limit_tokens: int | None) -> TokenInfo:
+def write_tokens(file: BinaryIO, source: TextSource, tokenizer: Tokenizer, limit_tokens: int | None) -> TokenInfo:
     """Writes token ids in the narrowest type that holds the vocabulary; returns what the sidecar says."""
     dtype = np.min_scalar_type(np.int64(tokenizer.vocab_size - 1))
     end = tokenizer.end_of_document

@@ -56,11 +56,6 @@ class BatchLoader:
                 self.num_sequences,
             )
 
-    @property
-    def epoch(self) -> float:
-        """Epochs done so far, with fraction."""
-        return self._position / self.num_sequences
-
     def next_batch(self) -> tuple[Tensor, Tensor]:
         """The next micro-batch of this rank: (tokens, targets), int64 [micro_batch, seq_len]; targets are one ahead."""
         first = self._position + (self.rank * self.accumulation + self._micro_step) * self.micro_batch

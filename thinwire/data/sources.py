@@ -20,7 +20,7 @@ DOCUMENT_CHARS = 16 * 2**20  # a larger text file is cut at line ends, so that m
 
 
 @dataclass(frozen=True)
-class Source:
+class TextSource:
     """Where documents come from: files below `root`, or a Hugging Face dataset (`hf:NAME`, no files)."""
 
     spec: str
@@ -68,14 +68,14 @@ class NotTextError(ConfigError):
     """A file that is no UTF-8 text."""
 
 
-def open_source(spec: str, text_field: str = "text") -> Source:
+def open_source(spec: str, text_field: str = "text") -> TextSource:
     """Finds what `spec` names: "stdlib", a file, a folder, or `hf:NAME`; ConfigError if it is missing or empty.
 
     Files of a folder come in an order drawn from a hash of their relative paths: the same on every machine, and
     mixed, so that the end of the stream (the held-out split) represents the whole.
     """
     if spec.startswith("hf:"):
-        return Source(spec, Path(), (), text_field)
+        return TextSource(spec, Path(), (), text_field)
     if not spec:
         raise ConfigError("data '': give 'stdlib', a file, a folder, or hf:NAME")
     path = Path(sysconfig.get_path("stdlib")) if spec == "stdlib" else Path(spec).expanduser().absolute()
@@ -92,7 +92,7 @@ def open_source(spec: str, text_field: str = "text") -> Source:
         files.sort(key=lambda p: hashlib.sha256(p.relative_to(root).as_posix().encode()).digest())
     if not files:
         raise ConfigError(f"data {spec!r}: is empty")
-    return Source(spec, root, tuple(files), text_field)
+    return TextSource(spec, root, tuple(files), text_field)
 
 
 def states_no_size(path: Path) -> bool:

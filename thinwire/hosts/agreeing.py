@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from thinwire.checkpoint import Share, Snapshot, Source
 from thinwire.hosts.interface import ParallelOptimizer
 from thinwire.hosts.ranks import Ranks
-from thinwire.state.agreement import Agreed, Word, word_bytes
+from thinwire.state.agreement import Agreed, StepStatus, word_bytes
 from thinwire.state.portable import REPLICA, Held, add_optimizer, restore_optimizer
 from thinwire.state.replicas import check_layout, compare_replicas, shapes_digest
 from thinwire.table import Row
@@ -25,7 +25,7 @@ class AgreeingOptimizer(ParallelOptimizer):
     """The user's optimizer over gradients that another wrapper averages.
 
     trained: the tensors that the optimizer steps, by parameter name: whole parameters or this rank's shards of them.
-    In every step all ranks of the mesh tell each other a Word. ranks: the mesh as the method sees it.
+    In every step all ranks of the mesh tell each other a StepStatus. ranks: the mesh as the method sees it.
 
     A subclass gives `_reduce`, which leaves the mean gradient in `.grad` of every trained tensor, and `bytes_per_step`.
     By default every rank holds the whole weights at all times, and a backward pass sends nothing.
@@ -91,11 +91,11 @@ class AgreeingOptimizer(ParallelOptimizer):
         if self._grad_norm is None:
             self._reduce()
             counted = [t.grad for name, t in self.trained.items() if t.grad is not None and self._counts(name)]
-            agreed = self._agree(Word(float(nn.utils.get_total_norm(counted)) ** 2, self._loss, self._stop))
+            agreed = self._agree(StepStatus(float(nn.utils.get_total_norm(counted)) ** 2, self._loss, self._stop))
             self._grad_norm = torch.tensor(agreed.norm, dtype=torch.float64)
         return self._grad_norm
 
-    def _agree(self, word: Word) -> Agreed:
+    def _agree(self, word: StepStatus) -> Agreed:
         """Tell all ranks of the mesh this one's word, and keep what they agree on."""
         everyone = self.ranks.everyone
         agreed = Agreed.of(everyone.wait(everyone.all_gather_exact(word.pack())), len(word.used))

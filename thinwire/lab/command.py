@@ -93,8 +93,8 @@ def run_command(spec: LabSpec, command: Sequence[str], env: dict[str, str]) -> i
     with Network(spec) as network:
         say(describe(spec, network))
         say(f"OMP_NUM_THREADS={threads} ({reason})")
-        job = start(network, command, env=env, on_line=Output(spec))
-        relay = Relay(job)
+        job = start(network, command, env=env, on_line=PrefixedOutput(spec))
+        relay = SignalRelay(job)
         job.wait()
         for line in traffic(spec, network.counters()):
             say(line)
@@ -106,7 +106,7 @@ def run_command(spec: LabSpec, command: Sequence[str], env: dict[str, str]) -> i
     return 0
 
 
-class Output:
+class PrefixedOutput:
     """Writes the ranks' lines to stdout, each behind the name of its node."""
 
     def __init__(self, spec: LabSpec) -> None:
@@ -122,7 +122,7 @@ class Output:
                 os._exit(shell_code(-signal.SIGPIPE))
 
 
-class Relay:
+class SignalRelay:
     """Passes signals on to the ranks; a second one kills them."""
 
     def __init__(self, job: Job) -> None:

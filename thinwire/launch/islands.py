@@ -24,7 +24,7 @@ from thinwire.errors import ConfigError, Problems, ThinwireError, UnsavedError
 from thinwire.launch.agent import await_node_0, run_workers
 from thinwire.launch.start import Start
 from thinwire.training.config import TrainConfig
-from thinwire.training.place import Island
+from thinwire.training.place import IslandPlace
 from thinwire.training.run import island_size
 from thinwire.training.run_dir import RunDir
 from thinwire.training.settings import read_toml, to_toml
@@ -111,7 +111,7 @@ def launch_islands(config: TrainConfig, start: Start) -> int:
         if number:
             own = replace(config, run_dir=str(run_dir.path))
             run_dir.claim(0, to_toml(own), overwrite=config.overwrite)
-        island = Island(number, count, meet)
+        island = IslandPlace(number, count, meet)
         command = [sys.executable, "-m", "thinwire.launch.islands", str(run_dir.config())]
         # The first one here has the terminal.
         log = run_dir.logs / "launcher.out" if number > numbers[0] else None
@@ -151,7 +151,7 @@ def watch(children: Children, meeting: dist.TCPStore) -> int:
     return max(1 if code == UNSAVED else code for code in codes.values())
 
 
-def follow_command(island: Island) -> None:
+def follow_command(island: IslandPlace) -> None:
     """End this process, an island's launcher, when the command that started it is gone.
 
     If the meeting is gone too, all islands stop, as on SIGTERM. If it still answers, another machine hosts it, and only

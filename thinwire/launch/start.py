@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, field
 
 from thinwire.table import Row
-from thinwire.training.place import Island
+from thinwire.training.place import IslandPlace
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Start:
     stop_at: int | None = None
     inject: tuple[str, ...] = ()
     allow_resume_drift: bool = False
-    island: Island | None = None
+    island: IslandPlace | None = None
     first_gpu: int = 0
     began: float | None = None
 
@@ -36,5 +36,5 @@ class Start:
     def from_json(cls, text: str) -> Start:
         dtype, threads, effects, stop_at, inject, allow_resume_drift, island, first_gpu, began = json.loads(text)
         rows = [(asked, effect, reason) for asked, effect, reason in effects]
-        place = Island(*island) if island else None
+        place = IslandPlace(*island) if island else None
         return cls(dtype, threads, rows, stop_at, tuple(inject), allow_resume_drift, place, first_gpu, began)

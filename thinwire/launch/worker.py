@@ -26,7 +26,7 @@ from thinwire.training.config import with_derived
 from thinwire.training.effects import late_rows
 from thinwire.training.gathering import gather
 from thinwire.training.hardware import threads_per_worker
-from thinwire.training.place import Island, Place
+from thinwire.training.place import IslandPlace, Place
 from thinwire.training.run import Run, island_size
 from thinwire.training.run_dir import RunDir
 from thinwire.training.settings import read_toml, to_toml
@@ -103,14 +103,14 @@ def join_world(run: Run, place: Place, start: Start, number: int) -> tuple[Run, 
     size = island_size(config) if run.has_islands else place.world_size
     if start.island is not None or size == place.world_size:
         join_group(store, place.rank, place.world_size, timeout, backend)
-        return run, replace(place, island=start.island or Island()), start, own_device, None
+        return run, replace(place, island=start.island or IslandPlace()), start, own_device, None
     island_number, rank = divmod(place.rank, size)
     meeting = host_meeting() if place.rank == 0 else None
     if meeting is not None:
         # Only rank 0 knows which dtype is fast, and all islands must compute in the same one.
         store.set("thinwire/start", json.dumps([f"{os.environ['MASTER_ADDR']}:{meeting.port}", start.dtype]))
     meet, dtype = json.loads(store.get("thinwire/start"))
-    island = Island(island_number, place.world_size // size, meet)
+    island = IslandPlace(island_number, place.world_size // size, meet)
     run_dir = RunDir(config.run_dir).island(island_number)
     run = run.but(run_dir=str(run_dir.path))
     if island_number and rank == 0:

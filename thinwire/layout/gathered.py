@@ -39,7 +39,7 @@ def at_most(codec: Codec, dtype: torch.dtype) -> Codec:
 
 
 @dataclass(eq=False)
-class Unit:
+class GatheredUnit:
     """What FSDP2 gathers and reduces together: a module's parameters in their order in its buffers.
 
     index: number of the unit. wires: how each parameter travels; those of types that no codec takes, such as int8 and

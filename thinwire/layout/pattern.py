@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from thinwire._compat import FSDPParameter
-from thinwire.layout.gathered import FLOATS, LayoutError, Unit
+from thinwire.layout.gathered import FLOATS, GatheredUnit, LayoutError
 
 # A prime, so that neither rows nor shards repeat; its numbers are exact in bf16.
 PATTERN = 251
@@ -24,7 +24,7 @@ def pattern_of(number: int, param: FSDPParameter) -> Tensor:
     return positions.to(torch.uint8).view(param.dtype).view(param.shape)
 
 
-def expected_shards(unit: Unit, values: Sequence[Tensor]) -> Tensor:
+def expected_shards(unit: GatheredUnit, values: Sequence[Tensor]) -> Tensor:
     """What thinwire takes FSDP2's buffer to be for whole parameters `values`: uint8 [num_shards, shard_bytes]."""
     shards = torch.zeros(unit.num_shards, unit.shard_bytes, dtype=torch.uint8, device=values[0].device)
     start = 0
@@ -42,7 +42,7 @@ def bits(values: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def check_layout_of(unit: Unit) -> None:
+def check_layout_of(unit: GatheredUnit) -> None:
     """Gather a known pattern in the place of the weights, and compare what FSDP2 makes of it; nothing is sent.
 
     Every rank knows all shards of the pattern. What FSDP2 hands in must be the rank's own weights in the order and the

@@ -19,7 +19,7 @@ DEFAULT_BUCKET_NUMEL = 1 << 19
 
 
 @dataclass(frozen=True)
-class Span:
+class ParameterSpan:
     """One parameter's place: elements [start, end) of a flat tensor. index: its number among all parameters."""
 
     name: str
@@ -41,7 +41,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Layout:
+class FlatLayout:
     """Parameters of one wire format, dtype and group, which travel together as one flat tensor of `numel` elements.
 
     (stream, first_counter) number the elements for the codecs' randomness, whatever the size of a bucket. group: the
@@ -56,7 +56,7 @@ class Layout:
     first_counter: int
     group: int = 0
     module: str | None = None
-    spans: tuple[Span, ...] = ()
+    spans: tuple[ParameterSpan, ...] = ()
     numel: int = 0
 
     @property
@@ -73,13 +73,13 @@ class Layout:
         """The first element of which `rank` has the masters."""
         return self.levels.piece(rank) * self.shard_numel
 
-    def owned(self, span: Span, rank: int) -> slice:
+    def owned(self, span: ParameterSpan, rank: int) -> slice:
         """The part of the rank's shard that belongs to `span`; empty where they do not meet."""
         first = self.shard_start(rank)
         start = max(span.start - first, 0)
         return slice(start, max(min(span.end - first, self.shard_numel), start))
 
-    def kept(self, span: Span, rank: int) -> Iterator[tuple[int, slice]]:
+    def kept(self, span: ParameterSpan, rank: int) -> Iterator[tuple[int, slice]]:
         """Where a part of the span lies in the rank's compute weights: (its first element in the whole, place)."""
         levels, n = self.levels, self.row_numel
         for row in range(levels.num_rows):
@@ -147,12 +147,12 @@ class Unit:
     follows its forward.
     """
 
-    layouts: tuple[Layout, ...]
+    layouts: tuple[FlatLayout, ...]
     stays: bool = True
 
     @property
     def module(self) -> str | None:
-        """See Layout."""
+        """See FlatLayout."""
         return self.layouts[0].module
 
     @property
@@ -177,7 +177,7 @@ def lay_out(
     formats = {True: strategy.vector(), False: strategy.matrix()}
     latest: dict[tuple, int] = {}
     counters: dict[tuple, int] = {}
-    layouts: list[Layout] = []
+    layouts: list[FlatLayout] = []
     for index, (name, tensor) in enumerate(trained):
         is_vector = tensor.dim() < 2
         wire, (group, module) = formats[is_vector], place(name)
@@ -188,13 +188,13 @@ def lay_out(
         layout = layouts[latest[key]] if key in latest else None
         if layout is None or (module is None and layout.numel + length > limit):
             stream = list(counters).index(key) if key in counters else len(counters)
-            layout = Layout(wire, groups[group], tensor.dtype, stream, counters.get(key, 0), group, module)
+            layout = FlatLayout(wire, groups[group], tensor.dtype, stream, counters.get(key, 0), group, module)
             latest[key] = len(layouts)
             layouts.append(layout)
-        span = Span(name, tensor.shape, index, layout.numel)
+        span = ParameterSpan(name, tensor.shape, index, layout.numel)
         layouts[latest[key]] = replace(layout, spans=(*layout.spans, span), numel=layout.numel + length)
         counters[key] = counters.get(key, 0) + length
-    units: dict[object, list[Layout]] = {}
+    units: dict[object, list[FlatLayout]] = {}
     for number, layout in enumerate(layouts):
         whole = _round_up(layout.numel, layout.wire.block * layout.levels.topology.world_size)
         key_of_unit = number if layout.module is None else layout.module

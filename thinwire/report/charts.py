@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from thinwire.report.run import Run, number
+from thinwire.report.run import RunFiles, number
 from thinwire.report.svg import Chart, Point, around
 from thinwire.report.units import bytes_text, seconds_text
 
@@ -51,7 +51,7 @@ class Bin:
         return _mean([number(row.get(key)) for row in self.rows])
 
 
-def figures(run: Run) -> list[Figure]:
+def figures(run: RunFiles) -> list[Figure]:
     """Every plot the run has data for."""
     if not run.steps:
         return []
@@ -59,7 +59,7 @@ def figures(run: Run) -> list[Figure]:
     return [*found, optimizer_figure(run)] if any({"lr", "grad_norm"} <= row.keys() for row in run.steps) else found
 
 
-def loss_figure(run: Run) -> Figure:
+def loss_figure(run: RunFiles) -> Figure:
     """Training loss over tokens, its running mean, and the held-out loss at the end."""
     key, x_label = ("tokens", "tokens") if any("tokens" in row for row in run.steps) else ("step", "step")
     raw = [(number(row.get(key)), number(row.get("loss"))) for row in run.steps]
@@ -95,7 +95,7 @@ def loss_figure(run: Run) -> Figure:
     return Figure("Loss", legend, chart.svg(), notes)
 
 
-def bytes_figure(run: Run) -> Figure:
+def bytes_figure(run: RunFiles) -> Figure:
     """Payload bytes that rank 0 sent in each step, against what fp32 without compression would send."""
     bins = bins_of(run.steps)
     plain = number(run.summary.get("uncompressed_bytes_per_step"))
@@ -125,7 +125,7 @@ def bytes_figure(run: Run) -> Figure:
     return Figure("Bytes on the wire", legend, chart.svg(), notes)
 
 
-def time_figure(run: Run) -> Figure:
+def time_figure(run: RunFiles) -> Figure:
     """Seconds per step, stacked: computing, waiting for communication, and everything else."""
     bins = bins_of(run.steps)
     totals = [number(row.get("step_s")) for row in run.steps]
@@ -151,7 +151,7 @@ def time_figure(run: Run) -> Figure:
     return Figure("Time per step", legend, chart.svg(), [note] if note else [])
 
 
-def optimizer_figure(run: Run) -> Figure:
+def optimizer_figure(run: RunFiles) -> Figure:
     """The learning rate and the norm of the gradient before clipping, one above the other, over the steps."""
     pictures = []
     for key, y_label, style in (("lr", "learning rate", "rate"), ("grad_norm", "gradient norm", "norm")):

@@ -15,7 +15,7 @@ from typing import Any
 from thinwire.errors import ConfigError
 from thinwire.report.charts import Figure, figures
 from thinwire.report.machine import machine
-from thinwire.report.run import Run, number, read_run
+from thinwire.report.run import RunFiles, number, read_run
 from thinwire.report.units import MISSING, bytes_text, percent_text, seconds_text, short
 
 # How values of summary.json are shown, by the ends of their names; the first that fits counts.
@@ -54,7 +54,7 @@ def write_page(target: Path, title: str, parts: Iterable[str]) -> Path:
     return target
 
 
-def sections(run: Run) -> Iterator[str]:
+def sections(run: RunFiles) -> Iterator[str]:
     """The page from top to bottom; an empty string for what the run has no data for."""
     name = f"<p class=brand>thinwire train</p><h1>{text(run.name)}</h1>"
     yield f"<header>{name}<p>{text(subtitle(run))}</p>{facts(circumstances(run))}</header>"
@@ -67,7 +67,7 @@ def sections(run: Run) -> Iterator[str]:
     yield config(run.config)
 
 
-def subtitle(run: Run) -> str:
+def subtitle(run: RunFiles) -> str:
     """One line: strategy, ranks, steps."""
     summary = run.summary
     words = [str(summary["strategy"])] if "strategy" in summary else []
@@ -81,7 +81,7 @@ def subtitle(run: Run) -> str:
     return " · ".join(words)
 
 
-def circumstances(run: Run) -> Iterator[tuple[str, str]]:
+def circumstances(run: RunFiles) -> Iterator[tuple[str, str]]:
     """When and where it ran, and the command that repeats it."""
     if run.changed is not None:
         yield "ended" if run.summary else "last written", date_text(run.changed)
@@ -111,7 +111,7 @@ def plots(parts: Iterable[str]) -> str:
     return f"<div class=plots>{body}</div>" if body else ""
 
 
-def warning(run: Run) -> str:
+def warning(run: RunFiles) -> str:
     """Why a run is incomplete, in one box."""
     reasons = []
     if not run.steps:
@@ -123,7 +123,7 @@ def warning(run: Run) -> str:
     return f"<p class=warning>{text(' '.join(reasons))}</p>" if reasons else ""
 
 
-def headline(run: Run) -> str:
+def headline(run: RunFiles) -> str:
     """The four figures a reader looks for first."""
     sent, plain = run.typical("sent_bytes"), number(run.summary.get("uncompressed_bytes_per_step"))
     step_s, exposed = run.typical("step_s"), run.typical("exposed_comm_s")

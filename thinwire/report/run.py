@@ -14,7 +14,7 @@ from thinwire.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Run:
+class RunFiles:
     """The files of one run directory; they may be few, cut off or full of NaN, as a young or killed run leaves them.
 
     steps: rows of metrics.jsonl by step, the last one where a step occurs twice.
@@ -62,13 +62,13 @@ def number(value: Any) -> float:
         return math.nan
 
 
-def read_run(run_dir: Path) -> Run:
+def read_run(run_dir: Path) -> RunFiles:
     """Read RUN_DIR's metrics, summary and config; raises ConfigError where there is no run at all."""
     metrics, summary, config = (run_dir / name for name in ("metrics.jsonl", "summary.json", "config.toml"))
     if not any(path.is_file() for path in (metrics, summary, config)):
         raise ConfigError(f"{str(run_dir)!r} holds no run: none of {metrics.name}, {summary.name}, {config.name}")
     changed = max(path.stat().st_mtime for path in (metrics, summary, config) if path.is_file())
-    return Run(
+    return RunFiles(
         path=run_dir,
         steps=_rows(_text(metrics)),
         summary=_object(_text(summary)),

@@ -16,7 +16,7 @@ LETTER_WIDTH, LINE_HEIGHT, LONGEST_LABEL = 7.5, 16, 18
 
 
 @dataclass(frozen=True)
-class Axis:
+class Scale:
     """A linear scale from data (low to high) to pixels (start to end); `whole`: ticks at integers only."""
 
     low: float
@@ -82,8 +82,8 @@ class Chart:
         widest = max((len(_cut(name)) for name in names), default=0)
         self._right = WIDTH - RIGHT - (LETTER_WIDTH * widest + 14 if widest else 0)
         self._height, self._foot = height, height - BOTTOM
-        self.x = Axis(*x, LEFT, self._right, whole=True)
-        self.y = Axis(*y, self._foot, TOP)
+        self.x = Scale(*x, LEFT, self._right, whole=True)
+        self.y = Scale(*y, self._foot, TOP)
         self._label = label
         self._marks = [*self._grid(), *self._titles(x_label, y_label)]
 
@@ -181,7 +181,7 @@ def _cut(name: str) -> str:
     return name if len(name) <= LONGEST_LABEL else f"{name[: LONGEST_LABEL - 1]}…"
 
 
-def _labels(axis: Axis, count: int) -> list[tuple[float, str]]:
+def _labels(axis: Scale, count: int) -> list[tuple[float, str]]:
     ticks = axis.ticks(count)
     step = ticks[1] - ticks[0] if len(ticks) > 1 else axis.high - axis.low
     return [(value, tick_label(value, step, max(map(abs, ticks)))) for value in ticks]

@@ -21,7 +21,7 @@ def word_bytes(num_parameters: int = 0) -> int:
 
 
 @dataclass(frozen=True)
-class Word:
+class StepStatus:
     """What one rank says of a step.
 
     squares: the sum of squares of those elements of the mean gradient that this rank counts; each element of the model

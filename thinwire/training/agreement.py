@@ -21,7 +21,7 @@ from thinwire.errors import ConfigError, ThinwireError
 from thinwire.table import Row
 from thinwire.training.config import PER_MACHINE, TrainConfig
 from thinwire.training.gathering import of_all_ranks, told_by_first
-from thinwire.training.place import Island
+from thinwire.training.place import IslandPlace
 
 Gather = Callable[[Any], list[Any]]
 
@@ -77,7 +77,7 @@ def raise_first(problems: list[str], who: str) -> None:
             raise CheckpointError(f"{who} {number}: {problem}")
 
 
-def agree_on_start(checkpoints: Path, *, verifies: bool, island: Island) -> tuple[Path | None, list[Row]]:
+def agree_on_start(checkpoints: Path, *, verifies: bool, island: IslandPlace) -> tuple[Path | None, list[Row]]:
     """The same for a run that may have islands: all of them agree, and all raise the problem of any of them."""
     if island.num_islands == 1:
         return agree_on_checkpoint(checkpoints, verifies=verifies)
@@ -94,7 +94,7 @@ def agree_on_start(checkpoints: Path, *, verifies: bool, island: Island) -> tupl
 
 
 def agree_among_islands(
-    checkpoints: Path, mine: Path | None, island: Island, problem: str = "", rows: Sequence[Row] = ()
+    checkpoints: Path, mine: Path | None, island: IslandPlace, problem: str = "", rows: Sequence[Row] = ()
 ) -> tuple[Path | None, list[Row]]:
     """The same between islands, each of which proposes `mine`; the first rank of every island calls it.
 

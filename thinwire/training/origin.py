@@ -13,7 +13,7 @@ from thinwire.checkpoint.folder import Manifest, verified_at
 from thinwire.hosts.interface import ParallelOptimizer
 from thinwire.table import Row
 from thinwire.training.gathering import told_by_first
-from thinwire.training.place import Island
+from thinwire.training.place import IslandPlace
 from thinwire.training.run_dir import RunDir
 
 # Of a checkpoint's manifest: how many islands trained together; 1 where none did.
@@ -25,7 +25,7 @@ def num_islands(checkpoint: Path) -> int:
     return Manifest.read(checkpoint).about.get(ISLANDS, 1)
 
 
-def folder_to_read(run_dir: RunDir, island: Island) -> Path:
+def folder_to_read(run_dir: RunDir, island: IslandPlace) -> Path:
     """The checkpoints that an island continues from: its own, or the run's if the last save was without this island."""
     if not island.number:
         return run_dir.checkpoints

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
-class Island(NamedTuple):
+class IslandPlace(NamedTuple):
     """One of the worlds that train together. meet: HOST:PORT where their first ranks meet; empty for the only one."""
 
     number: int = 0
@@ -22,7 +22,7 @@ class Place:
     rank: int
     local_rank: int
     world_size: int
-    island: Island = field(default_factory=Island)
+    island: IslandPlace = field(default_factory=IslandPlace)
 
     @classmethod
     def from_environment(cls) -> Place | None:

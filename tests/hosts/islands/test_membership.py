@@ -23,7 +23,7 @@ from tests.workers import HANG_S, run_workers
 from thinwire.collectives import ElasticPeers, exchange, faults, host_meeting
 from thinwire.collectives.faults import parse
 from thinwire.errors import ConfigError, CorruptMessageError, PeerLostError, ThinwireError
-from thinwire.hosts.islands.recovery import COMMITTED, RECEIVED, UNSURE, Word, counting
+from thinwire.hosts.islands.recovery import COMMITTED, RECEIVED, UNSURE, IslandStatus, counting
 from thinwire.methods.islands.exchange import COMMIT, OPERATION
 
 TIMEOUT_S = 8.0
@@ -262,7 +262,9 @@ def run_story(story: Story) -> list[dict[str, Any]]:
 def test_an_exchange_counts_where_anyone_knows_that_all_have_it(
     applied: tuple[int, int], status: tuple[int, int], count: int
 ) -> None:
-    words = {island: Word(0, 10, [7, applied[island]], [0, 10], [UNSURE, status[island]]) for island in range(2)}
+    words = {
+        island: IslandStatus(0, 10, [7, applied[island]], [0, 10], [UNSURE, status[island]]) for island in range(2)
+    }
     assert counting(words) == [7, count]
 
 

@@ -3,11 +3,11 @@
 from thinwire.checkpoint.foreign.formats import FORMATS, Format, detect
 from thinwire.checkpoint.foreign.layouts import Averaged, Fused, Layout, Replicated, Sharded, Unique
 from thinwire.checkpoint.foreign.rules import Rule, assign, consolidate, left_out
-from thinwire.checkpoint.foreign.sources import DCPSource, MegatronSource, SafetensorsSource, Source, Zero3Source
+from thinwire.checkpoint.foreign.sources import DCPSource, ForeignSource, MegatronSource, SafetensorsSource, Zero3Source
 from thinwire.checkpoint.foreign.tables import Sizes, huggingface, megatron, torchtitan
 
 __all__ = [
     "FORMATS", "Averaged", "DCPSource", "Format", "Fused", "Layout", "MegatronSource", "Replicated", "Rule",
-    "SafetensorsSource", "Sharded", "Sizes", "Source", "Unique", "Zero3Source", "assign", "consolidate", "detect",
-    "huggingface", "left_out", "megatron", "torchtitan",
+    "SafetensorsSource", "Sharded", "Sizes", "ForeignSource", "Unique", "Zero3Source", "assign", "consolidate",
+    "detect", "huggingface", "left_out", "megatron", "torchtitan",
 ]  # fmt: skip

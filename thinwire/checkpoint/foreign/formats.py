@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from thinwire.checkpoint.foreign.rules import Rule
-from thinwire.checkpoint.foreign.sources import DCPSource, MegatronSource, SafetensorsSource, Source, Zero3Source
+from thinwire.checkpoint.foreign.sources import DCPSource, ForeignSource, MegatronSource, SafetensorsSource, Zero3Source
 from thinwire.checkpoint.foreign.tables import Sizes, huggingface, megatron, torchtitan
 from thinwire.errors import ConfigError
 
@@ -17,7 +17,7 @@ class Format:
     """A program's checkpoints: the files by which they are known, how they are opened, and the table of rules."""
 
     marks: tuple[str, ...]
-    open: Callable[[Path], Source]
+    open: Callable[[Path], ForeignSource]
     rules: Callable[[Sizes], tuple[Rule, ...]]
 
     def fits(self, folder: Path) -> bool:

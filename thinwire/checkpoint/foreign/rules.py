@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from thinwire.checkpoint.foreign.layouts import Layout, Unique
-from thinwire.checkpoint.foreign.sources import Source
+from thinwire.checkpoint.foreign.sources import ForeignSource
 from thinwire.errors import ConfigError, first_few
 
 
@@ -69,7 +69,7 @@ def assign(names: Iterable[str], rules: Sequence[Rule]) -> dict[str, Rule]:
     return {name: matches[0] for name, matches in found.items()}
 
 
-def consolidate(source: Source, rules: Sequence[Rule]) -> Iterator[tuple[str, Tensor]]:
+def consolidate(source: ForeignSource, rules: Sequence[Rule]) -> Iterator[tuple[str, Tensor]]:
     """(new name, whole fp32 tensor), one parameter after another: no more than one is in memory at a time.
 
     Raises ConfigError, before anything is read, for names that `assign` refuses and for two parameters with the same

@@ -19,7 +19,7 @@ from thinwire.checkpoint.foreign.pickles import load_metadata, load_pt
 from thinwire.errors import ConfigError, ThinwireError
 
 
-class Source(Protocol):
+class ForeignSource(Protocol):
     """A checkpoint of another program."""
 
     def names(self) -> Iterable[str]:

@@ -29,7 +29,7 @@ from thinwire.table import Row
 MIB = 1 << 20
 
 
-class Entry(nn.Module):
+class WrappedModel(nn.Module):
     """What DDP wraps: the model, or a pass that touches every parameter without it."""
 
     def __init__(self, model: nn.Module, trained: list[nn.Parameter]) -> None:
@@ -71,7 +71,7 @@ def wrap_ddp(
     if checked and not reduction.is_metered:
         rows.append(("--checked", "no effect on gradients", "torch's collectives put nothing in front of a message"))
     rows.append(same_start(model, comm))
-    entry = Entry(model, list(trained.values()))
+    entry = WrappedModel(model, list(trained.values()))
     whole_mb = sum(shape.numel() * 4 for shape in shapes.values()) // MIB + 1
     with warnings.catch_warnings():
         # Its successor, forward_sync_buffers, is unknown to older versions.
@@ -114,7 +114,7 @@ class DDPOptimizer(AgreeingOptimizer):
         )
         ddp.register_comm_hook(self, hand_over)
 
-    def settle_buckets(self, entry: Entry) -> None:
+    def settle_buckets(self, entry: WrappedModel) -> None:
         """Let DDP lay out its buckets before the first step, which it does after the first backward it sees.
 
         The rounding of a sum depends on where in a bucket an element lies: a run that is resumed would differ in its

@@ -21,10 +21,10 @@ from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
 from thinwire.errors import ConfigError
 from thinwire.hosts.fsdp.describe import rows_of
 from thinwire.hosts.fsdp.gather import AllGather, DifferenceGather
-from thinwire.hosts.fsdp.mesh import Axis, mesh_ranks
+from thinwire.hosts.fsdp.mesh import RankGroup, mesh_ranks
 from thinwire.hosts.fsdp.reduce import ReduceScatter, Replicas
 from thinwire.hosts.fsdp.watch import Watched
-from thinwire.layout.gathered import Unit
+from thinwire.layout.gathered import GatheredUnit
 from thinwire.layout.pattern import check_layout_of
 from thinwire.methods.data.zeropp import ZeroPP
 from thinwire.methods.interface import GatheredMethod
@@ -191,7 +191,10 @@ class CompressedFSDP:
         started: Callable[[CompressedFSDP], None] = lambda compressed: None,
     ) -> None:
         self.model, self.method, self.comm, self.overlap = model, method, comm, overlap
-        self.shards, self.replicas = Axis.of(comm, groups[0].shard_ranks), Axis.of(comm, groups[0].replica_ranks)
+        self.shards, self.replicas = (
+            RankGroup.of(comm, groups[0].shard_ranks),
+            RankGroup.of(comm, groups[0].replica_ranks),
+        )
         self.secondary = method.secondary and self.shards.grid.num_nodes > 1
         self.units = build_units(model, groups, method, self.shards.size)
         self.differences = method.matrix().differences or method.vector().differences
@@ -203,7 +206,7 @@ class CompressedFSDP:
         ]
         self.watched: Watched | None = None
         self._started = started
-        self._order: list[Unit] | None = [] if overlap else None
+        self._order: list[GatheredUnit] | None = [] if overlap else None
         self._hooks: list[Any] = []
         self._undo: list[Callable[[], object]] = []
 
@@ -346,7 +349,7 @@ class CompressedFSDP:
             "parameters": short_digest([(name, tuple(param.sharded.shape)) for name, param in named]),
         }
 
-    def _note_order(self, unit: Unit) -> None:
+    def _note_order(self, unit: GatheredUnit) -> None:
         """Learn from the first forward which module follows which, and let each gather the next one's weights."""
         if self._order is None:
             return
@@ -368,21 +371,23 @@ class CompressedFSDP:
         if self.watched is not None:
             self.watched.note_load()
 
-    def _backward_bytes(self, unit: Unit, gather: AllGather) -> int:
+    def _backward_bytes(self, unit: GatheredUnit, gather: AllGather) -> int:
         size = unit.group.backward_group_size(self.model)
         if size in (0, self.shards.size):
             return gather.again_bytes() if size else 0
         return (size - 1) * (unit.shard_bytes * self.shards.size // size)
 
 
-def build_units(model: nn.Module, groups: Iterable[FSDPGroup], method: GatheredMethod, num_shards: int) -> list[Unit]:
+def build_units(
+    model: nn.Module, groups: Iterable[FSDPGroup], method: GatheredMethod, num_shards: int
+) -> list[GatheredUnit]:
     """What FSDP2 gathers together, with a wire for each parameter: vector() up to one dimension, matrix() above."""
     if any(codec.has_variable_length for wire in (method.matrix(), method.vector()) for codec in wire.codecs):
         raise ConfigError(f"entropy coding of {method.name}: FSDP2's buffers are of fixed length; leave out '+zstd'")
     named = {id(param): name for name, param in model.named_parameters(remove_duplicate=False)}
-    units: list[Unit] = []
+    units: list[GatheredUnit] = []
     for index, group in enumerate(groups):
         params = [param.sharded for param in group.params]
         wires = [method.vector() if param.dim() < 2 else method.matrix() for param in params]
-        units.append(Unit(index, group, [named.get(id(param), "?") for param in params], wires, num_shards))
+        units.append(GatheredUnit(index, group, [named.get(id(param), "?") for param in params], wires, num_shards))
     return units

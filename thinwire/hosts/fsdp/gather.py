@@ -17,8 +17,8 @@ from thinwire.collectives.gather import all_gather_packets, gather_across_nodes,
 from thinwire.collectives.link import Link
 from thinwire.collectives.rounds import Rounds
 from thinwire.errors import ConfigError
-from thinwire.hosts.fsdp.mesh import Axis
-from thinwire.layout.gathered import StaleWeightsError, Unit, Version
+from thinwire.hosts.fsdp.mesh import RankGroup
+from thinwire.layout.gathered import GatheredUnit, StaleWeightsError, Version
 
 GRADIENTS, WEIGHTS = 0, 1
 
@@ -43,7 +43,7 @@ class Plug:
     number and `seed` it seeds the codecs of the next.
     """
 
-    def __init__(self, axis: Axis, unit: Unit, seed: int) -> None:
+    def __init__(self, axis: RankGroup, unit: GatheredUnit, seed: int) -> None:
         self.axis, self.comm, self.unit, self.seed = axis, axis.comm, unit, seed
         self.count = 0
 
@@ -69,7 +69,9 @@ class AllGather(Plug):
     Source: ZeRO++ (ICLR 2024), sections 3.1 (quantised weights) and 3.2 (secondary partition), here in packets.
     """
 
-    def __init__(self, axis: Axis, unit: Unit, seed: int, keep: bool, called: Callable[[Unit], None]) -> None:
+    def __init__(
+        self, axis: RankGroup, unit: GatheredUnit, seed: int, keep: bool, called: Callable[[GatheredUnit], None]
+    ) -> None:
         super().__init__(axis, unit, seed)
         self.keep = keep
         self.codec = unit.weights()
@@ -208,7 +210,9 @@ class DifferenceGather(AllGather):
     Source: SDP4Bit, NeurIPS 2024, section 3.1; ZeRO++ (ICLR 2024), section 3.2, for who keeps what.
     """
 
-    def __init__(self, axis: Axis, unit: Unit, seed: int, keep: bool, called: Callable[[Unit], None]) -> None:
+    def __init__(
+        self, axis: RankGroup, unit: GatheredUnit, seed: int, keep: bool, called: Callable[[GatheredUnit], None]
+    ) -> None:
         super().__init__(axis, unit, seed, True, called)
         self._reference: Tensor | None = None
         self._rest: Tensor | None = None

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
-class Axis:
+class RankGroup:
     """Some ranks of a communicator, along one dimension of its mesh.
 
     members: their ranks in the communicator. grid: how they lie on nodes.
@@ -30,7 +30,7 @@ class Axis:
     grid: Topology
 
     @classmethod
-    def of(cls, comm: Communicator, global_ranks: Sequence[int]) -> Axis:
+    def of(cls, comm: Communicator, global_ranks: Sequence[int]) -> RankGroup:
         """The axis of these ranks."""
         members = [comm.global_ranks.index(rank) for rank in global_ranks]
         if len(members) == comm.world_size:

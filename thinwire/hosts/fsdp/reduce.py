@@ -21,8 +21,8 @@ from thinwire.collectives.link import Link
 from thinwire.collectives.reduce import reduce_bytes, reduce_scatter
 from thinwire.collectives.rounds import Rounds
 from thinwire.hosts.fsdp.gather import GRADIENTS, Plug
-from thinwire.hosts.fsdp.mesh import Axis
-from thinwire.layout.gathered import LayoutError, Unit
+from thinwire.hosts.fsdp.mesh import RankGroup
+from thinwire.layout.gathered import GatheredUnit, LayoutError
 from thinwire.methods.interface import GradientMemory
 
 # Whole gradients that may wait for the link at once; backward stands still for more.
@@ -44,7 +44,13 @@ class ReduceScatter(Plug):
     """
 
     def __init__(
-        self, axis: Axis, replicas: Axis, unit: Unit, seed: int, under_way: deque[Future[None]], memory: Memory
+        self,
+        axis: RankGroup,
+        replicas: RankGroup,
+        unit: GatheredUnit,
+        seed: int,
+        under_way: deque[Future[None]],
+        memory: Memory,
     ) -> None:
         super().__init__(axis, unit, seed)
         self.replicas = replicas
@@ -54,7 +60,7 @@ class ReduceScatter(Plug):
             self.memories.pop()
         self.waits: dict[str, int] = {}
         # What autograd reached, for whoever compares it with other ranks.
-        self.note_present: Callable[[Unit, list[int]], None] = lambda unit, present: None
+        self.note_present: Callable[[GatheredUnit, list[int]], None] = lambda unit, present: None
         # Of all units together.
         self._under_way = under_way
         self._checked = False
@@ -215,10 +221,10 @@ class Replicas(dist.ProcessGroup):
             # Around this call torch logs errors with the name of the group, which it does not know.
             if not _compat.at_end_of_backward(partial(_throw, error)):
                 raise
-        return Done()
+        return FinishedWork()
 
 
-class Done(dist.Work):
+class FinishedWork(dist.Work):
     """Nothing to wait for."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from thinwire.collectives import Communicator
 from thinwire.errors import ThinwireError
-from thinwire.layout.gathered import Unit
+from thinwire.layout.gathered import GatheredUnit
 from thinwire.state.watchdog import Watchdog
 
 
@@ -27,7 +27,7 @@ class Watched:
     What the ranks say of a step is read in the next, so nobody waits for it.
     """
 
-    def __init__(self, comm: Communicator, units: Sequence[Unit], dog: Watchdog) -> None:
+    def __init__(self, comm: Communicator, units: Sequence[GatheredUnit], dog: Watchdog) -> None:
         self.comm, self.units, self.dog = comm, units, dog
         self.steps = 0
         self._said: Future[Tensor] | None = None
@@ -41,7 +41,7 @@ class Watched:
         """Payload this rank sends."""
         return 8 * (self.comm.world_size - 1)
 
-    def note_reduction(self, unit: Unit, present: Sequence[int]) -> None:
+    def note_reduction(self, unit: GatheredUnit, present: Sequence[int]) -> None:
         """The gradients of these parameters of a unit are being reduced."""
         self._reduced = zlib.crc32(repr((unit.index, *present)).encode(), self._reduced)
         self._with_gradient.update(unit.names[i] for i in present)

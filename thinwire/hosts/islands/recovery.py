@@ -50,7 +50,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Word:
+class IslandStatus:
     """What one island tells the others when they have met anew; lists are by fragment.
 
     options: stands for the model and the options. sent_through: the step whose exchanges were the last to be started.
@@ -67,7 +67,7 @@ class Word:
         return torch.tensor([self.options, self.sent_through, *self.applied, *self.pending, *self.status])
 
     @classmethod
-    def unpacked(cls, numbers: list[int]) -> Word:
+    def unpacked(cls, numbers: list[int]) -> IslandStatus:
         size = (len(numbers) - 2) // 3
         lists = [numbers[2 + i * size : 2 + (i + 1) * size] for i in range(3)]
         return cls(numbers[0], numbers[1], *lists)
@@ -98,14 +98,14 @@ def renew(exchanges: Exchanges, start: float, has_met: bool = False) -> Change:
         return Change(peers.membership, time.monotonic() - start, how, jump)
 
 
-def exchange_words(exchanges: Exchanges) -> dict[int, Word]:
+def exchange_words(exchanges: Exchanges) -> dict[int, IslandStatus]:
     """What the members that have the state tell, by island."""
     peers, numbers = exchanges.peers, range(len(exchanges.fragments))
     pending = {flight.fragment: flight.sync for flight in exchanges.flights if flight.sync and not flight.is_applied}
     status = dict.fromkeys(numbers, UNSURE)
     for number, sync in pending.items():
         status[number] = COMMITTED if sync.is_committed else RECEIVED if sync.received is not None else UNSURE
-    mine = Word(
+    mine = IslandStatus(
         options_digest(exchanges),
         exchanges.sent_through,
         [outer.number for outer in exchanges.outer],
@@ -114,7 +114,7 @@ def exchange_words(exchanges: Exchanges) -> dict[int, Word]:
     )
     told = exchanges.result_of(peers.comm.all_gather_exact(mine.packed()))
     return {
-        island: Word.unpacked(numbers)
+        island: IslandStatus.unpacked(numbers)
         for island, numbers in zip(peers.members, told.tolist(), strict=True)
         if island not in peers.membership.joined
     }
@@ -125,7 +125,7 @@ def options_digest(exchanges: Exchanges) -> int:
     return int(digest([exchanges.options.encode()]).view(torch.int64)[0])
 
 
-def counting(words: Mapping[int, Word]) -> list[int]:
+def counting(words: Mapping[int, IslandStatus]) -> list[int]:
     """By fragment, how many exchanges count, from the words of those who have the state.
 
     They are at most one apart: nobody sends the next before it has applied this one.
@@ -138,7 +138,7 @@ def counting(words: Mapping[int, Word]) -> list[int]:
     return counts
 
 
-def settle(exchanges: Exchanges, words: Mapping[int, Word]) -> str:
+def settle(exchanges: Exchanges, words: Mapping[int, IslandStatus]) -> str:
     """Apply what counts, hand the state to newcomers, and send once more what does not count."""
     peers = exchanges.peers
     for number, count in enumerate(counting(words)):
@@ -154,7 +154,7 @@ def settle(exchanges: Exchanges, words: Mapping[int, Word]) -> str:
     return f"{len(again)} exchange(s) sent once more" if again else "nothing had to be sent once more"
 
 
-def catch_up(exchanges: Exchanges, words: Mapping[int, Word]) -> tuple[str, int]:
+def catch_up(exchanges: Exchanges, words: Mapping[int, IslandStatus]) -> tuple[str, int]:
     """Get the state as of now while the others train on, listen to their exchanges, and apply those to it.
 
     Ends right after an exchange; returns what was done, and the step at which the others go on from it.
@@ -191,7 +191,7 @@ def catch_up(exchanges: Exchanges, words: Mapping[int, Word]) -> tuple[str, int]
     )
 
 
-def exchanges_after(exchanges: Exchanges, told: Word, counts: list[int]) -> Iterator[tuple[int, list[int]]]:
+def exchanges_after(exchanges: Exchanges, told: IslandStatus, counts: list[int]) -> Iterator[tuple[int, list[int]]]:
     """Which fragments the others exchange after which step, from the first exchange that does not count yet."""
     again: dict[int, list[int]] = {}
     for number, step in enumerate(told.pending):
@@ -233,7 +233,7 @@ def hand_over(link: Link, state: Tensor | None, donor: int, joiner: int) -> Roun
         return
     assert state is not None
     message = state.view(torch.uint8)
-    progress = Progress(link, message.numel(), donor, joiner)
+    progress = HandOverProgress(link, message.numel(), donor, joiner)
     for chunk in message.split(max(CHUNK_BYTES, -(-message.numel() // MAX_CHUNKS))):
         is_there = False
         while not is_there:
@@ -259,7 +259,7 @@ def hand_over_chunk(link: Link, chunk: Tensor, donor: int, joiner: int) -> Round
     return bool(answer)
 
 
-class Progress:
+class HandOverProgress:
     """Says every now and then how far a newcomer's state has come."""
 
     def __init__(self, link: Link, num_bytes: int, donor: int, joiner: int) -> None:

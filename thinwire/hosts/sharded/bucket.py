@@ -17,7 +17,7 @@ from thinwire.collectives.link import Link
 from thinwire.collectives.reduce import reduce_scatter
 from thinwire.collectives.rounds import Rounds
 from thinwire.layout.formats import LevelFormat
-from thinwire.layout.spans import Layout, Span, Unit
+from thinwire.layout.spans import FlatLayout, ParameterSpan, Unit
 from thinwire.state.memory import GRADIENTS, Saved
 from thinwire.state.replicas import fingerprint
 
@@ -26,9 +26,9 @@ from thinwire.state.replicas import fingerprint
 class Slot:
     """A parameter and its place in a bucket."""
 
-    span: Span
+    span: ParameterSpan
     param: nn.Parameter
-    bucket: Bucket = field(repr=False)
+    bucket: FlatBucket = field(repr=False)
 
     @property
     def name(self) -> str:
@@ -49,7 +49,7 @@ class Slot:
         return Piece(self.span.numel, self.offset, shard[self.owned])
 
 
-class Bucket:
+class FlatBucket:
     """Parameters that travel together, on this rank.
 
     live: the whole weights, of the model's dtype, [numel], into which the model's parameters are views; where weights
@@ -60,7 +60,7 @@ class Bucket:
     what the gradients' codecs lost on this rank; None without error feedback.
     """
 
-    def __init__(self, layout: Layout, params: Mapping[str, nn.Parameter], comm: Communicator) -> None:
+    def __init__(self, layout: FlatLayout, params: Mapping[str, nn.Parameter], comm: Communicator) -> None:
         """Move the parameters into one flat tensor and make this rank's shards; padding is zero everywhere."""
         self.layout, self.comm = layout, comm
         self.slots = [Slot(span, params[span.name], self) for span in layout.spans]
@@ -245,7 +245,7 @@ class LiveUnit:
     """
 
     unit: Unit
-    buckets: Sequence[Bucket]
+    buckets: Sequence[FlatBucket]
     ready: set[int] = field(default_factory=set)
     num_sent: int = 0
     is_sent: bool = False

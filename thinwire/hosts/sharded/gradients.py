@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from thinwire.hosts.sharded.bucket import Bucket, LiveUnit, Slot
+from thinwire.hosts.sharded.bucket import FlatBucket, LiveUnit, Slot
 from thinwire.hosts.sharded.seeds import Seeds
 from thinwire.hosts.sharded.weights import Weights
 
@@ -46,7 +46,7 @@ class Gradients:
         self._accumulating = False
         self._num_launched = 0
         self._sent: list[SentGradient] = []
-        self._reducing: dict[Bucket, Future[None]] = {}
+        self._reducing: dict[FlatBucket, Future[None]] = {}
         for unit in units:
             for slot in unit.slots:
                 if slot.param.dtype != torch.float32:

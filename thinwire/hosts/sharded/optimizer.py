@@ -16,7 +16,7 @@ from thinwire.checkpoint import Snapshot, Source
 from thinwire.collectives import Communicator
 from thinwire.hosts.interface import ParallelOptimizer
 from thinwire.hosts.ranks import Ranks
-from thinwire.hosts.sharded.bucket import Bucket, LiveUnit, Slot
+from thinwire.hosts.sharded.bucket import FlatBucket, LiveUnit, Slot
 from thinwire.hosts.sharded.gradients import Gradients
 from thinwire.hosts.sharded.guard import guard
 from thinwire.hosts.sharded.owned import take_over
@@ -26,7 +26,7 @@ from thinwire.hosts.sharded.state import ShardedState
 from thinwire.hosts.sharded.weights import Weights
 from thinwire.layout.spans import Unit, sent_by
 from thinwire.methods.sharded import ShardedMethod
-from thinwire.state.agreement import Agreed, Word, word_bytes
+from thinwire.state.agreement import Agreed, StepStatus, word_bytes
 from thinwire.state.clipping import Clipping
 from thinwire.state.replicas import compare_replicas
 from thinwire.table import Row
@@ -68,7 +68,7 @@ class ShardedOptimizer(ParallelOptimizer, torch.optim.Optimizer):
         params = dict(model.named_parameters())
         self.model, self.inner, self.method, self.overlap = model, inner, method, overlap
         self.ranks, self.comm, self._comms, self._notes = ranks, ranks.comm, comms, notes
-        self.units = [LiveUnit(u, [Bucket(la, params, comms[la.group]) for la in u.layouts]) for u in units]
+        self.units = [LiveUnit(u, [FlatBucket(la, params, comms[la.group]) for la in u.layouts]) for u in units]
         self.buckets = [bucket for unit in self.units for bucket in unit.buckets]
         self._slots = [slot for bucket in self.buckets for slot in bucket.slots]
         self._frozen = [p for group in inner.param_groups for p in group["params"] if not p.requires_grad]
@@ -227,7 +227,9 @@ class ShardedOptimizer(ParallelOptimizer, torch.optim.Optimizer):
         for comm in self._comms:
             speaks_on, slots = self._speaks_on(comm), self._slots_of(comm)
             squares = self._squares() if comm is self.comm else 0.0
-            word = Word(squares, self._loss, self._stop, [slot.span.index in self._gradients.used for slot in slots])
+            word = StepStatus(
+                squares, self._loss, self._stop, [slot.span.index in self._gradients.used for slot in slots]
+            )
             agreed = Agreed.of(speaks_on.wait(speaks_on.all_gather_exact(word.pack())), len(slots))
             used = zip(slots, agreed.used, strict=True)
             self._gradients.used.update(slot.span.index for slot, is_used in used if is_used)
@@ -278,7 +280,7 @@ class ShardedOptimizer(ParallelOptimizer, torch.optim.Optimizer):
         held = self._holding(names)
         return sum(4 * bucket.layout.shard_numel * (bucket.comm.world_size - 1) for bucket in held), 0
 
-    def _holding(self, names: Collection[str]) -> list[Bucket]:
+    def _holding(self, names: Collection[str]) -> list[FlatBucket]:
         """The buckets in which any of these parameters lies."""
         return [bucket for bucket in self.buckets if any(slot.name in names for slot in bucket.slots)]
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.hosts.sharded.bucket import Bucket, Slot
+from thinwire.hosts.sharded.bucket import FlatBucket, Slot
 from thinwire.state.elementwise import is_elementwise
 from thinwire.state.portable import Held
 
@@ -33,7 +33,7 @@ class Owned:
         return Held(self.master, self.slot.span.numel, self.slot.offset)
 
 
-def take_over(inner: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> list[Owned]:
+def take_over(inner: torch.optim.Optimizer, buckets: Sequence[FlatBucket]) -> list[Owned]:
     """Put this rank's pieces of the masters in the place of the parameters, group by group."""
     slots = {id(slot.param): slot for bucket in buckets for slot in bucket.slots}
     found: list[Owned] = []

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from thinwire.hosts.sharded.bucket import Bucket, LiveUnit
+from thinwire.hosts.sharded.bucket import FlatBucket, LiveUnit
 from thinwire.hosts.sharded.guard import Hook
 from thinwire.hosts.sharded.seeds import Seeds
 from thinwire.hosts.sharded.weights import Weights, moved, tell_of_edits
@@ -30,7 +30,7 @@ class Passage:
     is_kept: bool = False
     in_backward: bool = False
     gathering: list[Future[None]] = field(default_factory=list)
-    versions: dict[Bucket, list[int]] = field(default_factory=dict)
+    versions: dict[FlatBucket, list[int]] = field(default_factory=dict)
 
 
 class PassingWeights(Weights):
@@ -166,7 +166,7 @@ class PassingWeights(Weights):
         self._note(unit)
 
 
-def _set_whole(bucket: Bucket, is_whole: bool) -> None:
+def _set_whole(bucket: FlatBucket, is_whole: bool) -> None:
     """Give `live` its memory, with undefined content, or take it away; the parameters stay views into it."""
     try:
         bucket.live.untyped_storage().resize_(bucket.live.nbytes if is_whole else 0)

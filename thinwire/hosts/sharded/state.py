@@ -9,7 +9,7 @@ import torch
 
 from thinwire.checkpoint import Snapshot, Source
 from thinwire.collectives import Communicator
-from thinwire.hosts.sharded.bucket import Bucket
+from thinwire.hosts.sharded.bucket import FlatBucket
 from thinwire.hosts.sharded.owned import Owned
 from thinwire.layout.formats import LevelFormat
 from thinwire.methods.sharded import ShardedMethod
@@ -25,7 +25,7 @@ class ShardedState:
         method: ShardedMethod,
         inner: torch.optim.Optimizer,
         comm: Communicator,
-        buckets: Sequence[Bucket],
+        buckets: Sequence[FlatBucket],
         owned: Sequence[Owned],
     ) -> None:
         self.method, self.inner, self.comm, self.buckets, self.owned = method, inner, comm, buckets, owned

@@ -10,7 +10,7 @@ from functools import partial
 
 from thinwire.collectives.link import Link
 from thinwire.collectives.rounds import Rounds
-from thinwire.hosts.sharded.bucket import Bucket, LiveUnit, Slot
+from thinwire.hosts.sharded.bucket import FlatBucket, LiveUnit, Slot
 from thinwire.hosts.sharded.seeds import Seeds
 from thinwire.state.replicas import fingerprint
 
@@ -26,7 +26,7 @@ class Weights:
     def __init__(self, units: Sequence[LiveUnit], seeds: Seeds, at_once: int | None = None) -> None:
         self.units, self.seeds, self.at_once = units, seeds, at_once
         self.unsent: deque[LiveUnit] = deque()
-        self._coming: dict[LiveUnit, list[tuple[Bucket, Future[None]]]] = {}
+        self._coming: dict[LiveUnit, list[tuple[FlatBucket, Future[None]]]] = {}
 
     def send(self) -> None:
         """Begin to send what the masters have become, in order of forward."""
@@ -40,7 +40,7 @@ class Weights:
             unit = self.unsent.popleft()
             self._coming[unit] = [(bucket, bucket.comm.submit(self._job(bucket))) for bucket in unit.buckets]
 
-    def _job(self, bucket: Bucket) -> Callable[[Link], Rounds[None]]:
+    def _job(self, bucket: FlatBucket) -> Callable[[Link], Rounds[None]]:
         wire, seed = bucket.layout.wire, self.seeds.weights(bucket.layout)
         return partial(
             bucket.refresh, message=bucket.master, codec=wire.weights, differences=wire.differences, seed=seed
@@ -106,7 +106,7 @@ def moved(slot: Slot) -> RuntimeError:
     )
 
 
-def tell_of_edits(bucket: Bucket, names: Sequence[str]) -> None:
+def tell_of_edits(bucket: FlatBucket, names: Sequence[str]) -> None:
     """Warn that weights were changed by somebody else, and are kept."""
     where = f"of {names[0]!r}" if len(names) == 1 else f"between {names[0]!r} and {names[-1]!r}"
     log.warning(

@@ -83,7 +83,7 @@ def namespace_settings() -> str:
     return f" ({', '.join(found)})" if found else ""
 
 
-class Node:
+class Namespace:
     """One node: its namespace, its netlink socket, and both ends of its link."""
 
     def __init__(self, namespace: int, netlink: Any) -> None:
@@ -105,7 +105,7 @@ class Holder:
         self.home = os.open("/proc/self/ns/net", os.O_RDONLY)
         quiet_ipv6()
         self.bridge = self._open()
-        self.nodes: list[Node] = []
+        self.nodes: list[Namespace] = []
         self._netem = {"delay": round(delay_s * 1e6), "loss": loss_percent, "limit": NETEM_FRAMES}
         self._has_netem = bool(delay_s or loss_percent)
         self._check_kernel()
@@ -144,10 +144,10 @@ class Holder:
         finally:
             setns(self.home, CLONE_NEWNET)
 
-    def _make_node(self, number: int, address: str) -> Node:
+    def _make_node(self, number: int, address: str) -> Namespace:
         unshare(CLONE_NEWNET, "CLONE_NEWNET")
         try:
-            node = Node(os.open("/proc/self/ns/net", os.O_RDONLY), self._open())
+            node = Namespace(os.open("/proc/self/ns/net", os.O_RDONLY), self._open())
             quiet_ipv6()
         finally:
             setns(self.home, CLONE_NEWNET)

@@ -234,7 +234,7 @@ def composed(methods: Sequence[Method | Connected], mesh: DeviceMesh) -> Method 
             f"two methods for the data axis, {type(islands.inner).__name__} as inner= and {type(inner[0]).__name__}; "
             "nearest: leave inner= out"
         )
-    return replace(islands, inner=inner[0])  # type: ignore[type-var]
+    return replace(islands, inner=inner[0])
 
 
 def other_islands(mesh: DeviceMesh, timeout_s: float, checked: bool) -> Peers | None:

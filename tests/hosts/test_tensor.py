@@ -244,8 +244,8 @@ def move(rank: int, world_size: int, name: str, folder: Path) -> list[dict[str, 
         place = (mesh["data"].get_local_rank(), mesh["tensor"].get_local_rank())
         shapes = {key: param.shape for key, param in model.named_parameters()}
         owing: Any = SimpleNamespace(optimizer=stage.optimizer, rank=stage.optimizer.comm.rank)
-        owed = {key: flat.view(shapes[key]) for key, flat in Replica.owed(owing).items()}
-        found.append({"owed": owed, "place": place})
+        residuals = {key: flat.view(shapes[key]) for key, flat in Replica.residuals(owing).items()}
+        found.append({"residuals": residuals, "place": place})
         save(stage, folder / name / key, number + 1)
         stage.forward_backward(batches(9, place[0], sizes[0]))
         stage.step(0.5)
@@ -258,7 +258,7 @@ def test_error_feedback_moves_between_meshes(name: str, tmp_path: Path) -> None:
     ranks = run_workers(move, 4, name, tmp_path)
     means = []
     for number, (_, (num_data, num_tensor)) in enumerate(WAY):
-        told = {found[number]["place"]: found[number]["owed"] for found in ranks}
+        told = {found[number]["place"]: found[number]["residuals"] for found in ranks}
         mean: dict[str, torch.Tensor] = {}
         for key in told[0, 0]:
             parts = [sum(told[data, at][key] for data in range(num_data)) / num_data for at in range(num_tensor)]

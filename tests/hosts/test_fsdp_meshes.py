@@ -256,7 +256,11 @@ class Mixed(nn.Module):
 
 
 def mixed(rank: int, world_size: int) -> None:
-    for method, tolerance in ((EXACT, 1e-6), (thinwire.SDP4Bit(weights=False), 1.0), (thinwire.SDP4Bit(), 1.0)):
+    for method, tolerance in (
+        (EXACT, 1e-6),
+        (thinwire.SDP4Bit(weights="fp32", vector_weights="fp32"), 1.0),
+        (thinwire.SDP4Bit(), 1.0),
+    ):
         ends = []
         for ours in (False, True):
             net: Any = fully_shard(Mixed(large=True))

@@ -24,12 +24,12 @@ from thinwire.compose import Stage, parallelize
 from thinwire.state.replicas import digest
 
 STEPS = 6
-FP32: dict[str, Any] = {"weights": "fp32", "intra": "fp32", "inter": "fp32", "refresh": "fp32"}
+FP32: dict[str, Any] = {"weights": "fp32", "intra_gradients": "fp32", "inter_gradients": "fp32", "refresh": "fp32"}
 EXACT: dict[str, Any] = {
     "zero": thinwire.Zero(),
     "ddp": thinwire.DDP(),
     "fsdp": thinwire.FSDP(),
-    "zeropp-fp32": thinwire.ZeroPP(weights="fp32", gradients="fp32", vectors="fp32"),
+    "zeropp-fp32": thinwire.ZeroPP(weights="fp32", intra_gradients="fp32", inter_gradients="fp32", vectors="fp32"),
     "frontier": thinwire.Frontier(**FP32),
     "frontier-cut": thinwire.Frontier(**FP32, weights_over=2, gradients_over=2),
 }

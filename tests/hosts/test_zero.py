@@ -117,7 +117,9 @@ def send_one_step(local_size: int, papers: bool) -> tuple[int, int, float]:
     model, optimizer = thinwire.zero(
         model,
         torch.optim.AdamW(model.parameters()),
-        thinwire.SDP4Bit(inter_group=128, intra_group=128, gradient_scale="fp32") if papers else thinwire.SDP4Bit(),
+        thinwire.SDP4Bit(inter_gradients="int4+hadamard32", intra_gradients="int8+hadamard32")
+        if papers
+        else thinwire.SDP4Bit(),
         local_size=local_size,
     )
     before = optimizer.meter.snapshot()

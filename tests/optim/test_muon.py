@@ -15,8 +15,8 @@ from thinwire.hosts.tensor import cut_parameters
 from thinwire.optim import OPTIMIZERS, Muon, make_optimizer
 from thinwire.optim.muon import orthogonalised
 from thinwire.training.config import TrainConfig
+from thinwire.training.engine import build_optimizer
 from thinwire.training.run import Run
-from thinwire.training.trainer import build_optimizer
 
 SHAPES = {"wide": (24, 50), "tall": (50, 24), "table": (37, 24), "vector": (24,)}
 

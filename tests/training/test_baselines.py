@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from tests.training.commands import Runner, finish
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
-POWERSGD = {"strategy": "powersgd-torch", "torchpowersgd.start_step": 2}
-ONE_BYTE = {
+POWERSGD: dict[str, Any] = {"strategy": "powersgd-torch", "torchpowersgd.start_step": 2}
+ONE_BYTE: dict[str, Any] = {
     "strategy": "one-byte", "onebyte.samples": 2, "optimizer": "sgd", "lr": 1e-4, "tokens_per_step": 128,
 }  # fmt: skip
-ZEROPP = {"strategy": "zeropp", "tokens_per_step": 128}
+ZEROPP: dict[str, Any] = {"strategy": "zeropp", "tokens_per_step": 128}
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,7 @@ def losses(runner: Runner, name: str) -> list[tuple[int, float, float]]:
 
 
 @pytest.mark.parametrize("flags", [POWERSGD, ZEROPP, ONE_BYTE], ids=lambda flags: flags["strategy"])
-def test_a_run_in_two_sessions_equals_one_in_one(runner: Runner, flags: dict[str, object]) -> None:
+def test_a_run_in_two_sessions_equals_one_in_one(runner: Runner, flags: dict[str, Any]) -> None:
     whole, halves = f"{flags['strategy']}-whole", f"{flags['strategy']}-halves"
     assert "the model goes on" in runner.ranks(whole, **flags)
     assert "stopped by --stop-at 4 after step 4; go on with --resume" in runner.ranks(halves, stop_at=4, **flags)

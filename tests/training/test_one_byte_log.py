@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from thinwire.state.replicas import ReplicaError
 from thinwire.training.config import TrainConfig
 from thinwire.training.engine import build_optimizer
 
-FLAGS = {"strategy": "one-byte", "optimizer": "sgd", "lr": 1e-3}
+FLAGS: dict[str, Any] = {"strategy": "one-byte", "optimizer": "sgd", "lr": 1e-3}
 
 
 @pytest.fixture(scope="module")

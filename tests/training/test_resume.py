@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,14 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
 
 
 def test_another_layout_goes_on_where_the_last_sound_checkpoint_was(runner: Runner) -> None:
-    run = {"strategy": "zero", "steps": 6, "checkpoint_every": 2, "keep_last": 3, "tokens_per_step": 96, "lr": 1e-3}
+    run: dict[str, Any] = {
+        "strategy": "zero",
+        "steps": 6,
+        "checkpoint_every": 2,
+        "keep_last": 3,
+        "tokens_per_step": 96,
+        "lr": 1e-3,
+    }
     runner.ranks("run", **run)
     before = runner.metrics("run")
     folder = runner.folder / "run" / "checkpoints"

@@ -53,20 +53,11 @@ def check(config: TrainConfig, problems: Problems) -> Run | None:
         with problems.collect():
             check_mesh(config, run)
             derive(config, config.num_shares)
-        with problems.collect():
-            of_node = island_size(config) if run and run.has_islands else config.local_size or config.workers
-            topology = Topology.stated(config.world_size, of_node)
-    if run is not None and topology is not None:
-        with problems.collect():
-            check_grid(run.strategy, topology)
-        with problems.collect():
-            check_compiled(config, run.strategy, topology)
-        with problems.collect():
-            check_minutes(config, run)
-    with problems.collect():
-        device_of(config, run)
-    with problems.collect():
-        check_trackers(config.track)
+        problems.note(check_grid, config, run)
+    if run is not None:
+        problems.note(check_minutes, config, run)
+    problems.note(device_of, config, run)
+    problems.note(check_trackers, config.track)
     with problems.collect():
         RunDir(config.run_dir).check(config.node, resume=config.resume, overwrite=config.overwrite)
     for text in config.inject:
@@ -135,6 +126,7 @@ def check_grid(config: TrainConfig, run: Run | None) -> None:
     topology = Topology.stated(config.world_size, of_node)
     if run is not None:
         run.strategy.plan(nn.Module(), topology, 1)
+        check_compiled(config, run.strategy, topology)
 
 
 def device_of(config: TrainConfig, run: Run | None) -> tuple[str, str]:

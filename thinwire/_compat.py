@@ -14,6 +14,7 @@
 - set_timeout: ProcessGroupGloo._set_default_timeout, private, as torch itself uses it.
 - place_in_file: torch.distributed.checkpoint.filesystem._StorageInfo, private; 2.11 to 2.13 have it.
 - no_record_checksums: whether an option of torch.save can be set for one thread, as in 2.13, only a private name tells.
+- pipeline_table: torch.distributed.pipelining._schedule_visualizer.get_schedule_ops, private; 2.11 to 2.13 have it.
 """
 
 from __future__ import annotations
@@ -407,3 +408,24 @@ def _store_not_shared() -> Iterator[None]:
 def flattened(mesh: DeviceMesh) -> DeviceMesh:
     """All ranks of a mesh as one dimension; torch has no public name for it."""
     return mesh._flatten()
+
+
+def pipeline_table(
+    schedule: str, num_ranks: int, num_micro_batches: int, chunks_per_rank: int
+) -> list[list[tuple[str, int, int]]]:
+    """For each rank what a schedule of torch.distributed.pipelining computes: (F, B, I or W, stage, micro-batch).
+
+    No process group is needed. Raises ValueError for numbers that the schedule does not take.
+    """
+    from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+
+    rows = get_schedule_ops(schedule, num_ranks, num_micro_batches, num_stages_per_rank=chunks_per_rank)
+    return [[action for row in rank if row is not None for action in _computed(row)] for rank in rows]
+
+
+def _computed(row: Any) -> list[tuple[str, int, int]]:
+    if row.sub_actions is not None:
+        return [action for part in row.sub_actions for action in _computed(part)]
+    if not row.is_compute_op:
+        return []
+    return [(row.computation_type.value, row.stage_index, row.microbatch_index)]

@@ -1,0 +1,66 @@
+"""Messages on shared ports, by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from thinwire.cost import Network, Traffic
+from thinwire.errors import ConfigError
+
+
+def arrivals(network: Network, sends: list[tuple[float, tuple[int, int], float]]) -> dict[int, float]:
+    """When the i-th of (time, pair, bytes) arrives."""
+    traffic: Traffic[int] = Traffic(network)
+    found: dict[int, float] = {}
+    waiting = sorted(range(len(sends)), key=lambda i: sends[i][0])
+    while waiting or traffic.next_s() < math.inf:
+        now = min(traffic.next_s(), sends[waiting[0]][0] if waiting else math.inf)
+        found |= dict.fromkeys(traffic.advance(now), now)
+        while waiting and sends[waiting[0]][0] <= now:
+            _, pair, num_bytes = sends[waiting[0]]
+            traffic.send(pair, num_bytes, waiting.pop(0))
+    return found
+
+
+def test_one_message_takes_its_bytes_over_the_rate_and_the_delay() -> None:
+    assert arrivals(Network.even(2, rate=10.0, delay_s=0.5), [(1.0, (0, 1), 20.0)]) == {0: 3.5}
+
+
+def test_messages_of_one_pair_follow_each_other_and_their_delays_overlap() -> None:
+    network = Network.even(2, rate=10.0, delay_s=1.0)
+    assert arrivals(network, [(0.0, (0, 1), 10.0), (0.0, (0, 1), 10.0)]) == {0: 2.0, 1: 3.0}
+
+
+def test_links_are_full_duplex() -> None:
+    assert arrivals(Network.even(2, rate=10.0), [(0.0, (0, 1), 10.0), (0.0, (1, 0), 10.0)]) == {0: 1.0, 1: 1.0}
+
+
+def test_ranks_of_a_node_share_its_uplink_and_its_downlink() -> None:
+    network = Network.even(4, rate=10.0, local_size=2)
+    assert arrivals(network, [(0.0, (0, 2), 10.0), (0.0, (1, 3), 10.0)]) == {0: 2.0, 1: 2.0}
+    # Inside a node nothing is shared with what leaves it.
+    assert arrivals(network, [(0.0, (0, 2), 10.0), (0.0, (0, 1), 1e9)]) == {0: 1.0, 1: 0.0}
+
+
+def test_what_a_slow_pair_leaves_of_a_port_goes_to_the_others() -> None:
+    rates = ((0.0, 10.0, 2.0), (10.0, 0.0, 10.0), (10.0, 10.0, 0.0))
+    network = Network((0, 1, 2), rates, ((0.0,) * 3,) * 3)
+    # 2 of the uplink's 10 go to the slow pair, 8 to the other.
+    assert arrivals(network, [(0.0, (0, 2), 2.0), (0.0, (0, 1), 8.0)]) == {0: 1.0, 1: 1.0}
+
+
+def test_a_share_grows_when_another_message_has_left() -> None:
+    found = arrivals(Network.even(3, rate=10.0), [(0.0, (0, 1), 5.0), (0.0, (0, 2), 10.0)])
+    assert found == {0: 1.0, 1: 1.5}
+
+
+@pytest.mark.parametrize(
+    ("rate", "delay_s", "message"), [(0.0, 0.0, "must be above 0"), (1.0, -1.0, "at least 0"), (math.nan, 0.0, "above")]
+)
+def test_impossible_networks_are_refused(rate: float, delay_s: float, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Network.even(2, rate=rate, delay_s=delay_s)
+    with pytest.raises(ConfigError, match="2 rows of 2"):
+        Network((0, 1), ((0.0, 1.0),), ((0.0, 0.0),) * 2)

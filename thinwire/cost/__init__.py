@@ -1,0 +1,5 @@
+"""Ground floor: what a step would cost, as arithmetic; no process, no tensor."""
+
+from thinwire.cost.network import Network, Traffic
+
+__all__ = ["Network", "Traffic"]

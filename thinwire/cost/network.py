@@ -1,0 +1,153 @@
+"""Messages on links that share ports: when does each of them arrive?"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from thinwire.errors import ConfigError
+
+T = TypeVar("T")
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Network:
+    """What ranks can send to each other, in bytes per second, and how long a byte is on its way.
+
+    nodes: the node of each rank. rates, delays_s: [from][to], of one message that is alone; the diagonal is not read.
+    The ranks of a node share one uplink and one downlink, as fast as the fastest pair that crosses it. Links are full
+    duplex: what is sent does not slow what is received. Ranks of one node reach each other without them.
+    Raises ConfigError for a rate that is not above 0, a negative delay, or a table of another size.
+    """
+
+    nodes: tuple[int, ...]
+    rates: tuple[tuple[float, ...], ...]
+    delays_s: tuple[tuple[float, ...], ...]
+
+    def __post_init__(self) -> None:
+        num_ranks = len(self.nodes)
+        for name, table in (("rates", self.rates), ("delays_s", self.delays_s)):
+            if len(table) != num_ranks or any(len(row) != num_ranks for row in table):
+                raise ConfigError(f"{name} of a network of {num_ranks} ranks must be {num_ranks} rows of {num_ranks}")
+        for source, target in self.pairs:
+            if not self.rates[source][target] > 0:
+                raise ConfigError(f"rate {self.rates[source][target]:g} from {source} to {target}: must be above 0")
+            if not self.delays_s[source][target] >= 0:
+                raise ConfigError(f"delay {self.delays_s[source][target]:g} s from {source} to {target}: at least 0")
+
+    @property
+    def pairs(self) -> list[Pair]:
+        """All (from, to) of two different ranks."""
+        ranks = range(len(self.nodes))
+        return [(source, target) for source in ranks for target in ranks if source != target]
+
+    @classmethod
+    def even(
+        cls, num_ranks: int, rate: float = math.inf, delay_s: float = 0.0, *, local_size: int = 1,
+        local_rate: float = math.inf,
+    ) -> Network:  # fmt: skip
+        """Nodes of local_size ranks, all as far from each other; inside a node nothing is delayed."""
+        nodes = tuple(rank // local_size for rank in range(num_ranks))
+        rates = tuple(tuple(local_rate if a == b else rate for b in nodes) for a in nodes)
+        return cls(nodes, rates, tuple(tuple(0.0 if a == b else delay_s for b in nodes) for a in nodes))
+
+    def ports(self, pair: Pair) -> list[tuple[str, int]]:
+        """What a message shares with others: its sender's uplink, its receiver's downlink; nothing inside a node."""
+        source, target = (self.nodes[rank] for rank in pair)
+        return [("up", source), ("down", target)] if source != target else []
+
+    def port_rates(self) -> dict[tuple[str, int], float]:
+        """Bytes per second of each port."""
+        fastest: dict[tuple[str, int], float] = {}
+        for source, target in self.pairs:
+            for port in self.ports((source, target)):
+                fastest[port] = max(fastest.get(port, 0.0), self.rates[source][target])
+        return fastest
+
+
+@dataclass
+class _Message(Generic[T]):
+    what: T
+    left_bytes: float
+
+
+@dataclass
+class Traffic(Generic[T]):
+    """Messages under way on a network's clock.
+
+    The messages of one pair of ranks follow each other; those of different pairs share ports max-min fairly, as
+    connections do: the slowest share is as large as it can be, then the next. Times never go back.
+    """
+
+    network: Network
+    now_s: float = 0.0
+    _queues: dict[Pair, deque[_Message[T]]] = field(default_factory=dict)
+    _landing: list[tuple[float, int, T]] = field(default_factory=list)
+    _num_sent: int = 0
+
+    def __post_init__(self) -> None:
+        self._port_rates = self.network.port_rates()
+
+    def send(self, pair: Pair, num_bytes: float, what: T) -> None:
+        """Queue a message now."""
+        self._queues.setdefault(pair, deque()).append(_Message(what, num_bytes))
+
+    def next_s(self) -> float:
+        """When something changes next if nothing more is sent; infinity if nothing is under way."""
+        return min([self._departure()[0], *(arrival for arrival, _, _ in self._landing)], default=math.inf)
+
+    def advance(self, to_s: float) -> list[T]:
+        """Go on to a time; what has arrived by then, in order of arrival."""
+        while True:
+            departure_s, pair, rates = self._departure()
+            if departure_s > to_s or pair is None:
+                break
+            self._progress(departure_s, rates)
+            message = self._queues[pair].popleft()
+            if not self._queues[pair]:
+                del self._queues[pair]
+            arrival_s = departure_s + self.network.delays_s[pair[0]][pair[1]]
+            self._landing.append((arrival_s, self._num_sent, message.what))
+            self._num_sent += 1
+        self._progress(to_s, rates)
+        landed = sorted(item for item in self._landing if item[0] <= to_s)
+        self._landing = [item for item in self._landing if item[0] > to_s]
+        return [what for _, _, what in landed]
+
+    def _progress(self, to_s: float, rates: dict[Pair, float]) -> None:
+        for pair, rate in rates.items():
+            if to_s > self.now_s:
+                head = self._queues[pair][0]
+                head.left_bytes = 0.0 if rate == math.inf else head.left_bytes - rate * (to_s - self.now_s)
+        self.now_s = max(self.now_s, to_s)
+
+    def _departure(self) -> tuple[float, Pair | None, dict[Pair, float]]:
+        """When the next message has left its sender, which pair's, and at which rates all are sent until then."""
+        rates = fair_rates(self.network, self._port_rates, list(self._queues))
+        ends = [
+            (self.now_s + max(0.0, queue[0].left_bytes) / rates[pair], pair) for pair, queue in self._queues.items()
+        ]
+        end_s, first = min(ends, default=(math.inf, None))
+        return end_s, first, rates
+
+
+def fair_rates(network: Network, port_rates: dict[tuple[str, int], float], pairs: Sequence[Pair]) -> dict[Pair, float]:
+    """Bytes per second of each pair that sends: the max-min fair shares of the ports, at most the pair's own rate."""
+    left, rates, unsettled = dict(port_rates), {}, list(pairs)
+    while unsettled:
+        users = Counter(port for pair in unsettled for port in network.ports(pair))
+        offers = {
+            pair: min([network.rates[pair[0]][pair[1]], *(left[port] / users[port] for port in network.ports(pair))])
+            for pair in unsettled
+        }
+        # The others' shares only grow once the one that gets least has got it.
+        pair = min(unsettled, key=offers.__getitem__)
+        unsettled.remove(pair)
+        rates[pair] = offers[pair]
+        for port in network.ports(pair):
+            left[port] -= 0.0 if rates[pair] == math.inf else rates[pair]
+    return rates

@@ -1,0 +1,23 @@
+"""Pipelines: who computes which layers for which micro-batch, and in which order, as data."""
+
+from thinwire.methods.pipeline.check import Limits, check, in_flight
+from thinwire.methods.pipeline.fitted import fitted
+from thinwire.methods.pipeline.orders import ORDERS, plan
+from thinwire.methods.pipeline.plan import Action, Plan
+from thinwire.methods.pipeline.recompute import recompute
+from thinwire.methods.pipeline.simulate import Costs, Timeline, simulate
+
+__all__ = [
+    "ORDERS",
+    "Action",
+    "Costs",
+    "Limits",
+    "Plan",
+    "Timeline",
+    "check",
+    "fitted",
+    "in_flight",
+    "plan",
+    "recompute",
+    "simulate",
+]

@@ -1,0 +1,113 @@
+"""The orders that need no measurement, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from thinwire import _compat
+from thinwire.errors import ConfigError, nearest
+from thinwire.methods.pipeline.plan import BACKWARD, FORWARD, Plan, ordered, straight
+from thinwire.methods.pipeline.v_half import v_half
+
+# How far a search for a number of micro-batches that a schedule takes may go.
+NEAREST_WITHIN = 64
+
+
+def gpipe(num_ranks: int, num_micro_batches: int) -> Plan:
+    """All forwards, then all backwards: idle for p - 1 of M + p - 1 turns, with M micro-batches in flight.
+
+    Source: Huang et al., "GPipe" (NeurIPS 2019), section 2.2.
+    """
+    numbers = range(num_micro_batches)
+    orders = tuple(
+        ordered([(FORWARD, rank, i) for i in numbers] + [(BACKWARD, rank, i) for i in numbers])
+        for rank in range(num_ranks)
+    )
+    return Plan(tuple(range(num_ranks)), straight(num_ranks, num_micro_batches), orders)
+
+
+def one_f_one_b(num_ranks: int, num_micro_batches: int) -> Plan:
+    """Each rank goes p - r - 1 forwards ahead, then does one forward and one backward in turn.
+
+    As idle as GPipe, with p - r micro-batches in flight on rank r. Any number of micro-batches.
+    Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters" (SC 2021), section 2.2.
+    """
+    orders = []
+    for rank in range(num_ranks):
+        ahead = min(num_micro_batches, num_ranks - rank - 1)
+        order = [(FORWARD, rank, i) for i in range(ahead)]
+        for number in range(num_micro_batches):
+            if ahead + number < num_micro_batches:
+                order.append((FORWARD, rank, ahead + number))
+            order.append((BACKWARD, rank, number))
+        orders.append(ordered(order))
+    return Plan(tuple(range(num_ranks)), straight(num_ranks, num_micro_batches), tuple(orders))
+
+
+def from_torch(schedule: str, chunks_per_rank: int, num_ranks: int, num_micro_batches: int) -> Plan:
+    """The compute actions of one of torch.distributed.pipelining's schedules.
+
+    schedule: torch's name. Raises ConfigError for a number of micro-batches that it does not take.
+    """
+    try:
+        tables = _compat.pipeline_table(schedule, num_ranks, num_micro_batches, chunks_per_rank)
+    except ValueError as error:
+        near = _nearest_that_works(schedule, chunks_per_rank, num_ranks, num_micro_batches)
+        advice = f"; nearest that works: {near}" if near else ""
+        raise ConfigError(f"{num_micro_batches} micro-batches on {num_ranks} ranks: {error}{advice}") from None
+    home = {chunk: rank for rank, table in enumerate(tables) for _, chunk, _ in table}
+    orders = tuple(ordered(table) for table in tables)
+    paths = straight(len(home), num_micro_batches)
+    return Plan(tuple(home.get(chunk, 0) for chunk in range(len(home))), paths, orders)
+
+
+def _nearest_that_works(schedule: str, chunks_per_rank: int, num_ranks: int, num_micro_batches: int) -> int | None:
+    for distance in range(1, NEAREST_WITHIN):
+        for number in (num_micro_batches + distance, num_micro_batches - distance):
+            if number >= 1 and _is_taken(schedule, chunks_per_rank, num_ranks, number):
+                return number
+    return None
+
+
+def _is_taken(schedule: str, chunks_per_rank: int, num_ranks: int, num_micro_batches: int) -> bool:
+    try:
+        _compat.pipeline_table(schedule, num_ranks, num_micro_batches, chunks_per_rank)
+    except ValueError:
+        return False
+    return True
+
+
+def _only_one(order: Callable[[int, int], Plan], chunks_per_rank: int, num_ranks: int, num_micro_batches: int) -> Plan:
+    return order(num_ranks, num_micro_batches)
+
+
+# By name: how many chunks a rank may have, and the plan of (chunks per rank, ranks, micro-batches).
+ORDERS: dict[str, tuple[range, Callable[[int, int, int], Plan]]] = {
+    "gpipe": (range(1, 2), partial(_only_one, gpipe)),
+    "1f1b": (range(1, 2), partial(_only_one, one_f_one_b)),
+    "v-half": (range(2, 3), partial(_only_one, v_half)),
+    "interleaved": (range(2, 1 << 16), partial(from_torch, "Interleaved1F1B")),
+    "looped-bfs": (range(2, 1 << 16), partial(from_torch, "LoopedBFS")),
+    "interleaved-zb": (range(2, 1 << 16), partial(from_torch, "InterleavedZeroBubble")),
+    "zbv": (range(2, 3), partial(from_torch, "ZBVZeroBubble")),
+    "dualpipe-v": (range(2, 3), partial(from_torch, "DualPipeV")),
+}
+
+
+def plan(order: str, num_ranks: int, num_micro_batches: int, chunks_per_rank: int | None = None) -> Plan:
+    """The plan of one of ORDERS.
+
+    chunks_per_rank: None: the fewest that the order takes. Raises ConfigError for another name, and for numbers that
+    the order can't take.
+    """
+    if order not in ORDERS:
+        raise ConfigError(f"no order is called {order!r}{nearest(order, ORDERS)}")
+    if num_ranks < 1 or num_micro_batches < 1:
+        raise ConfigError(f"{num_ranks} ranks and {num_micro_batches} micro-batches: both must be at least 1")
+    allowed, make = ORDERS[order]
+    chunks = allowed.start if chunks_per_rank is None else chunks_per_rank
+    if chunks not in allowed:
+        best = min(max(chunks, allowed.start), allowed.stop - 1)
+        raise ConfigError(f"{order} with {chunks} chunks on each rank: nearest that it takes: {best}")
+    return make(chunks, num_ranks, num_micro_batches)

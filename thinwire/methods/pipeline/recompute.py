@@ -1,0 +1,41 @@
+"""Which activations are kept, and which are computed again just before their backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from thinwire.errors import ConfigError, nearest
+from thinwire.methods.pipeline.plan import BACKWARD, FORWARD, INPUT, RECOMPUTE, Action, Plan
+
+MODES = {
+    "never": "all activations are kept",
+    "except-last": "kept where the backward follows its forward with no other forward between",
+    "always": "a visit keeps its input alone",
+}
+
+
+def recompute(plan: Plan, mode: str) -> Plan:
+    """The plan with a forward again right before each backward of a visit that kept its input alone.
+
+    It needs no gradient, so a rank computes it while it would wait for one. mode: one of MODES. Raises ConfigError
+    for another, and for a plan that recomputes already.
+    Source: GPipe (NeurIPS 2019), section 2.3; torchgpipe, section 3.2, whose "except_last" this is for its schedule.
+    """
+    if mode not in MODES:
+        raise ConfigError(f"recompute {mode!r} is unknown{nearest(mode, MODES)}")
+    if any(action.kind == RECOMPUTE for order in plan.orders for action in order):
+        raise ConfigError("the plan recomputes already: give recompute() the plan without")
+    if mode == "never":
+        return plan
+    return Plan(plan.home, plan.paths, tuple(tuple(_with(order, mode == "except-last")) for order in plan.orders))
+
+
+def _with(order: Sequence[Action], except_last: bool) -> Iterator[Action]:
+    last_forward: Action | None = None
+    for action in order:
+        if action.kind == FORWARD:
+            last_forward = action
+        is_last = last_forward is not None and last_forward.visit == action.visit
+        if action.kind in (BACKWARD, INPUT) and not (except_last and is_last):
+            yield Action(RECOMPUTE, *action.visit)
+        yield action

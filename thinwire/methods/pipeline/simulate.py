@@ -1,0 +1,211 @@
+"""A plan on the clock: when each rank would do what, given what layers cost and what links carry."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from thinwire.cost import Network, Traffic
+from thinwire.errors import ConfigError
+from thinwire.methods.pipeline.plan import (
+    BACKWARD,
+    FORWARD,
+    INPUT,
+    RECOMPUTE,
+    WEIGHT,
+    Action,
+    Arrival,
+    Plan,
+    Routes,
+    Visit,
+)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What one micro-batch costs, by chunk.
+
+    forward_s, input_s, weight_s: seconds of a forward and of the two halves of its backward; a whole backward takes
+    both halves, a recomputation as long as a forward. forward_bytes, backward_bytes: of the message with a chunk's
+    output, and of the one with the gradient of that output. kept_bytes: activations that a backward needs; input_bytes:
+    what is kept of a visit that is recomputed.
+    """
+
+    forward_s: tuple[float, ...]
+    input_s: tuple[float, ...]
+    weight_s: tuple[float, ...]
+    forward_bytes: tuple[float, ...]
+    backward_bytes: tuple[float, ...]
+    kept_bytes: tuple[float, ...]
+    input_bytes: tuple[float, ...]
+
+    @classmethod
+    def even(
+        cls, num_chunks: int, forward_s: float = 1.0, *, input_s: float | None = None, weight_s: float | None = None,
+        forward_bytes: float = 0.0, backward_bytes: float | None = None, kept_bytes: float = 1.0,
+        input_bytes: float = 0.0,
+    ) -> Costs:  # fmt: skip
+        """Chunks that are all alike; each half of a backward takes as long as the forward unless given."""
+        each = (
+            forward_s, forward_s if input_s is None else input_s, forward_s if weight_s is None else weight_s,
+            forward_bytes, forward_bytes if backward_bytes is None else backward_bytes, kept_bytes, input_bytes,
+        )  # fmt: skip
+        return cls(*((value,) * num_chunks for value in each))
+
+    def seconds(self, action: Action) -> float:
+        """How long an action takes."""
+        if action.kind == BACKWARD:
+            return self.input_s[action.chunk] + self.weight_s[action.chunk]
+        return {FORWARD: self.forward_s, RECOMPUTE: self.forward_s, INPUT: self.input_s, WEIGHT: self.weight_s}[
+            action.kind
+        ][action.chunk]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What a plan does when.
+
+    spans: for each rank (action, start, end) in seconds. link_bytes: by (from, to), in one step. peak_bytes: the most
+    activations that each rank holds at once.
+    """
+
+    spans: tuple[tuple[tuple[Action, float, float], ...], ...]
+    link_bytes: dict[tuple[int, int], float]
+    peak_bytes: tuple[float, ...]
+
+    @property
+    def makespan_s(self) -> float:
+        """Seconds from the first action's start to the last one's end."""
+        return max((span[-1][2] for span in self.spans if span), default=0.0)
+
+    @property
+    def idle_s(self) -> tuple[float, ...]:
+        """Seconds of the makespan in which each rank computes nothing."""
+        return tuple(self.makespan_s - sum(end - start for _, start, end in span) for span in self.spans)
+
+    @property
+    def orders(self) -> tuple[tuple[Action, ...], ...]:
+        """What each rank did, in order."""
+        return tuple(tuple(action for action, _, _ in span) for span in self.spans)
+
+
+# What a free rank does now, if anything.
+Choice = Callable[[int, "Clock"], Action | None]
+
+
+def simulate(plan: Plan, costs: Costs, network: Network | None = None) -> Timeline:
+    """The timeline of a plan that `check` has passed: each rank does what is next as soon as its input is there.
+
+    network: of the plan's ranks; None: messages take no time. A message leaves when its action ends, beside all
+    computing. Raises ConfigError for costs or a network of another size.
+    """
+    places = [0] * plan.num_ranks
+
+    def next_of_order(rank: int, clock: Clock) -> Action | None:
+        if places[rank] == len(plan.orders[rank]):
+            return None
+        action = plan.orders[rank][places[rank]]
+        if not clock.can_start(action):
+            return None
+        places[rank] += 1
+        return action
+
+    return Clock(plan.home, plan.paths, plan.num_ranks, costs, network).run(next_of_order, _recomputed(plan))
+
+
+def _recomputed(plan: Plan) -> set[Visit]:
+    return {action.visit for order in plan.orders for action in order if action.kind == RECOMPUTE}
+
+
+@dataclass
+class _Memory:
+    held: float = 0.0
+    peak: float = 0.0
+
+    def add(self, num_bytes: float) -> None:
+        self.held += num_bytes
+        self.peak = max(self.peak, self.held)
+
+
+@dataclass
+class Clock:
+    """A step of a pipeline as events: actions that end, messages that arrive."""
+
+    home: Sequence[int]
+    paths: Sequence[Sequence[int]]
+    num_ranks: int
+    costs: Costs
+    network: Network | None = None
+    now_s: float = 0.0
+    done: set[Action | Arrival] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        if len(self.costs.forward_s) != len(self.home):
+            raise ConfigError(f"costs of {len(self.costs.forward_s)} chunks for a plan of {len(self.home)}")
+        if self.network is not None and len(self.network.nodes) != self.num_ranks:
+            raise ConfigError(f"a network of {len(self.network.nodes)} ranks for a plan of {self.num_ranks}")
+        self.routes = Routes(self.paths)
+        self.traffic: Traffic[Arrival] = Traffic(self.network or Network.even(self.num_ranks))
+        self.free = set(range(self.num_ranks))
+        self.memory = [_Memory() for _ in range(self.num_ranks)]
+        self._ends: list[tuple[float, int, Action]] = []
+        self._spans: list[list[tuple[Action, float, float]]] = [[] for _ in range(self.num_ranks)]
+        self._link_bytes: dict[tuple[int, int], float] = {}
+
+    def can_start(self, action: Action) -> bool:
+        """Whether all that an action needs is at its rank."""
+        return all(need in self.done for need in self.routes.needs(action))
+
+    def run(self, choose: Choice, recomputed: set[Visit]) -> Timeline:
+        """Let each rank that is free do what `choose` says, until nothing is left to wait for."""
+        while True:
+            for rank in sorted(self.free):
+                action = choose(rank, self)
+                if action is not None:
+                    self._start(rank, action, recomputed)
+            next_s = min(self._ends[0][0] if self._ends else math.inf, self.traffic.next_s())
+            if next_s == math.inf:
+                break
+            self.now_s = next_s
+            self.done.update(self.traffic.advance(next_s))
+            while self._ends and self._ends[0][0] <= next_s:
+                _, rank, action = heapq.heappop(self._ends)
+                self._end(rank, action, recomputed)
+            # What takes no time to travel is there at once.
+            self.done.update(self.traffic.advance(next_s))
+        peaks = tuple(memory.peak for memory in self.memory)
+        return Timeline(tuple(map(tuple, self._spans)), self._link_bytes, peaks)
+
+    def _start(self, rank: int, action: Action, recomputed: set[Visit]) -> None:
+        self.free.discard(rank)
+        if action.kind in (FORWARD, RECOMPUTE):
+            self.memory[rank].add(self._held_bytes(action, recomputed))
+        end_s = self.now_s + self.costs.seconds(action)
+        self._spans[rank].append((action, self.now_s, end_s))
+        heapq.heappush(self._ends, (end_s, rank, action))
+
+    def _held_bytes(self, action: Action, recomputed: set[Visit]) -> float:
+        costs, chunk = self.costs, action.chunk
+        if action.kind == RECOMPUTE:
+            return costs.kept_bytes[chunk] - costs.input_bytes[chunk]
+        return costs.input_bytes[chunk] if action.visit in recomputed else costs.kept_bytes[chunk]
+
+    def _end(self, rank: int, action: Action, recomputed: set[Visit]) -> None:
+        self.free.add(rank)
+        self.done.add(action)
+        if action.kind in (BACKWARD, WEIGHT):
+            self.memory[rank].add(-self.costs.kept_bytes[action.chunk])
+        given = self.routes.gives(action)
+        if given is None:
+            return
+        target = self.home[given.chunk]
+        if target == rank:
+            self.done.add(given)
+            return
+        sizes = self.costs.forward_bytes if given.direction == "forward" else self.costs.backward_bytes
+        # Both messages of a border are of the size of the output that crosses it.
+        num_bytes = sizes[action.chunk if given.direction == "forward" else given.chunk]
+        self._link_bytes[rank, target] = self._link_bytes.get((rank, target), 0.0) + num_bytes
+        self.traffic.send((rank, target), num_bytes, given)

@@ -2,11 +2,12 @@
 
 from thinwire.collectives.communicator import Communicator
 from thinwire.collectives.elastic import ElasticPeers, Membership, host_meeting
+from thinwire.collectives.mailbox import Expected, Label, Mailbox
 from thinwire.collectives.meter import Meter, MeterReading
 from thinwire.collectives.peers import Peers, WorldPeers
 from thinwire.collectives.topology import Topology
 
 __all__ = [
-    "Communicator", "ElasticPeers", "Membership", "Meter", "MeterReading", "Peers", "Topology", "WorldPeers",
-    "host_meeting",
+    "Communicator", "ElasticPeers", "Expected", "Label", "Mailbox", "Membership", "Meter", "MeterReading", "Peers",
+    "Topology", "WorldPeers", "host_meeting",
 ]  # fmt: skip

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import atexit
 import gc
-import os
 import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait as wait_for_all
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from thinwire.codecs import Codec
 from thinwire.collectives import gather, reduce, staging
 from thinwire.collectives.exchange import Members, Wire
+from thinwire.collectives.groups import give_back, own_members
 from thinwire.collectives.link import Link
 from thinwire.collectives.meter import Meter
 from thinwire.collectives.rounds import Arrival, Rounds
@@ -144,9 +143,6 @@ class CommunicationThread:
 
 
 _thread: CommunicationThread | None = None
-# Groups of closed communicators, by world and ranks. torch reuses a destroyed group's name and with it the addresses
-# that its members left in the store, so a group is kept and used again instead.
-_idle_groups: dict[tuple[object, tuple[int, ...]], list[dist.ProcessGroup]] = {}
 
 
 def _end() -> None:
@@ -196,7 +192,7 @@ class Communicator:
     ) -> None:
         self._broken: Exception | None = None
         self._is_outside = isinstance(group, Members)
-        self._wire = Wire(_own_members(group, timeout_s), timeout_s, checked, meter)
+        self._wire = Wire(own_members(group, timeout_s), timeout_s, checked, meter)
         self.global_ranks = self._wire.global_ranks
         self.world_size = len(self.global_ranks)
         self.rank = self._wire.rank
@@ -301,9 +297,8 @@ class Communicator:
     def close(self) -> None:
         """Wait for what was submitted, then leave the process group to the next communicator over these ranks."""
         wait_for_all(list(self._unfinished))
-        group = self._wire.group
-        if group is not None and not self._is_outside and self._broken is None and dist.is_initialized():
-            _idle_groups.setdefault((dist.group.WORLD, tuple(self.global_ranks)), []).append(group)
+        if not self._is_outside and self._broken is None:
+            give_back(self._wire.members)
         self._broken = self._broken or RuntimeError("this communicator is closed")
 
     def abort(self) -> None:
@@ -346,41 +341,6 @@ class Communicator:
         label = node_label(self.global_ranks[self.rank]).encode()[:LABEL_BYTES].ljust(LABEL_BYTES, b"\0")
         labels = self.wait(self.all_gather_exact(torch.frombuffer(bytearray(label), dtype=torch.uint8)))
         return Topology.from_labels([bytes(row.numpy()).rstrip(b"\0").decode() for row in labels])
-
-
-def _own_members(group: dist.ProcessGroup | Sequence[int] | DeviceMesh | Members | None, timeout_s: float) -> Members:
-    """A new process group over the same ranks, so that nothing else ever uses it; none for a group of one."""
-    if isinstance(group, Members):
-        return group
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            names = ", ".join(repr(name) for name in group.mesh_dim_names or ())
-            raise ConfigError(f"a DeviceMesh of {group.ndim} dimensions is no group: give one of them, mesh[{names}]")
-        group = group.get_group()
-    if not dist.is_initialized():
-        asked = int(os.environ.get("WORLD_SIZE", "1"))
-        if group is not None or asked > 1:
-            raise ConfigError(
-                f"torch.distributed is not initialised but WORLD_SIZE is {asked}: "
-                "call torch.distributed.init_process_group('gloo') first"
-            )
-        return Members(None, [0], 0)
-    if isinstance(group, Sequence):
-        ranks = list(group)
-    else:
-        ranks = dist.get_process_group_ranks(group) if group is not None else list(range(dist.get_world_size()))
-    if dist.get_rank() not in ranks:
-        raise ConfigError(f"rank {dist.get_rank()} is not in the group of ranks {ranks} it was asked to join")
-    rank = list(ranks).index(dist.get_rank())
-    if len(ranks) == 1:
-        return Members(None, list(ranks), rank)
-    idle = _idle_groups.get((dist.group.WORLD, tuple(ranks)))
-    if idle:
-        return Members(idle.pop(0), list(ranks), rank)
-    # Among some ranks only, torch names a group by how many its maker is in, and hangs where that differs.
-    local = len(ranks) < dist.get_world_size()
-    own = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), backend="gloo", use_local_synchronization=local)
-    return Members(own, list(ranks), rank)
 
 
 def _check_slices(num_elements: int, topology: Topology, intra: Codec, inter: Codec) -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-import struct
 import threading
 import time
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,14 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire import _compat
-from thinwire.collectives import faults, staging
+from thinwire.collectives import faults, headers, staging
 from thinwire.collectives.meter import Meter
 from thinwire.collectives.rounds import Rounds
-from thinwire.errors import CorruptMessageError, MismatchError, PeerLostError
+from thinwire.errors import PeerLostError
 
-# Number of the job, payload bytes, operation and level; then the CRC-32 of the payload.
-HEADER = struct.Struct("<qq48s")
-CHECKSUM = struct.Struct("<I")
 GRACE_S = 2.0
 # Rounds of one job: an all_reduce over two levels needs four, and a job may be made of many parts.
 ROUNDS_OF_A_PART = 8
@@ -220,12 +215,12 @@ class Exchange:
             yield staging.queued()
             for peer, message in self._departing:
                 self._depart(peer, message)
-        headers: dict[int, Tensor] = {}
+        theirs: dict[int, Tensor] = {}
         if self.wire.checked:
-            headers = yield from self._check_headers()
+            theirs = yield from self._check_headers()
             self._receives = self._post(self._landings)
         yield [*self._receives, *self._sends]
-        self._check_payloads(headers)
+        self._check_payloads(theirs)
         received = sum(map(self._length, self._landings.values()))
         for peer, landing in self._landings.items():
             if landing is not self._buffers[peer]:
@@ -249,44 +244,21 @@ class Exchange:
             raise self.wire.lost(self.operation, self.number, peer, error) from None
 
     def _header(self, num_bytes: int, payload: Tensor) -> Tensor:
-        name = f"{self.operation}/{self.level}".encode()[:48]
-        packed = HEADER.pack(self.number, num_bytes, name) + CHECKSUM.pack(checksum(payload))
-        return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+        return headers.header(self.number, num_bytes, f"{self.operation}/{self.level}", payload)
 
     def _check_headers(self) -> Rounds[dict[int, Tensor]]:
         """The headers that came; raises MismatchError unless every peer is about to send what this rank expects."""
-        theirs = {peer: torch.empty(HEADER.size + CHECKSUM.size, dtype=torch.uint8) for peer in self._buffers}
+        theirs = {peer: headers.room() for peer in self._buffers}
         # The own ones too: a rank that stops here must not take its half of the story along.
         yield [*self._post(theirs), *self._sent_headers]
-        nothing = torch.empty(0, dtype=torch.uint8)
         for peer, header in theirs.items():
-            mine = self._header(self._buffers[peer].numel(), nothing)
-            if not torch.equal(mine[: HEADER.size], header[: HEADER.size]):
-                raise MismatchError(
-                    f"ranks disagree: {self.wire.name(self.wire.rank)} expects {_describe(mine)}, "
-                    f"{self.wire.name(peer)} sends {_describe(header)}"
-                )
+            mine = self._header(self._buffers[peer].numel(), headers.NOTHING)
+            headers.check(mine, header, self.wire.name(self.wire.rank), self.wire.name(peer))
         return theirs
 
-    def _check_payloads(self, headers: Mapping[int, Tensor]) -> None:
+    def _check_payloads(self, theirs: Mapping[int, Tensor]) -> None:
         """Raise CorruptMessageError for a message that is not the one whose checksum came with it."""
-        for peer, header in headers.items():
+        for peer, header in theirs.items():
             landing, wire = self._landings[peer], self.wire
-            (stated,) = CHECKSUM.unpack_from(bytes(header.numpy()), HEADER.size)
-            if checksum(landing[: self._length(landing)]) != stated:
-                raise CorruptMessageError(
-                    f"a message was damaged on its way: {self.operation}/{self.level} (message {self.number}) from "
-                    f"{wire.name(peer)} to {wire.name(wire.rank)} has another checksum than it was sent with",
-                    wire.global_ranks[peer],
-                )
-
-
-def checksum(payload: Tensor) -> int:
-    """The CRC-32 of uint8 on the CPU."""
-    data: Any = payload.contiguous().numpy()
-    return zlib.crc32(data)
-
-
-def _describe(header: Tensor) -> str:
-    number, num_bytes, name = HEADER.unpack_from(bytes(header.numpy()))
-    return f"message {number} of {name.rstrip(bytes(1)).decode()} with {num_bytes} bytes"
+            names = wire.name(peer), wire.name(wire.rank)
+            headers.check_payload(landing[: self._length(landing)], header, *names, wire.global_ranks[peer])

@@ -1,0 +1,58 @@
+"""Process groups of which each has one user, and one thread that posts on it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from thinwire.collectives.exchange import Members
+from thinwire.errors import ConfigError
+
+# Groups whose users are done, by world and ranks. torch reuses a destroyed group's name and with it the addresses that
+# its members left in the store, so a group is kept and used again instead.
+_idle_groups: dict[tuple[object, tuple[int, ...]], list[dist.ProcessGroup]] = {}
+
+
+def own_members(group: dist.ProcessGroup | Sequence[int] | DeviceMesh | Members | None, timeout_s: float) -> Members:
+    """A new process group over the same ranks, so that nothing else ever uses it; none for a group of one."""
+    if isinstance(group, Members):
+        return group
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            names = ", ".join(repr(name) for name in group.mesh_dim_names or ())
+            raise ConfigError(f"a DeviceMesh of {group.ndim} dimensions is no group: give one of them, mesh[{names}]")
+        group = group.get_group()
+    if not dist.is_initialized():
+        asked = int(os.environ.get("WORLD_SIZE", "1"))
+        if group is not None or asked > 1:
+            raise ConfigError(
+                f"torch.distributed is not initialised but WORLD_SIZE is {asked}: "
+                "call torch.distributed.init_process_group('gloo') first"
+            )
+        return Members(None, [0], 0)
+    if isinstance(group, Sequence):
+        ranks = list(group)
+    else:
+        ranks = dist.get_process_group_ranks(group) if group is not None else list(range(dist.get_world_size()))
+    if dist.get_rank() not in ranks:
+        raise ConfigError(f"rank {dist.get_rank()} is not in the group of ranks {ranks} it was asked to join")
+    rank = list(ranks).index(dist.get_rank())
+    if len(ranks) == 1:
+        return Members(None, list(ranks), rank)
+    idle = _idle_groups.get((dist.group.WORLD, tuple(ranks)))
+    if idle:
+        return Members(idle.pop(0), list(ranks), rank)
+    # Among some ranks only, torch names a group by how many its maker is in, and hangs where that differs.
+    local = len(ranks) < dist.get_world_size()
+    own = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), backend="gloo", use_local_synchronization=local)
+    return Members(own, list(ranks), rank)
+
+
+def give_back(members: Members) -> None:
+    """Leave a group that `own_members` gave, and that nothing failed on, to the next user among these ranks."""
+    if members.group is not None and dist.is_initialized():
+        _idle_groups.setdefault((dist.group.WORLD, tuple(members.names)), []).append(members.group)

@@ -43,7 +43,10 @@ from thinwire.hosts.sharded.optimizer import ShardedOptimizer as ShardedOptimize
 from thinwire.hosts.sharded.wrap import zero as zero
 from thinwire.layout.formats import Strategy as Strategy
 from thinwire.methods.data.ddp import DDP as DDP
+from thinwire.methods.data.demo import DeMo as DeMo
 from thinwire.methods.data.dgc import DGC as DGC
+from thinwire.methods.data.dion import Dion as Dion
+from thinwire.methods.data.ef21 import EF21 as EF21
 from thinwire.methods.data.feedback import EFInteger as EFInteger, EFTopK as EFTopK
 from thinwire.methods.data.frontier import Frontier as Frontier
 from thinwire.methods.data.fsdp import FSDP as FSDP
@@ -60,6 +63,7 @@ from thinwire.methods.data.zero_compressed import ZeroCompressed as ZeroCompress
 from thinwire.methods.data.zeropp import ZeroPP as ZeroPP
 from thinwire.methods.interface import Method as Method
 from thinwire.methods.one_byte_log import OneByteLog as OneByteLog
+from thinwire.methods.pipeline.border import Border as Border
 from thinwire.methods.sharded import ShardedMethod as ShardedMethod
 from thinwire.optim import DGCSGD as DGCSGD, LANS as LANS, Muon as Muon, OneBitAdamW as OneBitAdamW
 from thinwire.registry import STRATEGIES as STRATEGIES, strategy_named as strategy_named

@@ -14,6 +14,8 @@
 - set_timeout: ProcessGroupGloo._set_default_timeout, private, as torch itself uses it.
 - place_in_file: torch.distributed.checkpoint.filesystem._StorageInfo, private; 2.11 to 2.13 have it.
 - no_record_checksums: whether an option of torch.save can be set for one thread, as in 2.13, only a private name tells.
+- input_gradients, weight_gradients: torch.distributed.pipelining._backward, private: the halves of a backward that
+  torch's own schedules use.
 - pipeline_table: torch.distributed.pipelining._schedule_visualizer.get_schedule_ops, private; 2.11 to 2.13 have it.
 """
 
@@ -429,3 +431,20 @@ def _computed(row: Any) -> list[tuple[str, int, int]]:
     if not row.is_compute_op:
         return []
     return [(row.computation_type.value, row.stage_index, row.microbatch_index)]
+
+
+def input_gradients(
+    output: Tensor, gradient: Tensor, input: Tensor, weights: list[nn.Parameter]
+) -> list[dict[str, Any]]:
+    """Add the gradient of `input` alone to its `.grad`; what `weight_gradients` needs for the other half."""
+    from torch.distributed.pipelining._backward import stage_backward_input
+
+    _, groups = stage_backward_input([output], [gradient], [input], iter(weights))
+    return groups
+
+
+def weight_gradients(weights: list[nn.Parameter], groups: list[dict[str, Any]]) -> None:
+    """Add to the weights' `.grad` what `input_gradients` left out; hooks of the weights are not called."""
+    from torch.distributed.pipelining._backward import stage_backward_weight
+
+    stage_backward_weight(iter(weights), groups)

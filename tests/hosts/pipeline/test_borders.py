@@ -1,0 +1,128 @@
+"""Codecs at borders: a pipeline trains as one process with a Border behind the same layers, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.hosts.pipeline import models
+from tests.workers import run_rows
+from thinwire import Border, ConfigError
+from thinwire.collectives import Mailbox, Topology
+from thinwire.hosts.pipeline import Runner
+from thinwire.methods.pipeline import plan
+from thinwire.methods.pipeline.border import Crossing
+
+STEPS, MICRO_BATCHES = 3, 4
+# Forward and backward; one whose packets vary in length, and one that draws.
+CODECS = {
+    "int8": ("int8/8:nearest", "int4/8:stochastic+hadamard8"),
+    "exact": ("exact", "exact"),
+    "zstd": ("bf16+zstd", "int4/4"),
+}
+
+
+def batches() -> list[list[tuple[Tensor, Tensor]]]:
+    return [models.micro_batches([3 + step, 2, 4, 3]) for step in range(STEPS)]
+
+
+def trained(module: nn.Module) -> dict[str, Any]:
+    return {name: param.detach().clone().numpy() for name, param in module.named_parameters()}
+
+
+def _pipeline(rank: int, world_size: int, row: str) -> tuple[dict[str, Any], int, int, list[float]]:
+    name, order = row.split()
+    chunk = models.Stage(rank, world_size)
+    optimizer = torch.optim.SGD(chunk.parameters(), lr=0.1)
+    mailbox = Mailbox(None, Topology(world_size, 1), checked=True)
+    runner = Runner(
+        plan(order, world_size, MICRO_BATCHES), {rank: chunk}, mailbox, models.shape, dtype=torch.float64,
+        crossing=Crossing(*CODECS[name], seed=5),
+    )  # fmt: skip
+    losses = []
+    promised = 0
+    for step in batches():
+        losses.append(runner.run(step).item())
+        promised += runner.sent_bytes(step)
+        # Evaluation draws nothing that training draws.
+        before = mailbox.meter.snapshot().sent_bytes
+        runner.evaluate(step)
+        promised += mailbox.meter.snapshot().sent_bytes - before
+        optimizer.step()
+        optimizer.zero_grad()
+    sent = mailbox.meter.snapshot().sent_bytes
+    mailbox.close()
+    return trained(chunk), sent, promised, losses
+
+
+def one_process(name: str, num_chunks: int) -> tuple[list[dict[str, Any]], list[float]]:
+    stages = [models.Stage(chunk, num_chunks) for chunk in range(num_chunks)]
+    borders = [Border(*CODECS[name], chunk=chunk, seed=5) for chunk in range(num_chunks - 1)]
+    optimizer = torch.optim.SGD([param for stage in stages for param in stage.parameters()], lr=0.1)
+    losses = []
+    for step in batches():
+        total = torch.zeros(())
+        for micro_batch in step:
+            hidden = stages[0](None, micro_batch)
+            for border, stage in zip(borders, stages[1:], strict=True):
+                hidden = stage(border(hidden), micro_batch)
+            (hidden * 0.25).backward()
+            total = total + 0.25 * hidden.detach()
+        losses.append(total.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return [trained(stage) for stage in stages], losses
+
+
+ROWS = ["int8 1f1b", "int8 gpipe", "exact 1f1b", "zstd 1f1b"]
+
+
+def test_a_pipeline_with_codecs_is_one_process_with_borders_bit_for_bit() -> None:
+    told = run_rows(_pipeline, ROWS, 3, local_size=1)
+    for row in ROWS:
+        expected, losses = one_process(row.split()[0], 3)
+        found = told.of(row)
+        assert [sum(parts) for parts in zip(*(part[3] for part in found), strict=True)] == losses, row
+        for stage, (weights, sent, promised, _) in zip(expected, found, strict=True):
+            assert sent == promised if "zstd" not in row else sent <= promised
+            assert weights.keys() == stage.keys()
+            assert all((weights[name] == stage[name]).all() for name in weights), row
+
+
+def test_codecs_change_what_crosses_and_by_how_much() -> None:
+    border = Border("int8/8", "int2/8", chunk=1, seed=3)
+    x = torch.randn(6, 8, requires_grad=True)
+    y = border(x)
+    assert 0 < (y - x).abs().max() < 0.05
+    y.backward(torch.ones_like(y) * torch.randn(6, 8, generator=torch.Generator().manual_seed(0)))
+    assert x.grad is not None and len(x.grad.abs().unique()) <= 7
+    again = Border("int8/8", "int2/8", chunk=1, seed=3)
+    assert torch.equal(again(x.detach()), y)
+    # The second micro-batch draws anew, and so does another border.
+    assert not torch.equal(again(x.detach()), y)
+    assert not torch.equal(Border("int8/8", "int2/8", chunk=2, seed=3)(x.detach()), y)
+
+
+def test_a_token_is_not_touched_by_its_neighbours() -> None:
+    crossing = Crossing("int4/4")
+    x = torch.randn(5, 8)
+    louder = x.clone()
+    louder[2] *= 1000
+    quiet, loud = (crossing.cross("forward", given, 0, 0) for given in (x, louder))
+    assert torch.equal(quiet[[0, 1, 3, 4]], loud[[0, 1, 3, 4]])
+
+
+@pytest.mark.parametrize(
+    ("codecs", "features", "message"),
+    [
+        (("int8", "exact"), 96, "forward 'int8': its groups of 128 .* 96 features of a token; nearest: 'int8/96"),
+        (("exact", "int4+hadamard32"), 48, "backward .* nearest: a codec whose groups divide 48"),
+        (("itn8", "exact"), 8, "forward: codec 'itn8': .*, or 'exact'"),
+    ],
+)
+def test_codecs_that_do_not_fit_are_refused(codecs: tuple[str, str], features: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Crossing(*codecs).check(features)

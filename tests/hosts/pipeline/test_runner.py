@@ -1,0 +1,172 @@
+"""Plans that run: the gradients of one process, the bytes of the formula, and what happens when a peer dies."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.hosts.pipeline import models
+from tests.workers import Rows, run_rows, run_workers
+from thinwire.collectives import Mailbox, Topology
+from thinwire.errors import ConfigError, PeerLostError
+from thinwire.hosts.pipeline import Runner
+from thinwire.methods.pipeline import Costs, Plan, check, fitted, plan, recompute
+
+# "order ranks micro-batches chunks", and what else is done to the plan.
+PLANS: dict[str, list[str]] = {
+    "2": [
+        "gpipe 1", "gpipe 3", "gpipe 3 except-last", "1f1b 1", "1f1b 5", "1f1b 4 always", "v-half 1", "v-half 3",
+        "interleaved 4", "looped-bfs 3", "interleaved-zb 4", "zbv 4", "zbv 4 always", "dualpipe-v 4", "fitted 1",
+        "fitted 5", "halves 5",
+    ],
+    "4": [
+        "gpipe 1", "gpipe 4", "1f1b 4", "1f1b 3 always", "v-half 2", "interleaved 4", "interleaved-zb 4", "zbv 4",
+        "dualpipe-v 8", "fitted 4", "halves 4", "skips 4",
+    ],
+}  # fmt: skip
+
+
+def made(text: str, num_ranks: int) -> Plan:
+    """The plan that a row is about."""
+    order, number, *mode = text.split()
+    num = int(number)
+    if order in ("fitted", "halves"):
+        costs = Costs.even(num_ranks)
+        return fitted(range(num_ranks), [range(num_ranks)] * num, costs, in_flight=3, halves=order == "halves")
+    if order == "skips":
+        # Skips and swaps, and back to rank 0 for the head.
+        paths = [(0, 1, 3, 4), (0, 2, 1, 4), (0, 3, 2, 4), (0, 1, 2, 3, 4)]
+        return fitted((0, 1, 2, 3, 0), paths, Costs.even(5))
+    result = plan(order, num_ranks, num)
+    return recompute(result, mode[0]) if mode else result
+
+
+def sizes_of(made: Plan) -> list[int]:
+    return [2 + number % 3 for number in range(made.num_micro_batches)]
+
+
+def shares_of(sizes: list[int]) -> list[float]:
+    return [size / sum(sizes) for size in sizes]
+
+
+def _run(rank: int, world_size: int, text: str) -> tuple[float, dict[str, Any], int, int, float]:
+    """The loss, gradients, bytes sent and by formula, and the loss of a forward alone."""
+    made_plan = made(text, world_size)
+    check(made_plan)
+    num_chunks = len(made_plan.home)
+    chunks = {chunk: models.Stage(chunk, num_chunks) for chunk in made_plan.chunks_of(rank)}
+    sizes = sizes_of(made_plan)
+    batches = models.micro_batches(sizes)
+    mailbox = Mailbox(None, Topology(world_size, 1), checked=" always" in text, window=2)
+    runner = Runner(made_plan, chunks, mailbox, models.shape, dtype=torch.float64)
+    evaluated = runner.evaluate(batches, shares_of(sizes)).item()
+    before = mailbox.meter.snapshot().sent_bytes
+    loss = runner.run(batches, shares_of(sizes)).item()
+    sent = mailbox.meter.snapshot().sent_bytes - before
+    mailbox.close()
+    gradients = {
+        f"{chunk}.{name}": param.grad.numpy()
+        for chunk, stage in chunks.items()
+        for name, param in stage.named_parameters()
+        if param.grad is not None
+    }
+    return loss, gradients, sent, runner.sent_bytes(batches), evaluated
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def rows(request: pytest.FixtureRequest) -> tuple[int, Rows]:
+    size: int = request.param
+    return size, run_rows(_run, PLANS[str(size)], size, local_size=1)
+
+
+def test_gradients_are_those_of_one_process(rows: tuple[int, Rows]) -> None:
+    size, told = rows
+    for text in PLANS[str(size)]:
+        made_plan = made(text, size)
+        sizes = sizes_of(made_plan)
+        loss, expected = models.alone(list(made_plan.paths), sizes, shares_of(sizes))
+        found = told.of(text)
+        assert abs(sum(row[0] for row in found) - loss) < 1e-12, text
+        assert abs(sum(row[4] for row in found) - loss) < 1e-12, text
+        gradients = {name: torch.from_numpy(grad) for row in found for name, grad in row[1].items()}
+        assert gradients.keys() == expected.keys(), text
+        for name, gradient in gradients.items():
+            assert (gradient - expected[name]).abs().max() <= 1e-12, (text, name)
+
+
+def test_bytes_are_those_of_the_formula(rows: tuple[int, Rows]) -> None:
+    size, told = rows
+    for text in PLANS[str(size)]:
+        made_plan = made(text, size)
+        found = told.of(text)
+        assert all(row[2] == row[3] for row in found), text
+        # Each border between ranks carries each token's hidden state forward, and its gradient back.
+        tokens = sizes_of(made_plan)
+        crossing = [
+            tokens[number]
+            for number, path in enumerate(made_plan.paths)
+            for a, b in itertools.pairwise(path)
+            if made_plan.home[a] != made_plan.home[b]
+        ]
+        assert sum(row[2] for row in found) == 2 * 8 * models.WIDTH * sum(crossing) > 0, text
+
+
+def _dropout(rank: int, world_size: int, mode: str) -> Any:
+    chunk = models.Stage(rank, world_size, dropout=0.5)
+    mailbox = Mailbox(None, Topology(world_size, 1))
+    runner = Runner(recompute(plan("1f1b", 2, 4), mode), {rank: chunk}, mailbox, models.shape, dtype=torch.float64)
+    torch.manual_seed(rank)
+    runner.run(models.micro_batches([3, 3, 3, 3]))
+    mailbox.close()
+    return [param.grad.numpy() for param in chunk.parameters() if param.grad is not None], torch.rand(1).item()
+
+
+def test_recomputing_draws_the_same_random_numbers() -> None:
+    told = run_rows(_dropout, ["never", "always", "except-last"], 2)
+    for kept, again, last in zip(told.of("never"), told.of("always"), told.of("except-last"), strict=True):
+        assert kept[1] == again[1] == last[1]
+        for one, two, three in zip(kept[0], again[0], last[0], strict=True):
+            assert (one == two).all() and (one == three).all()
+
+
+def _dies(rank: int, world_size: int) -> str | None:
+    chunk = models.Stage(rank, world_size)
+    mailbox = Mailbox(None, Topology(world_size, 1), timeout_s=20.0)
+    runner = Runner(plan("1f1b", 4, 4), {rank: chunk}, mailbox, models.shape, dtype=torch.float64)
+    batches = models.micro_batches([3] * 4)
+    runner.run(batches)
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerLostError) as caught:
+        while True:
+            runner.run(batches)
+    return str(caught.value)
+
+
+def test_a_stage_that_dies_is_named_by_all() -> None:
+    told = run_workers(_dies, 4, may_die=(2,), timeout_s=60)
+    for rank in (0, 1, 3):
+        assert "rank 2 is missing: pipeline_" in told[rank], told[rank]
+
+
+def _refusals(rank: int, world_size: int) -> None:
+    mailbox = Mailbox(None, Topology(1, 1))
+    with pytest.raises(ConfigError, match=r"rank 0 was given chunks \[0, 1\]: the plan's are \[0\]"):
+        Runner(plan("gpipe", 1, 1), {0: nn.Identity(), 1: nn.Identity()}, mailbox, models.shape)
+    counting = nn.BatchNorm1d(4)
+    with pytest.raises(ConfigError, match="keeps statistics of each forward"):
+        Runner(recompute(plan("gpipe", 1, 1), "always"), {0: counting}, mailbox, models.shape)
+    runner = Runner(plan("gpipe", 1, 2), {0: models.Stage(0, 1)}, mailbox, models.shape, dtype=torch.float64)
+    with pytest.raises(ConfigError, match="1 micro-batches, 2 shares: the plan is for 2 of each"):
+        runner.run(models.micro_batches([3]))
+    runner.run(models.micro_batches([3, 3]))
+
+
+def test_what_does_not_fit_a_plan_is_refused() -> None:
+    _refusals(0, 1)

@@ -1,0 +1,217 @@
+"""Runs a plan: this rank's actions in their order, with real messages between them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from thinwire.collectives import Expected, Label, Mailbox
+from thinwire.errors import ConfigError
+from thinwire.hosts.pipeline.visits import VisitState
+from thinwire.methods.pipeline import Action, Plan, check
+from thinwire.methods.pipeline.border import Crossing
+from thinwire.methods.pipeline.plan import BACKWARD, FORWARD, INPUT, RECOMPUTE, WEIGHT, Arrival, Visit
+
+Shape = Callable[[int, Any], Sequence[int]]
+
+
+class Runner:
+    """Forwards and backwards of a step over the ranks of a pipeline.
+
+    plan: `check` must pass it. chunks: this rank's, by number: modules of (hidden state or None, micro-batch) that
+    give the next hidden state, or, at the end of a path, the mean loss of the micro-batch. mailbox: over the plan's
+    ranks in order. shape: of the output of (chunk, micro-batch); dtype: of all of these outputs, as they travel.
+    crossing: the codecs at borders between ranks. device: of the chunks.
+
+    What a micro-batch is, only the chunks and `shape` know: each rank is given the same ones. Raises ConfigError for
+    a plan that can't run, chunks that are not this rank's, and for normalisation that keeps statistics where the plan
+    computes forwards twice.
+    """
+
+    def __init__(
+        self, plan: Plan, chunks: Mapping[int, nn.Module], mailbox: Mailbox, shape: Shape, *,
+        dtype: torch.dtype = torch.float32, crossing: Crossing | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:  # fmt: skip
+        check(plan)
+        self.plan, self.chunks, self.mailbox, self.shape = plan, dict(chunks), mailbox, shape
+        self.dtype, self.device = dtype, torch.device(device)
+        self.crossing = crossing or Crossing()
+        self.order = plan.orders[mailbox.rank]
+        self._recomputed = {action.visit for action in self.order if action.kind == RECOMPUTE}
+        self._check_chunks()
+        # Micro-batches that steps before had: codecs draw by the number of the micro-batch.
+        self.num_before = 0
+        # What this rank did in the last step, and when, in seconds from the step's start.
+        self.spans: list[tuple[Action, float, float]] = []
+
+    def run(self, micro_batches: Sequence[Any], shares: Sequence[float] | None = None) -> Tensor:
+        """Add the gradients of sum_m shares[m] * loss_m to the weights' ; this rank's part of that sum.
+
+        shares: by default 1/M each; of ragged micro-batches the tokens' parts of all. The parts of all ranks add up to
+        the loss: only a rank at which paths end has one that is not zero. Raises ConfigError for another number of
+        micro-batches than the plan's; PeerLostError and other errors of a mailbox.
+        """
+        loss = self._play(self.order, micro_batches, shares, self.num_before)
+        self.num_before += len(micro_batches)
+        return loss
+
+    @torch.no_grad()
+    def evaluate(self, micro_batches: Sequence[Any], shares: Sequence[float] | None = None) -> Tensor:
+        """As `run`, forward alone; codecs draw as for the first micro-batch."""
+        order = [action for action in self.order if action.kind == FORWARD]
+        return self._play(order, micro_batches, shares, None)
+
+    def sent_bytes(self, micro_batches: Sequence[Any]) -> int:
+        """Payload that this rank sends in `run`, by formula; the most it can be where a codec's packets vary."""
+        given = [self.plan.routes.gives(action) for action in self.order]
+        return sum(
+            self._num_bytes(arrival, micro_batches)
+            for arrival in given
+            if arrival is not None and self.plan.home[arrival.chunk] != self.mailbox.rank
+        )
+
+    def _check_chunks(self) -> None:
+        own = self.plan.chunks_of(self.mailbox.rank)
+        if sorted(self.chunks) != own:
+            raise ConfigError(f"rank {self.mailbox.rank} was given chunks {sorted(self.chunks)}: the plan's are {own}")
+        counting = [
+            name
+            for chunk in self.chunks.values()
+            for name, module in chunk.named_modules()
+            if isinstance(module, _NormBase) and module.track_running_stats
+        ]
+        if counting and self._recomputed:
+            raise ConfigError(
+                f"{counting[0]} keeps statistics of each forward, and the plan computes forwards twice: "
+                "use recompute 'never', or track_running_stats=False"
+            )
+
+    def _play(
+        self, order: Sequence[Action], micro_batches: Sequence[Any], shares: Sequence[float] | None,
+        first_number: int | None,
+    ) -> Tensor:  # fmt: skip
+        num = self.plan.num_micro_batches
+        shares = [1.0 / num] * num if shares is None else shares
+        if len(micro_batches) != num or len(shares) != num:
+            raise ConfigError(
+                f"{len(micro_batches)} micro-batches, {len(shares)} shares: the plan is for {num} of each"
+            )
+        self.mailbox.begin(self._expected(order, micro_batches))
+        step = _Step(self, micro_batches, shares, first_number)
+        start_s = time.perf_counter()
+        self.spans = []
+        for action in order:
+            arrived = step.arrived(action)
+            begun_s = time.perf_counter()
+            step.do(action, arrived)
+            self.spans.append((action, begun_s - start_s, time.perf_counter() - start_s))
+        self.mailbox.finish()
+        return step.loss
+
+    def _expected(self, order: Sequence[Action], micro_batches: Sequence[Any]) -> list[Expected]:
+        return [
+            Expected(self.label(need), sender, self._num_bytes(need, micro_batches))
+            for action in order
+            for need in self.plan.routes.needs(action)
+            if isinstance(need, Arrival) and (sender := self.sender(need)) != self.mailbox.rank
+        ]
+
+    def sender(self, arrival: Arrival) -> int:
+        """The rank that what arrives comes from."""
+        routes = self.plan.routes
+        visit = (routes.before if arrival.direction == "forward" else routes.after)[arrival.visit]
+        assert visit is not None
+        return self.plan.home[visit.chunk]
+
+    def border(self, arrival: Arrival) -> int:
+        """The chunk whose output, or its gradient, arrives."""
+        before = self.plan.routes.before[arrival.visit]
+        if arrival.direction == "backward" or before is None:
+            return arrival.chunk
+        return before.chunk
+
+    def label(self, arrival: Arrival) -> Label:
+        """How the mailbox knows it."""
+        return Label(arrival.direction, arrival.micro_batch, self.plan.routes.hop[arrival.visit])
+
+    def _num_bytes(self, arrival: Arrival, micro_batches: Sequence[Any]) -> int:
+        shape = self.shape(self.border(arrival), micro_batches[arrival.micro_batch])
+        return self.crossing.packet_bytes(arrival.direction, torch.Size(shape).numel(), self.dtype)
+
+
+class _Step:
+    """What one call of `run` or `evaluate` has under way."""
+
+    def __init__(
+        self, runner: Runner, micro_batches: Sequence[Any], shares: Sequence[float], first_number: int | None
+    ) -> None:
+        self.runner, self.micro_batches, self.shares = runner, micro_batches, shares
+        self.first_number = first_number
+        self.loss = torch.zeros((), device=runner.device)
+        # What went from one chunk of this rank to another.
+        self._handed: dict[Arrival, Tensor] = {}
+        self._visits: dict[Visit, VisitState] = {}
+
+    def arrived(self, action: Action) -> Tensor | None:
+        """What an action needs from its neighbour, when it is there."""
+        needs = self.runner.plan.routes.needs(action)
+        arrival = next((need for need in needs if isinstance(need, Arrival)), None)
+        if arrival is None:
+            return None
+        if arrival in self._handed:
+            return self._handed.pop(arrival)
+        runner, direction = self.runner, arrival.direction
+        packet = runner.mailbox.take(runner.label(arrival), lambda packet: runner.crossing.length(direction, packet))
+        shape = torch.Size(runner.shape(runner.border(arrival), self.micro_batches[arrival.micro_batch]))
+        return runner.crossing.unpack(direction, packet.to(runner.device), shape, runner.dtype)
+
+    def do(self, action: Action, arrived: Tensor | None) -> None:
+        """One action, and what others need of it sent to them."""
+        visit = action.visit
+        if action.kind == FORWARD:
+            output = self._forward(visit, arrived)
+            if self.runner.plan.routes.after[visit] is None:
+                self.loss = self.loss + self.shares[visit.micro_batch] * output
+            else:
+                self._give(action, output)
+            return
+        state = self._visits[visit]
+        # Where nothing arrives a path ends in the loss, of which this micro-batch has a share.
+        gradient = self.shares[visit.micro_batch] if arrived is None else arrived
+        if action.kind == RECOMPUTE:
+            state.recompute()
+        elif action.kind == WEIGHT:
+            state.backward_weight()
+        elif action.kind == INPUT:
+            self._give(action, state.backward_input(gradient))
+        elif action.kind == BACKWARD:
+            self._give(action, state.backward(gradient))
+        if action.kind in (BACKWARD, WEIGHT):
+            del self._visits[visit]
+
+    def _forward(self, visit: Visit, arrived: Tensor | None) -> Tensor:
+        chunk, micro_batch = self.runner.chunks[visit.chunk], self.micro_batches[visit.micro_batch]
+        if not torch.is_grad_enabled():
+            return chunk(arrived, micro_batch)
+        recomputed = visit in self.runner._recomputed
+        state = self._visits[visit] = VisitState(chunk, arrived, micro_batch, recomputed=recomputed)
+        return state.forward()
+
+    def _give(self, action: Action, value: Tensor | None) -> None:
+        runner = self.runner
+        arrival = runner.plan.routes.gives(action)
+        if arrival is None or value is None:
+            return
+        target = runner.plan.home[arrival.chunk]
+        if target == runner.mailbox.rank:
+            self._handed[arrival] = value
+            return
+        number = 0 if self.first_number is None else self.first_number + arrival.micro_batch
+        packet = runner.crossing.pack(arrival.direction, value, runner.border(arrival), number)
+        runner.mailbox.send(target, runner.label(arrival), packet, runner.crossing.length(arrival.direction, packet))

@@ -1,0 +1,120 @@
+"""One micro-batch at one chunk: forward, recomputation, and backward, whole or in halves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thinwire import _compat
+
+# (hidden state or None, micro-batch) -> hidden state, or, at the end of a path, the mean loss.
+Chunk = Callable[[Tensor | None, Any], Tensor]
+
+
+class VisitState:
+    """What a rank keeps of a visit from its forward to the end of its backward.
+
+    input: what arrived, in memory of its own; None at the start of a path. recomputed: the forward keeps its input
+    and the state of the random numbers alone.
+    """
+
+    def __init__(self, chunk: nn.Module, input: Tensor | None, micro_batch: Any, *, recomputed: bool) -> None:
+        self.chunk = chunk
+        self.input = input
+        self.micro_batch = micro_batch
+        self.recomputed = recomputed
+        self._output: Tensor | None = None
+        self._gradient: Tensor | float | None = None
+        self._groups: list[dict[str, Any]] | None = None
+
+    def forward(self) -> Tensor:
+        """The chunk's output, without its graph, which stays here."""
+        if self.input is not None and self.input.is_floating_point():
+            self.input.requires_grad_()
+        if self.recomputed:
+            self._random = _random_state()
+            with torch.no_grad():
+                return self.chunk(self.input, self.micro_batch)
+        return self._with_graph()
+
+    def recompute(self) -> None:
+        """The forward again, with the same random numbers; those of the others go on as if it had not been."""
+        with _replayed(self._random):
+            self._with_graph()
+
+    def backward(self, gradient: Tensor | float) -> Tensor | None:
+        """The gradient of the input, after that of the weights has been added to theirs.
+
+        gradient: of the output; a number for an output that is a loss.
+        """
+        output = self._taken()
+        if output.requires_grad:
+            torch.autograd.backward(output, _as_tensor(gradient, output))
+        return self._gradient_of_input()
+
+    def backward_input(self, gradient: Tensor | float) -> Tensor | None:
+        """The gradient of the input alone; where there is no input, the gradient is kept for `backward_weight`."""
+        if self.input is None:
+            self._gradient = gradient
+            return None
+        output = self._taken()
+        self._groups = _compat.input_gradients(output, _as_tensor(gradient, output), self.input, self._weights())
+        return self._gradient_of_input()
+
+    def backward_weight(self) -> None:
+        """What `backward_input` left: the gradients of the weights."""
+        if self._groups is None:
+            assert self._gradient is not None
+            self.backward(self._gradient)
+        else:
+            _compat.weight_gradients(self._weights(), self._groups)
+        self._groups = self._gradient = None
+
+    def _with_graph(self) -> Tensor:
+        with torch.enable_grad():
+            output = self.chunk(self.input, self.micro_batch)
+        result = output.detach()
+        if output.ndim:
+            # Of an output that is on its way only the graph behind it is needed: its memory is the message's alone.
+            output.data = output.data.new_empty(()).expand(output.shape)
+        self._output = output
+        return result
+
+    def _taken(self) -> Tensor:
+        output, self._output = self._output, None
+        assert output is not None
+        return output
+
+    def _gradient_of_input(self) -> Tensor | None:
+        if self.input is None:
+            return None
+        gradient = self.input.grad
+        gradient = torch.zeros_like(self.input) if gradient is None else gradient
+        self.input = None
+        return gradient
+
+    def _weights(self) -> list[nn.Parameter]:
+        return [param for param in self.chunk.parameters() if param.requires_grad]
+
+
+def _as_tensor(gradient: Tensor | float, output: Tensor) -> Tensor:
+    return gradient if isinstance(gradient, Tensor) else torch.full_like(output, gradient)
+
+
+def _random_state() -> tuple[Tensor, Tensor | None]:
+    is_cuda = torch.cuda.is_initialized()
+    return torch.get_rng_state(), torch.cuda.get_rng_state() if is_cuda else None
+
+
+@contextmanager
+def _replayed(state: tuple[Tensor, Tensor | None]) -> Iterator[None]:
+    cpu, cuda = state
+    with torch.random.fork_rng([torch.cuda.current_device()] if cuda is not None else []):
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda)
+        yield

@@ -1,0 +1,133 @@
+"""What crosses a border between two stages: a hidden state forward, its gradient back, each through its codec."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.codecs import Codec
+from thinwire.codecs.random import derive_seed
+from thinwire.errors import ConfigError
+
+EXACT = "exact"
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """The codecs of both directions.
+
+    forward, backward: texts as for Codec.parse, or "exact" for the tensor's own bytes in its own dtype. seed: of what
+    a codec draws. Raises ConfigError for a text that is no codec.
+    """
+
+    forward: str = EXACT
+    backward: str = EXACT
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for direction in ("forward", "backward"):
+            self.codec(direction)
+
+    def codec(self, direction: str) -> Codec | None:
+        """The codec of a direction; None for exact."""
+        text = getattr(self, direction)
+        try:
+            return None if text == EXACT else Codec.parse(text)
+        except ConfigError as error:
+            raise ConfigError(f"{direction}: {error}, or {EXACT!r}") from None
+
+    def check(self, features: int) -> None:
+        """Raise ConfigError unless groups lie inside a token of so many features: a token's error is its own."""
+        for direction in ("forward", "backward"):
+            codec = self.codec(direction)
+            if codec is not None and features % codec.block:
+                raise ConfigError(
+                    f"{direction} {getattr(self, direction)!r}: its groups of {codec.block} elements don't divide the "
+                    f"{features} features of a token; nearest: {_nearest_group(codec, features)}"
+                )
+
+    def packet_bytes(self, direction: str, num_elements: int, dtype: torch.dtype) -> int:
+        """The most that a message of so many elements takes."""
+        codec = self.codec(direction)
+        return num_elements * dtype.itemsize if codec is None else codec.packet_bytes(num_elements)
+
+    def length(self, direction: str, packet: Tensor) -> int:
+        """How many of a packet's bytes travel."""
+        codec = self.codec(direction)
+        return packet.numel() if codec is None else codec.length(packet)
+
+    def pack(self, direction: str, x: Tensor, chunk: int, number: int) -> Tensor:
+        """uint8: x as it crosses the border behind `chunk`; number: of the micro-batch, counted from the start."""
+        codec = self.codec(direction)
+        if codec is None:
+            return x.detach().contiguous().reshape(-1).view(torch.uint8)
+        return codec.encode(x.detach(), seed=derive_seed(self.seed, chunk, number, direction == "backward"))
+
+    def unpack(self, direction: str, packet: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """What `pack` gave, after it has crossed."""
+        codec = self.codec(direction)
+        if codec is None:
+            return packet.view(dtype).view(shape)
+        return codec.decode(packet, shape.numel()).view(shape).to(dtype)
+
+    def cross(self, direction: str, x: Tensor, chunk: int, number: int) -> Tensor:
+        """x on the other side."""
+        packet = self.pack(direction, x, chunk, number)
+        return self.unpack(direction, packet, x.shape, x.dtype)
+
+
+def _nearest_group(codec: Codec, features: int) -> str:
+    """The same codec with the largest group that divides a token; how to get there where it has none."""
+    text = str(codec)
+    for group in sorted((n for n in range(1, codec.block) if features % n == 0), reverse=True):
+        with suppress(ConfigError):
+            candidate = Codec.parse(text.replace(f"/{codec.block}", f"/{group}"))
+            if candidate.block == group:
+                return repr(str(candidate))
+    return f"a codec whose groups divide {features}, such as 'bf16'"
+
+
+class _Cross(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, crossing: Crossing, chunk: int, number: int) -> Tensor:
+        ctx.place = crossing, chunk, number
+        crossed = crossing.cross("forward", x, chunk, number)
+        return crossed.clone() if crossed.data_ptr() == x.data_ptr() else crossed
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        crossing, chunk, number = ctx.place
+        return crossing.cross("backward", grads[0], chunk, number), None, None, None
+
+
+class Border(nn.Module):
+    """In one process what a border of a pipeline does to the hidden state: the same codecs, draws and bits.
+
+    A model with a Border behind the same layers trains to the same weights as the pipeline, where both take the same
+    micro-batches in the same order.
+
+    Args:
+        forward_codec, backward_codec, seed: as Crossing's forward, backward and seed.
+        chunk: the number of the pipeline's chunk before it.
+
+    The n-th forward in training is micro-batch n, counted from the start; forwards in evaluation all draw as the first.
+    Raises ConfigError for codecs whose groups would reach into the next token.
+    """
+
+    def __init__(
+        self, forward_codec: str = EXACT, backward_codec: str = EXACT, *, chunk: int = 0, seed: int = 0
+    ) -> None:
+        super().__init__()
+        self.crossing = Crossing(forward_codec, backward_codec, seed)
+        self.chunk = chunk
+        self._numbers: Iterator[int] = iter(range(1 << 62))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The hidden state [..., features] on the other side."""
+        self.crossing.check(x.shape[-1])
+        return _Cross.apply(x, self.crossing, self.chunk, next(self._numbers) if self.training else 0)

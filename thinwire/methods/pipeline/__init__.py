@@ -1,6 +1,7 @@
 """Pipelines: who computes which layers for which micro-batch, and in which order, as data."""
 
 from thinwire.methods.pipeline.check import Limits, check, in_flight
+from thinwire.methods.pipeline.cut import Chunk, Cut, cut, token_shares
 from thinwire.methods.pipeline.fitted import fitted
 from thinwire.methods.pipeline.orders import ORDERS, plan
 from thinwire.methods.pipeline.plan import Action, Plan
@@ -10,14 +11,18 @@ from thinwire.methods.pipeline.simulate import Costs, Timeline, simulate
 __all__ = [
     "ORDERS",
     "Action",
+    "Chunk",
     "Costs",
+    "Cut",
     "Limits",
     "Plan",
     "Timeline",
     "check",
+    "cut",
     "fitted",
     "in_flight",
     "plan",
     "recompute",
     "simulate",
+    "token_shares",
 ]

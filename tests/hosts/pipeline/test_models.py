@@ -1,0 +1,76 @@
+"""A language model cut over ranks trains as it does in one process, tied weights included."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.workers import run_rows
+from thinwire.collectives import Mailbox, Topology
+from thinwire.hosts.pipeline import Runner
+from thinwire.methods.pipeline import cut, plan, token_shares
+from thinwire.models import build_model
+
+STEPS = 3
+
+
+def batches(step: int) -> list[tuple[Tensor, Tensor]]:
+    """Ragged: of other lengths, and with targets that count for nothing."""
+    generator = torch.Generator().manual_seed(step)
+    drawn = [torch.randint(0, 64, (2, 2, length), generator=generator) for length in (5, 9, 7)]
+    for each in drawn:
+        each[1, 0, :2] = -100
+    return [(each[0], each[1]) for each in drawn]
+
+
+def model() -> nn.Module:
+    return build_model("tiny", 64, 16, overrides={"tie_word_embeddings": True})
+
+
+def trained(rank: int, world_size: int, order: str) -> tuple[list[float], dict[str, Any], int, int]:
+    made = cut(model(), world_size)
+    made_plan = plan(order, world_size, 3)
+    chunks = {number: made.chunk(number) for number in made_plan.chunks_of(rank)}
+    mailbox = Mailbox(None, Topology(world_size, 1))
+    runner = Runner(made_plan, chunks, mailbox, made.shape, tied=made.tied(made_plan.home, rank))
+    weights = {name: param for chunk in chunks.values() for name, param in chunk.model.named_parameters()}
+    optimizer = torch.optim.AdamW(weights.values(), lr=1e-3)
+    losses = []
+    promised = 0
+    for step in range(STEPS):
+        micro_batches = batches(step)
+        losses.append(runner.run(micro_batches, token_shares(micro_batches)).item())
+        promised += runner.sent_bytes(micro_batches)
+        optimizer.step()
+        optimizer.zero_grad()
+    sent = mailbox.meter.snapshot().sent_bytes
+    mailbox.close()
+    return losses, {name: param.detach().numpy() for name, param in weights.items()}, sent, promised
+
+
+def test_a_cut_model_trains_as_in_one_process() -> None:
+    whole = model()
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-3)
+    losses = []
+    for step in range(STEPS):
+        micro_batches = batches(step)
+        parts = [share * whole(*batch) for batch, share in zip(micro_batches, token_shares(micro_batches), strict=True)]
+        loss = torch.stack(parts).sum()
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    told = run_rows(trained, ["1f1b", "gpipe"], 3, local_size=1)
+    for order in ("1f1b", "gpipe"):
+        found = told.of(order)
+        for step, loss_of_one in enumerate(losses):
+            assert abs(sum(row[0][step] for row in found) - loss_of_one) < 1e-6
+        for name, param in whole.named_parameters():
+            holders = [row[1][name] for row in found if name in row[1]]
+            assert holders, name
+            assert all(abs(held - param.detach().numpy()).max() < 1e-6 for held in holders), name
+        first, last = found[0][1]["model.embed_tokens.weight"], found[2][1]["lm_head.weight"]
+        assert (first == last).all()
+        assert all(row[2] == row[3] for row in found)

@@ -1,0 +1,323 @@
+"""Cut a causal language model into chunks of layers, whatever its architecture."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from thinwire.errors import ConfigError
+from thinwire.methods.pipeline.balance import balanced
+
+PROBE = (3, 1, 4, 1, 5, 2, 6, 0)
+# Targets that count for no loss.
+IGNORED = -100
+
+
+class Front(NamedTuple):
+    """A module with parameters before the layers: features of its output, and whether these are a new dimension."""
+
+    name: str
+    features: int
+    widens: bool
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A model and how many of its layers each chunk has, in order.
+
+    layers: the module list's name. front: what has parameters and runs before the layers; back: the names of what runs
+    after them. features: of the hidden state. returns: how many values a layer returns, 0 for a tensor alone.
+    """
+
+    model: nn.Module
+    sizes: tuple[int, ...]
+    layers: str
+    front: tuple[Front, ...]
+    back: tuple[str, ...]
+    features: int
+    returns: int
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.sizes)
+
+    def chunk(self, number: int) -> Chunk:
+        """A module with the weights of one chunk, which are the model's own; chunks of one model share tied weights."""
+        return Chunk(self, number)
+
+    def shape(self, chunk: int, micro_batch: tuple[Tensor, Tensor | None]) -> tuple[int, int, int]:
+        """Of the hidden state [batch, seq, features] behind a chunk."""
+        batch, length = micro_batch[0].shape
+        return batch, length, self.features
+
+    def tied(self, home: Sequence[int], rank: int) -> dict[int, list[nn.Parameter]]:
+        """This rank's copies of weights that another rank has too, by that rank: their gradients are one's.
+
+        home: the rank of each chunk. A weight is tied where modules before and after the layers share it.
+        """
+        ends = (home[0], home[-1])
+        if rank not in ends or ends[0] == ends[1]:
+            return {}
+        before, after = (self._parameters(names) for names in ([front.name for front in self.front], self.back))
+        shared = [param for key, param in before.items() if key in after and param.requires_grad]
+        return {ends[1] if rank == ends[0] else ends[0]: shared} if shared else {}
+
+    def _parameters(self, names: Sequence[str]) -> dict[int, nn.Parameter]:
+        owners = [self.model.get_submodule(name) for name in names]
+        return {id(param): param for owner in owners for param in owner.parameters(recurse=False)}
+
+
+class Chunk(nn.Module):
+    """Some consecutive layers of a model; the first chunk embeds, the last has the head and the loss.
+
+    Called with (hidden state or None, (tokens [batch, seq], targets or None)): the next hidden state, or the mean loss
+    of the micro-batch, or logits without targets. The model's own forward runs, so masks and positions are its own:
+    other layers pass the hidden state on, other embeddings give zeros, and the first own layer takes what arrived.
+    """
+
+    def __init__(self, cut: Cut, number: int) -> None:
+        super().__init__()
+        tensors = [*cut.model.parameters(), *cut.model.buffers()]
+        self.model = copy.deepcopy(cut.model, {id(tensor): tensor for tensor in tensors})
+        self.is_first, self.is_last = number == 0, number == cut.num_chunks - 1
+        first = sum(cut.sizes[:number])
+        own = range(first, first + cut.sizes[number])
+        layers = self.model.get_submodule(cut.layers)
+        assert isinstance(layers, nn.ModuleList)
+        for index, layer in enumerate(layers):
+            if index not in own:
+                layers[index] = _PassOn(layer, cut.returns)
+        for front in () if self.is_first else cut.front:
+            self.model.set_submodule(front.name, _Zeros(self.model.get_submodule(front.name), front))
+        for name in () if self.is_last else cut.back:
+            self.model.set_submodule(name, _PassOn(self.model.get_submodule(name), 0))
+        layers[own[0]].register_forward_pre_hook(self._take, with_kwargs=True)
+        layers[own[-1]].register_forward_hook(self._keep)
+        self._arrived: Tensor | None = None
+        self._left: Tensor | None = None
+
+    def forward(self, hidden: Tensor | None, micro_batch: tuple[Tensor, Tensor | None]) -> Tensor:
+        tokens, targets = micro_batch
+        self._arrived = hidden
+        try:
+            output = self.model(tokens, targets) if self.is_last else self.model(tokens)
+            left = self._left
+        finally:
+            self._arrived = self._left = None
+        if self.is_last:
+            return output
+        assert left is not None
+        return left
+
+    def _take(
+        self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if self._arrived is None:
+            return None
+        if args:
+            return (self._arrived, *args[1:]), kwargs
+        return args, kwargs | {_name_of_hidden(kwargs): self._arrived}
+
+    def _keep(self, layer: nn.Module, args: Any, output: Any) -> None:
+        self._left = output[0] if isinstance(output, tuple) else output
+
+
+def token_shares(micro_batches: Sequence[tuple[Tensor, Tensor]]) -> list[float]:
+    """Each micro-batch's part of all targets that count: the weights of mean losses in the mean over all tokens."""
+    counts = [int((targets != IGNORED).sum()) for _, targets in micro_batches]
+    return [count / max(1, sum(counts)) for count in counts]
+
+
+def cut(model: nn.Module, chunks: int, layers: str | Sequence[int] = "") -> Cut:
+    """How a causal language model falls into chunks of consecutive layers.
+
+    model: called as model(tokens, targets=None): logits, or the mean loss. Its layers are the nn.ModuleList with the
+    most parameters. layers: how many each chunk has, such as "5,6,6,3"; by default so that the slowest chunk has as
+    few floating-point operations as can be, and, among such cuts, the largest as few parameters; the last chunk has
+    the head.
+
+    The model is run once on a few tokens, and so are its chunks. Raises ConfigError for more chunks than layers, for
+    layers that don't add up, and for a model whose layers exchange more than one hidden state or whose weights are
+    used in more than one place.
+    """
+    name, found = _layers_of(model)
+    if not 1 <= chunks <= len(found):
+        raise ConfigError(
+            f"{chunks} chunks of {len(found)} layers: nearest that works: {max(1, min(chunks, len(found)))}"
+        )
+    stated = _stated(layers, chunks, len(found)) if layers else None
+    probe = _Probe(model, name, found)
+    sizes = stated or balanced(probe.operations, probe.num_parameters, chunks)
+    made = Cut(model, sizes, name, probe.front, probe.back, probe.features, probe.returns)
+    _check_equal(made, probe)
+    return made
+
+
+def _layers_of(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    if not lists:
+        raise ConfigError(f"{type(model).__name__} has no nn.ModuleList of layers: nothing to cut")
+    return max(lists, key=lambda item: sum(param.numel() for param in item[1].parameters()))
+
+
+def _stated(layers: str | Sequence[int], chunks: int, num_layers: int) -> tuple[int, ...]:
+    try:
+        sizes = tuple(int(part) for part in (layers.split(",") if isinstance(layers, str) else layers))
+    except ValueError:
+        raise ConfigError(f"layers {layers!r}: must be whole numbers, such as '5,6,6,3'") from None
+    even = ",".join(str(num_layers // chunks + (index < num_layers % chunks)) for index in range(chunks))
+    if len(sizes) != chunks or sum(sizes) != num_layers or min(sizes) < 1:
+        raise ConfigError(
+            f"layers {','.join(map(str, sizes))}: must be {chunks} numbers from 1 up that add up to the model's "
+            f"{num_layers} layers; nearest: {even}"
+        )
+    return sizes
+
+
+class _Probe:
+    """What one forward shows: which modules run before and after the layers, and what each layer costs.
+
+    operations, num_parameters: of each layer, with the head's added to the last one's and the embedding's to the first
+    one's.
+    """
+
+    def __init__(self, model: nn.Module, name: str, layers: nn.ModuleList) -> None:
+        inside = {id(param) for param in layers.parameters()}
+        owners = {
+            owner_name: owner
+            for owner_name, owner in model.named_modules()
+            if any(id(param) not in inside for param in owner.parameters(recurse=False))
+        }
+        for owner_name in owners:
+            if name.startswith(f"{owner_name}.") or not owner_name:
+                raise ConfigError(f"{owner_name or 'the model'} has weights of its own around its layers: can't be cut")
+        self._calls: list[str] = []
+        self._fronts: dict[str, Front] = {}
+        self._outputs: list[Any] = []
+        device = next(model.parameters()).device
+        vocabulary = min(
+            (owner.num_embeddings for owner in owners.values() if isinstance(owner, nn.Embedding)), default=8
+        )
+        self.tokens = torch.tensor([PROBE], device=device) % vocabulary
+        watched = {**owners, **{f"{name}.{index}": layer for index, layer in enumerate(layers)}}
+        counter = FlopCounterMode(display=False)
+        self.logits = self._run(model, watched, counter)
+        front, self.back = self._sides(owners, name, len(layers))
+        self.front = tuple(self._fronts[owner] for owner in front)
+        hidden, self.returns = _hidden_of(self._outputs)
+        self.features = hidden.shape[-1]
+        counts = {key.partition(".")[2]: sum(found.values()) for key, found in counter.get_flop_counts().items()}
+        self.operations = [counts.get(f"{name}.{index}", 0) for index in range(len(layers))]
+        self.operations[-1] += sum(counts.get(owner, 0) for owner in self.back)
+        self.num_parameters = [sum(param.numel() for param in layer.parameters()) for layer in layers]
+        for place, side in ((0, front), (-1, self.back)):
+            self.num_parameters[place] += sum(
+                p.numel() for owner in side for p in owners[owner].parameters(recurse=False)
+            )
+
+    def _run(self, model: nn.Module, watched: Mapping[str, nn.Module], counter: FlopCounterMode) -> Tensor:
+        hooks = [module.register_forward_hook(self._note(name), with_kwargs=True) for name, module in watched.items()]
+        was_training = model.training
+        try:
+            with torch.no_grad(), counter:
+                return model.eval()(self.tokens)
+        finally:
+            model.train(was_training)
+            for hook in hooks:
+                hook.remove()
+
+    def _note(self, name: str) -> Any:
+        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            self._calls.append(name)
+            self._outputs.append(output)
+            given = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+            if given is not None and isinstance(output, Tensor):
+                self._fronts[name] = Front(name, output.shape[-1], output.ndim > given.ndim)
+
+        return note
+
+    def _sides(self, owners: Mapping[str, nn.Module], name: str, num_layers: int) -> tuple[tuple[str, ...], ...]:
+        expected = [f"{name}.{index}" for index in range(num_layers)]
+        if [call for call in self._calls if call in expected] != expected:
+            raise ConfigError(f"the layers of {name} don't run once each, one after the other: they can't be cut")
+        start, end = self._calls.index(expected[0]), self._calls.index(expected[-1])
+        front = dict.fromkeys(call for call in self._calls[:start] if call in owners)
+        back = dict.fromkeys(call for call in self._calls[end:] if call in owners)
+        for owner in owners:
+            if (owner in front) + (owner in back) != 1 or owner in self._calls[start:end]:
+                raise ConfigError(f"{owner} has weights that are used among the layers, or not by itself: can't be cut")
+        self._outputs = [out for call, out in zip(self._calls, self._outputs, strict=True) if call in expected]
+        return tuple(front), tuple(back)
+
+
+def _hidden_of(outputs: Sequence[Any]) -> tuple[Tensor, int]:
+    """The first layer's hidden state, and how many values a layer returns."""
+    kinds = {len(output) if isinstance(output, tuple) else 0 for output in outputs}
+    hidden = outputs[0][0] if isinstance(outputs[0], tuple) else outputs[0]
+    if len(kinds) > 1 or not isinstance(hidden, Tensor) or hidden.ndim != 3:
+        raise ConfigError("the layers return something else than one hidden state [batch, seq, features] each")
+    return hidden, kinds.pop()
+
+
+def _check_equal(made: Cut, probe: _Probe) -> None:
+    """Raise ConfigError unless the chunks, one after the other, give the model's own logits, bit for bit."""
+    hidden: Tensor | None = None
+    try:
+        with torch.no_grad():
+            for number in range(made.num_chunks):
+                hidden = made.chunk(number).eval()(hidden, (probe.tokens, None))
+    except (RuntimeError, TypeError, AttributeError, KeyError, IndexError, ValueError) as error:
+        why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(f"the layers exchange more than a hidden state, so they can't be cut: {why}") from error
+    if hidden is None or not torch.equal(hidden, probe.logits):
+        raise ConfigError(
+            "cut, the model gives other logits: its layers exchange more than a hidden state, or something is computed "
+            "between them"
+        )
+
+
+def _name_of_hidden(kwargs: Mapping[str, Any]) -> str:
+    return next((name for name, value in kwargs.items() if isinstance(value, Tensor) and value.ndim == 3), "")
+
+
+class _StandIn(nn.Module):
+    """In place of a module of another chunk: it has no weights, and what the model may ask it about itself."""
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        # Some models ask a layer what kind it is, to choose its mask, or a head for the dtype of its weights.
+        public = {name: value for name, value in vars(original).items() if name != "forward" and name[0] != "_"}
+        self.__dict__.update(public)
+        for name, param in original.named_parameters(recurse=False):
+            self.__dict__[name] = param.data.new_empty(0)
+
+
+class _PassOn(_StandIn):
+    """A layer, or what follows the layers: what comes in goes out."""
+
+    def __init__(self, original: nn.Module, returns: int) -> None:
+        super().__init__(original)
+        self.returns = returns
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = args[0] if args else kwargs[_name_of_hidden(kwargs)]
+        return (hidden, *[None] * (self.returns - 1)) if self.returns else hidden
+
+
+class _Zeros(_StandIn):
+    """An embedding: something of the same shape, which the first own layer never sees."""
+
+    def __init__(self, original: nn.Module, front: Front) -> None:
+        super().__init__(original)
+        self.front, self.dtype = front, next(original.parameters()).dtype
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        given = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        shape = given.shape if self.front.widens else given.shape[:-1]
+        return torch.zeros(*shape, self.front.features, dtype=self.dtype, device=given.device)

@@ -87,6 +87,14 @@ class Runner:
             if arrival is not None and self.plan.home[arrival.chunk] != self.mailbox.rank
         )
 
+    def border_bytes(self, direction: str, chunk: int, micro_batches: Sequence[Any]) -> float:
+        """Mean size of a message with a chunk's output, or with its gradient; 0 behind the last chunk of all paths."""
+        routes = self.plan.routes
+        crossing = [visit for visit, after in routes.after.items() if visit.chunk == chunk and after is not None]
+        shapes = [torch.Size(self.shape(chunk, micro_batches[visit.micro_batch])) for visit in crossing]
+        sizes = [self.crossing.packet_bytes(direction, shape.numel(), self.dtype) for shape in shapes]
+        return sum(sizes) / max(1, len(sizes))
+
     def _check_chunks(self) -> None:
         own = self.plan.chunks_of(self.mailbox.rank)
         if sorted(self.chunks) != own:

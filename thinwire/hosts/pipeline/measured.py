@@ -1,0 +1,44 @@
+"""What a step of a pipeline cost, as all ranks saw it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import torch
+
+from thinwire.collectives import Communicator
+from thinwire.hosts.pipeline.runner import Runner
+from thinwire.methods.pipeline import Costs
+from thinwire.methods.pipeline.plan import BACKWARD, FORWARD, INPUT, WEIGHT
+
+
+def measured(runner: Runner, comm: Communicator, micro_batches: Sequence[Any]) -> Costs:
+    """The costs of the last `run`, with these micro-batches: medians over them; a collective, equal on all ranks.
+
+    comm: over the pipeline's ranks, in order. Seconds are a rank's own, packing of messages included and waiting for
+    them not; a whole backward counts as two equal halves. Activations count as 1 each.
+    """
+    seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for action, begun_s, ended_s in runner.spans:
+        seconds[action.kind, action.chunk].append(ended_s - begun_s)
+    own = torch.zeros(len(runner.plan.home), 3, dtype=torch.float64)
+    for (kind, chunk), found in seconds.items():
+        if kind == BACKWARD:
+            own[chunk, 1:] = median(found) / 2
+        elif kind in (FORWARD, INPUT, WEIGHT):
+            own[chunk, (FORWARD, INPUT, WEIGHT).index(kind)] = median(found)
+    # Each chunk has one home: of the others' rows all but one are zeros.
+    forward_s, input_s, weight_s = comm.wait(comm.all_gather_exact(own)).sum(0).T.tolist()
+    forward_bytes, backward_bytes = (
+        tuple(runner.border_bytes(direction, chunk, micro_batches) for chunk in range(len(runner.plan.home)))
+        for direction in ("forward", "backward")
+    )
+    even = Costs.even(len(runner.plan.home))
+    return replace(
+        even, forward_s=tuple(forward_s), input_s=tuple(input_s), weight_s=tuple(weight_s),
+        forward_bytes=forward_bytes, backward_bytes=backward_bytes,
+    )  # fmt: skip

@@ -73,12 +73,12 @@ def in_chunks(made: Cut) -> Tensor:
     return passed[-1][1].detach()
 
 
-def check_equal(model: nn.Module, chunks: int) -> Cut:
+def check_equal(model: nn.Module, stages: int, head: str = "last") -> Cut:
     model.train()
     loss = model(TOKENS, TARGETS)
     loss.backward()
     expected = gradients(model)
-    made = cut(model, chunks)
+    made = cut(model, stages, head=head)
     assert torch.equal(in_chunks(made), loss)
     found = gradients(model)
     assert found.keys() == expected.keys()
@@ -110,6 +110,20 @@ def test_foreign_models_are_cut_without_a_list_of_them(kind: str) -> None:
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**FOREIGN[kind]))
     check_equal(HFCausalLM(model.float(), 64), 3)
+
+
+def test_micro_batches_may_come_back_to_the_first_stage_for_the_head() -> None:
+    model = build_model("tiny", 8192, 64, overrides={"num_hidden_layers": 8, "tie_word_embeddings": True})
+    made = check_equal(model, 2, "first")
+    # Where the head is, fewer layers are.
+    assert (made.sizes, made.home) == ((1, 7, 0), (0, 1, 0))
+    assert made.tied(made.home, 0) == made.tied(made.home, 1) == {}
+    embedding, layers, head = (made.chunk(number) for number in range(3))
+    assert {name for name, _ in head.model.named_parameters()} == {"model.norm.weight", "lm_head.weight"}
+    assert embedding.model.get_parameter("model.embed_tokens.weight") is head.model.get_parameter("lm_head.weight")
+    assert not any("embed" in name or "head" in name for name, _ in layers.model.named_parameters())
+    with pytest.raises(ConfigError, match="did you mean 'first'"):
+        cut(model, 2, head="frist")
 
 
 class Layered(nn.Module):
@@ -147,7 +161,7 @@ def test_what_can_not_be_cut_is_refused() -> None:
 @pytest.mark.parametrize(
     ("chunks", "layers", "message"),
     [
-        (5, "", "5 chunks of 4 layers: nearest that works: 4"),
+        (5, "", "5 stages of 4 layers: nearest that works: 4"),
         (0, "", "nearest that works: 1"),
         (2, "1,2", "layers 1,2: must be 2 numbers .* 4 layers; nearest: 2,2"),
         (3, "2,2", "nearest: 2,1,1"),

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, nearest
 from thinwire.methods.pipeline.balance import balanced
 
 PROBE = (3, 1, 4, 1, 5, 2, 6, 0)
 # Targets that count for no loss.
 IGNORED = -100
+HEADS = ("last", "first")
 
 
 class Front(NamedTuple):
@@ -29,14 +30,16 @@ class Front(NamedTuple):
 
 @dataclass(frozen=True)
 class Cut:
-    """A model and how many of its layers each chunk has, in order.
+    """A model and how many of its layers each chunk has, in order; the last may be the head alone.
 
-    layers: the module list's name. front: what has parameters and runs before the layers; back: the names of what runs
-    after them. features: of the hidden state. returns: how many values a layer returns, 0 for a tensor alone.
+    home: the rank of each chunk, a stage a rank. layers: the module list's name. front: what has parameters and runs
+    before the layers; back: the names of what runs after them. features: of the hidden state. returns: how many values
+    a layer returns, 0 for a tensor alone.
     """
 
     model: nn.Module
     sizes: tuple[int, ...]
+    home: tuple[int, ...]
     layers: str
     front: tuple[Front, ...]
     back: tuple[str, ...]
@@ -59,7 +62,8 @@ class Cut:
     def tied(self, home: Sequence[int], rank: int) -> dict[int, list[nn.Parameter]]:
         """This rank's copies of weights that another rank has too, by that rank: their gradients are one's.
 
-        home: the rank of each chunk. A weight is tied where modules before and after the layers share it.
+        home: the rank of each chunk in the plan that runs. A weight is tied where modules before and after the layers
+        share it.
         """
         ends = (home[0], home[-1])
         if rank not in ends or ends[0] == ends[1]:
@@ -97,8 +101,9 @@ class Chunk(nn.Module):
             self.model.set_submodule(front.name, _Zeros(self.model.get_submodule(front.name), front))
         for name in () if self.is_last else cut.back:
             self.model.set_submodule(name, _PassOn(self.model.get_submodule(name), 0))
-        layers[own[0]].register_forward_pre_hook(self._take, with_kwargs=True)
-        layers[own[-1]].register_forward_hook(self._keep)
+        # A head alone takes what arrived from the last of the layers that pass on.
+        layers[own[0] if own else -1].register_forward_pre_hook(self._take, with_kwargs=True)
+        layers[own[-1] if own else -1].register_forward_hook(self._keep)
         self._arrived: Tensor | None = None
         self._left: Tensor | None = None
 
@@ -134,27 +139,31 @@ def token_shares(micro_batches: Sequence[tuple[Tensor, Tensor]]) -> list[float]:
     return [count / max(1, sum(counts)) for count in counts]
 
 
-def cut(model: nn.Module, chunks: int, layers: str | Sequence[int] = "") -> Cut:
-    """How a causal language model falls into chunks of consecutive layers.
+def cut(model: nn.Module, stages: int, layers: str | Sequence[int] = "", head: str = "last") -> Cut:
+    """How a causal language model falls into chunks of consecutive layers, one for each stage.
 
     model: called as model(tokens, targets=None): logits, or the mean loss. Its layers are the nn.ModuleList with the
-    most parameters. layers: how many each chunk has, such as "5,6,6,3"; by default so that the slowest chunk has as
-    few floating-point operations as can be, and, among such cuts, the largest as few parameters; the last chunk has
-    the head.
+    most parameters. layers: how many each stage has, such as "5,6,6,3"; by default so that the slowest stage has as
+    few floating-point operations as can be, and, among such cuts, the largest as few parameters. head: "last": the
+    last stage has it; "first": micro-batches come back to the first stage, which has it as a chunk of its own after
+    all others, beside the embedding.
 
-    The model is run once on a few tokens, and so are its chunks. Raises ConfigError for more chunks than layers, for
+    The model is run once on a few tokens, and so are its chunks. Raises ConfigError for more stages than layers, for
     layers that don't add up, and for a model whose layers exchange more than one hidden state or whose weights are
     used in more than one place.
     """
+    if head not in HEADS:
+        raise ConfigError(f"head {head!r} is unknown{nearest(head, HEADS)}")
     name, found = _layers_of(model)
-    if not 1 <= chunks <= len(found):
-        raise ConfigError(
-            f"{chunks} chunks of {len(found)} layers: nearest that works: {max(1, min(chunks, len(found)))}"
-        )
-    stated = _stated(layers, chunks, len(found)) if layers else None
-    probe = _Probe(model, name, found)
-    sizes = stated or balanced(probe.operations, probe.num_parameters, chunks)
-    made = Cut(model, sizes, name, probe.front, probe.back, probe.features, probe.returns)
+    if not 1 <= stages <= len(found):
+        near = max(1, min(stages, len(found)))
+        raise ConfigError(f"{stages} stages of {len(found)} layers: nearest that works: {near}")
+    stated = _stated(layers, stages, len(found)) if layers else None
+    probe = _Probe(model, name, found, 0 if head == "first" else -1)
+    sizes, home = stated or balanced(probe.operations, probe.num_parameters, stages), tuple(range(stages))
+    if head == "first":
+        sizes, home = (*sizes, 0), (*home, 0)
+    made = Cut(model, sizes, home, name, probe.front, probe.back, probe.features, probe.returns)
     _check_equal(made, probe)
     return made
 
@@ -166,15 +175,15 @@ def _layers_of(model: nn.Module) -> tuple[str, nn.ModuleList]:
     return max(lists, key=lambda item: sum(param.numel() for param in item[1].parameters()))
 
 
-def _stated(layers: str | Sequence[int], chunks: int, num_layers: int) -> tuple[int, ...]:
+def _stated(layers: str | Sequence[int], stages: int, num_layers: int) -> tuple[int, ...]:
     try:
         sizes = tuple(int(part) for part in (layers.split(",") if isinstance(layers, str) else layers))
     except ValueError:
         raise ConfigError(f"layers {layers!r}: must be whole numbers, such as '5,6,6,3'") from None
-    even = ",".join(str(num_layers // chunks + (index < num_layers % chunks)) for index in range(chunks))
-    if len(sizes) != chunks or sum(sizes) != num_layers or min(sizes) < 1:
+    even = ",".join(str(num_layers // stages + (index < num_layers % stages)) for index in range(stages))
+    if len(sizes) != stages or sum(sizes) != num_layers or min(sizes) < 1:
         raise ConfigError(
-            f"layers {','.join(map(str, sizes))}: must be {chunks} numbers from 1 up that add up to the model's "
+            f"layers {','.join(map(str, sizes))}: must be {stages} numbers from 1 up that add up to the model's "
             f"{num_layers} layers; nearest: {even}"
         )
     return sizes
@@ -183,11 +192,11 @@ def _stated(layers: str | Sequence[int], chunks: int, num_layers: int) -> tuple[
 class _Probe:
     """What one forward shows: which modules run before and after the layers, and what each layer costs.
 
-    operations, num_parameters: of each layer, with the head's added to the last one's and the embedding's to the first
-    one's.
+    operations, num_parameters: of each layer, with the head's added to those of the layer at `head`, and the
+    embedding's to the first one's.
     """
 
-    def __init__(self, model: nn.Module, name: str, layers: nn.ModuleList) -> None:
+    def __init__(self, model: nn.Module, name: str, layers: nn.ModuleList, head: int) -> None:
         inside = {id(param) for param in layers.parameters()}
         owners = {
             owner_name: owner
@@ -214,9 +223,9 @@ class _Probe:
         self.features = hidden.shape[-1]
         counts = {key.partition(".")[2]: sum(found.values()) for key, found in counter.get_flop_counts().items()}
         self.operations = [counts.get(f"{name}.{index}", 0) for index in range(len(layers))]
-        self.operations[-1] += sum(counts.get(owner, 0) for owner in self.back)
+        self.operations[head] += sum(counts.get(owner, 0) for owner in self.back)
         self.num_parameters = [sum(param.numel() for param in layer.parameters()) for layer in layers]
-        for place, side in ((0, front), (-1, self.back)):
+        for place, side in ((0, front), (head, self.back)):
             self.num_parameters[place] += sum(
                 p.numel() for owner in side for p in owners[owner].parameters(recurse=False)
             )

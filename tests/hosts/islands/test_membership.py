@@ -20,7 +20,7 @@ import torch.distributed as dist
 import thinwire
 from tests.hosts.islands.test_library import Net, adamw, batch
 from tests.workers import HANG_S, run_workers
-from thinwire.collectives import ElasticPeers, exchange, faults, host_meeting
+from thinwire.collectives import ElasticPeers, exchange, faults, headers, host_meeting
 from thinwire.collectives.faults import parse
 from thinwire.errors import ConfigError, CorruptMessageError, PeerLostError, ThinwireError
 from thinwire.hosts.islands.recovery import COMMITTED, RECEIVED, UNSURE, IslandStatus, counting
@@ -289,7 +289,7 @@ def dies_in_an_exchange(rank: int, world_size: int, where: str, silent_in: str) 
     send = exchange.Exchange._isend
 
     def send_all_but_one(self: exchange.Exchange, peer: int, message: torch.Tensor) -> Any:
-        is_announcement = message.numel() == exchange.HEADER.size + exchange.CHECKSUM.size
+        is_announcement = message.numel() == headers.room().numel()
         if rank == 0 and self.operation == COMMIT:
             store.set("holds all packets", "")
         if rank == 2 and self.operation == COMMIT != silent_in:

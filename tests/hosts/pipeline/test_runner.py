@@ -150,7 +150,7 @@ def _dies(rank: int, world_size: int) -> str | None:
 
 
 def test_a_stage_that_dies_is_named_by_all() -> None:
-    told = run_workers(_dies, 4, may_die=(2,), timeout_s=60)
+    told = run_workers(_dies, 4, may_die=(2,))
     for rank in (0, 1, 3):
         assert "rank 2 is missing: pipeline_" in told[rank], told[rank]
 

@@ -83,7 +83,8 @@ def of_torch(num_micro_batches: int, repeats: int) -> float:
 
     def step() -> None:
         args = (whole,) if rank == 0 else ()
-        schedule.step(*args, **({"target": whole} if rank == num_ranks - 1 else {}))
+        targets: dict[str, Any] = {"target": whole} if rank == num_ranks - 1 else {}
+        schedule.step(*args, **targets)
 
     return timed(step, repeats)
 

@@ -35,7 +35,7 @@ def returning(made: Cut) -> Plan:
     return fitted(made.home, [range(made.num_chunks)] * 3, Costs.even(made.num_chunks))
 
 
-def trained(rank: int, world_size: int, order: str) -> tuple[list[float], dict[str, Any], int, int]:
+def trained(rank: int, world_size: int, order: str) -> tuple[list[float], dict[str, Any], int, int, list[float]]:
     made = cut(model(), world_size, head="first" if order == "fitted" else "last")
     made_plan = plan(order, world_size, 3) if order != "fitted" else returning(made)
     chunks = {number: made.chunk(number) for number in made_plan.chunks_of(rank)}
@@ -43,29 +43,31 @@ def trained(rank: int, world_size: int, order: str) -> tuple[list[float], dict[s
     runner = Runner(made_plan, chunks, mailbox, made.shape, tied=made.tied(made_plan.home, rank))
     weights = {name: param for chunk in chunks.values() for name, param in chunk.model.named_parameters()}
     optimizer = torch.optim.AdamW({id(param): param for param in weights.values()}.values(), lr=1e-3)
-    losses = []
+    losses, squares = [], []
     promised = 0
     for step in range(STEPS):
         micro_batches = batches(step)
         losses.append(runner.run(micro_batches, token_shares(micro_batches)).item())
         promised += runner.sent_bytes(micro_batches)
+        squares.append(runner.squared_norm().item())
         optimizer.step()
         optimizer.zero_grad()
     sent = mailbox.meter.snapshot().sent_bytes
     mailbox.close()
-    return losses, {name: param.detach().numpy() for name, param in weights.items()}, sent, promised
+    return losses, {name: param.detach().numpy() for name, param in weights.items()}, sent, promised, squares
 
 
 def test_a_cut_model_trains_as_in_one_process() -> None:
     whole = model()
     optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-3)
-    losses = []
+    losses, norms = [], []
     for step in range(STEPS):
         micro_batches = batches(step)
         parts = [share * whole(*batch) for batch, share in zip(micro_batches, token_shares(micro_batches), strict=True)]
         loss = torch.stack(parts).sum()
         loss.backward()
         losses.append(loss.item())
+        norms.append(nn.utils.get_total_norm([p.grad for p in whole.parameters() if p.grad is not None]).item())
         optimizer.step()
         optimizer.zero_grad()
     told = run_rows(trained, ORDERS, 3, local_size=1)
@@ -73,6 +75,7 @@ def test_a_cut_model_trains_as_in_one_process() -> None:
         found = told.of(order)
         for step, loss_of_one in enumerate(losses):
             assert abs(sum(row[0][step] for row in found) - loss_of_one) < 1e-6
+            assert abs(sum(row[4][step] for row in found) ** 0.5 - norms[step]) < 1e-6
         for name, param in whole.named_parameters():
             holders = [row[1][name] for row in found if name in row[1]]
             assert holders, name

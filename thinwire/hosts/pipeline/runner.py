@@ -78,6 +78,19 @@ class Runner:
         self.mailbox.finish()
         return loss
 
+    def squared_norm(self) -> Tensor:
+        """fp64: this rank's part of the squared 2-norm of all gradients; the parts of all ranks count each weight once.
+
+        Of tied weights the lower rank's copy counts.
+        """
+        weights = {id(param): param for chunk in self.chunks.values() for param in chunk.parameters()}
+        elsewhere = {id(param) for peer, param in self._tied.values() if peer < self.mailbox.rank}
+        counted = [param.grad for key, param in weights.items() if key not in elsewhere and param.grad is not None]
+        return sum(
+            (gradient.double().square().sum() for gradient in counted),
+            torch.zeros((), dtype=torch.float64, device=self.device),
+        )
+
     def sent_bytes(self, micro_batches: Sequence[Any]) -> int:
         """Payload that this rank sends in `run`, by formula; the most it can be where a codec's packets vary."""
         given = [self.plan.routes.gives(action) for action in self.order]

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -154,11 +154,25 @@ def run_program(file: Path, num_ranks: int) -> str:
 
     It finds torchrun's variables, no process group, and what `tests.preloaded` has loaded. Raises WorkerFailed.
     """
-    return "".join(run_workers(_program, num_ranks, file, free_port(), has_group=False))
+    with meeting() as place:
+        return "".join(run_workers(_program, num_ranks, file, place, has_group=False))
 
 
-def _program(rank: int, world_size: int, file: Path, port: int) -> str:
-    os.environ.update(LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+@contextlib.contextmanager
+def meeting() -> Iterator[dict[str, str]]:
+    """Where ranks meet, as torchrun tells them: its store listens before they start, so nobody else takes the port."""
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
+    }  # fmt: skip
+    del store
+
+
+def _program(rank: int, world_size: int, file: Path, place: dict[str, str]) -> str:
+    os.environ.update(place, LOCAL_RANK=str(rank))
     os.chdir(file.parent)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
@@ -171,25 +185,26 @@ def run_command(arguments: Sequence[str], num_ranks: int, log: Path) -> None:
 
     They find what `tests.preloaded` has loaded. Raises WorkerFailed where one does not end with exit code 0.
     """
-    place = num_ranks, free_port(), arguments, log
-    ranks = [CONTEXT.Process(target=_command, args=(rank, *place), daemon=True) for rank in range(num_ranks)]
-    for rank in ranks:
-        rank.start()
-    deadline = time.monotonic() + HANG_S
-    for rank in ranks:
-        rank.join(max(0.0, deadline - time.monotonic()))
-    codes = [rank.exitcode for rank in ranks]
-    for rank in ranks:
-        if rank.is_alive():
-            rank.kill()
-            rank.join()
+    with meeting() as place:
+        args = num_ranks, place, arguments, log
+        ranks = [CONTEXT.Process(target=_command, args=(rank, *args), daemon=True) for rank in range(num_ranks)]
+        for rank in ranks:
+            rank.start()
+        deadline = time.monotonic() + HANG_S
+        for rank in ranks:
+            rank.join(max(0.0, deadline - time.monotonic()))
+        codes = [rank.exitcode for rank in ranks]
+        for rank in ranks:
+            if rank.is_alive():
+                rank.kill()
+                rank.join()
     if any(code != 0 for code in codes):
         raise WorkerFailed(f"thinwire {' '.join(arguments)}: exit codes {codes}\n{log.read_text()[-4000:]}")
 
 
-def _command(rank: int, num_ranks: int, port: int, arguments: Sequence[str], log: Path) -> None:
+def _command(rank: int, num_ranks: int, place: dict[str, str], arguments: Sequence[str], log: Path) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_WORLD_SIZE=str(num_ranks))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(place)
     sys.argv = ["thinwire", *arguments]
     with log.open("a", buffering=1) as output:
         for stream in (1, 2):

@@ -9,8 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 # A host registers itself for its kind of method.
 import thinwire.hosts.ddp.optimizer
@@ -160,6 +162,8 @@ def parallelize(
     Raises ConfigError, with all reasons at once, before anything is sent: for a mesh without names, an axis without a
     method, two methods for one axis, for what a method refuses, and for parameters that the tensor axis does not fit.
     """
+    if not isinstance(methods, Sequence) or isinstance(methods, str):
+        raise ConfigError(f"methods must be a list, such as [{methods!r}]")
     method = checked_method(model, mesh, list(methods))
     options: dict[str, Any] = {"local_size": local_size, "seed": seed, "timeout_s": timeout_s, "checked": checked}
     rows: list[Row] = [("mesh", shape_of(mesh), "axes from the outside in")]
@@ -167,7 +171,7 @@ def parallelize(
     if "tensor" in names:
         tensor = cut_parameters(model, optimizer, mesh["tensor"])
         rows.append(tensor_row(model, tensor, timeout_s))
-    if mesh.ndim > 1:
+    if mesh.ndim > 1 or mesh.size() < dist.get_world_size():
         inside = mesh[tuple(name for name in names if name != "island")]
         whole = _compat.flattened(inside) if inside.ndim > 1 else inside
         options["axis"] = Axis(mesh["data"] if inside.ndim > 1 else whole, whole, tensor)
@@ -197,11 +201,18 @@ def checked_method(model: nn.Module, mesh: DeviceMesh, methods: Sequence[Method 
     method: Method | Connected | None = None
     with problems.collect():
         method = composed(methods, mesh)
+    if method is not None and ("tensor" in names or mesh.size() < dist.get_world_size()):
+        with problems.collect():
+            check_on_mesh(method.strategy if isinstance(method, Connected) else method)
     if "tensor" in names:
-        if method is not None:
-            with problems.collect():
-                check_on_mesh(method.strategy if isinstance(method, Connected) else method)
         problems.messages += misfits(model, mesh["tensor"])
+    elif foreign := next((name for name, param in model.named_parameters() if isinstance(param, DTensor)), None):
+        problems.messages.append(
+            f"{foreign!r} is a DTensor, and the mesh {shape_of(mesh)} has no tensor axis: a model of fully_shard is "
+            "compressed by thinwire.compress_fsdp; one of parallelize_module needs the axis 'tensor'"
+        )
+    if meta := next((name for name, param in model.named_parameters() if param.is_meta), None):
+        problems.messages.append(f"{meta!r} is on the meta device: call model.to_empty(device=...) and fill it first")
     problems.raise_any()
     assert method is not None
     return method
@@ -209,6 +220,11 @@ def checked_method(model: nn.Module, mesh: DeviceMesh, methods: Sequence[Method 
 
 def composed(methods: Sequence[Method | Connected], mesh: DeviceMesh) -> Method | Connected:
     """One method of all: that of the data axis, as the inner one of an islands method. Raises ConfigError."""
+    for method in methods:
+        if isinstance(method, str):
+            raise ConfigError(f"{method!r} is a name: give the method itself, as thinwire.strategy_named({method!r})")
+        if isinstance(method, type):
+            raise ConfigError(f"{method.__name__} is a class: give the method itself, as {method.__name__}()")
     outer = [method for method in methods if isinstance(method, IslandsMethod | Connected)]
     inner = [method for method in methods if not isinstance(method, IslandsMethod | Connected)]
     given, has_islands = ", ".join(type(method).__name__ for method in methods) or "none", "island" in names_of(mesh)

@@ -54,7 +54,7 @@ class Problems:
     def raise_any(self) -> None:
         """Raise one ConfigError with all messages, if there are any."""
         if self.messages:
-            raise ConfigError(*self.messages)
+            raise ConfigError(*dict.fromkeys(self.messages))
 
 
 class UnsavedError(ThinwireError):

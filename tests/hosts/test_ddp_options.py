@@ -117,4 +117,4 @@ def test_a_rank_that_was_told_otherwise_is_named_on_all() -> None:
     for said in run_workers(disagreements, 2):
         assert said["lr"].startswith("lr of parameter group 0 of rank 1 is 0.2, and of rank 0 0.1")
         assert said["local_size"].startswith("local_size of rank 1 is 2, and of rank 0 1")
-        assert "seed of rank 1 is 1" in said["seed"] and "density=0.2" in said["method"]
+        assert "seed of rank 1 is 1" in said["seed"] and "codec='topk20%'" in said["method"]

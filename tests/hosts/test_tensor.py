@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
@@ -306,3 +306,29 @@ def test_what_does_not_fit_is_refused_with_the_nearest_choice() -> None:
     assert "did you mean 'tensor'" in misspelt
     assert "has no data axis" in dataless
     assert "'blocks.0.up.weight' of shape (7, 12)" in uneven and "multiple of 2" in uneven
+
+
+def apart(rank: int, world_size: int) -> list[bool]:
+    """Two meshes of two ranks each, which know nothing of each other: whether each keeps its own weights."""
+    meshes = [DeviceMesh("cpu", ranks, mesh_dim_names=("data",)) for ranks in ([0, 1], [2, 3])]
+    kept = []
+    for method in (thinwire.Zero(), thinwire.DDP(), thinwire.ZeroPP()):
+        torch.manual_seed(rank // 2)
+        model = nn.Linear(8, 8)
+        before = model.weight.detach().clone()
+        stage = thinwire.parallelize(
+            model, adamw(model), meshes[rank // 2], [method], local_size=1, timeout_s=60, announce=False
+        )
+        kept.append(torch.equal(model.weight, before))
+        stage.close()
+    return kept
+
+
+def test_a_mesh_of_some_ranks_leaves_the_others_alone() -> None:
+    assert run_workers(apart, 4, local_size=1) == [[True, True, True]] * 4
+
+
+def test_what_is_no_list_of_methods_is_refused() -> None:
+    model, mesh = nn.Linear(2, 2), None
+    with pytest.raises(thinwire.ConfigError, match="methods must be a list, such as"):
+        thinwire.parallelize(model, adamw(model), mesh, thinwire.Zero())  # type: ignore[arg-type]

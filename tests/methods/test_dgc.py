@@ -173,7 +173,7 @@ def test_what_can_not_work_is_refused() -> None:
             DGC().check(nn.Linear(2, 2), optimizer)
     options: dict[str, Any]
     for options, words in (
-        ({"values": "fp61"}, "'fp61' of dgc: must be fp32 or bf16"),
+        ({"values": "fp61"}, "values 'fp61' of DGC: no codec is called 'fp61'"),
         ({"momentum": 1.0}, "momentum 1.0 of dgc"),
         ({"clip": -1.0}, "clip -1.0 of dgc"),
         ({"density": 0.0}, "density 0.0"),

@@ -14,7 +14,7 @@ from thinwire.compose import apply
 from thinwire.errors import ConfigError
 from thinwire.methods.data.dgc import DGC
 from thinwire.methods.data.powersgd import PowerSGD
-from thinwire.methods.islands.diloco import ISLANDS
+from thinwire.options import has_islands
 from thinwire.planner.command import run_explain
 from thinwire.registry import STRATEGIES
 
@@ -47,7 +47,7 @@ BY_THE_CLOCK = {"fedfix", "gossip", "dadao"}
 def rows() -> list[tuple[str, dict[str, Any]]]:
     """Strategies with their options. Islands are worlds of their own, which tests/hosts/islands has; the clock decides
     what others send."""
-    names = (name for name in STRATEGIES if name not in ISLANDS and name not in BY_THE_CLOCK)
+    names = (name for name in STRATEGIES if not has_islands(name) and name not in BY_THE_CLOCK)
     return [*((name, OPTIONS.get(name, {})) for name in names), *TEXTS]
 
 

@@ -75,9 +75,9 @@ def test_an_island_that_died_comes_back_and_all_stop_at_the_same_step(tmp_path: 
 
 ORPHAN = """
 import os, signal, time
-from thinwire.launch.islands import Island, follow_command
+from thinwire.launch.islands import IslandPlace, follow_command
 
-follow_command(Island(1, 2, "127.0.0.1:{port}"))
+follow_command(IslandPlace(1, 2, "127.0.0.1:{port}"))
 os.kill(os.getppid(), signal.SIGKILL)
 time.sleep(60)
 """
@@ -95,7 +95,7 @@ def test_launchers_end_with_the_command_that_started_them() -> None:
         }  # fmt: skip
         for what, command in commands.items():
             # Open for as long as the launcher is there.
-            _, err = command.communicate(timeout=40)
+            _, err = command.communicate(timeout=HANG_S)
             assert err == f"thinwire: island 1: the command that started it is gone: {what}\n"
 
 

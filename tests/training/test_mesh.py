@@ -23,7 +23,7 @@ SMALL = (
     "--dtype", "fp32", "--eval-sequences", "8", "--sample-tokens", "8", "--timeout", "120",
 )  # fmt: skip
 MESH = ("--mesh", "data=2,tensor=2")
-FP32 = tuple(f"--frontier.{option}=fp32" for option in ("weights", "intra", "inter", "refresh"))
+FP32 = tuple(f"--frontier.{option}=fp32" for option in ("weights", "intra-gradients", "inter-gradients", "refresh"))
 DILOCO = ("--strategy", "diloco", "--diloco.sync-every", "2", "--inner", "zero")
 
 

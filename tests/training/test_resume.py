@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.training.commands import THINWIRE, Runner, finish
+from thinwire.checkpoint.folder import note_next_loss
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 # A disk that takes no file as large as a rank's part.
@@ -60,7 +60,7 @@ def test_another_layout_goes_on_where_the_last_sound_checkpoint_was(runner: Runn
     assert [line["loss"] for line in after] == pytest.approx([line["loss"] for line in before], rel=1e-5)
     # Somebody else's loss.
     (folder / "latest").write_text("step-00000004")
-    (folder / "step-00000004" / "next_loss.json").write_text(json.dumps(before[4]["loss"] * 1.001))
+    note_next_loss(folder / "step-00000004", before[4]["loss"] * 1.001)
     code, out, err = finish(runner.start(*runner.again("run"), "--strategy", "zero", "--workers", "2"))
     assert code == 1 and "Traceback" not in err
     assert "the resumed run does not continue the saved one" in err and "--allow-resume-drift" in err

@@ -51,7 +51,7 @@ def test_a_worker_builds_the_strategy_once(tmp_path: Path) -> None:
 
 
 def test_islands_have_their_inner_strategy_and_size() -> None:
-    config = TrainConfig(strategy="diloco", workers=4, tables={"diloco": {"sync_every": 7}, "ddp": {"wire": "bf16"}})
+    config = TrainConfig(strategy="diloco", workers=4, tables={"diloco": {"sync_every": 7}, "ddp": {"codec": "bf16"}})
     run = Run.of(config)
     assert run.strategy == DiLoCo(inner=DDP(codec="bf16"), sync_every=7) and run.has_islands
     assert run.used_tables == {"llama", "diloco", "ddp"}

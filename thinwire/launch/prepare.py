@@ -78,10 +78,11 @@ def check_mesh(config: TrainConfig, run: Run | None) -> None:
     shape, problems = config.mesh_shape, Problems()
     if shape.world_size != config.world_size:
         others = shape.world_size // shape.sizes["data"]
-        nearest_mesh = MeshShape({**shape.sizes, "data": max(1, config.world_size // others)})
+        fits = MeshShape({**shape.sizes, "data": max(1, config.world_size // others)})
+        nearest_one = f"--mesh {fits}" if fits.world_size <= config.world_size else f"--workers {fits.world_size}"
         problems.messages.append(
             f"--mesh {config.mesh} has {shape.world_size} ranks and the run has {config.world_size}: the two must be "
-            f"equal; nearest: --mesh {nearest_mesh}"
+            f"equal; nearest: {nearest_one}"
         )
     if run is not None and config.mesh is not None:
         with problems.collect():

@@ -75,7 +75,7 @@ def explain(config: ExplainConfig, problems: Problems) -> Explained:
             if shape.tensor > 1:
                 model = cut(model, shape.tensor)
     plans: dict[str, Plan] = {}
-    mean_over, whole = {}, []
+    mean_over, whole, left_out = {}, [], []
     for name in names:
         with problems.collect():
             strategy = build_strategy(name, config.tables, num_steps=NUM_STEPS, num_warmup_steps=NUM_WARMUP_STEPS)
@@ -84,14 +84,16 @@ def explain(config: ExplainConfig, problems: Problems) -> Explained:
             if getattr(strategy, "reshard_after_forward", None) is False:
                 whole.append(name)
             if model is not None and shape is not None:
+                if shape.tensor > 1 and strategy.not_on_mesh and config.strategy == "all":
+                    left_out.append((f"strategy {name}", "left out", f"on a tensor axis it {strategy.not_on_mesh}"))
+                    continue
                 if shape.tensor > 1:
                     check_on_mesh(strategy)
                 plans[name] = plan_on(strategy, model, config, shape)
-    problems.messages = list(dict.fromkeys(problems.messages))
     problems.raise_any()
     assert model is not None
     topology = Topology(config.nodes, config.local_size)
-    notes = list(notes_on(config, names))
+    notes = [*notes_on(config, names), *left_out]
     if shape is not None and isinstance(model, Llama) and shape.tensor > 1:
         notes.append(tensor_note(model.config, config.seq_len, shape))
     return Explained(

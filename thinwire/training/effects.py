@@ -38,7 +38,7 @@ def unused_rows(run: Run) -> Iterator[Row]:
         "inner": (not run.has_islands, f"strategy {config.strategy} has no islands"),
         "restarts": (not run.has_islands, f"strategy {config.strategy} has no islands"),
         "prompt": (config.sample_tokens == 0, "no tokens are generated"),
-        "grad_clip": (clips, f"strategy {config.strategy} clips each rank's gradient, by an option of its own"),
+        "grad_clip": (clips, f"no rank of {config.strategy} has the mean gradient, whose norm clips"),
         "weight_decay": (config.lr == 0, "the learning rate is 0"),
     }
     for name, (is_pointless, reason) in pointless.items():

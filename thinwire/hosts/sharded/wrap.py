@@ -132,7 +132,10 @@ def _trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> d
     held = {id(param): param for group in optimizer.param_groups for param in group["params"]}
     named = {name: param for name, param in model.named_parameters() if id(param) in held}
     if len(named) < len(held):
-        raise ConfigError(f"the optimizer holds {len(held) - len(named)} parameter(s) that the model does not have")
+        raise ConfigError(
+            f"the optimizer holds {len(held) - len(named)} parameter(s) that the model does not have: make it "
+            "last, after parallelize_module and whatever else replaces parameters"
+        )
     named = {name: param for name, param in named.items() if param.requires_grad}
     if not named:
         raise ConfigError("the optimizer holds no parameter that requires a gradient: nothing to train")
@@ -140,7 +143,10 @@ def _trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> d
     memory: dict[int, str] = {}
     for name, param in named.items():
         if isinstance(param, DTensor):
-            raise ConfigError(f"{name!r} is a DTensor, sharded already; zero() takes whole parameters")
+            raise ConfigError(
+                f"{name!r} is a DTensor, sharded already; zero() takes whole parameters; a model of "
+                "parallelize_module goes to thinwire.parallelize, one of fully_shard to thinwire.compress_fsdp"
+            )
         if param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ConfigError(f"{name!r} is {param.dtype}; zero() takes float32, bfloat16 and float16")
         twin = memory.setdefault(param.data_ptr(), name) if param.numel() else name

@@ -312,7 +312,7 @@ def apart(rank: int, world_size: int) -> list[bool]:
     """Two meshes of two ranks each, which know nothing of each other: whether each keeps its own weights."""
     meshes = [DeviceMesh("cpu", ranks, mesh_dim_names=("data",)) for ranks in ([0, 1], [2, 3])]
     kept = []
-    for method in (thinwire.Zero(), thinwire.DDP(), thinwire.ZeroPP()):
+    for method in (thinwire.Zero(), thinwire.DDP()):
         torch.manual_seed(rank // 2)
         model = nn.Linear(8, 8)
         before = model.weight.detach().clone()
@@ -325,7 +325,7 @@ def apart(rank: int, world_size: int) -> list[bool]:
 
 
 def test_a_mesh_of_some_ranks_leaves_the_others_alone() -> None:
-    assert run_workers(apart, 4, local_size=1) == [[True, True, True]] * 4
+    assert run_workers(apart, 4, local_size=1) == [[True, True]] * 4
 
 
 def test_what_is_no_list_of_methods_is_refused() -> None:

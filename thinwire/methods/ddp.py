@@ -10,6 +10,7 @@ from torch import nn
 
 from thinwire.codecs import Codec
 from thinwire.collectives import Topology
+from thinwire.errors import ConfigError
 from thinwire.methods.interface import Plan, agreement_sent, trained_shapes
 from thinwire.methods.reduction import OPERATION, Reduction
 from thinwire.optim import GENERAL
@@ -105,4 +106,15 @@ class DDPMethod:
             sent=sent | words,
             crossing=ring if topology.num_nodes > 1 else 0,
             other=reduction.state.kept_bytes(),
+        )
+
+
+def check_plain_sgd(name: str, gives: str, optimizer: torch.optim.Optimizer | None) -> None:
+    """Raise ConfigError where the optimizer would change what a method with a momentum of its own gives."""
+    if optimizer is None:
+        return
+    if not isinstance(optimizer, torch.optim.SGD) or any(group["momentum"] for group in optimizer.param_groups):
+        raise ConfigError(
+            f"{name} keeps the momentum itself and gives {gives}, which {type(optimizer).__name__} would average or "
+            "scale again: take torch.optim.SGD with momentum=0"
         )

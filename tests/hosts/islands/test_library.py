@@ -6,6 +6,7 @@ import copy
 import io
 import itertools
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -294,16 +295,16 @@ def test_steps_go_on_while_an_exchange_is_late(tmp_path: Path) -> None:
     assert run_workers(late_peer, 2, str(tmp_path)) == [True, True]
 
 
-def stop_and_go_on(rank: int, world_size: int) -> tuple[list[str], list[str]]:
-    """Weights after each of ten steps, uninterrupted and by fresh objects that load a state with messages in flight."""
+Start = Callable[[int], tuple[Net, torch.optim.Optimizer, thinwire.Islands]]
 
-    def start(seed: int) -> tuple[Net, torch.optim.Optimizer, thinwire.Islands]:
-        model = Net(seed)
-        optimizer = adamw(model)
-        islands = thinwire.StreamingDiLoCo(
-            model, optimizer, sync_every=4, num_fragments=2, overlap_steps=3, announce=False
-        )
-        return model, optimizer, islands
+
+def interrupted(
+    start: Start, rank: int, world_size: int, look: Callable[[thinwire.Islands], None] = lambda islands: None
+) -> tuple[list[str], list[str]]:
+    """Weights after each of ten steps, uninterrupted and by fresh objects that load a state with messages in flight.
+
+    start: makes all from a seed. look: at the islands whose state is saved.
+    """
 
     def go_on(model: Net, optimizer: torch.optim.Optimizer) -> list[str]:
         hashes = []
@@ -317,6 +318,7 @@ def stop_and_go_on(rank: int, world_size: int) -> tuple[list[str], list[str]]:
     file = io.BytesIO()
     assert islands.loop.exchanges.flights
     torch.save((model.state_dict(), optimizer.state_dict(), islands.state_dict()), file)
+    look(islands)
     uninterrupted = go_on(model, optimizer)
     islands.close()
     other, second, again = start(1)
@@ -327,6 +329,18 @@ def stop_and_go_on(rank: int, world_size: int) -> tuple[list[str], list[str]]:
     resumed = go_on(other, second)
     again.close()
     return uninterrupted, resumed
+
+
+def stop_and_go_on(rank: int, world_size: int) -> tuple[list[str], list[str]]:
+    def start(seed: int) -> tuple[Net, torch.optim.Optimizer, thinwire.Islands]:
+        model = Net(seed)
+        optimizer = adamw(model)
+        islands = thinwire.StreamingDiLoCo(
+            model, optimizer, sync_every=4, num_fragments=2, overlap_steps=3, announce=False
+        )
+        return model, optimizer, islands
+
+    return interrupted(start, rank, world_size)
 
 
 def test_a_loaded_state_goes_on_bit_for_bit() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 import thinwire
-from tests.hosts.islands.test_library import Net, adamw, batch, outer_hash, train, weights_of
+from tests.hosts.islands.test_library import Net, adamw, batch, interrupted, outer_hash, train, weights_of
 from tests.workers import run_workers
 from thinwire.codecs import Codec, derive_seed
 from thinwire.collectives import Topology
@@ -101,8 +100,6 @@ def test_everything_sent_is_averaging_and_less_is_the_formula() -> None:
 
 
 def stop_and_go_on(rank: int, world_size: int) -> tuple[list[str], list[str]]:
-    """Weights after each step, uninterrupted and by fresh objects that load a state with messages in flight."""
-
     def start(seed: int) -> tuple[Net, torch.optim.Optimizer, thinwire.Islands]:
         model = Net(seed)
         optimizer = adamw(model)
@@ -110,29 +107,10 @@ def stop_and_go_on(rank: int, world_size: int) -> tuple[list[str], list[str]]:
             model, optimizer, sync_every=EVERY, codec=SPARSE, **STREAMS, announce=False
         )  # fmt: skip
 
-    def go_on(model: Net, optimizer: torch.optim.Optimizer) -> list[str]:
-        hashes = []
-        for step in range(9, 19):
-            train(model, optimizer, range(step, step + 1), rank, world_size)
-            hashes.append(repr([p.sum(dtype=torch.float64).item() for p in model.parameters()]))
-        return hashes
+    def has_residuals(islands: thinwire.Islands) -> None:
+        assert all(lost.any() for lost in islands.loop.exchanges.lost)
 
-    model, optimizer, islands = start(0)
-    train(model, optimizer, range(9), rank, world_size)
-    file = io.BytesIO()
-    assert islands.loop.exchanges.flights
-    torch.save((model.state_dict(), optimizer.state_dict(), islands.state_dict()), file)
-    assert all(lost.any() for lost in islands.loop.exchanges.lost)
-    uninterrupted = go_on(model, optimizer)
-    islands.close()
-    other, second, again = start(1)
-    weights, inner, outer = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-    other.load_state_dict(weights)
-    second.load_state_dict(inner)
-    again.load_state_dict(outer)
-    resumed = go_on(other, second)
-    again.close()
-    return uninterrupted, resumed
+    return interrupted(start, rank, world_size, has_residuals)
 
 
 def test_a_loaded_state_goes_on_bit_for_bit() -> None:

@@ -16,7 +16,7 @@ from thinwire.collectives.link import Link
 from thinwire.collectives.rounds import Rounds
 from thinwire.errors import ConfigError
 from thinwire.layout.zeros import WEIGHTS
-from thinwire.methods.ddp import DDPMethod
+from thinwire.methods.ddp import DDPMethod, check_plain_sgd
 from thinwire.methods.options import CONTRACTION, check_types, codec_of
 from thinwire.methods.reduction import OPERATION, Bucket, Reduction, Step
 from thinwire.state.memory import Averaged, Place
@@ -76,13 +76,7 @@ class DeMo(DDPMethod):
         return TopK(density, block, codec_of(self, "values", CONTRACTION))
 
     def check(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        if optimizer is None:
-            return
-        if not isinstance(optimizer, torch.optim.SGD) or any(group["momentum"] for group in optimizer.param_groups):
-            raise ConfigError(
-                f"demo keeps the momentum itself and gives signs, which {type(optimizer).__name__} would average or "
-                "scale again: take torch.optim.SGD with momentum=0"
-            )
+        check_plain_sgd(self.name, "signs", optimizer)
 
     def reduction(self, place: Place, seed: int) -> Reduction:
         return SignMean(self, place)

@@ -17,7 +17,7 @@ from thinwire.collectives.rounds import Rounds
 from thinwire.collectives.together import together
 from thinwire.errors import ConfigError
 from thinwire.layout.slices import Slices
-from thinwire.methods.ddp import DDPMethod
+from thinwire.methods.ddp import DDPMethod, check_plain_sgd
 from thinwire.methods.options import check_types, codec_of
 from thinwire.methods.reduction import (
     FP32,
@@ -94,13 +94,7 @@ class Dion(DDPMethod):
         return codec_of(self, "codec")
 
     def check(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        if optimizer is None:
-            return
-        if not isinstance(optimizer, torch.optim.SGD) or any(group["momentum"] for group in optimizer.param_groups):
-            raise ConfigError(
-                f"dion keeps the momentum itself and gives orthonormal updates, which {type(optimizer).__name__} would "
-                "average or scale again: take torch.optim.SGD with momentum=0"
-            )
+        check_plain_sgd(self.name, "orthonormal updates", optimizer)
 
     def rank_of(self, shape: torch.Size) -> int:
         """r for a gradient of this shape; 0 where it travels whole."""

@@ -29,7 +29,7 @@ from thinwire.checkpoint.dcp import Index, parts_of, read_part, read_pieces
 from thinwire.checkpoint.folder import checksum, part_of
 from thinwire.checkpoint.saver import write_part
 from thinwire.training.config import TrainConfig
-from thinwire.training.place import Place
+from thinwire.training.place import ProcessPlace
 from thinwire.training.run import Run
 from thinwire.training.signals import StopFlag
 from thinwire.training.trainer import Trainer
@@ -144,7 +144,7 @@ def in_training(folder: Path, steps: int) -> None:
         sample_tokens=0, dtype="fp32", run_dir=str(folder / "run"), keep_last=1,
     )  # fmt: skip
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-    trainer = Trainer(Run.of(config), Place(0, 0, 1), StopFlag(), "fp32", [])
+    trainer = Trainer(Run.of(config), ProcessPlace(0, 0, 1), StopFlag(), "fp32", [])
     plain: list[float] = []
     busy: list[float] = []
     stalls: list[float] = []

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from thinwire.data import BatchLoader, ByteTokenizer, prepare
-from thinwire.methods.data.lgreco import LGreCoMean, Plan
+from thinwire.methods.data.lgreco import ChosenSettings, LGreCoMean
 from thinwire.methods.plannable import Plannable
 from thinwire.models import build_model
 
@@ -66,7 +66,7 @@ def worker(rank: int, world_size: int, base: Plannable, span: float, steps: int,
     reduction = handle.reduction
     assert isinstance(reduction, LGreCoMean)
     shapes = {name: param.shape for name, param in model.named_parameters()}
-    plans: list[tuple[Plan, float]] = []
+    plans: list[tuple[ChosenSettings, float]] = []
     for _ in range(steps):
         inputs, targets = loader.next_batch()
         ddp(inputs, targets).backward()
@@ -80,7 +80,7 @@ def worker(rank: int, world_size: int, base: Plannable, span: float, steps: int,
     dist.destroy_process_group()
 
 
-def saved(base: Plannable, plan: Plan, shapes: dict[str, torch.Size]) -> float:
+def saved(base: Plannable, plan: ChosenSettings, shapes: dict[str, torch.Size]) -> float:
     """Bytes of the uniform setting over the plan's, of all that is planned."""
     uniform = sum(base.size(shapes[name], base.uniform) for name in plan.settings)
     return uniform / sum(base.size(shapes[name], setting) for name, setting in plan.settings.items())
@@ -92,7 +92,7 @@ def plan_rows(steps: int, num_plans: int) -> list[list[str]]:
     for base, span in METHODS:
         with tempfile.TemporaryDirectory() as folder:
             mp.spawn(worker, (2, base, span, steps, steps // num_plans, folder), nprocs=2)
-            plans: list[tuple[Plan, float]] = torch.load(f"{folder}/plans", weights_only=False)
+            plans: list[tuple[ChosenSettings, float]] = torch.load(f"{folder}/plans", weights_only=False)
         for plan, ratio in plans:
             share, stale = plan.error / plan.uniform_error, plan.previous_error / plan.uniform_error
             print(

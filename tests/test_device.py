@@ -18,7 +18,7 @@ from thinwire.device import Cuda, Device, choose, take
 from thinwire.errors import ConfigError
 from thinwire.launch.prepare import device_of, resolve
 from thinwire.training.config import TrainConfig, with_derived
-from thinwire.training.place import Place
+from thinwire.training.place import ProcessPlace
 from thinwire.training.run import Run
 from thinwire.training.signals import StopFlag
 from thinwire.training.trainer import Trainer
@@ -160,7 +160,7 @@ def train(rank: int, world_size: int, config: TrainConfig, kinds: list[str]) -> 
     for number, kind in enumerate(kinds):
         run = Run.of(with_derived(replace(config, resume=number > 0, stop_at=2 * (number + 1))))
         chosen = StandIn() if kind == "stand-in" else Device()
-        trainer = Trainer(run, Place(rank, rank, world_size), StopFlag(), "fp32", [], chosen)
+        trainer = Trainer(run, ProcessPlace(rank, rank, world_size), StopFlag(), "fp32", [], chosen)
         begins_with = chosen.random_state()
         trainer.run()
         assert trainer.reporter is not None

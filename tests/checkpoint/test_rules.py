@@ -12,8 +12,8 @@ from torch import Tensor
 
 from thinwire.checkpoint.foreign import (
     Averaged,
-    Fused,
-    Layout,
+    FusedShards,
+    RankLayout,
     Replicated,
     Rule,
     SafetensorsSource,
@@ -56,10 +56,10 @@ def test_fused_parts_are_cut_one_by_one() -> None:
     q, k, v = values(128, 4), values(32, 4) + 1, values(32, 4) + 2
     shards = [torch.cat([part.chunk(2)[rank] for part in (q, k, v)]) for rank in range(2)]
     whole = torch.cat([q, k, v])
-    assert torch.equal(Fused((8, 2, 2)).join(shards), whole)
+    assert torch.equal(FusedShards((8, 2, 2)).join(shards), whole)
     assert not torch.equal(Sharded(0).join(shards), whole)
     with pytest.raises(ConfigError, match="96 rows on a rank are not cut into parts"):
-        Fused((8, 3)).join(shards)
+        FusedShards((8, 3)).join(shards)
 
 
 def test_replicas_are_compared_and_averages_taken() -> None:
@@ -164,5 +164,5 @@ def test_a_folder_is_complete_or_absent(tmp_path: Path) -> None:
 
 
 def test_layouts_are_layouts() -> None:
-    layouts: list[Layout] = [Unique(), Replicated(), Averaged(), Sharded(), Fused((1,))]
+    layouts: list[RankLayout] = [Unique(), Replicated(), Averaged(), Sharded(), FusedShards((1,))]
     assert all(torch.equal(layout.join([values(4)]), values(4)) for layout in layouts)

@@ -10,13 +10,13 @@ from tests.conformance.codec_suite import gaussian, round_trip
 from thinwire.codecs import CountSketch, GaussianSketch
 from thinwire.codecs.normals import quantiles
 from thinwire.codecs.random import draws, noise_keys
-from thinwire.codecs.sketch import Sketch
+from thinwire.codecs.sketch import LinearSketch
 from thinwire.errors import ConfigError
 
 SKETCHES = [CountSketch, GaussianSketch]
 
 
-def sums_of(codec: Sketch, x: Tensor, seed: int, counter: int = 0) -> Tensor:
+def sums_of(codec: LinearSketch, x: Tensor, seed: int, counter: int = 0) -> Tensor:
     return codec.encode(x, seed=seed, counter=counter)[16:].view(torch.float32)
 
 
@@ -34,7 +34,7 @@ def gaussian_matrix(size: int, num_buckets: int, seed: int, columns: int) -> Ten
 
 @pytest.mark.parametrize("unbiased", [True, False])
 @pytest.mark.parametrize("make", SKETCHES)
-def test_each_group_is_multiplied_by_its_matrix(make: type[Sketch], unbiased: bool) -> None:
+def test_each_group_is_multiplied_by_its_matrix(make: type[LinearSketch], unbiased: bool) -> None:
     codec, seed, counter = make(8, 64, unbiased), 3, 40
     x = gaussian(64 * 2 + 21)
     sums = sums_of(codec, x, seed, counter)
@@ -52,7 +52,7 @@ def test_each_group_is_multiplied_by_its_matrix(make: type[Sketch], unbiased: bo
 
 
 @pytest.mark.parametrize(("make", "extra"), [(CountSketch, -1), (GaussianSketch, 1)])
-def test_moments_are_the_derived_ones(make: type[Sketch], extra: int) -> None:
+def test_moments_are_the_derived_ones(make: type[LinearSketch], extra: int) -> None:
     size, ratio, num_seeds = 512, 8, 1000
     codec, x = make(ratio, size), gaussian(size)
     decoded = torch.stack([round_trip(codec, x, seed) for seed in range(num_seeds)])
@@ -67,7 +67,7 @@ def test_moments_are_the_derived_ones(make: type[Sketch], extra: int) -> None:
 
 
 @pytest.mark.parametrize("make", SKETCHES)
-def test_descent_along_fresh_sketches_converges_and_along_one_it_stalls(make: type[Sketch]) -> None:
+def test_descent_along_fresh_sketches_converges_and_along_one_it_stalls(make: type[LinearSketch]) -> None:
     codec, start = make(8, 1024), gaussian(1024)
     fresh, fixed = start, start
     for step in range(100):

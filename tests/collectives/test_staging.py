@@ -30,7 +30,7 @@ class LateDevice:
         self.queue.append((message, held))
         self.num_copies += 1
 
-    def queued(self) -> list[staging.Arrival]:
+    def queued(self) -> list[staging.Awaited]:
         copies, self.queue = self.queue, []
         return [Copies(copies)]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.training.commands import THINWIRE, Runner, children, finish, is_running
+from tests.training.commands import THINWIRE, CommandRunner, children, finish, is_running
 from thinwire.lab import why_unavailable
 
 REASON = why_unavailable()
@@ -56,7 +56,7 @@ if rank == 0:
 BAD = "import sys; print('no luck today'); sys.exit(4)"
 
 
-class Races(Runner):
+class Races(CommandRunner):
     """Starts `thinwire compare` with a tiny model below one temporary folder."""
 
     def race(self, name: str, strategies: str, *flags: str, **more: object) -> subprocess.Popen[str]:

@@ -28,7 +28,7 @@ from thinwire.launch.prepare import model_rows, prepare
 from thinwire.launch.start import Start
 from thinwire.models import HFCausalLM, build_model
 from thinwire.training.config import TrainConfig
-from thinwire.training.place import Place
+from thinwire.training.place import ProcessPlace
 from thinwire.training.run import Run
 from thinwire.training.signals import StopFlag
 from thinwire.training.trainer import Trainer
@@ -62,7 +62,7 @@ def train_all(rank: int, world_size: int, starts: list[tuple[str, Run, Start]]) 
     """One run after another; what the model of each ends with, as rank 0 sees it."""
     ended = {}
     for name, run, start in starts:
-        trainer = Trainer(run, Place(rank, rank, world_size), StopFlag(), start.dtype, start.effects)
+        trainer = Trainer(run, ProcessPlace(rank, rank, world_size), StopFlag(), start.dtype, start.effects)
         trainer.run()
         if trainer.reporter is not None:
             trainer.reporter.close()

@@ -18,7 +18,7 @@ from tests.lab.support import HANG_S, REASON, needs_network, processes_with, wai
 from thinwire.errors import ConfigError
 from thinwire.lab import LabError, check
 from thinwire.lab.command import run_lab
-from thinwire.lab.network import Network
+from thinwire.lab.network import LabNetwork
 from thinwire.lab.spec import LabSpec
 
 THINWIRE = [sys.executable, "-m", "thinwire"]
@@ -91,7 +91,7 @@ def test_check_fails_where_a_link_is_off(capfd: pytest.CaptureFixture[str], monk
     monkeypatch.setattr(check, "measure", lambda *args, **more: (90e6, 89e6))
     assert run_lab(["--check", "--nodes", "2", "--rate", "100mbit"]) == 1
     assert "0.900  more than 5% off" in capfd.readouterr().out
-    with Network(LabSpec(nodes=2, rate="90mbit")) as lab:
+    with LabNetwork(LabSpec(nodes=2, rate="90mbit")) as lab:
         assert check.check(lab, lambda reading: None)
 
 

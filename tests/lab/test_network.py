@@ -20,7 +20,7 @@ import pytest
 
 from tests.lab.support import HANG_S, needs_network, processes_with, wait_until
 from thinwire.errors import ConfigError
-from thinwire.lab import LabError, LabSpec, Network, network
+from thinwire.lab import LabError, LabNetwork, LabSpec, network
 
 pytestmark = needs_network
 
@@ -29,12 +29,12 @@ MEGABYTE = 1_000_000
 
 
 @pytest.fixture(scope="module")
-def lab() -> Iterator[Network]:
-    with Network(LabSpec(nodes=3, rate="200mbit", slow={2: "5mbit"})) as made:
+def lab() -> Iterator[LabNetwork]:
+    with LabNetwork(LabSpec(nodes=3, rate="200mbit", slow={2: "5mbit"})) as made:
         yield made
 
 
-def transfer(lab: Network, sender: int, receiver: int, num_bytes: int) -> float:
+def transfer(lab: LabNetwork, sender: int, receiver: int, num_bytes: int) -> float:
     """Send bytes from node to node; the seconds it took."""
     with lab.socket(receiver) as server, lab.socket(sender) as client:
         server.bind((lab.addresses[receiver], 0))
@@ -53,7 +53,7 @@ def transfer(lab: Network, sender: int, receiver: int, num_bytes: int) -> float:
             return time.monotonic() - start
 
 
-def test_bytes_are_counted_where_they_pass(lab: Network) -> None:
+def test_bytes_are_counted_where_they_pass(lab: LabNetwork) -> None:
     before = lab.counters()
     transfer(lab, 0, 1, 4 * MEGABYTE)
     sender, receiver, other = (now - then for now, then in zip(lab.counters(), before, strict=True))
@@ -64,12 +64,12 @@ def test_bytes_are_counted_where_they_pass(lab: Network) -> None:
 
 
 @pytest.mark.parametrize(("sender", "receiver"), [(0, 2), (2, 0)])
-def test_nothing_is_faster_than_its_link(lab: Network, sender: int, receiver: int) -> None:
+def test_nothing_is_faster_than_its_link(lab: LabNetwork, sender: int, receiver: int) -> None:
     # The bucket may give 2 frames at once; a busy machine can only make it slower.
     assert transfer(lab, sender, receiver, MEGABYTE // 2) > 0.95 * 4e6 / 5e6
 
 
-def test_rates_can_be_lifted_and_put_back(lab: Network) -> None:
+def test_rates_can_be_lifted_and_put_back(lab: LabNetwork) -> None:
     lab.shape(False)
     try:
         assert transfer(lab, 0, 2, 10 * MEGABYTE) < 8  # 16 s at the link's rate
@@ -80,25 +80,25 @@ def test_rates_can_be_lifted_and_put_back(lab: Network) -> None:
 
 def test_the_machine_itself_sees_none_of_it() -> None:
     before = socket.if_nameindex()
-    with Network(LabSpec(nodes=2)) as lab:
+    with LabNetwork(LabSpec(nodes=2)) as lab:
         assert socket.if_nameindex() == before
         inside = lab.popen(1, ["cat", "/proc/net/dev"], stdout=subprocess.PIPE, text=True).communicate()[0]
     assert {line.split(":")[0].strip() for line in inside.splitlines()[2:]} == {"lo", "eth0"}
 
 
-def test_a_command_is_known_by_one_pid(lab: Network) -> None:
+def test_a_command_is_known_by_one_pid(lab: LabNetwork) -> None:
     process = lab.popen(0, ["sh", "-c", "echo $$"], stdout=subprocess.PIPE, text=True)
     assert int(process.communicate()[0]) == process.pid
 
 
-def test_exit_codes_and_signals_come_back(lab: Network) -> None:
+def test_exit_codes_and_signals_come_back(lab: LabNetwork) -> None:
     assert lab.popen(0, ["sh", "-c", "exit 7"]).wait(HANG_S) == 7
     assert lab.popen(0, ["sh", "-c", "kill -SEGV $$"]).wait(HANG_S) == -signal.SIGSEGV
     assert lab.popen(0, ["sh", "-c", "kill -KILL $$"]).wait(HANG_S) == -signal.SIGKILL
     assert lab.popen(0, ["/nowhere"], stderr=subprocess.DEVNULL).wait(HANG_S) == 127
 
 
-def test_signals_reach_the_command(lab: Network) -> None:
+def test_signals_reach_the_command(lab: LabNetwork) -> None:
     script = "trap 'echo got it; exit 5' TERM; echo ready; while :; do sleep 0.05; done"
     process = lab.popen(0, ["sh", "-c", script], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
@@ -115,7 +115,7 @@ def daemon(mark: str) -> str:
 @pytest.mark.parametrize("end", ["by itself", "killed", "network closed"])
 def test_nothing_that_a_command_started_outlives_it(end: str) -> None:
     mark = uuid.uuid4().hex
-    with Network(LabSpec(nodes=1)) as lab:
+    with LabNetwork(LabSpec(nodes=1)) as lab:
         script = daemon(mark) + ("; sleep 0.2" if end == "by itself" else "; sleep 1000")
         process = lab.popen(0, ["sh", "-c", script], stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None and process.stdout.readline() == "started\n"
@@ -129,7 +129,7 @@ def test_nothing_that_a_command_started_outlives_it(end: str) -> None:
 
 
 def hold_a_network(mark: str, forked: Any, ready: Any) -> None:
-    with Network(LabSpec(nodes=2)) as lab:
+    with LabNetwork(LabSpec(nodes=2)) as lab:
         # A forked child keeps every descriptor of ours open: the end must not depend on them.
         child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
         child.start()
@@ -162,8 +162,8 @@ def test_all_ends_with_a_killed_parent() -> None:
 
 
 def test_a_network_may_outlive_the_thread_that_made_it() -> None:
-    made: list[Network] = []
-    thread = threading.Thread(target=lambda: made.append(Network(LabSpec(nodes=2))))
+    made: list[LabNetwork] = []
+    thread = threading.Thread(target=lambda: made.append(LabNetwork(LabSpec(nodes=2))))
     thread.start()
     thread.join()
     with made[0] as lab:
@@ -172,7 +172,7 @@ def test_a_network_may_outlive_the_thread_that_made_it() -> None:
 
 
 def test_a_lost_holder_is_an_error() -> None:
-    with Network(LabSpec(nodes=1)) as lab:
+    with LabNetwork(LabSpec(nodes=1)) as lab:
         lab._holder.kill()
         with pytest.raises(LabError, match="emulated network"):
             lab.counters()
@@ -181,8 +181,8 @@ def test_a_lost_holder_is_an_error() -> None:
 
 USE = """
 import subprocess
-from thinwire.lab import LabSpec, Network
-with Network(LabSpec(nodes=2)) as lab:
+from thinwire.lab import LabSpec, LabNetwork
+with LabNetwork(LabSpec(nodes=2)) as lab:
     print(lab.in_user_namespace, lab.popen(1, ["sh", "-c", "id -u; exit 4"]).wait())
 """
 
@@ -215,7 +215,7 @@ def test_a_system_that_forbids_namespaces_is_named() -> None:
 
 def test_delay_and_loss_need_netem() -> None:
     try:
-        lab = Network(LabSpec(nodes=2, delay="100ms", loss="0.01%"))
+        lab = LabNetwork(LabSpec(nodes=2, delay="100ms", loss="0.01%"))
     except ConfigError as error:
         assert "netem" in str(error)
         pytest.skip(str(error))
@@ -228,10 +228,10 @@ def test_delay_and_loss_need_netem() -> None:
 def test_pyroute2_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'thinwire\[lab\]'"):
-        Network(LabSpec())
+        LabNetwork(LabSpec())
 
 
 def test_other_systems_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network.sys, "platform", "darwin")
     with pytest.raises(ConfigError, match=r"needs Linux.*darwin"):
-        Network(LabSpec())
+        LabNetwork(LabSpec())

@@ -16,7 +16,7 @@ from tests.workers import HANG_S, run_command
 THINWIRE = [sys.executable, "-m", "thinwire"]
 
 
-class Runner:
+class CommandRunner:
     """Starts `thinwire train` with small settings below one temporary folder; `close` ends what still runs."""
 
     def __init__(self, folder: Path) -> None:

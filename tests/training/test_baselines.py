@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.training.commands import Runner, finish
+from tests.training.commands import CommandRunner, finish
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 POWERSGD: dict[str, Any] = {"strategy": "powersgd-torch", "torchpowersgd.start_step": 2}
@@ -19,18 +19,18 @@ ZEROPP: dict[str, Any] = {"strategy": "zeropp", "tokens_per_step": 128}
 
 
 @pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
-    runner = Runner(tmp_path_factory.mktemp("baselines"))
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandRunner]:
+    runner = CommandRunner(tmp_path_factory.mktemp("baselines"))
     yield runner
     runner.close()
 
 
-def losses(runner: Runner, name: str) -> list[tuple[int, float, float]]:
+def losses(runner: CommandRunner, name: str) -> list[tuple[int, float, float]]:
     return [(line["step"], line["loss"], line["grad_norm"]) for line in runner.metrics(name)]
 
 
 @pytest.mark.parametrize("flags", [POWERSGD, ZEROPP, ONE_BYTE], ids=lambda flags: flags["strategy"])
-def test_a_run_in_two_sessions_equals_one_in_one(runner: Runner, flags: dict[str, Any]) -> None:
+def test_a_run_in_two_sessions_equals_one_in_one(runner: CommandRunner, flags: dict[str, Any]) -> None:
     whole, halves = f"{flags['strategy']}-whole", f"{flags['strategy']}-halves"
     assert "the model goes on" in runner.ranks(whole, **flags)
     assert "stopped by --stop-at 4 after step 4; go on with --resume" in runner.ranks(halves, stop_at=4, **flags)
@@ -49,7 +49,7 @@ def test_a_run_in_two_sessions_equals_one_in_one(runner: Runner, flags: dict[str
     assert (runner.metrics(whole)[-1]["codec_s"] > 0) == (flags is ZEROPP)
 
 
-def test_torchrun_trains_by_ddp_up_to_a_step(runner: Runner) -> None:
+def test_torchrun_trains_by_ddp_up_to_a_step(runner: CommandRunner) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     flags = runner.flags("ddp", workers=None, strategy="ddp", stop_at=3, checked=True)
     code, _, err = finish(runner.start(*torchrun, "-m", "thinwire", "train", *flags))

@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.training.commands import Runner, finish
+from tests.training.commands import CommandRunner, finish
 from tests.workers import run_workers
 from thinwire.device import Device
 from thinwire.errors import ConfigError, Problems
 from thinwire.launch.prepare import keep_chosen, plan
 from thinwire.training import clock
-from thinwire.training.clock import Measured, choose_model, fix_steps
+from thinwire.training.clock import MeasuredSteps, choose_model, fix_steps
 from thinwire.training.config import TrainConfig, with_derived
 from thinwire.training.effects import Row
-from thinwire.training.place import Place
+from thinwire.training.place import ProcessPlace
 from thinwire.training.run import Run
 from thinwire.training.settings import read_config, to_toml
 from thinwire.training.signals import StopFlag
@@ -28,7 +28,7 @@ from thinwire.training.trainer import Trainer
 
 
 def test_steps_fill_the_time_that_is_left() -> None:
-    measured = Measured(step_s=0.5, end_s=8.0, build_s=2.0, num_steps=3)
+    measured = MeasuredSteps(step_s=0.5, end_s=8.0, build_s=2.0, num_steps=3)
     assert measured.steps_in(110.0) == 180
     assert measured.steps_in(5.0) == 1
 
@@ -45,12 +45,12 @@ def config_in(folder: Path) -> TrainConfig:
 
 def train(rank: int, world_size: int, config: TrainConfig) -> tuple[TrainConfig, list[str], list[float], float, bytes]:
     """A run whose ranks would choose other numbers of steps; its configuration, rows, losses and random state."""
-    run, place = Run.of(with_derived(config)), Place(rank, rank, world_size)
+    run, place = Run.of(with_derived(config)), ProcessPlace(rank, rank, world_size)
     rows: list[Row] = []
     measure = clock.measure
     if config.minutes is not None:
 
-        def as_if(*given: object) -> Measured:
+        def as_if(*given: object) -> MeasuredSteps:
             found = measure(*given)  # type: ignore[arg-type]
             assert found.step_s > 0 and found.build_s > 0 and found.num_steps >= 1 and found.end_s >= clock.END_S
             return replace(found, step_s=20.0 + 20 * rank, end_s=0.0, build_s=0.0)
@@ -95,14 +95,14 @@ def test_all_ranks_take_the_first_ones_number_and_steps_repeats_it(tmp_path: Pat
 
 
 @pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
-    runner = Runner(tmp_path_factory.mktemp("clock"))
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandRunner]:
+    runner = CommandRunner(tmp_path_factory.mktemp("clock"))
     yield runner
     runner.close()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
-def test_the_number_is_kept_when_the_run_is_resumed(runner: Runner) -> None:
+def test_the_number_is_kept_when_the_run_is_resumed(runner: CommandRunner) -> None:
     """The time is over before the first step was measured: one step, whatever the machine."""
     code, out, err = finish(runner.train("run", steps=None, minutes=0.001))
     assert code == 0, err

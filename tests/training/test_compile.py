@@ -15,7 +15,7 @@ from thinwire.errors import ConfigError
 from thinwire.launch.prepare import check_compiled
 from thinwire.training import engine
 from thinwire.training.config import TrainConfig, with_derived
-from thinwire.training.place import Place
+from thinwire.training.place import ProcessPlace
 from thinwire.training.run import Run
 from thinwire.training.signals import StopFlag
 from thinwire.training.trainer import Trainer
@@ -36,7 +36,7 @@ def train(rank: int, world_size: int, config: TrainConfig) -> list[tuple[list[fl
         torch.compiler.reset()
         torch._dynamo.utils.counters.clear()
         run = Run.of(with_derived(replace(config, strategy=strategy, run_dir=str(folder))))
-        trainer = Trainer(run, Place(rank, rank, world_size), StopFlag(), "fp32", [])
+        trainer = Trainer(run, ProcessPlace(rank, rank, world_size), StopFlag(), "fp32", [])
         trainer.run()
         compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         losses = [] if trainer.reporter is None else [record.loss for record in trainer.reporter.metrics.records]

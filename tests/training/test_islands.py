@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.training.commands import Runner, finish
+from tests.training.commands import CommandRunner, finish
 from tests.workers import free_port
 from thinwire.checkpoint import Source
 from thinwire.checkpoint.folder import point_to
@@ -21,14 +21,14 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for proce
 
 
 @pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
-    runner = Runner(tmp_path_factory.mktemp("islands"))
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandRunner]:
+    runner = CommandRunner(tmp_path_factory.mktemp("islands"))
     yield runner
     runner.close()
 
 
 @pytest.fixture(scope="module")
-def whole(runner: Runner) -> str:
+def whole(runner: CommandRunner) -> str:
     """Two islands of one worker, with a checkpoint in the middle; its standard output."""
     flags = {"strategy": "diloco", "diloco.sync_every": 4, "checkpoint_every": 3, "seed": 1}
     code, out, err = finish(runner.train("whole", **flags))
@@ -36,15 +36,15 @@ def whole(runner: Runner) -> str:
     return out
 
 
-def losses(runner: Runner, name: str) -> list[tuple[int, float, float]]:
+def losses(runner: CommandRunner, name: str) -> list[tuple[int, float, float]]:
     return [(line["step"], line["loss"], line["grad_norm"]) for line in runner.metrics(name)]
 
 
-def summary(runner: Runner, name: str) -> dict[str, Any]:
+def summary(runner: CommandRunner, name: str) -> dict[str, Any]:
     return json.loads((runner.folder / name / "summary.json").read_text())
 
 
-def test_every_worker_is_an_island(runner: Runner, whole: str) -> None:
+def test_every_worker_is_an_island(runner: CommandRunner, whole: str) -> None:
     first, second = summary(runner, "whole"), summary(runner, "whole/island-1")
     assert first["world_size"] == 2 and first["tokens"] == 6 * 64 and first["strategy"] == "diloco"
     assert first["heldout_loss"] == second["heldout_loss"], "both measure the outer parameters"
@@ -59,7 +59,7 @@ def test_every_worker_is_an_island(runner: Runner, whole: str) -> None:
     assert not any(runner.folder.joinpath("whole").glob("island-2"))
 
 
-def test_resume_equals_the_uninterrupted_run_bit_for_bit(runner: Runner, whole: str) -> None:
+def test_resume_equals_the_uninterrupted_run_bit_for_bit(runner: CommandRunner, whole: str) -> None:
     again = runner.folder / "again"
     shutil.copytree(runner.folder / "whole", again)
     for folder in (again, again / "island-1"):
@@ -90,7 +90,7 @@ def test_resume_equals_the_uninterrupted_run_bit_for_bit(runner: Runner, whole: 
         assert summary(runner, name)["heldout_loss"] == summary(runner, "whole")["heldout_loss"]
 
 
-def test_from_one_method_to_another_and_out_of_islands_and_into_them(runner: Runner, whole: str) -> None:
+def test_from_one_method_to_another_and_out_of_islands_and_into_them(runner: CommandRunner, whole: str) -> None:
     """After step 3, before any exchange, the islands' weights differ: all that go on take their mean."""
     for name in ("streaming", "left"):
         shutil.copytree(runner.folder / "whole", runner.folder / name)
@@ -120,7 +120,7 @@ def test_from_one_method_to_another_and_out_of_islands_and_into_them(runner: Run
     assert "exchange of each fragment: every 2 steps" in out and "resume proven: step 7" in out
 
 
-def test_torchrun_and_two_machines_train_the_same(runner: Runner, whole: str) -> None:
+def test_torchrun_and_two_machines_train_the_same(runner: CommandRunner, whole: str) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     own: dict[str, Any] = {"strategy": "diloco", "seed": 1, "diloco.sync_every": 4}
     commands = [runner.start(*torchrun, "-m", "thinwire", "train", *runner.flags("torchrun", workers=None, **own))]

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from tests.training.commands import HANG_S, THINWIRE, Runner, children, finish, is_running
+from tests.training.commands import HANG_S, THINWIRE, CommandRunner, children, finish, is_running
 from tests.workers import free_port
 from thinwire.convert.saved import load_run
 from thinwire.launch.failures import has_failed_by_itself
@@ -27,7 +27,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def test_an_island_that_died_comes_back_and_all_stop_at_the_same_step(tmp_path: Path) -> None:
-    runner = Runner(tmp_path)
+    runner = CommandRunner(tmp_path)
     flags = runner.flags(
         "run", workers=4, local_size=2, strategy="streaming-diloco", inner="sdp4bit", steps=1_000_000, timeout=20,
         **{"streamingdiloco.sync-every": 6, "streamingdiloco.num-fragments": 2},

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.training.commands import THINWIRE, Runner, finish
+from tests.training.commands import THINWIRE, CommandRunner, finish
 from thinwire import ConfigError, OneByteLog
 from thinwire.models import build_model
 from thinwire.state.replicas import ReplicaError
@@ -21,13 +21,13 @@ FLAGS: dict[str, Any] = {"strategy": "one-byte", "optimizer": "sgd", "lr": 1e-3}
 
 
 @pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
-    runner = Runner(tmp_path_factory.mktemp("one-byte"))
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandRunner]:
+    runner = CommandRunner(tmp_path_factory.mktemp("one-byte"))
     yield runner
     runner.close()
 
 
-def train(runner: Runner, name: str, log: Path, num_ranks: int = 2) -> str:
+def train(runner: CommandRunner, name: str, log: Path, num_ranks: int = 2) -> str:
     """What a run prints that keeps its log in this file."""
     return runner.ranks(name, "--onebyte.log", str(log), num_ranks=num_ranks, **FLAGS)
 
@@ -40,7 +40,7 @@ def shortened(log: OneByteLog, num_steps: int, file: Path) -> Path:
     return file
 
 
-def test_a_late_worker_catches_up_from_the_log_and_a_short_one_goes_on_bit_for_bit(runner: Runner) -> None:
+def test_a_late_worker_catches_up_from_the_log_and_a_short_one_goes_on_bit_for_bit(runner: CommandRunner) -> None:
     folder = runner.folder
     assert "new: rank 0 writes it" in train(runner, "whole", folder / "logs" / "whole.log")
     whole = OneByteLog.load(folder / "logs" / "whole.log")
@@ -70,7 +70,7 @@ def test_a_late_worker_catches_up_from_the_log_and_a_short_one_goes_on_bit_for_b
         joined.replay(other, build_optimizer(config, other))
 
 
-def test_a_file_that_is_no_log_is_refused(runner: Runner) -> None:
+def test_a_file_that_is_no_log_is_refused(runner: CommandRunner) -> None:
     broken = runner.folder / "broken.log"
     broken.write_bytes(b"nothing of the kind")
     with pytest.raises(ConfigError, match="is no readable log"):

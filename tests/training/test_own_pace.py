@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.training.commands import THINWIRE, Runner, finish
+from tests.training.commands import THINWIRE, CommandRunner, finish
 from thinwire.checkpoint.folder import latest, step_of
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -19,14 +19,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
-    runner = Runner(tmp_path_factory.mktemp("own-pace"))
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandRunner]:
+    runner = CommandRunner(tmp_path_factory.mktemp("own-pace"))
     yield runner
     runner.close()
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_a_run_ends_with_weights_in_common(runner: Runner, name: str) -> None:
+def test_a_run_ends_with_weights_in_common(runner: CommandRunner, name: str) -> None:
     out = runner.ranks(name, strategy=name, checkpoint_every=2, **OPTIONS[name])
     summary = runner.summary(name)
     assert summary["strategy"] == name and summary["stopped"] == "finished"
@@ -43,7 +43,7 @@ def test_a_run_ends_with_weights_in_common(runner: Runner, name: str) -> None:
     assert step_of(latest(runner.folder / name / "checkpoints")) == 8
 
 
-def test_a_signal_stops_all_ranks(runner: Runner) -> None:
+def test_a_signal_stops_all_ranks(runner: CommandRunner) -> None:
     process = runner.train("stopped", strategy="gossip", steps=100_000, warmup_steps=10, **OPTIONS["gossip"])
     runner.await_steps("stopped", process)
     process.terminate()
@@ -65,6 +65,6 @@ def test_a_signal_stops_all_ranks(runner: Runner) -> None:
         (["--strategy", "gossip", "--gossip.graph", "rign"], "did you mean 'ring'"),
     ],
 )
-def test_what_can_not_work_is_refused(runner: Runner, flags: list[str], message: str) -> None:
+def test_what_can_not_work_is_refused(runner: CommandRunner, flags: list[str], message: str) -> None:
     code, _, err = finish(runner.start(*THINWIRE, "train", *runner.flags("refused"), *flags))
     assert code == 2 and message in err, err

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.training.commands import THINWIRE, Runner, finish
+from tests.training.commands import THINWIRE, CommandRunner, finish
 from thinwire.checkpoint.folder import note_next_loss
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
@@ -17,13 +17,13 @@ FULL_DISK = ["sh", "-c", 'ulimit -f 200; exec "$@"', "sh"]
 
 
 @pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
-    runner = Runner(tmp_path_factory.mktemp("resume"))
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandRunner]:
+    runner = CommandRunner(tmp_path_factory.mktemp("resume"))
     yield runner
     runner.close()
 
 
-def test_another_layout_goes_on_where_the_last_sound_checkpoint_was(runner: Runner) -> None:
+def test_another_layout_goes_on_where_the_last_sound_checkpoint_was(runner: CommandRunner) -> None:
     run: dict[str, Any] = {
         "strategy": "zero",
         "steps": 6,
@@ -66,7 +66,7 @@ def test_another_layout_goes_on_where_the_last_sound_checkpoint_was(runner: Runn
     assert "the resumed run does not continue the saved one" in err and "--allow-resume-drift" in err
 
 
-def test_islands_that_can_not_save_their_end_are_not_started_again(runner: Runner) -> None:
+def test_islands_that_can_not_save_their_end_are_not_started_again(runner: CommandRunner) -> None:
     flags = runner.flags("islands", strategy="diloco", steps=4, **{"diloco.sync_every": 2, "eval_sequences": 0})
     code, out, err = finish(runner.start(*FULL_DISK, *THINWIRE, "train", *flags))
     assert code == 1 and "is started again" not in err and "report: " in out.splitlines()[-1], (out, err)

@@ -12,7 +12,7 @@ from thinwire import DDP, SDP4Bit
 from thinwire.errors import ConfigError
 from thinwire.methods.islands.diloco import DiLoCo
 from thinwire.training.config import TrainConfig, with_derived
-from thinwire.training.place import Place
+from thinwire.training.place import ProcessPlace
 from thinwire.training.run import Run
 from thinwire.training.signals import StopFlag
 from thinwire.training.trainer import Trainer
@@ -31,7 +31,7 @@ def train(rank: int, world_size: int, config: TrainConfig) -> int:
     try:
         run = Run.of(config)
         run = replace(run, config=with_derived(run.config)).with_island_size()
-        trainer = Trainer(run, Place(rank, rank, world_size), StopFlag(), "fp32", [])
+        trainer = Trainer(run, ProcessPlace(rank, rank, world_size), StopFlag(), "fp32", [])
         trainer.run()
     finally:
         SDP4Bit.__post_init__ = check  # type: ignore[method-assign]

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.training.commands import Runner, children, finish, is_running
+from tests.training.commands import CommandRunner, children, finish, is_running
 from thinwire.training.hardware import free_port
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
@@ -28,25 +28,25 @@ SUMMARY_KEYS = {
 
 
 @pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
-    runner = Runner(tmp_path_factory.mktemp("runs"))
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandRunner]:
+    runner = CommandRunner(tmp_path_factory.mktemp("runs"))
     yield runner
     runner.close()
 
 
 @pytest.fixture(scope="module")
-def whole(runner: Runner) -> str:
+def whole(runner: CommandRunner) -> str:
     """A run of six steps on two workers with a checkpoint in the middle; its standard output."""
     code, out, err = finish(runner.train("whole", checkpoint_every=3))
     assert code == 0, err
     return out
 
 
-def losses(runner: Runner, name: str) -> list[tuple[int, float, float]]:
+def losses(runner: CommandRunner, name: str) -> list[tuple[int, float, float]]:
     return [(line["step"], line["loss"], line["grad_norm"]) for line in runner.metrics(name)]
 
 
-def test_a_run_keeps_the_contract(runner: Runner, whole: str) -> None:
+def test_a_run_keeps_the_contract(runner: CommandRunner, whole: str) -> None:
     folder = runner.folder / "whole"
     lines, summary = runner.metrics("whole"), runner.summary("whole")
     assert [list(line) for line in lines] == [METRICS_KEYS] * 6
@@ -67,7 +67,7 @@ def test_a_run_keeps_the_contract(runner: Runner, whole: str) -> None:
         assert words in whole
 
 
-def test_resume_equals_the_uninterrupted_run_bit_for_bit(runner: Runner, whole: str) -> None:
+def test_resume_equals_the_uninterrupted_run_bit_for_bit(runner: CommandRunner, whole: str) -> None:
     again = runner.folder / "again"
     shutil.copytree(runner.folder / "whole", again)
     (again / "checkpoints" / "latest").write_text("step-00000003")
@@ -82,7 +82,7 @@ def test_resume_equals_the_uninterrupted_run_bit_for_bit(runner: Runner, whole: 
     assert runner.summary("again")["heldout_loss"] == runner.summary("whole")["heldout_loss"]
 
 
-def test_torchrun_trains_the_same(runner: Runner, whole: str) -> None:
+def test_torchrun_trains_the_same(runner: CommandRunner, whole: str) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     flags = runner.flags("torchrun", workers=None)
     code, _, err = finish(runner.start(*torchrun, "-m", "thinwire", "train", *flags))
@@ -90,7 +90,7 @@ def test_torchrun_trains_the_same(runner: Runner, whole: str) -> None:
     assert losses(runner, "torchrun") == losses(runner, "whole")
 
 
-def test_two_machines_join(runner: Runner) -> None:
+def test_two_machines_join(runner: CommandRunner) -> None:
     """Each with a disk of its own; one of them loses a file, and both go on from what they still have in common."""
     place = {"workers": 1, "join": f"127.0.0.1:{free_port()}", "nodes": 2, "strategy": "zero", "steps": 3}
     place |= {"checkpoint_every": 1, "eval_sequences": 0, "sample_tokens": 0}
@@ -114,7 +114,9 @@ def test_two_machines_join(runner: Runner) -> None:
 
 
 @pytest.mark.parametrize(("signum", "expected"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_signals_stop_after_the_step_with_a_summary(runner: Runner, signum: signal.Signals, expected: int) -> None:
+def test_signals_stop_after_the_step_with_a_summary(
+    runner: CommandRunner, signum: signal.Signals, expected: int
+) -> None:
     name = f"stopped-{signum.name}"
     process = runner.train(name, steps=1_000_000)
     runner.await_steps(name, process)
@@ -129,7 +131,7 @@ def test_signals_stop_after_the_step_with_a_summary(runner: Runner, signum: sign
     assert newest == f"step-{summary['steps']:08d}"
 
 
-def test_a_killed_worker_is_named_and_nothing_is_lost(runner: Runner) -> None:
+def test_a_killed_worker_is_named_and_nothing_is_lost(runner: CommandRunner) -> None:
     process = runner.train("killed", workers=3, steps=1_000_000)
     runner.await_steps("killed", process)
     workers = children(process.pid)
@@ -146,7 +148,7 @@ def test_a_killed_worker_is_named_and_nothing_is_lost(runner: Runner) -> None:
     assert re.search(missed, log), "a survivor says whom it misses, and when"
 
 
-def test_a_worker_that_hangs_is_the_cause_that_is_told(runner: Runner) -> None:
+def test_a_worker_that_hangs_is_the_cause_that_is_told(runner: CommandRunner) -> None:
     process = runner.train("hung", workers=3, steps=1_000_000, timeout=10)
     runner.await_steps("hung", process)
     workers = children(process.pid)
@@ -166,7 +168,7 @@ if os.environ.get("RANK") == "1":
 """
 
 
-def test_a_worker_that_hangs_while_it_starts_is_named(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_hangs_while_it_starts_is_named(runner: CommandRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     hook = runner.folder / "hook"
     hook.mkdir()
     (hook / "sitecustomize.py").write_text(STOPPED)
@@ -178,7 +180,7 @@ def test_a_worker_that_hangs_while_it_starts_is_named(runner: Runner, monkeypatc
     assert "rank 1 is silent at the start of the run: rank 0 waits for its start since" in first
 
 
-def test_workers_stop_when_the_launcher_is_killed(runner: Runner) -> None:
+def test_workers_stop_when_the_launcher_is_killed(runner: CommandRunner) -> None:
     process = runner.train("orphans", steps=1_000_000)
     runner.await_steps("orphans", process)
     workers = children(process.pid)
@@ -192,7 +194,7 @@ def test_workers_stop_when_the_launcher_is_killed(runner: Runner) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def test_a_run_that_learns_nothing_says_so_and_ends(runner: Runner) -> None:
+def test_a_run_that_learns_nothing_says_so_and_ends(runner: CommandRunner) -> None:
     process = runner.train("dead", workers=1, steps=100, lr=1e30, optimizer="sgd", grad_clip=0)
     code, out, err = finish(process)
     assert code == 1 and "Traceback" not in err

@@ -67,7 +67,7 @@ class CheckpointError(ThinwireError, RuntimeError):
 
 
 @dataclass(frozen=True)
-class Chunk:
+class StoredBox:
     """A box of a tensor of `numel` elements, in `num_bytes` bytes of a file from `place` on."""
 
     numel: int
@@ -88,7 +88,7 @@ class Chunk:
         return offsets_of(self.box, self.numel)
 
 
-Index = dict[str, list[Chunk]]
+Index = dict[str, list[StoredBox]]
 
 
 def shape_of(box: Box, numel: int) -> torch.Size:
@@ -299,7 +299,7 @@ def read_part(part: Path) -> tuple[dict[str, Any], Index]:
         text = json.loads(path.read_bytes())
         index = {
             name: [
-                Chunk(numel, dtype, box_of(lies), f"{part.name}/{Path(file).name}", place, num_bytes)
+                StoredBox(numel, dtype, box_of(lies), f"{part.name}/{Path(file).name}", place, num_bytes)
                 for numel, dtype, *lies, file, place, num_bytes in rows
             ]
             for name, rows in text.pop("chunks").items()

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from thinwire.codecs import backends
 from thinwire.codecs.random import MASK64, draws, noise_keys
-from thinwire.codecs.sketch import UNBIASED, Sketch
+from thinwire.codecs.sketch import UNBIASED, LinearSketch
 from thinwire.codecs.spelling import Number, spelled
 
 
 @spelled(Number("ratio", "countsketch", optional=True), UNBIASED, group="group")
 @dataclass(frozen=True)
-class CountSketch(Sketch):
+class CountSketch(LinearSketch):
     """Element j goes to sum p(j) with sign s(j), hashes of (seed, counter + j); decoded: gamma s(j) y[p(j)].
 
     y_p = sum over p(j) = p of s(j) x_j, so an element's error is the signed sum of those that share its place:

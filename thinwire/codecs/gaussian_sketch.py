@@ -10,7 +10,7 @@ from torch import Tensor
 
 from thinwire.codecs import backends, checks
 from thinwire.codecs.normals import add_normals
-from thinwire.codecs.sketch import UNBIASED, Sketch
+from thinwire.codecs.sketch import UNBIASED, LinearSketch
 from thinwire.codecs.spelling import Number, spelled
 
 MAX_GROUP = 4096  # its matrix takes 4 group^2 / ratio bytes
@@ -18,7 +18,7 @@ MAX_GROUP = 4096  # its matrix takes 4 group^2 / ratio bytes
 
 @spelled(Number("ratio", "gaussiansketch", optional=True), UNBIASED, group="group")
 @dataclass(frozen=True)
-class GaussianSketch(Sketch):
+class GaussianSketch(LinearSketch):
     """R = G / sqrt(b), G of independent normal entries [b, n]; decoded: gamma R^T y.
 
     E|C(x) - x|^2 = (n + 1)/b |x|^2 for gamma = 1, as large as a count sketch's, but no two elements collide as a whole:

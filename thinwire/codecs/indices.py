@@ -28,7 +28,7 @@ def places(num_elements: int, density: float) -> int:
 
 
 @dataclass(frozen=True)
-class Layout:
+class IndexLayout:
     """`count` indices below `size`: `low` low bits for each, `upper` bits of unary, `num_bytes` in all."""
 
     size: int
@@ -39,7 +39,7 @@ class Layout:
 
 
 @functools.cache
-def layout(size: int, count: int) -> Layout:
+def layout(size: int, count: int) -> IndexLayout:
     """The Elias-Fano layout with the number of low bits that takes the fewest bits."""
 
     last = max(size - 1, 0)
@@ -48,10 +48,10 @@ def layout(size: int, count: int) -> Layout:
         return count + (last >> low) if last >> low else 0
 
     low = min(range(last.bit_length() + 1), key=lambda bits: count * bits + upper(bits))
-    return Layout(size, count, low, upper(low), -(-(count * low + upper(low)) // 8))
+    return IndexLayout(size, count, low, upper(low), -(-(count * low + upper(low)) // 8))
 
 
-def store(indices: Tensor, to: Layout) -> Tensor:
+def store(indices: Tensor, to: IndexLayout) -> Tensor:
     """Ascending int64 indices [rows, count] -> uint8 [rows, num_bytes]."""
     low = (indices.unsqueeze(2) >> torch.arange(to.low, device=indices.device)) & 1
     bits = indices.new_zeros(len(indices), to.num_bytes * 8)
@@ -63,7 +63,7 @@ def store(indices: Tensor, to: Layout) -> Tensor:
     return (bits.unflatten(1, (-1, 8)) * weights).sum(2).to(torch.uint8)
 
 
-def load(stored: Tensor, of: Layout) -> Tensor:
+def load(stored: Tensor, of: IndexLayout) -> Tensor:
     """The inverse of `store`: uint8 [rows, num_bytes] -> int64 [rows, count]."""
     bits = (stored.unsqueeze(2).to(torch.int64) >> torch.arange(8, device=stored.device)).flatten(1) & 1
     low = bits[:, : of.count * of.low].unflatten(1, (of.count, of.low)) << torch.arange(of.low, device=stored.device)

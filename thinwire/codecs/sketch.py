@@ -30,7 +30,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Sketch(Fused):
+class LinearSketch(Fused):
     """Groups of n = `group` elements travel as b = n / ratio fp32 sums y = R x, E[R^T R] = I; decoded: gamma R^T y.
 
     ratio: elements to a sum. unbiased: gamma = 1, E[C(x)] = x with a variance of about ratio |x|^2; else gamma is the

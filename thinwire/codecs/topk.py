@@ -71,7 +71,7 @@ class TopK(Fused):
         num_values, _, used = self._sections(num_elements)
         return self.values.packet_bytes(num_values) + -(-used // 4) * 4
 
-    def _layouts(self, num_elements: int) -> tuple[indices.Layout, indices.Layout]:
+    def _layouts(self, num_elements: int) -> tuple[indices.IndexLayout, indices.IndexLayout]:
         """The index layouts of whole groups and of the tail, which may be empty."""
         tail = num_elements % self.group
         return indices.layout(self.group, self.count), indices.layout(tail, indices.places(tail, self.density))

@@ -23,7 +23,7 @@ from thinwire.collectives.exchange import Members, Wire
 from thinwire.collectives.groups import give_back, own_members
 from thinwire.collectives.link import Link
 from thinwire.collectives.meter import Meter
-from thinwire.collectives.rounds import Arrival, Rounds
+from thinwire.collectives.rounds import Awaited, Rounds
 from thinwire.collectives.topology import Topology, node_label
 from thinwire.errors import ConfigError, CorruptMessageError
 
@@ -59,7 +59,7 @@ class CommunicationThread:
         self._unfinished: set[Future] = set()
         # None ends a thread.
         self._inbox: queue.SimpleQueue[tuple[CollectiveJob, Exception | None] | None] = queue.SimpleQueue()
-        self._awaited: list[queue.SimpleQueue[tuple[CollectiveJob, Sequence[Arrival]] | None]] = [
+        self._awaited: list[queue.SimpleQueue[tuple[CollectiveJob, Sequence[Awaited]] | None]] = [
             queue.SimpleQueue() for _ in range(NUM_SLOTS)
         ]
         self._threads = [

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 T = TypeVar("T")
 
 
-class Arrival(Protocol):
+class Awaited(Protocol):
     """Something on its way that a job needs before it can go on."""
 
     def wait(self) -> None:
@@ -30,4 +30,4 @@ class Computed:
 
 # A job that is under way: it gives up the thread until all that it needs has arrived, and ends with its result. Once a
 # round, not once a message: on busy cores it takes milliseconds until the thread runs again.
-Rounds = Generator[Sequence[Arrival], None, T]
+Rounds = Generator[Sequence[Awaited], None, T]

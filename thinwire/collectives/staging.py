@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from thinwire.collectives.rounds import Arrival, Rounds
+from thinwire.collectives.rounds import Awaited, Rounds
 from thinwire.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -58,12 +58,12 @@ class StreamDone:
         self.event.synchronize()
 
 
-def queued() -> list[Arrival]:
+def queued() -> list[Awaited]:
     """What is not done yet of the current stream's work."""
     return unfinished(torch.cuda.current_stream()) if torch.cuda.is_initialized() else []
 
 
-def unfinished(stream: torch.cuda.Stream) -> list[Arrival]:
+def unfinished(stream: torch.cuda.Stream) -> list[Awaited]:
     event = torch.cuda.Event(blocking=True)
     event.record(stream)
     return [] if event.query() else [StreamDone(event)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from thinwire.collectives.rounds import Arrival, Computed, Rounds
+from thinwire.collectives.rounds import Awaited, Computed, Rounds
 
 
 def together(*jobs: Rounds[Any]) -> Rounds[list[Any]]:
@@ -15,7 +15,7 @@ def together(*jobs: Rounds[Any]) -> Rounds[list[Any]]:
     on when its own is ready, in the order in which they asked.
     """
     results: list[Any] = [None] * len(jobs)
-    waiting: dict[int, Sequence[Arrival]] = {}
+    waiting: dict[int, Sequence[Awaited]] = {}
 
     def advance(number: int) -> None:
         waiting.pop(number, None)

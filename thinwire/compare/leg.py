@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 from thinwire.compare.record import Leg
 from thinwire.compare.watch import LegWatch, MetricsTail
-from thinwire.lab import Job, Network, start
+from thinwire.lab import Job, LabNetwork, start
 from thinwire.training.signals import STOPPING
 
 POLL_S = 0.02
@@ -100,7 +100,7 @@ class OutputTail:
 
 
 def run_leg(
-    network: Network, begin: LegStart, wish: StopWish, on_step: Callable[[dict[str, Any]], None]
+    network: LabNetwork, begin: LegStart, wish: StopWish, on_step: Callable[[dict[str, Any]], None]
 ) -> tuple[Leg, str]:
     """Run to the end of the leg, or until a stop is wished; the leg, and why it failed (empty where it did not).
 

@@ -21,7 +21,7 @@ from thinwire.compare.plan import RacePlan, make_plan
 from thinwire.compare.record import Alone, Record, delete_race, load_record, recorded_dtype
 from thinwire.compare.table import Board
 from thinwire.errors import ConfigError, Problems
-from thinwire.lab import Network
+from thinwire.lab import LabNetwork
 from thinwire.report import write_race_report
 from thinwire.report.run import number
 from thinwire.training.config import TrainConfig
@@ -50,7 +50,7 @@ def race(
     record = Record(plan.settings(), command)
     if config.resume:
         record = load_record(plan.out, record.settings)
-    with StopWish() as wish, Network(plan.lab) as network:
+    with StopWish() as wish, LabNetwork(plan.lab) as network:
         if config.overwrite:
             delete_race(plan.out)
         try:
@@ -59,17 +59,17 @@ def race(
             raise ConfigError(f"--out {plan.out}: can't be made ({error.strerror}); give another folder") from None
         board = board or Board()
         with closing(board):
-            Runner(plan, record, network, wish, board).run()
+            RaceRunner(plan, record, network, wish, board).run()
     result = measure(plan, record)
     record.save(plan.out, result.to_json())
     board.finish(result, write_race_report(plan.out))
     return result
 
 
-class Runner:
+class RaceRunner:
     """Runs the legs of a race that are not done; each is added to `record`."""
 
-    def __init__(self, plan: RacePlan, record: Record, network: Network, wish: StopWish, board: Board) -> None:
+    def __init__(self, plan: RacePlan, record: Record, network: LabNetwork, wish: StopWish, board: Board) -> None:
         self.plan, self.record, self.network, self.wish, self.board = plan, record, network, wish, board
 
     def run(self) -> None:

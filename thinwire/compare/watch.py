@@ -8,7 +8,7 @@ from typing import Any
 
 from thinwire.compare.checks import WARM_UP_STEPS
 from thinwire.compare.record import Leg
-from thinwire.lab import Counters, Network
+from thinwire.lab import Counters, LabNetwork
 
 
 class MetricsTail:
@@ -55,7 +55,7 @@ class LegWatch:
     """
 
     def __init__(
-        self, network: Network, tail: MetricsTail, turn: int, timed_steps: int | None, settled_after: int = 0
+        self, network: LabNetwork, tail: MetricsTail, turn: int, timed_steps: int | None, settled_after: int = 0
     ) -> None:
         self.leg = Leg(turn)
         self.last_row: dict[str, Any] = {}

@@ -20,7 +20,7 @@ from thinwire.state.replicas import digest, odd_ranks
 
 
 @dataclass(frozen=True)
-class Cut:
+class TensorPlacement:
     """How a parameter lies on the tensor axis: `shape` of the whole, cut along dimension `dim`, None for a copy."""
 
     mesh: DeviceMesh
@@ -51,7 +51,7 @@ class TensorAxis:
     """
 
     mesh: DeviceMesh
-    cuts: dict[str, Cut] = field(default_factory=dict)
+    cuts: dict[str, TensorPlacement] = field(default_factory=dict)
     # {module: {attribute: name of the parameter}}
     places: dict[nn.Module, dict[str, str]] = field(default_factory=dict)
 
@@ -147,7 +147,7 @@ def cut_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Dev
                 continue
             if id(param) not in leaves:
                 name = f"{prefix}.{attribute}" if prefix else attribute
-                axis.cuts[name] = Cut(mesh, tuple(param.placements), param.shape, tuple(param.stride()))
+                axis.cuts[name] = TensorPlacement(mesh, tuple(param.placements), param.shape, tuple(param.stride()))
                 leaf = nn.Parameter(param.to_local().detach(), requires_grad=param.requires_grad)
                 leaves[id(param)] = name, leaf
             name, leaf = leaves[id(param)]

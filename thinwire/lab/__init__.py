@@ -4,18 +4,18 @@ Every node is a network namespace of its own, joined to the others by a bridge; 
 directions by the kernel's token bucket. Nothing is visible in the machine's own network, and the kernel removes all
 of it when the last process that uses it is gone.
 
-    from thinwire.lab import LabSpec, Network, start
+    from thinwire.lab import LabNetwork, LabSpec, start
 
-    with Network(LabSpec(nodes=4, rate="100mbit")) as network:
+    with LabNetwork(LabSpec(nodes=4, rate="100mbit")) as network:
         job = start(network, ["python", "train.py"])
         print(job.wait(), network.counters())
 
 The caller needs no privileges and is never re-executed: a helper process enters the namespaces, as root or inside a
-user namespace. `Network` raises ConfigError where the system allows neither.
+user namespace. `LabNetwork` raises ConfigError where the system allows neither.
 """
 
-from thinwire.lab.network import Counters, LabError, Network, why_unavailable
+from thinwire.lab.network import Counters, LabError, LabNetwork, why_unavailable
 from thinwire.lab.run import Job, environment, start
 from thinwire.lab.spec import LabSpec
 
-__all__ = ["Counters", "Job", "LabError", "LabSpec", "Network", "environment", "start", "why_unavailable"]
+__all__ = ["Counters", "Job", "LabError", "LabSpec", "LabNetwork", "environment", "start", "why_unavailable"]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from thinwire.errors import ConfigError
-from thinwire.lab.network import FRAME_BYTES, Network
+from thinwire.lab.network import FRAME_BYTES, LabNetwork
 
 TOLERANCE = 0.05
 WARM_UP_S = 0.5
@@ -48,7 +48,7 @@ class Reading:
 class Flow:
     """A TCP connection from one node to another that sends as fast as it can until it is closed."""
 
-    def __init__(self, network: Network, sender: int, receiver: int) -> None:
+    def __init__(self, network: LabNetwork, sender: int, receiver: int) -> None:
         self.received_bytes = 0
         with network.socket(receiver) as server:
             server.settimeout(CONNECT_S)
@@ -84,7 +84,7 @@ class Flow:
         self._in.close()
 
 
-def measure(network: Network, senders: Sequence[int], receiver: int, *, sends: bool) -> tuple[float, float]:
+def measure(network: LabNetwork, senders: Sequence[int], receiver: int, *, sends: bool) -> tuple[float, float]:
     """Bits per second on the link of the only sender (`sends`) or of the receiver, and those that arrived."""
     node = senders[0] if sends else receiver
     window_s = max(WINDOW_S, WINDOW_BITS / (network.spec.bits_per_second(node) or math.inf))
@@ -99,7 +99,7 @@ def measure(network: Network, senders: Sequence[int], receiver: int, *, sends: b
     return 8 * (link_now - link) / (end - start), 8 * (arrived_now - arrived) / (end - start)
 
 
-def _counted(network: Network, node: int, flows: Sequence[Flow], sends: bool) -> tuple[float, int, int]:
+def _counted(network: LabNetwork, node: int, flows: Sequence[Flow], sends: bool) -> tuple[float, int, int]:
     """The time in seconds, the bytes that the node's link has carried by then, and those that arrived.
 
     A busy machine may stop this process between clock and counter: of several readings the shortest one counts.
@@ -114,7 +114,7 @@ def _counted(network: Network, node: int, flows: Sequence[Flow], sends: bool) ->
     return min(found)[1:]
 
 
-def readings(network: Network) -> Iterator[Reading]:
+def readings(network: LabNetwork) -> Iterator[Reading]:
     """Measure each node's link while the other links are lifted: sending, receiving, and receiving from all at once.
 
     The rates are on again afterwards. Raises ConfigError for a network of one node.
@@ -136,7 +136,7 @@ def readings(network: Network) -> Iterator[Reading]:
         network.shape(True)
 
 
-def check(network: Network, show: Callable[[Reading], None]) -> bool:
+def check(network: LabNetwork, show: Callable[[Reading], None]) -> bool:
     """Measure every link and show each reading; whether all are within the tolerance."""
     results = []
     for reading in readings(network):

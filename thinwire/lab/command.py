@@ -17,7 +17,7 @@ import tyro
 from thinwire.errors import ConfigError, Problems
 from thinwire.flags import CommandLine
 from thinwire.lab.check import TOLERANCE, Reading, check
-from thinwire.lab.network import Counters, LabError, Network, check_requirements
+from thinwire.lab.network import Counters, LabError, LabNetwork, check_requirements
 from thinwire.lab.run import GRACE_S, Job, check_command, shell_code, start, threads_per_rank
 from thinwire.lab.spec import LabSpec, optional, parse_slow
 
@@ -90,7 +90,7 @@ def run_command(spec: LabSpec, command: Sequence[str], env: dict[str, str]) -> i
     """
     threads, reason = threads_per_rank(spec, env)
     env["OMP_NUM_THREADS"] = str(threads)
-    with Network(spec) as network:
+    with LabNetwork(spec) as network:
         say(describe(spec, network))
         say(f"OMP_NUM_THREADS={threads} ({reason})")
         job = start(network, command, env=env, on_line=PrefixedOutput(spec))
@@ -147,7 +147,7 @@ def say(line: str) -> None:
     print(f"thinwire lab: {line}", flush=True)
 
 
-def describe(spec: LabSpec, network: Network) -> str:
+def describe(spec: LabSpec, network: LabNetwork) -> str:
     """One line on what is emulated."""
     parts = [
         f"{spec.nodes} node(s) x {spec.local_size} rank(s)",
@@ -183,7 +183,7 @@ def failure(spec: LabSpec, job: Job) -> LabError:
 
 def run_check(spec: LabSpec) -> int:
     """Measure and print every direction of every link; 1 where one is out of tolerance."""
-    with Network(spec) as network:
+    with LabNetwork(spec) as network:
         say(describe(spec, network))
         say("mbit/s; link: frames with their headers, by the kernel's counters; goodput: what arrived, without headers")
         say(f"{'node':>6} {'direction':>18} {'asked':>10} {'link':>10} {'goodput':>10}   link / asked")

@@ -43,7 +43,7 @@ class Counters:
         return Counters(self.sent_bytes - other.sent_bytes, self.received_bytes - other.received_bytes)
 
 
-class Network:
+class LabNetwork:
     """An emulated network, made at construction and removed by `close` or at the end of a `with` block.
 
     addresses: the nodes' IPv4 addresses; interface: the name of the link on every node. The methods may be called from
@@ -73,7 +73,7 @@ class Network:
             self.close()
             raise
 
-    def __enter__(self) -> Network:
+    def __enter__(self) -> LabNetwork:
         return self
 
     def __exit__(
@@ -177,7 +177,7 @@ def check_requirements() -> None:
 def why_unavailable() -> str | None:
     """Why no network can be emulated here; None where it can."""
     try:
-        Network(LabSpec(nodes=1, rate=None)).close()
+        LabNetwork(LabSpec(nodes=1, rate=None)).close()
     except ThinwireError as error:
         return str(error)
     return None

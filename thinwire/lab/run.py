@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from thinwire.errors import ConfigError
-from thinwire.lab.network import Network
+from thinwire.lab.network import LabNetwork
 from thinwire.lab.spec import LabSpec
 
 PORT = 29500
@@ -21,7 +21,7 @@ POLL_S = 0.02
 OnLine = Callable[[int, str], None]
 
 
-def environment(network: Network, rank: int, port: int = PORT) -> dict[str, str]:
+def environment(network: LabNetwork, rank: int, port: int = PORT) -> dict[str, str]:
     """The variables that torchrun sets for one rank, and the interface that gloo is to use."""
     spec = network.spec
     node, local_rank = divmod(rank, spec.local_size)
@@ -131,7 +131,7 @@ def shell_code(code: int) -> int:
 
 
 def start(
-    network: Network,
+    network: LabNetwork,
     command: Sequence[str],
     *,
     env: Mapping[str, str] | None = None,

@@ -14,7 +14,7 @@ from thinwire.launch.prepare import dry_run, keep_chosen, prepare
 from thinwire.launch.worker import exit_after
 from thinwire.training.config import TrainConfig
 from thinwire.training.hardware import interface_towards, process_age_s
-from thinwire.training.place import Place
+from thinwire.training.place import ProcessPlace
 from thinwire.training.run import Run
 from thinwire.training.settings import read_config
 
@@ -24,7 +24,7 @@ def run_train(args: Sequence[str]) -> int:
     problems = Problems()
     began = time.time() - process_age_s()
     config = read_config(args, problems)
-    place = Place.from_environment()
+    place = ProcessPlace.from_environment()
     if config.dry_run:
         return dry_run(config, problems) if place is None or place.rank == 0 else 0
     if place is None:

@@ -26,7 +26,7 @@ from thinwire.training.config import with_derived
 from thinwire.training.effects import late_rows
 from thinwire.training.gathering import gather
 from thinwire.training.hardware import threads_per_worker
-from thinwire.training.place import IslandPlace, Place
+from thinwire.training.place import IslandPlace, ProcessPlace
 from thinwire.training.run import Run, island_size
 from thinwire.training.run_dir import RunDir
 from thinwire.training.settings import read_toml, to_toml
@@ -34,7 +34,7 @@ from thinwire.training.signals import StopFlag
 from thinwire.training.trainer import Trainer
 
 
-def work(run: Run, place: Place, start: Start | None) -> int:
+def work(run: Run, place: ProcessPlace, start: Start | None) -> int:
     """Train as one rank; returns the signal that asked this process to stop, or 0.
 
     start: what was found out before the workers were started; known at least on rank 0.
@@ -66,14 +66,14 @@ def work(run: Run, place: Place, start: Start | None) -> int:
     return stop.signum
 
 
-def keep_config(run: Run, place: Place) -> None:
+def keep_config(run: Run, place: ProcessPlace) -> None:
     """Write the run's config.toml anew, on every machine: what was chosen is kept when it is resumed."""
     path = RunDir(run.config.run_dir).config(int(os.environ.get("GROUP_RANK", "0")))
     if place.local_rank == 0 and path.exists():
         path.write_text(to_toml(run.config))
 
 
-def find_device(run: Run, place: Place, start: Start, store: dist.Store, number: int) -> tuple[Device, Start]:
+def find_device(run: Run, place: ProcessPlace, start: Start, store: dist.Store, number: int) -> tuple[Device, Start]:
     """The device that this worker trains on: of one kind for all ranks, so the CPU where one of them has no GPU.
 
     number: of this worker on its machine. A collective over the ranks that share the store.
@@ -87,7 +87,9 @@ def find_device(run: Run, place: Place, start: Start, store: dist.Store, number:
     return take(own, start.first_gpu + number), start
 
 
-def join_world(run: Run, place: Place, start: Start, number: int) -> tuple[Run, Place, Start, Device, object]:
+def join_world(
+    run: Run, place: ProcessPlace, start: Start, number: int
+) -> tuple[Run, ProcessPlace, Start, Device, object]:
     """Make the default process group: all ranks, or those of this one's island.
 
     number: of this worker on its machine. Returns the run, the place, what was found out, the device, and an object to
@@ -116,7 +118,7 @@ def join_world(run: Run, place: Place, start: Start, number: int) -> tuple[Run, 
     if island_number and rank == 0:
         run_dir.claim(0, to_toml(run.config), overwrite=config.overwrite)
     join_group(dist.PrefixStore(f"island{island_number}", store), rank, size, timeout, own_device.backend)
-    return run, Place(rank, rank, size, island), replace(start, dtype=dtype), own_device, (meeting, store)
+    return run, ProcessPlace(rank, rank, size, island), replace(start, dtype=dtype), own_device, (meeting, store)
 
 
 def join_group(store: dist.Store, rank: int, world_size: int, timeout: timedelta, backend: str) -> None:
@@ -125,7 +127,7 @@ def join_group(store: dist.Store, rank: int, world_size: int, timeout: timedelta
     dist.init_process_group(backend, store=own, rank=rank, world_size=world_size, timeout=timeout)
 
 
-def exit_after(run: Run, place: Place, start: Start | None, *, trace: bool) -> NoReturn:
+def exit_after(run: Run, place: ProcessPlace, start: Start | None, *, trace: bool) -> NoReturn:
     """Work, then end the process: 0, or the error's exit code with its message (and `trace`) on stderr."""
     code = 0
     try:
@@ -169,7 +171,7 @@ def main() -> NoReturn:
     """`python -m thinwire.launch.worker CONFIG.toml START`, as the launcher runs it."""
     sys.stderr = Stamped(sys.stderr)
     config_path, start = sys.argv[1:]
-    place = Place.from_environment()
+    place = ProcessPlace.from_environment()
     if place is None:
         raise SystemExit("a worker is started by `thinwire train`, not by hand")
     problems = Problems()

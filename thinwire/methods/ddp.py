@@ -11,7 +11,7 @@ from torch import nn
 from thinwire.codecs import Codec
 from thinwire.collectives import Topology
 from thinwire.errors import ConfigError
-from thinwire.methods.interface import Plan, agreement_sent, trained_shapes
+from thinwire.methods.interface import MethodPlan, agreement_sent, trained_shapes
 from thinwire.methods.reduction import OPERATION, Reduction
 from thinwire.optim import GENERAL
 from thinwire.state.memory import Place
@@ -88,7 +88,7 @@ class DDPMethod:
     ) -> None:
         """Show a reduction that asks for it what it works with; before the first step, on every rank."""
 
-    def plan(self, model: nn.Module, topology: Topology, micro_batches: int) -> Plan:
+    def plan(self, model: nn.Module, topology: Topology, micro_batches: int) -> MethodPlan:
         """Everything is whole on every rank; only the last micro-batch's backward communicates."""
         shapes = trained_shapes(model)
         whole = 4 * sum(shape.numel() for shape in shapes.values())
@@ -99,7 +99,7 @@ class DDPMethod:
         ring = None
         if not reduction.is_metered:
             ring = sum(sent.values()) + topology.local_size * words["all_gather_exact", "inter"]
-        return Plan(
+        return MethodPlan(
             weights=whole,
             gradients=whole,
             optimizer=2 * whole,

@@ -15,7 +15,7 @@ from thinwire.collectives.gather import gather_bytes
 from thinwire.collectives.reduce import reduce_bytes
 from thinwire.layout.formats import Strategy
 from thinwire.layout.layers import layers_of
-from thinwire.methods.interface import CUTS_TENSORS, GatheredMethod, GradientMemory, Plan, agreement_sent
+from thinwire.methods.interface import CUTS_TENSORS, GatheredMethod, GradientMemory, MethodPlan, agreement_sent
 from thinwire.optim import ELEMENTWISE
 
 AGAIN = "weights_again"
@@ -54,7 +54,7 @@ class FSDPMethod:
         """Whose kernels are compiled before the workers start."""
         return (*self.matrix().codecs, *self.vector().codecs)
 
-    def plan(self, model: nn.Module, topology: Topology, micro_batches: int) -> Plan:
+    def plan(self, model: nn.Module, topology: Topology, micro_batches: int) -> MethodPlan:
         """Weights are whole from forward to backward, or one module at a time; gradients accumulate whole."""
         chosen = cast(ShardingStrategy, self)
         world_size, matrix, vector = topology.world_size, chosen.matrix(), chosen.vector()
@@ -83,7 +83,7 @@ class FSDPMethod:
             whole += 4 * unit_numel * world_size
             largest = max(largest, 4 * unit_numel * world_size)
         is_cut = self.reshard_after_forward and micro_batches == 1
-        return Plan(
+        return MethodPlan(
             weights=shard if is_cut else whole + shard,
             gradients=shard if micro_batches == 1 else whole,
             optimizer=2 * shard,

@@ -65,7 +65,7 @@ class Method(Protocol):
         """Why it can't train a model that another axis of a mesh cuts, to follow its name; empty: it can."""
         ...
 
-    def plan(self, model: nn.Module, topology: Topology, micro_batches: int) -> Plan:
+    def plan(self, model: nn.Module, topology: Topology, micro_batches: int) -> MethodPlan:
         """What a rank would hold and send, known before anything runs.
 
         model: its shapes alone are used, so it may lie on the device "meta". micro_batches: backward passes of one
@@ -76,7 +76,7 @@ class Method(Protocol):
 
 
 @dataclass(frozen=True)
-class Plan:
+class MethodPlan:
     """What one rank holds and sends, known before anything runs; bytes.
 
     weights, gradients: fp32, at their largest: whole where a forward, or the end of a backward, needs them whole.

@@ -46,31 +46,31 @@ def fits(value: Any, hint: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Rule:
+class CodecRule:
     """What a method asks of a codec, and the words for a codec that breaks it."""
 
     holds: Callable[[Codec], bool]
     words: str
 
 
-FLOAT = Rule(
+FLOAT = CodecRule(
     lambda codec: codec in (Identity(), Cast("bf16")), "must be fp32 or bf16, which can be summed as they travel"
 )
-CONTRACTION = Rule(
+CONTRACTION = CodecRule(
     lambda codec: codec.traits.contraction,
     "error feedback needs a contraction, since where more is lost than sent the memory grows",
 )
-UNBIASED = Rule(
+UNBIASED = CodecRule(
     lambda codec: codec.traits.unbiased,
     "without error feedback it must be unbiased, so that what is lost is made up for in the mean",
 )
-REPEATABLE = Rule(
+REPEATABLE = CodecRule(
     lambda codec: codec.traits.contraction and (codec.traits.lossless or not codec.traits.unbiased),
     "weights are gathered more than once, and must be rounded alike each time, not at random",
 )
 
 
-def codec_of(options: Any, field: str, rule: Rule | None = None) -> Codec:
+def codec_of(options: Any, field: str, rule: CodecRule | None = None) -> Codec:
     """The codec that the text in a field of a dataclass stands for.
 
     Raises ConfigError for a text that is no codec, and for one that breaks the rule, with the nearest that does not.

@@ -13,7 +13,7 @@ from thinwire.collectives import Topology
 from thinwire.layout.formats import WireFormat, describe_formats
 from thinwire.layout.levels import Levels
 from thinwire.layout.spans import Unit, lay_out, sent_by
-from thinwire.methods.interface import CUTS_TENSORS, Plan, agreement_sent
+from thinwire.methods.interface import CUTS_TENSORS, MethodPlan, agreement_sent
 from thinwire.optim import ELEMENTWISE
 from thinwire.table import Row
 
@@ -78,7 +78,7 @@ class ShardedMethod(ABC):
         """Rows of (asked for, in effect, why), of a group of more than one rank."""
         return describe_formats(self, levels.topology)
 
-    def plan(self, model: nn.Module, topology: Topology, micro_batches: int) -> Plan:
+    def plan(self, model: nn.Module, topology: Topology, micro_batches: int) -> MethodPlan:
         """4 N/s1 of weights, gradients, 12 N/P of masters and moments, and whole units in passing."""
         trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
         levels = self.levels(topology)
@@ -95,7 +95,7 @@ class ShardedMethod(ABC):
             gradients, passing = sum(param.numel() for param in trained.values()) + shard, 0
         passing += staying + sum(others) if levels.weights_over > 1 else 0
         lost = sum(4 * layout.lost_numel for layout in layouts)
-        return Plan(
+        return MethodPlan(
             weights=sum(layout.numel * layout.dtype.itemsize for layout in layouts) // levels.weights_over,
             gradients=4 * gradients,
             optimizer=12 * shard,

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from thinwire.errors import Problems
-from thinwire.methods.interface import Plan
+from thinwire.methods.interface import MethodPlan
 from thinwire.planner.explain import Explained, explain
 from thinwire.planner.options import read_explain
 from thinwire.report.units import bytes_text, seconds_text, short
@@ -91,7 +91,7 @@ def side_by_side(found: Explained) -> Table:
     return table
 
 
-def parts_of_memory(plan: Plan) -> Table:
+def parts_of_memory(plan: MethodPlan) -> Table:
     """One row a part of one rank's memory."""
     table = Table("memory", "bytes", "", title="what one rank holds", title_justify="left")
     for name, num_bytes in plan.memory.items():
@@ -99,7 +99,7 @@ def parts_of_memory(plan: Plan) -> Table:
     return table
 
 
-def parts_of_traffic(plan: Plan, mean_over: int) -> Table:
+def parts_of_traffic(plan: MethodPlan, mean_over: int) -> Table:
     """One row an operation and level."""
     title = "what one rank sends in a step" + (f", mean over {mean_over} steps" if mean_over > 1 else "")
     table = Table("operation", "level", "bytes", title=title, title_justify="left")

@@ -15,7 +15,7 @@ from thinwire.errors import ConfigError, Problems, nearest
 from thinwire.flags import flag
 from thinwire.lab.spec import read_rate
 from thinwire.layout.mesh import MeshShape
-from thinwire.methods.interface import Method, Plan, check_on_mesh
+from thinwire.methods.interface import Method, MethodPlan, check_on_mesh
 from thinwire.models import PRESETS, Llama, build_skeleton
 from thinwire.models.llama import LlamaConfig, cut_skeleton
 from thinwire.options import LLAMA, build_strategy, strategy_table
@@ -40,7 +40,7 @@ class Explained:
     num_parameters: int
     topology: Topology
     micro_batches: int
-    plans: dict[str, Plan]
+    plans: dict[str, MethodPlan]
     rate: float | None
     local_rate: float | None
     notes: list[tuple[str, str, str]]
@@ -48,12 +48,12 @@ class Explained:
     mean_over: Mapping[str, int] = field(default_factory=dict)
     whole: Sequence[str] = ()
 
-    def link_s(self, found: Plan) -> float | None:
+    def link_s(self, found: MethodPlan) -> float | None:
         """Seconds that a step's messages between nodes need on one node's link, all ranks of the node together."""
         sent = self.topology.local_size * found.sent_on("inter") if found.crossing is None else found.crossing
         return None if self.rate is None else 8 * sent / self.rate
 
-    def local_s(self, found: Plan) -> float | None:
+    def local_s(self, found: MethodPlan) -> float | None:
         """Seconds that a step's messages inside a node need on one rank's link."""
         sent = found.sent_on("intra") + found.sent_on("pair")
         return None if self.local_rate is None else 8 * sent / self.local_rate
@@ -74,7 +74,7 @@ def explain(config: ExplainConfig, problems: Problems) -> Explained:
             total = sum(param.numel() for param in model.parameters() if param.requires_grad)
             if shape.tensor > 1:
                 model = cut(model, shape.tensor)
-    plans: dict[str, Plan] = {}
+    plans: dict[str, MethodPlan] = {}
     mean_over, whole, left_out = {}, [], []
     for name in names:
         with problems.collect():
@@ -163,7 +163,7 @@ def cut(model: nn.Module, size: int) -> nn.Module:
     return model
 
 
-def plan_on(strategy: Method, model: nn.Module, config: ExplainConfig, shape: MeshShape) -> Plan:
+def plan_on(strategy: Method, model: nn.Module, config: ExplainConfig, shape: MeshShape) -> MethodPlan:
     """The plan of a strategy on the data axis of a mesh; the ranks' word on a step goes to all of the mesh."""
     grid, inner = Topology(config.nodes, config.local_size), shape.tensor
     if inner == 1:

@@ -52,7 +52,7 @@ class Merge(Enum):
 
 
 @dataclass(frozen=True)
-class Averaged:
+class MeanMerge:
     """A tensor in spans, of which the mean over ranks is carried, as `kind`; any method that keeps the kind takes it.
 
     Where several tensors are of one kind, the first that was added takes all of it.
@@ -62,7 +62,7 @@ class Averaged:
 
 
 @dataclass(frozen=True)
-class Residual(Averaged):
+class Residual(MeanMerge):
     """Error feedback: what was not sent yet. after_clip: the number of Clip that scales it after clipping, if any."""
 
     kind: str = GRADIENTS
@@ -79,7 +79,7 @@ class Kept:
     def __init__(
         self,
         place: Place,
-        merge: Merge | Averaged,
+        merge: Merge | MeanMerge,
         shape_of: ShapeOf,
         spans_of: SpansOf | None,
         row: str | None,
@@ -152,7 +152,7 @@ class State:
     def add(
         self,
         kind: str,
-        merge: Merge | Averaged,
+        merge: Merge | MeanMerge,
         shape_of: ShapeOf = lambda name, shape: shape,
         spans_of: SpansOf | None = None,
         *,
@@ -236,7 +236,7 @@ class State:
         return [
             Share(kept.merge.kind, str(name), f"{path}/{name}", span.start, span.offset, span.length, 1 / span.divisor)
             for path, kept in self._all()
-            if isinstance(kept.merge, Averaged)
+            if isinstance(kept.merge, MeanMerge)
             for name, tensor in kept.tensors.items()
             for span in kept.spans(name, tensor.shape)
         ]
@@ -252,7 +252,7 @@ class State:
             # What was the same on all ranks is of another shape where a mesh cuts the parameter otherwise.
             stays = kept.merge is Merge.SAME
             kept.replace({name: t for name, t in kept.tensors.items() if stays and t.shape == shapes.get(name)})
-            if isinstance(kept.merge, Averaged) and kept.merge.kind not in taken:
+            if isinstance(kept.merge, MeanMerge) and kept.merge.kind not in taken:
                 taken.add(kept.merge.kind)
                 means = ((name, shape, saved(kept.merge.kind, str(name))) for name, shape in shapes.items())
                 for name, shape, mean in means:

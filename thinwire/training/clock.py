@@ -22,7 +22,7 @@ from thinwire.training.effects import Row
 from thinwire.training.engine import Corpus, Engine
 from thinwire.training.gathering import told_by_first
 from thinwire.training.hardware import num_cores
-from thinwire.training.place import Place
+from thinwire.training.place import ProcessPlace
 from thinwire.training.run import Run
 
 # What of the time left is planned for: a machine may slow down.
@@ -40,7 +40,7 @@ LARGE, SMALL = "demo", "tiny"
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredSteps:
     """Seconds of a step, of what comes after the last one, and of building the run; all of rank 0."""
 
     step_s: float
@@ -53,7 +53,7 @@ class Measured:
         return max(1, math.floor(PLANNED * (left_s - self.build_s - self.end_s) / self.step_s))
 
 
-def fix_steps(run: Run, place: Place, device: Device, dtype: str | None, began: float) -> tuple[Run, list[Row]]:
+def fix_steps(run: Run, place: ProcessPlace, device: Device, dtype: str | None, began: float) -> tuple[Run, list[Row]]:
     """The run with the number of steps that end `--minutes` after `began`, the same on all ranks; and rows on it.
 
     began: as time.time() has it, on rank 0, which decides. A collective over all ranks.
@@ -71,7 +71,7 @@ def fix_steps(run: Run, place: Place, device: Device, dtype: str | None, began: 
     return Run.of(config), [(f"--minutes {minutes:g}", f"{num_steps} steps", f"{chosen}, {after}")]
 
 
-def measure(run: Run, place: Place, device: Device, dtype: str | None, due: float) -> Measured:
+def measure(run: Run, place: ProcessPlace, device: Device, dtype: str | None, due: float) -> MeasuredSteps:
     """Take a few steps with an engine that is thrown away; a collective. due: the time at which the run should end."""
     start = time.perf_counter()
     corpus = Corpus.of(run.config)
@@ -96,7 +96,7 @@ def measure(run: Run, place: Place, device: Device, dtype: str | None, due: floa
     end_s = END_S + evaluation_s(engine, forward_s) + sample_s(engine)
     engine.close()
     timed = seconds[1:] or seconds
-    return Measured(sum(timed) / len(timed), end_s, build_s, len(timed))
+    return MeasuredSteps(sum(timed) / len(timed), end_s, build_s, len(timed))
 
 
 def evaluation_s(engine: Engine, forward_s: float) -> float:

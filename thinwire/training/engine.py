@@ -27,7 +27,7 @@ from thinwire.models.llama import Llama, cut_over
 from thinwire.optim import make_optimizer
 from thinwire.options import LLAMA
 from thinwire.training.config import PER_MACHINE, TrainConfig, derive
-from thinwire.training.place import Place
+from thinwire.training.place import ProcessPlace
 from thinwire.training.run import Run, tokens_of
 
 # Of torch.compile.
@@ -59,7 +59,7 @@ class Engine:
     dtype: "bf16" or "fp32", of forward and backward; weights and sums are fp32.
     """
 
-    def __init__(self, run: Run, place: Place, device: Device, corpus: Corpus, dtype: str) -> None:
+    def __init__(self, run: Run, place: ProcessPlace, device: Device, corpus: Corpus, dtype: str) -> None:
         config = self.config = run.config
         self.place, self.device, self.corpus, self.dtype = place, device, corpus, dtype
         shape = config.mesh_shape
@@ -181,7 +181,7 @@ def compile_layers(model: nn.Module) -> None:
         layer.forward = torch.compile(layer.forward, backend=COMPILER)
 
 
-def meet_others(config: TrainConfig, place: Place) -> Peers | None:
+def meet_others(config: TrainConfig, place: ProcessPlace) -> Peers | None:
     """The other islands, for the first rank of one that has any."""
     number, num_islands, meet = place.island
     if place.rank or num_islands == 1:

@@ -16,7 +16,7 @@ class IslandPlace(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessPlace:
     """This process among the others of its process group: all, or those of its island."""
 
     rank: int
@@ -25,7 +25,7 @@ class Place:
     island: IslandPlace = field(default_factory=IslandPlace)
 
     @classmethod
-    def from_environment(cls) -> Place | None:
+    def from_environment(cls) -> ProcessPlace | None:
         """As torchrun's agent states it; None outside of it."""
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
         if not set(names) <= os.environ.keys():

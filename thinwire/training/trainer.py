@@ -25,7 +25,7 @@ from thinwire.training.engine import Corpus, Engine
 from thinwire.training.hardware import max_over_ranks, peak_rss_bytes
 from thinwire.training.metrics import MembershipEvent, StepMetrics
 from thinwire.training.origin import ISLANDS, Origin, folder_to_read, is_verified, leave_islands, num_islands
-from thinwire.training.place import Place
+from thinwire.training.place import ProcessPlace
 from thinwire.training.progress import Progress
 from thinwire.training.proof import Proof, circumstances
 from thinwire.training.reporter import Reporter, versions
@@ -43,7 +43,7 @@ class Trainer:
     """
 
     def __init__(
-        self, run: Run, place: Place, stop: StopFlag, dtype: str | None, rows: Sequence[Row],
+        self, run: Run, place: ProcessPlace, stop: StopFlag, dtype: str | None, rows: Sequence[Row],
         device: Device | None = None,
     ) -> None:  # fmt: skip
         self.config, self.place, self.stop = run.config, place, stop

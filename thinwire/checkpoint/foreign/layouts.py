@@ -15,7 +15,7 @@ from torch import Tensor
 from thinwire.errors import ConfigError
 
 
-class Layout(Protocol):
+class RankLayout(Protocol):
     """How ranks hold a parameter."""
 
     def join(self, shards: Sequence[Tensor]) -> Tensor:
@@ -70,7 +70,7 @@ class Sharded:
 
 
 @dataclass(frozen=True)
-class Fused:
+class FusedShards:
     """Several tensors in one, each of which was cut along `dim` by itself: rank r holds [a_r; b_r; ...].
 
     parts: their lengths along `dim`, in any unit: (1, 1) for gate and up, (8, 2, 2) for eight heads of queries with two

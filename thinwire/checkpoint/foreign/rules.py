@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from thinwire.checkpoint.foreign.layouts import Layout, Unique
+from thinwire.checkpoint.foreign.layouts import RankLayout, Unique
 from thinwire.checkpoint.foreign.sources import ForeignSource
 from thinwire.errors import ConfigError, first_few
 
@@ -29,7 +29,7 @@ class Rule:
 
     pattern: str
     to: tuple[str, ...] = (r"\g<0>",)
-    layout: Layout = field(default_factory=Unique)
+    layout: RankLayout = field(default_factory=Unique)
     num_rows: int | None = None
     cut: Callable[[Tensor], Sequence[Tensor]] = whole
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from thinwire.checkpoint.foreign.layouts import Fused, Replicated, Sharded
+from thinwire.checkpoint.foreign.layouts import FusedShards, Replicated, Sharded
 from thinwire.checkpoint.foreign.rules import Rule, left_out
 from thinwire.errors import ConfigError
 
@@ -103,7 +103,7 @@ def megatron(sizes: Sizes) -> tuple[Rule, ...]:
         Rule(layer + r"self_attention\.([qk])_layernorm\.weight", (LAYER + r"self_attn.\2_norm.weight",), Replicated()),
         Rule(layer + r"self_attention\.linear_proj\.weight", (LAYER + "self_attn.o_proj.weight",), Sharded(1)),
         Rule(layer + mlp_norm, (LAYER + "post_attention_layernorm.weight",), Replicated()),
-        Rule(layer + r"mlp\.linear_fc1\.weight", gate_up, Fused((1, 1)), cut=lambda tensor: tensor.chunk(2)),
+        Rule(layer + r"mlp\.linear_fc1\.weight", gate_up, FusedShards((1, 1)), cut=lambda tensor: tensor.chunk(2)),
         Rule(layer + r"mlp\.linear_fc2\.weight", (LAYER + "mlp.down_proj.weight",), Sharded(1)),
         Rule(r"decoder\.final_layernorm\.weight", ("model.norm.weight",), Replicated()),
         sizes.head(head, Rule(head, ("lm_head.weight",), Sharded(0), sizes.vocab_size)),

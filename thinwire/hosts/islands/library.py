@@ -19,7 +19,7 @@ from thinwire.collectives.peers import Meters
 from thinwire.errors import ConfigError
 from thinwire.hosts.islands.island import Host, ShardedHost
 from thinwire.hosts.islands.loop import OuterLoop
-from thinwire.hosts.islands.traffic import Traffic
+from thinwire.hosts.islands.traffic import LoopTraffic
 from thinwire.methods.islands.base import IslandsMethod
 from thinwire.methods.islands.front import around
 from thinwire.state.replicas import fitting_parameters
@@ -103,7 +103,7 @@ class Islands:
         if peers is None and host.comm is None:
             peers = WorldPeers(timeout_s=timeout_s, checked=checked)
         self.loop = OuterLoop(host, model, strategy.method(), peers, torch_optimizer=torch_optimizer, seed=seed)
-        self.traffic = Traffic(self.loop)
+        self.traffic = LoopTraffic(self.loop)
         self._own_comm = comm
         own_meter = host.comm.meter if host.comm is not None else Meter()
         self.meter = Meters(own_meter, self.loop.exchanges.connected)

@@ -14,7 +14,7 @@ from thinwire.hosts.interface import ParallelOptimizer, RankOptions, apply
 from thinwire.hosts.islands.island import TensorHost
 from thinwire.hosts.islands.loop import OuterLoop
 from thinwire.hosts.islands.recovery import Change
-from thinwire.hosts.islands.traffic import Traffic
+from thinwire.hosts.islands.traffic import LoopTraffic
 from thinwire.methods.islands.base import Connected, IslandsMethod
 from thinwire.table import Row
 
@@ -35,7 +35,7 @@ class IslandsOptimizer:
 
     def __init__(self, inner: ParallelOptimizer, loop: OuterLoop, strategy: IslandsMethod) -> None:
         self.inner, self.loop, self.strategy = inner, loop, strategy
-        self.traffic = Traffic(loop)
+        self.traffic = LoopTraffic(loop)
         self.meter = Meters(inner.meter, loop.exchanges.connected)
 
     def __getattr__(self, name: str) -> Any:

@@ -10,7 +10,7 @@ from thinwire.methods.islands.outer import NUM_WORDS
 from thinwire.table import Row
 
 
-class Traffic:
+class LoopTraffic:
     """Bytes of a loop's exchanges, promised from shapes, and the rows that describe the loop."""
 
     def __init__(self, loop: OuterLoop) -> None:

@@ -286,7 +286,7 @@ class OneByteOptimizer(AgreeingOptimizer):
         return {"kind": type(self).__name__} | self.log.layout
 
 
-class Measured(nn.Module):
+class MeasuredModel(nn.Module):
     """A model that gives its loss, called as ever, with every call measured."""
 
     def __init__(self, model: nn.Module, optimizer: OneByteOptimizer) -> None:
@@ -312,4 +312,4 @@ def _apply_one_byte(
 ) -> tuple[nn.Module, ParallelOptimizer]:
     own: Any = {key: value for key, value in options.items() if key != "overlap"}
     wrapped = one_byte(model, optimizer, method, announce=False, **own)
-    return Measured(model, wrapped), wrapped
+    return MeasuredModel(model, wrapped), wrapped

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from thinwire import _compat
 
 # (hidden state or None, micro-batch) -> hidden state, or, at the end of a path, the mean loss.
-Chunk = Callable[[Tensor | None, Any], Tensor]
+ChunkModule = Callable[[Tensor | None, Any], Tensor]
 
 
 class VisitState:

@@ -19,7 +19,7 @@ from thinwire.layout.zeros import WEIGHTS
 from thinwire.methods.ddp import DDPMethod, check_plain_sgd
 from thinwire.methods.options import CONTRACTION, check_types, codec_of
 from thinwire.methods.reduction import OPERATION, Bucket, Reduction, Step
-from thinwire.state.memory import Averaged, Place
+from thinwire.state.memory import MeanMerge, Place
 from thinwire.table import Row
 
 
@@ -88,7 +88,7 @@ class SignMean(Reduction):
     def __init__(self, method: DeMo, place: Place) -> None:
         super().__init__(place)
         self.method = method
-        self.momentum = self.state.add("momentum", Averaged("decoupled momenta"), row="momentum")
+        self.momentum = self.state.add("momentum", MeanMerge("decoupled momenta"), row="momentum")
 
     def run(self, link: Link, bucket: Bucket, step: Step) -> Rounds[None]:
         grads = dict(zip(bucket.names, bucket.grads, strict=True))

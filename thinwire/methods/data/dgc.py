@@ -21,7 +21,7 @@ from thinwire.methods.plannable import Plannable, Tunable, codec_errors, densiti
 from thinwire.methods.reduction import OPERATION, Step, seed_of
 from thinwire.methods.whole_step import Compressed, OnWholeStep, WholeStep, check_clip, is_compressed
 from thinwire.optim import DGCSGD
-from thinwire.state.memory import Averaged, Place, Residual
+from thinwire.state.memory import MeanMerge, Place, Residual
 from thinwire.table import Row
 
 DEFAULT_STAGE = 25
@@ -161,7 +161,7 @@ class SparseMean(WholeStep, Tunable):
         # Clipping comes before it.
         unsent = Residual("unsent sums of velocities", after_clip=None)
         self.velocity = self.state.add(
-            "velocity", Averaged("velocities"), self._velocity_shape, self.slice_spans, row="velocities"
+            "velocity", MeanMerge("velocities"), self._velocity_shape, self.slice_spans, row="velocities"
         )
         self.unsent = self.state.add("unsent", unsent, self.slice_shape, self.slice_spans, row="unsent")
         self._unchecked: list[Row] = []

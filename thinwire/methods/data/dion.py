@@ -29,7 +29,7 @@ from thinwire.methods.reduction import (
     seed_of,
     sum_over_ranks,
 )
-from thinwire.state.memory import Averaged, Merge, Place
+from thinwire.state.memory import MeanMerge, Merge, Place
 from thinwire.table import Row
 
 TINY = torch.finfo(torch.float32).tiny
@@ -114,7 +114,7 @@ class Orthonormal(Reduction):
         super().__init__(place)
         self.method, self.codec, self.seed = method, method.make(), seed
         self.momentum = self.state.add(
-            "momentum", Averaged("orthonormal momenta"), self._momentum_shape, row="momentum"
+            "momentum", MeanMerge("orthonormal momenta"), self._momentum_shape, row="momentum"
         )
         self.q = self.state.add("q", Merge.SAME, self._q_shape, row="factors")
         self.lion = self.state.add("lion", Merge.SAME, self._lion_shape, row="momentum")

@@ -15,7 +15,7 @@ from thinwire.methods.ddp import DDPMethod
 from thinwire.methods.options import check_types, codec_of
 from thinwire.methods.packets import message_bytes, sections_of, sums_of
 from thinwire.methods.reduction import OPERATION, Bucket, Reduction, Step, is_large_matrix, seed_of
-from thinwire.state.memory import Averaged, Place
+from thinwire.state.memory import MeanMerge, Place
 from thinwire.table import Row
 
 
@@ -91,9 +91,9 @@ class DifferenceMean(Reduction):
         super().__init__(place)
         self.method, self.codec, self.seed = method, method.make(), seed
         row = "estimates of gradients"
-        self.estimate = self.state.add("estimate", Averaged(row), self._large, row=row)
-        self.mean = self.state.add("mean", Averaged(f"mean of {row}"), self._large, row=row)
-        self.momentum = self.state.add("momentum", Averaged("momentum of gradients"), self._moving, row="momentum")
+        self.estimate = self.state.add("estimate", MeanMerge(row), self._large, row=row)
+        self.mean = self.state.add("mean", MeanMerge(f"mean of {row}"), self._large, row=row)
+        self.momentum = self.state.add("momentum", MeanMerge("momentum of gradients"), self._moving, row="momentum")
 
     def run(self, link: Link, bucket: Bucket, step: Step) -> Rounds[None]:
         grads = dict(zip(bucket.names, bucket.grads, strict=True))

@@ -15,7 +15,7 @@ from thinwire.collectives.gather import gather_bytes
 from thinwire.collectives.link import Link
 from thinwire.collectives.rounds import Rounds
 from thinwire.layout.zeros import describe_zeros
-from thinwire.methods.options import Rule, check_types, codec_of
+from thinwire.methods.options import CodecRule, check_types, codec_of
 from thinwire.methods.packets import message_bytes, sections_of, sums_of
 from thinwire.methods.plannable import Plannable, Tunable, codec_errors, densities
 from thinwire.methods.reduction import OPERATION, Bucket, Step, is_large_matrix, seed_of
@@ -28,7 +28,7 @@ class WithFeedback(Plannable):
 
     codec: str
     # What the codec must be, and its field that is the setting.
-    rule: ClassVar[Rule]
+    rule: ClassVar[CodecRule]
     setting: ClassVar[str]
 
     @property
@@ -72,7 +72,9 @@ class EFTopK(WithFeedback):
     Source: Stich, Cordonnier and Jaggi, "Sparsified SGD with memory" (NeurIPS 2018).
     """
 
-    rule = Rule(lambda codec: isinstance(codec, TopK), "must be topk or threshold, of which L-GreCo plans the density")
+    rule = CodecRule(
+        lambda codec: isinstance(codec, TopK), "must be topk or threshold, of which L-GreCo plans the density"
+    )
     setting = "density"
 
     codec: str = "topk1%/4096"
@@ -105,7 +107,7 @@ class EFInteger(WithFeedback):
     """
 
     # With stochastic rounding few bits are no contraction, which a memory needs.
-    rule = Rule(
+    rule = CodecRule(
         lambda codec: isinstance(codec, Integer | Natural) and codec.rounding == "nearest",
         "must be of integers or powers of two, rounded to nearest, of which L-GreCo plans the bits",
     )

@@ -195,7 +195,7 @@ class LGreCo(DDPMethod):
 
 
 @dataclass(frozen=True)
-class Plan:
+class ChosenSettings:
     """What was chosen after a step. settings: by parameter.
 
     error: the sum of norms over the parameters; uniform_error: that of the uniform setting; previous_error: that of the
@@ -217,7 +217,7 @@ class LGreCoMean(Reduction):
         self.method = method
         self.base = base
         self.is_metered = base.is_metered
-        self.plan: Plan | None = None
+        self.plan: ChosenSettings | None = None
         self.state.add_part("base", base.state)
         # Sums of fewer steps than the others' can't be compared with theirs.
         samples = State(place, together=True)
@@ -254,7 +254,7 @@ class LGreCoMean(Reduction):
         yield from broadcast_(link, words, 0)
         settings, totals = words[:-3].tolist(), words[-3:].tolist()
         if options and math.isfinite(totals[0]):
-            plan = Plan(number + 1, dict(zip(options, settings, strict=True)), *totals)
+            plan = ChosenSettings(number + 1, dict(zip(options, settings, strict=True)), *totals)
             if link.rank == 0:
                 self._report(plan)
             self._switch(plan)
@@ -268,7 +268,7 @@ class LGreCoMean(Reduction):
         return {name: candidates for name, candidates in found.items() if candidates}
 
     def _choose(self, options: Mapping[str, list[float]], words: Tensor) -> None:
-        """words = [setting of each parameter, then the three errors of Plan]; left alone without finite samples."""
+        """words: a setting per parameter, then the three errors of ChosenSettings; unchanged without finite samples."""
         base = self.method.base
         sums = self.samples.tensors
         if not sums or not all(bool(torch.isfinite(total).all()) for total in sums.values()):
@@ -286,7 +286,7 @@ class LGreCoMean(Reduction):
         totals.append(previous)
         words.copy_(torch.tensor([*settings, *totals], dtype=torch.float64))
 
-    def _report(self, plan: Plan) -> None:
+    def _report(self, plan: ChosenSettings) -> None:
         """Log what changes, a line each."""
         before = {name: self.base.settings.get(name, self.method.base.uniform) for name in plan.settings}
         log.warning("thinwire: step %d: %s: %s; %s", plan.step, self.method.name, *self._summary(plan))
@@ -294,7 +294,7 @@ class LGreCoMean(Reduction):
             if setting != before[name]:
                 log.info("thinwire: step %d: %s: %g -> %g", plan.step, name, before[name], setting)
 
-    def _summary(self, plan: Plan) -> tuple[str, str]:
+    def _summary(self, plan: ChosenSettings) -> tuple[str, str]:
         """(How many gradients have a setting of their own, bytes and error against the uniform setting's)."""
         base = self.method.base
         uniform = dict.fromkeys(plan.settings, base.uniform)
@@ -309,7 +309,7 @@ class LGreCoMean(Reduction):
             f"{here:.3f} MB in place of {there:.3f} MB at {share:.3f} of its error",
         )
 
-    def _switch(self, plan: Plan) -> None:
+    def _switch(self, plan: ChosenSettings) -> None:
         self.plan = plan
         self.base.settings = dict(plan.settings)
 
@@ -337,4 +337,4 @@ class LGreCoMean(Reduction):
     @saved_plan.setter
     def saved_plan(self, saved: dict[str, Any] | None) -> None:
         if saved is not None:
-            self._switch(Plan(**saved))
+            self._switch(ChosenSettings(**saved))

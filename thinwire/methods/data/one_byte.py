@@ -12,7 +12,7 @@ from thinwire.codecs import Codec
 from thinwire.collectives import Topology
 from thinwire.collectives.gather import gather_bytes
 from thinwire.errors import ConfigError, nearest
-from thinwire.methods.interface import Plan, trained_shapes
+from thinwire.methods.interface import MethodPlan, trained_shapes
 from thinwire.methods.one_byte_code import MAX_SLOPE
 from thinwire.methods.options import check_types
 from thinwire.optim import GENERAL
@@ -85,11 +85,11 @@ class OneByte:
         """What the sum over this many samples is multiplied by."""
         return num_samples ** AVERAGES[self.average]
 
-    def plan(self, model: nn.Module, topology: Topology, micro_batches: int) -> Plan:
+    def plan(self, model: nn.Module, topology: Topology, micro_batches: int) -> MethodPlan:
         """Perturbed weights and, after them, the estimate take the place of the gradients."""
         whole = sum(4 * shape.numel() for shape in trained_shapes(model).values())
         words = gather_bytes(topology, self.samples + WORD_BYTES)
-        return Plan(
+        return MethodPlan(
             weights=whole,
             gradients=whole,
             optimizer=2 * whole,

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec, derive_seed
-from thinwire.codecs.sketch import Sketch as LinearCodec
+from thinwire.codecs.sketch import LinearSketch
 from thinwire.collectives.link import Link
 from thinwire.collectives.rounds import Rounds
 from thinwire.errors import ConfigError
 from thinwire.layout.slices import Slices
 from thinwire.layout.zeros import describe_zeros
 from thinwire.methods.ddp import DDPMethod
-from thinwire.methods.options import Rule, check_types, codec_of
+from thinwire.methods.options import CodecRule, check_types, codec_of
 from thinwire.methods.privacy import check_accountant, epsilon
 from thinwire.methods.reduction import (
     FP32,
@@ -34,8 +34,8 @@ from thinwire.methods.reduction import (
 from thinwire.state.memory import Place, Residual
 from thinwire.table import Row
 
-SKETCH = Rule(
-    lambda codec: isinstance(codec, LinearCodec), "must be countsketch or gaussiansketch, of which sums travel"
+SKETCH = CodecRule(
+    lambda codec: isinstance(codec, LinearSketch), "must be countsketch or gaussiansketch, of which sums travel"
 )
 # For how many steps the table says an epsilon before the first one.
 FORESEEN_STEPS = (100, 1000, 10_000)
@@ -107,9 +107,9 @@ class Sketch(DDPMethod):
         return self.clip > 0
 
     @property
-    def linear(self) -> LinearCodec:
+    def linear(self) -> LinearSketch:
         """What a matrix goes through."""
-        return cast(LinearCodec, codec_of(self, "codec", SKETCH))
+        return cast(LinearSketch, codec_of(self, "codec", SKETCH))
 
     @property
     def feedback(self) -> bool:
@@ -127,7 +127,7 @@ def clip_(values: Tensor, bound: float) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Section:
+class SketchSection:
     """Where a gradient's sums, or the gradient itself, lie in the message of its bucket."""
 
     name: str
@@ -179,11 +179,11 @@ class SketchMean(Reduction):
             self.error[name] = error
         self.num_noisy += self.method.noise > 0
 
-    def _places(self, bucket: Bucket) -> Iterator[Section]:
+    def _places(self, bucket: Bucket) -> Iterator[SketchSection]:
         start = 0
         for name, grad in zip(bucket.names, bucket.grads, strict=True):
             stop = start + self._num_values(grad.shape)
-            yield Section(name, grad, is_large_matrix(grad.shape), slice(start, stop))
+            yield SketchSection(name, grad, is_large_matrix(grad.shape), slice(start, stop))
             start = stop
 
     def _num_values(self, shape: torch.Size) -> int:

@@ -19,7 +19,7 @@ from thinwire.layout.zeros import WEIGHTS
 from thinwire.methods.ddp import DDPMethod
 from thinwire.methods.options import check_types
 from thinwire.methods.reduction import FP32_BYTES, OPERATION, Bucket, Reduction, Step
-from thinwire.state.memory import Averaged, Merge, Place, State
+from thinwire.state.memory import MeanMerge, Merge, Place, State
 from thinwire.table import Row
 
 
@@ -90,7 +90,7 @@ class HookMean(Reduction):
         # The hook can't go on with P and without Q.
         self.state = State(place, together=True)
         error, p, q = self.hook.error_dict, self.hook.p_memory_dict, self.hook.q_memory_dict
-        self.state.add("error", Averaged(BUCKETS), row="error feedback", tensors=error)
+        self.state.add("error", MeanMerge(BUCKETS), row="error feedback", tensors=error)
         self.state.add("p", Merge.SAME, self._p_shape, row="factors", tensors=p)
         self.state.add("q", Merge.SAME, self._q_shape, row="factors", tensors=q)
         self.state.add_attributes(self.hook, "iter")

@@ -101,7 +101,7 @@ class TwoWay(DDPMethod):
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParameterPart:
     """Elements [start, end) of a parameter."""
 
     name: str
@@ -151,7 +151,7 @@ class TwoWayMean(Reduction):
             bucket.flat.div_(link.topology.world_size)
 
     def _sum(
-        self, link: Link, chunk: list[Piece], grads: dict[str, Tensor], step: Step, ratios: dict[str, float]
+        self, link: Link, chunk: list[ParameterPart], grads: dict[str, Tensor], step: Step, ratios: dict[str, float]
     ) -> Rounds[Tensor]:
         """The sum over ranks of some pieces, slice by slice: fp32 [world_size, n]."""
         grid, operation, slices = link.topology, OPERATION, self._slices(chunk)
@@ -183,21 +183,21 @@ class TwoWayMean(Reduction):
     def _is_compressed(self, shape: torch.Size) -> bool:
         return len(shape) >= 2 and FP32_BYTES * shape.numel() >= max(self.method.min_bytes, 1)
 
-    def _pieces(self, name: str, shape: torch.Size) -> Iterator[Piece]:
+    def _pieces(self, name: str, shape: torch.Size) -> Iterator[ParameterPart]:
         """A parameter in pieces of at most about chunk_bytes, cut where slices and blocks end; none if it is dense."""
         if not self._is_compressed(shape):
             return
         unit = slice_length(1, self.grid.world_size, self.push, self.pull) * self.grid.world_size
         most = max(unit, self.method.chunk_bytes // FP32_BYTES // unit * unit)
         for number, start in enumerate(range(0, shape.numel(), most)):
-            yield Piece(name, number, start, min(start + most, shape.numel()))
+            yield ParameterPart(name, number, start, min(start + most, shape.numel()))
 
-    def _slices(self, chunk: Sequence[Piece]) -> Slices:
+    def _slices(self, chunk: Sequence[ParameterPart]) -> Slices:
         return Slices.of((piece.end - piece.start for piece in chunk), self.grid.world_size, self.push, self.pull)
 
-    def _chunks(self, pieces: list[Piece]) -> Iterator[list[Piece]]:
+    def _chunks(self, pieces: list[ParameterPart]) -> Iterator[list[ParameterPart]]:
         """Neighbours that make up about chunk_bytes."""
-        chunk: list[Piece] = []
+        chunk: list[ParameterPart] = []
         for piece in pieces:
             if chunk and FP32_BYTES * sum(p.end - p.start for p in [*chunk, piece]) > self.method.chunk_bytes:
                 yield chunk
@@ -213,7 +213,7 @@ class TwoWayMean(Reduction):
             self.last_lr[name] = torch.tensor(now, dtype=torch.float64)
         return float(before) / now if before is not None and now > 0 else 1.0
 
-    def _lost(self, chunk: list[Piece], ratios: dict[str, float]) -> Lost:
+    def _lost(self, chunk: list[ParameterPart], ratios: dict[str, float]) -> Lost:
         """The errors of a chunk's pieces side by side, worth what they are at this step's learning rate."""
         lost = self._zeros(chunk)
         for piece, worker, server in self._by_piece(chunk, lost):
@@ -222,27 +222,27 @@ class TwoWayMean(Reduction):
                     torch.mul(self._part(held, piece, place.shape), ratios[piece.name], out=place)
         return lost
 
-    def _zeros(self, chunk: list[Piece], device: torch.device = staging.CPU) -> Lost:
+    def _zeros(self, chunk: list[ParameterPart], device: torch.device = staging.CPU) -> Lost:
         """No errors: of what a rank sends to nodes, or where there is one node to ranks, and of its slice's sum."""
         lost = Lost.zeros(self.grid, self._slices(chunk).length, device)
         return replace(lost, intra=None) if self.grid.num_nodes > 1 else lost
 
-    def _by_piece(self, chunk: list[Piece], lost: Lost) -> Iterator[tuple[Piece, Tensor, Tensor]]:
+    def _by_piece(self, chunk: list[ParameterPart], lost: Lost) -> Iterator[tuple[ParameterPart, Tensor, Tensor]]:
         """Each piece with its part of what workers lost and of what the server lost, as views."""
         lengths = self._slices(chunk).lengths
         workers, servers = _worker_of(lost).split(lengths, dim=-1), _server_of(lost).split(lengths)
         yield from zip(chunk, workers, servers, strict=True)
 
-    def _first(self, piece: Piece, shape: torch.Size) -> int:
+    def _first(self, piece: ParameterPart, shape: torch.Size) -> int:
         """Where a piece's errors, of this shape, begin: slices of the pieces before it have no gaps."""
         return math.prod(shape[:-1]) * (piece.start // self.grid.world_size)
 
-    def _part(self, kept: Tensor, piece: Piece, shape: torch.Size) -> Tensor:
+    def _part(self, kept: Tensor, piece: ParameterPart, shape: torch.Size) -> Tensor:
         """A piece's errors, a view."""
         first = self._first(piece, shape)
         return kept[first : first + shape.numel()].view(shape)
 
-    def _kept_pieces(self, name: str, shape: torch.Size) -> list[tuple[Piece, Lost]]:
+    def _kept_pieces(self, name: str, shape: torch.Size) -> list[tuple[ParameterPart, Lost]]:
         """Each piece with errors of its shapes, which take no memory; none where nothing can get lost."""
         pieces = self._pieces(name, shape) if self.method.feeds_back and self.grid.world_size > 1 else ()
         return [(piece, self._zeros([piece], torch.device("meta"))) for piece in pieces]
@@ -263,7 +263,7 @@ class TwoWayMean(Reduction):
         for piece, lost in self._kept_pieces(name, shape):
             yield from self._spans(piece, lost, _server_of(lost), 1)
 
-    def _spans(self, piece: Piece, lost: Lost, part: Tensor, holders: int) -> Iterator[Span]:
+    def _spans(self, piece: ParameterPart, lost: Lost, part: Tensor, holders: int) -> Iterator[Span]:
         """Where in the parameter one part of a piece's errors belongs, without what fills slices up."""
         first = self._first(piece, part.shape)
         for tensor, start, place, length in lost.places(self.grid, self.place.rank):

@@ -13,7 +13,7 @@ from thinwire.collectives import Peers, Topology
 from thinwire.errors import ConfigError
 from thinwire.layout.fragments import Fragment, cut
 from thinwire.methods.data.ddp import DDP
-from thinwire.methods.interface import Method, Plan, trained_shapes
+from thinwire.methods.interface import Method, MethodPlan, trained_shapes
 from thinwire.methods.islands.exchange import COMMIT, OPERATION, message_bytes
 from thinwire.methods.islands.front import Front
 from thinwire.methods.islands.method import OuterMethod
@@ -92,7 +92,7 @@ class IslandsMethod(Front):
         """
         return Connected(self, peers, options)
 
-    def plan(self, model: nn.Module, topology: Topology, micro_batches: int) -> Plan:
+    def plan(self, model: nn.Module, topology: Topology, micro_batches: int) -> MethodPlan:
         """The inner strategy's on one island, a node; exchanges between them are spread over the steps between.
 
         The rank that is shown is an island's first, which alone sends to others. Where the inner strategy shards, whole
@@ -114,7 +114,7 @@ class IslandsMethod(Front):
         other = {"outer parameters and momentum": 2 * outer}
         if method.error_decay is not None:
             other["error feedback of outer gradients"] = outer
-        return Plan(
+        return MethodPlan(
             found.weights, found.gradients, found.optimizer, dict(found.sent) | spread, found.passing,
             crossing=spread[OPERATION, "inter"] + spread[COMMIT, "inter"],
             other=dict(found.other) | other,

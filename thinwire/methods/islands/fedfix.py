@@ -12,7 +12,7 @@ from thinwire.codecs import Codec
 from thinwire.collectives import Topology
 from thinwire.errors import ConfigError, nearest
 from thinwire.layout.segments import Segments
-from thinwire.methods.interface import Plan, trained_shapes
+from thinwire.methods.interface import MethodPlan, trained_shapes
 from thinwire.methods.islands.own_pace import OwnPaceMethod
 from thinwire.methods.options import check_types, codec_of
 
@@ -107,7 +107,7 @@ class FedFix(OwnPaceMethod):
         shares = [num_ticks / max(count, 1) for count in num_jobs]
         return [p * min(max(share, 1.0), self.max_ticks) for p, share in zip(importance, shares, strict=True)]
 
-    def plan(self, model: nn.Module, topology: Topology, micro_batches: int) -> Plan:
+    def plan(self, model: nn.Module, topology: Topology, micro_batches: int) -> MethodPlan:
         """Every rank sends its Delta to every other once in K steps; two bytes at each tick are left out."""
         self.importance_of(topology.world_size)
         lengths = tuple(shape.numel() for shape in trained_shapes(model).values())

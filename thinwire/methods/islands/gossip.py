@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from thinwire.collectives import Topology
 from thinwire.errors import ConfigError
-from thinwire.methods.interface import Plan, trained_shapes
+from thinwire.methods.interface import MethodPlan, trained_shapes
 from thinwire.methods.islands.graph import Graph, Mixing
 from thinwire.methods.islands.own_pace import OwnPaceMethod
 from thinwire.methods.options import check_types
@@ -111,7 +111,7 @@ class GossipMethod(OwnPaceMethod):
         if not self.step_s > 0:
             raise ConfigError(f"step_s {self.step_s:g}: the seconds of one local step, above 0")
 
-    def plan(self, model: nn.Module, topology: Topology, micro_batches: int) -> Plan:
+    def plan(self, model: nn.Module, topology: Topology, micro_batches: int) -> MethodPlan:
         """Meetings in a unit of time, one local step, on average over all ranks; the clock decides when."""
         size = topology.world_size
         numel = sum(shape.numel() for shape in trained_shapes(model).values())

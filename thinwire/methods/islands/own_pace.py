@@ -9,7 +9,7 @@ from torch import nn
 
 from thinwire.codecs import Codec
 from thinwire.collectives import Topology
-from thinwire.methods.interface import Plan, trained_shapes
+from thinwire.methods.interface import MethodPlan, trained_shapes
 from thinwire.methods.islands.front import Front
 from thinwire.optim import GENERAL
 
@@ -39,11 +39,11 @@ class OwnPaceMethod(Front):
         """See Method."""
         return "brings no optimizer of its own"
 
-    def plan(self, model: nn.Module, topology: Topology, micro_batches: int) -> Plan:
+    def plan(self, model: nn.Module, topology: Topology, micro_batches: int) -> MethodPlan:
         """Everything is whole on every rank; what is sent is a mean, since the clock decides when."""
         raise NotImplementedError
 
-    def whole_plan(self, model: nn.Module, sent: Mapping[tuple[str, str], int]) -> Plan:
-        """A Plan of these bytes a step, with everything whole."""
+    def whole_plan(self, model: nn.Module, sent: Mapping[tuple[str, str], int]) -> MethodPlan:
+        """A MethodPlan of these bytes a step, with everything whole."""
         whole = 4 * sum(shape.numel() for shape in trained_shapes(model).values())
-        return Plan(whole, whole, 2 * whole, sent, other={"vectors of the method": self.num_vectors * whole})
+        return MethodPlan(whole, whole, 2 * whole, sent, other={"vectors of the method": self.num_vectors * whole})

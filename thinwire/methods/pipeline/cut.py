@@ -20,7 +20,7 @@ IGNORED = -100
 HEADS = ("last", "first")
 
 
-class Front(NamedTuple):
+class InputModule(NamedTuple):
     """A module with parameters before the layers: features of its output, and whether these are a new dimension."""
 
     name: str
@@ -41,7 +41,7 @@ class Cut:
     sizes: tuple[int, ...]
     home: tuple[int, ...]
     layers: str
-    front: tuple[Front, ...]
+    front: tuple[InputModule, ...]
     back: tuple[str, ...]
     features: int
     returns: int
@@ -207,7 +207,7 @@ class _Probe:
             if name.startswith(f"{owner_name}.") or not owner_name:
                 raise ConfigError(f"{owner_name or 'the model'} has weights of its own around its layers: can't be cut")
         self._calls: list[str] = []
-        self._fronts: dict[str, Front] = {}
+        self._fronts: dict[str, InputModule] = {}
         self._outputs: list[Any] = []
         device = next(model.parameters()).device
         vocabulary = min(
@@ -247,7 +247,7 @@ class _Probe:
             self._outputs.append(output)
             given = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
             if given is not None and isinstance(output, Tensor):
-                self._fronts[name] = Front(name, output.shape[-1], output.ndim > given.ndim)
+                self._fronts[name] = InputModule(name, output.shape[-1], output.ndim > given.ndim)
 
         return note
 
@@ -322,7 +322,7 @@ class _PassOn(_StandIn):
 class _Zeros(_StandIn):
     """An embedding: something of the same shape, which the first own layer never sees."""
 
-    def __init__(self, original: nn.Module, front: Front) -> None:
+    def __init__(self, original: nn.Module, front: InputModule) -> None:
         super().__init__(original)
         self.front, self.dtype = front, next(original.parameters()).dtype
 

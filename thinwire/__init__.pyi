@@ -36,9 +36,9 @@ from thinwire.errors import (
     ThinwireError as ThinwireError,
 )
 from thinwire.hosts.ddp.attach import CompressedDDP as CompressedDDP, compress_ddp as compress_ddp
+from thinwire.hosts.forward.optimizer import ForwardOptimizer as ForwardOptimizer, forward_only as forward_only
 from thinwire.hosts.fsdp.compress import CompressedFSDP as CompressedFSDP, compress_fsdp as compress_fsdp
 from thinwire.hosts.islands.library import Islands as Islands
-from thinwire.hosts.one_byte.optimizer import OneByteOptimizer as OneByteOptimizer, one_byte as one_byte
 from thinwire.hosts.sharded.optimizer import ShardedOptimizer as ShardedOptimizer
 from thinwire.hosts.sharded.wrap import zero as zero
 from thinwire.layout.formats import Strategy as Strategy
@@ -62,9 +62,9 @@ from thinwire.methods.data.zero import Zero as Zero, ZeroBF16 as ZeroBF16
 from thinwire.methods.data.zero_compressed import ZeroCompressed as ZeroCompressed
 from thinwire.methods.data.zeropp import ZeroPP as ZeroPP
 from thinwire.methods.interface import Method as Method
-from thinwire.methods.one_byte_log import OneByteLog as OneByteLog
 from thinwire.methods.pipeline.border import Border as Border
 from thinwire.methods.sharded import ShardedMethod as ShardedMethod
+from thinwire.methods.slope_log import SlopeLog as SlopeLog
 from thinwire.optim import DGCSGD as DGCSGD, LANS as LANS, Muon as Muon, OneBitAdamW as OneBitAdamW
 from thinwire.registry import STRATEGIES as STRATEGIES, strategy_named as strategy_named
 from thinwire.state.watchdog import DeadGradientError as DeadGradientError

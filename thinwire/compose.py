@@ -16,12 +16,12 @@ from torch.distributed.tensor import DTensor
 
 # A host registers itself for its kind of method.
 import thinwire.hosts.ddp.optimizer
+import thinwire.hosts.forward.optimizer
 import thinwire.hosts.fsdp.optimizer
 import thinwire.hosts.islands.library
 import thinwire.hosts.islands.optimizer
 import thinwire.hosts.islands.own_pace
 import thinwire.hosts.islands.ticks
-import thinwire.hosts.one_byte.optimizer
 import thinwire.hosts.sharded.wrap  # noqa: F401
 from thinwire import _compat
 from thinwire.checkpoint import Snapshot, Source
@@ -32,8 +32,9 @@ from thinwire.hosts.interface import ParallelOptimizer, apply
 from thinwire.hosts.ranks import Axis, along
 from thinwire.hosts.tensor import TensorAxis, check_same_copies, cut_parameters, misfits
 from thinwire.layout.mesh import AXES, check_axis
-from thinwire.methods.interface import Method, check_on_mesh
+from thinwire.methods.interface import Method
 from thinwire.methods.islands.base import Connected, IslandsMethod
+from thinwire.registry import check_on_mesh
 from thinwire.table import Row, announce as announce_table
 
 __all__ = ["Stage", "apply", "parallelize"]

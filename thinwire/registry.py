@@ -1,7 +1,7 @@
 """What each strategy sends: one frozen dataclass a strategy, one row in STRATEGIES.
 
 Those of `thinwire.zero` are below; those of DistributedDataParallel and FSDP2 lie in their rooms, `ddp` and `fsdp`;
-gradients of one byte in `one_byte`.
+those that need forward passes alone in `forward`.
 """
 
 from __future__ import annotations
@@ -78,3 +78,13 @@ def strategy_named(name: str, **options: object) -> Method:
     if name not in STRATEGIES:
         raise ConfigError(f"unknown strategy {name!r}{nearest(name, STRATEGIES)}")
     return STRATEGIES[name](**options)
+
+
+def check_on_mesh(method: Method) -> None:
+    """Raise ConfigError, which names those that can, for a method that can't train a model that a tensor axis cuts."""
+    if method.not_on_mesh:
+        able = [name for name in STRATEGIES if not strategy_named(name).not_on_mesh]
+        raise ConfigError(
+            f"{method.name} can't share a mesh with a tensor axis: it {method.not_on_mesh}; those that can: "
+            f"{', '.join(able)}"
+        )

@@ -511,7 +511,7 @@ def test_loco_brings_back_what_was_lost() -> None:
 
 def evaluated(rank: int, world_size: int) -> None:
     net = sharded(Net())
-    compress_fsdp(net, announce=False)
+    compress_fsdp(net, ZeroPP(), announce=False)
     net(inputs(0, rank)).backward()
     with torch.inference_mode():
         loss = float(net(inputs(1, rank)))
@@ -523,7 +523,7 @@ def test_evaluation_may_run_in_inference_mode() -> None:
 
 
 def refused(rank: int, world_size: int) -> None:
-    def words(net: Any, kind: type[Exception] = ConfigError, strategy: Any = None, **options: Any) -> str:
+    def words(net: Any, kind: type[Exception] = ConfigError, strategy: Any = EXACT, **options: Any) -> str:
         with pytest.raises(kind) as caught:
             compress_fsdp(net, strategy, announce=False, **options)
         return str(caught.value)
@@ -547,7 +547,7 @@ def refused(rank: int, world_size: int) -> None:
     for nothing in ("zeropp", ZeroPP, thinwire.DDP()):
         assert "must be a strategy of codecs" in words(net, strategy=nothing)
     assert "frontier cuts a model in its own way" in words(net, strategy=thinwire.Frontier())
-    compressed = compress_fsdp(net, announce=False)
+    compressed = compress_fsdp(net, ZeroPP(), announce=False)
     assert "compressed already" in words(net)
     compressed.close()
     weights = whole(net)
@@ -563,12 +563,12 @@ def refused(rank: int, world_size: int) -> None:
     pattern.expected_shards = right
     assert all(map(torch.equal, weights, whole(net)))
     converted = sharded(Net())
-    compress_fsdp(converted, announce=False)
+    compress_fsdp(converted, ZeroPP(), announce=False)
     converted.to(torch.bfloat16)
     with pytest.raises(ConfigError, match="convert the model before it"):
         converted(inputs(0, rank).to(torch.bfloat16))
     # The other half of the layout is seen when the first gradient arrives.
-    compressed = compress_fsdp(net, announce=False, optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
+    compressed = compress_fsdp(net, ZeroPP(), announce=False, optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
     for reduction in compressed.reductions:
         reduction.unit.params.reverse()
     with pytest.raises((LayoutError, RuntimeError)):

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from tests.conformance.strategy_suite import Net, batch, hash_of
 from tests.docs.pages import ROOT, table_rows
 from tests.workers import run_workers
-from thinwire import ConfigError, OneByte, OneByteLog, OneByteOptimizer, PeerLostError, one_byte
+from thinwire import ConfigError, ForwardOptimizer, OneByte, PeerLostError, SlopeLog, forward_only
 from thinwire.codecs import derive_seed
 from thinwire.codecs.normals import add_normals, normals
-from thinwire.methods import one_byte_code as byte
-from thinwire.methods.one_byte_directions import PIECE, Directions
+from thinwire.methods import slope_code as byte
+from thinwire.methods.directions import PIECE, Directions
 from thinwire.models.llama import Llama, LlamaConfig
 from thinwire.state.replicas import ReplicaError
 
@@ -78,7 +78,7 @@ def test_the_estimate_is_unbiased_and_as_noisy_as_derived() -> None:
     size, samples = 60, 3000
     model = Weights(size)
     slope, before = torch.randn(size, generator=torch.Generator().manual_seed(1)), model.whole().detach()
-    optimizer = one_byte(model, descent(model), OneByte(samples=samples, eps=0.01), announce=False)
+    optimizer = forward_only(model, descent(model), OneByte(samples=samples, eps=0.01), announce=False)
     optimizer.measure(lambda: (model.whole().double() * slope).sum()).backward()
     norm = optimizer.clip_grad_norm_(math.inf)
     optimizer.step()
@@ -95,7 +95,7 @@ def test_a_step_is_its_formula_bit_for_bit(average: str) -> None:
     samples, seed, eps, lr = 5, 9, 1e-2, 0.1
     model = Weights(40).double().float()
     start, target = model.whole().detach().clone(), torch.linspace(-1, 1, 40)
-    optimizer = one_byte(model, descent(model, lr), OneByte(samples, eps, average), seed=seed, announce=False)
+    optimizer = forward_only(model, descent(model, lr), OneByte(samples, eps, average), seed=seed, announce=False)
     loss = optimizer.measure(lambda: 0.5 * (model.whole() - target).double().square().sum())
     # Two micro-batches of half the weight are one.
     (loss * 0.5).backward(retain_graph=True)
@@ -115,7 +115,7 @@ def test_a_step_is_its_formula_bit_for_bit(average: str) -> None:
 def test_measuring_leaves_no_trace_in_the_weights() -> None:
     model = nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.5), nn.Linear(32, 1))
     before, memory = hash_of(model), [p.data_ptr() for p in model.parameters()]
-    optimizer = one_byte(model, descent(model), OneByte(samples=2, eps=1e-3), announce=False)
+    optimizer = forward_only(model, descent(model), OneByte(samples=2, eps=1e-3), announce=False)
     for _ in range(200):
         optimizer.measure(lambda: model(torch.ones(4, 16)).mean())
     with pytest.raises(ZeroDivisionError):
@@ -143,7 +143,7 @@ def test_both_sides_see_the_same_dropout() -> None:
         return torch.tensor(seen[-1])
 
     model = Weights(4)
-    optimizer = one_byte(model, descent(model), OneByte(samples=2), announce=False)
+    optimizer = forward_only(model, descent(model), OneByte(samples=2), announce=False)
     optimizer.measure(noise).backward()
     assert seen[0] == seen[1] and seen[2] == seen[3] and seen[0] != seen[2]
     before = hash_of(model)
@@ -160,7 +160,7 @@ def test_clipping_takes_the_gradients_norm_and_the_cap_each_sample() -> None:
     for method, max_norm in ((OneByte(4), math.inf), (OneByte(4), 2.0), (OneByte(4, cap=3.0), math.inf)):
         model = Weights(20)
         before = model.whole().detach()
-        optimizer = one_byte(model, descent(model), method, announce=False)
+        optimizer = forward_only(model, descent(model), method, announce=False)
         optimizer.measure(partial(steep, model)).backward()
         norm = float(optimizer.clip_grad_norm_(max_norm))
         optimizer.step()
@@ -183,7 +183,7 @@ def fresh(seed: int = 0) -> tuple[Net, torch.optim.Optimizer]:
 
 
 def advance(
-    model: Net, optimizer: OneByteOptimizer, steps: range, loss_scale: Callable[[int], float] = lambda step: 1.0
+    model: Net, optimizer: ForwardOptimizer, steps: range, loss_scale: Callable[[int], float] = lambda step: 1.0
 ) -> None:
     """Steps with a learning rate of their own each; where the loss is scaled by 0, nothing is measured."""
     for step in steps:
@@ -204,9 +204,9 @@ def late_and_lossy(rank: int, world_size: int) -> dict[str, Any]:
     founders = dist.new_group([0, 1, 2])
     model, inner = fresh()
     parcel: list[Any] = [None]
-    log: OneByteLog | None = None
+    log: SlopeLog | None = None
     if rank < 3:
-        optimizer = one_byte(model, inner, METHOD, group=founders, seed=5, announce=False)
+        optimizer = forward_only(model, inner, METHOD, group=founders, seed=5, announce=False)
         advance(model, optimizer, range(10), lambda s: {3: 0.0, 5: math.nan}.get(s, 1.0) if rank == 2 else 1.0)
         log = optimizer.log
         optimizer.close()
@@ -215,13 +215,13 @@ def late_and_lossy(rank: int, world_size: int) -> dict[str, Any]:
         parcel = [file.getvalue()]
     dist.broadcast_object_list(parcel, 0)
     if log is None:
-        log = OneByteLog.load(io.BytesIO(parcel[0]))
+        log = SlopeLog.load(io.BytesIO(parcel[0]))
         log.replay(model, inner)
     caught_up = hash_of(model)
-    joined = one_byte(model, inner, METHOD, log=log, announce=False)
+    joined = forward_only(model, inner, METHOD, log=log, announce=False)
     advance(model, joined, range(10, 14))
     again, its_inner = fresh()
-    OneByteLog.from_state_dict(joined.state_dict()["log"]).replay(again, its_inner)
+    SlopeLog.from_state_dict(joined.state_dict()["log"]).replay(again, its_inner)
     return {
         "caught_up": caught_up,
         "start": [row[1] for row in joined.describe() if row[0] == "equal replicas at start"],
@@ -247,7 +247,7 @@ def test_a_late_rank_catches_up_from_the_log_and_a_lost_one_is_left_out() -> Non
 
 def drifting(rank: int, world_size: int) -> tuple[str, str]:
     model, inner = fresh()
-    optimizer = one_byte(model, inner, METHOD, announce=False)
+    optimizer = forward_only(model, inner, METHOD, announce=False)
     advance(model, optimizer, range(2))
     if rank == 1:
         with torch.no_grad():
@@ -255,7 +255,7 @@ def drifting(rank: int, world_size: int) -> tuple[str, str]:
     with pytest.raises(ReplicaError) as drift:
         advance(model, optimizer, range(2, 10))
     with pytest.raises(ConfigError) as options:
-        one_byte(model, inner, OneByte(samples=1 + rank), announce=False)
+        forward_only(model, inner, OneByte(samples=1 + rank), announce=False)
     return f"{optimizer.steps} {drift.value}", str(options.value)
 
 
@@ -269,7 +269,7 @@ def left_alone(rank: int, world_size: int, file: str) -> str:
     """Rank 1 dies after three steps that no comparison has followed; the bits that rank 0 has then."""
     model, inner = fresh()
     method = replace(METHOD, check_every=0, log=file)
-    optimizer = one_byte(model, inner, method, timeout_s=20, announce=False)
+    optimizer = forward_only(model, inner, method, timeout_s=20, announce=False)
     assert optimizer.catch_up() == 0
     advance(model, optimizer, range(3))
     if rank == 1:
@@ -283,13 +283,13 @@ def test_the_log_of_the_survivors_holds_every_step(tmp_path: Path) -> None:
     file = tmp_path / "logs" / "one-byte.log"
     bits, _ = run_workers(left_alone, 2, str(file), may_die=(1,))
     model, inner = fresh()
-    again = one_byte(model, inner, replace(METHOD, log=str(file)), announce=False)
+    again = forward_only(model, inner, replace(METHOD, log=str(file)), announce=False)
     assert again.catch_up() == again.steps == 3 and hash_of(model) == bits
     rows = {asked: effect for asked, effect, _ in again.describe()}
     assert rows[f"log {file}"].startswith("goes on after step 3")
     other, its_inner = fresh()
     with pytest.raises(ConfigError, match="seed: saved 0, here 8"):
-        one_byte(other, its_inner, replace(METHOD, log=str(file)), seed=8, announce=False).catch_up()
+        forward_only(other, its_inner, replace(METHOD, log=str(file)), seed=8, announce=False).catch_up()
 
 
 def walks(step: int, stride: int) -> tuple[Tensor, Tensor]:
@@ -322,7 +322,7 @@ def heldout(model: nn.Module) -> float:
 def test_a_trained_model_learns_another_text_as_well_as_from_exact_slopes() -> None:
     model, samples, eps = pretrained(), 4, 1e-3
     reference = copy.deepcopy(model)
-    optimizer = one_byte(model, descent(model, 2e-3), OneByte(samples=samples, eps=eps), announce=False)
+    optimizer = forward_only(model, descent(model, 2e-3), OneByte(samples=samples, eps=eps), announce=False)
     directions, exact = Directions(dict(reference.named_parameters()), 0), descent(reference, 2e-3)
     course = [heldout(model)]
     for step in range(200):
@@ -361,8 +361,8 @@ def test_refused_options_say_why(options: dict, words: str) -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     model = nn.Linear(3, 2)
-    optimizer = one_byte(model, descent(model), announce=False)
-    with pytest.raises(ConfigError, match=r"the loss itself, one number, not \(4, 2\)"):
+    optimizer = forward_only(model, descent(model), OneByte(), announce=False)
+    with pytest.raises(ConfigError, match=r"\(4, 2\) is not the loss itself, one number"):
         optimizer.measure(lambda: model(torch.ones(4, 3)))
     other = nn.Linear(3, 3)
     with pytest.raises(ConfigError, match="parameters: saved"):
@@ -370,7 +370,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ConfigError, match="after 1: the log holds the steps from 0 to 0"):
         optimizer.log.replay(model, descent(model), after=1)
     with pytest.raises(ConfigError, match="cap: saved"):
-        one_byte(model, descent(model), OneByte(cap=2.0), log=optimizer.log, announce=False)
+        forward_only(model, descent(model), OneByte(cap=2.0), log=optimizer.log, announce=False)
     optimizer.measure(lambda: model(torch.ones(4, 3)).sum()).backward()
     optimizer.step()
     two = torch.optim.SGD([{"params": [p]} for p in model.parameters()], lr=0.1)
@@ -380,7 +380,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 def test_the_start_says_what_it_is_for() -> None:
     model = nn.Linear(3, 2)
-    rows = {row[0]: row for row in one_byte(model, descent(model), OneByte(samples=3), announce=False).describe()}
+    rows = {row[0]: row for row in forward_only(model, descent(model), OneByte(samples=3), announce=False).describe()}
     assert rows["strategy one-byte"][1].startswith("3 sample(s)") and "fine-tuning" in rows["strategy one-byte"][2]
     assert rows["normal numbers per step"][1].startswith("72 ")
     assert rows["sent per rank and step"][1] == "0 bytes"

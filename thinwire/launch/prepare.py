@@ -24,13 +24,14 @@ from thinwire.errors import ConfigError, Problems
 from thinwire.launch.start import Start
 from thinwire.layout.mesh import MeshShape
 from thinwire.methods.fsdp import FSDPMethod
-from thinwire.methods.interface import Method, check_on_mesh
+from thinwire.methods.interface import Method
 from thinwire.methods.islands.base import IslandsMethod
 from thinwire.methods.sharded import ShardedMethod
 from thinwire.models import build_model
 from thinwire.models.hf import check_hf, look_into
 from thinwire.models.llama import Llama, check_cut
 from thinwire.options import LLAMA, has_islands
+from thinwire.registry import check_on_mesh
 from thinwire.table import Row
 from thinwire.training.clock import choose_model
 from thinwire.training.config import FIXED_ON_RESUME, TrainConfig, derive, range_errors, with_derived

@@ -13,7 +13,6 @@ from thinwire.codecs import Codec
 from thinwire.collectives import Topology
 from thinwire.collectives.feedback import Feedback
 from thinwire.collectives.gather import gather_bytes
-from thinwire.errors import ConfigError
 from thinwire.layout.formats import Strategy
 from thinwire.state.agreement import word_bytes
 
@@ -104,15 +103,6 @@ class MethodPlan:
     def sent_on(self, level: str) -> int:
         """Bytes on one level."""
         return sum(num_bytes for (_, at), num_bytes in self.sent.items() if at == level)
-
-
-def check_on_mesh(method: Method) -> None:
-    """Raise ConfigError for a method that can't train a model that a tensor axis cuts."""
-    if method.not_on_mesh:
-        raise ConfigError(
-            f"{method.name} can't share a mesh with a tensor axis: it {method.not_on_mesh}; nearest that can: sdp4bit, "
-            "zero, fsdp, ddp or powersgd"
-        )
 
 
 class GradientMemory(Protocol):

@@ -15,12 +15,12 @@ from thinwire.errors import ConfigError, Problems, nearest
 from thinwire.flags import flag
 from thinwire.lab.spec import read_rate
 from thinwire.layout.mesh import MeshShape
-from thinwire.methods.interface import Method, MethodPlan, check_on_mesh
+from thinwire.methods.interface import Method, MethodPlan
 from thinwire.models import PRESETS, Llama, build_skeleton
 from thinwire.models.llama import LlamaConfig, cut_skeleton
 from thinwire.options import LLAMA, build_strategy, strategy_table
 from thinwire.planner.options import ExplainConfig, range_errors
-from thinwire.registry import STRATEGIES
+from thinwire.registry import STRATEGIES, check_on_mesh
 from thinwire.report.units import bytes_text, short
 
 NUM_LAYERS, WIDTH = 32, 1024

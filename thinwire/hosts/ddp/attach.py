@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,6 +17,7 @@ from thinwire.errors import ConfigError
 from thinwire.hosts.ddp.hook import hand_over
 from thinwire.hosts.ddp.reducer import BucketReducer, learning_rates
 from thinwire.methods.ddp import DDPMethod
+from thinwire.state.clipping import clip_factor
 from thinwire.state.memory import Place
 from thinwire.state.replicas import check_agreement, check_layout, check_updates, optimizer_options, unwrapped
 from thinwire.table import Row, announce as announce_table
@@ -145,12 +145,15 @@ class CompressedDDP:
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """torch's, of the mean gradient after a backward; residuals follow, see Clipping. Returns the norm before.
+        """Clip the mean gradient after a backward; residuals follow, see Clipping. Returns the norm before.
 
         Where the method clips before it compresses, the norm is only measured.
         """
-        limit = math.inf if self.method.whole_step else max_norm
-        norm = torch.nn.utils.clip_grad_norm_(self._trained.values(), limit)
+        grads = [param.grad for param in self._trained.values() if param.grad is not None]
+        norm = torch.nn.utils.get_total_norm(grads)
+        factor = 1.0 if self.method.whole_step else clip_factor(float(norm), max_norm)
+        if factor < 1.0:
+            torch._foreach_mul_(grads, factor)
         self._reducer.note_clipping(float(norm), max_norm)
         return norm
 

@@ -26,7 +26,6 @@ from thinwire.hosts.fsdp.reduce import ReduceScatter, Replicas
 from thinwire.hosts.fsdp.watch import Watched
 from thinwire.layout.gathered import GatheredUnit
 from thinwire.layout.pattern import check_layout_of
-from thinwire.methods.data.zeropp import ZeroPP
 from thinwire.methods.interface import GatheredMethod
 from thinwire.state.replicas import (
     ReplicaError,
@@ -46,7 +45,7 @@ _compressed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 def compress_fsdp(
     model: nn.Module,
-    method: GatheredMethod | None = None,
+    method: GatheredMethod,
     optimizer: torch.optim.Optimizer | None = None,
     *,
     local_size: int | None = None,
@@ -62,7 +61,7 @@ def compress_fsdp(
     Args:
         model: sharded over one dimension of a mesh, or over one and replicated over another (HSDP); under tensor
             parallelism too. On the meta device it is compressed in its first forward, when it has its values.
-        method: what travels and how; `ZeroPP()` by default.
+        method: what travels and how, such as `ZeroPP()`.
         optimizer: to be watched, so that a run stops with a reason whose gradient is zero or not finite for
             `dead_steps` steps in a row (0: never), or whose ranks did not use the same parameters.
         local_size: ranks of the mesh per node; None: found.
@@ -76,7 +75,7 @@ def compress_fsdp(
     apart, LayoutError for a torch that lays out FSDP2's buffers in an unknown way.
     Source: ZeRO++ (ICLR 2024).
     """
-    method = _checked(method if method is not None else ZeroPP())
+    method = _checked(method)
     groups = groups_of(model)
     dog, optimizer = Watchdog(dead_steps), unwrapped(optimizer)
     if optimizer is not None:

@@ -1,4 +1,4 @@
-"""The options of one-byte gradients."""
+"""One-byte gradients: the options, and how samples are averaged."""
 
 from __future__ import annotations
 
@@ -6,25 +6,17 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import nn
-
-from thinwire.codecs import Codec
-from thinwire.collectives import Topology
-from thinwire.collectives.gather import gather_bytes
 from thinwire.errors import ConfigError, nearest
-from thinwire.methods.interface import MethodPlan, trained_shapes
-from thinwire.methods.one_byte_code import MAX_SLOPE
+from thinwire.methods.forward import ForwardMethod
 from thinwire.methods.options import check_types
-from thinwire.optim import GENERAL
+from thinwire.methods.slope_code import MAX_SLOPE
 
 # What the sum over n samples is multiplied by.
 AVERAGES = {"mean": -1.0, "sqrt": -0.5}
-# Beside its samples a rank says its loss, fp32, and whether it wishes to stop.
-WORD_BYTES = 5
 
 
 @dataclass(frozen=True)
-class OneByte:
+class OneByte(ForwardMethod):
     """Fine-tuning without backward: a gradient is one byte along a direction that every rank draws for itself.
 
     p = (L(w + eps z) - L(w - eps z)) / (2 eps), z normal, drawn from (seed, step, rank, k), never sent. Every rank gets
@@ -37,13 +29,6 @@ class OneByte:
     """
 
     name: ClassVar[str] = "one-byte"
-    settled_after: ClassVar[int] = 0
-    optimizers: ClassVar[tuple[str, ...]] = GENERAL
-    optimizers_reason: ClassVar[str] = "hands its estimate of the gradient to one that is usual"
-    shards_optimizer: ClassVar[bool] = False
-    cpu_only: ClassVar[bool] = True
-    not_inside_islands: ClassVar[str] = "keeps a log of all that was applied, which exchanges would not be in"
-    not_on_mesh: ClassVar[str] = "draws directions of the whole model on every rank"
 
     samples: int = 1
     """Samples of each rank in one step, at least 1; each costs two forward passes per micro-batch."""
@@ -56,7 +41,7 @@ class OneByte:
     check_every: int = 64
     """Steps between comparisons of the replicas; 0: never."""
     log: str = ""
-    """File of the OneByteLog that the first rank keeps; `catch_up` begins with what is in it. Empty: none."""
+    """File of the SlopeLog that the first rank keeps; `catch_up` begins with what is in it. Empty: none."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -76,22 +61,6 @@ class OneByte:
                 f"average {self.average!r} of one-byte: must be mean or sqrt{nearest(self.average, AVERAGES)}"
             )
 
-    @property
-    def codecs(self) -> tuple[Codec, ...]:
-        """None: the bytes are no tensor."""
-        return ()
-
     def factor(self, num_samples: int) -> float:
         """What the sum over this many samples is multiplied by."""
         return num_samples ** AVERAGES[self.average]
-
-    def plan(self, model: nn.Module, topology: Topology, micro_batches: int) -> MethodPlan:
-        """Perturbed weights and, after them, the estimate take the place of the gradients."""
-        whole = sum(4 * shape.numel() for shape in trained_shapes(model).values())
-        words = gather_bytes(topology, self.samples + WORD_BYTES)
-        return MethodPlan(
-            weights=whole,
-            gradients=whole,
-            optimizer=2 * whole,
-            sent={("all_gather_exact", level): sent for level, sent in words.items()},
-        )

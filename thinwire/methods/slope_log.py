@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.errors import ConfigError
-from thinwire.methods import one_byte_code as byte
-from thinwire.methods.one_byte_directions import Directions
+from thinwire.methods import slope_code as byte
+from thinwire.methods.directions import Directions
 from thinwire.state.replicas import ReplicaError, check_layout, digest, fitting_parameters, shapes_digest
 
 
@@ -26,7 +26,7 @@ class Entry:
     lrs: tuple[float, ...]
 
 
-class OneByteLog:
+class SlopeLog:
     """The steps that all ranks took, from `first_step` on; P n + 8 + 8 groups bytes a step.
 
     Step t adds g = factor sum_{r,k} p_rk z_rk to nothing and gives it to the optimizer as the gradient, where
@@ -112,7 +112,7 @@ class OneByteLog:
         }
 
     @classmethod
-    def from_state_dict(cls, state: dict[str, Any]) -> OneByteLog:
+    def from_state_dict(cls, state: dict[str, Any]) -> SlopeLog:
         """The log that gave this state."""
         log = cls(state["seed"], state["cap"], state["parameters"], state["first_step"])
         shapes = [(ranks, samples) for ranks, samples in state["shapes"].long().tolist()]
@@ -135,7 +135,7 @@ class OneByteLog:
         temporary.replace(file)
 
     @classmethod
-    def load(cls, file: str | Path | IO[bytes]) -> OneByteLog:
+    def load(cls, file: str | Path | IO[bytes]) -> SlopeLog:
         """Read what `save` wrote; raises ConfigError for anything else."""
         try:
             return cls.from_state_dict(torch.load(file, weights_only=True))

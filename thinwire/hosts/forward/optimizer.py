@@ -22,30 +22,30 @@ from thinwire.errors import ConfigError, PeerLostError
 from thinwire.hosts.agreeing import AgreeingOptimizer
 from thinwire.hosts.interface import ParallelOptimizer, RankOptions, apply
 from thinwire.hosts.ranks import Ranks
-from thinwire.methods import one_byte_code as byte
-from thinwire.methods.data.one_byte import WORD_BYTES, OneByte
-from thinwire.methods.one_byte_directions import Directions
-from thinwire.methods.one_byte_log import Entry, OneByteLog
+from thinwire.methods import slope_code as byte
+from thinwire.methods.directions import Directions
+from thinwire.methods.forward import WORD_BYTES, ForwardMethod
+from thinwire.methods.slope_log import Entry, SlopeLog
 from thinwire.state.replicas import check_layout, fitting_parameters, same_options, same_start, shapes_digest
 from thinwire.table import Row, announce as announce_table
 
 logger = logging.getLogger("thinwire")
 
 
-def one_byte(
+def forward_only(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    method: OneByte | None = None,
+    method: ForwardMethod,
     *,
     group: dist.ProcessGroup | DeviceMesh | None = None,
-    log: OneByteLog | None = None,
+    log: SlopeLog | None = None,
     local_size: int | None = None,
     seed: int = 0,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     checked: bool = False,
     announce: bool = True,
-) -> OneByteOptimizer:
-    """Fine-tune `model` by `method`, OneByte() by default; a collective over the group, by default all ranks.
+) -> ForwardOptimizer:
+    """Fine-tune `model` by `method`, such as OneByte(); a collective over the group, by default all ranks.
 
     The model is left as it is, and computes as ever; losses are measured by the optimizer's `measure`.
 
@@ -63,22 +63,21 @@ def one_byte(
     Raises ConfigError for parameters that are not fp32 on the CPU, an optimizer that does not fit them, the log of
     another model or cap, and ranks that do not agree.
     """
-    method = method or OneByte()
     trained = fitting_parameters(model, optimizer)
     comm = Communicator(group, local_size=local_size, timeout_s=timeout_s, checked=checked)
-    own = OneByteLog(seed if log is None else log.seed, method.cap, shapes_digest(trained))
+    own = SlopeLog(seed if log is None else log.seed, method.cap, shapes_digest(trained))
     if log is not None:
         check_layout(own.layout, log.layout)
     log = log or own
     same_options(comm, f"{method}, seed {log.seed}, {log.end} steps done")
-    wrapped = OneByteOptimizer(model, optimizer, comm, trained, method, log, [same_start(model, comm)])
+    wrapped = ForwardOptimizer(model, optimizer, comm, trained, method, log, [same_start(model, comm)])
     if announce and comm.rank == 0:
         announce_table(wrapped.describe())
     return wrapped
 
 
-class OneByteOptimizer(AgreeingOptimizer):
-    """Steps the user's optimizer with gradients that `measure` estimated; made by `one_byte`.
+class ForwardOptimizer(AgreeingOptimizer):
+    """Steps the user's optimizer with gradients that `measure` estimated; made by `forward_only`.
 
     In every step each rank sends its n samples, one byte each, and WORD_BYTES more. `log` is all that was applied.
     """
@@ -89,8 +88,8 @@ class OneByteOptimizer(AgreeingOptimizer):
         inner: torch.optim.Optimizer,
         comm: Communicator,
         trained: dict[str, nn.Parameter],
-        method: OneByte,
-        log: OneByteLog,
+        method: ForwardMethod,
+        log: SlopeLog,
         rows: list[Row],
     ) -> None:
         self.method = method
@@ -191,7 +190,9 @@ class OneByteOptimizer(AgreeingOptimizer):
 
     def _warn_of_rounding(self) -> None:
         if torch.is_autocast_enabled("cpu") and not self._has_warned and self.comm.rank == 0:
-            logger.warning("thinwire: one-byte takes differences of losses, which bf16 rounds: try --dtype fp32")
+            logger.warning(
+                "thinwire: %s takes differences of losses, which bf16 rounds: try --dtype fp32", self.method.name
+            )
         self._has_warned = True
 
     def catch_up(self) -> int:
@@ -209,7 +210,7 @@ class OneByteOptimizer(AgreeingOptimizer):
         if length:
             message = torch.tensor(list(own or bytes(length)), dtype=torch.uint8)
             self.comm.wait(self.comm.broadcast_(message))
-            log = OneByteLog.load(io.BytesIO(bytes(message.tolist())))
+            log = SlopeLog.load(io.BytesIO(bytes(message.tolist())))
             check_layout(self.log.layout, log.layout)
             log.repeat(self.directions, self.inner, log.first_step)
             self.log, self.steps = log, log.end
@@ -224,12 +225,14 @@ class OneByteOptimizer(AgreeingOptimizer):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"log {path} of one-byte: its folder can't be made: {error.strerror}") from None
+            raise ConfigError(f"log {path} of {self.method.name}: its folder can't be made: {error.strerror}") from None
         if not os.access(path.parent, os.W_OK | os.X_OK):
-            raise ConfigError(f"log {path} of one-byte: its folder is not writable by this user; choose another")
+            raise ConfigError(
+                f"log {path} of {self.method.name}: its folder is not writable by this user; choose another"
+            )
         if not path.exists():
             return b""
-        OneByteLog.load(path)
+        SlopeLog.load(path)
         return path.read_bytes()
 
     def _keep_log(self) -> None:
@@ -271,11 +274,11 @@ class OneByteOptimizer(AgreeingOptimizer):
         return {"log": self.log.state_dict()}
 
     def _load_own(self, own: Mapping[str, Any]) -> None:
-        self.log = OneByteLog.from_state_dict(own["log"])
+        self.log = SlopeLog.from_state_dict(own["log"])
 
     def _adapt(self, source: Source) -> None:
         super()._adapt(source)
-        self.log = OneByteLog(self.log.seed, self.log.cap, self.log.parameters, first_step=self.steps)
+        self.log = SlopeLog(self.log.seed, self.log.cap, self.log.parameters, first_step=self.steps)
 
     @property
     def _lossy_weights(self) -> bool:
@@ -289,7 +292,7 @@ class OneByteOptimizer(AgreeingOptimizer):
 class MeasuredModel(nn.Module):
     """A model that gives its loss, called as ever, with every call measured."""
 
-    def __init__(self, model: nn.Module, optimizer: OneByteOptimizer) -> None:
+    def __init__(self, model: nn.Module, optimizer: ForwardOptimizer) -> None:
         super().__init__()
         self.model = model
         self.optimizer = optimizer
@@ -302,14 +305,14 @@ class MeasuredModel(nn.Module):
 def _number(loss: Tensor) -> float:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         given = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise ConfigError(f"one-byte needs the loss itself, one number, not {given}: give `measure` your loss function")
+        raise ConfigError(f"{given} is not the loss itself, one number: give `measure` your loss function")
     return float(loss)
 
 
 @apply.register
-def _apply_one_byte(
-    method: OneByte, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Unpack[RankOptions]
+def _apply_forward(
+    method: ForwardMethod, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Unpack[RankOptions]
 ) -> tuple[nn.Module, ParallelOptimizer]:
     own: Any = {key: value for key, value in options.items() if key != "overlap"}
-    wrapped = one_byte(model, optimizer, method, announce=False, **own)
+    wrapped = forward_only(model, optimizer, method, announce=False, **own)
     return MeasuredModel(model, wrapped), wrapped

@@ -541,7 +541,7 @@ def refused(rank: int, world_size: int) -> None:
             net, optimizer=wrong_one
         )
         with pytest.raises(ConfigError, match="holds no parameter of this model"):
-            thinwire.attach(net, wrong_one)
+            thinwire.attach(net, wrong_one, EXACT)
     assert "optimizer is a list: must be" in words(net, optimizer=list(net.parameters()))
     assert "dead_steps -1: must be at least 0" in words(net, dead_steps=-1)
     for nothing in ("zeropp", ZeroPP, thinwire.DDP()):

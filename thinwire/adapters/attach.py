@@ -15,7 +15,7 @@ from thinwire.hosts.fsdp.compress import CompressedFSDP, compress_fsdp
 
 
 def attach(
-    model: nn.Module, optimizer: torch.optim.Optimizer, method: Any = None, **options: Any
+    model: nn.Module, optimizer: torch.optim.Optimizer, method: Any, **options: Any
 ) -> CompressedFSDP | CompressedDDP:
     """Give a wrapped model's communication to `method`, a collective over its ranks; returns the handle.
 
@@ -24,8 +24,8 @@ def attach(
     Args:
         model, optimizer: what `accelerator.prepare` returned, or a model given by hand to `fully_shard` or to
             DistributedDataParallel.
-        method, options: as for `compress_fsdp` where FSDP2 modules are found, by default `ZeroPP()`; else as for
-            `compress_ddp`, where there is no default.
+        method, options: as for `compress_fsdp` where FSDP2 modules are found, such as `ZeroPP()`; else as for
+            `compress_ddp`.
 
     Raises ConfigError where nothing that can be compressed is found: FSDP1, a model that is not wrapped.
     """

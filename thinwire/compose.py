@@ -180,6 +180,8 @@ def parallelize(
     if "island" in names and isinstance(method, IslandsMethod):
         method = method.connected_to(lambda: other_islands(mesh, timeout_s, checked))
     module, parallel = apply(method, model, optimizer, overlap=overlap, **options)
+    if overlap and not parallel.overlaps:
+        rows.append(("overlap", "no effect", "weights are whole when a step ends"))
     stage = Stage(module, parallel, rows, tensor)
     if announce and mesh.get_rank() == 0:
         announce_table(stage.describe())

@@ -289,6 +289,7 @@ def refusals(rank: int, world_size: int) -> list[str]:
     refused(with_mesh, init_device_mesh("cpu", (2,)), [thinwire.Zero()])
     refused(with_mesh, init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensr")), [thinwire.Zero()])
     refused(with_mesh, init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",)), [thinwire.Zero()])
+    refused(with_mesh, init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp")), [thinwire.Zero()])
     uneven = copy.deepcopy(Stack(0))
     uneven.blocks[0].up = nn.Linear(12, 7)
     parallelize_module(uneven.blocks[0].up, mesh["tensor"], ColwiseParallel())
@@ -299,12 +300,13 @@ def refusals(rank: int, world_size: int) -> list[str]:
 
 
 def test_what_does_not_fit_is_refused_with_the_nearest_choice() -> None:
-    uncut, missing, nameless, misspelt, dataless, uneven = run_workers(refusals, 2)[0]
+    uncut, missing, nameless, misspelt, dataless, short, uneven = run_workers(refusals, 2)[0]
     assert "no parameter is cut over it" in uncut and "parallelize_module" in uncut
     assert "the data axis takes one method, not none; nearest: [thinwire.Zero()]" in missing
     assert "mesh_dim_names" in nameless
     assert "did you mean 'tensor'" in misspelt
     assert "has no data axis" in dataless
+    assert "'dp': must be of" in short and "nearest: data" in short and "nearest: tensor" in short
     assert "'blocks.0.up.weight' of shape (7, 12)" in uneven and "multiple of 2" in uneven
 
 
@@ -326,6 +328,21 @@ def apart(rank: int, world_size: int) -> list[bool]:
 
 def test_a_mesh_of_some_ranks_leaves_the_others_alone() -> None:
     assert run_workers(apart, 4, local_size=1) == [[True, True]] * 4
+
+
+def eager(rank: int, world_size: int) -> list[bool]:
+    """Whether `overlap` is told to have no effect, by method."""
+    mesh, told = init_device_mesh("cpu", (world_size,), mesh_dim_names=("data",)), []
+    for method in (thinwire.Zero(), thinwire.DDP(), thinwire.FSDP()):
+        model = nn.Linear(8, 8)
+        stage = thinwire.parallelize(model, adamw(model), mesh, [method], overlap=True, announce=False)
+        told.append(("overlap", "no effect") in [row[:2] for row in stage.describe()])
+        stage.close()
+    return told
+
+
+def test_overlap_without_an_effect_is_told() -> None:
+    assert run_workers(eager, 1) == [[False, True, False]]
 
 
 def test_what_is_no_list_of_methods_is_refused() -> None:

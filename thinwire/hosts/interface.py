@@ -35,10 +35,11 @@ class ParallelOptimizer:
 
     has_own_pace: ranks have no step in common, but are together at the start and after `finish`; from then on `steps`
     is the fewest that any rank has taken, and `stop_requested` says whether any was asked to stop. has_islands: it
-    trains together with islands that may be lost, and come.
+    trains together with islands that may be lost, and come. overlaps: weights may arrive during the next forward.
     """
 
     has_own_pace = False
+    overlaps = False
     has_islands = False
 
     steps: int

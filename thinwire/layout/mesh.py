@@ -10,6 +10,16 @@ from thinwire.errors import ConfigError, nearest
 
 # From the outside in: ranks of an inner axis are neighbours.
 AXES = ("island", "pipeline", "data", "sequence", "expert", "tensor")
+# What other projects call them.
+ALSO = {
+    "dp": "data",
+    "replicate": "data",
+    "tp": "tensor",
+    "pp": "pipeline",
+    "cp": "sequence",
+    "sp": "sequence",
+    "ep": "expert",
+}
 # Those that a method, or torch, serves today.
 SERVED = ("island", "data", "tensor")
 
@@ -17,7 +27,8 @@ SERVED = ("island", "data", "tensor")
 def check_axis(name: str) -> None:
     """Raise ConfigError for what is no axis, and for an axis that nothing serves yet."""
     if name not in AXES:
-        raise ConfigError(f"the mesh has an axis {name!r}: must be of {', '.join(AXES)}{nearest(name, AXES)}")
+        close = f"; nearest: {ALSO[name]}" if name in ALSO else nearest(name, AXES)
+        raise ConfigError(f"the mesh has an axis {name!r}: must be of {', '.join(AXES)}{close}")
     if name not in SERVED:
         raise ConfigError(f"the mesh has an axis {name!r}, for which there is no method yet; nearest: data")
 

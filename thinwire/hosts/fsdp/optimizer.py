@@ -101,6 +101,8 @@ class FSDPOptimizer(AgreeingOptimizer):
     ends, and the modules wait for theirs in the next forward; where they are dropped, each is gathered one ahead.
     """
 
+    overlaps = True
+
     def __init__(
         self,
         model: nn.Module,

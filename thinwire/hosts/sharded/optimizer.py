@@ -51,6 +51,8 @@ class ShardedOptimizer(ParallelOptimizer, torch.optim.Optimizer):
     and `state` are those of the user's optimizer, over flat fp32 pieces of the parameters that this rank owns.
     """
 
+    overlaps = True
+
     def __init__(
         self,
         model: nn.Module,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -13,10 +14,9 @@ from rich.table import Table
 
 from thinwire.compare.measure import Result
 from thinwire.compare.plan import RacePlan
-from thinwire.report.race import FIGURES, figure_text, notes, ratio_text, shown_figures, spread_text
+from thinwire.report.race import FIGURES, figure_text, notes, ratio_text, sentences, shown_figures, spread_text
 from thinwire.report.run import number
 from thinwire.report.units import MISSING, seconds_text
-from thinwire.report.verdict import verdict
 
 LINE_EVERY_S = 10.0
 # Width of the table where the output is not a terminal.
@@ -74,12 +74,12 @@ class Board:
             self._live.stop()
             self._live = None
 
-    def finish(self, result: Result, page: object) -> None:
+    def finish(self, result: Result, page: Path) -> None:
         """Print the result and where it lies."""
         values = result.to_json()
         self.console.print(result_table(values))
         reasons = [f"{row.name} {row.status}: {row.reason}" for row in result.contestants if row.reason]
-        for line in (*reasons, *verdict(values), *notes(values)):
+        for line in (*reasons, *sentences(values, page.parent), *notes(values)):
             self.console.print(line, markup=False, soft_wrap=True)
         if result.stopped:
             self.console.print(f"stopped by {result.stopped}; the same command with --resume goes on")

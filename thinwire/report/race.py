@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.errors import ConfigError
+from thinwire.report.frontier import frontier_sentence, race_outcomes
 from thinwire.report.page import date_text, facts, host_text, plots, table, text, write_page
 from thinwire.report.race_charts import race_figures
 from thinwire.report.run import number
@@ -64,7 +65,7 @@ def write_race_report(out: Path) -> Path:
 def sections(values: Mapping[str, Any], out: Path) -> Iterator[str]:
     """The page from top to bottom; an empty string for what the race has no data for."""
     names = " · ".join(row["name"] for row in values["contestants"])
-    first, *others = verdict(values) or [names]
+    first, *others = sentences(values, out) or [names]
     yield (
         f"<header><p class=brand>thinwire compare</p><h1>{text(first)}</h1>"
         f"<p class=verdict>{text(' '.join(others))}</p>{facts(circumstances(values))}</header>"
@@ -78,12 +79,17 @@ def sections(values: Mapping[str, Any], out: Path) -> Iterator[str]:
     yield f"<details><summary>settings</summary><pre>{text(settings)}</pre></details>"
 
 
+def sentences(values: Mapping[str, Any], out: Path) -> list[str]:
+    """The verdict, and who is on the frontier of loss and bytes."""
+    return [*verdict(values), *filter(None, [frontier_sentence(race_outcomes(values, out))])]
+
+
 def result_table(values: Mapping[str, Any]) -> str:
     """One row per contestant; below each figure its ratio to the reference's."""
-    sentences = "".join(f"<p>{text(words)}</p>" for words in notes(values))
+    below = "".join(f"<p>{text(words)}</p>" for words in notes(values))
     details = table_of(DETAILS, values)
     more = f"<details><summary>More figures</summary>{details}<p>{text(DETAILS_NOTE)}</p></details>" if details else ""
-    return f"<section><h2>Result</h2>{table_of(FIGURES, values)}{sentences}{more}</section>"
+    return f"<section><h2>Result</h2>{table_of(FIGURES, values)}{below}{more}</section>"
 
 
 def table_of(columns: Mapping[str, str], values: Mapping[str, Any]) -> str:
@@ -168,8 +174,8 @@ def spread_text(name: str, row: Mapping[str, Any]) -> str:
 
 def notes(values: Mapping[str, Any]) -> list[str]:
     """The sentences below the table."""
-    sentences = (reference_note(values), seconds_note(values), SENT_NOTE, bound_note(values))
-    return [words for words in sentences if words]
+    found = (reference_note(values), seconds_note(values), SENT_NOTE, bound_note(values))
+    return [words for words in found if words]
 
 
 def reference_note(values: Mapping[str, Any]) -> str:

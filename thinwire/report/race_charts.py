@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from thinwire.report.charts import Figure, or_zero, running_mean, thin_out
+from thinwire.report.frontier import frontier_figure, race_outcomes
 from thinwire.report.page import figure, legend, text
 from thinwire.report.run import number, read_run
 from thinwire.report.svg import Chart, Point, around
@@ -34,6 +35,9 @@ def race_figures(values: Mapping[str, Any], out: Path) -> Iterator[str]:
         yield figure(loss_figure("Loss over tokens", "tokens", curves, values["smooth"]))
     if (difference := difference_figure(values, out)) is not None:
         yield figure(difference)
+    if outcomes := race_outcomes(values, out):
+        styles = {row["name"]: style_of(position) for position, row in enumerate(values["contestants"])}
+        yield figure(frontier_figure(outcomes, styles))
     yield time_bars(values)
     yield bytes_bars(values)
 

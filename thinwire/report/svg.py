@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from thinwire.report.units import short
+
 Point = tuple[float, float]
 
 # So narrow that the text can still be read where the whole picture is as wide as a telephone.
@@ -37,6 +39,34 @@ class Scale:
             step = max(1.0, math.ceil(step))
         first = math.ceil(self.low / step - 1e-9)
         return [n * step for n in range(first, math.floor(self.high / step + 1e-9) + 1)]
+
+    def labels(self, count: int) -> list[tuple[float, str]]:
+        """About `count` ticks and their texts, which share a unit."""
+        ticks = self.ticks(count)
+        step = ticks[1] - ticks[0] if len(ticks) > 1 else self.high - self.low
+        return [(value, tick_label(value, step, max(map(abs, ticks)))) for value in ticks]
+
+
+class LogScale(Scale):
+    """A logarithmic scale of values above 0."""
+
+    def place(self, value: float) -> float:
+        """Pixels of a value; values outside the scale land on its border."""
+        share = math.log(min(max(value, self.low), self.high) / self.low) / math.log(self.high / self.low)
+        return self.start + share * (self.end - self.start)
+
+    def ticks(self, count: int = 5) -> list[float]:
+        """Round values inside the scale: powers of ten; 2 and 5, or 3, times them too where there is room."""
+        powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+        for nice in ((1, 2, 5), (1, 3), (1,)):
+            found = [n * 10.0**p for p in powers for n in nice if self.low <= n * 10.0**p <= self.high]
+            if len(found) <= count:
+                break
+        return found
+
+    def labels(self, count: int) -> list[tuple[float, str]]:
+        """About `count` ticks and their texts, each with a unit of its own."""
+        return [(value, short(value)) for value in self.ticks(count)]
 
 
 def nice_step(rough: float) -> float:
@@ -73,16 +103,17 @@ class Chart:
     """One plot that collects SVG marks; coordinates are data values, looks are classes of the style sheet.
 
     names: of the lines that `end_labels` will name, which get their room at the right. height: of the picture, pixels.
+    log_x: the x axis is logarithmic.
     """
 
     def __init__(
         self, label: str, x: tuple[float, float], y: tuple[float, float], x_label: str, y_label: str,
-        *, names: Sequence[str] = (), height: float = HEIGHT,
+        *, names: Sequence[str] = (), height: float = HEIGHT, log_x: bool = False,
     ) -> None:  # fmt: skip
         widest = max((len(_cut(name)) for name in names), default=0)
         self._right = WIDTH - RIGHT - (LETTER_WIDTH * widest + 14 if widest else 0)
         self._height, self._foot = height, height - BOTTOM
-        self.x = Scale(*x, LEFT, self._right, whole=True)
+        self.x = LogScale(*x, LEFT, self._right) if log_x else Scale(*x, LEFT, self._right, whole=True)
         self.y = Scale(*y, self._foot, TOP)
         self._label = label
         self._marks = [*self._grid(), *self._titles(x_label, y_label)]
@@ -99,6 +130,11 @@ class Chart:
     def dot(self, point: Point, style: str, radius: float = 5) -> None:
         x, y = self.x.place(point[0]), self.y.place(point[1])
         self._marks.append(f'<circle class="dot {style}" cx="{x:.1f}" cy="{y:.1f}" r="{radius:g}"/>')
+
+    def error_bar(self, point: Point, error: float, style: str) -> None:
+        """A vertical line from y - error to y + error."""
+        x, (low, high) = self.x.place(point[0]), (self.y.place(point[1] + sign * error) for sign in (-1, 1))
+        self._marks.append(f'<path class="line {style}" d="M{x:.1f} {low:.1f}V{high:.1f}"/>')
 
     def bar(self, left: float, right: float, bottom: float, top: float, style: str) -> None:
         """A rectangle; nothing where its height is no number or not above zero."""
@@ -147,12 +183,12 @@ class Chart:
 
     def _grid(self) -> Iterable[str]:
         foot = self._foot
-        for value, text in _labels(self.y, 6):
+        for value, text in self.y.labels(6):
             y = self.y.place(value)
             yield f'<path class="grid" d="M{LEFT} {y:.1f}H{self._right:.1f}"/>'
             yield f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{text}</text>'
         yield f'<path class="axis" d="M{LEFT} {foot}H{self._right:.1f}"/>'
-        for value, text in _labels(self.x, 6):
+        for value, text in self.x.labels(6):
             x = self.x.place(value)
             yield f'<path class="axis" d="M{x:.1f} {foot}v4"/>'
             yield f'<text x="{x:.1f}" y="{foot + 18}" text-anchor="middle">{text}</text>'
@@ -179,12 +215,6 @@ def spread_out(wanted: Sequence[float], gap: float, low: float, high: float) -> 
 
 def _cut(name: str) -> str:
     return name if len(name) <= LONGEST_LABEL else f"{name[: LONGEST_LABEL - 1]}…"
-
-
-def _labels(axis: Scale, count: int) -> list[tuple[float, str]]:
-    ticks = axis.ticks(count)
-    step = ticks[1] - ticks[0] if len(ticks) > 1 else axis.high - axis.low
-    return [(value, tick_label(value, step, max(map(abs, ticks)))) for value in ticks]
 
 
 def _finite_pieces(points: Sequence[Point]) -> list[list[Point]]:

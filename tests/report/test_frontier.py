@@ -1,0 +1,55 @@
+"""The frontier of loss and bytes: who is beaten in both, where points lie, and what the page says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.report.test_race import FIGURES, row, write_race
+from thinwire.report import write_race_report
+from thinwire.report.frontier import Outcome, beaten, frontier_figure, frontier_sentence
+from thinwire.report.svg import LogScale
+
+EXACT, FEW, WORSE = Outcome("exact", 8e9, 2.0, 0.01), Outcome("few", 8e7, 2.1), Outcome("worse", 9e7, 2.2)
+
+
+def test_only_those_are_beaten_that_another_equals_in_both_and_passes_in_one() -> None:
+    assert beaten([EXACT, FEW, WORSE]) == {"worse"}
+    assert beaten([EXACT, Outcome("same", 8e9, 2.0)]) == set()
+    assert beaten([EXACT, Outcome("as cheap", 8e9, 2.1)]) == {"as cheap"}
+
+
+def test_the_sentence_names_the_frontier_from_the_fewest_bytes_on() -> None:
+    assert frontier_sentence([EXACT, WORSE, FEW]).endswith("than few (2.1000), exact (2.0000).")
+    assert frontier_sentence([EXACT, FEW]) == ""
+
+
+def test_a_logarithmic_scale_spaces_ratios_evenly() -> None:
+    scale = LogScale(1e6, 1e9, 0.0, 300.0)
+    assert scale.place(1e7) == pytest.approx(100.0) and scale.place(1e5) == 0.0 and scale.place(1e12) == 300.0
+    assert [text for _, text in scale.labels(6)] == ["1M", "10M", "100M", "1G"]
+    assert [text for _, text in LogScale(8.0, 70.0, 0.0, 1.0).labels(6)] == ["10", "20", "50"]
+
+
+def test_those_that_are_beaten_are_grey_and_errors_are_drawn() -> None:
+    svg = frontier_figure([EXACT, FEW, WORSE], {"exact": "c0", "few": "c1", "worse": "c2"}).svg
+    assert svg.count('class="dot beaten"') == 1 and 'class="dot c0"' in svg and 'class="dot c2"' not in svg
+    assert svg.count('class="line c0"') == 1 and 'class="line c1"' not in svg
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_the_page_of_a_race_shows_it(counted: bool, tmp_path: Path) -> None:
+    """By the runs' own metrics, or by the kernel where one of the runs counted nothing."""
+    losses = {"zero": (2e6, 3.0), "sdp4bit": (2e5, 3.1), "behind": (3e5, 3.3)}
+    rows = [
+        row(name, FIGURES | {"kernel_sent_bytes_per_step": sent, "heldout_loss": loss})
+        for name, (sent, loss) in losses.items()
+    ]
+    write_race(tmp_path, *rows)
+    for name, (sent, _) in losses.items():
+        lines = [f'{{"step": {step}, "loss": 3.0, "sent_bytes": {sent}}}\n' for step in range(1, 5)]
+        (tmp_path / name / "seed0" / "metrics.jsonl").write_text("".join(lines if counted or name == "zero" else []))
+    page = write_race_report(tmp_path).read_text()
+    assert "Loss over bytes" in page and "than sdp4bit (3.1000), zero (3.0000)." in page
+    assert page.count('class="dot beaten"') == 1

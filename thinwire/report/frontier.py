@@ -1,0 +1,103 @@
+"""The frontier of a race: held-out loss over all bytes sent, and who is beaten in both."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from thinwire.report.charts import Figure
+from thinwire.report.run import number, read_run
+from thinwire.report.svg import Chart, around
+
+FINISHED = "finished"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a method has reached, and at what price.
+
+    Args:
+        name: of the method or contestant.
+        sent_bytes: by one rank in the whole run.
+        loss: held-out, nats per token, the mean over seeds.
+        error: standard error of the loss over seeds; 0 with one seed.
+    """
+
+    name: str
+    sent_bytes: float
+    loss: float
+    error: float = 0.0
+
+
+def beaten(outcomes: Sequence[Outcome]) -> set[str]:
+    """Names of those for which another one has at most the bytes and at most the loss, and less of one of them."""
+    pairs = {outcome.name: (outcome.sent_bytes, outcome.loss) for outcome in outcomes}
+    return {
+        name
+        for name, own in pairs.items()
+        if any(other != own and other[0] <= own[0] and other[1] <= own[1] for other in pairs.values())
+    }
+
+
+def race_outcomes(values: Mapping[str, Any], out: Path) -> list[Outcome]:
+    """The outcome of each contestant that finished; empty where fewer than two sent anything and have a held-out loss.
+
+    Bytes are the payload of all steps by the runs' own metrics; where a contestant has none, for all of them the
+    kernel's bytes of a typical step, times the steps.
+    """
+    rows = [row for row in values["contestants"] if row["status"] == FINISHED and row["mean"]["heldout_loss"]]
+    payloads = {row["name"]: [payload(out / seed["run_dir"]) for seed in row["seeds"]] for row in rows}
+    by_metrics = all(math.isfinite(sent) and sent > 0 for seeds in payloads.values() for sent in seeds)
+    found = []
+    for row in rows:
+        kernel = number(row["mean"]["kernel_sent_bytes_per_step"]) * values["steps"]
+        sent = fmean(payloads[row["name"]]) if by_metrics else kernel
+        losses = [number(seed["figures"]["heldout_loss"]) for seed in row["seeds"]]
+        error = stdev(losses) / math.sqrt(len(losses)) if len(losses) > 1 else 0.0
+        if sent > 0:
+            found.append(Outcome(row["name"], sent, fmean(losses), error))
+    return found if len(found) > 1 else []
+
+
+def payload(run_dir: Path) -> float:
+    """Bytes that rank 0 sent in all steps of a run; NaN where the run did not count them."""
+    if not (run_dir / "metrics.jsonl").is_file():
+        return math.nan
+    steps = read_run(run_dir).steps
+    return sum(number(row.get("sent_bytes")) for row in steps) if steps else math.nan
+
+
+def frontier_figure(outcomes: Sequence[Outcome], styles: Mapping[str, str]) -> Figure:
+    """A point for each outcome, with its error; those that are beaten in both are grey."""
+    grey = beaten(outcomes)
+    sent = [outcome.sent_bytes for outcome in outcomes]
+    ends = (loss for one in outcomes for loss in (one.loss - one.error, one.loss + one.error))
+    chart = Chart(
+        "held-out loss over bytes", (min(sent) / 1.5, max(sent) * 1.5), around(ends), "bytes that one rank sent",
+        "held-out loss (nats per token)", names=[one.name for one in outcomes], log_x=True,
+    )  # fmt: skip
+    named = []
+    for outcome in outcomes:
+        style = "beaten" if outcome.name in grey else styles[outcome.name]
+        point = outcome.sent_bytes, outcome.loss
+        if outcome.error:
+            chart.error_bar(point, outcome.error, style)
+        chart.dot(point, style)
+        named.append((outcome.name, style, point))
+    chart.end_labels(named)
+    notes = ["Grey: another contestant sent no more and has no higher loss."] if grey else []
+    notes += ["Lines: one standard error over the seeds."] if any(one.error for one in outcomes) else []
+    return Figure("Loss over bytes", [], chart.svg(), notes)
+
+
+def frontier_sentence(outcomes: Sequence[Outcome]) -> str:
+    """Which contestants nobody beats in both, from the fewest bytes on; empty where fewer than three are compared."""
+    if len(outcomes) < 3:
+        return ""
+    best = sorted((one for one in outcomes if one.name not in beaten(outcomes)), key=lambda one: one.sent_bytes)
+    names = ", ".join(f"{one.name} ({one.loss:.4f})" for one in best)
+    return f"Nobody has both fewer bytes and a lower held-out loss than {names}."

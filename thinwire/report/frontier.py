@@ -95,9 +95,9 @@ def frontier_figure(outcomes: Sequence[Outcome], styles: Mapping[str, str]) -> F
 
 
 def frontier_sentence(outcomes: Sequence[Outcome]) -> str:
-    """Which contestants nobody beats in both, from the fewest bytes on; empty where fewer than three are compared."""
+    """The contestants that no other one beats in both, from the fewest bytes on; empty where fewer than three are compared."""
     if len(outcomes) < 3:
         return ""
     best = sorted((one for one in outcomes if one.name not in beaten(outcomes)), key=lambda one: one.sent_bytes)
     names = ", ".join(f"{one.name} ({one.loss:.4f})" for one in best)
-    return f"Nobody has both fewer bytes and a lower held-out loss than {names}."
+    return f"No contestant has both fewer bytes and a lower held-out loss than any of {names}."

@@ -219,7 +219,9 @@ class Poison:
 
 
 @pytest.mark.parametrize("file", ["rank0/__0_0.distcp", "rank0/state.json", "manifest.json", ".metadata"])
-def test_a_malicious_pickle_is_not_executed(tmp_path: Path, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_malicious_pickle_is_not_executed(
+    tmp_path: Path, file: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.chdir(tmp_path)
     save(tmp_path, 5)
     checkpoint = folder_of(tmp_path, 5)
@@ -233,6 +235,7 @@ def test_a_malicious_pickle_is_not_executed(tmp_path: Path, file: str, monkeypat
         (checkpoint / file).write_bytes(pickle.dumps(Poison()))
     if file == ".metadata":
         verify(checkpoint)
+        assert b"Poison" not in (checkpoint / file).read_bytes() and "is written anew" in caplog.text
         assert torch.equal(read(checkpoint), torch.full((NUMEL,), 5.0)), "nobody reads it"
     else:
         with pytest.raises(CheckpointError, match=r"distcp|state|manifest"):

@@ -18,7 +18,7 @@ from thinwire.training.hardware import free_port
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 METRICS_KEYS = [
     "step", "loss", "tokens", "step_s", "compute_s", "exposed_comm_s", "sent_bytes", "received_bytes", "lr",
-    "grad_norm", "codec_s", "forward_s", "sent_weight_bytes", "peak_allocated_bytes",
+    "grad_norm", "codec_s", "forward_s", "sent_weight_bytes", "peak_allocated_bytes", "damaged_messages",
 ]  # fmt: skip
 SUMMARY_KEYS = {
     "heldout_loss", "tokens", "step_s", "tokens_per_s", "sent_bytes_per_step", "uncompressed_bytes_per_step",

@@ -57,6 +57,8 @@ STATE_FILE = "state.json"
 # Below it another thread costs more than it saves.
 MIN_THREAD_BYTES = 1 << 20
 # So much is worth a word to the disk before all is written.
+# The index of torch.distributed.checkpoint.
+METADATA = ".metadata"
 SYNC_BYTES = 32 << 20
 # {file: (bytes, CRC-32)}
 Sums = dict[str, tuple[int, int]]
@@ -245,8 +247,11 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def write_metadata(folder: Path) -> None:
-    """Write DCP's own index of all parts in a folder, by which torch's tools read it; nobody here does."""
+def write_metadata(folder: Path) -> tuple[int, int]:
+    """Write DCP's own index of all parts in a folder, by which torch's tools read it; nobody here does.
+
+    Returns its bytes and their CRC-32.
+    """
     index: Index = {}
     for part in parts_of(folder):
         for name, chunks in read_part(part)[1].items():
@@ -259,7 +264,9 @@ def write_metadata(folder: Path) -> None:
         found = [ChunkStorageMetadata(chunk.offsets, chunk.shape) for chunk in chunks]
         tensors[name] = TensorStorageMetadata(TensorProperties(dtype=dtype_named(first.dtype)), whole, found)
         places |= {MetadataIndex(name, c.offsets): _compat.place_in_file(c.file, c.place, c.num_bytes) for c in chunks}
-    write_durably(folder / ".metadata", pickle.dumps(Metadata(tensors, storage_data=places)))
+    content = pickle.dumps(Metadata(tensors, storage_data=places))
+    write_durably(folder / METADATA, content)
+    return len(content), zlib.crc32(content)
 
 
 def boxes_of(name: str, piece: Piece) -> dict[MetadataIndex, Box]:

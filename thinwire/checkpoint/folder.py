@@ -2,7 +2,7 @@
 
 checkpoints/latest                    the name of the last complete one
 checkpoints/step-00000500/            one checkpoint; until it is complete, .step-00000500.tmp
-    manifest.json                     step, loss, ranks, versions; size and checksum of every file of the ranks
+    manifest.json                     step, loss, ranks, versions; size and checksum of all other files
     rank0/state.json, __0_0.distcp    what rank 0 wrote: numbers and the index, and the tensors
     next_loss.json                    the loss of the step after it, once that is known
     verified                          when all checksums were last found right
@@ -11,6 +11,7 @@ checkpoints/step-00000500/            one checkpoint; until it is complete, .ste
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
 import zlib
@@ -21,8 +22,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from thinwire.checkpoint.dcp import CheckpointError, part_of, write_durably
+from thinwire.checkpoint.dcp import METADATA, CheckpointError, part_of, write_durably, write_metadata
 from thinwire.errors import ConfigError, nearest
+
+log = logging.getLogger("thinwire")
 
 POINTER = "latest"
 MANIFEST = "manifest.json"
@@ -126,12 +129,15 @@ class Manifest:
         """The files that must be here: those of every disk of which anything is; of all disks where nothing is."""
         here = [rank for disk in self.disks if any(part_of(folder, r).exists() for r in disk) for rank in disk]
         ranks = here or range(self.world_size)
-        names = {part_of(folder, rank).name for rank in ranks}
+        names = {METADATA, *(part_of(folder, rank).name for rank in ranks)}
         return [name for name in self.files if name.split("/")[0] in names]
 
 
 def verify(checkpoint: Path) -> Manifest:
-    """Compare every file with its checksum. Raises CheckpointError with the names of all that are wrong."""
+    """Compare every file with its checksum. Raises CheckpointError with the names of all that are wrong.
+
+    The index of torch's tools follows from the other files: where it alone is damaged, it is written anew.
+    """
     with suppress(OSError):
         (checkpoint / VERIFIED).unlink()
     manifest = Manifest.read(checkpoint)
@@ -140,6 +146,10 @@ def verify(checkpoint: Path) -> Manifest:
         next_loss(checkpoint)
     except CheckpointError as error:
         wrong.append(str(error))
+    if len(wrong) == 1 and wrong[0].startswith(METADATA):
+        log.warning("thinwire: %s: %s; it is written anew from the other files", checkpoint, wrong.pop())
+        with suppress(OSError):
+            write_metadata(checkpoint)
     if wrong:
         raise CheckpointError(f"{checkpoint}: " + "; ".join(wrong))
     with suppress(OSError):

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.checkpoint.dcp import Sums, part_of, sync_folder, write_metadata, write_pieces
+from thinwire.checkpoint.dcp import METADATA, Sums, part_of, sync_folder, write_metadata, write_pieces
 from thinwire.checkpoint.folder import Keep, Manifest, folder_of, leftovers, note_next_loss, point_to
 from thinwire.checkpoint.state import Piece, Snapshot
 
@@ -236,7 +236,8 @@ def write_part(part: Path, text: Mapping[str, Any], pieces: Mapping[str, Piece])
 def complete(temporary: Path, manifest: Manifest) -> None:
     """Turn a folder in which all have written into a checkpoint: manifest, then name, then pointer. Raises OSError."""
     folder = folder_of(temporary.parent, manifest.step)
-    write_metadata(temporary)
+    # Machines with disks of their own have indices of their own.
+    manifest = replace(manifest, files={**manifest.files, METADATA: list(write_metadata(temporary))})
     # Which brings to the disk the names in the folder, too.
     manifest.write(temporary)
     replaced = temporary.with_suffix(".old")

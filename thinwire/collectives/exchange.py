@@ -20,7 +20,7 @@ from thinwire import _compat
 from thinwire.collectives import faults, headers, staging
 from thinwire.collectives.meter import Meter
 from thinwire.collectives.rounds import Rounds
-from thinwire.errors import PeerLostError
+from thinwire.errors import CorruptMessageError, PeerLostError
 
 GRACE_S = 2.0
 # Rounds of one job: an all_reduce over two levels needs four, and a job may be made of many parts.
@@ -261,4 +261,8 @@ class Exchange:
         for peer, header in theirs.items():
             landing, wire = self._landings[peer], self.wire
             names = wire.name(peer), wire.name(wire.rank)
-            headers.check_payload(landing[: self._length(landing)], header, *names, wire.global_ranks[peer])
+            try:
+                headers.check_payload(landing[: self._length(landing)], header, *names, wire.global_ranks[peer])
+            except CorruptMessageError:
+                wire.meter.count_damaged()
+                raise

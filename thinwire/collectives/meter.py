@@ -36,7 +36,8 @@ class MeterReading:
 
     encode_s, send_s, wait_s, decode_s: seconds of the communication thread spent packing, sending, waiting for peers'
     messages, and unpacking. exposed_s: seconds the training thread stood still waiting for the communication thread.
-    operations: {(operation, level): OpReading}, level "intra" or "inter".
+    operations: {(operation, level): OpReading}, level "intra" or "inter". num_damaged: messages that came with another
+    checksum than they were sent with.
     """
 
     sent_bytes: int = 0
@@ -46,6 +47,7 @@ class MeterReading:
     wait_s: float = 0.0
     decode_s: float = 0.0
     exposed_s: float = 0.0
+    num_damaged: int = 0
     operations: dict[tuple[str, str], OpReading] = field(default_factory=dict)
 
     def sent_by(self, operation: str) -> int:
@@ -90,6 +92,7 @@ class Meter:
         self._lock = threading.Lock()
         self._seconds = dict.fromkeys(SECONDS, 0.0)
         self._operations: dict[tuple[str, str], OpReading] = {}
+        self._num_damaged = 0
         self.spans: list[TimeSpan] | None = None
 
     @contextmanager
@@ -116,13 +119,19 @@ class Meter:
             key = (operation, level)
             self._operations[key] = self._operations.get(key, OpReading()) + reading
 
+    def count_damaged(self) -> None:
+        """Add one message that was damaged on its way."""
+        with self._lock:
+            self._num_damaged += 1
+
     def snapshot(self) -> MeterReading:
         """The totals so far, as a value that later counting does not change."""
         with self._lock:
-            operations, seconds = dict(self._operations), dict(self._seconds)
+            operations, seconds, num_damaged = dict(self._operations), dict(self._seconds), self._num_damaged
         return MeterReading(
             sent_bytes=sum(reading.sent_bytes for reading in operations.values()),
             received_bytes=sum(reading.received_bytes for reading in operations.values()),
+            num_damaged=num_damaged,
             operations=operations,
             **seconds,
         )

@@ -95,7 +95,7 @@ def frontier_figure(outcomes: Sequence[Outcome], styles: Mapping[str, str]) -> F
 
 
 def frontier_sentence(outcomes: Sequence[Outcome]) -> str:
-    """The contestants that no other one beats in both, from the fewest bytes on; empty where fewer than three are compared."""
+    """The contestants that nobody beats in both, fewest bytes first; empty where fewer than three are compared."""
     if len(outcomes) < 3:
         return ""
     best = sorted((one for one in outcomes if one.name not in beaten(outcomes)), key=lambda one: one.sent_bytes)

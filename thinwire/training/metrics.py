@@ -20,6 +20,7 @@ class StepMetrics:
     seconds rank 0 stood still waiting for communication; compute_s: the rest of step_s. sent_bytes, received_bytes:
     payload of rank 0 in this step. codec_s: seconds in which rank 0's communication thread packed and unpacked.
     forward_s: seconds of its forward passes, waiting included. sent_weight_bytes: of sent_bytes, what brought weights.
+    damaged_messages: that came to rank 0 in this step with another checksum than they were sent with, and came again.
     peak_allocated_bytes: the most that tensors have taken on rank 0's GPU at once, up to this step; 0 on the CPU.
     """
 
@@ -37,6 +38,7 @@ class StepMetrics:
     forward_s: float = 0.0
     sent_weight_bytes: int = 0
     peak_allocated_bytes: int = 0
+    damaged_messages: int = 0
 
 
 @dataclass(frozen=True)

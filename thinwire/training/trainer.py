@@ -242,6 +242,7 @@ class Trainer:
                     sent_bytes=sent.sent_bytes, received_bytes=sent.received_bytes, lr=lr, grad_norm=grad_norm,
                     codec_s=spent.encode_s + spent.decode_s, forward_s=forward_s,
                     sent_weight_bytes=sent.sent_by("weights"), peak_allocated_bytes=self.device.peak_bytes(),
+                    damaged_messages=sent.num_damaged,
                 )
             )  # fmt: skip
         self._watch_gradient(grad_norm)

@@ -1,11 +1,15 @@
-"""What compression costs in loss: strategies against the first one, same seeds, same tokens in the same order.
+"""What compression costs in loss: strategies against the first one, paired by seed, same tokens in the same order.
 
-    python benchmarks/loss.py [--strategies 'zero,sdp4bit,ef-topk[lr=3e-3]'] [--seeds 0 1 2] [--steps 300] [--json FILE]
+    python benchmarks/loss.py [--models tiny demo] [--seeds 0 1 2 3 4] [--json FILE]
+    python benchmarks/loss.py --strategies 'zero,ef-topk[lr=3e-3]' --seeds 0 --flags --model tiny --steps 3000
 
-Each run is a `thinwire train` of the demo model on the standard library's sources, four workers, each a node of its
-own. Strategies are written as for `thinwire compare`, with options and a learning rate of their own in brackets. Prints
-held-out loss for every strategy and seed, and the mean over seeds as a ratio to the first strategy's. Runs that are
-complete in the folder given by --runs, with the same options, are not repeated.
+Four ranks, each a node of its own, train on the standard library's sources. Without --strategies the table of SDP4Bit is
+made: its halves, rotation, groups, rounding, two ranks to a node. Strategies are written as for `thinwire compare`, with
+options and a learning rate of their own in brackets; --flags are flags of `thinwire train`.
+
+Every run that has finished is a line of --runs, and is not repeated: a benchmark that is broken off goes on where it was,
+and the table says how many seeds it has. Delete the file after a change of the numerics. Strategies of the sharded host
+train in this process, to the same bits as in four (benchmarks/one_process.py); others by `thinwire train`.
 """
 
 from __future__ import annotations
@@ -17,82 +21,141 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from one_process import train as train_here
 
-from thinwire.compare.contestants import Contestant, read_contestants
+from thinwire.compare.contestants import read_contestants
 from thinwire.errors import ConfigError, Problems
+from thinwire.methods.sharded import ShardedMethod
 from thinwire.training.config import TrainConfig
-from thinwire.training.settings import to_toml
+from thinwire.training.run import Run
+from thinwire.training.settings import read_config, to_toml
 
 BASE = TrainConfig(
-    model="demo", data="stdlib", workers=4, local_size=1, micro_batch=4, lr=1e-3, eval_sequences=256, sample_tokens=0,
-    checkpoint_every=0,
-)  # fmt: skip
+    data="stdlib", workers=4, local_size=1, dtype="fp32", eval_sequences=256, sample_tokens=0, checkpoint_every=0
+)
+MODELS = {
+    "tiny": replace(BASE, model="tiny", seq_len=64, micro_batch=2, steps=2000, lr=3e-3),
+    "demo": replace(BASE, model="demo", seq_len=256, micro_batch=4, steps=300, lr=1e-3),
+}
+# What is varied, as a contestant, and the ranks of a node.
+EXACT = "inter_gradients=fp32,vector_gradients=fp32"
+VARIANTS: dict[str, tuple[str, int]] = {
+    "`zero`, exact": ("zero", 1),
+    "`sdp4bit`": ("sdp4bit", 1),
+    "weights alone": (f"sdp4bit[{EXACT}]", 1),
+    "gradients alone": ("sdp4bit[weights=fp32,vector_weights=fp32]", 1),
+    "two ranks to a node": ("sdp4bit", 2),
+    "not rotated": ("sdp4bit[inter_gradients=int4/64:bf16]", 1),
+    "gradients in groups of 32, 4.5 bits": ("sdp4bit[inter_gradients=int4/32:bf16+hadamard32]", 1),
+    "gradients in groups of 128, 4.125 bits": ("sdp4bit[inter_gradients=int4/128:bf16+hadamard32]", 1),
+    "gradients to nearest": ("sdp4bit[inter_gradients=int4/64:bf16:nearest+hadamard32]", 1),
+    "weights to nearest": ("sdp4bit[weights=int4/2048:nearest]", 1),
+    "gradients in powers of two": ("sdp4bit[inter_gradients=e3m0/64:bf16]", 1),
+}
 
 
-def train(folder: Path, contestant: Contestant, seed: int, steps: int, flags: list[str]) -> dict:
-    """The summary of one run, taken from disk where it was completed before."""
-    run_dir = folder / f"{contestant.name}-{seed}"
-    summary, config = run_dir / "summary.json", folder / f"{run_dir.name}.toml"
-    # The flags belong to what was asked for as much as the configuration does.
-    asked = to_toml(replace(contestant.config(BASE), seed=seed, steps=steps, run_dir=str(run_dir))) + f"# {flags}\n"
-    if not summary.exists() or not config.exists() or config.read_text() != asked:
-        folder.mkdir(parents=True, exist_ok=True)
-        summary.unlink(missing_ok=True)
-        config.write_text(asked)
-        command = [sys.executable, "-m", "thinwire", "train", str(config), "--overwrite", *flags]
+class Results:
+    """The finished runs in a file of lines, by what was asked for."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        lines = path.read_text().splitlines() if path.exists() else []
+        self.found = {line["config"]: line for line in map(json.loads, lines)}
+
+    def run(self, config: TrainConfig) -> dict:
+        """{"config", "heldout_loss", "sent_bytes"} of a run, from the file or made now."""
+        key = to_toml(config)
+        if key not in self.found:
+            loss, sent = train(config)
+            self.found[key] = {"config": key, "heldout_loss": loss, "sent_bytes": sent}
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a") as file:
+                file.write(json.dumps(self.found[key]) + "\n")
+        return self.found[key]
+
+
+def train(config: TrainConfig) -> tuple[float, float]:
+    """Held-out loss, and the bytes that a rank sends in a step."""
+    if isinstance(Run.of(config).strategy, ShardedMethod) and config.dtype != "auto":
+        trained = train_here(config)
+        return trained.heldout_loss, trained.sent_bytes
+    with tempfile.TemporaryDirectory() as folder:
+        path, run_dir = Path(folder) / "config.toml", Path(folder) / "run"
+        path.write_text(to_toml(replace(config, run_dir=str(run_dir))))
+        command = [sys.executable, "-m", "thinwire", "train", str(path)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return json.loads(summary.read_text())
+        summary = json.loads((run_dir / "summary.json").read_text())
+        return summary["heldout_loss"], summary["sent_bytes_per_step"]
 
 
-def contestants(text: str, steps: int) -> list[Contestant]:
+def contestants(text: str, base: TrainConfig) -> dict[str, TrainConfig]:
     """Those that are named; exits with 2 and all that is wrong with them."""
     problems = Problems()
-    found = read_contestants(text, problems, replace(BASE, steps=steps))
+    found = read_contestants(text, problems, base)
     try:
         problems.raise_any()
     except ConfigError as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None
-    return found
+    return {f"`{one.name}`" if one.name != one.strategy else f"`{one}`": one.config(base) for one in found}
+
+
+def races(arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, TrainConfig]]]:
+    """What each table is of, and its rows; the first row is the reference."""
+    if arguments.strategies is not None:
+        base = with_flags(MODELS["demo"], arguments.flags)
+        yield f"{base.model}, {base.steps} steps", contestants(arguments.strategies, base)
+        return
+    for model in arguments.models:
+        base = with_flags(MODELS[model], arguments.flags)
+        rows = {}
+        for name, (text, local_size) in VARIANTS.items():
+            (rows[name],) = contestants(text, replace(base, local_size=local_size)).values()
+        yield f"{model}, {base.steps} steps", rows
+
+
+def with_flags(base: TrainConfig, flags: list[str]) -> TrainConfig:
+    """The configuration with flags of `thinwire train` over it."""
+    if not flags:
+        return base
+    problems = Problems()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.toml"
+        path.write_text(to_toml(base))
+        config = read_config([str(path), *flags], problems)
+    problems.raise_any()
+    return config
+
+
+def gap(own: dict[int, float], reference: dict[int, float]) -> tuple[float, float, int]:
+    """(mean, its standard error, seeds) of the relative difference, paired by seed."""
+    gaps = [own[seed] / reference[seed] - 1 for seed in own.keys() & reference.keys()]
+    error = statistics.stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else float("nan")
+    return statistics.mean(gaps), error, len(gaps)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--strategies", default="zero,sdp4bit")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--runs", type=Path, default=Path("runs/loss"))
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--strategies", help="in place of the table of SDP4Bit")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
+    parser.add_argument("--runs", type=Path, default=Path("benchmarks/results/loss.jsonl"))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="further flags for `thinwire train`")
     arguments = parser.parse_args()
-    racing = contestants(arguments.strategies, arguments.steps)
-    losses: dict[str, list[float]] = {str(one): [] for one in racing}
-    sent: dict[str, float] = {}
-    for seed in arguments.seeds:
-        for one in racing:
-            summary = train(arguments.runs, one, seed, arguments.steps, arguments.flags)
-            losses[str(one)].append(summary["heldout_loss"])
-            sent[str(one)] = summary["sent_bytes_per_step"] / 1e6
-            print(f"seed {seed}  {one!s:30s} held-out loss {losses[str(one)][-1]:.4f}", flush=True)
-    first = str(racing[0])
-    reference = statistics.mean(losses[first])
-    rows = []
-    for name, values in losses.items():
-        mean = statistics.mean(values)
-        print(f"{name:30s} mean {mean:.4f}  {mean / reference - 1:+.3%}  sent {sent[name]:.3f} MB a step")
-        rows.append(
-            [f"{name}: held-out loss after {arguments.steps} steps, mean of {len(values)} seeds, over {first}'s",
-             f"{mean:.4f} / {reference:.4f} = {mean / reference:.4f}, {sent[name]:.2f} MB sent a step"]
-        )  # fmt: skip
-    if arguments.json:
-        machine = f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}"
-        result = {"command": "python benchmarks/loss.py", "machine": machine, "losses": losses, "readme": rows[1:]}
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    torch.set_num_threads(1)
+    results = Results(arguments.runs)
+    for title, rows in races(arguments):
+        for name, config in rows.items():
+            for seed in arguments.seeds:
+                done = results.run(replace(config, seed=seed))
+                print(f"{title}, {name}, seed {seed}: held-out loss {done['heldout_loss']:.4f}", flush=True)
     return 0
 
 

@@ -15,27 +15,37 @@ import json
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import singledispatch
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from thinwire.collectives import Communicator
+from thinwire.collectives.elastic import Membership
 from thinwire.collectives.exchange import Members
 from thinwire.collectives.link import Link
+from thinwire.collectives.peers import WorldPeers
 from thinwire.collectives.rounds import Rounds
 from thinwire.data import BatchLoader, heldout_batches
 from thinwire.device import Device
-from thinwire.errors import Problems
+from thinwire.errors import ConfigError, Problems
+from thinwire.hosts.ddp.optimizer import DDPOptimizer
+from thinwire.hosts.islands.loop import OuterLoop
+from thinwire.hosts.islands.optimizer import IslandsOptimizer
 from thinwire.hosts.ranks import Ranks
 from thinwire.hosts.sharded.optimizer import ShardedOptimizer
+from thinwire.methods.ddp import DDPMethod
+from thinwire.methods.islands.base import IslandsMethod
 from thinwire.methods.sharded import ShardedMethod
 from thinwire.models import build_model
+from thinwire.state.memory import Place
 from thinwire.training.config import TrainConfig, derive
 from thinwire.training.engine import Corpus, build_optimizer
 from thinwire.training.run import Run
@@ -104,7 +114,7 @@ class World:
 
     def _drive(self, jobs: list[tuple[Rounds[Any], Future[Any]]]) -> None:
         while jobs:
-            awaited = []
+            awaited: list[Any] = []
             for job, future in list(jobs):
                 try:
                     awaited += next(job)
@@ -162,29 +172,134 @@ class Trained:
     sent_bytes: int
 
 
-def train(config: TrainConfig) -> Trained:
-    """Run what `thinwire train` would, on the CPU, for a strategy of the sharded host.
+class LocalDDP:
+    """What DistributedDataParallel is to its optimizer, with one bucket, which is complete when `launch` is called."""
 
-    config: with the dtype stated, and all ranks on the data axis.
+    def __init__(self, trained: Mapping[str, nn.Parameter]) -> None:
+        self._params = list(trained.values())[::-1]
+
+    def register_comm_hook(self, state: object, hook: Callable[[Any, Any], Any]) -> None:
+        self._state, self._hook = state, hook
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def launch(self) -> None:
+        """Give the gradients to the hook, and let them be views of the bucket."""
+        self._flat = torch.cat([param.grad.flatten() for param in self._params if param.grad is not None])
+        parts = self._flat.split([param.numel() for param in self._params])
+        for param, part in zip(self._params, parts, strict=True):
+            param.grad = part.view_as(param)
+        self._hook(self._state, self)
+
+    def index(self) -> int:
+        return 0
+
+    def is_last(self) -> bool:
+        return True
+
+    def buffer(self) -> Tensor:
+        return self._flat
+
+    def parameters(self) -> list[nn.Parameter]:
+        return self._params
+
+    def gradients(self) -> list[Tensor]:
+        return [param.grad for param in self._params if param.grad is not None]
+
+
+class LocalPeers(WorldPeers):
+    """Islands of one rank each, in a World."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        self.comm = LocalCommunicator(world, rank, 1)
+        self.island, self.members, self.has_state = rank, tuple(range(world.world_size)), True
+        self.membership = Membership(0, self.members, (), (), 0.0)
+        self.world = world
+
+    def lost(self) -> bool:
+        """Never; whoever asks stands still for an exchange, and the others have their turn."""
+        self.world.turn.wait(0.0)
+        return False
+
+
+@dataclass(frozen=True)
+class Hosted:
+    """An optimizer of a host, and what must be called after the last backward of a step."""
+
+    optimizer: Any
+    launch: Callable[[], None] = lambda: None
+
+
+@singledispatch
+def host(method: object, model: nn.Module, inner: torch.optim.Optimizer, world: World, rank: int, run: Run) -> Hosted:
+    """The method's host, the same as in training, over the ranks of a World."""
+    raise ConfigError(f"{type(method).__name__} can't train in one process: its host needs one for each rank")
+
+
+@host.register
+def _sharded(
+    method: ShardedMethod, model: nn.Module, inner: torch.optim.Optimizer, world: World, rank: int, run: Run
+) -> Hosted:
+    comm = LocalCommunicator(world, rank, run.config.local_size or world.world_size)
+    levels = [method.levels(comm.topology)]
+    units = method.units(model, dict(model.named_parameters()), levels, lambda _: 0, None)
+    return Hosted(
+        ShardedOptimizer(
+            model, inner, method, units, Ranks(comm, comm), [comm], overlap=False, seed=run.config.seed, notes=[]
+        )
+    )
+
+
+@host.register
+def _ddp(
+    method: DDPMethod, model: nn.Module, inner: torch.optim.Optimizer, world: World, rank: int, run: Run
+) -> Hosted:
+    comm = LocalCommunicator(world, rank, run.config.local_size or world.world_size)
+    trained = dict(model.named_parameters())
+    place = Place({name: param.shape for name, param in trained.items()}, comm.topology, rank)
+    reduction = method.reduction(place, run.config.seed)
+    if world.world_size > 1 and not reduction.is_metered:
+        raise ConfigError(f"{method.name} can't train in one process: torch's own collectives carry it")
+    method.bind(reduction, trained, inner)
+    ddp: Any = LocalDDP(trained)
+    optimizer = DDPOptimizer(
+        model, inner, Ranks(comm, comm), trained, ddp, reduction, [], whole_step=method.whole_step
+    )  # fmt: skip
+    return Hosted(optimizer, ddp.launch)
+
+
+@host.register
+def _islands(
+    method: IslandsMethod, model: nn.Module, inner: torch.optim.Optimizer, world: World, rank: int, run: Run
+) -> Hosted:
+    inside = host(method.inner, model, inner, World(1, world.turn), 0, run)
+    loop = OuterLoop(
+        inside.optimizer, model, method.method(), LocalPeers(world, rank), torch_optimizer=inner, seed=run.config.seed
+    )
+    return Hosted(IslandsOptimizer(inside.optimizer, loop, method), inside.launch)
+
+
+def train(config: TrainConfig) -> Trained:
+    """Run what `thinwire train` would, on the CPU. Of methods on DDP the bits differ: there is one bucket here.
+
+    config: with the dtype stated, and all ranks on the data axis; or each an island. Raises ConfigError for a method
+    whose host needs processes.
     """
     run = Run.of(config)
-    assert isinstance(run.strategy, ShardedMethod) and config.dtype != "auto" and config.nodes == 1
+    assert config.dtype != "auto" and config.nodes == 1
     corpus, world = Corpus.of(config), World(config.workers)
-    return world.run(lambda rank: _train(run, corpus, world, rank))[0]
+    ranks = world.run(lambda rank: _train(run, corpus, world, rank))
+    heldout = sum(trained.heldout_loss for trained, _ in ranks) / sum(num_sequences for _, num_sequences in ranks)
+    return replace(ranks[0][0], heldout_loss=heldout)
 
 
-def _train(run: Run, corpus: Corpus, world: World, rank: int) -> Trained:
-    config, strategy, num_ranks = run.config, run.strategy, world.world_size
-    assert isinstance(strategy, ShardedMethod)
+def _train(run: Run, corpus: Corpus, world: World, rank: int) -> tuple[Trained, int]:
+    """One rank's part; its held-out loss is the sum over its sequences, of which the second value is the number."""
+    config, num_ranks = run.config, world.world_size
     model = build_model(config.model, corpus.tokenizer.vocab_size, config.seq_len, config.seed)
-    inner = build_optimizer(config, model)
-    comm = LocalCommunicator(world, rank, config.local_size or num_ranks)
-    units = strategy.units(
-        model, dict(model.named_parameters()), [strategy.levels(comm.topology)], lambda _: 0, None
-    )  # fmt: skip
-    optimizer = ShardedOptimizer(
-        model, inner, strategy, units, Ranks(comm, comm), [comm], overlap=False, seed=config.seed, notes=[]
-    )
+    hosted = host(run.strategy, model, build_optimizer(config, model), world, rank, run)
+    optimizer = hosted.optimizer
     batch = derive(config, num_ranks)
     loader = BatchLoader(
         corpus.train, seq_len=config.seq_len, micro_batch=batch.micro_batch, accumulation=batch.accumulation,
@@ -194,9 +309,7 @@ def _train(run: Run, corpus: Corpus, world: World, rank: int) -> Trained:
     losses = []
     for step in range(1, config.steps + 1):
         for group in optimizer.param_groups:
-            group["lr"] = lr_at(
-                step, peak=config.lr, num_warmup_steps=config.num_warmup_steps, num_steps=config.steps
-            )
+            group["lr"] = lr_at(step, peak=config.lr, num_warmup_steps=config.num_warmup_steps, num_steps=config.steps)
         total = 0.0
         for number in range(batch.accumulation):
             with autocast:
@@ -206,12 +319,14 @@ def _train(run: Run, corpus: Corpus, world: World, rank: int) -> Trained:
                     (loss / batch.accumulation).backward()
             else:
                 (loss / batch.accumulation).backward()
+                hosted.launch()
             total += float((loss / batch.accumulation).detach().float())
         optimizer.note_loss(total)
         optimizer.clip_grad_norm_(config.grad_clip or float("inf"))
         optimizer.step()
         optimizer.zero_grad()
         losses.append(optimizer.mean_loss)
+    optimizer.finish()
     optimizer.check_replicas()
     model.eval()
     heldout, num_sequences = 0.0, 0
@@ -222,8 +337,7 @@ def _train(run: Run, corpus: Corpus, world: World, rank: int) -> Trained:
         ):  # fmt: skip
             heldout += float(model(tokens, targets)) * len(tokens)
             num_sequences += len(tokens)
-    mean = optimizer.all_mean(heldout) / optimizer.all_mean(num_sequences)
-    return Trained(losses, mean, optimizer.bytes_per_step)
+    return Trained(losses, heldout, optimizer.bytes_per_step), num_sequences
 
 
 def main() -> int:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from tests.training.commands import HANG_S, THINWIRE, CommandRunner, children, finish, is_running
+from tests.training.commands import HANG_S, CommandRunner, children, finish, is_running
 from tests.workers import free_port
 from thinwire.convert.saved import load_run
 from thinwire.launch.failures import has_failed_by_itself
@@ -33,7 +33,7 @@ def test_an_island_that_died_comes_back_and_all_stop_at_the_same_step(tmp_path: 
         **{"streamingdiloco.sync-every": 6, "streamingdiloco.num-fragments": 2},
     )  # fmt: skip
     asked = ("kill rank=1 island=1 step=10", "kill rank=1 island=0 step=999999")
-    process = runner.start(*THINWIRE, "train", *flags, *(word for text in asked for word in ("--inject", text)))
+    process = runner.start("train", *flags, *(word for text in asked for word in ("--inject", text)))
 
     def lines(name: str, key: str) -> list[dict]:
         return [line for line in runner.metrics(name) if key in line]

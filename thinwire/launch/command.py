@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from thinwire.errors import ConfigError, Problems
 from thinwire.launch.agent import LOOPBACK, Relay, run_workers
+from thinwire.launch.fork_server import ForkServer
 from thinwire.launch.islands import launch_islands
 from thinwire.launch.prepare import dry_run, keep_chosen, prepare
 from thinwire.launch.worker import exit_after
@@ -47,15 +48,16 @@ def launch(config: TrainConfig, problems: Problems, began: float) -> int:
     began: when the command was started, as time.time() has it.
     Raises ConfigError before any process is started, ThinwireError when a worker failed, StoppedError after a signal.
     """
-    relay = Relay()
-    run, start = prepare(config, problems)
-    if config.nodes == 1:
-        start = replace(start, began=began)
-    os.environ["OMP_NUM_THREADS"] = str(start.threads)
-    start.effects.append(choose_interface((config.join or LOOPBACK).rsplit(":", 1)[0], config.nodes))
-    if run.has_islands and (run.config.local_size or 1) < config.world_size:
-        return launch_islands(run.config, start)
-    return run_workers(run.config, start, relay)
+    with ForkServer("thinwire.launch.preload") as server:
+        relay = Relay()
+        run, start = prepare(config, problems)
+        if config.nodes == 1:
+            start = replace(start, began=began)
+        os.environ["OMP_NUM_THREADS"] = str(start.threads)
+        start.effects.append(choose_interface((config.join or LOOPBACK).rsplit(":", 1)[0], config.nodes))
+        if run.has_islands and (run.config.local_size or 1) < config.world_size:
+            return launch_islands(run.config, start, server)
+        return run_workers(run.config, start, server, relay)
 
 
 def choose_interface(host: str, num_nodes: int) -> tuple[str, str, str]:

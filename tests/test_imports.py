@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import thinwire
+from thinwire.registry import STRATEGIES, class_of
 
 # A bare package in the place of thinwire: what `import thinwire` itself brings is not what a command asks for.
 PROGRAM = """
@@ -48,6 +49,16 @@ def test_help_imports_neither_torch_nor_what_another_command_needs(command: str,
     assert done.returncode == 0 and done.stdout, done.stderr
     loaded = set(done.stderr.split())
     assert not loaded & {*HEAVY, other}, sorted(loaded)
+
+
+def test_every_class_of_a_strategy_is_a_name_of_thinwire() -> None:
+    classes = {cls.__name__: cls for cls in map(class_of, STRATEGIES)}
+    assert classes == {name: getattr(thinwire, name) for name in classes} and classes.keys() <= {*dir(thinwire)}
+    with pytest.raises(AttributeError, match="no attribute 'Nonsense'"):
+        thinwire.Nonsense  # type: ignore[attr-defined]  # noqa: B018
+    names: dict[str, object] = {}
+    exec("from thinwire import *", names)
+    assert {"SDP4Bit", "DiLoCo", "zero", "__version__"} <= names.keys()
 
 
 def test_explaining_a_cluster_needs_no_trainer() -> None:

@@ -387,12 +387,12 @@ def agent_starts_by(start: Callable[..., Any]) -> Iterator[None]:
         def _popen(self, args: tuple, env: dict[str, str]) -> Any:
             return start(args, env, self._stdout, self._stderr)
 
-    before = elastic_processes.get_subprocess_handler
-    elastic_processes.get_subprocess_handler = Handler
+    module: Any = elastic_processes
+    before, module.get_subprocess_handler = module.get_subprocess_handler, Handler
     try:
         yield
     finally:
-        elastic_processes.get_subprocess_handler = before
+        module.get_subprocess_handler = before
 
 
 def set_timeout(group: dist.ProcessGroupGloo, timeout_s: float) -> None:

@@ -81,7 +81,7 @@ class Children:
 
     def ended(self) -> dict[int, int]:
         """Exit codes, as a shell states them, of those that have ended since the last look."""
-        codes = {number: child.returncode for number, child in self.running.items() if child.poll() is not None}
+        codes = {number: code for number, child in self.running.items() if (code := child.poll()) is not None}
         for number in codes:
             del self.running[number]
         return {number: 128 - code if code < 0 else code for number, code in codes.items()}

@@ -4,8 +4,6 @@ import gc
 
 from torch.distributed.pipelining import _backward  # noqa: F401  (loaded with the first half of a backward)
 
-import thinwire.launch.command
-import thinwire.launch.preload  # noqa: F401
 from tests.conformance import codec_suite, reduction_suite, strategy_suite  # noqa: F401
 from thinwire.codecs import warm
 

@@ -47,7 +47,8 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(_MODULE_OF[name]), name)
     elif name == "__all__":
         value = __dir__()
-    elif name.startswith("_") or name not in (classes := _classes()):
+    # Other names are asked for too, such as those of modules, and must not bring torch.
+    elif not name[0].isupper() or name not in (classes := _classes()):
         raise AttributeError(f"module 'thinwire' has no attribute {name!r}")
     else:
         value = classes[name]

@@ -3,13 +3,14 @@
     python benchmarks/loss.py [--models tiny demo] [--seeds 0 1 2 3 4] [--json FILE]
     python benchmarks/loss.py --strategies 'zero,ef-topk[lr=3e-3]' --seeds 0 --flags --model tiny --steps 3000
 
-Four ranks, each a node of its own, train on the standard library's sources. Without --strategies the table of SDP4Bit is
-made: its halves, rotation, groups, rounding, two ranks to a node. Strategies are written as for `thinwire compare`, with
-options and a learning rate of their own in brackets; --flags are flags of `thinwire train`.
+Four ranks, each a node of its own, train on the standard library's sources. Without --strategies the table of SDP4Bit
+is made: its halves, rotation, groups, rounding, two ranks to a node. Strategies are written as for `thinwire
+compare`, with options and a learning rate of their own in brackets; --flags are flags of `thinwire train`.
 
-Every run that has finished is a line of --runs, and is not repeated: a benchmark that is broken off goes on where it was,
-and the table says how many seeds it has. Delete the file after a change of the numerics. Strategies of the sharded host
-train in this process, to the same bits as in four (benchmarks/one_process.py); others by `thinwire train`.
+Every run that has finished is a line of --runs, and is not repeated: a benchmark that is broken off goes on where it
+was, and the table says how many seeds it has. Delete the file after a change of the numerics. Strategies of the
+sharded host train in this process, to the same bits as in four (benchmarks/one_process.py); others by `thinwire
+train`.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ from one_process import train as train_here
 
 from thinwire.compare.contestants import read_contestants
 from thinwire.errors import ConfigError, Problems
+from thinwire.launch.line import read_config
 from thinwire.methods.sharded import ShardedMethod
 from thinwire.training.config import TrainConfig
 from thinwire.training.run import Run
-from thinwire.training.settings import read_config, to_toml
+from thinwire.training.settings import to_toml
 
 BASE = TrainConfig(
     data="stdlib", workers=4, local_size=1, dtype="fp32", eval_sequences=256, sample_tokens=0, checkpoint_every=0

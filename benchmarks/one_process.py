@@ -2,9 +2,10 @@
 
     python benchmarks/one_process.py RUN_DIR
 
-Each rank is a thread with its own model, optimizer and buckets, of the same classes as in training. One thread runs at a
-time: a rank goes on until it waits for a collective, and when all ranks have asked for one, the last to ask takes the
-jobs of all of them through their rounds. Only messages are replaced, by copies from one rank's memory to another's.
+Each rank is a thread with its own model, optimizer and buckets, of the same classes as in training. One thread runs
+at a time: a rank goes on until it waits for a collective, and when all ranks have asked for one, the last to ask
+takes the jobs of all of them through their rounds. Only messages are replaced, by copies from one rank's memory to
+another's.
 
 The command trains the finished run in RUN_DIR again, and compares the loss of every step and the held-out loss.
 """

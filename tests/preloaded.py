@@ -2,10 +2,8 @@
 
 import gc
 
-import torch._dynamo  # noqa: F401  (torch loads it in the first step of an optimizer)
 from torch.distributed.pipelining import _backward  # noqa: F401  (loaded with the first half of a backward)
 
-import thinwire.launch.worker  # noqa: F401
 from tests.conformance import codec_suite, reduction_suite, strategy_suite  # noqa: F401
 from thinwire.codecs import warm
 

@@ -17,7 +17,8 @@ from thinwire import SDP4Bit, cli
 from thinwire.errors import ConfigError, Problems
 from thinwire.flags import CommandLine
 from thinwire.lab.command import LabOptions
-from thinwire.training.config import GROUPS, TrainConfig
+from thinwire.launch.line import GROUPS
+from thinwire.training.config import TrainConfig
 
 
 @pytest.fixture
@@ -197,7 +198,7 @@ class Documented:
 
 def test_help_is_the_docstring_under_the_field(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        CommandLine("program", {"": LabOptions, "method": Documented}).read(["--help"], Problems())
+        CommandLine("program", LabOptions, tables=lambda: {"method": Documented}).read(["--help-all"], Problems())
     shown = capsys.readouterr().out
     assert "Bits of a value on the wire. (default: 4)" in shown and "--method.group" in shown
     assert "Machines to emulate. (default: 4)" in shown

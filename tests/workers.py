@@ -9,11 +9,12 @@ import os
 import pickle
 import runpy
 import socket
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -211,6 +212,57 @@ def _command(rank: int, num_ranks: int, place: dict[str, str], arguments: Sequen
             os.dup2(output.fileno(), stream)
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
             runpy.run_module("thinwire", run_name="__main__")
+
+
+class Command:
+    """`thinwire ARGUMENTS` in a process of its own, with what a Popen has of it; a new interpreter takes seconds more.
+
+    It finds what `tests.preloaded` has loaded.
+    """
+
+    def __init__(self, arguments: Sequence[str], folder: Path, env: Mapping[str, str]) -> None:
+        self.args = ["thinwire", *arguments]
+        self._outputs = [Path(tempfile.mkstemp(suffix=f".{name}")[1]) for name in ("out", "err")]
+        self._process = CONTEXT.Process(target=_alone, args=(self.args, folder, dict(env), self._outputs), daemon=True)
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """Its exit code, negative after a signal; None while it runs."""
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def send_signal(self, signum: int) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, signum)
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """What it has printed when it has ended. Raises TimeoutExpired."""
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        out, err = (path.read_text() for path in self._outputs)
+        return out, err
+
+    def close(self) -> None:
+        """Forget what it has printed."""
+        for path in self._outputs:
+            path.unlink()
+
+
+def _alone(words: list[str], folder: Path, env: dict[str, str], outputs: list[Path]) -> None:
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(env)
+    sys.argv = words
+    for number, path in enumerate(outputs, start=1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
+    sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
+    runpy.run_module("thinwire", run_name="__main__")
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 # Loaded when a name is first asked for: `thinwire --help` needs no torch. `__init__.pyi` tells type checkers the same.
+# Classes of strategies are found by their rows in `thinwire.registry`.
 _HOMES: dict[str, tuple[str, ...]] = {
     "thinwire.adapters": ("attach",),
     "thinwire.codecs": (
@@ -32,25 +33,6 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "thinwire.hosts.sharded.wrap": ("zero",),
     "thinwire.state.watchdog": ("DeadGradientError",),
     "thinwire.layout.formats": ("Strategy",),
-    "thinwire.methods.data.ddp": ("DDP",),
-    "thinwire.methods.data.dgc": ("DGC",),
-    "thinwire.methods.data.demo": ("DeMo",),
-    "thinwire.methods.data.dion": ("Dion",),
-    "thinwire.methods.data.ef21": ("EF21",),
-    "thinwire.methods.data.feedback": ("EFInteger", "EFTopK"),
-    "thinwire.methods.data.frontier": ("Frontier",),
-    "thinwire.methods.data.fsdp": ("FSDP",),
-    "thinwire.methods.data.lgreco": ("LGreCo",),
-    "thinwire.methods.data.one_byte": ("OneByte",),
-    "thinwire.methods.data.onebit_adam": ("OneBitAdam",),
-    "thinwire.methods.data.powersgd": ("PowerSGD",),
-    "thinwire.methods.data.sdp4bit": ("SDP4Bit",),
-    "thinwire.methods.data.sketch": ("Sketch",),
-    "thinwire.methods.data.torch_powersgd": ("TorchPowerSGD",),
-    "thinwire.methods.data.two_way": ("TwoWay",),
-    "thinwire.methods.data.zero": ("Zero", "ZeroBF16"),
-    "thinwire.methods.data.zero_compressed": ("ZeroCompressed",),
-    "thinwire.methods.data.zeropp": ("ZeroPP",),
     "thinwire.methods.interface": ("Method",),
     "thinwire.methods.pipeline.border": ("Border",),
     "thinwire.methods.sharded": ("ShardedMethod",),
@@ -59,15 +41,26 @@ _HOMES: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
 
-__all__ = [*_MODULE_OF, "__version__"]
-
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
+    if name in _MODULE_OF:
+        value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    elif name == "__all__":
+        value = __dir__()
+    # Other names are asked for too, such as those of modules, and must not bring torch.
+    elif not name[0].isupper() or name not in (classes := _classes()):
         raise AttributeError(f"module 'thinwire' has no attribute {name!r}")
-    globals()[name] = value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    else:
+        value = classes[name]
+    globals()[name] = value
     return value
 
 
+def _classes() -> dict[str, type]:
+    from thinwire.registry import STRATEGIES, class_of
+
+    return {cls.__name__: cls for cls in map(class_of, STRATEGIES)}
+
+
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted({*_MODULE_OF, *_classes(), "__version__"})

@@ -42,31 +42,11 @@ from thinwire.hosts.islands.library import Islands as Islands
 from thinwire.hosts.sharded.optimizer import ShardedOptimizer as ShardedOptimizer
 from thinwire.hosts.sharded.wrap import zero as zero
 from thinwire.layout.formats import Strategy as Strategy
-from thinwire.methods.data.ddp import DDP as DDP
-from thinwire.methods.data.demo import DeMo as DeMo
-from thinwire.methods.data.dgc import DGC as DGC
-from thinwire.methods.data.dion import Dion as Dion
-from thinwire.methods.data.ef21 import EF21 as EF21
-from thinwire.methods.data.feedback import EFInteger as EFInteger, EFTopK as EFTopK
-from thinwire.methods.data.frontier import Frontier as Frontier
-from thinwire.methods.data.fsdp import FSDP as FSDP
-from thinwire.methods.data.lgreco import LGreCo as LGreCo
-from thinwire.methods.data.one_byte import OneByte as OneByte
-from thinwire.methods.data.onebit_adam import OneBitAdam as OneBitAdam
-from thinwire.methods.data.powersgd import PowerSGD as PowerSGD
-from thinwire.methods.data.sdp4bit import SDP4Bit as SDP4Bit
-from thinwire.methods.data.sketch import Sketch as Sketch
-from thinwire.methods.data.torch_powersgd import TorchPowerSGD as TorchPowerSGD
-from thinwire.methods.data.two_way import TwoWay as TwoWay
-from thinwire.methods.data.zero import Zero as Zero, ZeroBF16 as ZeroBF16
-from thinwire.methods.data.zero_compressed import ZeroCompressed as ZeroCompressed
-from thinwire.methods.data.zeropp import ZeroPP as ZeroPP
 from thinwire.methods.interface import Method as Method
 from thinwire.methods.pipeline.border import Border as Border
 from thinwire.methods.sharded import ShardedMethod as ShardedMethod
 from thinwire.methods.slope_log import SlopeLog as SlopeLog
 from thinwire.optim import DGCSGD as DGCSGD, LANS as LANS, Muon as Muon, OneBitAdamW as OneBitAdamW
-from thinwire.registry import STRATEGIES as STRATEGIES, strategy_named as strategy_named
 from thinwire.state.watchdog import DeadGradientError as DeadGradientError
 
 __version__: str
@@ -79,3 +59,6 @@ Gossip: Any
 LocalSGD: Any
 SparseLoCo: Any
 StreamingDiLoCo: Any
+
+# The classes of strategies.
+from thinwire.registry import *  # noqa: E402, F403

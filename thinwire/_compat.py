@@ -2,7 +2,7 @@
 
 - default_store: torch.distributed.distributed_c10d._get_default_store, private; 2.11 to 2.13 have it.
 - FSDPGroup, FSDPParameter: what FSDP2 keeps of a module that was given to fully_shard, private. Only here does thinwire
-  learn in which order parameters lie in FSDP2's buffers; whoever relies on it checks it (hosts/fsdp/layout.py).
+  learn in which order parameters lie in FSDP2's buffers; whoever relies on it checks it (layout/pattern.py).
   In HSDP the group of replicas is private, too: the public all_reduce hook comes after FSDP2's own all_reduce.
 - has_python_reducer, delays_parameters: options of a DDP, which keeps them under private names.
 - at_end_of_backward: the autograd engine's queue_callback, private, as FSDP2 itself uses it.
@@ -10,6 +10,7 @@
 - factor_of: the state of a ReduceOp, for the factor of a PREMUL_SUM.
 - Rendezvous: torchrun's dynamic rendezvous; who is in it is private, and so are leaving it while others stay, and how
   often it looks.
+- agent_starts_by: how torchrun's agent starts a worker, private.
 - compiler_problem: where torch.compile looks for the C++ compiler is private, and so is whether Triton works.
 - set_timeout: ProcessGroupGloo._set_default_timeout, private, as torch itself uses it.
 - place_in_file: torch.distributed.checkpoint.filesystem._StorageInfo, private; 2.11 to 2.13 have it.
@@ -36,6 +37,8 @@ from torch.autograd import Variable
 from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.elastic.multiprocessing import api as elastic_processes
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
@@ -374,6 +377,22 @@ class Rendezvous:
         self.fall_silent()
         deadline = handler._get_deadline(handler.settings.timeout.heartbeat)
         handler._op_executor.run(dynamic_rendezvous._RendezvousExitOp(), deadline)
+
+
+@contextmanager
+def agent_starts_by(start: Callable[..., Any]) -> Iterator[None]:
+    """Have torchrun's agent start workers by `start(words, env, stdout, stderr)`, which gives what a Popen gives."""
+
+    class Handler(SubprocessHandler):
+        def _popen(self, args: tuple, env: dict[str, str]) -> Any:
+            return start(args, env, self._stdout, self._stderr)
+
+    module: Any = elastic_processes
+    before, module.get_subprocess_handler = module.get_subprocess_handler, Handler
+    try:
+        yield
+    finally:
+        module.get_subprocess_handler = before
 
 
 def set_timeout(group: dist.ProcessGroupGloo, timeout_s: float) -> None:

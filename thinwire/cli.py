@@ -5,85 +5,78 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from typing import Any
 
 from thinwire.errors import ConfigError, ThinwireError, nearest
 
 HELP = ("--help", "-h")
-CHECKPOINTS = """usage: thinwire checkpoints RUN
-       thinwire checkpoints verify RUN
-
-Lists the checkpoints of a run directory: step, size, training loss of that step, ranks and strategy that saved it, and
-whether its checksums were compared; of a run's other islands too. `verify` compares them all; the exit code is 1 where
-one is damaged."""
-
-COMPLETION = """usage: thinwire completion SHELL
-
-Prints a script that completes commands and flags in SHELL, bash or zsh. To have it in every new shell:
-
-  bash: thinwire completion bash > ~/.local/share/bash-completion/completions/thinwire
-  zsh:  thinwire completion zsh > ~/.zfunc/_thinwire      (with ~/.zfunc in $fpath)"""
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command: what it does in a line, and the function that runs it, whose module is loaded only then.
+    """A command: what it does in a line, where the function is that runs it, and where the one that gives its flags.
 
-    usage: printed where no argument or --help is given; empty for a command that prints its own.
+    Their modules are loaded when the command is asked for.
     """
 
     line: str
-    module: str
-    function: str
-    usage: str = ""
+    run: str
+    flags: str
 
     def __call__(self, args: Sequence[str]) -> int:
         """Run it; the exit code."""
-        if self.usage and (not args or args[0] in HELP):
-            print(self.usage)
-            return 0
-        return getattr(import_module(self.module), self.function)(args)
+        return loaded(self.run)(args)
+
+
+def loaded(place: str) -> Callable[..., Any]:
+    """The function at `module:function`."""
+    module, _, function = place.partition(":")
+    return getattr(import_module(module), function)
 
 
 COMMANDS: dict[str, Command] = {
     "train": Command(
         "Train a language model: here, on several workers, or as one of torchrun's.",
-        "thinwire.launch.command", "run_train",
+        "thinwire.launch.command:run_train", "thinwire.launch.line:command_line",
     ),
     "checkpoints": Command(
-        "List what a run has saved, or verify it.", "thinwire.checkpoint.command", "run_checkpoints", CHECKPOINTS
+        "List what a run has saved, or verify it.",
+        "thinwire.listings:run_checkpoints", "thinwire.listings:checkpoints_line",
     ),
     "compare": Command(
-        "Race strategies against each other in one emulated slow network.", "thinwire.compare.command", "run_compare"
+        "Race strategies against each other in one emulated slow network.",
+        "thinwire.compare.command:run_compare", "thinwire.compare.options:command_line",
     ),
     "completion": Command(
         "Print a script that completes commands and flags: `completion bash`, `completion zsh`.",
-        "thinwire.completion", "run_completion", COMPLETION,
+        "thinwire.completion:run_completion", "thinwire.completion:command_line",
     ),
     "explain": Command(
         "Say what each strategy would hold in memory and send, without running anything.",
-        "thinwire.planner.command", "run_explain",
+        "thinwire.planner.command:run_explain", "thinwire.planner.options:command_line",
     ),
     "codecs": Command(
-        "List the codecs that options take, with bits per element and traits.", "thinwire.codecs.command", "run_codecs"
+        "List the codecs that options take, with bits per element and traits.",
+        "thinwire.listings:run_codecs", "thinwire.listings:codecs_line",
     ),
     "generate": Command(
         "Let a run's last checkpoint, or a folder for transformers, continue a text.",
-        "thinwire.convert.command", "run_generate",
+        "thinwire.convert.command:run_generate", "thinwire.convert.options:generate_line",
     ),
     "export": Command(
         "Write a run's last checkpoint as a folder for transformers, and compare what it loads.",
-        "thinwire.convert.command", "run_export",
+        "thinwire.convert.command:run_export", "thinwire.convert.options:export_line",
     ),
     "import": Command(
         "Turn another program's checkpoint into a folder that `--model hf:DIR` starts from.",
-        "thinwire.convert.command", "run_import",
+        "thinwire.convert.command:run_import", "thinwire.convert.options:import_line",
     ),
     "lab": Command(
         "Run a command on every node of an emulated slow network, or measure its links.",
-        "thinwire.lab.command", "run_lab",
+        "thinwire.lab.command:run_lab", "thinwire.lab.command:command_line",
     ),
 }  # fmt: skip
 

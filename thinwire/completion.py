@@ -5,29 +5,45 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from contextlib import redirect_stdout, suppress
-from dataclasses import make_dataclass
+from dataclasses import dataclass
 from typing import Annotated, Any, Union
 
 import tyro
 
-from thinwire.cli import COMMANDS
-from thinwire.compare.options import command_line as of_compare
-from thinwire.convert.options import ExportConfig, GenerateConfig, ImportConfig
-from thinwire.errors import ConfigError, nearest
+from thinwire.cli import COMMANDS, Command, loaded
+from thinwire.errors import ConfigError, Problems, nearest
 from thinwire.flags import CommandLine
-from thinwire.lab.command import command_line as of_lab
-from thinwire.planner.options import command_line as of_explain
-from thinwire.training.settings import command_line as of_train
 
 SHELLS = ("bash", "zsh")
 
 
+@dataclass(frozen=True)
+class CompletionLine:
+    """Print a script that completes commands and flags in a shell. To have it in every new one:
+
+    bash: thinwire completion bash > ~/.local/share/bash-completion/completions/thinwire
+
+    zsh: thinwire completion zsh > ~/.zfunc/_thinwire (with ~/.zfunc in $fpath)
+    """
+
+    shell: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SHELL")]
+    """bash or zsh."""
+
+
+def command_line() -> CommandLine:
+    """The flags of `thinwire completion`."""
+    return CommandLine("thinwire completion", CompletionLine)
+
+
 def run_completion(args: Sequence[str]) -> int:
     """Print the script for the shell that the arguments name. Raises ConfigError for another shell."""
-    shell = " ".join(args)
+    problems = Problems()
+    stated = command_line().read(args, problems)[""]
+    problems.raise_any()
+    shell = stated["shell"]
     if shell not in SHELLS:
         raise ConfigError(f"completion {shell}: no such shell{nearest(shell, SHELLS)}")
-    choice: Any = Union[tuple(subcommand(name, command.line) for name, command in COMMANDS.items())]  # noqa: UP007
+    choice: Any = Union[tuple(subcommand(name, command) for name, command in COMMANDS.items())]  # noqa: UP007
     printed = io.StringIO()
     with redirect_stdout(printed), suppress(SystemExit):
         tyro.cli(choice, args=["--tyro-print-completion", shell], prog="thinwire")
@@ -35,14 +51,8 @@ def run_completion(args: Sequence[str]) -> int:
     return 0
 
 
-def subcommand(name: str, line: str) -> Any:
+def subcommand(name: str, command: Command) -> Any:
     """A command with its flags, in tyro's form."""
-    lines = {"train": of_train, "compare": of_compare, "explain": of_explain, "lab": of_lab}
-    classes = {"export": ExportConfig, "import": ImportConfig, "generate": GenerateConfig}
-    if name in lines:
-        flags = lines[name]().flags()
-    elif name in classes:
-        flags = CommandLine(f"thinwire {name}", {"": classes[name]}).flags()
-    else:
-        flags = make_dataclass("Flags", [])
-    return Annotated[flags, tyro.conf.subcommand(name, description=line, prefix_name=False)]
+    line = loaded(command.flags)()
+    line.load_tables()
+    return Annotated[line.flags(), tyro.conf.subcommand(name, description=command.line, prefix_name=False)]

@@ -43,6 +43,11 @@ class Option:
         return tyro.conf.Positional in self.notes
 
     @property
+    def takes_all(self) -> bool:
+        """Whether, as the last of the words, it takes all that are left."""
+        return get_origin(self.hint) is tuple
+
+    @property
     def metavar(self) -> str:
         """What stands for it in the usage: the name in capitals, unless it states another."""
         stated = (getattr(note, "metavar", None) for note in self.notes)
@@ -100,36 +105,51 @@ def help_of(cls: type) -> dict[str, str]:
 class CommandLine:
     """The flags of one command.
 
-    tables: a dataclass for each prefix, such as `--sdp4bit.`; the one without a prefix is named "". presets: what to
-    show as the default of every option of a table, in place of the field's own. groups: titles, and the options of the
-    first table below them. `--help` shows the first group, `--help-all` everything; without groups `--help` does.
+    cls: its dataclass. tables: gives a dataclass for each prefix, such as `--sdp4bit.`, where a flag with a prefix is
+    stated, or all are shown. presets: what to show as the default of every option of a table, in place of the
+    field's own. groups: titles, and the options of `cls` below them. `--help` shows the first group, `--help-all`
+    everything; without groups `--help` shows all of `cls`.
     """
 
     def __init__(
-        self, prog: str, tables: Mapping[str, type], *, presets: Mapping[str, str] | None = None,
-        groups: Mapping[str, Sequence[str]] | None = None,
+        self, prog: str, cls: type, *, tables: Callable[[], Mapping[str, type]] | None = None,
+        presets: Mapping[str, str] | None = None, groups: Mapping[str, Sequence[str]] | None = None,
     ) -> None:  # fmt: skip
         self.prog, self.presets, self.groups = prog, presets or {}, groups or {}
-        self.classes = dict(tables)
-        self.tables = {table: options_of(cls) for table, cls in tables.items()}
+        self._tables = tables
+        self.classes = {"": cls}
+        self.tables = {"": options_of(cls)}
         self.words = [option for option in self.tables[""] if option.is_word]
+
+    def load_tables(self) -> None:
+        """Know the tables with a prefix too."""
+        self.classes |= self._tables() if self._tables else {}
+        self.tables |= {table: options_of(cls) for table, cls in self.classes.items() if table not in self.tables}
+
+    def knows(self, name: str) -> bool:
+        """Whether it is one of the flags."""
+        if "." in name:
+            self.load_tables()
+        return name in self.known
 
     @property
     def known(self) -> list[str]:
-        """Every flag."""
+        """Every flag, those with a prefix only once they are loaded."""
         values = [option.flag(table) for table in self.tables for option in self.tables[table] if not option.is_word]
         return [*values, *self._switches, *map(flag, self._helps)]
 
     def read(
         self, args: Sequence[str], problems: Problems, *, elsewhere: Callable[[str], str] = lambda name: "",
         hint: str = "",
-    ) -> dict[str, dict[str, Any]]:  # fmt: skip
+    ) -> Stated:  # fmt: skip
         """The stated values of each table, under the fields' names; notes everything that is wrong.
 
         elsewhere: what to say of a flag that has another place. hint: what to say of a word that has no place. Raises
         SystemExit after --help.
         """
         wrong: list[str] = []
+        if any("." in arg.partition("=")[0] for arg in args if arg.startswith("--")):
+            self.load_tables()
         try:
             parsed, rest = self._parse(args, wrong, is_lenient=False)
         except SystemExit:
@@ -137,13 +157,13 @@ class CommandLine:
             wrong.clear()
             parsed, rest = self._parse(args, wrong, is_lenient=True)
         if parsed.help or getattr(parsed, "help_all", False):
-            self.show_help(everything=not (self.groups and parsed.help))
+            self.show_help(everything=not parsed.help)
         unknown = [word for word in rest if word.startswith("-") and not word[1:2].isdigit()]
         for word in unknown:
             name = word.partition("=")[0].replace("_", "-")
             problems.messages.append(f"unknown flag {name}{elsewhere(name) or nearest(name, self.known)}")
         problems.messages += wrong
-        stated: dict[str, dict[str, Any]] = {table: {} for table in self.tables}
+        stated: Stated = {table: {} for table in self.tables}
         for table, name, value in self._stated(parsed, ""):
             stated[table][name] = value
         words = self._own([*parsed.words, *(word for word in rest if word not in unknown)], args, unknown, problems)
@@ -152,12 +172,15 @@ class CommandLine:
 
     def show_help(self, *, everything: bool) -> None:
         """Print the flags, and exit."""
+        if everything:
+            self.load_tables()
         description = inspect.cleandoc(self.classes[""].__doc__ or "")
-        description += "" if everything else f"\n\n`{self.prog} --help-all` shows every flag."
+        if not everything and "help_all" in self._helps:
+            description += f"\n\n`{self.prog} --help-all` shows every flag."
         tyro.cli(self.flags(everything=everything), args=["--help"], prog=self.prog, description=description)
 
     def flags(self, *, everything: bool = True) -> type:
-        """What tyro shows and completes; everything: not the first group alone."""
+        """What tyro shows and completes; everything: not the first group, or what has no prefix, alone."""
         return make_dataclass("Flags", [*self._words(), *self._fields(everything=everything)])
 
     def _parse(self, args: Sequence[str], wrong: list[str], *, is_lenient: bool) -> tuple[Any, list[str]]:
@@ -179,7 +202,7 @@ class CommandLine:
         own = {option.name: option for option in self.tables[""] if not option.is_word}
         grouped = set(chain(*self.groups.values()))
         texts = {} if reader else help_of(self.classes[""])
-        others = [name for name in own if name not in grouped] if everything else ()
+        others = [name for name in own if name not in grouped] if everything or not self.groups else ()
         yield from (self._field(own[name], "", texts, reader) for name in others)
         for title in list(self.groups)[: None if everything else 1]:
             inside = [self._field(own[name], "", texts, reader) for name in self.groups[title]]
@@ -230,7 +253,7 @@ class CommandLine:
             name = before[word]
             if name in [one.replace("_", "-") for one in unknown]:
                 continue
-            if name not in self._switches or word.endswith(".toml") or Path(word).is_file():
+            if name not in self._switches or word.endswith(".toml") or Path(word).exists():
                 yield word
                 continue
             also = self._switches[name]
@@ -241,9 +264,12 @@ class CommandLine:
 
     def _placed(
         self, words: Iterable[str], problems: Problems, *, knows_all: bool, hint: str
-    ) -> Iterator[tuple[str, str]]:
+    ) -> Iterator[tuple[str, Any]]:
         """The words under the names of their places; notes places that are empty, and words that have none."""
-        given, texts = list(words), help_of(self.classes[""])
+        given: list[Any] = list(words)
+        texts = help_of(self.classes[""])
+        if self.words and self.words[-1].takes_all:
+            given = [*given[: len(self.words) - 1], tuple(given[len(self.words) - 1 :])]
         yield from zip((option.name for option in self.words), given, strict=False)
         for option in self.words[len(given) :]:
             if option.default is MISSING:
@@ -264,10 +290,12 @@ class CommandLine:
 
     @property
     def _helps(self) -> list[str]:
-        return ["help", *(["help_all"] if self.groups else [])]
+        return ["help", *(["help_all"] if self.groups or self._tables else [])]
 
 
 Reader = Callable[[Option, str], PrimitiveConstructorSpec]
+# The values that a command line states, by table and name.
+Stated = dict[str, dict[str, Any]]
 
 
 def _noting(option: Option, name: str, wrong: list[str], *, is_lenient: bool) -> PrimitiveConstructorSpec:

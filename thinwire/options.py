@@ -14,7 +14,7 @@ from thinwire.methods.interface import Method, PlannedByRun
 from thinwire.methods.islands.base import IslandsMethod
 from thinwire.methods.options import fits
 from thinwire.models.llama import LlamaConfig
-from thinwire.registry import STRATEGIES
+from thinwire.registry import STRATEGIES, class_of
 
 Tables = Mapping[str, Mapping[str, Any]]
 
@@ -30,13 +30,6 @@ def option_tables() -> Mapping[str, type]:
     strategies = {class_of(strategy) for strategy in STRATEGIES}
     with_options = sorted((cls for cls in strategies if options_of(cls)), key=lambda cls: cls.__name__)
     return MappingProxyType({LLAMA: LlamaConfig} | {table_name(cls): cls for cls in with_options})
-
-
-def class_of(strategy: str) -> type:
-    """The dataclass of a strategy; none is made, which may load a compiler."""
-    make: Any = STRATEGIES[strategy]
-    cls: type = getattr(make, "func", make)
-    return cls
 
 
 def table_name(cls: type) -> str:

@@ -1,34 +1,34 @@
-"""What each strategy sends: one frozen dataclass a strategy, one row in STRATEGIES.
+"""The strategies: one row in STRATEGIES each.
 
-Those of `thinwire.zero` are below; those of DistributedDataParallel and FSDP2 lie in their rooms, `ddp` and `fsdp`;
-those that need forward passes alone in `forward`.
+`thinwire.NAME` is found here, by the name of the class; for type checkers by the `as` of its import.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from thinwire.errors import ConfigError, nearest
-from thinwire.methods.data.ddp import DDP
-from thinwire.methods.data.demo import DeMo
-from thinwire.methods.data.dgc import DGC
-from thinwire.methods.data.dion import Dion
-from thinwire.methods.data.ef21 import EF21
-from thinwire.methods.data.feedback import EFInteger, EFTopK
-from thinwire.methods.data.frontier import Frontier
-from thinwire.methods.data.fsdp import FSDP
-from thinwire.methods.data.lgreco import LGreCo
-from thinwire.methods.data.one_byte import OneByte
-from thinwire.methods.data.onebit_adam import OneBitAdam
-from thinwire.methods.data.powersgd import PowerSGD
-from thinwire.methods.data.sdp4bit import SDP4Bit
-from thinwire.methods.data.sketch import Sketch
-from thinwire.methods.data.torch_powersgd import TorchPowerSGD
-from thinwire.methods.data.two_way import TwoWay
-from thinwire.methods.data.zero import Zero, ZeroBF16
-from thinwire.methods.data.zero_compressed import ZeroCompressed
-from thinwire.methods.data.zeropp import ZeroPP
+from thinwire.methods.data.ddp import DDP as DDP
+from thinwire.methods.data.demo import DeMo as DeMo
+from thinwire.methods.data.dgc import DGC as DGC
+from thinwire.methods.data.dion import Dion as Dion
+from thinwire.methods.data.ef21 import EF21 as EF21
+from thinwire.methods.data.feedback import EFInteger as EFInteger, EFTopK as EFTopK
+from thinwire.methods.data.frontier import Frontier as Frontier
+from thinwire.methods.data.fsdp import FSDP as FSDP
+from thinwire.methods.data.lgreco import LGreCo as LGreCo
+from thinwire.methods.data.one_byte import OneByte as OneByte
+from thinwire.methods.data.onebit_adam import OneBitAdam as OneBitAdam
+from thinwire.methods.data.powersgd import PowerSGD as PowerSGD
+from thinwire.methods.data.sdp4bit import SDP4Bit as SDP4Bit
+from thinwire.methods.data.sketch import Sketch as Sketch
+from thinwire.methods.data.torch_powersgd import TorchPowerSGD as TorchPowerSGD
+from thinwire.methods.data.two_way import TwoWay as TwoWay
+from thinwire.methods.data.zero import Zero as Zero, ZeroBF16 as ZeroBF16
+from thinwire.methods.data.zero_compressed import ZeroCompressed as ZeroCompressed
+from thinwire.methods.data.zeropp import ZeroPP as ZeroPP
 from thinwire.methods.interface import Method
 from thinwire.methods.islands.dadao import DADAO
 from thinwire.methods.islands.diloco import ISLANDS
@@ -71,6 +71,13 @@ STRATEGIES: dict[str, Callable[..., Method]] = {
     "gossip": Gossip,
     "dadao": DADAO,
 }
+
+
+def class_of(strategy: str) -> type:
+    """The dataclass of a strategy; none is made, which may load a compiler."""
+    make: Any = STRATEGIES[strategy]
+    cls: type = getattr(make, "func", make)
+    return cls
 
 
 def strategy_named(name: str, **options: object) -> Method:

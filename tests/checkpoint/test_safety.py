@@ -288,22 +288,22 @@ def test_the_command_lists_and_verifies(tmp_path: Path, capsys: pytest.CaptureFi
     assert cli.run(["checkpoints", str(tmp_path)]) == 0
     listed = capsys.readouterr().out.splitlines()
     assert "alone on 1 rank(s), not verified" in listed[1] and "2.0000" in listed[1] and listed[2].endswith("latest")
-    assert cli.run(["checkpoints", "verify", str(tmp_path)]) == 0
+    assert cli.run(["checkpoints", str(tmp_path), "--verify"]) == 0
     assert capsys.readouterr().out.count(" verified 20") == 2
     (folder_of(folder, 5) / "rank0/state.json").write_text("{}")
-    assert cli.run(["checkpoints", "verify", str(tmp_path)]) == 1
+    assert cli.run(["checkpoints", str(tmp_path), "--verify"]) == 1
     out = capsys.readouterr().out
     assert "DAMAGED" in out and "rank0/state.json has 2 bytes" in out
     shutil.rmtree(folder_of(folder, 5))
     save(tmp_path / "island-1/checkpoints", 10)
-    assert cli.run(["checkpoints", "verify", str(tmp_path)]) == 0
+    assert cli.run(["checkpoints", str(tmp_path), "--verify"]) == 0
     assert "island-1:" in capsys.readouterr().out
     (folder_of(tmp_path / "island-1/checkpoints", 10) / "rank0/state.json").write_text("{}")
-    assert cli.run(["checkpoints", "verify", str(tmp_path)]) == 1
+    assert cli.run(["checkpoints", str(tmp_path), "--verify"]) == 1
     assert capsys.readouterr().out.count("DAMAGED") == 1
     shutil.rmtree(tmp_path / "island-1")
     save(folder, 5)
-    with pytest.raises(ConfigError, match="one run directory"):
+    with pytest.raises(ConfigError, match=r"unexpected .b.: thinwire checkpoints takes RUN alone"):
         cli.run(["checkpoints", "a", "b"])
     with pytest.raises(ConfigError, match="holds no checkpoint"):
         cli.run(["checkpoints", str(folder_of(folder, 5))])

@@ -6,7 +6,6 @@ import json
 import math
 import re
 import signal
-import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
@@ -14,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.training.commands import THINWIRE, CommandRunner, children, finish, is_running
+from tests.training.commands import CommandRunner, children, finish, is_running
+from tests.workers import Command
 from thinwire.lab import why_unavailable
 
 REASON = why_unavailable()
@@ -59,10 +59,10 @@ BAD = "import sys; print('no luck today'); sys.exit(4)"
 class Races(CommandRunner):
     """Starts `thinwire compare` with a tiny model below one temporary folder."""
 
-    def race(self, name: str, strategies: str, *flags: str, **more: object) -> subprocess.Popen[str]:
+    def race(self, name: str, strategies: str, *flags: str, **more: object) -> Command:
         race = ["--strategies", strategies, "--lab", "nodes=2,rate=20mbit", "--rounds", "2", "--out", name, *flags]
         train = self.flags(name, workers=None, run_dir=None, sample_tokens=None, steps=NUM_STEPS, **more)
-        return self.start(*THINWIRE, "compare", *race, "--", *train)
+        return self.start("compare", *race, "--", *train)
 
     def result(self, name: str) -> dict[str, Any]:
         return json.loads((self.folder / name / "compare.json").read_text())

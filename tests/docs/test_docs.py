@@ -17,7 +17,7 @@ import pytest
 from tests.docs.pages import PAGES, ROOT, Block, anchors, blocks, links, table_rows
 from tests.workers import free_port, run_program
 from thinwire.codecs import Codec
-from thinwire.codecs.command import all_rows
+from thinwire.codecs.table import all_rows
 from thinwire.compare import RaceConfig
 from thinwire.compare.contestants import read_contestants
 from thinwire.compare.options import read_race
@@ -28,16 +28,16 @@ from thinwire.errors import Problems
 from thinwire.flags import flag, options_of
 from thinwire.lab import LabSpec
 from thinwire.lab.command import LabOptions, read as read_lab
+from thinwire.launch.line import read_config
 from thinwire.methods.data.dgc import DGC
 from thinwire.methods.data.onebit_adam import OneBitAdam
 from thinwire.methods.data.sdp4bit import SDP4Bit
 from thinwire.methods.islands.diloco import ISLANDS
-from thinwire.planner import ExplainConfig, explain
-from thinwire.planner.options import read_explain
+from thinwire.planner.explain import explain
+from thinwire.planner.options import ExplainConfig, read_explain
 from thinwire.registry import STRATEGIES, Frontier, ZeroPP
 from thinwire.training.config import TrainConfig
 from thinwire.training.metrics import MembershipEvent, StepMetrics
-from thinwire.training.settings import read_config
 
 CONVERSIONS: dict[str, Any] = {"export": ExportConfig, "import": ImportConfig, "generate": GenerateConfig}
 CLI_PAGE = ROOT / "docs/reference/cli.md"
@@ -93,7 +93,7 @@ def understand_train(args: list[str]) -> None:
 
 def understand_conversion(command: str, args: list[str]) -> None:
     if args != ["--help"]:
-        read_conversion(CONVERSIONS[command], args, command)
+        read_conversion(CONVERSIONS[command], args)
 
 
 def understand_compare(args: list[str]) -> None:
@@ -144,7 +144,7 @@ def test_files_of_a_run_are_documented(run_folder: Path) -> None:
     documented = {row[0].rstrip("/") for row in table_rows(RUN_DIR_PAGE, "Files")}
     written = {path.name for path in (run_folder / "runs/first").iterdir()}
     assert written == documented
-    run([sys.executable, "-m", "thinwire", "checkpoints", "verify", "runs/first"], run_folder)
+    run([sys.executable, "-m", "thinwire", "checkpoints", "runs/first", "--verify"], run_folder)
 
 
 def test_keys_of_a_run_are_documented(run_folder: Path) -> None:

@@ -9,11 +9,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from tests.workers import HANG_S, run_command
+from tests.workers import HANG_S, Command, run_command
 
 THINWIRE = [sys.executable, "-m", "thinwire"]
+Started: TypeAlias = "Command | subprocess.Popen[str]"
 
 
 class CommandRunner:
@@ -23,7 +24,7 @@ class CommandRunner:
         self.folder = folder
         self.data = folder / "data.txt"
         self.data.write_text("".join(f"line {n} of {n * n} lines\n" for n in range(3000)))
-        self._started: list[subprocess.Popen[str]] = []
+        self._started: list[Started] = []
 
     def flags(self, name: str, **more: object) -> list[str]:
         small = {
@@ -37,7 +38,13 @@ class CommandRunner:
             flags += [flag] if value is True else [flag, str(value)] if value is not None else []
         return flags
 
-    def start(self, *command: str) -> subprocess.Popen[str]:
+    def start(self, *command: str) -> Command:
+        """`thinwire COMMAND`, forked from a process that has loaded what it needs."""
+        self._started.append(process := Command(command, self.folder, {**os.environ, "OMP_NUM_THREADS": "1"}))
+        return process
+
+    def popen(self, *command: str) -> subprocess.Popen[str]:
+        """Any program; one that begins with THINWIRE loads for seconds."""
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         process = subprocess.Popen(
             command, cwd=self.folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -45,8 +52,8 @@ class CommandRunner:
         self._started.append(process)
         return process
 
-    def train(self, name: str, **more: object) -> subprocess.Popen[str]:
-        return self.start(*THINWIRE, "train", *self.flags(name, **more))
+    def train(self, name: str, **more: object) -> Command:
+        return self.start("train", *self.flags(name, **more))
 
     def ranks(self, name: str, *words: str, num_ranks: int = 2, resumes: bool = False, **more: object) -> str:
         """What the ranks of a run printed that torchrun seems to start; a launcher and its workers take far longer.
@@ -62,7 +69,7 @@ class CommandRunner:
 
     def again(self, name: str) -> list[str]:
         """The command that goes on with a run."""
-        return [*THINWIRE, "train", "--run-dir", str(self.folder / name), "--resume"]
+        return ["train", "--run-dir", str(self.folder / name), "--resume"]
 
     def metrics(self, name: str) -> list[dict[str, Any]]:
         path = self.folder / name / "metrics.jsonl"
@@ -71,7 +78,7 @@ class CommandRunner:
     def summary(self, name: str) -> dict[str, Any]:
         return json.loads((self.folder / name / "summary.json").read_text())
 
-    def await_steps(self, name: str, process: subprocess.Popen[str], num_steps: int = 3) -> None:
+    def await_steps(self, name: str, process: Started, num_steps: int = 3) -> None:
         due = time.monotonic() + HANG_S
         while len(self.metrics(name)) < num_steps:
             assert process.poll() is None, process.communicate()
@@ -83,12 +90,21 @@ class CommandRunner:
             if process.poll() is None:
                 process.send_signal(signal.SIGKILL)
             process.communicate()
+            if isinstance(process, Command):
+                process.close()
 
 
-def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+def finish(process: Started) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of a process that ends by itself."""
     out, err = process.communicate(timeout=HANG_S)
+    assert process.returncode is not None
     return process.returncode, out, err
+
+
+def workers_of(pid: int) -> list[int]:
+    """The workers of a launcher: what the process has forked that it forks them from."""
+    (server,) = children(pid)
+    return children(server)
 
 
 def children(pid: int) -> list[int]:

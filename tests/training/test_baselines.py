@@ -49,11 +49,8 @@ def test_a_run_in_two_sessions_equals_one_in_one(runner: CommandRunner, flags: d
     assert (runner.metrics(whole)[-1]["codec_s"] > 0) == (flags is ZEROPP)
 
 
-def test_torchrun_trains_by_ddp_up_to_a_step(runner: CommandRunner) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    flags = runner.flags("ddp", workers=None, strategy="ddp", stop_at=3, checked=True)
-    code, _, err = finish(runner.start(*torchrun, "-m", "thinwire", "train", *flags))
-    assert code == 0, err
+def test_ddp_trains_up_to_a_step(runner: CommandRunner) -> None:
+    runner.ranks("ddp", strategy="ddp", stop_at=3, checked=True)
     summary = runner.summary("ddp")
     assert (summary["steps"], summary["stopped"], summary["world_size"]) == (3, "--stop-at 3", 2)
     assert len(runner.metrics("ddp")) == 3

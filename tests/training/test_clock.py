@@ -15,6 +15,7 @@ from tests.training.commands import CommandRunner, finish
 from tests.workers import run_workers
 from thinwire.device import Device
 from thinwire.errors import ConfigError, Problems
+from thinwire.launch.line import read_config
 from thinwire.launch.prepare import keep_chosen, plan
 from thinwire.training import clock
 from thinwire.training.clock import MeasuredSteps, choose_model, fix_steps
@@ -22,7 +23,7 @@ from thinwire.training.config import TrainConfig, with_derived
 from thinwire.training.effects import Row
 from thinwire.training.place import ProcessPlace
 from thinwire.training.run import Run
-from thinwire.training.settings import read_config, to_toml
+from thinwire.training.settings import to_toml
 from thinwire.training.signals import StopFlag
 from thinwire.training.trainer import Trainer
 

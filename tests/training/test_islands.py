@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.training.commands import CommandRunner, finish
+from tests.training.commands import CommandRunner, Started, finish
 from tests.workers import free_port
 from thinwire.checkpoint import Source
 from thinwire.checkpoint.folder import point_to
@@ -123,7 +123,9 @@ def test_from_one_method_to_another_and_out_of_islands_and_into_them(runner: Com
 def test_torchrun_and_two_machines_train_the_same(runner: CommandRunner, whole: str) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     own: dict[str, Any] = {"strategy": "diloco", "seed": 1, "diloco.sync_every": 4}
-    commands = [runner.start(*torchrun, "-m", "thinwire", "train", *runner.flags("torchrun", workers=None, **own))]
+    commands: list[Started] = [
+        runner.popen(*torchrun, "-m", "thinwire", "train", *runner.flags("torchrun", workers=None, **own))
+    ]
     meeting = f"127.0.0.1:{free_port()}"
     # The second comes first, and waits.
     for node in (1, 0):

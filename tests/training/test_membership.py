@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from tests.training.commands import HANG_S, THINWIRE, CommandRunner, children, finish, is_running
+from tests.training.commands import HANG_S, CommandRunner, children, finish, is_running
 from tests.workers import free_port
 from thinwire.convert.saved import load_run
 from thinwire.launch.failures import has_failed_by_itself
@@ -33,7 +34,7 @@ def test_an_island_that_died_comes_back_and_all_stop_at_the_same_step(tmp_path: 
         **{"streamingdiloco.sync-every": 6, "streamingdiloco.num-fragments": 2},
     )  # fmt: skip
     asked = ("kill rank=1 island=1 step=10", "kill rank=1 island=0 step=999999")
-    process = runner.start(*THINWIRE, "train", *flags, *(word for text in asked for word in ("--inject", text)))
+    process = runner.start("train", *flags, *(word for text in asked for word in ("--inject", text)))
 
     def lines(name: str, key: str) -> list[dict]:
         return [line for line in runner.metrics(name) if key in line]
@@ -67,7 +68,8 @@ def test_an_island_that_died_comes_back_and_all_stop_at_the_same_step(tmp_path: 
     assert losses[-1] < losses[0]
     first, second = (runner.summary(name) for name in ("run", "run/island-1"))
     assert first["stopped"] == "SIGTERM" and first["steps"] == second["steps"]
-    assert first["sent_bytes_per_step"] < 0.5 * first["uncompressed_bytes_per_step"]
+    sent = statistics.median(line["sent_bytes"] for line in lines("run", "loss"))
+    assert sent < 0.5 * first["uncompressed_bytes_per_step"]
     # What export and generate take from a run: here the inner weights differ.
     weights = [dict(load_run(str(tmp_path / name)).model.named_parameters()) for name in ("run", "run/island-1")]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])

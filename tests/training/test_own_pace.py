@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.training.commands import THINWIRE, CommandRunner, finish
+from tests.training.commands import CommandRunner, finish
 from thinwire.checkpoint.folder import latest, step_of
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -46,7 +47,7 @@ def test_a_run_ends_with_weights_in_common(runner: CommandRunner, name: str) -> 
 def test_a_signal_stops_all_ranks(runner: CommandRunner) -> None:
     process = runner.train("stopped", strategy="gossip", steps=100_000, warmup_steps=10, **OPTIONS["gossip"])
     runner.await_steps("stopped", process)
-    process.terminate()
+    process.send_signal(signal.SIGTERM)
     code, _, err = finish(process)
     assert code == 128 + 15, err
     step = step_of(latest(runner.folder / "stopped" / "checkpoints"))
@@ -66,5 +67,5 @@ def test_a_signal_stops_all_ranks(runner: CommandRunner) -> None:
     ],
 )
 def test_what_can_not_work_is_refused(runner: CommandRunner, flags: list[str], message: str) -> None:
-    code, _, err = finish(runner.start(*THINWIRE, "train", *runner.flags("refused"), *flags))
+    code, _, err = finish(runner.start("train", *runner.flags("refused"), *flags))
     assert code == 2 and message in err, err

@@ -42,7 +42,7 @@ def test_another_layout_goes_on_where_the_last_sound_checkpoint_was(runner: Comm
     part.write_bytes(part.read_bytes()[:-1])
     (folder / ".step-00000007.tmp").mkdir()
     code, out, err = finish(
-        runner.start(*FULL_DISK, *runner.again("run"), "auto", "--strategy", "ddp", "--workers", "3")
+        runner.popen(*FULL_DISK, *THINWIRE, *runner.again("run"), "auto", "--strategy", "ddp", "--workers", "3")
     )
     assert code == 1 and "Traceback" not in err and "report: " in out.splitlines()[-1], (out, err)
     told, _, rest = err[err.index("thinwire: ") :].partition("\n")
@@ -68,7 +68,7 @@ def test_another_layout_goes_on_where_the_last_sound_checkpoint_was(runner: Comm
 
 def test_islands_that_can_not_save_their_end_are_not_started_again(runner: CommandRunner) -> None:
     flags = runner.flags("islands", strategy="diloco", steps=4, **{"diloco.sync_every": 2, "eval_sequences": 0})
-    code, out, err = finish(runner.start(*FULL_DISK, *THINWIRE, "train", *flags))
+    code, out, err = finish(runner.popen(*FULL_DISK, *THINWIRE, "train", *flags))
     assert code == 1 and "is started again" not in err and "report: " in out.splitlines()[-1], (out, err)
     for island in range(2):
         assert f"island {island}: rank 0: the end of this run is not saved: the checkpoint of step 4 was not" in err

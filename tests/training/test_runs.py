@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.training.commands import CommandRunner, children, finish, is_running
+from tests.training.commands import THINWIRE, CommandRunner, finish, is_running, workers_of
 from thinwire.training.hardware import free_port
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
@@ -73,7 +73,7 @@ def test_resume_equals_the_uninterrupted_run_bit_for_bit(runner: CommandRunner, 
     (again / "checkpoints" / "latest").write_text("step-00000003")
     (again / "summary.json").unlink()
     flags = ["--run-dir", str(again), "--resume"]
-    code, out, err = finish(runner.start(sys.executable, "-m", "thinwire", "train", *flags))
+    code, out, err = finish(runner.start("train", *flags))
     assert code == 0, err
     assert "goes on after step 3" in out
     assert losses(runner, "again") == losses(runner, "whole")
@@ -85,7 +85,7 @@ def test_resume_equals_the_uninterrupted_run_bit_for_bit(runner: CommandRunner, 
 def test_torchrun_trains_the_same(runner: CommandRunner, whole: str) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     flags = runner.flags("torchrun", workers=None)
-    code, _, err = finish(runner.start(*torchrun, "-m", "thinwire", "train", *flags))
+    code, _, err = finish(runner.popen(*torchrun, "-m", "thinwire", "train", *flags))
     assert code == 0, err
     assert losses(runner, "torchrun") == losses(runner, "whole")
 
@@ -120,7 +120,7 @@ def test_signals_stop_after_the_step_with_a_summary(
     name = f"stopped-{signum.name}"
     process = runner.train(name, steps=1_000_000)
     runner.await_steps(name, process)
-    workers = children(process.pid)
+    workers = workers_of(process.pid)
     process.send_signal(signum)
     code, _, err = finish(process)
     assert code == expected and "Traceback" not in err
@@ -134,7 +134,7 @@ def test_signals_stop_after_the_step_with_a_summary(
 def test_a_killed_worker_is_named_and_nothing_is_lost(runner: CommandRunner) -> None:
     process = runner.train("killed", workers=3, steps=1_000_000)
     runner.await_steps("killed", process)
-    workers = children(process.pid)
+    workers = workers_of(process.pid)
     os.kill(workers[1], signal.SIGKILL)
     code, _, err = finish(process)
     assert code == 1
@@ -151,7 +151,7 @@ def test_a_killed_worker_is_named_and_nothing_is_lost(runner: CommandRunner) -> 
 def test_a_worker_that_hangs_is_the_cause_that_is_told(runner: CommandRunner) -> None:
     process = runner.train("hung", workers=3, steps=1_000_000, timeout=10)
     runner.await_steps("hung", process)
-    workers = children(process.pid)
+    workers = workers_of(process.pid)
     os.kill(workers[1], signal.SIGSTOP)
     code, _, err = finish(process)
     assert code == 1 and "Traceback" not in err
@@ -162,9 +162,13 @@ def test_a_worker_that_hangs_is_the_cause_that_is_told(runner: CommandRunner) ->
 
 
 STOPPED = """
-import os, signal
-if os.environ.get("RANK") == "1":
-    os.kill(os.getpid(), signal.SIGSTOP)
+import os, signal, sys
+
+def stop_when_told(event, arguments):
+    if event == "os.putenv" and arguments == (b"RANK", b"1"):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+sys.addaudithook(stop_when_told)
 """
 
 
@@ -173,7 +177,7 @@ def test_a_worker_that_hangs_while_it_starts_is_named(runner: CommandRunner, mon
     hook.mkdir()
     (hook / "sitecustomize.py").write_text(STOPPED)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(hook), os.environ.get("PYTHONPATH", "")]))
-    code, _, err = finish(runner.train("silent", timeout=20))
+    code, _, err = finish(runner.popen(*THINWIRE, "train", *runner.flags("silent", timeout=20)))
     assert code == 1 and "Traceback" not in err
     first = err.splitlines()[0]
     assert re.search(r"rank 1 \(pid \d+\) has hung since about", first), err
@@ -181,9 +185,9 @@ def test_a_worker_that_hangs_while_it_starts_is_named(runner: CommandRunner, mon
 
 
 def test_workers_stop_when_the_launcher_is_killed(runner: CommandRunner) -> None:
-    process = runner.train("orphans", steps=1_000_000)
+    process = runner.popen(*THINWIRE, "train", *runner.flags("orphans", steps=1_000_000))
     runner.await_steps("orphans", process)
-    workers = children(process.pid)
+    workers = workers_of(process.pid)
     process.kill()
     try:
         process.communicate(timeout=30)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.training.commands import THINWIRE, CommandRunner, finish
+from tests.training.commands import CommandRunner, finish
 from thinwire import ConfigError, SlopeLog
 from thinwire.models import build_model
 from thinwire.state.replicas import ReplicaError
@@ -76,6 +76,6 @@ def test_a_file_that_is_no_log_is_refused(runner: CommandRunner) -> None:
     with pytest.raises(ConfigError, match="is no readable log"):
         SlopeLog.load(broken)
     flags = runner.flags("broken", workers=1, **FLAGS)
-    code, _, err = finish(runner.start(*THINWIRE, "train", *flags, "--onebyte.log", str(broken)))
+    code, _, err = finish(runner.start("train", *flags, "--onebyte.log", str(broken)))
     assert code == 2 and "broken.log is no readable log" in err and "Traceback" not in err
     assert broken.read_bytes() == b"nothing of the kind"

@@ -10,6 +10,7 @@ import tyro
 
 from thinwire.errors import Problems
 from thinwire.flags import CommandLine
+from thinwire.launch.line import command_line as of_training, read_config
 from thinwire.training.config import TrainConfig
 
 
@@ -57,14 +58,13 @@ class RaceLine(RaceConfig):
 
 def command_line() -> CommandLine:
     """The flags of `thinwire compare`."""
-    return CommandLine("thinwire compare", {"": RaceLine})
+    return CommandLine("thinwire compare", RaceLine)
 
 
 def of_other_place(name: str) -> str:
     """What to say of a flag of the training."""
-    from thinwire.training.settings import command_line as of_training
-
-    return ": it is one of `thinwire train`, whose flags follow after --" if name in of_training().known else ""
+    is_of_training = of_training().knows(name)
+    return ": it is one of `thinwire train`, whose flags follow after --" if is_of_training else ""
 
 
 def read_race(args: Sequence[str], problems: Problems) -> tuple[RaceConfig, TrainConfig]:
@@ -78,7 +78,4 @@ def read_race(args: Sequence[str], problems: Problems) -> tuple[RaceConfig, Trai
         own, train_args = own[:cut], own[cut + 1 :]
     stated = command_line().read(own, problems, elsewhere=of_other_place)[""]
     config_file = stated.pop("config_file", None)
-    # Its flags need the strategies, and with them torch, which `thinwire compare --help` does not wait for.
-    from thinwire.training.settings import read_config
-
     return RaceConfig(**stated), read_config([*filter(None, [config_file]), *train_args], problems)

@@ -10,7 +10,7 @@ from thinwire.report.units import short
 
 def run_export(args: Sequence[str]) -> int:
     """Write the folder and say how well it agrees with the run."""
-    config = read(ExportConfig, args, "export")
+    config = read(ExportConfig, args)
     from thinwire.convert.export import export
 
     done = export(config)
@@ -27,7 +27,7 @@ def run_export(args: Sequence[str]) -> int:
 
 def run_import(args: Sequence[str]) -> int:
     """Write the folder and say what was found."""
-    config = read(ImportConfig, args, "import")
+    config = read(ImportConfig, args)
     from thinwire.convert.foreign import import_checkpoint
 
     done = import_checkpoint(config)
@@ -41,7 +41,7 @@ def run_import(args: Sequence[str]) -> int:
 
 def run_generate(args: Sequence[str]) -> int:
     """Print the prompt, and each word of what the model adds as soon as it is there."""
-    config = read(GenerateConfig, args, "generate")
+    config = read(GenerateConfig, args)
     from thinwire.convert.generate import pieces
 
     for piece in pieces(config):

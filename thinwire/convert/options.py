@@ -72,10 +72,28 @@ class GenerateConfig:
 AnyConfig = TypeVar("AnyConfig", ExportConfig, ImportConfig, GenerateConfig)
 
 
-def read(cls: type[AnyConfig], args: Sequence[str], command: str) -> AnyConfig:
+def export_line() -> CommandLine:
+    """The flags of `thinwire export`."""
+    return CommandLine("thinwire export", ExportConfig)
+
+
+def import_line() -> CommandLine:
+    """The flags of `thinwire import`."""
+    return CommandLine("thinwire import", ImportConfig)
+
+
+def generate_line() -> CommandLine:
+    """The flags of `thinwire generate`."""
+    return CommandLine("thinwire generate", GenerateConfig)
+
+
+LINES = {ExportConfig: export_line, ImportConfig: import_line, GenerateConfig: generate_line}
+
+
+def read(cls: type[AnyConfig], args: Sequence[str]) -> AnyConfig:
     """What the command line asks for. Raises ConfigError with everything that is wrong; SystemExit after --help."""
     problems = Problems()
-    stated = CommandLine(f"thinwire {command}", {"": cls}).read(args, problems)[""]
+    stated = LINES[cls]().read(args, problems)[""]
     problems.messages += range_errors(stated)
     problems.raise_any()
     return cls(**stated)

@@ -50,7 +50,7 @@ class LabOptions:
 
 def command_line() -> CommandLine:
     """The flags of `thinwire lab`."""
-    return CommandLine("thinwire lab", {"": LabOptions})
+    return CommandLine("thinwire lab", LabOptions)
 
 
 def run_lab(args: Sequence[str]) -> int:

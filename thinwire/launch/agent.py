@@ -22,8 +22,10 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+from thinwire._compat import agent_starts_by
 from thinwire.errors import ThinwireError
 from thinwire.launch.failures import failure, has_failed_by_itself
+from thinwire.launch.fork_server import ForkServer
 from thinwire.launch.start import Start
 from thinwire.training.config import TrainConfig
 from thinwire.training.hardware import free_port
@@ -91,8 +93,11 @@ class Relay:
                 continue
 
 
-def run_workers(config: TrainConfig, start: Start, relay: Relay | None = None) -> int:
-    """Run a configuration that has been prepared, with its workers on this machine; see `launch`."""
+def run_workers(config: TrainConfig, start: Start, server: ForkServer, relay: Relay | None = None) -> int:
+    """Run a configuration that has been prepared, with its workers on this machine; see `launch`.
+
+    server: what starts them.
+    """
     relay = relay or Relay()
     host, port = (config.join or f"{LOOPBACK}:{free_port()}").rsplit(":", 1)
     run_dir = RunDir(config.run_dir)
@@ -104,7 +109,7 @@ def run_workers(config: TrainConfig, start: Start, relay: Relay | None = None) -
         await_node_0(host, int(port), config.timeout)
     relay.step_aside()
     try:
-        with passing_on(run_dir.faults) if start.inject else nullcontext():
+        with agent_starts_by(server.start), passing_on(run_dir.faults) if start.inject else nullcontext():
             result = relay.agent.run()
     except (ConnectionError, TimeoutError, RuntimeError) as error:
         raise ThinwireError(
@@ -173,8 +178,8 @@ def make_agent(config: TrainConfig, endpoint: str, start: Start, before_start: C
     )  # fmt: skip
     address, port = endpoint.rsplit(":", 1)
     spec = WorkerSpec(
-        role="worker", local_world_size=config.workers, entrypoint=sys.executable,
-        args=("-u", "-m", "thinwire.launch.worker", str(run_dir.config(config.node)), start.to_json()),
+        role="worker", local_world_size=config.workers, entrypoint="thinwire.launch.worker",
+        args=(str(run_dir.config(config.node)), start.to_json()),
         rdzv_handler=get_rendezvous_handler(rendezvous), max_restarts=0, monitor_interval=0.1,
         master_addr=address, master_port=int(port),
     )  # fmt: skip

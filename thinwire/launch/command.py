@@ -2,72 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Sequence
-from dataclasses import replace
 
-from thinwire.errors import ConfigError, Problems
-from thinwire.launch.agent import LOOPBACK, Relay, run_workers
-from thinwire.launch.islands import launch_islands
-from thinwire.launch.prepare import dry_run, keep_chosen, prepare
-from thinwire.launch.worker import exit_after
-from thinwire.training.config import TrainConfig
-from thinwire.training.hardware import interface_towards, process_age_s
-from thinwire.training.place import ProcessPlace
-from thinwire.training.run import Run
-from thinwire.training.settings import read_config
+from thinwire.errors import Problems
+from thinwire.launch.line import command_line
 
 
 def run_train(args: Sequence[str]) -> int:
-    """Train as the command line asks: with workers of this machine, or as one of torchrun's; the exit code."""
+    """Train as the command line asks; the exit code."""
     problems = Problems()
-    began = time.time() - process_age_s()
-    config = read_config(args, problems)
-    place = ProcessPlace.from_environment()
-    if config.dry_run:
-        return dry_run(config, problems) if place is None or place.rank == 0 else 0
-    if place is None:
-        return launch(config, problems, began)
-    if config.model == "auto":
-        raise ConfigError("--model auto: torchrun's workers would choose for themselves; nearest: --model demo")
-    asked, config = config.workers, replace(config, workers=place.world_size, nodes=1, node=0, join=None)
-    if place.rank:
-        # Rank 0 alone checks and prepares: one error is said once.
-        exit_after(Run.of(keep_chosen(config)[0]), place, None, trace=False)
-    run, start = prepare(config, problems)
-    if asked not in (1, place.world_size):
-        start.effects.append((f"--workers {asked}", f"{place.world_size}", "torchrun started them"))
-    exit_after(run, place, start, trace=False)
+    stated = command_line().read(args, problems)
+    # Nobody who asks for --help waits for torch.
+    from thinwire.launch.train import train
 
-
-def launch(config: TrainConfig, problems: Problems, began: float) -> int:
-    """Run the configuration with its workers on this machine; returns the exit code.
-
-    began: when the command was started, as time.time() has it.
-    Raises ConfigError before any process is started, ThinwireError when a worker failed, StoppedError after a signal.
-    """
-    relay = Relay()
-    run, start = prepare(config, problems)
-    if config.nodes == 1:
-        start = replace(start, began=began)
-    os.environ["OMP_NUM_THREADS"] = str(start.threads)
-    start.effects.append(choose_interface((config.join or LOOPBACK).rsplit(":", 1)[0], config.nodes))
-    if run.has_islands and (run.config.local_size or 1) < config.world_size:
-        return launch_islands(run.config, start)
-    return run_workers(run.config, start, relay)
-
-
-def choose_interface(host: str, num_nodes: int) -> tuple[str, str, str]:
-    """Tell gloo which network interface leads to `host`; the row that says so."""
-    if "GLOO_SOCKET_IFNAME" in os.environ:
-        return "network interface", os.environ["GLOO_SOCKET_IFNAME"], "GLOO_SOCKET_IFNAME is set"
-    found = interface_towards(host)
-    if found is None:
-        return "network interface", "gloo's choice", f"none found that leads to {host}"
-    name, address = found
-    os.environ["GLOO_SOCKET_IFNAME"] = name
-    reason = f"leads to {host}"
-    if num_nodes > 1 and address.startswith("127."):
-        reason += ", which is this machine itself: others can't reach it; give node 0's address on the network"
-    return "network interface", f"{name} ({address})", reason
+    return train(stated, problems)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -22,6 +21,7 @@ from thinwire.collectives import host_meeting
 from thinwire.collectives.elastic import BEGUN
 from thinwire.errors import ConfigError, Problems, ThinwireError, UnsavedError
 from thinwire.launch.agent import await_node_0, run_workers
+from thinwire.launch.fork_server import Forked, ForkServer
 from thinwire.launch.start import Start
 from thinwire.training.config import TrainConfig
 from thinwire.training.place import IslandPlace
@@ -40,12 +40,13 @@ FINISHED = {0, UNSAVED}
 class Children:
     """The launchers of this machine's islands, to which all signals are passed on.
 
-    restarts: how often each may be started again.
+    restarts: how often each may be started again. server: what starts them.
     """
 
-    def __init__(self, restarts: int) -> None:
+    def __init__(self, restarts: int, server: ForkServer) -> None:
         self.restarts = restarts
-        self.running: dict[int, subprocess.Popen] = {}
+        self._server = server
+        self.running: dict[int, Forked] = {}
         self._again: dict[int, tuple[list[str], Path | None]] = {}
         self._num_restarts: dict[int, int] = {}
         self.received: int | None = None
@@ -56,10 +57,7 @@ class Children:
         """Start an island; again: the command with which it is started again. log: its output; None: this one's."""
         self._again[number] = again, log
         with nullcontext() if log is None else log.open("a") as output:
-            # A terminal's Ctrl-C would reach them twice: from the terminal, and from here.
-            self.running[number] = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, start_new_session=True
-            )
+            self.running[number] = self._server.start(command, os.environ, output)
 
     def is_first_time(self, number: int) -> bool:
         """Whether it was never started again."""
@@ -83,7 +81,7 @@ class Children:
 
     def ended(self) -> dict[int, int]:
         """Exit codes, as a shell states them, of those that have ended since the last look."""
-        codes = {number: child.returncode for number, child in self.running.items() if child.poll() is not None}
+        codes = {number: code for number, child in self.running.items() if (code := child.poll()) is not None}
         for number in codes:
             del self.running[number]
         return {number: 128 - code if code < 0 else code for number, code in codes.items()}
@@ -93,9 +91,9 @@ class Children:
         self.send(signum)
 
 
-def launch_islands(config: TrainConfig, start: Start) -> int:
+def launch_islands(config: TrainConfig, start: Start, server: ForkServer) -> int:
     """Run this machine's islands to their end; the worst exit code. Raises StoppedError after a signal."""
-    children = Children(config.restarts)
+    children = Children(config.restarts, server)
     size = island_size(config)
     here, count = config.workers // size, config.world_size // size
     host, _, port = (config.join or "127.0.0.1:0").rpartition(":")
@@ -112,7 +110,7 @@ def launch_islands(config: TrainConfig, start: Start) -> int:
             own = replace(config, run_dir=str(run_dir.path))
             run_dir.claim(0, to_toml(own), overwrite=config.overwrite)
         island = IslandPlace(number, count, meet)
-        command = [sys.executable, "-m", "thinwire.launch.islands", str(run_dir.config())]
+        command = ["thinwire.launch.islands", str(run_dir.config())]
         # The first one here has the terminal.
         log = run_dir.logs / "launcher.out" if number > numbers[0] else None
         # Faults are asked for once.
@@ -177,23 +175,22 @@ def follow_command(island: IslandPlace) -> None:
 
 
 def main() -> NoReturn:
-    """`python -m thinwire.launch.islands CONFIG.toml START`, as `launch_islands` runs it: one island's launcher."""
+    """With CONFIG.toml and START as arguments, as `launch_islands` has it started: one island's launcher."""
     config_path, told = sys.argv[1:]
     start, problems = Start.from_json(told), Problems()
     assert start.island is not None
+    # Before there is a thread.
+    server = ForkServer()
     follow_command(start.island)
     try:
         config = read_toml(Path(config_path), problems)
         problems.raise_any()
         assert config.local_size is not None
         alone = replace(config, workers=config.local_size, nodes=1, node=0, join=None, stop_at=start.stop_at)
-        code = run_workers(alone, start)
+        with server:
+            code = run_workers(alone, start, server)
     except ThinwireError as error:
         if not isinstance(error, StoppedError):
             print(f"thinwire: island {start.island.number}: {error}", file=sys.stderr)
         code = UNSAVED if isinstance(error, UnsavedError) else error.exit_code
     sys.exit(code)
-
-
-if __name__ == "__main__":
-    main()

@@ -168,7 +168,7 @@ class Stamped(io.TextIOBase):
 
 
 def main() -> NoReturn:
-    """`python -m thinwire.launch.worker CONFIG.toml START`, as the launcher runs it."""
+    """With CONFIG.toml and START as arguments, as the launcher has it started."""
     sys.stderr = Stamped(sys.stderr)
     config_path, start = sys.argv[1:]
     place = ProcessPlace.from_environment()
@@ -182,7 +182,3 @@ def main() -> NoReturn:
         config, stop_at=found.stop_at, inject=found.inject, allow_resume_drift=found.allow_resume_drift
     )  # fmt: skip
     exit_after(Run.of(config), place, found, trace=True)
-
-
-if __name__ == "__main__":
-    main()

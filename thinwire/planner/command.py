@@ -2,108 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
-from rich.console import Console
-from rich.table import Table
+from collections.abc import Sequence
 
 from thinwire.errors import Problems
-from thinwire.methods.interface import MethodPlan
-from thinwire.planner.explain import Explained, explain
 from thinwire.planner.options import read_explain
-from thinwire.report.units import bytes_text, seconds_text, short
-
-# Width of the table where the output is not a terminal.
-PLAIN_WIDTH = 160
-LEVELS = {"pair": "inside a pair", "intra": "inside a node", "inter": "between nodes"}
-MEANINGS = {
-    "weights": "held through the step",
-    "gradients": "at the end of backward",
-    "optimizer": "AdamW: both moments, and fp32 masters where they are not the weights",
-    "passing": "weights and gradients gathered for the part of the model that computes; at most",
-}
-FOOT = (
-    "fp32, AdamW. Not counted: activations, and scratch memory for the packets of a few buckets. Bytes are payload "
-    "that one rank sends in a step."
-)
 
 
 def run_explain(args: Sequence[str]) -> int:
     """Print what the command line asks for. Raises ConfigError with everything that is wrong."""
     problems = Problems()
-    found = explain(read_explain(args, problems), problems)
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = max(PLAIN_WIDTH, console.width)
-    for table in tables(found):
-        console.print(table)
-    console.print(FOOT)
-    for line in reasons(found):
-        console.print(line)
-    for asked, effect, why in found.notes:
-        console.print(f"{asked}: {effect} ({why})")
+    config = read_explain(args, problems)
+    # Nobody who asks for --help waits for torch.
+    from thinwire.planner.table import print_explained
+
+    print_explained(config, problems)
     return 0
-
-
-def reasons(found: Explained) -> Iterator[str]:
-    """Why figures of some strategies are not what a reader expects."""
-    for every in sorted(set(found.mean_over.values())):
-        names = ", ".join(name for name, steps in found.mean_over.items() if steps == every)
-        yield f"* {names}: exchanges once in {every} steps, so the bytes of a step are the mean over {every} steps."
-    if found.whole:
-        names = ", ".join(found.whole)
-        why = "on a slow link a second gather would cost more than the memory"
-        yield f"{names}: weights are the rank's shard and the whole model, kept from forward to backward; {why}."
-
-
-def tables(found: Explained) -> list[Table]:
-    """All strategies side by side; of one alone also every part."""
-    made = [side_by_side(found)]
-    if len(found.plans) == 1:
-        (plan,) = found.plans.values()
-        (steps,) = found.mean_over.values() or (1,)
-        made += [parts_of_memory(plan), parts_of_traffic(plan, steps)]
-    return made
-
-
-def side_by_side(found: Explained) -> Table:
-    """One row a strategy."""
-    title = (
-        f"{short(found.num_parameters)} parameters on {found.topology}, {found.micro_batches} micro-batch(es) a step: "
-        "memory of one rank, and what it sends in a step"
-    )
-    title += f"\n{found.vocabulary}" if found.vocabulary else ""
-    has_pair = any(plan.sent_on("pair") for plan in found.plans.values())
-    levels = [level for level in LEVELS if level != "pair" or has_pair]
-    memory = ("weights", "gradients", "optimizer", "passing")
-    seconds = [("on the link", found.link_s, found.rate), ("inside", found.local_s, found.local_rate)]
-    seconds = [entry for entry in seconds if entry[2] is not None]
-    heads = [*memory, "other", "memory", *(LEVELS[level] for level in levels), *(head for head, _, _ in seconds)]
-    table = Table("strategy", title=title, title_justify="left")
-    for head in heads:
-        table.add_column(head, justify="right")
-    for name, plan in found.plans.items():
-        held = [getattr(plan, part) for part in memory] + [sum(plan.other.values())]
-        sent = [plan.sent_on(level) for level in levels]
-        times = [seconds_text(value) for _, of, _ in seconds if (value := of(plan)) is not None]
-        marked = f"{name} *" if name in found.mean_over else name
-        table.add_row(marked, *map(bytes_text, [*held, sum(held), *sent]), *times)
-    return table
-
-
-def parts_of_memory(plan: MethodPlan) -> Table:
-    """One row a part of one rank's memory."""
-    table = Table("memory", "bytes", "", title="what one rank holds", title_justify="left")
-    for name, num_bytes in plan.memory.items():
-        table.add_row(name, bytes_text(num_bytes), MEANINGS.get(name, "kept between steps"))
-    return table
-
-
-def parts_of_traffic(plan: MethodPlan, mean_over: int) -> Table:
-    """One row an operation and level."""
-    title = "what one rank sends in a step" + (f", mean over {mean_over} steps" if mean_over > 1 else "")
-    table = Table("operation", "level", "bytes", title=title, title_justify="left")
-    for (operation, level), num_bytes in plan.sent.items():
-        if num_bytes:
-            table.add_row(operation, LEVELS[level], bytes_text(num_bytes))
-    return table

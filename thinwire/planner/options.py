@@ -11,7 +11,6 @@ import tyro
 
 from thinwire.errors import Problems
 from thinwire.flags import CommandLine, flag
-from thinwire.options import LLAMA, option_tables
 
 LIMITS = {
     "nodes": (1, 10**6), "local_size": (1, 10**4), "parameters": (1, 10**15), "seq_len": (1, 10**9),
@@ -53,7 +52,14 @@ class ExplainConfig:
 
 def command_line() -> CommandLine:
     """The flags of `thinwire explain`, and a prefix such as --sdp4bit. for each table."""
-    return CommandLine("thinwire explain", {"": ExplainConfig, **option_tables()}, presets={LLAMA: "the preset's"})
+    return CommandLine("thinwire explain", ExplainConfig, tables=option_tables, presets={"llama": "the preset's"})
+
+
+def option_tables() -> Mapping[str, type]:
+    """See `thinwire.options`, which knows the strategies, and with them torch."""
+    from thinwire import options
+
+    return options.option_tables()
 
 
 def read_explain(args: Sequence[str], problems: Problems) -> ExplainConfig:

@@ -143,21 +143,6 @@ class TrainConfig:
         return min(1000, self.steps // 10) if self.warmup_steps is None else self.warmup_steps
 
 
-# The flags under their titles in --help; the first are those that most runs need.
-GROUPS = {
-    "common": (
-        "model", "data", "strategy", "workers", "device", "steps", "minutes", "tokens_per_step", "seq_len",
-        "micro_batch", "lr", "seed", "run_dir", "resume", "overwrite", "dry_run",
-    ),
-    "machines": ("local_size", "mesh", "join", "nodes", "node", "timeout"),
-    "data": ("text_field", "tokenizer", "cache_dir"),
-    "training": (
-        "inner", "optimizer", "weight_decay", "warmup_steps", "grad_clip", "dead_steps", "dtype", "compile", "stop_at",
-    ),
-    "checkpoints": ("checkpoint_every", "keep_last", "keep_every", "keep_best", "allow_resume_drift"),
-    "results": ("eval_sequences", "prompt", "sample_tokens", "track"),
-    "faults": ("checked", "restarts", "inject"),
-}  # fmt: skip
 DEFAULTS = TrainConfig()
 # Smallest value each number may have; None stands for "above zero".
 LOWEST: dict[str, int | None] = {

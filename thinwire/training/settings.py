@@ -1,63 +1,18 @@
-"""Reads a configuration: defaults, then a TOML file, then flags; and writes one back."""
+"""Reads a configuration from a TOML file, and writes one back."""
 
 from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
-
-import tyro
+from typing import Any
 
 from thinwire.errors import ConfigError, Problems, nearest
-from thinwire.flags import CommandLine
-from thinwire.options import LLAMA, checked_values, option_tables
-from thinwire.training.config import GROUPS, NOT_WRITTEN, TrainConfig
+from thinwire.options import checked_values, option_tables
+from thinwire.training.config import NOT_WRITTEN, TrainConfig
 from thinwire.training.run import tables_in_effect
-from thinwire.training.run_dir import RunDir
-
-
-@dataclass(frozen=True)
-class TrainLine(TrainConfig):
-    __doc__ = TrainConfig.__doc__
-
-    config_file: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[CONFIG.toml]")] = None
-
-
-def command_line() -> CommandLine:
-    """The flags of `thinwire train`: those of TrainConfig, and a prefix such as --sdp4bit. for each table."""
-    return CommandLine(
-        "thinwire train", {"": TrainLine, **option_tables()}, presets={LLAMA: "the preset's"}, groups=GROUPS
-    )
-
-
-def read_config(args: Sequence[str], problems: Problems) -> TrainConfig:
-    """The configuration that the command line asks for; wrong keys, flags and types are noted as problems.
-
-    With --resume and no CONFIG.toml, the run directory's own config.toml takes its place. Raises ConfigError for a
-    file that can't be read; SystemExit after --help.
-    """
-    stated = command_line().read(args, problems)
-    flags = stated.pop("")
-    check_length(flags, "", problems)
-    path = flags.pop("config_file", None)
-    asked = replace(TrainConfig(), **flags)
-    if path is None and asked.resume:
-        own = RunDir(asked.run_dir).config(asked.node)
-        path = str(own) if own.is_file() else None
-    try:
-        below = read_toml(Path(path), problems) if path is not None else TrainConfig()
-    except ConfigError as error:
-        raise ConfigError(*problems.messages, *error.problems) from None
-    # The flag decides over the file, in which the other of the two may stand.
-    if "steps" in flags:
-        below = replace(below, minutes=None)
-    elif "minutes" in flags:
-        below = replace(below, steps=TrainConfig().steps)
-    tables = {name: {**below.tables.get(name, {}), **values} for name, values in stated.items()}
-    return replace(below, **flags, tables={name: values for name, values in tables.items() if values})
 
 
 def check_length(stated: Mapping[str, Any], note: str, problems: Problems) -> None:

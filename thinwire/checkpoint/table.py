@@ -1,23 +1,16 @@
-"""`thinwire checkpoints`: what a run has saved, and whether it is sound."""
+"""What `thinwire checkpoints` prints: what a run has saved, and whether it is sound."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from thinwire.checkpoint.dcp import CheckpointError
 from thinwire.checkpoint.folder import Manifest, all_of, checkpoints_of, latest, step_of, verified_at, verify
-from thinwire.errors import ConfigError, nearest
 
 
-def run_checkpoints(args: Sequence[str]) -> int:
+def print_checkpoints(run: Path, *, verifies: bool) -> int:
     """List the checkpoints of a run, or compare their checksums; returns the exit code."""
-    verifies = args[:1] == ["verify"]
-    places = args[1:] if verifies else args
-    if len(places) != 1:
-        hint = nearest(places[0], ["verify"]) if len(places) == 2 else ", as `thinwire checkpoints RUN`"
-        raise ConfigError(f"checkpoints takes one run directory, not {len(places)}{hint}")
-    folder, num_damaged = checkpoints_of(Path(places[0])), 0
+    folder, num_damaged = checkpoints_of(run), 0
     print(f"{'step':>9}  {'MB':>10}  {'loss':>9}  saved by")
     for each in [folder, *islands_beside(folder)]:
         if each != folder:

@@ -1,4 +1,4 @@
-"""`thinwire codecs`: every codec, as it is written, with what it costs and promises."""
+"""What `thinwire codecs` prints: every codec, as it is written, with what it costs and promises."""
 
 from __future__ import annotations
 
@@ -6,28 +6,16 @@ from collections.abc import Iterator, Sequence
 
 from thinwire.codecs.base import Codec
 from thinwire.codecs.spelling import SPELLINGS
-from thinwire.errors import ConfigError, nearest
 
-USAGE = """usage: thinwire codecs [CODEC ...]
-
-Lists all codecs with their defaults, or those that are given, such as int4/64:bf16+hadamard32 or topk1%: bits per
-element of a long tensor, traits, and the options that may follow, each after a ":", the default of each choice first.
-A number after "/" is the size of a group. hadamard and zstd follow another codec after a "+"."""
 HEADS = ("codec", "bits", "traits", "options")
 
 
-def run_codecs(args: Sequence[str]) -> int:
-    """Print a line for each codec; returns the exit code. Raises ConfigError for a text that is no codec."""
-    if {"--help", "-h"} & set(args):
-        print(USAGE)
-        return 0
-    if unknown := [arg for arg in args if arg.startswith("-")]:
-        raise ConfigError(f"unknown flag {unknown[0]}{nearest(unknown[0], ['--help'])}")
-    rows = [HEADS, *(row(Codec.parse(text)) for text in args)] if args else [HEADS, *all_rows()]
+def print_codecs(texts: Sequence[str]) -> None:
+    """Print a line for each codec, by default for all. Raises ConfigError for a text that is no codec."""
+    rows = [HEADS, *(row(Codec.parse(text)) for text in texts)] if texts else [HEADS, *all_rows()]
     widths = [max(len(line[column]) for line in rows) for column in range(len(HEADS) - 1)]
     for codec, bits, traits, options in rows:
         print(f"{codec:<{widths[0]}}  {bits:>{widths[1]}}  {traits:<{widths[2]}}  {options}".rstrip())
-    return 0
 
 
 def all_rows() -> Iterator[tuple[str, str, str, str]]:

@@ -1,0 +1,165 @@
+"""Starts processes that have loaded already what they need: forked from a copy of this one."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import IO, Any, NoReturn, Self
+
+from thinwire.errors import ThinwireError
+
+LOOK_EVERY_S = 0.02
+
+
+class ForkServer:
+    """A copy of this process that forks others on request; a new interpreter would import torch for seconds in each.
+
+    Make it before this process computes or starts a thread: a fork has the memory of its parent and none of its
+    threads. The copy is in a session of its own, so that a terminal's Ctrl-C does not reach it, and ends when it is
+    closed or when this process dies.
+
+    preload: a module that only the copy imports, while this process goes on.
+    """
+
+    def __init__(self, preload: str | None = None) -> None:
+        self._requests, theirs = socket.socketpair()
+        self._replies = self._requests.makefile("rb")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._pid = os.fork()
+        if self._pid == 0:
+            self._close()
+            _serve(theirs, preload)
+        theirs.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._close()
+        os.kill(self._pid, signal.SIGKILL)
+        os.waitpid(self._pid, 0)
+
+    def _close(self) -> None:
+        self._replies.close()
+        self._requests.close()
+
+    def start(
+        self, words: Sequence[str], env: Mapping[str, str], stdout: IO[str] | None = None,
+        stderr: IO[str] | None = None,
+    ) -> Forked:  # fmt: skip
+        """Call `main()` of a module with the arguments that follow its name, in a process and a session of its own.
+
+        stdout, stderr: files for what it prints; None: those of this process.
+        """
+        outputs = [1 if stdout is None else stdout.fileno(), 2 if stderr is None else stderr.fileno()]
+        return Forked(self, self.ask(("start", list(words), dict(env)), outputs))
+
+    def ask(self, request: tuple, outputs: Sequence[int] = ()) -> Any:
+        """What the copy answers. Raises ThinwireError where it is gone."""
+        content = pickle.dumps(request)
+        try:
+            socket.send_fds(self._requests, [len(content).to_bytes(8, "big")], list(outputs))
+            self._requests.sendall(content)
+            return pickle.load(self._replies)
+        except (EOFError, ConnectionError):
+            raise ThinwireError(f"the process that starts workers (pid {self._pid}) was killed") from None
+
+
+class Forked:
+    """A process that a server has forked, with what a Popen has of it."""
+
+    def __init__(self, server: ForkServer, pid: int) -> None:
+        self._server, self.pid = server, pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Its exit code, negative after a signal; None while it runs."""
+        if self.returncode is None:
+            self.returncode = self._server.ask(("poll", self.pid))
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit code. Raises subprocess.TimeoutExpired after so many seconds."""
+        due = time.monotonic() + (float("inf") if timeout is None else timeout)
+        while (code := self.poll()) is None:
+            if time.monotonic() > due:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
+            time.sleep(LOOK_EVERY_S)
+        return code
+
+    def send_signal(self, signum: int) -> None:
+        """Send a signal to it, if it still runs."""
+        if self.returncode is None:
+            os.kill(self.pid, signum)
+
+
+def _serve(requests: socket.socket, preload: str | None) -> NoReturn:
+    """Answer requests until the other end is closed."""
+    os.setsid()
+    if preload is not None:
+        import_module(preload)
+    # The collector would write to every object, and so copy the memory that forks share.
+    gc.freeze()
+    while True:
+        head, files, _, _ = socket.recv_fds(requests, 8, 2)
+        if not head:
+            os._exit(0)
+        kind, *request = pickle.loads(requests.recv(int.from_bytes(head, "big"), socket.MSG_WAITALL))
+        reply = _start(requests, files, *request) if kind == "start" else _poll(*request)
+        requests.sendall(pickle.dumps(reply))
+
+
+def _poll(pid: int) -> int | None:
+    done, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if done else None
+
+
+def _start(requests: socket.socket, files: list[int], words: list[str], env: dict[str, str]) -> int:
+    # Its group exists when the caller knows its number, as that of a Popen: it may be sent a signal.
+    has_group, group = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        requests.close()
+        os.setsid()
+        os.close(has_group)
+        os.close(group)
+        _become(files, words, env)
+    os.close(group)
+    os.read(has_group, 1)
+    for file in (has_group, *files):
+        os.close(file)
+    return pid
+
+
+def _become(files: list[int], words: list[str], env: dict[str, str]) -> NoReturn:
+    """Be a process as `python -u -m MODULE ARGUMENTS` would make it."""
+    code: Any = 0
+    try:
+        for number, file in enumerate(files, start=1):
+            os.dup2(file, number)
+            os.close(file)
+        sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
+        os.environ.clear()
+        os.environ.update(env)
+        sys.argv = list(words)
+        import_module(words[0]).main()
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    if not isinstance(code, int | None):
+        print(code, file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code or 0 if isinstance(code, int | None) else 1)

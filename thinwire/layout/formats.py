@@ -83,10 +83,10 @@ class Strategy(Protocol):
         ...
 
 
-def describe_formats(strategy: Strategy, grid: Topology) -> list[Row]:
+def describe_formats(method: Strategy, grid: Topology) -> list[Row]:
     """A row for each kind of parameter and each way that it takes on this grid."""
     rows: list[Row] = []
-    for kind, wire in {"matrices": strategy.matrix(), "norms and biases": strategy.vector()}.items():
+    for kind, wire in {"matrices": method.matrix(), "norms and biases": method.vector()}.items():
         what = "differences" if wire.differences else "weights"
         rows.append((f"{kind}: {what}", f"{wire.weights}", f"{wire.weights.bits_per_element:.4g} bits an element"))
         for hop, codec, partners in (
@@ -96,7 +96,7 @@ def describe_formats(strategy: Strategy, grid: Topology) -> list[Row]:
             effect = f"{codec}" if partners > 1 else "no such hop"
             why = f"{codec.bits_per_element:.4g} bits an element" if partners > 1 else f"the grid is {grid}"
             rows.append((f"{kind}: gradients {hop}", effect, why))
-    wires = strategy.matrix(), strategy.vector()
+    wires = method.matrix(), method.vector()
     inside = [wire.intra for wire in wires if grid.local_size > 1]
     return [*rows, *describe_zeros([*inside, *(wire.inter for wire in wires if grid.num_nodes > 1)])]
 

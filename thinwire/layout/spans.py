@@ -162,7 +162,7 @@ class Unit:
 
 def lay_out(
     trained: Iterable[tuple[str, Tensor]],
-    strategy: Strategy,
+    method: Strategy,
     groups: Sequence[Levels],
     place: Callable[[str], tuple[int, str | None]],
     bucket_numel: int | None = None,
@@ -174,7 +174,7 @@ def lay_out(
     of its format's block, so no group of the quantiser spans two parameters and results do not depend on the size of a
     bucket. A parameter larger than a bucket has one alone.
     """
-    formats = {True: strategy.vector(), False: strategy.matrix()}
+    formats = {True: method.vector(), False: method.matrix()}
     latest: dict[tuple, int] = {}
     counters: dict[tuple, int] = {}
     layouts: list[FlatLayout] = []

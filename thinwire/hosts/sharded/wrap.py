@@ -32,7 +32,7 @@ Group = dist.ProcessGroup | DeviceMesh | None
 def zero(
     model: Model,
     optimizer: torch.optim.Optimizer,
-    strategy: ShardedMethod,
+    method: ShardedMethod,
     *,
     group: Group = None,
     local_size: int | None = None,
@@ -50,7 +50,7 @@ def zero(
     Args:
         model: the same on all ranks; parameters in fp32, bf16 or fp16.
         optimizer: elementwise, such as AdamW; it then steps flat fp32 pieces of the parameters.
-        strategy: what travels and how, such as `thinwire.SDP4Bit()`.
+        method: what travels and how, such as `thinwire.SDP4Bit()`.
         group: the ranks that hold replicas of this model: a process group, one dimension of a DeviceMesh, None for all.
         local_size: ranks per node; None: found.
         axis: given by `parallelize` in place of a group.
@@ -68,7 +68,7 @@ def zero(
     Raises ConfigError for a model or optimizer that can't be sharded, with the reason.
     Source: ZeRO (SC 2020), stages 1 and 2.
     """
-    _check_strategy(strategy)
+    _check_method(method)
     named = _trained_parameters(model, optimizer)
     check_elementwise(optimizer)
     ranks = open_ranks(axis, group=group, local_size=local_size, timeout_s=timeout_s, checked=checked)
@@ -84,41 +84,41 @@ def zero(
         return numbers[id(special)]
 
     chosen = {name: group_of(name, param) for name, param in model.named_parameters()}
-    levels = [strategy.levels(own.topology) for own in comms]
+    levels = [method.levels(own.topology) for own in comms]
     if any(own.weights_over > 1 for own in levels):
-        _check_cut(strategy, named, levels)
+        _check_cut(method, named, levels)
     device = next(iter(named.values())).device
     if device.type == "cuda":
         # On the CPU the launcher has done it, or the first message waits a second.
-        warm(set(strategy.codecs), device)
-    notes = _same_start(model, named, strategy, comms, chosen)
+        warm(set(method.codecs), device)
+    notes = _same_start(model, named, method, comms, chosen)
     notes += _notes_on_parameters(model, named, overlap)
-    units = strategy.units(model, named, levels, chosen.__getitem__, bucket_numel)
-    sharded = ShardedOptimizer(model, optimizer, strategy, units, ranks, comms, overlap=overlap, seed=seed, notes=notes)
+    units = method.units(model, named, levels, chosen.__getitem__, bucket_numel)
+    sharded = ShardedOptimizer(model, optimizer, method, units, ranks, comms, overlap=overlap, seed=seed, notes=notes)
     if announce and ranks.comm.rank == 0:
         announce_table(sharded.describe())
     return model, sharded
 
 
-def _check_strategy(strategy: object) -> None:
+def _check_method(method: object) -> None:
     """Raise ConfigError for a method of another host, and for what is none."""
-    if isinstance(strategy, ShardedMethod):
+    if isinstance(method, ShardedMethod):
         return
-    name = getattr(strategy, "name", None)
+    name = getattr(method, "name", None)
     if name is None:
-        raise ConfigError(f"thinwire.zero got {strategy!r}: must be a ShardedMethod, such as thinwire.SDP4Bit()")
-    why = getattr(strategy, "not_on_zero", "belongs to another wrapper")
-    way = f"thinwire.{strategy.own_way} or " if hasattr(strategy, "own_way") else ""
+        raise ConfigError(f"thinwire.zero got {method!r}: must be a ShardedMethod, such as thinwire.SDP4Bit()")
+    why = getattr(method, "not_on_zero", "belongs to another wrapper")
+    way = f"thinwire.{method.own_way} or " if hasattr(method, "own_way") else ""
     raise ConfigError(f"thinwire.zero can't run {name}, which {why}; use {way}`thinwire train --strategy {name}`")
 
 
-def _check_cut(strategy: ShardedMethod, named: dict[str, nn.Parameter], levels: list[Levels]) -> None:
+def _check_cut(method: ShardedMethod, named: dict[str, nn.Parameter], levels: list[Levels]) -> None:
     """Raise ConfigError for what weights that are cut over ranks do not work with."""
     if len(levels) > 1:
-        raise ConfigError(f"group_for: {strategy.name} cuts weights over ranks of one group; leave it out")
+        raise ConfigError(f"group_for: {method.name} cuts weights over ranks of one group; leave it out")
     for name, param in named.items():
         if param.dtype != torch.float32:
-            raise ConfigError(f"{name!r} is {param.dtype}: {strategy.name} cuts weights over ranks only in float32")
+            raise ConfigError(f"{name!r} is {param.dtype}: {method.name} cuts weights over ranks only in float32")
 
 
 def _trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
@@ -158,7 +158,7 @@ def _trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> d
 def _same_start(
     model: nn.Module,
     named: dict[str, nn.Parameter],
-    strategy: ShardedMethod,
+    method: ShardedMethod,
     comms: list[Communicator],
     chosen: dict[str, int],
 ) -> list[Row]:
@@ -167,7 +167,7 @@ def _same_start(
     device, comm = next(iter(named.values())).device, comms[0]
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     shapes = kind + repr([(name, tuple(p.shape), str(p.dtype)) for name, p in named.items()])
-    shapes += repr((strategy.matrix(), strategy.vector()))
+    shapes += repr((method.matrix(), method.vector()))
     if odd := odd_ranks(comm, digest([shapes.encode()])):
         raise ConfigError(
             f"rank {odd[0]} has other parameters, another strategy or another kind of device than rank "

@@ -29,9 +29,16 @@ class Source:
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
-        self.folder, self.rank = folder, rank
+        self.folder = folder
         self.manifest = Manifest.read(folder)
-        self.world_size = self.manifest.world_size
+        self._begin(rank, self.manifest.world_size)
+        for part in parts_of(folder):
+            self._add(part)
+        if not self._parts:
+            raise CheckpointError(f"{folder} holds no rank's part")
+
+    def _begin(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
         self.rows: list[Row] = []
         self.is_exact = True
         self.is_same = False
@@ -43,10 +50,6 @@ class Source:
         self._parts: dict[int, dict[str, Any]] = {}
         self._shares: dict[str, dict[str, list[tuple[int, Share]]]] = {}
         self._taken: set[str] = set()
-        for part in parts_of(folder):
-            self._add(part)
-        if not self._parts:
-            raise CheckpointError(f"{folder} holds no rank's part")
 
     def _add(self, part: Path) -> None:
         rank = rank_of(part)

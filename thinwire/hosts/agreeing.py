@@ -15,7 +15,7 @@ from thinwire.hosts.interface import ParallelOptimizer
 from thinwire.hosts.ranks import Ranks
 from thinwire.state.agreement import Agreed, StepStatus, word_bytes
 from thinwire.state.portable import REPLICA, Held, add_optimizer, restore_optimizer
-from thinwire.state.replicas import check_layout, compare_replicas, shapes_digest
+from thinwire.state.replicas import compare_replicas, shapes_digest
 from thinwire.table import Row
 
 log = logging.getLogger("thinwire")
@@ -134,27 +134,6 @@ class AgreeingOptimizer(ParallelOptimizer):
         sent, plain = self.bytes_per_step / 1e6, self.uncompressed_bytes_per_step / 1e6
         topology = ("topology", str(self.comm.topology), self.comm.topology_reason)
         return [topology, *self._rows, ("sent per rank and step", f"{sent:.3f} MB", f"{plain:.3f} MB in fp32")]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "inner": self.inner.state_dict(),
-            # Copies: torch.save would write the whole storage for a view of it.
-            "weights": [tensor.detach().clone() for tensor in self.trained.values()],
-            "steps": self.steps,
-            "skipped_steps": self.skipped_steps,
-            "layout": self._layout(),
-            **self._own(),
-        }
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        check_layout(self._layout(), state_dict["layout"])
-        self.inner.load_state_dict(state_dict["inner"])
-        self.steps, self.skipped_steps = state_dict["steps"], state_dict["skipped_steps"]
-        for tensor, saved in zip(self.trained.values(), state_dict["weights"], strict=True):
-            tensor.copy_(saved)
-        self._load_own(state_dict)
-        self.zero_grad()
 
     def snapshot(self) -> Snapshot:
         common = {"steps": self.steps, "skipped_steps": self.skipped_steps, "lossy_weights": self._lossy_weights}

@@ -17,6 +17,7 @@ from thinwire.collectives import Communicator, Meter
 from thinwire.errors import ConfigError
 from thinwire.hosts.ranks import Axis, Ranks
 from thinwire.state.clipping import clip_factor
+from thinwire.state.portable import StateDict, load_param_groups, state_dict_of
 from thinwire.table import Row
 
 log = logging.getLogger("thinwire")
@@ -160,15 +161,16 @@ class ParallelOptimizer:
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of what is needed to go on bit for bit on the same world, the trained weights included."""
-        raise NotImplementedError
+        """Copies of this rank's part of what is needed to go on bit for bit on the same world, weights included."""
+        return state_dict_of(self.snapshot(), self.param_groups)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` gave; a collective.
 
         Raises ConfigError where the state belongs to another rank, world, model or strategy.
         """
-        raise NotImplementedError
+        self.restore(StateDict(state_dict))
+        load_param_groups(self.param_groups, state_dict)
 
     def snapshot(self) -> Snapshot:
         """This rank's state between two steps, in pieces that any layout can take: views of the live tensors."""

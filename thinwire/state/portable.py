@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import copy
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +14,9 @@ from torch import Tensor
 from thinwire.checkpoint import WEIGHTS, Piece, Snapshot, Source
 from thinwire.errors import ConfigError
 from thinwire.state.elementwise import is_elementwise, state_of_twin
+from thinwire.state.replicas import check_layout
+
+log = logging.getLogger("thinwire")
 
 OPTIMIZER = "optimizer"
 REPLICA = "replica"
@@ -33,6 +38,46 @@ class Held:
         """These elements of the parameter, or of another tensor like it."""
         flat = (self.tensor if values is None else values).detach().view(-1)
         return Piece(self.numel, self.offset, flat, self.is_copy)
+
+
+class StateDict(Source):
+    """What `state_dict_of` gave on this rank, read like a checkpoint; only the same layout takes it back."""
+
+    def __init__(self, state_dict: Mapping[str, Any]) -> None:
+        self._begin(0, 1)
+        self._parts, self._tensors = {0: state_dict["numbers"]}, state_dict["tensors"]
+        self._index = {name: [] for name in self._tensors}
+
+    def fits(self, layout: Mapping[str, Any]) -> bool:
+        """True; raises ConfigError, with every difference, where the layout is another."""
+        check_layout(layout, self.layout)
+        self.is_same = True
+        return True
+
+    def read(self, pieces: Mapping[str, Piece]) -> None:
+        for name, piece in pieces.items():
+            piece.values.copy_(self._tensors[name])
+
+    def note(self, what: str, became: str, why: str = "") -> None:
+        if became != "carried":
+            log.warning("thinwire: load_state_dict: %s: %s: %s", what, became, why)
+
+
+def state_dict_of(snapshot: Snapshot, param_groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A snapshot and the options of the optimizer's groups, such as lr, as copies: numbers, strings and tensors."""
+    numbers, pieces = replace(snapshot, shares=[]).to_json(0)
+    return {
+        "numbers": numbers,
+        # Copies: torch.save would write the whole storage for a view of it.
+        "tensors": {name: piece.values.clone() for name, piece in pieces.items()},
+        "param_groups": [{key: value for key, value in group.items() if key != "params"} for group in param_groups],
+    }
+
+
+def load_param_groups(param_groups: Sequence[dict[str, Any]], state_dict: Mapping[str, Any]) -> None:
+    """Set the options of the optimizer's groups to those that `state_dict_of` was given."""
+    for group, saved in zip(param_groups, state_dict["param_groups"], strict=True):
+        group.update(copy.deepcopy(saved))
 
 
 def add_optimizer(snapshot: Snapshot, inner: torch.optim.Optimizer, held: Mapping[str, Held]) -> Snapshot:

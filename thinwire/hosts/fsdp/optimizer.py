@@ -231,14 +231,8 @@ class FSDPOptimizer(AgreeingOptimizer):
             shard, grad = self.trained[name], param.grad
             shard.grad = grad.to_local() if isinstance(grad, DTensor) and shard.numel() else None
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        # A gather that is under way carries the old weights.
-        self.synchronize()
-        super().load_state_dict(state_dict)
-        for module in self.modules:
-            module.reshard()
-
     def restore(self, source: Source) -> None:
+        # A gather that is under way carries the old weights.
         self.synchronize()
         super().restore(source)
         for module in self.modules:

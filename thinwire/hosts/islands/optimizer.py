@@ -32,6 +32,9 @@ class IslandsOptimizer:
     """
 
     has_islands = True
+    # Of this one's snapshot, not of the inner strategy's.
+    state_dict = ParallelOptimizer.state_dict
+    load_state_dict = ParallelOptimizer.load_state_dict
 
     def __init__(self, inner: ParallelOptimizer, loop: OuterLoop, strategy: IslandsMethod) -> None:
         self.inner, self.loop, self.strategy = inner, loop, strategy
@@ -126,13 +129,6 @@ class IslandsOptimizer:
         """The mean of what the islands' first ranks give; a collective over all islands."""
         total, count = self.loop.sum_over_islands([value, 1.0])
         return total / count
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"inner": self.inner.state_dict(), "outer": self.loop.state_dict()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.inner.load_state_dict(state_dict["inner"])
-        self.loop.load_state_dict(state_dict["outer"])
 
     def close(self) -> None:
         """Wait for all communication, leave the other islands, and give the process groups back."""

@@ -113,11 +113,6 @@ class OwnPaceOptimizer(AgreeingOptimizer):
             source.note("weights, and the optimizer's state of each rank", "carried", "the same ranks")
         source.note("state of the method", "starts anew", "from the weights, which all ranks have in common")
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As AgreeingOptimizer's; the method starts anew from the weights."""
-        super().load_state_dict(state_dict)
-        self._context.begin()
-
     def _update(self) -> None:
         (self._dadao or self.inner).step()
 

@@ -308,20 +308,6 @@ class ShardedOptimizer(ParallelOptimizer, torch.optim.Optimizer):
         rows.append(("sent per rank and step", f"{bound}{sent:.3f} MB", f"{plain:.3f} MB in fp32"))
         return [*rows, *self._notes]
 
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's part of all that is needed to go on bit for bit on the same world: tensors, numbers, strings.
-
-        As with every torch optimizer the tensors are the live ones: save or copy them before the next step.
-        """
-        self._weights.settle()
-        return self._saved.save(self._numbers())
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._weights.free()
-        self._saved.load(state_dict)
-        self._go_on(state_dict)
-
     def snapshot(self) -> Snapshot:
         self._weights.settle()
         return self._saved.snapshot(self._numbers())

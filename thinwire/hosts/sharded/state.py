@@ -14,7 +14,7 @@ from thinwire.hosts.sharded.owned import Owned
 from thinwire.layout.formats import LevelFormat
 from thinwire.methods.sharded import ShardedMethod
 from thinwire.state.portable import REPLICA, Held, add_optimizer, restore_optimizer
-from thinwire.state.replicas import check_layout, short_digest
+from thinwire.state.replicas import short_digest
 
 
 class ShardedState:
@@ -29,28 +29,6 @@ class ShardedState:
         owned: Sequence[Owned],
     ) -> None:
         self.method, self.inner, self.comm, self.buckets, self.owned = method, inner, comm, buckets, owned
-
-    def save(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
-        """All of it for the same layout, with the host's own numbers; the tensors are the live ones."""
-        return {
-            "inner": self.inner.state_dict(),
-            "masters": [bucket.master for bucket in self.buckets],
-            # Copies: torch.save would write the whole weights for a view of them.
-            "shards": [bucket.own.clone() for bucket in self.buckets],
-            "layout": self.layout(),
-            **self._errors(),
-            **numbers,
-        }
-
-    @torch.no_grad()
-    def load(self, saved: Mapping[str, Any]) -> None:
-        """Restore what `save` gave; a collective. Raises ConfigError where it belongs to another layout."""
-        check_layout(self.layout(), saved["layout"])
-        self.inner.load_state_dict(saved["inner"])
-        for bucket, master, shard in zip(self.buckets, saved["masters"], saved["shards"], strict=True):
-            bucket.master.copy_(master)
-            bucket.spread(shard)
-        self._load_errors(saved["errors"])
 
     def snapshot(self, numbers: Mapping[str, Any]) -> Snapshot:
         """All of it in pieces that any layout can take: views of the live tensors."""

@@ -113,10 +113,11 @@ class Replica:
         """This rank's residual of each parameter: the mean over ranks is what the weights will still receive."""
         optimizer: Any = self.optimizer
         found: dict[str, Tensor] = {}
-        for bucket in getattr(optimizer, "buckets", []):
-            if bucket.errors:
-                flat = bucket.lost.by_slices(self.optimizer.comm.topology, self.rank).view(-1)
-                found |= {span.name: flat[span.start : span.end].clone() for span in bucket.layout.spans}
+        if hasattr(optimizer, "memory") and optimizer.memory.planned_bytes:
+            held = optimizer.memory.state
+            # A rank holds nothing of parameters in which it has no slice.
+            found |= {name: torch.zeros(shape.numel()) for name, shape in held.place.shapes.items()}
+            found |= {name: tensor.reshape(-1) for name, tensor in held.residuals().items()}
         if hasattr(optimizer, "_reducer"):
             residuals = optimizer._reducer.reduction.state.residuals()
             sizes = {name: tensor.numel() for name, tensor in optimizer.trained.items()}

@@ -167,12 +167,8 @@ OWING: tuple[Method, ...] = (
 def residual_of(optimizer: Any) -> torch.Tensor:
     """All that this rank has not passed on, in one."""
     is_sharded = hasattr(optimizer, "buckets")
-    residual = (
-        [error for bucket in optimizer.buckets for error in bucket.errors]
-        if is_sharded
-        else optimizer._reducer.reduction.state.residuals().values()
-    )
-    return torch.cat([error.flatten() for error in residual])
+    state = optimizer.memory.state if is_sharded else optimizer._reducer.reduction.state
+    return torch.cat([error.flatten() for error in state.residuals().values()])
 
 
 def clipped(rank: int, world_size: int) -> list[tuple[float, float]]:

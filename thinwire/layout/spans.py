@@ -100,13 +100,15 @@ class FlatLayout:
         return flat
 
     @property
-    def lost_numel(self) -> int:
-        """Elements that error feedback keeps on one rank."""
+    def lossy_pieces(self) -> dict[str, tuple[int, ...]]:
+        """The numbers of pieces, of a shard's elements each, that gradients' codecs lose something of, by hop."""
         grid, wire = self.levels.topology, self.wire
-        if not wire.feedback:
-            return 0
-        intra = grid.world_size if grid.local_size > 1 and not wire.intra.traits.lossless else 0
-        return (intra + (grid.num_nodes if grid.num_nodes > 1 else 0)) * self.shard_numel
+        pieces: dict[str, tuple[int, ...]] = {}
+        if grid.local_size > 1 and not wire.intra.traits.lossless:
+            pieces["intra"] = grid.num_nodes, grid.local_size
+        if grid.num_nodes > 1 and not wire.inter.traits.lossless:
+            pieces["inter"] = (grid.num_nodes,)
+        return pieces
 
     @property
     def has_replica(self) -> bool:

@@ -15,6 +15,7 @@ from thinwire.collectives.feedback import Feedback
 from thinwire.collectives.gather import gather_bytes
 from thinwire.layout.formats import Strategy
 from thinwire.state.agreement import word_bytes
+from thinwire.state.memory import State
 
 # The reason of strategies that shard the optimizer.
 CUTS_TENSORS = "cuts tensors anywhere, so that the update of one element must not depend on others"
@@ -108,18 +109,18 @@ class MethodPlan:
 class GradientMemory(Protocol):
     """What a method remembers of the reductions of one module, whose parameters some reductions leave out."""
 
-    count: int
+    @property
+    def state(self) -> State:
+        """All that is remembered."""
+        ...
+
+    @property
+    def piece_bytes(self) -> int:
+        """Bytes that are kept of one piece: of what a lossy hop sends to one rank or node."""
+        ...
 
     def of(self, present: Sequence[int]) -> Feedback:
         """The error feedback of the next reduction, in which the parameters `present` take part."""
-        ...
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """What must be saved, besides `count`."""
-        ...
-
-    def load_state_dict(self, state_dict: dict[str, torch.Tensor], count: int) -> None:
-        """Restore what state_dict gave after `count` reductions."""
         ...
 
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec, Integer
+from thinwire.collectives import Topology
+from thinwire.state.memory import Merge, Place, State
 
 STORED = Integer(8, 256, "nearest")
 
@@ -20,7 +22,8 @@ class LoCo:
         x' = x + e;    Q(x') is sent;    e <- beta e + (1 - beta) (x' - Q(x'))
     e is kept as 8-bit integers in groups of 256 between steps, and dropped after every `reset_steps` reductions. Where
     it isn't finite, it becomes zero. numels: elements of a rank's part of each parameter of the module, by which
-    errors are kept, so that a step that leaves a parameter out leaves its errors alone.
+    errors are kept, so that a step that leaves a parameter out leaves its errors alone. Another layout drops
+    them: they are moving averages over few steps, of these pieces alone, and no sums.
 
     Memory a rank, for N parameters on nodes of L ranks: N (1 + 1/L) bytes and a little more.
     Source: LoCo: Low-Bit Communication Adaptor for Large-scale Model Training (2024).
@@ -30,7 +33,10 @@ class LoCo:
         self.numels, self.beta, self.reset_steps = list(numels), beta, reset_steps
         self.count = 0
         # By hop, rank or node that the piece is for, and number of the parameter.
-        self.errors: dict[tuple[int, int, int], Tensor] = {}
+        self.errors: dict[str, Tensor] = {}
+        self.state = State(Place({}, Topology(1, 1)))
+        self.state.add("errors", Merge.OWN, tensors=self.errors)
+        self.state.add_attributes(self, "count")
 
     def of(self, present: Sequence[int]) -> Pieces:
         """The memory of the next reduction, in which the parameters `present` take part."""
@@ -39,20 +45,13 @@ class LoCo:
         self.count += 1
         return Pieces(self, present)
 
+    @property
+    def piece_bytes(self) -> int:
+        """Bytes that are kept of one piece."""
+        return sum(map(STORED.packet_bytes, self.numels))
+
     def __str__(self) -> str:
         return f"LoCo, beta {self.beta}"
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The errors, packed."""
-        return {" ".join(map(str, key)): packet for key, packet in self.errors.items()}
-
-    def load_state_dict(self, state_dict: dict[str, Tensor], count: int) -> None:
-        """Restore what state_dict gave after `count` reductions."""
-        self.count = count
-        self.errors = {}
-        for key, packet in state_dict.items():
-            hop, piece, number = map(int, key.split())
-            self.errors[hop, piece, number] = packet.clone()
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ class Pieces:
     def _error(self, piece: tuple[int, int], device: torch.device) -> Tensor:
         parts = []
         for number in self.present:
-            packet, length = self.loco.errors.get((*piece, number)), self.loco.numels[number]
+            packet, length = self.loco.errors.get(_key(piece, number)), self.loco.numels[number]
             fresh = torch.zeros(length, device=device)
             parts.append(fresh if packet is None else STORED.decode(packet.to(device), length))
         return torch.cat(parts)
@@ -86,4 +85,8 @@ class Pieces:
     def _keep(self, piece: tuple[int, int], error: Tensor) -> None:
         error.nan_to_num_(0.0, 0.0, 0.0)
         for number, part in zip(self.present, error.split([self.loco.numels[i] for i in self.present]), strict=True):
-            self.loco.errors[(*piece, number)] = STORED.encode(part)
+            self.loco.errors[_key(piece, number)] = STORED.encode(part)
+
+
+def _key(piece: tuple[int, int], number: int) -> str:
+    return f"{piece[0]} {piece[1]} {number}"

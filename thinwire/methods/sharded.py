@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
@@ -12,8 +13,8 @@ from thinwire.codecs import Cast, Codec, Identity
 from thinwire.collectives import Topology
 from thinwire.layout.formats import WireFormat, describe_formats
 from thinwire.layout.levels import Levels
-from thinwire.layout.spans import Unit, lay_out, sent_by
-from thinwire.methods.interface import CUTS_TENSORS, MethodPlan, agreement_sent
+from thinwire.layout.spans import FlatLayout, Unit, lay_out, sent_by
+from thinwire.methods.interface import CUTS_TENSORS, GradientMemory, MethodPlan, agreement_sent
 from thinwire.optim import ELEMENTWISE
 from thinwire.table import Row
 
@@ -42,9 +43,17 @@ class ShardedMethod(ABC):
     # Under compress_fsdp, gathers of unchanged weights stay inside a node.
     secondary: ClassVar[bool] = True
 
-    def gradient_memory(self, numels: Sequence[int]) -> None:
-        """Under compress_fsdp nothing is remembered of gradients."""
+    def gradient_memory(self, numels: Sequence[int]) -> GradientMemory | None:
+        """What is remembered of reductions, besides error feedback; by elements of a piece of each parameter."""
         return None
+
+    def memory_bytes(self, layout: FlatLayout) -> int:
+        """Bytes that a rank remembers of a layout's reductions."""
+        num_pieces = sum(map(math.prod, layout.lossy_pieces.values()))
+        if layout.wire.feedback:
+            return 4 * num_pieces * layout.shard_numel
+        memory = self.gradient_memory([layout.shard_numel])
+        return num_pieces * memory.piece_bytes if memory is not None else 0
 
     @abstractmethod
     def matrix(self) -> WireFormat:
@@ -94,7 +103,7 @@ class ShardedMethod(ABC):
         else:
             gradients, passing = sum(param.numel() for param in trained.values()) + shard, 0
         passing += staying + sum(others) if levels.weights_over > 1 else 0
-        lost = sum(4 * layout.lost_numel for layout in layouts)
+        lost = sum(map(self.memory_bytes, layouts))
         return MethodPlan(
             weights=sum(layout.numel * layout.dtype.itemsize for layout in layouts) // levels.weights_over,
             gradients=4 * gradients,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -34,7 +35,7 @@ class Span(NamedTuple):
     """Elements [start, start + length) of a kept tensor belong to [offset, offset + length) of its parameter.
 
     divisor: the mean over ranks is the sum over ranks of what they keep, over this. holders: ranks that keep each of
-    these elements.
+    these elements. name: of the parameter, where the tensor is kept under another name.
     """
 
     start: int
@@ -42,6 +43,7 @@ class Span(NamedTuple):
     length: int
     divisor: int
     holders: int
+    name: str = ""
 
 
 class Merge(Enum):
@@ -55,7 +57,7 @@ class Merge(Enum):
 class MeanMerge:
     """A tensor in spans, of which the mean over ranks is carried, as `kind`; any method that keeps the kind takes it.
 
-    Where several tensors are of one kind, the first that was added takes all of it.
+    Where several tensors of one kind belong to a parameter, the first that was added takes all of its mean.
     """
 
     kind: str
@@ -84,15 +86,18 @@ class Kept:
         spans_of: SpansOf | None,
         row: str | None,
         tensors: dict[Any, Tensor] | None,
+        shapes: Mapping[str, torch.Size] | None,
+        device: torch.device | None,
     ) -> None:
-        self.merge, self.row = merge, row
+        self.merge, self.row, self.device = merge, row, device
         self.tensors: dict[Any, Tensor] = {} if tensors is None else tensors
         self._place, self._shape_of, self._spans_of, self._is_foreign = place, shape_of, spans_of, tensors is not None
+        self._shapes = shapes
 
     def __getitem__(self, name: str) -> Tensor:
-        """The tensor of a parameter: zeros, fp32, the first time."""
+        """The tensor of this name: zeros, fp32, the first time."""
         if name not in self.tensors:
-            self.tensors[name] = torch.zeros(self.shapes()[name])
+            self.tensors[name] = torch.zeros(self.shapes()[name], device=self.device)
         return self.tensors[name]
 
     def __setitem__(self, name: str, tensor: Tensor) -> None:
@@ -106,28 +111,53 @@ class Kept:
         """The shape of each tensor that is kept, or will be."""
         if self._is_foreign:
             return {name: tensor.shape for name, tensor in self.tensors.items()}
-        found = {name: self._shape_of(name, shape) for name, shape in self._place.shapes.items()}
-        return {name: shape for name, shape in found.items() if shape is not None}
+        return self._planned_shapes()
 
     @property
     def planned_bytes(self) -> int:
         """Bytes of all that will be kept."""
-        shapes = (self._shape_of(name, shape) for name, shape in self._place.shapes.items())
-        return FP32_BYTES * sum(shape.numel() for shape in shapes if shape is not None)
+        return FP32_BYTES * sum(shape.numel() for shape in self._planned_shapes().values())
+
+    def _planned_shapes(self) -> dict[Any, torch.Size]:
+        if self._shapes is not None:
+            return dict(self._shapes)
+        found = {name: self._shape_of(name, shape) for name, shape in self._place.shapes.items()}
+        return {name: shape for name, shape in found.items() if shape is not None}
 
     def spans(self, name: Any, shape: torch.Size) -> list[Span]:
         """Where the elements of a tensor of this shape belong; without a rule each has its place in the parameter."""
         if self._spans_of is None:
             ranks = self._place.grid.world_size
             return [Span(0, 0, shape.numel(), ranks, ranks)]
-        return [span for span in self._spans_of(name, self._place.shapes[name]) if span.length > 0]
+        found = self._spans_of(name, self._place.shapes.get(name, shape))
+        return [span for span in found if span.length > 0]
 
-    def spread(self, name: Any, shape: torch.Size, mean: Tensor) -> None:
-        """Keep this rank's part of a tensor whose mean over ranks is `mean`, flat."""
-        self.tensors[name] = torch.zeros(shape)
-        flat = self.tensors[name].view(-1)
-        for start, offset, length, divisor, holders in self.spans(name, shape):
-            torch.mul(mean[offset : offset + length], divisor / holders, out=flat[start : start + length])
+    def spread(self, shapes: Mapping[Any, torch.Size], mean_of: Callable[[str], Tensor | None]) -> set[str]:
+        """Keep tensors of these shapes, filled with this rank's part of the means over ranks.
+
+        mean_of: the mean of a parameter, flat; None where there is none. Returns the parameters that had one.
+        """
+        taken: set[str] = set()
+        for name, shape in shapes.items():
+            places = [(span.name or str(name), span) for span in self.spans(name, shape)]
+            means = {owner: mean_of(owner) for owner in dict.fromkeys(owner for owner, _ in places)}
+            found = {owner: mean for owner, mean in means.items() if mean is not None}
+            if not found:
+                continue
+            taken |= found.keys()
+            flat = torch.zeros(shape.numel(), device=self.device)
+            self.tensors[name] = flat.view(shape)
+            for owner, (start, offset, length, divisor, holders, _) in places:
+                if owner in found:
+                    flat[start : start + length].copy_(found[owner][offset : offset + length] * (divisor / holders))
+        return taken
+
+    def forget(self, name: Any) -> None:
+        """Drop a tensor that is not finite; of one that belongs to several parameters, the values that are not."""
+        if self._shapes is not None:
+            self.tensors[name].nan_to_num_(0.0, 0.0, 0.0)
+        else:
+            del self.tensors[name]
 
     def replace(self, tensors: Mapping[Any, Tensor]) -> None:
         """Keep copies of these tensors, and nothing else."""
@@ -158,6 +188,8 @@ class State:
         *,
         row: str | None = None,
         tensors: dict[Any, Tensor] | None = None,
+        shapes: Mapping[str, torch.Size] | None = None,
+        device: torch.device | None = None,
     ) -> Kept:
         """Keep a kind of tensor.
 
@@ -168,8 +200,10 @@ class State:
             spans_of: (parameter, its shape) -> where the elements belong; without it tensors are whole.
             row: the row of the memory plan that it counts in.
             tensors: where somebody else keeps them, under keys of his own.
+            shapes: what is kept, by a name of its own, where tensors belong to several parameters, as spans tell.
+            device: where tensors lie; the CPU by default.
         """
-        self._kinds[kind] = Kept(self.place, merge, shape_of, spans_of, row, tensors)
+        self._kinds[kind] = Kept(self.place, merge, shape_of, spans_of, row, tensors, shapes, device)
         return self._kinds[kind]
 
     def add_attributes(self, owner: object, *names: str) -> None:
@@ -203,9 +237,9 @@ class State:
         found: dict[str, Tensor] = {}
         for kept in (kept for _, kept in self._all() if isinstance(kept.merge, Residual)):
             for name, tensor in kept.tensors.items():
-                whole = found.setdefault(name, torch.zeros(shapes[name].numel()))
-                for start, offset, length, divisor, _ in kept.spans(name, tensor.shape):
-                    values = tensor.reshape(-1)[start : start + length]
+                for start, offset, length, divisor, _, owner in kept.spans(name, tensor.shape):
+                    whole = found.setdefault(owner or name, torch.zeros(shapes[owner or name].numel()))
+                    values = tensor.reshape(-1)[start : start + length].to(whole.device)
                     whole[offset : offset + length].add_(values, alpha=ranks / divisor)
         return {name: flat.view(shapes[name]) for name, flat in found.items()}
 
@@ -213,8 +247,9 @@ class State:
         """Shorten error feedback after a step that was clipped; see Clipping."""
         for _, kept in self._all():
             if isinstance(kept.merge, Residual) and kept.merge.after_clip:
-                for tensor in kept.tensors.values():
-                    tensor.mul_(getattr(clip, kept.merge.after_clip))
+                by = getattr(clip, kept.merge.after_clip)
+                for tensor in kept.tensors.values() if by != 1.0 else ():
+                    tensor.mul_(by)
 
     def forget(self) -> list[str]:
         """A step was skipped: drop each tensor with a value that is not finite; the names of their parameters."""
@@ -228,13 +263,13 @@ class State:
         if odd and self._together:
             odd = [(kept, name) for kept in self._kinds.values() for name in kept.tensors]
         for kept, name in odd:
-            del kept.tensors[name]
+            kept.forget(name)
         return [*(dropped | {str(name): None for _, name in odd})]
 
     def shares(self) -> list[Share]:
         """Of what state_dict gives, what another number of ranks can take over."""
         return [
-            Share(kept.merge.kind, str(name), f"{path}/{name}", span.start, span.offset, span.length, 1 / span.divisor)
+            Share(kept.merge.kind, span.name or str(name), f"{path}/{name}", *span[:3], 1 / span.divisor)
             for path, kept in self._all()
             if isinstance(kept.merge, MeanMerge)
             for name, tensor in kept.tensors.items()
@@ -246,18 +281,16 @@ class State:
 
         Where the method was the same, load_state_dict with the state of the first rank comes before.
         """
-        taken: set[str] = set()
+        taken: set[tuple[str, str]] = set()
         for _, kept in self._all():
             shapes = kept.shapes()
             # What was the same on all ranks is of another shape where a mesh cuts the parameter otherwise.
             stays = kept.merge is Merge.SAME
             kept.replace({name: t for name, t in kept.tensors.items() if stays and t.shape == shapes.get(name)})
-            if isinstance(kept.merge, MeanMerge) and kept.merge.kind not in taken:
-                taken.add(kept.merge.kind)
-                means = ((name, shape, saved(kept.merge.kind, str(name))) for name, shape in shapes.items())
-                for name, shape, mean in means:
-                    if mean is not None:
-                        kept.spread(name, shape, mean)
+            if isinstance(kept.merge, MeanMerge):
+                kind = kept.merge.kind
+                own = kept.spread(shapes, partial(_untaken, saved, taken, kind))
+                taken |= {(kind, name) for name in own}
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of all that is kept."""
@@ -275,3 +308,8 @@ class State:
             kept.replace(state[kind])
         for name, owner in self._attributes.items():
             setattr(owner, name, state[name])
+
+
+def _untaken(saved: Saved, taken: set[tuple[str, str]], kind: str, name: str) -> Tensor | None:
+    """The mean that was saved of a parameter, unless another tensor has taken it."""
+    return None if (kind, name) in taken else saved(kind, name)

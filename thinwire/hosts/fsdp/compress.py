@@ -318,7 +318,7 @@ class CompressedFSDP:
         return {
             "gathers": [(gather.count, gather.state()) for gather in self.gathers],
             "reductions": [reduction.count for reduction in self.reductions],
-            "memories": [[m.state_dict() if m is not None else {} for m in r.memories] for r in self.reductions],
+            "memories": [[m.state.state_dict() if m is not None else {} for m in r.memories] for r in self.reductions],
             "layout": self._layout(),
         }
 
@@ -334,7 +334,7 @@ class CompressedFSDP:
             reduction.count = count
             for memory, remembered in zip(reduction.memories, held, strict=True):
                 if memory is not None:
-                    memory.load_state_dict(remembered, count)
+                    memory.state.load_state_dict(remembered)
 
     def _layout(self) -> dict[str, Any]:
         named = [pair for unit in self.units for pair in zip(unit.names, unit.params, strict=True)]

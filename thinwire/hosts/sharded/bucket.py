@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from thinwire.checkpoint import Piece, Share
+from thinwire.checkpoint import Piece
 from thinwire.codecs import Codec, Identity, derive_seed
 from thinwire.collectives import Communicator
-from thinwire.collectives.feedback import Lost
+from thinwire.collectives.feedback import Feedback
 from thinwire.collectives.gather import all_gather_packets
 from thinwire.collectives.link import Link
 from thinwire.collectives.reduce import reduce_scatter
 from thinwire.collectives.rounds import Rounds
 from thinwire.layout.formats import LevelFormat
 from thinwire.layout.spans import FlatLayout, ParameterSpan, Unit
-from thinwire.state.memory import GRADIENTS, Saved
 from thinwire.state.replicas import fingerprint
 
 
@@ -56,8 +55,8 @@ class FlatBucket:
     are cut (s1 > 1) their memory is there only while they are needed. shard: the compute weights that stay, [numel/s1],
     a row for each slice of the stack; `live` itself where s1 is 1. own: the part of `shard` whose masters this rank
     has. master, shard_grad: fp32 [numel / P], this rank's slice of the masters and of the mean gradient. sums: fp32
-    [numel / s2], the gradients of this step's micro-batches over the block, if they leave with every backward. lost:
-    what the gradients' codecs lost on this rank; None without error feedback.
+    [numel / s2], the gradients of this step's micro-batches over the block, if they leave with every backward.
+    feedback: that of the next reduction, or None.
     """
 
     def __init__(self, layout: FlatLayout, params: Mapping[str, nn.Parameter], comm: Communicator) -> None:
@@ -81,10 +80,7 @@ class FlatBucket:
         self.sums = self.shard_grad
         if layout.module is not None and levels.num_blocks > 1:
             self.sums = torch.zeros(layout.row_numel, device=self.live.device)
-        self.lost: Lost | None = None
-        if layout.lost_numel:
-            lost = Lost.zeros(comm.topology, n, self.live.device)
-            self.lost = Lost(None if layout.wire.intra.traits.lossless else lost.intra, lost.inter)
+        self.feedback: Callable[[], Feedback | None] = lambda: None
         self.note()
 
     def note(self) -> None:
@@ -109,35 +105,6 @@ class FlatBucket:
         gathered = self.comm.wait(self.comm.all_gather_exact(self.master))
         order = [self.layout.levels.piece(rank) for rank in range(self.comm.world_size)]
         return torch.empty_like(gathered).index_copy_(0, torch.tensor(order, device=gathered.device), gathered).view(-1)
-
-    @property
-    def errors(self) -> list[Tensor]:
-        """The tensors of `lost`: those of the hops that lose something."""
-        return [] if self.lost is None else [error for error in (self.lost.intra, self.lost.inter) if error is not None]
-
-    def shares(self, path: str) -> Iterator[Share]:
-        """Where in `errors`, which lies at `path`, each parameter's residual is."""
-        if self.lost is None:
-            return
-        for tensor, start, place, length in self.lost.places(self.comm.topology, self.comm.rank):
-            number = next((i for i, error in enumerate(self.errors) if error is tensor), None)
-            for span in self.layout.spans if number is not None else ():
-                first, last = max(span.start, place), min(span.end, place + length)
-                if first < last:
-                    yield Share(
-                        GRADIENTS, span.name, f"{path}/{number}", start + first - place, first - span.start,
-                        last - first, 1 / self.comm.world_size,
-                    )  # fmt: skip
-
-    def take_over(self, saved: Saved) -> None:
-        """Take this rank's share of the error feedback that other ranks had saved."""
-        if not self.errors or self.lost is None:
-            return
-        whole = torch.zeros(self.layout.numel, device=self.live.device)
-        for span in self.layout.spans:
-            if (value := saved(GRADIENTS, span.name)) is not None:
-                whole[span.start : span.end] = value
-        self.lost.spread(whole, self.comm.topology, self.comm.rank)
 
     def gather(self, link: Link) -> Rounds[None]:
         """live = C(shard) of the s1 neighbours, the own one included, so that all compute with the same weights."""
@@ -175,7 +142,7 @@ class FlatBucket:
         total = yield from reduce_scatter(
             link.subgroup(levels.block(rank)), flat, wire.intra, wire.inter,
             seed=seed if once else derive_seed(seed, rank // levels.gradients_over), counter=counter,
-            operation="gradients", lost=self.lost,
+            operation="gradients", lost=self.feedback(),
         )  # fmt: skip
         if not once:
             self.sums.copy_(total) if first else self.sums.add_(total)

@@ -19,6 +19,7 @@ from thinwire.hosts.ranks import Ranks
 from thinwire.hosts.sharded.bucket import FlatBucket, LiveUnit, Slot
 from thinwire.hosts.sharded.gradients import Gradients
 from thinwire.hosts.sharded.guard import guard
+from thinwire.hosts.sharded.memory import Memory
 from thinwire.hosts.sharded.owned import take_over
 from thinwire.hosts.sharded.passing import PassingWeights
 from thinwire.hosts.sharded.seeds import Seeds
@@ -77,7 +78,8 @@ class ShardedOptimizer(ParallelOptimizer, torch.optim.Optimizer):
         self._clipping = Clipping()
         self._seeds = Seeds(seed)
         self._owned = take_over(inner, self.buckets)
-        self._saved = ShardedState(method, inner, self.comm, self.buckets, self._owned)
+        self.memory = Memory(method, self.buckets)
+        self._saved = ShardedState(method, inner, self.comm, self.buckets, self._owned, self.memory.state)
         # The base class gives step hooks and profiling; params and state stay the inner optimizer's.
         self._complete = False
         super().__init__([torch.zeros(1)], inner.defaults)
@@ -147,10 +149,7 @@ class ShardedOptimizer(ParallelOptimizer, torch.optim.Optimizer):
         on after it.
         """
         norm = super().clip_grad_norm_(max_norm)
-        share = self._clipping.note(float(norm), max_norm).share
-        if share < 1.0:
-            for error in (error for bucket in self.buckets for error in bucket.errors):
-                error.mul_(share)
+        self.memory.state.scale_residuals(self._clipping.note(float(norm), max_norm))
         return norm
 
     def synchronize(self) -> None:
@@ -207,8 +206,7 @@ class ShardedOptimizer(ParallelOptimizer, torch.optim.Optimizer):
             bucket.shard_grad.mul_(factor)
 
     def _skip(self) -> None:
-        for error in (error for bucket in self.buckets for error in bucket.errors):
-            torch.nan_to_num(error, nan=0.0, posinf=0.0, neginf=0.0, out=error)
+        self.memory.state.forget()
         grads = {slot.name: slot.param.grad for slot in self._slots if slot.param.grad is not None}
         bad = [name for name, grad in grads.items() if not bool(torch.isfinite(grad).all())]
         if bad:
@@ -293,9 +291,10 @@ class ShardedOptimizer(ParallelOptimizer, torch.optim.Optimizer):
             rows.append(("compression", "none", "a group of one sends nothing and stays exact"))
         else:
             rows += self.method.describe(buckets[0].layout.levels, [unit.unit for unit in self.units])
-            held = sum(error.nbytes for bucket in buckets for error in bucket.errors)
-            if held:
-                rows.append(("error feedback", "on", f"{held / 1e6:.3f} MB on this rank"))
+            if held := self.memory.planned_bytes:
+                own = self.memory.own[0]
+                effect = "on" if own is None else str(own)
+                rows.append(("error feedback", effect, f"{held / 1e6:.3f} MB on this rank"))
             device = buckets[0].live.device
             kernels = {codec.backend(device) for bucket in buckets for codec in bucket.layout.wire.codecs}
             rows.append(("codec kernels", ", ".join(sorted(kernels)), f"on {device}"))

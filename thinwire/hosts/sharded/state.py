@@ -13,8 +13,12 @@ from thinwire.hosts.sharded.bucket import FlatBucket
 from thinwire.hosts.sharded.owned import Owned
 from thinwire.layout.formats import LevelFormat
 from thinwire.methods.sharded import ShardedMethod
+from thinwire.state.memory import State
 from thinwire.state.portable import REPLICA, Held, add_optimizer, restore_optimizer
 from thinwire.state.replicas import short_digest
+
+MEMORY = "gradient memory"
+LEFT = "it is of these pieces alone, and no sum"
 
 
 class ShardedState:
@@ -27,14 +31,16 @@ class ShardedState:
         comm: Communicator,
         buckets: Sequence[FlatBucket],
         owned: Sequence[Owned],
+        memory: State,
     ) -> None:
         self.method, self.inner, self.comm, self.buckets, self.owned = method, inner, comm, buckets, owned
+        self.memory = memory
 
     def snapshot(self, numbers: Mapping[str, Any]) -> Snapshot:
         """All of it in pieces that any layout can take: views of the live tensors."""
-        shares = [share for number, bucket in enumerate(self.buckets) for share in bucket.shares(f"errors/{number}")]
-        common = {**numbers, "lossy_weights": self.is_lossy}
-        snapshot = Snapshot(self.layout(), own=self._errors(), common=common, shares=shares)
+        own, common = {MEMORY: self.memory.state_dict()}, {**numbers, "lossy_weights": self.is_lossy}
+        shares = [share.below(MEMORY) for share in self.memory.shares()]
+        snapshot = Snapshot(self.layout(), own=own, common=common, shares=shares, left={MEMORY: LEFT})
         for owned in self.owned:
             if owned.slot.bucket.layout.has_replica:
                 snapshot.pieces[f"{REPLICA}/{owned.slot.name}"] = owned.slot.piece(owned.slot.bucket.own)
@@ -47,11 +53,10 @@ class ShardedState:
         restore_optimizer(source, self.inner, self._held())
         self._restore_weights(source)
         if is_same:
-            self._load_errors(source.own("errors"))
+            self.memory.load_state_dict(source.own(MEMORY))
             return
         source.is_exact = source.is_exact and not (self.is_lossy or source.common["lossy_weights"])
-        for bucket in self.buckets:
-            bucket.take_over(source.mean_of)
+        self.memory.take_over(source.mean_of)
 
     def _restore_weights(self, source: Source) -> None:
         """Read what the weights were that computed, or take the masters; then bring them to all ranks."""
@@ -90,11 +95,3 @@ class ShardedState:
 
     def _held(self) -> dict[str, Held]:
         return {owned.slot.name: owned.held for owned in self.owned}
-
-    def _errors(self) -> dict[str, Any]:
-        return {"errors": [bucket.errors for bucket in self.buckets]}
-
-    def _load_errors(self, saved: Sequence[Sequence[torch.Tensor]]) -> None:
-        for bucket, values in zip(self.buckets, saved, strict=True):
-            for error, value in zip(bucket.errors, values, strict=True):
-                error.copy_(value)

@@ -1,0 +1,67 @@
+"""What is remembered of gradients on the sharded host: what codecs lost on this rank, by bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+
+from thinwire.collectives.feedback import Feedback, Lost
+from thinwire.hosts.sharded.bucket import FlatBucket
+from thinwire.methods.interface import GradientMemory
+from thinwire.methods.sharded import ShardedMethod
+from thinwire.state.memory import Place, Residual, Span, State
+
+HOPS = ("intra", "inter")
+
+
+class Memory:
+    """The feedback of each bucket's reduction, and the state that it lies in.
+
+    Error feedback is kept by hop, under the number of the bucket, and goes to any layout. A method may bring a
+    GradientMemory of its own.
+    """
+
+    def __init__(self, method: ShardedMethod, buckets: Sequence[FlatBucket]) -> None:
+        comm, self.buckets = buckets[0].comm, buckets
+        shapes = {slot.name: slot.span.shape for bucket in buckets for slot in bucket.slots}
+        self.state = State(Place(shapes, comm.topology, comm.rank))
+        self._lost = {
+            hop: self.state.add(
+                hop, Residual(), spans_of=partial(self._spans, hop), shapes=self._shapes(hop),
+                device=buckets[0].live.device,
+            )
+            for hop in HOPS
+        }  # fmt: skip
+        self.own: list[GradientMemory | None] = [method.gradient_memory([b.layout.row_numel]) for b in buckets]
+        for number, (bucket, memory) in enumerate(zip(buckets, self.own, strict=True)):
+            bucket.feedback = partial(self.feedback, number)
+            if memory is not None:
+                self.state.add_part(f"bucket {number}", memory.state)
+        self.planned_bytes = sum(method.memory_bytes(bucket.layout) for bucket in buckets)
+
+    def feedback(self, number: int) -> Feedback | None:
+        """Of the next reduction of a bucket; None where nothing is fed back."""
+        if (memory := self.own[number]) is not None:
+            return memory.of([0])
+        key = str(number)
+        held = {hop: kept[key] for hop, kept in self._lost.items() if key in kept.shapes()}
+        return Lost(**held) if held else None
+
+    def _shapes(self, hop: str) -> dict[str, torch.Size]:
+        feeding = {str(i): b.layout for i, b in enumerate(self.buckets) if b.layout.wire.feedback}
+        return {
+            number: torch.Size([*layout.lossy_pieces[hop], layout.shard_numel])
+            for number, layout in feeding.items()
+            if hop in layout.lossy_pieces
+        }
+
+    def _spans(self, hop: str, number: str, shape: torch.Size) -> Iterator[Span]:
+        bucket, held = self.buckets[int(number)], Lost(**{hop: torch.empty(shape, device="meta")})
+        grid = bucket.comm.topology
+        holders = grid.world_size if hop == "intra" else grid.num_nodes
+        for _, start, place, length in held.places(grid, bucket.comm.rank):
+            for span in bucket.layout.spans:
+                first, last = max(span.start, place), min(span.end, place + length)
+                yield Span(start + first - place, first - span.start, last - first, grid.world_size, holders, span.name)

@@ -21,6 +21,7 @@ SEQUENCES = 24
 STRATEGIES: dict[str, tuple[Any, str]] = {
     "zero": (Zero(), "adamw"),
     "sdp4bit": (thinwire.SDP4Bit(), "adamw"),
+    "sdp4bit-loco": (thinwire.SDP4Bit(loco=True), "adamw"),
     "zero-compressed": (thinwire.ZeroCompressed(), "adamw"),
     "ddp": (thinwire.DDP(), "adamw"),
     "powersgd": (thinwire.PowerSGD(start_step=0, rank=2), "adamw"),

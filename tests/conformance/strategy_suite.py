@@ -96,6 +96,7 @@ ROWS = {
         0.45,
         ((4, 2),),
     ),
+    "sdp4bit-loco": Row(thinwire.SDP4Bit(loco=True), 0.45, ((1, 1), (2, 1), (4, 2))),
     "ddp": Row(DDP(), 0.0, FLAT_GRIDS, may_skip_parameters=False),
     "ddp-unused": Row(DDP(find_unused_parameters=True), 0.0, ((2, 1),)),
     "ddp-bf16": Row(DDP(codec="bf16"), 0.005, ((4, 1),), may_skip_parameters=False),
@@ -192,12 +193,13 @@ ROWS = {
 }
 # One row of each kind of state, and of each way to average gradients.
 STATEFUL = [
-    "zero", "zero-bf16", "sdp4bit", "zero-compressed", "ddp", "powersgd", "powersgd-torch", "two-way", "dgc",
-    "onebit-adam", "fsdp-bf16", "frontier", "zeropp-loco", "one-byte",
+    "zero", "zero-bf16", "sdp4bit", "sdp4bit-loco", "zero-compressed", "ddp", "powersgd", "powersgd-torch", "two-way",
+    "dgc", "onebit-adam", "fsdp-bf16", "frontier", "zeropp-loco", "one-byte",
     "lgreco-ef-topk", "lgreco-dgc", "ef-topk", "sketch",
 ]  # fmt: skip
 REDUCING = [
-    "sdp4bit", "zero-compressed", "ddp", "powersgd", "powersgd-torch", "two-way", "dgc", "onebit-adam", "fsdp",
+    "sdp4bit", "sdp4bit-loco", "zero-compressed", "ddp", "powersgd", "powersgd-torch", "two-way", "dgc", "onebit-adam",
+    "fsdp",
     "frontier", "zeropp-loco", "ef-topk", "sketch", "lgreco-dgc",
 ]  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -483,7 +484,9 @@ def error_returns(rank: int, world_size: int) -> None:
     for kind in ("nearest", "stochastic", "loco"):
         net: Any = fully_shard(nn.Linear(64, 2 * world_size, bias=False))
         codec = "int4/64" if kind == "stochastic" else "int4/64:nearest"
-        strategy = ZeroPP(inter_gradients=codec, intra_gradients=codec, loco=kind == "loco", loco_beta=0.5)
+        strategy = ZeroPP(inter_gradients=codec, intra_gradients=codec)
+        if kind == "loco":
+            strategy = replace(strategy, loco=True, loco_beta=0.5)
         compressed = compress_fsdp(net, strategy, local_size=1, announce=False)
         code = torch.full((2 * world_size, 64), 0.03)
         code[:, 0] = 1.0
@@ -587,6 +590,7 @@ def test_what_cannot_work_is_refused() -> None:
         ({"intra_gradients": "int4/66+hadamard33"}, "power of two"),
         ({"loco_beta": 1.0}, "loco_beta 1.0"),
         ({"loco_reset": 0}, "loco_reset 0"),
+        ({"loco_reset": 9}, "change nothing without loco=True"),
         ({"vectors": "int8:up"}, "vectors 'int8:up'"),
     ],
 )

@@ -1,4 +1,7 @@
-"""LoCo: what the gradient's codecs lose in one step is added to the next, averaged over time and kept in 8 bits."""
+"""LoCo: what the gradient's codecs lose in one step is added to the next, averaged over time and kept in 8 bits.
+
+Ground for the methods that have it as an option: ZeRO++ and SDP4Bit.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,40 @@ from torch import Tensor
 
 from thinwire.codecs import Codec, Integer
 from thinwire.collectives import Topology
+from thinwire.errors import ConfigError
 from thinwire.state.memory import Merge, Place, State
 
 STORED = Integer(8, 256, "nearest")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoCoOptions:
+    """The options of a method that can keep LoCo's errors."""
+
+    loco: bool = False
+    """Error feedback of the gradients (LoCo)."""
+    loco_beta: float = 0.8
+    """Weight of the old error in the feedback; from 0 to below 1. With loco alone."""
+    loco_reset: int = 1024
+    """Steps after which the feedback starts afresh; at least 1. With loco alone."""
+
+    def check_loco(self) -> None:
+        """Raise ConfigError for values that can't work, and for those that change nothing without loco."""
+        name = type(self).__name__
+        if not 0.0 <= self.loco_beta < 1.0:
+            raise ConfigError(
+                f"loco_beta {self.loco_beta} of {name}: must be at least 0 and below 1; the paper's is 0.8"
+            )
+        if self.loco_reset < 1:
+            raise ConfigError(f"loco_reset {self.loco_reset} of {name}: must be at least 1; the paper's is 1024")
+        if not self.loco and (self.loco_beta, self.loco_reset) != (LoCoOptions.loco_beta, LoCoOptions.loco_reset):
+            raise ConfigError(
+                f"loco_beta and loco_reset of {name} change nothing without loco=True: set it, or neither"
+            )
+
+    def gradient_memory(self, numels: Sequence[int]) -> LoCo | None:
+        """LoCo's errors, where they are asked for; numels: elements of a piece of each parameter."""
+        return LoCo(numels, self.loco_beta, self.loco_reset) if self.loco else None
 
 
 class LoCo:

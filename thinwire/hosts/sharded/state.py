@@ -18,7 +18,7 @@ from thinwire.state.portable import REPLICA, Held, add_optimizer, restore_optimi
 from thinwire.state.replicas import short_digest
 
 MEMORY = "gradient memory"
-LEFT = "it is of these pieces alone, and no sum"
+LEFT = "moving averages over few steps, of these pieces alone, and no sums"
 
 
 class ShardedState:
@@ -88,6 +88,7 @@ class ShardedState:
             "world_size": self.comm.world_size,
             "local_size": self.comm.topology.local_size,
             "strategy": repr((self.method.matrix(), self.method.vector())),
+            "gradient memory": str(self.method.gradient_memory([])),
             "levels": [levels.weights_over, levels.gradients_over],
             "parameters": short_digest(shapes),
             "bucket_numels": [bucket.layout.numel for bucket in self.buckets],

@@ -167,7 +167,7 @@ def _same_start(
     device, comm = next(iter(named.values())).device, comms[0]
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     shapes = kind + repr([(name, tuple(p.shape), str(p.dtype)) for name, p in named.items()])
-    shapes += repr((method.matrix(), method.vector()))
+    shapes += repr((method.matrix(), method.vector(), str(method.gradient_memory([]))))
     if odd := odd_ranks(comm, digest([shapes.encode()])):
         raise ConfigError(
             f"rank {odd[0]} has other parameters, another strategy or another kind of device than rank "

@@ -8,19 +8,20 @@ from typing import ClassVar
 from thinwire.codecs import Identity
 from thinwire.errors import ConfigError
 from thinwire.layout.formats import WireFormat
+from thinwire.methods.loco import LoCoOptions
 from thinwire.methods.options import check_types, codec_of
 from thinwire.methods.sharded import ShardedMethod, as_differences
 
 
 @dataclass(frozen=True)
-class SDP4Bit(ShardedMethod):
+class SDP4Bit(LoCoOptions, ShardedMethod):
     """Weight differences at 4 bits, gradients at 8 bits inside a node and 4 bits between nodes, Hadamard-rotated.
 
     Gradients in groups of 64 with bf16 scales take the bits of the paper's groups of 128 with fp32 scales, and lose
-    less.
+    less. With loco, what gradients lose on both hops is averaged over time and added to the next.
 
     Raises ConfigError for texts that are no codecs, and for weights that lose more than they send.
-    Source: SDP4Bit, NeurIPS 2024.
+    Source: SDP4Bit, NeurIPS 2024; LoCo (2024) for the error feedback.
     """
 
     name: ClassVar[str] = "sdp4bit"
@@ -38,6 +39,7 @@ class SDP4Bit(ShardedMethod):
 
     def __post_init__(self) -> None:
         check_types(self)
+        self.check_loco()
         if all(codec == Identity() for codec in self.codecs):
             raise ConfigError("sdp4bit with everything in fp32 compresses nothing; use strategy 'zero'")
 

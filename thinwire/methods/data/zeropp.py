@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from thinwire.errors import ConfigError
 from thinwire.layout.formats import WireFormat
 from thinwire.methods.fsdp import FSDPMethod
-from thinwire.methods.loco import LoCo
+from thinwire.methods.loco import LoCoOptions
 from thinwire.methods.options import REPEATABLE, check_types, codec_of
 
 
 @dataclass(frozen=True)
-class ZeroPP(FSDPMethod):
+class ZeroPP(LoCoOptions, FSDPMethod):
     """ZeRO++: quantised weights, weights kept once per node, quantised gradients in two hops with the exact mean.
 
     Norms, biases and other parameters of one dimension have a codec of their own: they are few, and errors in them
@@ -36,22 +34,13 @@ class ZeroPP(FSDPMethod):
     """Codec of parameters of one dimension, weights and gradients: no stochastic rounding."""
     secondary: bool = True
     """Keep what a gather brought from other nodes: backward and unchanged weights need nothing from outside."""
-    loco: bool = False
-    """Error feedback of the gradients (LoCo)."""
-    loco_beta: float = 0.8
-    """Weight of the old error in the feedback; from 0 to below 1."""
-    loco_reset: int = 1024
-    """Steps after which the feedback starts afresh; at least 1."""
     reshard_after_forward: bool = True
     """Drop whole weights after forward and gather them again for backward. In the trainer only: in a loop of one's
     own, fully_shard has an option of this name."""
 
     def __post_init__(self) -> None:
         check_types(self)
-        if not 0.0 <= self.loco_beta < 1.0:
-            raise ConfigError(f"zeropp loco_beta {self.loco_beta}: must be at least 0 and below 1; the paper's is 0.8")
-        if self.loco_reset < 1:
-            raise ConfigError(f"zeropp loco_reset {self.loco_reset}: must be at least 1; the paper's is 1024")
+        self.check_loco()
         self.matrix()
         self.vector()
 
@@ -66,7 +55,3 @@ class ZeroPP(FSDPMethod):
     def vector(self) -> WireFormat:
         codec = codec_of(self, "vectors", REPEATABLE)
         return WireFormat(codec, differences=False, intra=codec, inter=codec)
-
-    def gradient_memory(self, numels: Sequence[int]) -> LoCo | None:
-        """LoCo's errors, where they are asked for."""
-        return LoCo(numels, self.loco_beta, self.loco_reset) if self.loco else None

@@ -179,6 +179,8 @@ def test_what_can_not_work_is_refused() -> None:
         ({"density": 0.0}, "density 0.0"),
         ({"warmup": (2.0,)}, "density 2.0"),
         ({"warmup_steps": 0}, "warmup_steps 0 of dgc"),
+        ({"warmup_steps": 5, "warmup": ()}, "no effect without a warmup"),
+        ({"momentum": 0.0, "nesterov": True}, "change nothing at momentum 0"),
     ):
         with pytest.raises(ConfigError, match=words):
             DGC(**options)

@@ -34,6 +34,7 @@ SIDE, VECTOR = 32, 4000
         ({"noise": 1.0}, "noise 1.0 of sketch is a multiple of clip, which is 0"),
         ({"clip": 1.0, "codec": "countsketch4:biased"}, "leave out one of the two"),
         ({"noise_seed": 3}, "no effect without noise"),
+        ({"delta": 1e-6}, "no effect without noise"),
         ({"delta": 0.0}, "delta 0.0"),
     ],
 )

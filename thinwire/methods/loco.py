@@ -14,6 +14,7 @@ from torch import Tensor
 from thinwire.codecs import Codec, Integer
 from thinwire.collectives import Topology
 from thinwire.errors import ConfigError
+from thinwire.layout.formats import WireFormat
 from thinwire.state.memory import Merge, Place, State
 
 STORED = Integer(8, 256, "nearest")
@@ -30,8 +31,8 @@ class LoCoOptions:
     loco_reset: int = 1024
     """Steps after which the feedback starts afresh; at least 1. With loco alone."""
 
-    def check_loco(self) -> None:
-        """Raise ConfigError for values that can't work, and for those that change nothing without loco."""
+    def check_loco(self, *wires: WireFormat) -> None:
+        """Raise ConfigError for values that can't work, and for those that change nothing with these formats."""
         name = type(self).__name__
         if not 0.0 <= self.loco_beta < 1.0:
             raise ConfigError(
@@ -43,6 +44,9 @@ class LoCoOptions:
             raise ConfigError(
                 f"loco_beta and loco_reset of {name} change nothing without loco=True: set it, or neither"
             )
+
+        if self.loco and all(wire.intra.traits.lossless and wire.inter.traits.lossless for wire in wires):
+            raise ConfigError(f"loco of {name} feeds nothing back: its gradients travel in fp32, which loses nothing")
 
     def gradient_memory(self, numels: Sequence[int]) -> LoCo | None:
         """LoCo's errors, where they are asked for; numels: elements of a piece of each parameter."""

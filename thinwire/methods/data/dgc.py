@@ -77,6 +77,10 @@ class DGC(OnWholeStep, Plannable):
         check_clip(self.name, self.clip)
         if self.warmup_steps is not None and self.warmup_steps < 1:
             raise ConfigError(f"warmup_steps {self.warmup_steps} of dgc: must be at least 1, or give an empty warmup")
+        if self.warmup_steps is not None and not self.warmup:
+            raise ConfigError(f"warmup_steps {self.warmup_steps} of dgc has no effect without a warmup: leave it out")
+        if not self.momentum and (self.nesterov or not self.factor_masking):
+            raise ConfigError("nesterov and factor_masking of dgc change nothing at momentum 0: leave them out")
         for density in (*self.warmup, self.density):
             self.codec(density)
 

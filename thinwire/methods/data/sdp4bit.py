@@ -39,7 +39,7 @@ class SDP4Bit(LoCoOptions, ShardedMethod):
 
     def __post_init__(self) -> None:
         check_types(self)
-        self.check_loco()
+        self.check_loco(self.matrix(), self.vector())
         if all(codec == Identity() for codec in self.codecs):
             raise ConfigError("sdp4bit with everything in fp32 compresses nothing; use strategy 'zero'")
 

@@ -90,6 +90,8 @@ class Sketch(DDPMethod):
             )
         if self.noise_seed is not None and not self.noise:
             raise ConfigError(f"noise_seed {self.noise_seed} of sketch has no effect without noise: leave it out")
+        if self.delta != type(self).delta and not self.noise:
+            raise ConfigError(f"delta {self.delta} of sketch has no effect without noise: leave it out")
         if self.noise:
             check_accountant()
 

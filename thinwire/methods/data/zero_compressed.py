@@ -38,6 +38,11 @@ class ZeroCompressed(ShardedMethod):
         self.matrix()
         self.vector()
 
+    @property
+    def not_on_fsdp(self) -> str:
+        """Why compress_fsdp can't run it, to follow its name; empty: it can."""
+        return "keeps error feedback, for which FSDP2 has no place: use thinwire.zero" if self.matrix().feedback else ""
+
     def matrix(self) -> WireFormat:
         weights = codec_of(self, "weights")
         gradients, feedback = with_feedback(self, "gradients", self.error_feedback)

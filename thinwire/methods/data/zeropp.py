@@ -40,9 +40,7 @@ class ZeroPP(LoCoOptions, FSDPMethod):
 
     def __post_init__(self) -> None:
         check_types(self)
-        self.check_loco()
-        self.matrix()
-        self.vector()
+        self.check_loco(self.matrix(), self.vector())
 
     def matrix(self) -> WireFormat:
         return WireFormat(

@@ -18,9 +18,9 @@ import thinwire
 from tests.workers import run_workers
 from thinwire import ConfigError, DeadGradientError, ZeroPP, compress_fsdp
 from thinwire.codecs import Hadamard, Identity, Integer
+from thinwire.hosts.fsdp import pattern
 from thinwire.hosts.fsdp.compress import CompressedFSDP
-from thinwire.layout import pattern
-from thinwire.layout.gathered import LayoutError, StaleWeightsError
+from thinwire.hosts.fsdp.unit import LayoutError, StaleWeightsError
 from thinwire.layout.sections import Sections
 from thinwire.state.watchdog import Watchdog
 
@@ -634,12 +634,12 @@ def test_the_watchdog_counts_steps_in_a_row() -> None:
 def test_sections_are_their_codecs_one_after_the_other() -> None:
     parts = [(Integer(4, 16, "stochastic"), 40), (Identity(), 3), (Identity(), 5), (Hadamard(Integer(8, 32), 32), 70)]
     sections = Sections.of(parts)
-    assert sections.parts[1] == (Identity(), 8)
+    assert (sections.parts[1].codec, sections.parts[1].length) == (Identity(), 8)
     x = torch.randn(sections.numel, generator=torch.Generator().manual_seed(0))
     packet = sections.encode(x, seed=5, counter=11)
     assert packet.numel() == sections.packet_bytes(x.numel())
     values, start = sections.decode(packet, x.numel()), 0
-    for codec, length in sections.parts:
+    for codec, length in ((part.codec, part.length) for part in sections.parts):
         piece = codec.encode(x[start : start + length], seed=5, counter=11 + start)
         assert torch.equal(values[start : start + length], codec.decode(piece, length))
         start += length

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from tests.workers import run_workers
 from thinwire.layout.formats import WireFormat
-from thinwire.layout.segments import Segments
+from thinwire.layout.sections import Sections
 from thinwire.methods.ddp import DDPMethod
 
 LRS = (0.1, 0.2, 0.2, 0.05)
@@ -165,7 +165,7 @@ def test_the_communication_thread_packs_no_signs() -> None:
 
 def test_segments_are_coded_as_if_alone() -> None:
     codec, lengths, seeds = thinwire.Integer(4, 16), (32, 16, 48), (5, 6, 7)
-    segments = Segments(codec, lengths, seeds, is_shared=True)
+    segments = Sections.alone(codec, lengths, seeds, is_shared=True)
     x = torch.randn(96)
     packet = segments.encode(x, seed=1, counter=2 * 96)
     assert packet.numel() == segments.packet_bytes(96)
@@ -178,7 +178,7 @@ def test_segments_are_coded_as_if_alone() -> None:
 
 
 def test_segments_of_neighbours_draw_opposite_noise() -> None:
-    segments = Segments(thinwire.Integer(4, 16), (64, 64), (5, 6))
+    segments = Sections.alone(thinwire.Integer(4, 16), (64, 64), (5, 6))
     x = torch.rand(128) - 0.5
     one, other = (segments.decode(segments.encode(x, seed=seed), 128) for seed in (9, 9 ^ ((1 << 64) - 1)))
     assert not torch.equal(one, other)

@@ -3,59 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from thinwire.errors import ConfigError, nearest
 from thinwire.layout.layers import layers_of
+from thinwire.layout.layout import Layout
 
 PATTERNS = ("strided", "sequential")
 # Layers in one fragment where their number is not stated.
 LAYERS_PER_FRAGMENT = 3
-
-
-@dataclass(frozen=True)
-class Fragment:
-    """Parameters that are exchanged together, flat; each starts at a multiple of `block` elements.
-
-    So no group of a codec holds elements of two tensors.
-    """
-
-    shapes: Mapping[str, torch.Size]
-    block: int = 1
-
-    @property
-    def names(self) -> list[str]:
-        return list(self.shapes)
-
-    @property
-    def numel(self) -> int:
-        """Elements of the flat tensor, padding included."""
-        return sum(self._length(shape) for shape in self.shapes.values())
-
-    def zeros(self) -> Tensor:
-        """Flat, fp32, on the CPU."""
-        return torch.zeros(self.numel)
-
-    def flat(self, values: Mapping[str, Tensor]) -> Tensor:
-        """The tensors of these names in one, fp32 [numel] on the CPU; zero between them."""
-        flat = self.zeros()
-        for name, view in self.views(flat).items():
-            view.copy_(values[name])
-        return flat
-
-    def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """The tensors that lie in a flat one, by name, in their shapes."""
-        found, start = {}, 0
-        for name, shape in self.shapes.items():
-            found[name] = flat[start : start + shape.numel()].view(shape)
-            start += self._length(shape)
-        return found
-
-    def _length(self, shape: torch.Size) -> int:
-        return -(-shape.numel() // self.block) * self.block
 
 
 def cut(
@@ -64,7 +22,7 @@ def cut(
     pattern: str,
     block: int,
     whole: Mapping[str, torch.Size] | None = None,
-) -> list[Fragment]:
+) -> list[Layout]:
     """The trained parameters of `model` as fragments; on all ranks the same.
 
     Layers are the children of its outermost ModuleLists. pattern: "strided", layer l goes to fragment l mod P, or
@@ -96,4 +54,4 @@ def cut(
         number = next(iter(used_by)) if len(used_by) == 1 else 0
         at = number % total if pattern == "strided" else number * total // num_layers
         shapes[at][name] = (whole or {}).get(name, param.shape)
-    return [Fragment(held, block) for held in shapes]
+    return [Layout.of(held, unit=block) for held in shapes]

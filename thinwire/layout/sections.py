@@ -1,51 +1,78 @@
-"""Several codecs one after the other in one packet."""
+"""Several tensors in one packet, each with a codec of its own, coded as if it travelled alone."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from thinwire.codecs import Codec
+from thinwire.codecs import Codec, derive_seed
 from thinwire.codecs.base import Traits
+from thinwire.codecs.random import MASK64
+
+
+@dataclass(frozen=True)
+class Section:
+    """The next `length` elements of a message, packed by `codec`.
+
+    first, stride: in slice j of the message the codec numbers them from first + j stride, for its randomness. seed:
+    enters besides the message's own; None: the message's alone.
+    """
+
+    codec: Codec
+    length: int
+    first: int
+    stride: int
+    seed: int | None = None
 
 
 @dataclass(frozen=True)
 class Sections(Codec):
-    """Several codecs one after the other: the first n_0 elements by the first, the next n_1 by the second, ...
+    """Sections one after the other: no group of a quantiser spans two of them, and neither do packets.
 
-    parts: (codec, elements) each. It packs sum(n_i) elements and no other number of them; packets stand one behind the
-    other. So no group of a quantiser spans two parameters. starts: the numbers of the first elements of the parts, for
-    the codecs' randomness, and at the end their number; where other ranks hold more of some part, so that the others
-    draw the same there.
+    It packs the elements of all sections and no other number of them; `counter` tells the number of the slice.
+    is_shared: draw from the sections' own seeds alone, so that all ranks draw alike.
     """
 
-    parts: tuple[tuple[Codec, int], ...]
-    starts: tuple[int, ...] = ()
+    parts: tuple[Section, ...]
+    is_shared: bool = False
 
     @classmethod
     def of(cls, parts: Sequence[tuple[Codec, int]], most: Sequence[int] = ()) -> Sections:
-        """With neighbours of one codec that has no groups put together; most: elements of each part elsewhere."""
-        if list(most) != [length for _, length in parts][: len(most)]:
-            return cls(tuple(parts), tuple(accumulate(most, initial=0)))
+        """(codec, elements) each, numbered through; neighbours of one codec that has no groups are put together.
+
+        most: elements of each part on other ranks, where those hold more of some, so that all number them alike.
+        """
         merged: list[tuple[Codec, int]] = []
+        is_same = list(most) == [length for _, length in parts][: len(most)]
         for codec, length in parts:
-            if merged and codec.block == 1 and merged[-1][0] == codec:
+            if is_same and merged and codec.block == 1 and merged[-1][0] == codec:
                 length += merged.pop()[1]
             merged.append((codec, length))
-        return cls(tuple(merged))
+        *firsts, stride = accumulate((length for _, length in merged) if is_same else most, initial=0)
+        return cls(tuple(Section(*part, first, stride) for part, first in zip(merged, firsts, strict=True)))
+
+    @classmethod
+    def alone(cls, codec: Codec, lengths: Sequence[int], seeds: Sequence[int], *, is_shared: bool = False) -> Sections:
+        """One codec on slices of several tensors: each is numbered, and drawn for, by its own tensor alone.
+
+        What a value becomes then depends on its tensor and its place there, not on what else is in the message.
+        lengths: whole blocks of the codec.
+        """
+        parts = zip(lengths, seeds, strict=True)
+        return cls(tuple(Section(codec, length, 0, length, seed) for length, seed in parts), is_shared)
 
     @property
     def numel(self) -> int:
         """The number of elements that it packs."""
-        return sum(length for _, length in self.parts)
+        return sum(part.length for part in self.parts)
 
     @property
     def traits(self) -> Traits:
-        traits = [codec.traits for codec, _ in self.parts]
+        traits = [part.codec.traits for part in self.parts]
         return Traits(
             **{name: all(getattr(t, name) for t in traits) for name in ("lossless", "unbiased", "contraction")}
         )
@@ -60,36 +87,42 @@ class Sections(Codec):
 
     def packet_bytes(self, num_elements: int) -> int:
         assert num_elements in (0, self.numel), f"{num_elements} elements, not the {self.numel} of the sections"
-        return sum(codec.packet_bytes(length) for codec, length in self.parts) if num_elements else 0
+        return sum(part.codec.packet_bytes(part.length) for part in self.parts) if num_elements else 0
 
     def encode(self, x: Tensor, *, seed: int = 0, counter: int = 0, out: Tensor | None = None) -> Tensor:
         if out is None:
             out = torch.empty(self.packet_bytes(x.numel()), dtype=torch.uint8, device=x.device)
-        if self.starts:
-            counter = counter // self.numel * self.starts[-1]
-        for codec, values, packet, start in self._cut(x, out):
-            codec.encode(values, seed=seed, counter=counter + start, out=packet)
+        slice_, inside = divmod(counter, self.numel) if self.numel else (0, 0)
+        for part, values, packet in self._cut(x, out):
+            number = slice_ * part.stride + part.first + inside
+            part.codec.encode(values, seed=self._seed(seed, part.seed), counter=number, out=packet)
         return out
 
     def decode(self, packet: Tensor, num_elements: int, *, out: Tensor | None = None) -> Tensor:
         if out is None:
             out = torch.empty(num_elements, device=packet.device)
-        for codec, values, piece, _ in self._cut(out, packet):
-            codec.decode(piece, values.numel(), out=values)
+        for part, values, piece in self._cut(out, packet):
+            part.codec.decode(piece, values.numel(), out=values)
         return out
 
     def decode_add(self, packet: Tensor, out: Tensor) -> Tensor:
-        for codec, values, piece, _ in self._cut(out, packet):
-            codec.decode_add(piece, values)
+        for part, values, piece in self._cut(out, packet):
+            part.codec.decode_add(piece, values)
         return out
 
     def backend(self, device: torch.device) -> str:
-        return ", ".join(sorted({codec.backend(device) for codec, _ in self.parts}))
+        return ", ".join(sorted({part.codec.backend(device) for part in self.parts}))
 
-    def _cut(self, x: Tensor, packet: Tensor) -> list[tuple[Codec, Tensor, Tensor, int]]:
-        """(codec, its elements, its bytes, number of the first element) of each section."""
-        lengths = [length for _, length in self.parts]
-        values = x.reshape(-1).split(lengths)
-        packets = packet.split([codec.packet_bytes(length) for codec, length in self.parts])
-        starts = self.starts or accumulate(lengths, initial=0)
-        return [(codec, *rest) for (codec, _), *rest in zip(self.parts, values, packets, starts, strict=False)]
+    def _seed(self, given: int, own: int | None) -> int:
+        if own is None or self.is_shared:
+            return given if own is None else own
+        # A seed and its complement draw opposite noise, and shall go on doing so.
+        is_opposite = given >> 63
+        mixed = derive_seed(given ^ MASK64 if is_opposite else given, own) >> 1
+        return mixed ^ MASK64 if is_opposite else mixed
+
+    def _cut(self, x: Tensor, packet: Tensor) -> Iterator[tuple[Section, Tensor, Tensor]]:
+        """Each section, its elements and its bytes."""
+        values = x.reshape(-1).split([part.length for part in self.parts])
+        packets = packet.split([part.codec.packet_bytes(part.length) for part in self.parts])
+        yield from zip(self.parts, values, packets, strict=True)

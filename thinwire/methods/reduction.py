@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec, Identity, derive_seed
+from thinwire.collectives import Topology
 from thinwire.collectives.feedback import Lost
 from thinwire.collectives.link import Link
-from thinwire.collectives.reduce import all_reduce
+from thinwire.collectives.reduce import all_reduce, all_reduce_bytes
 from thinwire.collectives.rounds import Rounds
-from thinwire.layout.slices import Slices
+from thinwire.layout.layout import sliced
 from thinwire.state.memory import Place, State
 from thinwire.table import Row
 
@@ -98,10 +99,15 @@ def is_large_matrix(shape: torch.Size) -> bool:
 def sum_over_ranks(
     link: Link, tensors: Sequence[Tensor], codec: Codec = FP32, lost: Lost | None = None
 ) -> Rounds[list[Tensor]]:
-    """The sums of tensors of any shapes, fp32 in their shapes, in one message a hop, each in `codec`; see Slices."""
+    """The sums of tensors of any shapes, fp32 in their shapes, in one message a hop, each in `codec`; see `sliced`."""
     if not tensors:
         return []
-    slices = Slices.of((tensor.numel() for tensor in tensors), link.topology.world_size, codec)
-    message = slices.pack(tensors, torch.empty(slices.world_size, slices.length))
+    slices = sliced((tensor.numel() for tensor in tensors), link.topology.world_size, codec)
+    message = slices.pack(tensors, torch.empty(slices.rows, slices.width))
     total = yield from all_reduce(link, message, codec, codec, codec, operation=OPERATION, lost=lost)
     return [whole.view(tensor.shape) for whole, tensor in zip(slices.unpack(total), tensors, strict=True)]
+
+
+def sum_bytes(numels: Iterable[int], grid: Topology, codec: Codec) -> dict[str, int]:
+    """Payload of a rank in `sum_over_ranks` of tensors of so many elements, by level."""
+    return all_reduce_bytes(sliced(numels, grid.world_size, codec).numel, grid, codec, codec, codec)

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from thinwire.codecs import Cast, Codec, Identity
 from thinwire.collectives import Topology
+from thinwire.layout.buckets import BucketLayout, Unit, lay_out, sent_by
 from thinwire.layout.formats import WireFormat, describe_formats
 from thinwire.layout.levels import Levels
-from thinwire.layout.spans import FlatLayout, Unit, lay_out, sent_by
 from thinwire.methods.interface import CUTS_TENSORS, GradientMemory, MethodPlan, agreement_sent
 from thinwire.optim import ELEMENTWISE
 from thinwire.table import Row
@@ -47,7 +47,7 @@ class ShardedMethod(ABC):
         """What is remembered of reductions, besides error feedback; by elements of a piece of each parameter."""
         return None
 
-    def memory_bytes(self, layout: FlatLayout) -> int:
+    def memory_bytes(self, layout: BucketLayout) -> int:
         """Bytes that a rank remembers of a layout's reductions."""
         num_pieces = sum(map(math.prod, layout.lossy_pieces.values()))
         if layout.wire.feedback:
@@ -80,7 +80,7 @@ class ShardedMethod(ABC):
         group_of: Callable[[str], int],
         bucket_numel: int | None,
     ) -> tuple[Unit, ...]:
-        """Where the parameters of `trained` lie; see `layout.spans.lay_out`."""
+        """Where the parameters of `trained` lie; see `layout.buckets.lay_out`."""
         return lay_out(trained.items(), self, groups, lambda name: (group_of(name), None), bucket_numel)
 
     def describe(self, levels: Levels, units: Sequence[Unit]) -> list[Row]:

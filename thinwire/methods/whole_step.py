@@ -20,10 +20,10 @@ from thinwire.collectives.reduce import added, reduce_in_node
 from thinwire.collectives.rounds import Rounds
 from thinwire.collectives.together import together
 from thinwire.errors import ConfigError
-from thinwire.layout.slices import Slices
+from thinwire.layout.layout import Layout
 from thinwire.methods.ddp import DDPMethod
-from thinwire.methods.reduction import FP32, FP32_BYTES, OPERATION, Bucket, Reduction, Step, sum_over_ranks
-from thinwire.state.memory import Place, Span
+from thinwire.methods.reduction import FP32, FP32_BYTES, OPERATION, Bucket, Reduction, Step, sum_bytes, sum_over_ranks
+from thinwire.state.memory import KeptSpan, Place
 from thinwire.table import Row
 
 # What came out, whole, by name; and what to call once it is known to be finite, before memory of the link is reused.
@@ -116,18 +116,15 @@ class WholeStep(Reduction):
     def node_mean(self, link: Link, grads: Mapping[str, Tensor], scale: float) -> Rounds[dict[str, Tensor]]:
         """This local rank's slices, by name, of the mean over the node; scratch of the link."""
         size = self.grid.local_size
-        lengths = {name: self.slice_length(grad.shape) for name, grad in grads.items()}
-        laid = link.scratch("laid", size, sum(lengths.values()), dtype=torch.float32)
-        for (name, grad), columns in zip(grads.items(), laid.split(list(lengths.values()), dim=1), strict=True):
-            padded = F.pad(grad.reshape(-1), (0, size * lengths[name] - grad.numel()))
-            torch.mul(padded.view(size, -1), scale, out=columns)
+        layout = Layout.of({name: grad.shape for name, grad in grads.items()}, size, self.unit())
+        laid = link.scratch("laid", size, layout.width, dtype=torch.float32)
+        layout.pack(grads.values(), laid).mul_(scale)
         mean = (yield from reduce_in_node(link, laid.view(-1), operation=OPERATION)).div_(size)
-        return dict(zip(grads, mean.split(list(lengths.values())), strict=True))
+        return dict(zip(grads, mean.split(layout.lengths), strict=True))
 
     def slice_length(self, shape: torch.Size) -> int:
         """Elements of a slice of a parameter: ceil(n / local_size), rounded up to a multiple of `unit`."""
-        unit = self.unit()
-        return -(-shape.numel() // (self.grid.local_size * unit)) * unit
+        return Layout.of({"": shape}, self.grid.local_size, self.unit()).width
 
     def slice_of(self, tensor: Tensor) -> Tensor:
         """This local rank's slice of a whole parameter-like tensor, flat, with zeros behind its end."""
@@ -139,15 +136,15 @@ class WholeStep(Reduction):
         """Of what is kept of a compressed parameter: its slice, flat."""
         return torch.Size([self.slice_length(shape)]) if is_compressed(shape) else None
 
-    def slice_spans(self, name: str, shape: torch.Size) -> Iterator[Span]:
+    def slice_spans(self, name: str, shape: torch.Size) -> Iterator[KeptSpan]:
         """Of what is kept once a node: this local rank's slice; or the same whole on every rank."""
         ranks, nodes = self.grid.world_size, self.grid.num_nodes
         if not is_compressed(shape):
-            yield Span(0, 0, shape.numel(), ranks, ranks)
+            yield KeptSpan(0, 0, shape.numel(), ranks, ranks)
             return
         length = self.slice_length(shape)
         first = self.grid.local_rank(self.rank) * length
-        yield Span(0, first, min(length, shape.numel() - first), nodes, nodes)
+        yield KeptSpan(0, first, min(length, shape.numel() - first), nodes, nodes)
 
     def exact_bytes(self) -> dict[str, int]:
         """Payload of `dense_mean`, which carries one number more, and of `node_mean`."""
@@ -155,8 +152,7 @@ class WholeStep(Reduction):
         dense = [*(shape.numel() for shape in shapes.values() if not is_compressed(shape)), 1]
         slices = sum(self.slice_length(shape) for shape in shapes.values() if is_compressed(shape))
         inside = (grid.local_size - 1) * FP32_BYTES * slices
-        around = Slices.of(dense, grid.world_size, FP32).all_reduce_bytes(grid, FP32)
-        return added(around, {"intra": inside, "inter": 0})
+        return added(sum_bytes(dense, grid, FP32), {"intra": inside, "inter": 0})
 
     def common_rows(self) -> list[Row]:
         """Rows on clipping and nodes."""

@@ -31,7 +31,7 @@ class Place:
     rank: int = 0
 
 
-class Span(NamedTuple):
+class KeptSpan(NamedTuple):
     """Elements [start, start + length) of a kept tensor belong to [offset, offset + length) of its parameter.
 
     divisor: the mean over ranks is the sum over ranks of what they keep, over this. holders: ranks that keep each of
@@ -72,7 +72,7 @@ class Residual(MeanMerge):
 
 
 ShapeOf = Callable[[str, torch.Size], torch.Size | None]
-SpansOf = Callable[[str, torch.Size], Iterable[Span]]
+SpansOf = Callable[[str, torch.Size], Iterable[KeptSpan]]
 
 
 class Kept:
@@ -124,11 +124,11 @@ class Kept:
         found = {name: self._shape_of(name, shape) for name, shape in self._place.shapes.items()}
         return {name: shape for name, shape in found.items() if shape is not None}
 
-    def spans(self, name: Any, shape: torch.Size) -> list[Span]:
+    def spans(self, name: Any, shape: torch.Size) -> list[KeptSpan]:
         """Where the elements of a tensor of this shape belong; without a rule each has its place in the parameter."""
         if self._spans_of is None:
             ranks = self._place.grid.world_size
-            return [Span(0, 0, shape.numel(), ranks, ranks)]
+            return [KeptSpan(0, 0, shape.numel(), ranks, ranks)]
         found = self._spans_of(name, self._place.shapes.get(name, shape))
         return [span for span in found if span.length > 0]
 

@@ -18,7 +18,8 @@ import thinwire
 from tests.workers import run_workers
 from thinwire.errors import ConfigError
 from thinwire.hosts.islands.loop import OuterLoop
-from thinwire.layout.fragments import Fragment, cut
+from thinwire.layout.fragments import cut
+from thinwire.layout.layout import Layout
 from thinwire.methods.islands.exchange import message_bytes
 from thinwire.methods.islands.method import Schedule
 from thinwire.methods.islands.outer import merged
@@ -83,7 +84,7 @@ def outer_hash(loop: OuterLoop) -> list[int]:
     return [outer.fingerprint for outer in loop.exchanges.outer]
 
 
-def layers_in(fragment: Fragment) -> list[str]:
+def layers_in(fragment: Layout) -> list[str]:
     return sorted({name.split(".")[1] for name in fragment.names if "blocks" in name})
 
 

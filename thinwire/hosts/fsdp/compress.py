@@ -22,10 +22,10 @@ from thinwire.errors import ConfigError
 from thinwire.hosts.fsdp.describe import rows_of
 from thinwire.hosts.fsdp.gather import AllGather, DifferenceGather
 from thinwire.hosts.fsdp.mesh import RankGroup, mesh_ranks
+from thinwire.hosts.fsdp.pattern import check_layout_of
 from thinwire.hosts.fsdp.reduce import ReduceScatter, Replicas
+from thinwire.hosts.fsdp.unit import GatheredUnit
 from thinwire.hosts.fsdp.watch import Watched
-from thinwire.layout.gathered import GatheredUnit
-from thinwire.layout.pattern import check_layout_of
 from thinwire.methods.interface import GatheredMethod
 from thinwire.state.replicas import (
     ReplicaError,

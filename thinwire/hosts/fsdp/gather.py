@@ -18,7 +18,7 @@ from thinwire.collectives.link import Link
 from thinwire.collectives.rounds import Rounds
 from thinwire.errors import ConfigError
 from thinwire.hosts.fsdp.mesh import RankGroup
-from thinwire.layout.gathered import GatheredUnit, StaleWeightsError, Version
+from thinwire.hosts.fsdp.unit import GatheredUnit, StaleWeightsError, Version
 
 GRADIENTS, WEIGHTS = 0, 1
 

@@ -22,7 +22,8 @@ from thinwire.collectives.reduce import reduce_bytes, reduce_scatter
 from thinwire.collectives.rounds import Rounds
 from thinwire.hosts.fsdp.gather import GRADIENTS, Plug
 from thinwire.hosts.fsdp.mesh import RankGroup
-from thinwire.layout.gathered import GatheredUnit, LayoutError
+from thinwire.hosts.fsdp.unit import GatheredUnit, LayoutError
+from thinwire.layout.layout import sliced
 from thinwire.methods.interface import GradientMemory
 
 # Whole gradients that may wait for the link at once; backward stands still for more.
@@ -185,18 +186,15 @@ class ReduceScatter(Plug):
         seed = derive_seed(seed, size)
         intra, inter = self.unit.gradients(present, size)
         lengths = [self.unit.params[i].shard_numel for i in present]
-        widths = [-(-length // size) for length in lengths]
-        pieces = torch.zeros(size, intra.numel, device=part.device)
-        for columns, values in zip(pieces.split(widths, dim=1), part.float().split(lengths), strict=True):
-            columns.copy_(torch.nn.functional.pad(values, (0, columns.numel() - values.numel())).view(size, -1))
+        layout = sliced(lengths, size)
+        pieces = layout.pack(part.float().split(lengths), torch.empty(size, layout.width, device=part.device))
         memory = self._memory(1, present)
         piece = yield from reduce_scatter(
             link, pieces.view(-1), intra, inter, seed=seed, operation="replicas", lost=memory
         )
         back = inter if link.topology.num_nodes > 1 else intra
         total = yield from all_gather(link, piece, back, seed=derive_seed(seed, size), operation="replicas")
-        columns = total.split(widths, dim=1)
-        return torch.cat([c.reshape(-1)[:length] for c, length in zip(columns, lengths, strict=True)])
+        return torch.cat(layout.unpack(total))
 
     def _memory(self, number: int, present: list[int]) -> Feedback | None:
         memory = self.memories[number]

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from thinwire.collectives import Communicator
 from thinwire.errors import ThinwireError
-from thinwire.layout.gathered import GatheredUnit
+from thinwire.hosts.fsdp.unit import GatheredUnit
 from thinwire.state.watchdog import Watchdog
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from thinwire.codecs import derive_seed
 from thinwire.collectives import Peers
 from thinwire.errors import CorruptMessageError, PeerLostError
-from thinwire.layout.fragments import Fragment
+from thinwire.layout.layout import Layout
 from thinwire.methods.islands.exchange import LAST, RENEW, STOP, Header, Sync
 from thinwire.methods.islands.method import OuterMethod
 from thinwire.methods.islands.outer import OuterFragment
@@ -51,7 +51,7 @@ class Exchanges:
     """
 
     def __init__(
-        self, method: OuterMethod, fragments: list[Fragment], connected: Peers | None, *, options: str, seed: int
+        self, method: OuterMethod, fragments: list[Layout], connected: Peers | None, *, options: str, seed: int
     ) -> None:
         self.method, self.fragments, self.connected, self.seed = method, fragments, connected, seed
         self.schedule = method.schedule(len(fragments))
@@ -231,6 +231,6 @@ class Exchanges:
             self.connected.abandon()
 
 
-def shapes_of(fragments: list[Fragment]) -> list[list[tuple[str, tuple[int, ...]]]]:
+def shapes_of(fragments: list[Layout]) -> list[list[tuple[str, tuple[int, ...]]]]:
     """Names and shapes of what is exchanged, by fragment."""
     return [[(name, tuple(shape)) for name, shape in fragment.shapes.items()] for fragment in fragments]

@@ -22,11 +22,11 @@ from thinwire.collectives.link import Link
 from thinwire.collectives.reduce import all_reduce
 from thinwire.collectives.rounds import Rounds
 from thinwire.errors import ConfigError
+from thinwire.hosts.islands.background import Background, FlatModel
 from thinwire.methods.islands.dadao import DADAO, DadaoLaw, X
 from thinwire.methods.islands.front import around
 from thinwire.methods.islands.gossip import Gossip, GossipMethod, meeting_bytes
 from thinwire.methods.islands.graph import Meeting
-from thinwire.state.background import Background, FlatModel
 from thinwire.state.replicas import check_layout, fitting_parameters, same_options, same_start, shapes_digest
 from thinwire.table import Row, announce as announce_table
 

@@ -21,10 +21,10 @@ from thinwire.collectives.gather import all_gather_exact, broadcast_
 from thinwire.collectives.link import Link
 from thinwire.collectives.rounds import Rounds
 from thinwire.errors import ConfigError
-from thinwire.layout.segments import Segments
+from thinwire.hosts.islands.background import Background, FlatModel
+from thinwire.layout.sections import Sections
 from thinwire.methods.islands.fedfix import FedFix
 from thinwire.methods.islands.front import around
-from thinwire.state.background import Background, FlatModel
 from thinwire.state.replicas import check_layout, fitting_parameters, same_options, same_start, shapes_digest
 from thinwire.table import Row, announce as announce_table
 
@@ -75,7 +75,7 @@ class FedFixIsland:
         self._start_row = same_start(model, self.comm)
         self._optimizer, self._on_tick = optimizer, on_tick
         self._model = FlatModel(self._trained)
-        self._wire = Segments(self.codec, self._model.lengths, tuple(range(len(self._model.lengths))))
+        self._wire = Sections.alone(self.codec, self._model.lengths, range(len(self._model.lengths)))
         # What all ranks hold alike; written at ticks only.
         self.ticks = 0
         self.participations = [0] * self.comm.world_size

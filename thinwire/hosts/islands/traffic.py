@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from thinwire.hosts.islands.loop import OuterLoop
-from thinwire.layout.fragments import Fragment
+from thinwire.layout.layout import Layout
 from thinwire.layout.zeros import describe_zeros
 from thinwire.methods.islands.exchange import sent_bytes
 from thinwire.methods.islands.outer import NUM_WORDS
@@ -40,7 +40,7 @@ class LoopTraffic:
         """The same spread over the steps of a round, rounded up."""
         return -(-self.bytes_per_round // self._loop.method.sync_every)
 
-    def _inside_bytes(self, fragment: Fragment) -> int:
+    def _inside_bytes(self, fragment: Layout) -> int:
         """Handing a fragment from the shards to the first rank, and the merged one back to all."""
         host, comm = self._loop.host, self._loop.host.comm
         if comm is None or comm.world_size == 1:

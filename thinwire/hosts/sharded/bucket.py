@@ -16,8 +16,9 @@ from thinwire.collectives.gather import all_gather_packets
 from thinwire.collectives.link import Link
 from thinwire.collectives.reduce import reduce_scatter
 from thinwire.collectives.rounds import Rounds
+from thinwire.layout.buckets import BucketLayout, Unit
 from thinwire.layout.formats import LevelFormat
-from thinwire.layout.spans import FlatLayout, ParameterSpan, Unit
+from thinwire.layout.layout import Span
 from thinwire.state.replicas import fingerprint
 
 
@@ -25,7 +26,7 @@ from thinwire.state.replicas import fingerprint
 class Slot:
     """A parameter and its place in a bucket."""
 
-    span: ParameterSpan
+    span: Span
     param: nn.Parameter
     bucket: FlatBucket = field(repr=False)
 
@@ -59,7 +60,7 @@ class FlatBucket:
     feedback: that of the next reduction, or None.
     """
 
-    def __init__(self, layout: FlatLayout, params: Mapping[str, nn.Parameter], comm: Communicator) -> None:
+    def __init__(self, layout: BucketLayout, params: Mapping[str, nn.Parameter], comm: Communicator) -> None:
         """Move the parameters into one flat tensor and make this rank's shards; padding is zero everywhere."""
         self.layout, self.comm = layout, comm
         self.slots = [Slot(span, params[span.name], self) for span in layout.spans]
@@ -136,7 +137,7 @@ class FlatBucket:
         layout, rank = self.layout, link.rank
         levels, wire, counter = layout.levels, layout.wire, layout.first_counter
         flat = link.scratch("gradient", layout.numel, dtype=torch.float32, device=self.live.device)
-        layout.fill(flat, grads)
+        layout.pack(grads, flat)
         grads.clear()
         once = layout.module is None
         total = yield from reduce_scatter(
@@ -213,7 +214,7 @@ class LiveUnit:
 
     unit: Unit
     buckets: Sequence[FlatBucket]
-    ready: set[int] = field(default_factory=set)
+    ready: set[str] = field(default_factory=set)
     num_sent: int = 0
     is_sent: bool = False
 

@@ -42,7 +42,7 @@ class Gradients:
 
     def __init__(self, units: Sequence[LiveUnit], weights: Weights, seeds: Seeds) -> None:
         self.units, self.weights, self.seeds = units, weights, seeds
-        self.used: set[int] = set()
+        self.used: set[str] = set()
         self._accumulating = False
         self._num_launched = 0
         self._sent: list[SentGradient] = []
@@ -71,7 +71,7 @@ class Gradients:
                 f"a second backward reached {slot.name!r} after its gradient was sent: wrap every backward but the "
                 "last of a step in `with optimizer.no_sync():`, and call optimizer.step() after the last"
             )
-        unit.ready.add(slot.span.index)
+        unit.ready.add(slot.name)
         if not is_modules:
             self._launch_ready()
         elif len(unit.ready) == len(unit.slots):
@@ -88,7 +88,7 @@ class Gradients:
 
     def _send(self, unit: LiveUnit, *, last: bool) -> None:
         self.weights.is_done_with(unit)
-        self.used.update(slot.span.index for slot in unit.slots if slot.param.grad is not None)
+        self.used.update(slot.name for slot in unit.slots if slot.param.grad is not None)
         for bucket in unit.buckets:
             grads = [slot.param.grad for slot in bucket.slots]
             if unit.unit.module is None:

@@ -11,7 +11,7 @@ from thinwire.collectives.feedback import Feedback, Lost
 from thinwire.hosts.sharded.bucket import FlatBucket
 from thinwire.methods.interface import GradientMemory
 from thinwire.methods.sharded import ShardedMethod
-from thinwire.state.memory import Place, Residual, Span, State
+from thinwire.state.memory import KeptSpan, Place, Residual, State
 
 HOPS = ("intra", "inter")
 
@@ -57,11 +57,12 @@ class Memory:
             if hop in layout.lossy_pieces
         }
 
-    def _spans(self, hop: str, number: str, shape: torch.Size) -> Iterator[Span]:
+    def _spans(self, hop: str, number: str, shape: torch.Size) -> Iterator[KeptSpan]:
         bucket, held = self.buckets[int(number)], Lost(**{hop: torch.empty(shape, device="meta")})
         grid = bucket.comm.topology
         holders = grid.world_size if hop == "intra" else grid.num_nodes
         for _, start, place, length in held.places(grid, bucket.comm.rank):
-            for span in bucket.layout.spans:
-                first, last = max(span.start, place), min(span.end, place + length)
-                yield Span(start + first - place, first - span.start, last - first, grid.world_size, holders, span.name)
+            for span, first, last in bucket.layout.within(place, place + length):
+                yield KeptSpan(
+                    start + first - place, first - span.start, last - first, grid.world_size, holders, span.name
+                )

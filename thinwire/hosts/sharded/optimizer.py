@@ -25,7 +25,7 @@ from thinwire.hosts.sharded.passing import PassingWeights
 from thinwire.hosts.sharded.seeds import Seeds
 from thinwire.hosts.sharded.state import ShardedState
 from thinwire.hosts.sharded.weights import Weights
-from thinwire.layout.spans import Unit, sent_by
+from thinwire.layout.buckets import Unit, sent_by
 from thinwire.methods.sharded import ShardedMethod
 from thinwire.state.agreement import Agreed, StepStatus, word_bytes
 from thinwire.state.clipping import Clipping
@@ -193,7 +193,7 @@ class ShardedOptimizer(ParallelOptimizer, torch.optim.Optimizer):
         self._weights.settle()
         for owned in self._owned:
             # A parameter that no rank used is left alone, as by the plain optimizer.
-            owned.master.grad = owned.grad if owned.slot.span.index in self._gradients.used else None
+            owned.master.grad = owned.grad if owned.slot.name in self._gradients.used else None
         self.inner.step()
         for owned in self._owned:
             owned.master.grad = None
@@ -227,12 +227,10 @@ class ShardedOptimizer(ParallelOptimizer, torch.optim.Optimizer):
         for comm in self._comms:
             speaks_on, slots = self._speaks_on(comm), self._slots_of(comm)
             squares = self._squares() if comm is self.comm else 0.0
-            word = StepStatus(
-                squares, self._loss, self._stop, [slot.span.index in self._gradients.used for slot in slots]
-            )
+            word = StepStatus(squares, self._loss, self._stop, [slot.name in self._gradients.used for slot in slots])
             agreed = Agreed.of(speaks_on.wait(speaks_on.all_gather_exact(word.pack())), len(slots))
             used = zip(slots, agreed.used, strict=True)
-            self._gradients.used.update(slot.span.index for slot, is_used in used if is_used)
+            self._gradients.used.update(slot.name for slot, is_used in used if is_used)
             if comm is self.comm:
                 norm, self.mean_loss = agreed.norm, agreed.loss
                 self.stop_requested = self.stop_requested or agreed.stop

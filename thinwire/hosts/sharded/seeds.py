@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from thinwire.codecs import derive_seed
-from thinwire.layout.spans import FlatLayout
+from thinwire.layout.buckets import BucketLayout
 
 GRADIENTS, WEIGHTS = 0, 1
 
@@ -17,11 +17,11 @@ class Seeds:
     base: int
     step: int = 0
 
-    def gradients(self, layout: FlatLayout, number: int) -> int:
+    def gradients(self, layout: BucketLayout, number: int) -> int:
         """Of a layout's gradients; number: how often they have left in this step."""
         numbers = () if layout.module is None else (number,)
         return derive_seed(self.base, self.step, layout.stream, GRADIENTS, *numbers)
 
-    def weights(self, layout: FlatLayout) -> int:
+    def weights(self, layout: BucketLayout) -> int:
         """Of a layout's updated weights."""
         return derive_seed(self.base, self.step, layout.stream, WEIGHTS)

@@ -16,7 +16,7 @@ from thinwire.collectives.reduce import added
 from thinwire.collectives.rounds import Rounds
 from thinwire.collectives.together import together
 from thinwire.errors import ConfigError
-from thinwire.layout.slices import Slices
+from thinwire.layout.layout import Layout, sliced
 from thinwire.methods.ddp import DDPMethod, check_plain_sgd
 from thinwire.methods.options import check_types, codec_of
 from thinwire.methods.reduction import (
@@ -27,6 +27,7 @@ from thinwire.methods.reduction import (
     Step,
     is_large_matrix,
     seed_of,
+    sum_bytes,
     sum_over_ranks,
 )
 from thinwire.state.memory import MeanMerge, Merge, Place
@@ -178,15 +179,15 @@ class Orthonormal(Reduction):
     def _lost(self, r_own: list[Tensor], world_size: int) -> Lost | None:
         if self.codec.traits.lossless:
             return None
-        return Lost.zeros(self.place.grid, self._slices(r_own, world_size).length)
+        return Lost.zeros(self.place.grid, self._slices(r_own, world_size).width)
 
     def _less(self, r_own: list[Tensor], lost: Lost, link: Link) -> list[Tensor]:
         """What of R really went into the sum: this rank's part of it less what codecs lost here."""
         lost_here = self._slices(r_own, link.topology.world_size).unpack(lost.by_slices(link.topology, link.rank))
         return [r - loss.view(r.shape) for r, loss in zip(r_own, lost_here, strict=True)]
 
-    def _slices(self, r_own: list[Tensor], world_size: int) -> Slices:
-        return Slices.of((r.numel() for r in r_own), world_size, self.codec)
+    def _slices(self, r_own: list[Tensor], world_size: int) -> Layout:
+        return sliced((r.numel() for r in r_own), world_size, self.codec)
 
     def sent_bytes(self) -> dict[str, int]:
         shapes, grid = self.place.shapes.values(), self.place.grid
@@ -196,9 +197,7 @@ class Orthonormal(Reduction):
             ([rank * rows for rank, rows, _ in thin], self.codec),
             ([rank * columns for rank, _, columns in thin], self.codec),
         )
-        return added(
-            *(Slices.of(numels, grid.world_size, codec).all_reduce_bytes(grid, codec) for numels, codec in messages)
-        )
+        return added(*(sum_bytes(numels, grid, codec) for numels, codec in messages))
 
     def rows(self) -> list[Row]:
         method, shapes = self.method, self.place.shapes

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from thinwire.codecs import Identity
 from thinwire.collectives import Topology
 from thinwire.errors import ConfigError
+from thinwire.layout.buckets import Unit, lay_out, sent_by
 from thinwire.layout.formats import LevelFormat
 from thinwire.layout.layers import layers_of
 from thinwire.layout.levels import Levels, levels_on
-from thinwire.layout.spans import Unit, lay_out, sent_by
 from thinwire.layout.zeros import describe_zeros
 from thinwire.methods.options import REPEATABLE, check_types, codec_of
 from thinwire.methods.sharded import ShardedMethod

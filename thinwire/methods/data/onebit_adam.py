@@ -22,7 +22,7 @@ from thinwire.methods.options import check_types
 from thinwire.methods.reduction import OPERATION, Step
 from thinwire.methods.whole_step import Compressed, OnWholeStep, WholeStep, check_clip, is_compressed
 from thinwire.optim import OneBitAdamW
-from thinwire.state.memory import Kept, Place, Residual, Span
+from thinwire.state.memory import Kept, KeptSpan, Place, Residual
 from thinwire.table import Row
 
 log = logging.getLogger("thinwire")
@@ -156,11 +156,11 @@ class OneBitMean(WholeStep):
     def _server_shape(self, name: str, shape: torch.Size) -> torch.Size | None:
         return torch.Size([self._chunk_length(name)]) if is_compressed(shape) else None
 
-    def _server_spans(self, name: str, shape: torch.Size) -> Iterator[Span]:
+    def _server_spans(self, name: str, shape: torch.Size) -> Iterator[KeptSpan]:
         """One server keeps what is missing in all."""
         length = self._chunk_length(name)
         first = (self.grid.local_rank(self.rank) * self.grid.num_nodes + self.grid.node(self.rank)) * length
-        yield Span(0, first, min(length, shape.numel() - first), 1, 1)
+        yield KeptSpan(0, first, min(length, shape.numel() - first), 1, 1)
 
     def bind(self, trained: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer | None) -> None:
         assert isinstance(optimizer, OneBitAdamW)

@@ -17,11 +17,11 @@ from thinwire.collectives.reduce import added
 from thinwire.collectives.rounds import Rounds
 from thinwire.collectives.together import together
 from thinwire.errors import ConfigError
-from thinwire.layout.slices import Slices
+from thinwire.layout.layout import Layout, sliced
 from thinwire.layout.zeros import WEIGHTS
 from thinwire.methods.options import CONTRACTION, check_types, codec_of
 from thinwire.methods.plannable import Plannable, Tunable
-from thinwire.methods.reduction import FP32, Bucket, Step, seed_of, sum_over_ranks
+from thinwire.methods.reduction import FP32, Bucket, Step, seed_of, sum_bytes, sum_over_ranks
 from thinwire.state.memory import Merge, Place, Residual
 from thinwire.table import Row
 
@@ -186,15 +186,15 @@ class LowRankMean(Tunable):
         return fresh if held is None else torch.cat([held, fresh[:, held.shape[1] :]], dim=1)
 
     def _lost(self, grid: Topology, q_own: list[Tensor]) -> Lost | None:
-        return None if self.codec.traits.lossless else Lost.zeros(grid, self._slices(q_own, grid.world_size).length)
+        return None if self.codec.traits.lossless else Lost.zeros(grid, self._slices(q_own, grid.world_size).width)
 
     def _less(self, q_own: list[Tensor], lost: Lost, link: Link) -> list[Tensor]:
         """What of Q really went into the sum: this rank's part of it less what codecs lost here."""
         lost_here = self._slices(q_own, link.topology.world_size).unpack(lost.by_slices(link.topology, link.rank))
         return [q - loss.view(q.shape) for q, loss in zip(q_own, lost_here, strict=True)]
 
-    def _slices(self, q_own: list[Tensor], world_size: int) -> Slices:
-        return Slices.of((q.numel() for q in q_own), world_size, self.codec)
+    def _slices(self, q_own: list[Tensor], world_size: int) -> Layout:
+        return sliced((q.numel() for q in q_own), world_size, self.codec)
 
     def sent_bytes(self) -> dict[str, int]:
         shapes, grid = self.place.shapes, self.place.grid
@@ -205,9 +205,7 @@ class LowRankMean(Tunable):
             ([rank * shape[0] for rank, shape in thin], self.codec),
             ([rank * math.prod(shape[1:]) for rank, shape in thin], self.codec),
         )
-        return added(
-            *(Slices.of(numels, grid.world_size, codec).all_reduce_bytes(grid, codec) for numels, codec in messages)
-        )
+        return added(*(sum_bytes(numels, grid, codec) for numels, codec in messages))
 
     def rows(self) -> list[Row]:
         method, shapes = self.method, self.place.shapes

@@ -16,7 +16,6 @@ from thinwire.codecs.sketch import LinearSketch
 from thinwire.collectives.link import Link
 from thinwire.collectives.rounds import Rounds
 from thinwire.errors import ConfigError
-from thinwire.layout.slices import Slices
 from thinwire.layout.zeros import describe_zeros
 from thinwire.methods.ddp import DDPMethod
 from thinwire.methods.options import CodecRule, check_types, codec_of
@@ -29,6 +28,7 @@ from thinwire.methods.reduction import (
     Step,
     is_large_matrix,
     seed_of,
+    sum_bytes,
     sum_over_ranks,
 )
 from thinwire.state.memory import Place, Residual
@@ -205,7 +205,7 @@ class SketchMean(Reduction):
 
     def sent_bytes(self) -> dict[str, int]:
         numels = map(self._num_values, self.place.shapes.values())
-        return Slices.of(numels, self.world_size, FP32).all_reduce_bytes(self.place.grid, FP32)
+        return sum_bytes(numels, self.place.grid, FP32)
 
     def rows(self) -> list[Row]:
         shapes = self.place.shapes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -16,17 +16,27 @@ from thinwire.collectives import staging
 from thinwire.collectives.feedback import Lost
 from thinwire.collectives.gather import all_gather
 from thinwire.collectives.link import Link
-from thinwire.collectives.reduce import added, all_reduce_bytes, reduce_scatter, slice_length
+from thinwire.collectives.reduce import added, all_reduce_bytes, reduce_scatter
 from thinwire.collectives.rounds import Rounds
 from thinwire.collectives.together import together
 from thinwire.errors import ConfigError
-from thinwire.layout.segments import Segments
-from thinwire.layout.slices import Slices
+from thinwire.layout.layout import Layout, Span
+from thinwire.layout.sections import Sections
 from thinwire.layout.zeros import describe_zeros
 from thinwire.methods.ddp import DDPMethod
 from thinwire.methods.options import check_types, codec_of, with_feedback
-from thinwire.methods.reduction import FP32, FP32_BYTES, OPERATION, Bucket, Reduction, Step, seed_of, sum_over_ranks
-from thinwire.state.memory import Merge, Place, Residual, Span
+from thinwire.methods.reduction import (
+    FP32,
+    FP32_BYTES,
+    OPERATION,
+    Bucket,
+    Reduction,
+    Step,
+    seed_of,
+    sum_bytes,
+    sum_over_ranks,
+)
+from thinwire.state.memory import KeptSpan, Merge, Place, Residual
 from thinwire.table import Row
 
 
@@ -100,20 +110,6 @@ class TwoWay(DDPMethod):
         return TwoWayMean(self, place, seed)
 
 
-@dataclass(frozen=True)
-class ParameterPart:
-    """Elements [start, end) of a parameter."""
-
-    name: str
-    number: int
-    start: int
-    end: int
-
-    def of(self, grads: Mapping[str, Tensor]) -> Tensor:
-        """The piece of its gradient, flat, a view."""
-        return grads[self.name].view(-1)[self.start : self.end]
-
-
 class TwoWayMean(Reduction):
     """What it keeps, by parameter: `worker`, e_i, and `server`, e of this rank's slices; and the last learning rate.
 
@@ -146,24 +142,28 @@ class TwoWayMean(Reduction):
             for grad, total in zip(dense, sums, strict=True):
                 grad.copy_(total)
             for chunk, total in zip(chunks, totals, strict=True):
-                for piece, whole in zip(chunk, self._slices(chunk).unpack(total), strict=True):
-                    piece.of(grads).copy_(whole)
+                for piece, whole in zip(chunk.spans, chunk.unpack(total), strict=True):
+                    piece.part(grads[piece.name]).copy_(whole)
             bucket.flat.div_(link.topology.world_size)
 
     def _sum(
-        self, link: Link, chunk: list[ParameterPart], grads: dict[str, Tensor], step: Step, ratios: dict[str, float]
+        self, link: Link, chunk: Layout, grads: dict[str, Tensor], step: Step, ratios: dict[str, float]
     ) -> Rounds[Tensor]:
         """The sum over ranks of some pieces, slice by slice: fp32 [world_size, n]."""
-        grid, operation, slices = link.topology, OPERATION, self._slices(chunk)
+        grid, operation = link.topology, OPERATION
         between = grid.num_nodes > 1
-        seeds = tuple(derive_seed(seed_of(self.seed, step.number, piece.name), piece.number) for piece in chunk)
+        seeds = [
+            derive_seed(seed_of(self.seed, step.number, piece.name), piece.offset // self._piece_numel)
+            for piece in chunk.spans
+        ]
         is_shared = isinstance(self.push, RandomK)
-        push = Segments(self.push, slices.lengths, seeds, is_shared)
-        pull = Segments(self.pull, slices.lengths, seeds, is_shared)
-        own = link.scratch("own", grid.world_size, slices.length, dtype=torch.float32)
+        push, pull = (
+            Sections.alone(codec, chunk.lengths, seeds, is_shared=is_shared) for codec in (self.push, self.pull)
+        )
+        own = link.scratch("own", chunk.rows, chunk.width, dtype=torch.float32)
 
         def lay_out() -> Lost | None:
-            slices.pack((piece.of(grads) for piece in chunk), own)
+            chunk.pack((piece.part(grads[piece.name]) for piece in chunk.spans), own)
             return self._lost(chunk, ratios) if self.method.feeds_back else None
 
         lost = yield from link.work("encode_s", operation, lay_out)
@@ -171,7 +171,7 @@ class TwoWayMean(Reduction):
             link, own.view(-1), FP32 if between else push, push, seed=self.seed, operation=operation, lost=lost
         )
         total = yield from all_gather(
-            link, shard, pull, seed=self.seed, counter=link.rank * slices.length, operation=operation,
+            link, shard, pull, seed=self.seed, counter=link.rank * chunk.width, operation=operation,
             lost=None if lost is None else lost.gather,
         )  # fmt: skip
         if lost is not None:
@@ -183,28 +183,39 @@ class TwoWayMean(Reduction):
     def _is_compressed(self, shape: torch.Size) -> bool:
         return len(shape) >= 2 and FP32_BYTES * shape.numel() >= max(self.method.min_bytes, 1)
 
-    def _pieces(self, name: str, shape: torch.Size) -> Iterator[ParameterPart]:
+    @property
+    def _block(self) -> int:
+        """Slices are whole blocks of both codecs."""
+        return math.lcm(self.push.block, self.pull.block)
+
+    @property
+    def _piece_numel(self) -> int:
+        """The most elements of a piece of a parameter."""
+        unit = self._block * self.grid.world_size
+        return max(unit, self.method.chunk_bytes // FP32_BYTES // unit * unit)
+
+    def _pieces(self, name: str, shape: torch.Size) -> Iterator[Span]:
         """A parameter in pieces of at most about chunk_bytes, cut where slices and blocks end; none if it is dense."""
         if not self._is_compressed(shape):
             return
-        unit = slice_length(1, self.grid.world_size, self.push, self.pull) * self.grid.world_size
-        most = max(unit, self.method.chunk_bytes // FP32_BYTES // unit * unit)
-        for number, start in enumerate(range(0, shape.numel(), most)):
-            yield ParameterPart(name, number, start, min(start + most, shape.numel()))
+        most = self._piece_numel
+        for start in range(0, shape.numel(), most):
+            yield Span(name, torch.Size([min(most, shape.numel() - start)]), offset=start)
 
-    def _slices(self, chunk: Sequence[ParameterPart]) -> Slices:
-        return Slices.of((piece.end - piece.start for piece in chunk), self.grid.world_size, self.push, self.pull)
+    def _beside(self, pieces: Sequence[Span]) -> Layout:
+        """A message of these pieces."""
+        return Layout.beside(pieces, self.grid.world_size, self._block)
 
-    def _chunks(self, pieces: list[ParameterPart]) -> Iterator[list[ParameterPart]]:
-        """Neighbours that make up about chunk_bytes."""
-        chunk: list[ParameterPart] = []
+    def _chunks(self, pieces: list[Span]) -> Iterator[Layout]:
+        """Messages of neighbours that make up about chunk_bytes."""
+        chunk: list[Span] = []
         for piece in pieces:
-            if chunk and FP32_BYTES * sum(p.end - p.start for p in [*chunk, piece]) > self.method.chunk_bytes:
-                yield chunk
+            if chunk and FP32_BYTES * sum(p.numel for p in [*chunk, piece]) > self.method.chunk_bytes:
+                yield self._beside(chunk)
                 chunk = []
             chunk.append(piece)
         if chunk:
-            yield chunk
+            yield self._beside(chunk)
 
     def _ratio(self, name: str, step: Step) -> float:
         """lr of the last step over this one's, by which an error weighs more or less; 1 where either is not known."""
@@ -213,7 +224,7 @@ class TwoWayMean(Reduction):
             self.last_lr[name] = torch.tensor(now, dtype=torch.float64)
         return float(before) / now if before is not None and now > 0 else 1.0
 
-    def _lost(self, chunk: list[ParameterPart], ratios: dict[str, float]) -> Lost:
+    def _lost(self, chunk: Layout, ratios: dict[str, float]) -> Lost:
         """The errors of a chunk's pieces side by side, worth what they are at this step's learning rate."""
         lost = self._zeros(chunk)
         for piece, worker, server in self._by_piece(chunk, lost):
@@ -222,30 +233,29 @@ class TwoWayMean(Reduction):
                     torch.mul(self._part(held, piece, place.shape), ratios[piece.name], out=place)
         return lost
 
-    def _zeros(self, chunk: list[ParameterPart], device: torch.device = staging.CPU) -> Lost:
+    def _zeros(self, chunk: Layout, device: torch.device = staging.CPU) -> Lost:
         """No errors: of what a rank sends to nodes, or where there is one node to ranks, and of its slice's sum."""
-        lost = Lost.zeros(self.grid, self._slices(chunk).length, device)
+        lost = Lost.zeros(self.grid, chunk.width, device)
         return replace(lost, intra=None) if self.grid.num_nodes > 1 else lost
 
-    def _by_piece(self, chunk: list[ParameterPart], lost: Lost) -> Iterator[tuple[ParameterPart, Tensor, Tensor]]:
+    def _by_piece(self, chunk: Layout, lost: Lost) -> Iterator[tuple[Span, Tensor, Tensor]]:
         """Each piece with its part of what workers lost and of what the server lost, as views."""
-        lengths = self._slices(chunk).lengths
-        workers, servers = _worker_of(lost).split(lengths, dim=-1), _server_of(lost).split(lengths)
-        yield from zip(chunk, workers, servers, strict=True)
+        workers, servers = _worker_of(lost).split(chunk.lengths, dim=-1), _server_of(lost).split(chunk.lengths)
+        yield from zip(chunk.spans, workers, servers, strict=True)
 
-    def _first(self, piece: ParameterPart, shape: torch.Size) -> int:
+    def _first(self, piece: Span, shape: torch.Size) -> int:
         """Where a piece's errors, of this shape, begin: slices of the pieces before it have no gaps."""
-        return math.prod(shape[:-1]) * (piece.start // self.grid.world_size)
+        return math.prod(shape[:-1]) * (piece.offset // self.grid.world_size)
 
-    def _part(self, kept: Tensor, piece: ParameterPart, shape: torch.Size) -> Tensor:
+    def _part(self, kept: Tensor, piece: Span, shape: torch.Size) -> Tensor:
         """A piece's errors, a view."""
         first = self._first(piece, shape)
         return kept[first : first + shape.numel()].view(shape)
 
-    def _kept_pieces(self, name: str, shape: torch.Size) -> list[tuple[ParameterPart, Lost]]:
+    def _kept_pieces(self, name: str, shape: torch.Size) -> list[tuple[Span, Lost]]:
         """Each piece with errors of its shapes, which take no memory; none where nothing can get lost."""
         pieces = self._pieces(name, shape) if self.method.feeds_back and self.grid.world_size > 1 else ()
-        return [(piece, self._zeros([piece], torch.device("meta"))) for piece in pieces]
+        return [(piece, self._zeros(self._beside([piece]), torch.device("meta"))) for piece in pieces]
 
     def _worker_shape(self, name: str, shape: torch.Size) -> torch.Size | None:
         return _joined(_worker_of(lost) for _, lost in self._kept_pieces(name, shape))
@@ -253,33 +263,32 @@ class TwoWayMean(Reduction):
     def _server_shape(self, name: str, shape: torch.Size) -> torch.Size | None:
         return _joined(_server_of(lost) for _, lost in self._kept_pieces(name, shape))
 
-    def _worker_spans(self, name: str, shape: torch.Size) -> Iterator[Span]:
+    def _worker_spans(self, name: str, shape: torch.Size) -> Iterator[KeptSpan]:
         # Ranks keep errors of their own gradients, or one on each node that of the node's slice.
         holders = self.grid.num_nodes if self.grid.num_nodes > 1 else self.grid.world_size
         for piece, lost in self._kept_pieces(name, shape):
             yield from self._spans(piece, lost, _worker_of(lost), holders)
 
-    def _server_spans(self, name: str, shape: torch.Size) -> Iterator[Span]:
+    def _server_spans(self, name: str, shape: torch.Size) -> Iterator[KeptSpan]:
         for piece, lost in self._kept_pieces(name, shape):
             yield from self._spans(piece, lost, _server_of(lost), 1)
 
-    def _spans(self, piece: ParameterPart, lost: Lost, part: Tensor, holders: int) -> Iterator[Span]:
+    def _spans(self, piece: Span, lost: Lost, part: Tensor, holders: int) -> Iterator[KeptSpan]:
         """Where in the parameter one part of a piece's errors belongs, without what fills slices up."""
         first = self._first(piece, part.shape)
         for tensor, start, place, length in lost.places(self.grid, self.place.rank):
             if tensor is part:
-                length = min(length, piece.end - piece.start - place)
-                yield Span(first + start, piece.start + place, length, self.grid.world_size, holders)
+                length = min(length, piece.numel - place)
+                yield KeptSpan(first + start, piece.offset + place, length, self.grid.world_size, holders)
 
     def sent_bytes(self) -> dict[str, int]:
         shapes, grid = self.place.shapes, self.grid
         dense = [shape.numel() for shape in shapes.values() if not self._is_compressed(shape)]
-        total = Slices.of(dense, grid.world_size, FP32).all_reduce_bytes(grid, FP32)
+        total = sum_bytes(dense, grid, FP32)
         intra = FP32 if grid.num_nodes > 1 else self.push
         for name, shape in shapes.items():
             for piece in self._pieces(name, shape):
-                num_elements = grid.world_size * self._slices([piece]).length
-                total = added(total, all_reduce_bytes(num_elements, grid, intra, self.push, self.pull))
+                total = added(total, all_reduce_bytes(self._beside([piece]).numel, grid, intra, self.push, self.pull))
         return total
 
     def rows(self) -> list[Row]:

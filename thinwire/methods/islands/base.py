@@ -11,7 +11,8 @@ from torch import nn
 from thinwire.codecs import Codec
 from thinwire.collectives import Peers, Topology
 from thinwire.errors import ConfigError
-from thinwire.layout.fragments import Fragment, cut
+from thinwire.layout.fragments import cut
+from thinwire.layout.layout import Layout
 from thinwire.methods.data.ddp import DDP
 from thinwire.methods.interface import Method, MethodPlan, trained_shapes
 from thinwire.methods.islands.exchange import COMMIT, OPERATION, message_bytes
@@ -60,7 +61,7 @@ class IslandsMethod(Front):
                 f"{self.inner.name} inside an island {self.inner.not_inside_islands}; nearest: --inner ddp"
             )
 
-    def fragments(self, model: nn.Module) -> list[Fragment]:
+    def fragments(self, model: nn.Module) -> list[Layout]:
         """What of `model` is exchanged together; raises ConfigError where the options do not fit it."""
         method = self.method()
         return cut(model, method.num_fragments, method.pattern, method.codec.block)

@@ -11,7 +11,7 @@ from torch import nn
 from thinwire.codecs import Codec
 from thinwire.collectives import Topology
 from thinwire.errors import ConfigError, nearest
-from thinwire.layout.segments import Segments
+from thinwire.layout.sections import Sections
 from thinwire.methods.interface import MethodPlan, trained_shapes
 from thinwire.methods.islands.own_pace import OwnPaceMethod
 from thinwire.methods.options import check_types, codec_of
@@ -111,6 +111,6 @@ class FedFix(OwnPaceMethod):
         """Every rank sends its Delta to every other once in K steps; two bytes at each tick are left out."""
         self.importance_of(topology.world_size)
         lengths = tuple(shape.numel() for shape in trained_shapes(model).values())
-        packet = Segments(codec_of(self, "codec"), lengths, tuple(range(len(lengths)))).packet_bytes(sum(lengths))
+        packet = Sections.alone(codec_of(self, "codec"), lengths, range(len(lengths))).packet_bytes(sum(lengths))
         sent = -(-(topology.world_size - 1) * packet // self.local_steps)
         return self.whole_plan(model, {("hand_in", "inter"): sent})

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import ConfigError
-from thinwire.layout.fragments import Fragment
+from thinwire.layout.layout import Layout
 from thinwire.state.replicas import fingerprint
 
 # Words that travel with the values inside an island: whether islands have agreed to stop, and where to go on instead.
@@ -43,7 +43,7 @@ class OuterFragment:
     number: exchanges applied so far. correction: the mean of the islands' h, see `Correction`; None without.
     """
 
-    fragment: Fragment
+    fragment: Layout
     parameters: Tensor
     momentum: Tensor
     number: int = 0
@@ -89,7 +89,7 @@ class OuterFragment:
         self._fingerprint = None
 
     @classmethod
-    def starting(cls, fragment: Fragment, parameters: Tensor, *, corrected: bool) -> OuterFragment:
+    def starting(cls, fragment: Layout, parameters: Tensor, *, corrected: bool) -> OuterFragment:
         """Momentum and correction are zero."""
         return cls(fragment, parameters, fragment.zeros(), correction=fragment.zeros() if corrected else None)
 
@@ -98,7 +98,7 @@ def parameters_in(state: Mapping[str, Any], shapes: Mapping[str, Sequence[int]])
     """The outer parameters by name in the state that an island's first rank has saved; shapes: of the model's."""
     found: dict[str, Tensor] = {}
     for names, (parameters, *_) in zip(state["names"], state["outer"], strict=True):
-        fragment = Fragment({name: torch.Size(shapes[name]) for name in names}, state["block"])
+        fragment = Layout.of({name: torch.Size(shapes[name]) for name in names}, unit=state["block"])
         found |= fragment.views(parameters)
     return found
 

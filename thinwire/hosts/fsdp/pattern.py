@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from thinwire._compat import FSDPParameter
-from thinwire.layout.gathered import FLOATS, GatheredUnit, LayoutError
+from thinwire.hosts.fsdp.unit import FLOATS, GatheredUnit, LayoutError
 
 # A prime, so that neither rows nor shards repeat; its numbers are exact in bf16.
 PATTERN = 251

@@ -1,4 +1,4 @@
-"""Where every parameter lies: flat layouts, aligned to codec blocks, cut into one shard per rank. No tensor is held."""
+"""Parameters that travel together: layouts of one row, aligned to codec blocks, cut into one shard per rank."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from thinwire.collectives.gather import gather_bytes
 from thinwire.collectives.reduce import reduce_bytes
 from thinwire.layout.formats import LevelFormat, Strategy, WireFormat
+from thinwire.layout.layout import Layout, Span
 from thinwire.layout.levels import Levels
 
 # Padding at a layout's end is half of world_size * block elements on average: below 1 percent with this many.
@@ -18,31 +19,9 @@ MIN_BLOCKS_PER_SHARD = 64
 DEFAULT_BUCKET_NUMEL = 1 << 19
 
 
-@dataclass(frozen=True)
-class ParameterSpan:
-    """One parameter's place: elements [start, end) of a flat tensor. index: its number among all parameters."""
-
-    name: str
-    shape: torch.Size
-    index: int
-    start: int
-
-    @property
-    def numel(self) -> int:
-        return self.shape.numel()
-
-    @property
-    def end(self) -> int:
-        return self.start + self.numel
-
-    def of(self, flat: Tensor) -> Tensor:
-        """The parameter's elements of a flat tensor, in its shape."""
-        return flat[self.start : self.end].view(self.shape)
-
-
-@dataclass(frozen=True)
-class FlatLayout:
-    """Parameters of one wire format, dtype and group, which travel together as one flat tensor of `numel` elements.
+@dataclass(frozen=True, kw_only=True)
+class BucketLayout(Layout):
+    """Parameters of one wire format, dtype and group, which travel together as one row of `numel` elements.
 
     (stream, first_counter) number the elements for the codecs' randomness, whatever the size of a bucket. group: the
     number of the group of ranks that share the parameters. module: path of the module that they belong to, whose
@@ -56,8 +35,6 @@ class FlatLayout:
     first_counter: int
     group: int = 0
     module: str | None = None
-    spans: tuple[ParameterSpan, ...] = ()
-    numel: int = 0
 
     @property
     def shard_numel(self) -> int:
@@ -73,13 +50,13 @@ class FlatLayout:
         """The first element of which `rank` has the masters."""
         return self.levels.piece(rank) * self.shard_numel
 
-    def owned(self, span: ParameterSpan, rank: int) -> slice:
+    def owned(self, span: Span, rank: int) -> slice:
         """The part of the rank's shard that belongs to `span`; empty where they do not meet."""
         first = self.shard_start(rank)
         start = max(span.start - first, 0)
         return slice(start, max(min(span.end - first, self.shard_numel), start))
 
-    def kept(self, span: ParameterSpan, rank: int) -> Iterator[tuple[int, slice]]:
+    def kept(self, span: Span, rank: int) -> Iterator[tuple[int, slice]]:
         """Where a part of the span lies in the rank's compute weights: (its first element in the whole, place)."""
         levels, n = self.levels, self.row_numel
         for row in range(levels.num_rows):
@@ -87,17 +64,6 @@ class FlatLayout:
             first, last = max(span.start, start), min(span.end, start + n)
             if first < last:
                 yield first, slice(row * n + first - start, row * n + last - start)
-
-    def fill(self, flat: Tensor, values: Sequence[Tensor | None]) -> Tensor:
-        """Write the parameters' values into `flat` [numel]; zero where there is none, and between them."""
-        ends = [*(span.start for span in self.spans[1:]), self.numel]
-        for span, value, end in zip(self.spans, values, ends, strict=True):
-            if value is None:
-                flat[span.start : end].zero_()
-                continue
-            span.of(flat).copy_(value)
-            flat[span.end : end].zero_()
-        return flat
 
     @property
     def lossy_pieces(self) -> dict[str, tuple[int, ...]]:
@@ -149,12 +115,12 @@ class Unit:
     follows its forward.
     """
 
-    layouts: tuple[FlatLayout, ...]
+    layouts: tuple[BucketLayout, ...]
     stays: bool = True
 
     @property
     def module(self) -> str | None:
-        """See FlatLayout."""
+        """See BucketLayout."""
         return self.layouts[0].module
 
     @property
@@ -179,8 +145,8 @@ def lay_out(
     formats = {True: method.vector(), False: method.matrix()}
     latest: dict[tuple, int] = {}
     counters: dict[tuple, int] = {}
-    layouts: list[FlatLayout] = []
-    for index, (name, tensor) in enumerate(trained):
+    layouts: list[BucketLayout] = []
+    for name, tensor in trained:
         is_vector = tensor.dim() < 2
         wire, (group, module) = formats[is_vector], place(name)
         key = (module, is_vector, tensor.dtype, group)
@@ -190,17 +156,20 @@ def lay_out(
         layout = layouts[latest[key]] if key in latest else None
         if layout is None or (module is None and layout.numel + length > limit):
             stream = list(counters).index(key) if key in counters else len(counters)
-            layout = FlatLayout(wire, groups[group], tensor.dtype, stream, counters.get(key, 0), group, module)
+            layout = BucketLayout(
+                wire=wire, levels=groups[group], dtype=tensor.dtype, stream=stream,
+                first_counter=counters.get(key, 0), group=group, module=module,
+            )  # fmt: skip
             latest[key] = len(layouts)
             layouts.append(layout)
-        span = ParameterSpan(name, tensor.shape, index, layout.numel)
-        layouts[latest[key]] = replace(layout, spans=(*layout.spans, span), numel=layout.numel + length)
+        span = Span(name, tensor.shape, layout.width, length)
+        layouts[latest[key]] = replace(layout, spans=(*layout.spans, span), width=layout.width + length)
         counters[key] = counters.get(key, 0) + length
-    units: dict[object, list[FlatLayout]] = {}
+    units: dict[object, list[BucketLayout]] = {}
     for number, layout in enumerate(layouts):
         whole = _round_up(layout.numel, layout.wire.block * layout.levels.topology.world_size)
         key_of_unit = number if layout.module is None else layout.module
-        units.setdefault(key_of_unit, []).append(replace(layout, numel=whole))
+        units.setdefault(key_of_unit, []).append(replace(layout, width=whole))
     last = next(reversed(units), None)
     return tuple(
         Unit(tuple(held), stays=held[0].module in (None, "") or key_of_unit == last)

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from thinwire.layout.layout import Layout
+
 
 class Background:
     """A thread beside training. What it raises comes out of `check`, and wakes whoever waits for `changed`."""
@@ -49,22 +51,21 @@ class FlatModel:
     """The trained parameters as one flat fp32 vector on the CPU."""
 
     def __init__(self, trained: Mapping[str, Tensor]) -> None:
-        self.tensors = list(trained.values())
-        self.lengths = tuple(tensor.numel() for tensor in self.tensors)
-        self.numel = sum(self.lengths)
+        self.trained, self.tensors = trained, list(trained.values())
+        self.layout = Layout.of({name: tensor.shape for name, tensor in trained.items()})
+        self.lengths, self.numel = self.layout.lengths, self.layout.numel
 
     @torch.no_grad()
     def read(self) -> Tensor:
         """A copy of the parameters."""
-        return torch.cat([tensor.detach().reshape(-1).cpu() for tensor in self.tensors])
+        return self.layout.flat(self.trained)
 
     @torch.no_grad()
     def write(self, values: Tensor) -> None:
         """Overwrite the parameters."""
-        for tensor, part in zip(self.tensors, values.split(self.lengths), strict=True):
-            tensor.copy_(part.view(tensor.shape))
+        for name, part in self.layout.views(values).items():
+            self.trained[name].copy_(part)
 
     def gradient(self) -> Tensor:
         """A copy of the gradients; zero where there is none."""
-        grads = [torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in self.tensors]
-        return torch.cat([grad.reshape(-1).cpu() for grad in grads])
+        return self.layout.pack((tensor.grad for tensor in self.tensors), self.layout.zeros())

@@ -85,18 +85,46 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, x: Tensor, *, seed: int = 0, counter: int = 0, out: Tensor | None = None) -> Tensor:
-        """Pack `x` (any shape and strides, floating) into a uint8 packet, into `out` if given. `x` is only read."""
+        """Pack a tensor into a packet.
+
+        Args:
+            x: floating, any shape and strides; only read.
+            seed, counter: element i draws its randomness from (seed, counter + i).
+            out: uint8 [packet_bytes(x.numel())], where the packet is written; a new tensor by default.
+
+        Returns the packet.
+        """
 
     @abstractmethod
     def decode(self, packet: Tensor, num_elements: int, *, out: Tensor | None = None) -> Tensor:
-        """Unpack to a flat fp32 tensor of `num_elements`, into `out` if given."""
+        """Unpack a packet.
+
+        Args:
+            packet: uint8 [packet_bytes(num_elements)].
+            num_elements: of the tensor that was packed.
+            out: fp32 [num_elements], where the values are written; a new tensor by default.
+
+        Returns the values, fp32 [num_elements].
+        """
 
     def decode_add(self, packet: Tensor, out: Tensor) -> Tensor:
-        """out += decode(packet), for a flat fp32 `out`; fused where a kernel exists."""
+        """out += decode(packet), fused where a kernel exists.
+
+        Args:
+            packet: uint8 [packet_bytes(n)].
+            out: fp32 [n], changed in place and returned.
+        """
         return out.add_(self.decode(packet, out.numel()))
 
     def packet_add(self, packet: Tensor, out: Tensor) -> Tensor:
-        """out += packet, both packets of one linear codec, seed, counter and length. Raises ValueError otherwise."""
+        """out += packet, so that out decodes to the sum of what both decode to.
+
+        Args:
+            packet: uint8, of a linear codec.
+            out: uint8, of the same codec, seed, counter and length; changed in place and returned.
+
+        Raises ValueError for a codec that is not linear.
+        """
         raise ValueError(f"packets of {self} can't be added: decode them, or use a linear codec such as Identity")
 
     def marks(self, packet: Tensor, num_elements: int) -> Tensor | None:
@@ -104,7 +132,14 @@ class Codec(ABC):
         return None
 
     def encode_marked(self, x: Tensor, marks: Tensor, *, seed: int = 0, counter: int = 0, out: Tensor) -> Tensor:
-        """As `encode`, with one bit more for each group: `marks`, bool [groups]. Raises ValueError if there is none."""
+        """Pack a tensor with one bit more for each group, which `marks` reads back.
+
+        Args:
+            x, seed, counter, out: see `encode`.
+            marks: bool [groups].
+
+        Raises ValueError for a codec whose groups have no such bit.
+        """
         raise ValueError(f"groups of {self} can't be marked: use integers")
 
     @property

@@ -24,7 +24,7 @@ SAMPLE = 1  # part of the sample's seed, so that its start is independent of the
 )
 @dataclass(frozen=True)
 class Threshold(TopK):
-    """Of every `group` elements those with |x| >= t, where t is the sample's k-th largest, k = ceil(density * size).
+    """The elements of every `group` with |x| >= t, where t is the sample's k-th largest, k = ceil(density * size).
 
     The sample is every `stride`-th element from a random start. t shrinks by 0.8 until 0.8 k elements reach it, at most
     10 times; of more than k the k largest travel (DGC's re-selection), and of fewer all, with the first others in the

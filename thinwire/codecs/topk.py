@@ -21,7 +21,7 @@ BF16 = Cast("bf16")
 @spelled(Number("density", "topk", "%", share_of, percent_of, optional=True), group="group", values="values")
 @dataclass(frozen=True)
 class TopK(Fused):
-    """Of every `group` elements the k = ceil(density * group) with the largest |x|; the others decode to 0.
+    """The k = ceil(density * group) elements of every `group` with the largest |x|; the others decode to 0.
 
     density: 0 < density <= 1. group: elements that compete for k places; of equal ones the first win. values: the codec
     of the values that travel, in the order of their indices. A tail of n elements has ceil(density * n) places. NaN

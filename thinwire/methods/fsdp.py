@@ -51,7 +51,7 @@ class FSDPMethod:
 
     @property
     def codecs(self: Strategy) -> tuple[Codec, ...]:
-        """Whose kernels are compiled before the workers start."""
+        """The codecs whose kernels are compiled before the workers start."""
         return (*self.matrix().codecs, *self.vector().codecs)
 
     def plan(self, model: nn.Module, topology: Topology, micro_batches: int) -> MethodPlan:

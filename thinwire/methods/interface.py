@@ -32,7 +32,7 @@ class Method(Protocol):
 
     @property
     def codecs(self) -> tuple[Codec, ...]:
-        """Whose kernels are compiled before the workers start."""
+        """The codecs whose kernels are compiled before the workers start."""
         ...
 
     @property

@@ -65,7 +65,7 @@ class ShardedMethod(ABC):
 
     @property
     def codecs(self) -> tuple[Codec, ...]:
-        """Whose kernels are compiled before the workers start."""
+        """The codecs whose kernels are compiled before the workers start."""
         return (*self.matrix().codecs, *self.vector().codecs)
 
     def levels(self, topology: Topology) -> Levels:

@@ -133,11 +133,11 @@ class WholeStep(Reduction):
         return F.pad(own, (0, length - own.numel()))
 
     def slice_shape(self, name: str, shape: torch.Size) -> torch.Size | None:
-        """Of what is kept of a compressed parameter: its slice, flat."""
+        """The shape of what is kept of a compressed parameter: its slice, flat."""
         return torch.Size([self.slice_length(shape)]) if is_compressed(shape) else None
 
     def slice_spans(self, name: str, shape: torch.Size) -> Iterator[KeptSpan]:
-        """Of what is kept once a node: this local rank's slice; or the same whole on every rank."""
+        """Spans of what is kept once a node, this local rank's slice, or whole and the same on every rank."""
         ranks, nodes = self.grid.world_size, self.grid.num_nodes
         if not is_compressed(shape):
             yield KeptSpan(0, 0, shape.numel(), ranks, ranks)

@@ -267,7 +267,7 @@ class State:
         return [*(dropped | {str(name): None for _, name in odd})]
 
     def shares(self) -> list[Share]:
-        """Of what state_dict gives, what another number of ranks can take over."""
+        """The parts of what state_dict gives that another number of ranks can take over."""
         return [
             Share(kept.merge.kind, span.name or str(name), f"{path}/{name}", *span[:3], 1 / span.divisor)
             for path, kept in self._all()

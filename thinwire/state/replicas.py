@@ -143,7 +143,7 @@ def check_layout(here: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
 
 
 def trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
-    """As `fitting_parameters`; raises ConfigError also where torch.distributed has not been initialised."""
+    """`fitting_parameters`, for which torch.distributed must be initialised; raises ConfigError where it is not."""
     if not dist.is_initialized():
         raise ConfigError("torch's wrappers need a process group: call torch.distributed.init_process_group first")
     return fitting_parameters(model, optimizer)

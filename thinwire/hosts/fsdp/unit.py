@@ -60,7 +60,7 @@ class GatheredUnit:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of FSDP2's buffer: bytes where the parameters differ."""
+        """The type of FSDP2's buffer: bytes where the parameters differ."""
         return self.dtypes[0] if len(set(self.dtypes)) == 1 else torch.uint8
 
     @property
@@ -117,7 +117,7 @@ class GatheredUnit:
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        """Of the gradients' sum."""
+        """The type of the gradients' sum."""
         trained = self.trained()
         return self.group.reduce_dtype or self.dtypes[trained[0] if trained else 0]
 
@@ -191,7 +191,7 @@ class Version:
 
     @classmethod
     def of(cls, params: Sequence[FSDPParameter]) -> Version:
-        """As they are now."""
+        """The version of these parameters as they are now."""
         rows = [param.version() for param in params]
         return cls([t for row in rows for t in (row[0], row[2])], [n for row in rows for n in (row[1], row[3])])
 

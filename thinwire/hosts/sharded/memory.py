@@ -42,7 +42,7 @@ class Memory:
         self.planned_bytes = sum(method.memory_bytes(bucket.layout) for bucket in buckets)
 
     def feedback(self, number: int) -> Feedback | None:
-        """Of the next reduction of a bucket; None where nothing is fed back."""
+        """The feedback of the next reduction of a bucket; None where nothing is fed back."""
         if (memory := self.own[number]) is not None:
             return memory.of([0])
         key = str(number)

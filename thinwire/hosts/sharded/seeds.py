@@ -18,10 +18,10 @@ class Seeds:
     step: int = 0
 
     def gradients(self, layout: BucketLayout, number: int) -> int:
-        """Of a layout's gradients; number: how often they have left in this step."""
+        """The seed of a layout's gradients; number: how often they have left in this step."""
         numbers = () if layout.module is None else (number,)
         return derive_seed(self.base, self.step, layout.stream, GRADIENTS, *numbers)
 
     def weights(self, layout: BucketLayout) -> int:
-        """Of a layout's updated weights."""
+        """The seed of a layout's updated weights."""
         return derive_seed(self.base, self.step, layout.stream, WEIGHTS)

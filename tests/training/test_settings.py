@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -123,7 +124,7 @@ def test_values_that_cannot_be_read_come_with_the_other_problems() -> None:
 
 
 def test_codecs_are_written_as_they_were_stated(tmp_path: Path) -> None:
-    texts = {
+    texts: dict[str, Any] = {
         "weights": "int4", "intra_gradients": "int8/64+hadamard32", "inter_gradients": "topk0.5%:(int4:bf16)",
         "vector_weights": "fp32", "vector_gradients": "int8:nearest:bf16+zstd",
     }  # fmt: skip

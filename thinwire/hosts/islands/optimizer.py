@@ -33,8 +33,8 @@ class IslandsOptimizer:
 
     has_islands = True
     # Of this one's snapshot, not of the inner strategy's.
-    state_dict = ParallelOptimizer.state_dict
-    load_state_dict = ParallelOptimizer.load_state_dict
+    state_dict: Any = ParallelOptimizer.state_dict
+    load_state_dict: Any = ParallelOptimizer.load_state_dict
 
     def __init__(self, inner: ParallelOptimizer, loop: OuterLoop, strategy: IslandsMethod) -> None:
         self.inner, self.loop, self.strategy = inner, loop, strategy

@@ -43,7 +43,7 @@ def test_a_fault_is_read_and_shown(text: str) -> None:
         ("kill rank=2 step=4 seconds=1", "a kill has no seconds"),
         ("freeze rank=2 step=4", "needs seconds"),
         ("delay rank=2 step=4 seconds=nan", "seconds must be above 0"),
-        ("corrupt rank=2 step=4", "say of which message"),
+        ("corrupt rank=2 step=4", "say which message it hits"),
     ],
 )
 def test_a_fault_that_could_not_fire_is_refused(text: str, message: str) -> None:

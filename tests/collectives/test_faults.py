@@ -35,7 +35,7 @@ def test_a_fault_is_read_and_shown(text: str) -> None:
         ("kil rank=2 step=40", "did you mean 'kill'"),
         ("explode everything", "no fault is called 'explode'; choose one of corrupt, delay"),
         ("kill everything", "'everything' is not NAME=VALUE, such as step=10"),
-        ("kill step=40", "say whom"),
+        ("kill step=40", "say which process"),
         ("kill rank=2", "say when"),
         ("kill rank=2 steps=40", "did you mean 'step'"),
         ("kill rank=two step=4", "rank must be a number, not 'two'"),

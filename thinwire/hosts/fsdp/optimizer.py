@@ -248,7 +248,7 @@ class FSDPOptimizer(AgreeingOptimizer):
         return {name: self._part_of(name, shard) for name, shard in self.trained.items()}
 
     def _part_of(self, name: str, shard: Tensor) -> Held:
-        """This rank's part of a parameter. FSDP2 cuts the first dimension into equal parts, the last ones smaller or empty."""
+        """This rank's part of a parameter. FSDP2 cuts dimension 0 into equal parts, the last ones smaller or empty."""
         shape = self._sharded[name].shape
         rows = -(-shape[0] // self.comm.world_size)
         first = min(self.comm.rank * rows, shape[0])

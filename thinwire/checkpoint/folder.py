@@ -224,7 +224,7 @@ class Keep:
 
     Args:
         last: keep the newest `last` checkpoints.
-        every: above 0, also keep the first one at or after each multiple of `every` steps.
+        every: above 0, also keep those of the steps that are multiples of `every`.
         best: also keep the one with the least training loss.
     """
 

@@ -15,7 +15,7 @@ from thinwire.collectives.rounds import Rounds
 from thinwire.collectives.topology import Topology
 from thinwire.errors import CorruptMessageError
 
-# Messages of this size or more may cross between nodes in turns; the second number is the most turns.
+# Messages of LARGE_BYTES or more may cross between nodes in turns, of which there are at most MAX_TURNS.
 LARGE_BYTES, MAX_TURNS = 1 << 18, 4
 
 

@@ -41,7 +41,7 @@ def check_payload(payload: Tensor, header: Tensor, sender: str, receiver: str, s
         number, _, name = HEADER.unpack_from(bytes(header.numpy()))
         raise CorruptMessageError(
             f"a message was damaged on its way: {name.rstrip(bytes(1)).decode()} (message {number}) from "
-            f"{sender} to {receiver} arrived with another checksum than it had when it was sent",
+            f"{sender} to {receiver} has another checksum than it was sent with",
             sender_number,
         )
 

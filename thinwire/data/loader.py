@@ -57,7 +57,7 @@ class BatchLoader:
             )
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
-        """This rank's next micro-batch: (tokens, targets), int64 [micro_batch, seq_len]; targets are one token ahead."""
+        """This rank's next micro-batch: (tokens, targets), int64 [micro_batch, seq_len]; targets are shifted by one."""
         first = self._position + (self.rank * self.accumulation + self._micro_step) * self.micro_batch
         epochs, indices = np.divmod(np.arange(first, first + self.micro_batch), np.int64(self.num_sequences))
         rows = shuffled(indices, self.num_sequences, self.seed, epochs)

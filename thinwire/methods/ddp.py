@@ -86,7 +86,7 @@ class DDPMethod:
         trained: Mapping[str, nn.Parameter],
         optimizer: torch.optim.Optimizer | None,
     ) -> None:
-        """Give a reduction the parameters and the optimizer if it asks for them; on every rank, before the first step."""
+        """Give a reduction the parameters and the optimizer it asks for. Called on all ranks before the first step."""
 
     def plan(self, model: nn.Module, topology: Topology, micro_batches: int) -> MethodPlan:
         """Weights, gradients and state are whole on every rank. Only the last micro-batch's backward communicates."""

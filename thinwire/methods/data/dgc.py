@@ -217,7 +217,7 @@ class SparseMean(WholeStep, Tunable):
         return {name: method.codec(chosen.get(name, method.density_at(step))) for name in names}
 
     def _contribution(self, name: str, g: Tensor, out: Tensor | None = None) -> Tensor:
-        """This step's contribution: m u + g, or m (u + g) + g. State changes only once the step is known to be finite."""
+        """This step's contribution: m u + g, or m (u + g) + g. State changes only once the step is known finite."""
         out = torch.empty_like(g) if out is None else out
         out.copy_(self.velocity[name])
         if self.method.nesterov:

@@ -270,7 +270,7 @@ class LGreCoMean(Reduction):
             log.warning("thinwire: step %d: no new plan of %s: no finite gradients", number + 1, self.method.name)
 
     def _options(self) -> dict[str, list[float]]:
-        """Candidates of each parameter that has any, sorted by name, because the order of buckets may change."""
+        """Candidates of each parameter that has any, sorted by name, since the order of buckets may change."""
         shapes = self.place.shapes
         found = {name: self.method.base.candidates(shapes[name], self.method.span) for name in sorted(shapes)}
         return {name: candidates for name, candidates in found.items() if candidates}

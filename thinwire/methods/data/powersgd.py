@@ -86,7 +86,7 @@ class PowerSGD(Plannable):
         return self.rank if self._saves(shape, self.rank) else 0
 
     def _saves(self, shape: torch.Size, rank: int) -> bool:
-        """Whether factors of this rank are `min_compression` times smaller than the matrix. It is then below both sides."""
+        """Whether factors of this rank are `min_compression` times smaller than the matrix, and so below both sides."""
         if len(shape) < 2:
             return False
         n, m = shape[0], math.prod(shape[1:])

@@ -56,9 +56,9 @@ if TYPE_CHECKING:
 STATE_FILE = "state.json"
 # For smaller files, another thread costs more than it saves.
 MIN_THREAD_BYTES = 1 << 20
-# So much is worth a word to the disk before all is written.
 # The index of torch.distributed.checkpoint.
 METADATA = ".metadata"
+# After this many bytes the disk is asked to begin writing, before the file is complete.
 SYNC_BYTES = 32 << 20
 # {file: (bytes, CRC-32)}
 Sums = dict[str, tuple[int, int]]
@@ -251,9 +251,9 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_metadata(folder: Path) -> tuple[int, int]:
-    """Write DCP's own index of all parts in a folder, by which torch's tools read it; nobody here does.
+    """Write DCP's own index of all parts in a folder. torch's tools need it; thinwire does not read it.
 
-    Returns its bytes and their CRC-32.
+    Returns its size in bytes and its CRC-32.
     """
     index: Index = {}
     for part in parts_of(folder):

@@ -142,9 +142,9 @@ class Manifest:
 
 
 def verify(checkpoint: Path) -> Manifest:
-    """Compare every file with its checksum. Raises CheckpointError with the names of all that are wrong.
+    """Check every file against its checksum. Raises CheckpointError with the names of all damaged files.
 
-    The index of torch's tools follows from the other files: where it alone is damaged, it is written anew.
+    If only the index of torch's tools is damaged, it is written again from the other files.
     """
     with suppress(OSError):
         (checkpoint / VERIFIED).unlink()
@@ -166,7 +166,7 @@ def verify(checkpoint: Path) -> Manifest:
 
 
 def verified_at(checkpoint: Path) -> str:
-    """When `verify` last found no error; empty if it never ran, or has found an error since."""
+    """Time of the last `verify` without an error; empty if it never ran, or has found an error since."""
     try:
         return (checkpoint / VERIFIED).read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""What `thinwire checkpoints` prints: what a run has saved, and whether it is sound."""
+"""Output of `thinwire checkpoints`: the checkpoints of a run, and whether they are intact."""
 
 from __future__ import annotations
 

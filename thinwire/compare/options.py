@@ -62,7 +62,7 @@ def command_line() -> CommandLine:
 
 
 def of_other_place(name: str) -> str:
-    """What to say of a flag of the training."""
+    """Tail of an error message about a flag of the training."""
     is_of_training = of_training().knows(name)
     return ": it is one of `thinwire train`, whose flags follow after --" if is_of_training else ""
 

@@ -91,7 +91,7 @@ LINES = {ExportConfig: export_line, ImportConfig: import_line, GenerateConfig: g
 
 
 def read(cls: type[AnyConfig], args: Sequence[str]) -> AnyConfig:
-    """What the command line asks for. Raises ConfigError with everything that is wrong; SystemExit after --help."""
+    """Read the options from the command line. Raises ConfigError with all errors at once; SystemExit after --help."""
     problems = Problems()
     stated = LINES[cls]().read(args, problems)[""]
     problems.messages += range_errors(stated)

@@ -20,7 +20,7 @@ def whole(tensor: Tensor) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Rule:
-    r"""What to do with the parameters whose whole name matches the regular expression `pattern`.
+    r"""Rule for the parameters whose whole name matches the regular expression `pattern`.
 
     Args:
         layout: how ranks hold the parameters.

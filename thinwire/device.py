@@ -1,6 +1,7 @@
-"""Where a process trains: the CPU, or one GPU. What differs between them is here, and for messages in `collectives`.
+"""The device of a process: the CPU, or one GPU. All device-dependent code of training is here.
 
-`Device` is the CPU, `Cuda` a GPU. Each method that a GPU overrides is one or two calls of torch.
+`Device` is the CPU, `Cuda` a GPU. Each method that a GPU overrides is one or two calls of torch. Messages on a device
+are handled in `collectives`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ class Device:
     """The CPU."""
 
     kind = "cpu"
-    # Of torch.distributed, for the collectives of torch itself; packets travel by gloo.
+    # torch.distributed's backend for torch's own collectives; packets travel by gloo.
     backend = "gloo"
 
     def __init__(self) -> None:
@@ -25,12 +26,12 @@ class Device:
 
     @property
     def name(self) -> str:
-        """What computes, as losses depend on it."""
+        """Name of the processor; losses depend on it."""
         return "cpu"
 
     @property
     def fast_dtype(self) -> str | None:
-        """The compute type that is fast, "bf16" or "fp32"; None where the launcher measures it."""
+        """The fast compute type, "bf16" or "fp32"; None if the launcher must measure it."""
         return None
 
     def place(self, model: nn.Module) -> nn.Module:
@@ -38,7 +39,7 @@ class Device:
         return model
 
     def take(self, batch: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Tensors of the CPU on the device."""
+        """Move tensors from the CPU to the device."""
         return tuple(batch)
 
     def autocast(self, dtype: str) -> torch.autocast:
@@ -46,28 +47,28 @@ class Device:
         return torch.autocast(self.kind, torch.bfloat16, enabled=dtype == "bf16")
 
     def synchronize(self) -> None:
-        """Return when all that was queued is done."""
+        """Wait until all queued work is done."""
 
     def peak_bytes(self) -> int:
-        """The most bytes that tensors have taken in the device's memory at once; 0 on the CPU, which has a peak RSS."""
+        """Peak bytes of tensors in the device's memory; 0 on the CPU, whose peak is the process's RSS."""
         return 0
 
     def random_state(self) -> Tensor | None:
-        """The state of the device's own random generator, uint8; None where torch's one of the CPU is all."""
+        """The state of the device's own random generator, uint8; None if torch's CPU generator is the only one."""
         return None
 
     def set_random_state(self, state: Tensor) -> None:
-        """Restore what `random_state` gave."""
+        """Restore a state that `random_state` returned."""
 
     def seed(self, seed: int) -> None:
-        """Start the device's own random generator anew; `torch.manual_seed` starts all."""
+        """Seed the device's own random generator again; `torch.manual_seed` seeds all."""
 
 
 class Cuda(Device):
-    """One GPU, which becomes the current one. number: among those that torch sees."""
+    """One GPU, which becomes the current one. number: its index among the GPUs that torch sees."""
 
     kind = "cuda"
-    # A tensor of the CPU goes by gloo, one of a GPU by NCCL.
+    # CPU tensors travel by gloo, GPU tensors by NCCL.
     backend = "cpu:gloo,cuda:nccl"
 
     def __init__(self, number: int) -> None:
@@ -86,7 +87,7 @@ class Cuda(Device):
         return model.to(self.torch)
 
     def take(self, batch: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        # From pinned memory the copy is queued, and nobody waits for it.
+        # A copy from pinned memory is only queued; this thread does not wait for it.
         return tuple(tensor.pin_memory().to(self.torch, non_blocking=True) for tensor in batch)
 
     def synchronize(self) -> None:
@@ -106,15 +107,15 @@ class Cuda(Device):
 
 
 def num_gpus() -> int:
-    """GPUs that torch can use in this process."""
+    """Number of GPUs that torch can use in this process."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def choose(asked: str, num_workers: int) -> tuple[str, str]:
-    """The kind of device that each worker of this machine trains on, "cpu" or "cuda", and why.
+    """The kind of device that each worker of this machine trains on, "cpu" or "cuda", and the reason.
 
-    asked: "auto", "cpu" or "cuda". Every worker has a GPU of its own, or none has one. Raises ConfigError where GPUs
-    are asked for and there are too few.
+    asked: "auto", "cpu" or "cuda". Either every worker has its own GPU, or none has one. Raises ConfigError if GPUs are
+    asked for and there are too few.
     """
     found = num_gpus()
     if asked == "cpu":
@@ -132,5 +133,5 @@ def choose(asked: str, num_workers: int) -> tuple[str, str]:
 
 
 def take(kind: str, number: int) -> Device:
-    """The device of a worker. number: of its GPU, among those that torch sees."""
+    """The device of a worker. number: index of its GPU among those that torch sees."""
     return Cuda(number) if kind == "cuda" else Device()

@@ -1,4 +1,4 @@
-"""The errors a user can meet; each carries a message that is complete without a traceback."""
+"""Errors for users: each has a message that is complete without a traceback."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ T = TypeVar("T")
 
 
 class ThinwireError(Exception):
-    """A failure whose message says what happened, to whom and what to do; the command line prints it alone."""
+    """A failure whose message says what happened, where, and what to do. The command line prints only the message."""
 
     exit_code = 1
 
 
 class ConfigError(ThinwireError, ValueError):
-    """Input that breaks a rule: names the value, the rule and the nearest valid choice (exit code 2)."""
+    """Invalid input. The message names the value, the rule and the nearest valid choice (exit code 2)."""
 
     exit_code = 2
 
@@ -46,7 +46,7 @@ class Problems:
             self.messages += error.problems
 
     def note(self, check: Callable[..., T], *args: Any) -> T | None:
-        """What the call gives; its ConfigError is noted instead of raised, and None given."""
+        """Call `check`. Return its result; if it raises ConfigError, note the error and return None."""
         with self.collect():
             return check(*args)
         return None
@@ -58,21 +58,21 @@ class Problems:
 
 
 class UnsavedError(ThinwireError):
-    """A run has come to its end, and what it leaves could not be written; to start it again would not help."""
+    """A run has ended, but its results could not be written. Starting it again would not help."""
 
 
 class PeerLostError(ThinwireError, RuntimeError):
-    """A rank died, froze or left; names the rank and the operation that missed it."""
+    """A rank died, froze or left. The message names the rank and the operation that it missed."""
 
 
 class MismatchError(ThinwireError, RuntimeError):
-    """Two ranks disagree about what to send: names both sides' operation, sequence number and size."""
+    """Two ranks disagree about a message. The error states both sides' operation, sequence number and size."""
 
 
 class CorruptMessageError(ThinwireError, RuntimeError):
-    """A message did not arrive as it was sent; names sender, receiver, operation and number.
+    """A message arrived damaged. The error names sender, receiver, operation and number.
 
-    The sender's message alone is lost: ranks still agree on what comes next, and may ask for it again.
+    Only this message is lost: ranks still agree on the next one, and may send it again.
     """
 
     def __init__(self, message: str, sender: int) -> None:
@@ -81,9 +81,9 @@ class CorruptMessageError(ThinwireError, RuntimeError):
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:
-    """The tail of an error message: `; did you mean 'x'?` or the list of valid names."""
+    """Tail of an error message: `; did you mean 'x'?` or the list of valid names."""
     known = sorted(choices)
-    # What was cut short is meant more often than what is spelt alike: sdp4 is sdp4bit, not fsdp.
+    # A prefix is a better guess than a similar spelling: sdp4 means sdp4bit, not fsdp.
     begun = sorted((choice for choice in known if name and choice.startswith(name)), key=len)
     close = begun or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else f"; choose one of {', '.join(known)}"
@@ -96,7 +96,7 @@ def first_few(names: Sequence[str], limit: int = 5) -> str:
 
 
 def unusable_folder(folder: Path) -> str:
-    """Why nothing can be written below this folder, which need not exist yet; empty where it can."""
+    """Why nothing can be written below this folder, which need not exist yet; empty if it can."""
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
         return f"{existing} is a file, not a folder"
@@ -106,7 +106,7 @@ def unusable_folder(folder: Path) -> str:
 
 
 def type_name(hint: Any) -> str:
-    """What a user calls the type."""
+    """Name of a type in messages for users."""
     if get_origin(hint) in (Union, UnionType):
         return " or ".join(type_name(option) for option in get_args(hint) if option is not NoneType)
     if get_origin(hint) is Literal:

@@ -1,4 +1,4 @@
-"""The table that everything prints at its start: asked for, in effect, why they differ."""
+"""The start-up table of all commands: asked for, in effect, why they differ."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ Row = tuple[str, str, str]
 
 
 def announce(rows: Iterable[Row]) -> None:
-    """Print the rows of (asked for, in effect, why they differ or how it was found), one a line, to stderr."""
+    """Print rows of (asked for, in effect, why they differ or how it was found) to stderr, one per line."""
     for asked, effect, reason in rows:
         print(f"thinwire: {asked}: {effect}" + (f" ({reason})" if reason else ""), file=sys.stderr)

@@ -35,7 +35,7 @@ def test_a_fault_is_read_and_shown(text: str) -> None:
         ("kil rank=2 step=40", "did you mean 'kill'"),
         ("explode everything", "no fault is called 'explode'; choose one of corrupt, delay"),
         ("kill everything", "'everything' is not NAME=VALUE, such as step=10"),
-        ("kill step=40", "say whom"),
+        ("kill step=40", "say which process"),
         ("kill rank=2", "say when"),
         ("kill rank=2 steps=40", "did you mean 'step'"),
         ("kill rank=two step=4", "rank must be a number, not 'two'"),
@@ -43,7 +43,7 @@ def test_a_fault_is_read_and_shown(text: str) -> None:
         ("kill rank=2 step=4 seconds=1", "a kill has no seconds"),
         ("freeze rank=2 step=4", "needs seconds"),
         ("delay rank=2 step=4 seconds=nan", "seconds must be above 0"),
-        ("corrupt rank=2 step=4", "say of which message"),
+        ("corrupt rank=2 step=4", "say which message it hits"),
     ],
 )
 def test_a_fault_that_could_not_fire_is_refused(text: str, message: str) -> None:

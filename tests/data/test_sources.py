@@ -119,7 +119,7 @@ def test_a_missing_path_names_its_nearest_sibling(tmp_path: Path) -> None:
 def test_what_is_no_ordinary_file_is_said(tmp_path: Path) -> None:
     for path, message in (
         ("/proc/self/mem", "states a size of 0 and cannot be read: Input/output error; copy its text"),
-        ("/proc/self/status", "states a size of 0 and yet holds something"),
+        ("/proc/self/status", "its stated size is 0 but it has content"),
         ("/dev/null", "is neither a file nor a folder"),
     ):
         with pytest.raises(ConfigError, match=message):

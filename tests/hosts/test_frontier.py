@@ -274,7 +274,7 @@ def test_levels_that_do_not_fit_are_refused(grid: Topology, asked: tuple[Any, An
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"weights": "int4"}, "weights 'int4' of Frontier: .*rounded alike each time.*nearest: 'int4/128:nearest'"),
+        ({"weights": "int4"}, "weights 'int4' of Frontier: .*same way each time.*nearest: 'int4/128:nearest'"),
         ({"refresh": "int4", "differences": False}, "would lose all small updates"),
         ({"weights_over": 0}, "must be at least 1"),
         ({"intra_gradients": "int8/96+hadamard48"}, "48 is not a power of two"),

@@ -99,7 +99,7 @@ def degenerate(rank: int, world_size: int) -> list[list[Tensor]]:
     handle.close()
     # Without an optimizer the learning rates are not known.
     unweighed = thinwire.compress_ddp(DistributedDataParallel(model), METHOD, local_size=1, announce=False)
-    assert ("errors weighed by learning rates", "not weighed") in [row[:2] for row in unweighed.describe()]
+    assert ("errors weighted by learning rates", "not weighted") in [row[:2] for row in unweighed.describe()]
     with pytest.raises(thinwire.ConfigError, match=r"does not fit: method: saved .PowerSGD\(rank=4"):
         unweighed.load_state_dict(handle.state_dict())
     unweighed.close()

@@ -73,7 +73,7 @@ def test_a_late_worker_catches_up_from_the_log_and_a_short_one_goes_on_bit_for_b
 def test_a_file_that_is_no_log_is_refused(runner: CommandRunner) -> None:
     broken = runner.folder / "broken.log"
     broken.write_bytes(b"nothing of the kind")
-    with pytest.raises(ConfigError, match="is no readable log"):
+    with pytest.raises(ConfigError, match="is not a readable log"):
         SlopeLog.load(broken)
     flags = runner.flags("broken", workers=1, **FLAGS)
     code, _, err = finish(runner.start("train", *flags, "--onebyte.log", str(broken)))

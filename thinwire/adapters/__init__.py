@@ -1,4 +1,4 @@
-"""Third floor: compressed communication for the training loops of others, in one to three lines."""
+"""Compressed communication in the training loops of other libraries, in one to three lines."""
 
 from thinwire.adapters.attach import attach
 

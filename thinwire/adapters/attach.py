@@ -1,4 +1,4 @@
-"""Compress what a model exchanges that Accelerate, or anyone, has wrapped already."""
+"""Compresses the communication of a model that Accelerate or the user has already wrapped."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from thinwire.hosts.fsdp.compress import CompressedFSDP, compress_fsdp
 def attach(
     model: nn.Module, optimizer: torch.optim.Optimizer, method: Any, **options: Any
 ) -> CompressedFSDP | CompressedDDP:
-    """Give a wrapped model's communication to `method`, a collective over its ranks; returns the handle.
+    """Give a wrapped model's communication to `method`. A collective over its ranks. Return the handle.
 
     The wrappers and the training loop stay.
 
     Args:
-        model, optimizer: what `accelerator.prepare` returned, or a model given by hand to `fully_shard` or to
+        model, optimizer: the results of `accelerator.prepare`, or a model given by hand to `fully_shard` or to
             DistributedDataParallel.
-        method, options: as for `compress_fsdp` where FSDP2 modules are found, such as `ZeroPP()`; else as for
+        method, options: as for `compress_fsdp` if the model has FSDP2 modules, such as `ZeroPP()`; else as for
             `compress_ddp`.
 
-    Raises ConfigError where nothing that can be compressed is found: FSDP1, a model that is not wrapped.
+    Raises ConfigError if there is nothing to compress: for FSDP1 and for a model that is not wrapped.
     """
-    # torch.compile's wrapper holds the module that it calls, which is the one that was sharded.
+    # torch.compile's wrapper holds the sharded module.
     module = getattr(model, "_orig_mod", model)
     if any(isinstance(part, FSDPModule) for part in module.modules()):
         return compress_fsdp(module, method, optimizer, **options)

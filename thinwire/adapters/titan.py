@@ -1,4 +1,4 @@
-"""torchtitan: a model's parallelize function, with compressed collectives on what it sharded."""
+"""torchtitan: wraps a model's parallelize function, to compress the collectives of the sharded model."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class CompressedParallelize:
     """`parallelize_fn=CompressedParallelize(parallelize_llama, METHOD)` in the model's spec.
 
     It calls the function as torchtitan does, whatever its arguments, then `compress_fsdp(model, method, **options)`.
-    torchtitan shards a model on the meta device and gives it memory later: such a model is compressed in its first
-    forward, when it has its weights. `handles`: one for each model it was called for.
+    torchtitan shards a model on the meta device and gives it memory later. Such a model is compressed in its first
+    forward, when it has its weights. `handles`: one handle for each model.
     """
 
     def __init__(self, parallelize: Callable[..., nn.Module], method: Any, **options: Any) -> None:
@@ -25,7 +25,7 @@ class CompressedParallelize:
         self.handles: list[CompressedFSDP] = []
 
     def __call__(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """The model, parallelized; raises ConfigError, now or in the first forward, as `compress_fsdp` does."""
+        """Return the parallelized model. Raises ConfigError, now or in the first forward, as `compress_fsdp` does."""
         sharded = self.parallelize(model, *args, **kwargs)
         self.handles.append(compress_fsdp(sharded, self.method, **self.options))
         return sharded

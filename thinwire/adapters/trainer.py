@@ -1,4 +1,4 @@
-"""The Hugging Face Trainer: a callback that compresses what its model exchanges."""
+"""The Hugging Face Trainer: a callback that compresses the communication of its model."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ except ImportError as error:
 
 
 class CompressionCallback(TrainerCallback):
-    """`Trainer(..., callbacks=[CompressionCallback(METHOD)])`: compresses what the sharded model exchanges.
+    """`Trainer(..., callbacks=[CompressionCallback(METHOD)])`: compresses the communication of the sharded model.
 
-    method, options: as for `attach`. The Trainer makes its callbacks before it shards the model; this one attaches when
-    training begins, and lets go when it ends, so `handle` is None before. Logs get `sent_mb`, the payload of the first
-    rank since training began. What the method remembers is saved in every checkpoint of the Trainer, a file a rank.
+    The Trainer makes its callbacks before it shards the model. This one attaches when training begins and detaches when
+    it ends, so `handle` is None before. Logs get `sent_mb`, the payload of the first rank since training began. Every
+    checkpoint of the Trainer also holds the method's state, one file per rank.
 
-    Raises ConfigError where transformers is not installed.
+    method, options: as for `attach`. Raises ConfigError if transformers is not installed.
     """
 
     def __init__(self, method: Any, **options: Any) -> None:
@@ -43,21 +43,21 @@ class CompressionCallback(TrainerCallback):
         self.handle: CompressedFSDP | CompressedDDP | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **held: Any) -> None:
-        """Attach, and take up what a checkpoint holds; raises ConfigError as `attach` does."""
+        """Attach, and load the method's state from a checkpoint. Raises ConfigError as `attach` does."""
         handle = self.handle = attach(held["model"], held["optimizer"], self.method, **self.options)
         saved = self._state_file(args, state)
         if state.global_step and saved.exists():
             handle.load_state_dict(torch.load(saved))
         elif state.global_step:
-            log.warning("thinwire: %s is not there: the method goes on without what it remembered", saved)
+            log.warning("thinwire: %s does not exist: the method continues without its saved state", saved)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **held: Any) -> None:
-        """Say what was sent, beside the loss."""
+        """Add the payload sent to the logs."""
         if self.handle is not None and logs is not None:
             logs["sent_mb"] = round(self.handle.meter.snapshot().sent_bytes / 1e6, 3)
 
     def on_save(self, args: Any, state: Any, control: Any, **held: Any) -> None:
-        """Save what the method remembers on this rank beside the Trainer's own files."""
+        """Save the method's state of this rank beside the Trainer's own files."""
         if self.handle is not None:
             saved = self._state_file(args, state)
             saved.parent.mkdir(parents=True, exist_ok=True)

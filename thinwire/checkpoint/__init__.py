@@ -1,6 +1,6 @@
-"""Checkpoints: written in the running layout, complete or absent; loaded in any other.
+"""Checkpoints: written in the running layout, complete or absent; loaded in any other layout.
 
-`foreign` reads those of other programs.
+`foreign` reads the checkpoints of other programs.
 """
 
 from thinwire.checkpoint.dcp import CheckpointError

@@ -1,4 +1,4 @@
-"""Where a piece of a tensor lies: boxes of equal rows, and what two boxes have in common."""
+"""The place of a piece in its tensor: boxes of equal rows, and the intersection of two boxes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from torch import Tensor
 
 
 class Copy(NamedTuple):
-    """`height` rows of `width` elements, at `at` and every `pitch` of a flat tensor, that are in another, too.
+    """The elements that a target box and a source box share: `height` rows of `width` elements.
 
-    from_, from_pitch: where they are there.
+    Args:
+        at, pitch: first element of the first row, and distance between rows, in the flat tensor that is written.
+        from_, from_pitch: the same in the flat tensor that is read.
     """
 
     at: int
@@ -23,24 +25,25 @@ class Copy(NamedTuple):
     width: int
 
     def target(self, flat: Tensor) -> Tensor:
-        """[height, width], a view of the tensor that is written."""
+        """The rows as a view of the tensor that is written; [height, width]."""
         return rows_of(flat, self.at, self.pitch, self.height, self.width)
 
     def source(self, flat: Tensor) -> Tensor:
-        """[height, width], a view of the tensor that is read."""
+        """The rows as a view of the tensor that is read; [height, width]."""
         return rows_of(flat, self.from_, self.from_pitch, self.height, self.width)
 
     @property
     def is_run(self) -> bool:
-        """Whether neighbours stay neighbours."""
+        """Whether the elements are contiguous in both tensors."""
         return self.height == 1 or self.pitch == self.from_pitch == self.width
 
 
 @dataclass(frozen=True)
 class Box:
-    """Elements place + i stride + j of a flat tensor, i < height, j < width <= stride; no row passes a multiple of it.
+    """Elements place + i stride + j of a flat tensor, i < height, j < width <= stride.
 
-    They lie at `at` + i pitch + j of a piece's values. stride: the tensor's elements where it is not cut inside rows.
+    No row of the box crosses a multiple of `stride`. In the piece's values, element (i, j) is at `at` + i pitch + j.
+    `stride` is the number of elements of the tensor where the tensor is not cut inside its rows.
     """
 
     place: int
@@ -55,15 +58,15 @@ class Box:
         return self.height * self.width
 
     def of(self, flat: Tensor) -> Tensor:
-        """[height, width], a view of the flat tensor."""
+        """The box as a view of the flat tensor; [height, width]."""
         return rows_of(flat, self.place, self.stride, self.height, self.width)
 
     def values(self, flat: Tensor) -> Tensor:
-        """[height, width], a view of the piece's values."""
+        """The box as a view of the piece's values; [height, width]."""
         return rows_of(flat, self.at, self.pitch, self.height, self.width)
 
     def on(self, stride: int) -> Iterator[Box]:
-        """The same elements in boxes of that stride."""
+        """The same elements as boxes of another stride."""
         if self.stride == stride:
             yield self
             return
@@ -73,7 +76,7 @@ class Box:
                 yield Box(number * stride + inside, height, width, stride, at + start, stride)
 
     def shared_with(self, other: Box) -> Iterator[Copy]:
-        """What this box, which is written, has in common with the other, which is read."""
+        """The elements shared by this box, which is written, and `other`, which is read."""
         stride = min((box.stride for box in (self, other) if box.height > 1), default=max(self.stride, other.stride))
         for mine in self.on(stride):
             for theirs in other.on(stride):
@@ -93,9 +96,9 @@ class Box:
 
 
 def split(offset: int, length: int, run: int) -> Iterator[tuple[int, int, int, int, int]]:
-    """Elements [offset, offset + length) of runs of `run`: the end of one run, whole runs, the start of one.
+    """Cut elements [offset, offset + length) at multiples of `run`: the end of one run, whole runs, the start of one.
 
-    (Number of the run, place in it, place in what is split, runs, elements of each.)
+    Yields (number of the run, place in the run, place in the range, number of runs, elements of each run).
     """
     at = 0
     while at < length:
@@ -107,5 +110,5 @@ def split(offset: int, length: int, run: int) -> Iterator[tuple[int, int, int, i
 
 
 def rows_of(flat: Tensor, at: int, pitch: int, height: int, width: int) -> Tensor:
-    """[height, width]: a view of rows that begin at `at` and every `pitch` elements of a flat tensor."""
+    """A view of the rows that begin at `at` and every `pitch` elements of a flat tensor; [height, width]."""
     return flat.as_strided((height, width), (pitch, 1), flat.storage_offset() + at)

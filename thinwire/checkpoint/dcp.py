@@ -1,7 +1,7 @@
-"""Pieces of flat tensors through torch.distributed.checkpoint: its writer and reader, with planners that know pieces.
+"""Reading and writing pieces of flat tensors with torch.distributed.checkpoint (DCP).
 
-A rank writes its pieces by itself, as DCP's shards of tensors of one dimension; who reads asks for any other pieces of
-them. The index of what lies where is JSON: DCP's own is a pickle, which nobody here loads.
+Each rank writes its own pieces, as DCP shards of one-dimensional tensors. A reader may ask for any other pieces of the
+same tensors. The index is JSON, because DCP's own index is a pickle, which thinwire never loads.
 """
 
 from __future__ import annotations
@@ -54,23 +54,23 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 STATE_FILE = "state.json"
-# Below it another thread costs more than it saves.
+# For smaller files, another thread costs more than it saves.
 MIN_THREAD_BYTES = 1 << 20
-# So much is worth a word to the disk before all is written.
 # The index of torch.distributed.checkpoint.
 METADATA = ".metadata"
+# After this many bytes the disk is asked to begin writing, before the file is complete.
 SYNC_BYTES = 32 << 20
 # {file: (bytes, CRC-32)}
 Sums = dict[str, tuple[int, int]]
 
 
 class CheckpointError(ThinwireError, RuntimeError):
-    """A checkpoint that is damaged or does not hold what is asked of it; names the file or the tensor."""
+    """A checkpoint is damaged or lacks something asked of it. The message names the file or the tensor."""
 
 
 @dataclass(frozen=True)
 class StoredBox:
-    """A box of a tensor of `numel` elements, in `num_bytes` bytes of a file from `place` on."""
+    """A box of a tensor of `numel` elements, stored in `num_bytes` bytes of a file from `place` on."""
 
     numel: int
     dtype: str
@@ -81,12 +81,12 @@ class StoredBox:
 
     @property
     def shape(self) -> torch.Size:
-        """As it lies in the file."""
+        """Shape of the box in the file."""
         return shape_of(self.box, self.numel)
 
     @property
     def offsets(self) -> torch.Size:
-        """Its place in the tensor, as DCP has it."""
+        """Offsets of the box in the tensor, in DCP's form."""
         return offsets_of(self.box, self.numel)
 
 
@@ -94,17 +94,17 @@ Index = dict[str, list[StoredBox]]
 
 
 def shape_of(box: Box, numel: int) -> torch.Size:
-    """DCP knows a tensor as flat, or as a matrix of rows of `stride` elements where ranks have cut these."""
+    """Shape of a tensor for DCP: flat, or a matrix of rows of `stride` elements where ranks have cut the rows."""
     return torch.Size([box.height, box.width] if box.stride < numel else [box.numel])
 
 
 def offsets_of(box: Box, numel: int) -> torch.Size:
-    """See shape_of."""
+    """Offsets of a box in the shape that `shape_of` returns."""
     return torch.Size(divmod(box.place, box.stride) if box.stride < numel else [box.place])
 
 
 class PieceSavePlanner(SavePlanner):
-    """Every box of a piece is a shard of its tensor; there is nothing to agree on."""
+    """DCP's save planner: each box of a piece is a shard of its tensor. Ranks need not agree on anything."""
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
         self._pieces: dict[str, Piece] = state_dict
@@ -125,9 +125,9 @@ class PieceSavePlanner(SavePlanner):
 
 
 class SummedFile(io.BufferedWriter):
-    """A new file that knows the CRC-32 of what was written to it, and goes to the disk while more is written.
+    """A new file that computes the CRC-32 of its content and flushes to disk while more is written.
 
-    threads: two, one that takes checksums and one that waits for the disk.
+    threads: two; one computes checksums, one waits for the disk.
     """
 
     def __init__(self, path: Path, threads: ThreadPoolExecutor) -> None:
@@ -138,13 +138,13 @@ class SummedFile(io.BufferedWriter):
         self._num_synced = 0
 
     def write(self, data: Buffer) -> int:
-        """Write all of it; raises OSError, also where the disk refused what was written before."""
+        """Write all of the data. Raises OSError, also for an earlier write that the disk refused."""
         view = memoryview(data).cast("B")
         crc = self._threads.submit(zlib.crc32, view, self.crc) if view.nbytes >= MIN_THREAD_BYTES else None
         try:
             written = super().write(view)
         finally:
-            # The memory is the caller's again on return.
+            # The caller may reuse the memory after the return.
             self.crc = zlib.crc32(view, self.crc) if crc is None else crc.result()
             self.num_bytes += view.nbytes
         if self.num_bytes - self._num_synced >= SYNC_BYTES and (self._sync is None or self._sync.done()):
@@ -154,7 +154,10 @@ class SummedFile(io.BufferedWriter):
         return written
 
     def close(self) -> None:
-        """Raises OSError where the disk refused something: it tells that once, and a later fsync succeeds."""
+        """Close the file. Raises OSError if the disk refused anything.
+
+        The disk reports a refused write once, and a later fsync succeeds.
+        """
         try:
             self._wait_for_disk()
         finally:
@@ -166,21 +169,21 @@ class SummedFile(io.BufferedWriter):
 
 
 class SummingFiles(FileSystem):
-    """DCP's files, with the size and the CRC-32 of each that was written, by name."""
+    """DCP's file system, which records the size and the CRC-32 of each written file by name."""
 
     def __init__(self) -> None:
         self.sums: Sums = {}
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[io.IOBase]:
-        """A new file; `mode` is wb, since nobody reads here."""
+        """A new file. `mode` is always "wb", because nothing is read here."""
         with ThreadPoolExecutor(2, "thinwire-checkpoint-file") as threads, SummedFile(Path(path), threads) as file:
             yield file
         self.sums[Path(path).name] = file.num_bytes, file.crc
 
 
 class IndexedWriter(dcp.FileSystemWriter):
-    """DCP's writer of files, whose index is JSON beside what the caller adds to it; `sums` says what was written."""
+    """DCP's file writer with a JSON index that also holds the caller's values. `sums` has its files' checksums."""
 
     def __init__(self, folder: Path, pieces: Mapping[str, Piece], more: Mapping[str, Any]) -> None:
         super().__init__(str(folder), overwrite=True)
@@ -189,7 +192,7 @@ class IndexedWriter(dcp.FileSystemWriter):
         self.sums = files.sums
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the index, and bring it to the disk."""
+        """Write the index and flush it to the disk."""
         boxes = {key: box for name, piece in self._pieces.items() for key, box in boxes_of(name, piece).items()}
         chunks: dict[str, list[Any]] = {}
         for result in (result for rank in results for result in rank):
@@ -204,23 +207,23 @@ class IndexedWriter(dcp.FileSystemWriter):
 
 
 def write_pieces(folder: Path, pieces: Mapping[str, Piece], more: Mapping[str, Any]) -> Sums:
-    """Write this rank's pieces and `more`, which is JSON, into an empty folder; all on the disk when it returns.
+    """Write this rank's pieces and `more`, which is JSON, into an empty folder. All is on the disk on return.
 
-    Returns {file: (bytes, CRC-32)} of what was written, whatever the disk has made of it. Raises OSError as files do,
-    and RuntimeError as torch.save does.
+    Returns {file: (bytes, CRC-32)} of the data that was passed to the disk. Raises OSError as files do, and
+    RuntimeError as torch.save does.
     """
     folder.mkdir(parents=True, exist_ok=True)
     held = {name: piece for name, piece in pieces.items() if piece.values.numel()}
     writer = IndexedWriter(folder, held, more)
     try:
-        # Ours are of every byte: torch's would be taken of the same ones, and nobody reads them.
+        # Our checksums cover every byte. torch's would cover the same bytes, and nothing reads them.
         with warnings.catch_warnings(), _compat.no_record_checksums():
             warnings.simplefilter("ignore")
             dcp.save(held, storage_writer=writer, planner=PieceSavePlanner(), no_dist=True)
     except dcp.api.CheckpointException as error:
         cause = next(iter(error.failures.values()))[0]
         context: BaseException | None = cause
-        # torch.save fails once more while it closes what the disk did not take.
+        # torch.save fails a second time when it closes a file that the disk refused.
         while context is not None and not isinstance(context, OSError):
             context = context.__context__
         raise context or cause from None
@@ -228,7 +231,7 @@ def write_pieces(folder: Path, pieces: Mapping[str, Piece], more: Mapping[str, A
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """Write a file under a temporary name, bring it to the disk, and give it its name."""
+    """Write a file under a temporary name, flush it to the disk, then rename it."""
     temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open("wb") as file:
         file.write(content)
@@ -239,7 +242,7 @@ def write_durably(path: Path, content: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to the disk."""
+    """Flush the names in a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -248,9 +251,9 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_metadata(folder: Path) -> tuple[int, int]:
-    """Write DCP's own index of all parts in a folder, by which torch's tools read it; nobody here does.
+    """Write DCP's own index of all parts in a folder. torch's tools need it; thinwire does not read it.
 
-    Returns its bytes and their CRC-32.
+    Returns its size in bytes and its CRC-32.
     """
     index: Index = {}
     for part in parts_of(folder):
@@ -270,7 +273,7 @@ def write_metadata(folder: Path) -> tuple[int, int]:
 
 
 def boxes_of(name: str, piece: Piece) -> dict[MetadataIndex, Box]:
-    """The boxes of a piece by the name that DCP has for each."""
+    """The boxes of a piece, by DCP's name for each."""
     return {MetadataIndex(name, offsets_of(box, piece.numel)): box for box in piece.boxes()}
 
 
@@ -285,22 +288,22 @@ def _write_items(name: str, piece: Piece) -> Iterator[WriteItem]:
 
 
 def part_of(folder: Path, rank: int) -> Path:
-    """What one rank wrote."""
+    """Folder of the part that one rank wrote."""
     return folder / f"rank{rank}"
 
 
 def rank_of(part: Path) -> int:
-    """Who wrote it."""
+    """Rank that wrote a part."""
     return int(part.name.removeprefix("rank"))
 
 
 def parts_of(folder: Path) -> list[Path]:
-    """What is here, by rank."""
+    """Folders of the parts in a checkpoint, by rank."""
     return sorted((path.parent for path in folder.glob(f"rank*/{STATE_FILE}")), key=rank_of)
 
 
 def read_part(part: Path) -> tuple[dict[str, Any], Index]:
-    """(What a rank wrote besides tensors, where its tensors lie below the checkpoint); raises CheckpointError."""
+    """Read a rank's values that are no tensors, and the index of its tensors. Raises CheckpointError."""
     path = part / STATE_FILE
     try:
         text = json.loads(path.read_bytes())
@@ -319,13 +322,13 @@ def read_part(part: Path) -> tuple[dict[str, Any], Index]:
 
 
 def box_of(lies: list[int]) -> Box:
-    """The box of a chunk, as it lies in the file: row behind row."""
+    """The box of a chunk, from its description in the index. In the file, its rows are contiguous."""
     place, height, width, stride = lies
     return Box(place, height, width, stride, at=0, pitch=width)
 
 
 class PieceLoadPlanner(LoadPlanner):
-    """Fills pieces from the chunks of their tensors that there are. Raises CheckpointError for missing elements."""
+    """DCP's load planner: fills pieces from the stored chunks. Raises CheckpointError for missing elements."""
 
     def __init__(self, index: Index) -> None:
         self._index = index
@@ -344,10 +347,10 @@ class PieceLoadPlanner(LoadPlanner):
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise CheckpointError(f"{read_item.storage_index.fqn!r} is no tensor")
+        raise CheckpointError(f"{read_item.storage_index.fqn!r} is not a tensor")
 
     def _items(self, name: str, piece: Piece) -> Iterator[ReadItem]:
-        """What to read of each chunk: a run of it, or all of it, to be copied row by row."""
+        """The parts of each chunk to read: one run of it, or the whole chunk, to be copied row by row."""
         for number, copies in needed(name, piece, self._index):
             chunk, (first, *others) = self._index[name][number], copies
             target, place = MetadataIndex(name, [piece.offset]), MetadataIndex(name, [number])
@@ -373,9 +376,9 @@ class PieceLoadPlanner(LoadPlanner):
 
 
 def needed(name: str, piece: Piece, index: Index) -> Iterator[tuple[int, list[Copy]]]:
-    """(Number of a chunk, what to copy of it) until every element is there.
+    """Yield (number of a chunk, copies to make from it) until all elements are found.
 
-    Raises CheckpointError where some is not.
+    Raises CheckpointError if an element is in no chunk.
     """
     chunks = index.get(name, [])
     if chunks and (chunks[0].numel, dtype_named(chunks[0].dtype)) != (piece.numel, piece.values.dtype):
@@ -395,7 +398,7 @@ def needed(name: str, piece: Piece, index: Index) -> Iterator[tuple[int, list[Co
 
 
 class IndexedReader(dcp.FileSystemReader):
-    """DCP's reader of files below a folder, by an index that is known. Tensors are loaded with weights_only."""
+    """DCP's file reader below a folder, with an index given by the caller. Tensors are loaded with weights_only."""
 
     def __init__(self, folder: Path, index: Index) -> None:
         super().__init__(str(folder))
@@ -411,7 +414,7 @@ class IndexedReader(dcp.FileSystemReader):
 
 
 def read_pieces(folder: Path, index: Index, pieces: Mapping[str, Piece]) -> None:
-    """Fill the pieces' values. Raises CheckpointError for missing elements, and for files that are no data."""
+    """Fill the values of the pieces. Raises CheckpointError for missing elements and for unreadable files."""
     held = {name: piece for name, piece in pieces.items() if piece.values.numel()}
     try:
         with warnings.catch_warnings():

@@ -1,11 +1,11 @@
-"""A run's folder of checkpoints: which are complete, which are sound, which one is the last, which may go.
+"""A run's folder of checkpoints: which are complete, which are intact, which is the last, which may be deleted.
 
 checkpoints/latest                    the name of the last complete one
 checkpoints/step-00000500/            one checkpoint; until it is complete, .step-00000500.tmp
     manifest.json                     step, loss, ranks, versions; size and checksum of all other files
     rank0/state.json, __0_0.distcp    what rank 0 wrote: numbers and the index, and the tensors
-    next_loss.json                    the loss of the step after it, once that is known
-    verified                          when all checksums were last found right
+    next_loss.json                    the loss of the following step, once it is known
+    verified                          the last time that all checksums were found right
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MANIFEST = "manifest.json"
 NEXT_LOSS = "next_loss.json"
 VERIFIED = "verified"
 FORMAT = 1
-# Of files that hold their own checksum.
+# Version of the files that hold their own checksum.
 SEAL = "checksum"
 READ_BYTES = 1 << 22
 NAME = re.compile(r"step-(\d{8,})")
@@ -43,7 +43,7 @@ def folder_of(checkpoints: Path, step: int) -> Path:
 
 
 def step_of(checkpoint: Path | None) -> int:
-    """The step after which the checkpoint was taken; 0 for none."""
+    """Number of the step after which the checkpoint was taken; 0 for None."""
     return int(checkpoint.name.removeprefix("step-")) if checkpoint else 0
 
 
@@ -54,7 +54,7 @@ def all_of(checkpoints: Path) -> list[Path]:
 
 
 def latest(checkpoints: Path) -> Path | None:
-    """The checkpoint that the pointer names; the newest there is where it names none."""
+    """The checkpoint that the file `latest` names; the newest one if that file names none."""
     try:
         named = checkpoints / (checkpoints / POINTER).read_text().strip()
     except (OSError, ValueError):
@@ -69,7 +69,7 @@ def point_to(checkpoint: Path) -> None:
 
 
 def checksum(path: Path) -> tuple[int, int]:
-    """(Bytes, CRC-32) of a file."""
+    """Size in bytes and CRC-32 of a file."""
     size = crc = 0
     with path.open("rb") as file:
         while block := file.read(READ_BYTES):
@@ -78,12 +78,15 @@ def checksum(path: Path) -> tuple[int, int]:
 
 
 def sealed(content: dict[str, Any]) -> bytes:
-    """JSON with a CRC-32 of the rest of it."""
+    """JSON of the content with a CRC-32 of itself."""
     return json.dumps({**content, SEAL: zlib.crc32(json.dumps(content).encode())}, indent=1).encode()
 
 
 def unsealed(path: Path) -> Any:
-    """What was sealed. Raises CheckpointError where it is not as it was written; ValueError, KeyError, TypeError."""
+    """The content of a file written by `sealed`.
+
+    Raises CheckpointError, ValueError, KeyError or TypeError if the file has changed.
+    """
     content = json.loads(path.read_bytes())
     if content.pop(SEAL) != zlib.crc32(json.dumps(content).encode()):
         raise CheckpointError(f"{path} is damaged: its checksum is wrong")
@@ -92,9 +95,11 @@ def unsealed(path: Path) -> Any:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a complete checkpoint consists of.
+    """The files, ranks and numbers of a complete checkpoint.
 
-    disks: the ranks by the disk that they wrote to: machines may have disks of their own. files: {path: [bytes, crc]}.
+    Args:
+        disks: groups of ranks that wrote to the same disk; machines may have disks of their own.
+        files: {path: [bytes, CRC-32]}.
     """
 
     step: int
@@ -113,12 +118,12 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Raises CheckpointError where it is missing or damaged."""
+        """Read the manifest of a checkpoint. Raises CheckpointError if it is missing or damaged."""
         path = folder / MANIFEST
         try:
             content = unsealed(path)
             if content.pop("format") != FORMAT:
-                raise CheckpointError(f"{path} is of another version of thinwire")
+                raise CheckpointError(f"{path} was written by another version of thinwire")
             return cls(**content)
         except OSError as error:
             raise CheckpointError(f"{path} can't be read: {error.strerror}") from None
@@ -126,7 +131,10 @@ class Manifest:
             raise CheckpointError(f"{path} is damaged: {type(error).__name__}") from None
 
     def present(self, folder: Path) -> list[str]:
-        """The files that must be here: those of every disk of which anything is; of all disks where nothing is."""
+        """The files that must be in this folder.
+
+        They are the files of each disk that has any file here, and those of all disks if none has.
+        """
         here = [rank for disk in self.disks if any(part_of(folder, r).exists() for r in disk) for rank in disk]
         ranks = here or range(self.world_size)
         names = {METADATA, *(part_of(folder, rank).name for rank in ranks)}
@@ -134,9 +142,9 @@ class Manifest:
 
 
 def verify(checkpoint: Path) -> Manifest:
-    """Compare every file with its checksum. Raises CheckpointError with the names of all that are wrong.
+    """Check every file against its checksum. Raises CheckpointError with the names of all damaged files.
 
-    The index of torch's tools follows from the other files: where it alone is damaged, it is written anew.
+    If only the index of torch's tools is damaged, it is written again from the other files.
     """
     with suppress(OSError):
         (checkpoint / VERIFIED).unlink()
@@ -158,7 +166,7 @@ def verify(checkpoint: Path) -> Manifest:
 
 
 def verified_at(checkpoint: Path) -> str:
-    """When `verify` last found nothing wrong; empty where it never did, or something was since."""
+    """Time of the last `verify` without an error; empty if it never ran, or has found an error since."""
     try:
         return (checkpoint / VERIFIED).read_text()
     except OSError:
@@ -177,7 +185,7 @@ def _fault(checkpoint: Path, name: str, manifest: Manifest) -> str:
 
 
 def passed_over(checkpoints: Path) -> list[str]:
-    """What lies there beyond the last complete checkpoint, and why nobody goes on from it."""
+    """Folders after the last complete checkpoint, each with the reason why a run does not resume from it."""
     last = latest(checkpoints)
     later = [path for path in all_of(checkpoints) if last is not None and step_of(path) > step_of(last)]
     return [
@@ -187,10 +195,11 @@ def passed_over(checkpoints: Path) -> list[str]:
 
 
 def choose(checkpoints: Path, *, moves_pointer: bool = True) -> tuple[Path | None, list[str]]:
-    """The last checkpoint that is sound, to which the pointer points from here on, and what is wrong with later ones.
+    """The last intact checkpoint, or None if there is no checkpoint, and the faults of later ones.
 
-    None where there is none at all; raises CheckpointError where none is sound. moves_pointer: False where others
-    may choose on the same disk.
+    Makes that checkpoint the one that `latest` names. Raises CheckpointError if no checkpoint is intact.
+
+    moves_pointer: False where other processes may choose on the same disk.
     """
     last = latest(checkpoints)
     candidates = [last, *(path for path in reversed(all_of(checkpoints)) if last and step_of(path) < step_of(last))]
@@ -211,14 +220,20 @@ def choose(checkpoints: Path, *, moves_pointer: bool = True) -> tuple[Path | Non
 
 @dataclass(frozen=True)
 class Keep:
-    """What stays: the last `last`; with every > 0 those after its multiples; with `best`, the one of least loss."""
+    """Rule for which checkpoints stay on disk.
+
+    Args:
+        last: keep the newest `last` checkpoints.
+        every: above 0, also keep those of the steps that are multiples of `every`.
+        best: also keep the one with the least training loss.
+    """
 
     last: int = 2
     every: int = 0
     best: bool = False
 
     def prune(self, checkpoints: Path) -> None:
-        """Delete what need not stay; never the last, nor later ones, which are damaged or were given up."""
+        """Delete the checkpoints that the rule does not keep. The last one and any later, unusable ones stay."""
         last = step_of(latest(checkpoints))
         there = [path for path in all_of(checkpoints) if step_of(path) <= last]
         kept = set(there[-self.last :])
@@ -227,14 +242,14 @@ class Keep:
             kept.add(best)
         for old in there:
             if old not in kept:
-                # A kill in the middle must leave no half of a checkpoint under a whole one's name.
+                # A kill during the deletion must not leave half a checkpoint under the name of a complete one.
                 with suppress(OSError):
                     old = old.rename(checkpoints / f".{old.name}.old")
                 shutil.rmtree(old, ignore_errors=True)
 
 
 def best_of(checkpoints: Iterable[Path]) -> Path | None:
-    """The one with the least training loss, of those that say theirs."""
+    """The checkpoint with the least training loss, among those that state a loss."""
     losses: dict[Path, float] = {}
     for path in checkpoints:
         try:
@@ -247,18 +262,18 @@ def best_of(checkpoints: Iterable[Path]) -> Path | None:
 
 
 def leftovers(checkpoints: Path) -> Iterator[Path]:
-    """What saves that were cut short have left behind."""
+    """Folders left by interrupted saves."""
     yield from checkpoints.glob(".step-*")
 
 
 def note_next_loss(checkpoint: Path, loss: float) -> None:
-    """Keep the loss that the run had in the step after a checkpoint: who resumes must have the same."""
+    """Store the loss of the step that follows a checkpoint: a resumed run must have the same loss."""
     if checkpoint.is_dir():
         write_durably(checkpoint / NEXT_LOSS, sealed({"loss": loss}))
 
 
 def next_loss(checkpoint: Path) -> float | None:
-    """The loss of the step after it, where it is known. Raises CheckpointError for one that is damaged."""
+    """The loss of the step that follows a checkpoint, if known. Raises CheckpointError if the file is damaged."""
     path = checkpoint / NEXT_LOSS
     try:
         return float(unsealed(path)["loss"])
@@ -269,7 +284,7 @@ def next_loss(checkpoint: Path) -> float | None:
 
 
 def checkpoints_of(place: Path) -> Path:
-    """The folder of checkpoints that `place` means: a run's, or itself. Raises ConfigError where there is none."""
+    """The folder of checkpoints of `place`, a run directory or that folder itself. Raises ConfigError if none."""
     for folder in (place / "checkpoints", place):
         if all_of(folder):
             return folder
@@ -279,7 +294,7 @@ def checkpoints_of(place: Path) -> Path:
 
 
 def nearest_run(place: Path) -> str:
-    """The tail of an error message: which folder near `place`, that holds no checkpoint, is a run's; empty for none."""
+    """Tail of an error message that names a run directory near `place`, which has no checkpoint; empty if none."""
     above = next((path for path in place.parents if path.is_dir()), Path())
     folders = [*above.glob("*/checkpoints"), *above.glob("*/*/checkpoints")]
     runs = [str(folder.parent) for folder in folders if all_of(folder)]

@@ -1,4 +1,4 @@
-"""Writes checkpoints behind the back of training: copied at once, written by a thread, complete or absent."""
+"""Saves checkpoints in the background: copied at once, written by a thread, complete or absent."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from thinwire.checkpoint.folder import Keep, Manifest, folder_of, leftovers, not
 from thinwire.checkpoint.state import Piece, Snapshot
 
 POLL_S = 0.02
-# The training thread gets back to tensors first: both need the interpreter, which gives way every 5 ms only.
+# Let the training thread return to tensors first: both need the interpreter, which switches only every 5 ms.
 HEAD_START_S = 0.01
-# Savers that this process has had: every one talks under keys of its own.
+# Number of savers that this process has made: each uses its own keys in the store.
 _numbers = count()
 Gather = Callable[[int], list[int]]
 
 
 @dataclass(frozen=True)
 class Disk:
-    """Where this rank writes, and who else does.
+    """The disk that this rank writes to, and the ranks that share it.
 
     firsts: for each rank, the lowest rank whose files lie on the same disk.
     """
@@ -41,7 +41,7 @@ class Disk:
 
     @property
     def ranks(self) -> list[int]:
-        """Those that share this rank's disk."""
+        """Ranks that share this rank's disk."""
         return [rank for rank, first in enumerate(self.firsts) if first == self.firsts[self.rank]]
 
     @property
@@ -55,14 +55,14 @@ class Disk:
 
     @property
     def groups(self) -> list[list[int]]:
-        """The ranks by disk."""
+        """Ranks grouped by disk."""
         return [[rank for rank, first in enumerate(self.firsts) if first == leader] for leader in self.leaders]
 
     @classmethod
     def find(cls, folder: Path, rank: int, gather: Gather) -> Disk:
-        """Every rank leaves a file, then looks whose it sees; a collective. gather: the numbers of all ranks.
+        """Find which ranks share a disk: each leaves a file, then looks for the others' files. A collective.
 
-        What saves that were cut short have left there is deleted.
+        Also deletes the remains of interrupted saves. gather: returns one number from every rank, in rank order.
         """
         folder.mkdir(parents=True, exist_ok=True)
         token = gather(int.from_bytes(os.urandom(4)))[0]
@@ -79,9 +79,9 @@ class Disk:
 
 
 def store_of_ranks(rank: int, world_size: int, gather: Gather) -> dist.Store:
-    """A key-value store that lives as long as rank 0; a collective.
+    """A key-value store that lives as long as rank 0. A collective.
 
-    The one that the ranks have met through may be the launcher's, and a run whose launcher is gone still saves.
+    The store in which the ranks met may belong to the launcher. A run must be able to save after its launcher is gone.
     """
     if world_size == 1:
         return dist.HashStore()
@@ -94,11 +94,14 @@ def store_of_ranks(rank: int, world_size: int, gather: Gather) -> dist.Store:
 
 
 class Saver:
-    """Saves this rank's part of each checkpoint; every rank has one, and they save the same steps in the same order.
+    """Saves this rank's part of each checkpoint. Every rank has one, and all save the same steps in the same order.
 
-    store: what the ranks tell each other that their part is written. It is asked, never waited for, so that a slow
-    disk holds up nobody. keep: what stays. timeout_s: after which a rank that does not tell is given up. A save that
-    fails leaves the checkpoints before it alone; `problems` says why.
+    A save that fails leaves earlier checkpoints unchanged; `problems` returns the reason.
+
+    Args:
+        store: where ranks report that their part is written. It is polled, so that a slow disk delays nobody.
+        keep: which checkpoints stay.
+        timeout_s: seconds after which a rank that has not reported is given up.
     """
 
     def __init__(self, folder: Path, disk: Disk, store: dist.Store, keep: Keep, timeout_s: float) -> None:
@@ -112,7 +115,7 @@ class Saver:
         self.last_step = -1
 
     def save(self, step: int, snapshot: Snapshot, *, loss: float | None, about: Mapping[str, Any]) -> None:
-        """Copy the snapshot, and write it in the background; waits for a save that is still under way."""
+        """Copy the snapshot and write it in the background. Waits for a save that is still running."""
         self.wait()
         if step == self.last_step:
             return
@@ -126,25 +129,25 @@ class Saver:
         )
 
     def note_next_loss(self, loss: float) -> None:
-        """Keep the loss of the step after the last save, on its disk."""
+        """Store the loss of the step that follows the last save, on its disk."""
         if self.disk.is_leader:
             self._thread.submit(note_next_loss, folder_of(self.folder, self.last_step), loss)
 
     def wait(self) -> None:
-        """Return when nothing is being saved any more."""
+        """Wait until no save is running."""
         if self._saving is not None:
             self._note(self._saving.result())
             self._saving = None
 
     def problems(self) -> list[str]:
-        """Why saves have failed since the last time this was asked."""
+        """Reasons why saves have failed since the last call."""
         if self._saving is not None and self._saving.done():
             self.wait()
         found, self._problems = self._problems, []
         return found
 
     def close(self) -> None:
-        """Finish what is under way."""
+        """Finish a running save and stop."""
         self.wait()
         self._thread.shutdown()
 
@@ -156,7 +159,7 @@ class Saver:
 
     @torch.no_grad()
     def _stage(self, pieces: Mapping[str, Piece]) -> dict[str, Piece]:
-        """Copies of what this rank saves, in memory that is kept for the next time."""
+        """Copies of the pieces that this rank saves, in memory that is reused by the next save."""
         ranks, before = self.disk.ranks, self._staged
         self._staged, staged = {}, {}
         for name, piece in pieces.items():
@@ -169,7 +172,10 @@ class Saver:
         return staged
 
     def _save(self, manifest: Manifest, text: dict[str, Any], pieces: dict[str, Piece], key: str) -> str:
-        """Write, tell, and complete what all have written; why that failed, or nothing."""
+        """Write this rank's part, report it, and complete the checkpoint once all have reported.
+
+        Returns the error, or "".
+        """
         time.sleep(HEAD_START_S)
         temporary = self.folder / f".step-{manifest.step:08d}.tmp"
         problem = ""
@@ -185,7 +191,7 @@ class Saver:
         return f"the checkpoint of step {manifest.step} was not saved: {problem}" if problem else ""
 
     def _agree(self, temporary: Path, manifest: Manifest, key: str, problem: str, files: Mapping[str, Any]) -> str:
-        """Complete what all have written; why that failed, or nothing."""
+        """Complete the checkpoint once all ranks have reported. Return the error, or ""."""
         self._publish(f"{key}/{self.disk.rank}", {"problem": problem, "files": files})
         told = self._read_all([f"{key}/{rank}" for rank in range(manifest.world_size)])
         problem = next((word["problem"] for word in told if word["problem"]), "")
@@ -196,12 +202,12 @@ class Saver:
         done = self._read_all([f"{key}/done/{leader}" for leader in self.disk.leaders])
         problem = next((word["problem"] for word in done if word["problem"]), "")
         if self.disk.is_leader and not problem:
-            # Not before: another disk may still have only what this one would give up.
+            # Not earlier: another disk may still have only the checkpoint that this one would delete.
             self.keep.prune(self.folder)
         return problem
 
     def _complete(self, temporary: Path, manifest: Manifest, problem: str) -> str:
-        """Give a checkpoint that is whole its name, or delete what there is of it."""
+        """Rename a whole checkpoint to its final name, or delete a partial one."""
         try:
             if not problem:
                 complete(temporary, manifest)
@@ -215,18 +221,18 @@ class Saver:
         self._store.set(key, json.dumps(word))
 
     def _read_all(self, keys: list[str]) -> list[dict[str, Any]]:
-        """What the ranks have published under these keys."""
+        """Values that the ranks have published under these keys."""
         due = time.monotonic() + self.timeout_s
         for key in keys:
             while not self._store.check([key]):
                 if time.monotonic() > due:
-                    return [{"problem": f"no word of {key} in {self.timeout_s:g} s", "files": {}}]
+                    return [{"problem": f"nothing was reported under {key} in {self.timeout_s:g} s", "files": {}}]
                 time.sleep(POLL_S)
         return [json.loads(self._store.get(key)) for key in keys]
 
 
 def write_part(part: Path, text: Mapping[str, Any], pieces: Mapping[str, Piece]) -> Sums:
-    """Write what one rank holds; {path: (bytes, checksum)} of its files. Raises OSError."""
+    """Write one rank's part. Return {path: (bytes, checksum)} of its files. Raises OSError."""
     if part.exists():
         shutil.rmtree(part)
     sums = write_pieces(part, pieces, text)
@@ -234,7 +240,7 @@ def write_part(part: Path, text: Mapping[str, Any], pieces: Mapping[str, Piece])
 
 
 def complete(temporary: Path, manifest: Manifest) -> None:
-    """Turn a folder in which all have written into a checkpoint: manifest, then name, then pointer. Raises OSError."""
+    """Turn a fully written folder into a checkpoint: manifest, then name, then pointer. Raises OSError."""
     folder = folder_of(temporary.parent, manifest.step)
     # Machines with disks of their own have indices of their own.
     manifest = replace(manifest, files={**manifest.files, METADATA: list(write_metadata(temporary))})

@@ -1,4 +1,4 @@
-"""A checkpoint as those see it who load it, in whatever layout; and the report of what became of each part of it."""
+"""A checkpoint for its readers, in any layout, and a report of what became of each part."""
 
 from __future__ import annotations
 
@@ -21,11 +21,16 @@ WEIGHTS, FROZEN = "weights", "frozen"
 
 
 class Source:
-    """What one rank of a new world reads from a checkpoint of any other.
+    """A checkpoint as one rank of a new world reads it, whatever world wrote it.
 
-    rank: of the new world. `rows` is the load report: found, carried, transformed or dropped, a line each. is_exact:
-    whether the weights that compute are, bit for bit, those that computed when it was saved.
-    Raises CheckpointError where a file is missing or can't be read.
+    Raises CheckpointError if a file is missing or can't be read.
+
+    Args:
+        rank: rank in the new world.
+
+    Attributes:
+        rows: the load report, one line each: found, carried, transformed or dropped.
+        is_exact: whether the weights in use are bit for bit those in use when the checkpoint was saved.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -42,9 +47,9 @@ class Source:
         self.rows: list[Row] = []
         self.is_exact = True
         self.is_same = False
-        # How a piece that a host asks for lies in the checkpoint's tensors: as it says, unless a mesh cuts them.
+        # Maps a host's piece to the checkpoint's tensors; the identity unless a mesh cuts the tensors.
         self.place_piece: Callable[[str, Piece], Piece] = lambda name, piece: piece
-        # What of a whole parameter's values, flat, a rank of this mesh takes.
+        # Selects from a whole flat parameter the values that a rank of this mesh needs.
         self.part_of: Callable[[str, Tensor], Tensor] = lambda name, values: values
         self._index: Index = {}
         self._parts: dict[int, dict[str, Any]] = {}
@@ -66,7 +71,7 @@ class Source:
 
     @property
     def layout(self) -> dict[str, Any]:
-        """That of the rank which this rank continues."""
+        """Layout of the old rank that this rank continues."""
         return self._text["layout"]
 
     @property
@@ -74,12 +79,12 @@ class Source:
         return self._parts.get(self.rank % self.world_size) or next(iter(self._parts.values()))
 
     def fits(self, layout: Mapping[str, Any]) -> bool:
-        """Whether this rank may take its own state back as it was."""
+        """Whether this rank may load its own state unchanged."""
         self.is_same = self.rank % self.world_size in self._parts and self.layout == json.loads(json.dumps(layout))
         return self.is_same
 
     def kinds(self, group: str) -> list[str]:
-        """The kinds in a group, such as exp_avg in the optimizer's."""
+        """Kinds in a group, such as exp_avg in the optimizer's group."""
         return sorted({name.split("/")[1] for name in self._index if name.startswith(f"{group}/")})
 
     def has(self, name: str) -> bool:
@@ -89,7 +94,7 @@ class Source:
         return any(name.startswith(f"{kind}/") for name in self._index)
 
     def scalar(self, kind: str, name: str) -> float | None:
-        """A number that the optimizer held for a parameter."""
+        """A number that the optimizer held for a parameter, if any."""
         found = (part["scalars"].get(kind, {}).get(name) for part in self._parts.values())
         return next((value for value in found if value is not None), None)
 
@@ -102,7 +107,7 @@ class Source:
         read_pieces(self.folder, self._index, {name: self.place_piece(name, p) for name, p in pieces.items()})
 
     def own(self, key: str, rank: int | None = None) -> Any:
-        """A part of a rank's own state: by default that of the rank which this one continues."""
+        """A part of a rank's own state; by default of the old rank that this rank continues."""
         rank = self.rank % self.world_size if rank is None else rank
         if rank not in self._parts:
             raise CheckpointError(f"{self.folder}: the part of rank {rank} is not here; copy it from its machine")
@@ -118,7 +123,7 @@ class Source:
         return from_tree(tree, tensors)
 
     def mean_of(self, kind: str, name: str) -> Tensor | None:
-        """The mean over ranks of what they kept of a parameter, fp32 [numel]; None where nothing was kept."""
+        """Mean over ranks of what they remembered of a parameter, fp32 [numel]; None if nothing was saved."""
         shares = self._shares.get(kind, {}).get(name)
         if not shares:
             return None
@@ -135,7 +140,7 @@ class Source:
         return self.part_of(name, mean)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter by name, whole, in its shape and in fp32 where it was trained; one after another."""
+        """Yield every parameter's name and whole tensor, in fp32 if it was trained, one at a time."""
         for name, shape in self.common["shapes"].items():
             kind = WEIGHTS if self.has(f"{WEIGHTS}/{name}") else FROZEN
             chunks = self._index.get(f"{kind}/{name}")
@@ -144,29 +149,29 @@ class Source:
             yield name, tensor
 
     def note(self, what: str, became: str, why: str = "") -> None:
-        """One line of the load report: what was found, carried, transformed or dropped."""
+        """Add a line to the load report: its subject, and whether that was found, carried, transformed or dropped."""
         self.rows.append((f"resume: {what}", became, why))
 
     def drop_replica(self, why: str) -> None:
-        """Say that the weights which computed, where they were not the masters, are left behind."""
+        """Report that the weights in use, if they differed from the masters, are dropped."""
         self.is_exact = False
         self.note("replicas that differ from the masters", "dropped", why)
 
     def report(self) -> list[Row]:
-        """All lines, once everybody has taken what they can."""
+        """All lines of the load report, once everything has been loaded."""
         if self.is_same:
             return [("resume", "found all of it", "the same layout: all as it was saved")]
         rows = [*self.rows]
         for kind, shares in self._shares.items():
             what = f"resume: {kind}, of {self.world_size} rank(s)"
             if kind in self._taken:
-                rows.append((what, "transformed", "every rank takes what makes their mean the same"))
+                rows.append((what, "transformed", "every rank gets the values that keep the mean the same"))
             elif shares:
-                rows.append((what, "dropped", "nothing here takes it"))
+                rows.append((what, "dropped", "nothing in this run uses it"))
         return [*rows, *self._left_behind()]
 
     def _left_behind(self) -> Iterator[Row]:
-        """What ranks remembered, and nobody has asked for."""
+        """Lines on what ranks remembered and nothing has loaded."""
         shared = {
             share.path.split("/")[0] for kinds in self._shares.values() for held in kinds.values() for _, share in held
         }
@@ -175,10 +180,10 @@ class Source:
                 yield (
                     f"resume: {key}, remembered by each of {self.world_size} rank(s)",
                     "dropped",
-                    self._text.get("left", {}).get(key, "only its own layout takes it"),
+                    self._text.get("left", {}).get(key, "only the layout that saved it can load it"),
                 )
 
 
 def read_weights(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
-    """(Name, whole tensor) of every parameter in a checkpoint, one after another; raises CheckpointError."""
+    """Yield the name and the whole tensor of every parameter, one at a time. Raises CheckpointError."""
     yield from Source(checkpoint, 0).weights()

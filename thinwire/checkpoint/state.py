@@ -1,4 +1,4 @@
-"""What one rank puts into a checkpoint: pieces that any layout can take, and the rest, which only its own can."""
+"""One rank's part of a checkpoint: pieces that any layout can load, and state that only the same layout can load."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from torch import Tensor
 
 from thinwire.checkpoint.boxes import Box, split
 
-# What stands for a tensor in a tree of JSON; for a mapping whose keys are not strings.
+# Keys that mark a tensor in a tree of JSON, and a mapping whose keys are not strings.
 TENSOR, ITEMS = "__tensor__", "__items__"
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements [offset, offset + n) of a tensor that has `numel` elements when it is flat.
+    """Elements [offset, offset + n) of a tensor that has `numel` elements when flat.
 
-    values: [n], a view of the memory that they are saved from and loaded into. is_copy: every rank holds the same, so
-    that any of them may save it. run, row, first: where the tensor is cut inside of its rows, a rank's part of it has
-    elements [first, first + run) of each `row` elements, and `offset` counts in that part; 0: it is not cut so.
+    Args:
+        values: [n], a view of the memory that is saved or loaded.
+        is_copy: every rank holds the same values, so any of them may save them.
+        run, row, first: where the tensor is cut inside its rows, a rank's part has elements [first, first + run) of
+            each `row` elements, and `offset` counts in that part. 0: the rows are not cut.
     """
 
     numel: int
@@ -33,7 +35,7 @@ class Piece:
     first: int = 0
 
     def boxes(self) -> Iterator[Box]:
-        """Where its elements lie in the whole tensor: one box, or three where it is cut inside of rows."""
+        """The piece as boxes of the whole tensor: one box, or up to three where rows are cut."""
         n, run = self.values.numel(), self.run or self.numel
         row = self.row if self.run else self.numel
         for number, inside, at, height, width in split(self.offset, n, run):
@@ -46,11 +48,11 @@ class Piece:
 
     @classmethod
     def whole(cls, tensor: Tensor, *, is_copy: bool = True) -> Piece:
-        """All of a tensor, which must be contiguous."""
+        """A piece of all of a contiguous tensor."""
         return cls(tensor.numel(), 0, tensor.detach().view(-1), is_copy)
 
     def share(self, number: int, count: int) -> Piece:
-        """The part that the `number`-th of `count` ranks saves of what all of them hold."""
+        """The part that the `number`-th of `count` ranks saves of values that all of them hold."""
         if not self.is_copy:
             return self
         n = self.values.numel()
@@ -62,9 +64,12 @@ class Piece:
 class Share:
     """This rank's share of a mean over ranks, in elements [offset, offset + length) of a parameter.
 
-    The mean is of an error that is fed back, or of a momentum; `kind` says of which. The share lies in the rank's own
-    state, at elements [start, start + length) of the tensor `path`. mean = sum over ranks of weight * values. numel,
-    run, row, first: as of a Piece, where `offset` counts in a part of the parameter.
+    The mean, over an error that is fed back or a momentum, is the sum over ranks of weight * values.
+
+    Args:
+        kind: what the mean is of.
+        path, start, length: the share is elements [start, start + length) of the tensor `path` of the rank's own state.
+        numel, run, row, first: see Piece; `offset` counts in a part of the parameter.
     """
 
     kind: str
@@ -81,15 +86,15 @@ class Share:
 
     @property
     def whole_numel(self) -> int:
-        """Elements of the parameter, as far as this share knows."""
+        """Number of elements of the parameter, as far as this share knows."""
         return self.numel or self.offset + self.length
 
     def piece(self, values: Tensor) -> Piece:
-        """Its values as a piece of the parameter."""
+        """The values as a piece of the parameter."""
         return Piece(self.whole_numel, self.offset, values, run=self.run, row=self.row, first=self.first)
 
     def below(self, prefix: str) -> Share:
-        """The same, where the state that holds it lies under `prefix`."""
+        """The same share where the state that holds it lies under `prefix`."""
         return replace(self, path=f"{prefix}/{self.path}")
 
 
@@ -97,10 +102,13 @@ class Share:
 class Snapshot:
     """A rank's state between two steps.
 
-    pieces: by name; every element of a name is held by some rank. scalars: {kind: {parameter: number}} of the user's
-    optimizer. own: nested containers of tensors and numbers that only the same `layout` takes back, bit for bit.
-    common: numbers that are the same on all ranks, whatever the layout. shares: of what lies in `own`, what another
-    layout can take over. left: {key of `own`: why no other layout takes it}, for the load report.
+    Args:
+        pieces: by name; every element of a tensor is held by some rank.
+        scalars: {kind: {parameter: number}} of the user's optimizer.
+        own: nested containers of tensors and numbers that only the same `layout` can load, bit for bit.
+        common: numbers that are the same on all ranks, whatever the layout.
+        shares: the parts of `own` that another layout can also load.
+        left: {key of `own`: why no other layout can load it}, for the load report.
     """
 
     layout: dict[str, Any]
@@ -112,7 +120,7 @@ class Snapshot:
     left: dict[str, str] = field(default_factory=dict)
 
     def to_json(self, rank: int) -> tuple[dict[str, Any], dict[str, Piece]]:
-        """(What is no tensor, as JSON; all tensors by name, those of `own` under the rank's number)."""
+        """The rest as JSON, and all tensors by name; tensors of `own` are named by the rank's number."""
         tensors: dict[str, Tensor] = {}
         tree = _to_tree(self.own, "", tensors)
         own = {own_name(rank, path): Piece.whole(t.contiguous(), is_copy=False) for path, t in tensors.items()}
@@ -128,12 +136,12 @@ class Snapshot:
 
 
 def own_name(rank: int, path: str) -> str:
-    """The name of a tensor of a rank's own state."""
+    """The name of a tensor in a rank's own state."""
     return f"own/{rank}/{path}"
 
 
 def _to_tree(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """The value as JSON; its tensors go into `tensors` by their place, such as errors/0/1."""
+    """The value as JSON. Its tensors are added to `tensors` under their place, such as errors/0/1."""
     if isinstance(value, Tensor):
         tensors[path] = value.detach()
         return {TENSOR: path, "shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
@@ -148,7 +156,7 @@ def _to_tree(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def from_tree(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What `_to_tree` was given, with tuples as lists."""
+    """The inverse of `_to_tree`, with lists in place of tuples."""
     if isinstance(tree, list):
         return [from_tree(item, tensors) for item in tree]
     if not isinstance(tree, dict):
@@ -160,7 +168,7 @@ def from_tree(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def tensors_of(tree: Any) -> Iterator[tuple[str, list[int], torch.dtype]]:
-    """(path, shape, dtype) of the tensors that a tree names. Raises ValueError for a dtype that is none."""
+    """Yield (path, shape, dtype) of the tensors that a tree names. Raises ValueError for an unknown dtype."""
     if isinstance(tree, list):
         for item in tree:
             yield from tensors_of(item)
@@ -172,10 +180,10 @@ def tensors_of(tree: Any) -> Iterator[tuple[str, list[int], torch.dtype]]:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """torch's dtype of that name; raises ValueError for another word."""
+    """torch's dtype of that name. Raises ValueError for another word."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name!r} is no dtype")
+        raise ValueError(f"{name!r} is not a dtype")
     return dtype
 
 

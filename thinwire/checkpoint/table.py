@@ -1,4 +1,4 @@
-"""What `thinwire checkpoints` prints: what a run has saved, and whether it is sound."""
+"""Output of `thinwire checkpoints`: the checkpoints of a run, and whether they are intact."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def print_checkpoints(run: Path, *, verifies: bool) -> int:
 
 
 def islands_beside(folder: Path) -> list[Path]:
-    """The checkpoints of the other islands of a run, on this machine, by their number."""
+    """The checkpoint folders of the other islands of a run on this machine, by island number."""
     found = [path for path in folder.parent.glob("island-*/checkpoints") if all_of(path)]
     return sorted(found, key=lambda path: (len(path.parent.name), path.parent.name))
 
 
 def describe(checkpoint: Path, *, verifies: bool) -> tuple[str, bool]:
-    """A line on a checkpoint, and whether nothing is known to be wrong with it."""
+    """A line that describes a checkpoint, and whether no error in it is known."""
     try:
         manifest = verify(checkpoint) if verifies else Manifest.read(checkpoint)
     except CheckpointError as error:

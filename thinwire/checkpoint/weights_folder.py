@@ -1,4 +1,4 @@
-"""A folder that transformers loads: written one tensor after another, and complete or absent."""
+"""A folder that transformers can load, written one tensor at a time; complete or absent."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ SHARD_BYTES = 2 << 30
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """A folder under another name beside `target`, which gets its own when the block has succeeded, else is deleted.
+    """Make a folder under a temporary name and rename it to `target` on success, or delete it on an error.
 
-    Raises ConfigError where `target` holds something already, ThinwireError where it can't be written.
+    Raises ConfigError if `target` already holds something, ThinwireError if it can't be written.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         number = 2
@@ -36,7 +36,7 @@ def new_folder(target: Path) -> Iterator[Path]:
     try:
         yield temporary
         with explained(target):
-            # An empty folder gives way.
+            # An empty folder is replaced.
             temporary.replace(target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -54,10 +54,10 @@ def explained(folder: Path) -> Iterator[None]:
 def write_weights(
     folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int = SHARD_BYTES
 ) -> dict[str, torch.Size]:
-    """Write named tensors as .safetensors files of at most `shard_bytes` or one tensor; returns their shapes.
+    """Write named tensors as .safetensors files of at most `shard_bytes` bytes, or one tensor. Return their shapes.
 
-    At most one file's tensors are in memory. With more than one file, `model.safetensors.index.json` names them. Raises
-    ThinwireError where the disk is full.
+    At most one file's tensors are in memory. If there are several files, `model.safetensors.index.json` lists them.
+    Raises ThinwireError if the disk is full.
     """
     shapes: dict[str, torch.Size] = {}
     files: list[list[str]] = []
@@ -74,7 +74,7 @@ def write_weights(
         if pending and pending_bytes + tensor.nbytes > shard_bytes:
             flush()
             pending_bytes = 0
-        # A copy: safetensors refuses tensors that share memory, and a view of one read from disk is not read yet.
+        # Copy: safetensors refuses tensors that share memory, and a mapped tensor has not been read yet.
         pending[name], shapes[name] = tensor.clone(memory_format=torch.contiguous_format), tensor.shape
         pending_bytes += tensor.nbytes
         total_bytes += tensor.nbytes
@@ -88,7 +88,7 @@ def part_name(number: int) -> str:
 
 
 def name_files(folder: Path, files: list[list[str]], total_bytes: int) -> None:
-    """Give the parts the names that transformers looks for, now that their number is known."""
+    """Give the files the names that transformers expects, now that their number is known."""
     if len(files) == 1:
         (folder / part_name(0)).rename(folder / "model.safetensors")
         return

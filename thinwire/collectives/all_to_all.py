@@ -1,4 +1,4 @@
-"""A row of a tensor for every node, from every node."""
+"""All-to-all between nodes: each node sends one row of a tensor to every node."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from thinwire.collectives.rounds import Rounds
 
 
 def all_to_all_nodes(link: Link, sends: Tensor, *, operation: str = "all_to_all") -> Rounds[Tensor]:
-    """Row y of uint8 `sends` [num_nodes, bytes] to node y, between ranks of one local rank; scratch of the link.
+    """Send row y of `sends` to node y, between the ranks that have the same local rank.
 
-    Row y of the result, of the same shape, came from node y.
+    Shape:
+        sends: uint8 [num_nodes, bytes].
+        result: the same shape, scratch of the link; row y came from node y.
     """
     received = link.scratch("exchanged", *sends.shape)
     received[link.node].copy_(sends[link.node])

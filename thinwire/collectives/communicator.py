@@ -1,4 +1,4 @@
-"""The one ordered communication thread of a process, and the collectives it runs for a group of ranks."""
+"""The communication thread of a process, which keeps jobs in order, and collectives over a group of ranks."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ T = TypeVar("T")
 LABEL_BYTES = 64
 DEFAULT_TIMEOUT_S = 600.0
 EXIT_GRACE_S = 10.0
-# Jobs under way at once, on the wire or packing. Two keep a link busy; more help where messages take long to arrive.
+# Jobs that may run at once, sending or packing. Two keep a link busy; more help where latency is high.
 NUM_SLOTS = 4
 
 
 @dataclass(eq=False)
 class CollectiveJob:
-    """One collective: what starts it, in which slot of scratch memory it runs, and who waits for its result."""
+    """One collective: the function that starts it, its slot of scratch memory, and the future of its result."""
 
     start: Callable[[int], Rounds[Any]]
     future: Future
@@ -46,13 +46,13 @@ class CollectiveJob:
 
 
 class CommunicationThread:
-    """Runs jobs in the order they were submitted, for all communicators of this process; NUM_SLOTS may overlap.
+    """Runs the jobs of all communicators of this process in the order of submission. NUM_SLOTS of them may overlap.
 
-    A job that waits for its messages gives way to the next one, which packs and posts its own meanwhile, so that the
-    link stays busy. All messages are posted from this thread: gloo groups that are used from several threads hang,
-    abort or diverge silently. Other threads only wait for arrivals, which needs no lock of the group: one for each
-    slot, since a job may not wait behind another one's messages. Those of a later job may only come once a peer has
-    the result of the earlier job, whose own next messages would then never leave.
+    While a job waits for its messages, the next one packs and posts its own, so that the link stays busy. All messages
+    are posted from this thread: gloo groups that are used from several threads hang, abort or diverge silently. Other
+    threads only wait for arrivals, which needs no lock of the group. There is one such thread per slot, because a job
+    must not wait behind the messages of another job. The messages of a later job may come only after a peer has the
+    result of the earlier job, and that job's next messages would then never leave.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class CommunicationThread:
             thread.start()
 
     def submit(self, start: Callable[[int], Rounds[T]]) -> Future[T]:
-        """Run what `start(slot)` returns, slot in range(NUM_SLOTS), after everything submitted before has started."""
+        """Run `start(slot)`, slot in range(NUM_SLOTS), after all jobs submitted before have started."""
         future: Future[T] = Future()
         self._unfinished.add(future)
         future.add_done_callback(self._unfinished.discard)
@@ -79,9 +79,9 @@ class CommunicationThread:
         return future
 
     def end(self) -> None:
-        """Wait a while for what is under way, and end the threads.
+        """Wait a limited time for running jobs, then end the threads.
 
-        One that is in gloo, or frees what gloo gave it, when the interpreter ends aborts the process.
+        If a thread is inside gloo, or frees gloo's memory, while the interpreter exits, the process aborts.
         """
         wait_for_all(list(self._unfinished), timeout=EXIT_GRACE_S)
         self._inbox.put(None)
@@ -113,7 +113,7 @@ class CommunicationThread:
             del arrived, job, error
 
     def _ends(self, job: CollectiveJob, error: Exception | None) -> bool:
-        """Take the job to where it waits next; whether it has ended instead."""
+        """Run the job until it waits again. Return whether it has ended instead."""
         assert job.rounds is not None
         try:
             awaited = next(job.rounds) if error is None else job.rounds.throw(error)
@@ -153,7 +153,7 @@ def _end() -> None:
 
 
 def communication_thread() -> CommunicationThread:
-    """The process's communication thread, started at the first call."""
+    """The process's communication thread, which the first call starts."""
     global _thread
     if _thread is None:
         _thread = CommunicationThread()
@@ -168,17 +168,16 @@ class Communicator:
 
     Args:
         group: a ProcessGroup, global ranks, one dimension of a DeviceMesh, or None for the world; without
-            torch.distributed it is a group of one. Members: a process group outside of the default world, which is this
-            communicator's own from then on.
+            torch.distributed it is a group of one. Members: a process group outside of the default world, which from
+            then on belongs to this communicator.
         local_size: ranks per node; None: found from LOCAL_WORLD_SIZE or host names.
         timeout_s: how long one message may take, in seconds.
         checked: put sequence number, operation, length and checksum in front of each message.
-        meter: goes on with the counts of an earlier communicator.
+        meter: the meter of an earlier communicator, whose counts go on.
 
-    Every rank must make the same calls in the same order. Raises ConfigError for a group that does not fit;
-    PeerLostError and MismatchError come out of the returned futures, and again out of every later call.
-    CorruptMessageError comes out of one future alone: the job may be run again if it ended in the same round on all
-    ranks.
+    Every rank must make the same calls in the same order. Raises ConfigError for a group that does not fit.
+    PeerLostError and MismatchError are raised by the returned futures and by every later call. CorruptMessageError is
+    raised by one future only: the job may be run again if it ended in the same round on all ranks.
     """
 
     def __init__(
@@ -199,7 +198,7 @@ class Communicator:
         self._num_jobs = 0
         self._unfinished: set[Future] = set()
         self._memory: list[dict[str, Tensor]] = [{} for _ in range(NUM_SLOTS)]
-        # Until the nodes are known the grid is flat; the exchange of labels needs no more.
+        # The grid is flat until the nodes are known; the exchange of node labels needs no more.
         self.topology = Topology(self.world_size, 1)
         self.topology, self.topology_reason = self._find_topology(local_size)
 
@@ -210,7 +209,7 @@ class Communicator:
     def submit(self, job: Callable[[Link], Rounds[T]]) -> Future[T]:
         """Run `job(link)`, a generator of the messages it waits for, on the communication thread.
 
-        It starts after everything submitted before has started; up to NUM_SLOTS jobs are under way at once.
+        It starts after all jobs submitted before have started. Up to NUM_SLOTS jobs run at once.
         """
         self._num_jobs += 1
         number = self._num_jobs
@@ -221,7 +220,7 @@ class Communicator:
         return future
 
     def wait(self, future: Future[T]) -> T:
-        """The future's result; the time this thread stands still is counted as exposed_s."""
+        """The future's result. The time that this thread waits is counted as exposed_s."""
         if future.done():
             return future.result()
         with self.meter.timed("exposed_s"):
@@ -287,35 +286,39 @@ class Communicator:
         return self.submit(lambda link: gather.broadcast_(link, x, source))
 
     def all_gather_exact(self, x: Tensor) -> Future[Tensor]:
-        """[world_size, *shape] of x's dtype: every rank's bits; for small things that must agree."""
+        """Every rank's `x`, bit for bit; for small values on which ranks must agree.
+
+        Shape:
+            result: [world_size, *x.shape], in x's dtype.
+        """
         return self.submit(lambda link: gather.all_gather_exact(link, x))
 
     def barrier(self) -> None:
-        """Return when every rank has arrived and everything submitted before is done."""
+        """Wait until every rank has arrived and all jobs submitted before are done."""
         self.wait(self.all_gather_exact(torch.zeros(1, dtype=torch.uint8)))
 
     def close(self) -> None:
-        """Wait for what was submitted, then leave the process group to the next communicator over these ranks."""
+        """Wait for submitted jobs, then leave the process group to the next communicator over these ranks."""
         wait_for_all(list(self._unfinished))
         if not self._is_outside and self._broken is None:
             give_back(self._wire.members)
         self._broken = self._broken or RuntimeError("this communicator is closed")
 
     def abort(self) -> None:
-        """End what is under way with errors, and give back sockets and threads of a group outside the default world."""
+        """End running jobs with errors, and release the sockets and threads of a group outside the default world."""
         assert self._is_outside, "a group of the default world is kept for the next communicator"
         self._broken = self._broken or RuntimeError("this communicator is closed")
-        # Whoever breaks off knows why: nobody's word on whom he misses is waited for.
+        # The rank that aborts knows the reason, so it does not wait for reports of missing ranks.
         self._wire.members = replace(self._wire.members, grace_s=0.0)
         if self._wire.group is not None:
             self._wire.break_off()
         wait_for_all(list(self._unfinished))
-        # An error holds the frames that it came through, and they the group.
+        # An error keeps its frames alive, and the frames keep the group alive.
         error: BaseException | None = self._broken
         while error is not None:
             error.__traceback__, error = None, error.__context__
         self._wire.members = replace(self._wire.members, group=None, store=None)
-        # A round and its messages refer to each other.
+        # A round and its messages form a reference cycle.
         gc.collect()
 
     def _guarded(

@@ -1,4 +1,4 @@
-"""Islands that come and go: who is present is settled by torchrun's own rendezvous, one generation after another."""
+"""Islands that come and go: torchrun's rendezvous decides who is present, one generation after another."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from thinwire.collectives.faults import say
 from thinwire.collectives.meter import Meter
 from thinwire.errors import ConfigError, PeerLostError, ThinwireError
 
-# A busy machine may need so long to answer at all, however short a message may take later.
+# A busy machine may take this long to answer at all, even if its messages are fast later.
 CONNECT_S = 15.0
-# Everybody looks at the meeting once a second, or so many times in a timeout where that is more often.
+# Every island looks at the meeting once a second, or this many times per timeout if that is more often.
 LOOK_EVERY_S = 1.0
 LOOKS_IN_A_TIMEOUT = 20
-# Whoever waited for the last round must have looked before the next is complete, on a busy machine too.
+# Islands that waited for the last round must have looked before the next is complete, even on a busy machine.
 LAST_CALL_IN_LOOKS = 2
 LAST_CALL_S = 1.0
 POLL_S = 0.1
@@ -36,21 +36,24 @@ MAX_ISLANDS = 64
 # An island that is alive may be in the middle of a long step.
 PATIENCE_S = 1800.0
 NUM_ATTEMPTS = 5
-# In the meeting's store, once that generation has come about.
+# A key in the meeting's store, set once that generation is complete.
 GENERATION = "thinwire/generation/{}"
 BEGUN = GENERATION.format(1)
-# In the store of a generation that comes about, by rank in it.
+# A key in the store of a forming generation, by rank in it.
 MEMBER = "thinwire/member/{}"
-# The latest step whose exchange a member of that generation stands still for.
+# The latest step whose exchange a member of that generation waits for.
 AWAITED = "thinwire/awaited/{}"
 
 
 @dataclass(frozen=True)
 class Membership:
-    """Who is present from some moment on, and what that took.
+    """The islands present from some moment on, and the cost of the change.
 
-    members: ascending. joined: those of them that lack the state of the generation before; none in the first one.
-    lost: who had it and is not there any more, or without it. cost_s: seconds that this island stood still for it.
+    Args:
+        members: numbers of the islands, ascending.
+        joined: members that lack the state of the previous generation; empty in the first one.
+        lost: islands that had the state and are gone, or came back without it.
+        cost_s: seconds that this island waited for the change.
     """
 
     generation: int
@@ -61,10 +64,10 @@ class Membership:
 
 
 def host_meeting(port: int = 0) -> dist.TCPStore:
-    """The store in which islands meet, for as long as the returned object lives; 0: a free port, its `port`.
+    """Host the store in which islands meet. It lives as long as the returned object, whose `port` is its port.
 
-    It belongs into a process that does not train, such as a launcher: where it dies, those present go on without it,
-    until the first change among them. Raises ConfigError for a port that can't be had.
+    Run it in a process that does not train, such as a launcher. If it dies, the islands present go on without it until
+    one of them is lost or another joins. port 0 takes a free port. Raises ConfigError for a port that can't be had.
     """
     try:
         return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
@@ -75,17 +78,21 @@ def host_meeting(port: int = 0) -> dist.TCPStore:
 class ElasticPeers:
     """The islands present, one process of each, and a communicator over them that is renewed when they change.
 
-    meet: HOST:PORT of host_meeting. island: this one's number, which no other has. timeout_s: how long a message may
-    take; an island counts as dead that is silent for half of it, or that takes no step for so long while others wait
-    for it. max_islands: no more take part at once. min_islands: the first generation waits for so many, at most
-    PATIENCE_S seconds.
+    Ranks of the communicator are the members in ascending order. Its messages have checksums, and its meter goes on
+    over all generations. It belongs to no default group. Islands agree on the members through torch's dynamic
+    rendezvous: heartbeats in a store, written by compare-and-set. The machines' clocks must therefore agree to within
+    half of timeout_s.
 
-    The communicator's ranks are the members in ascending order, its messages have checksums, and its meter goes on over
-    all generations. It belongs to no default group. Membership is agreed through torch's dynamic rendezvous: heartbeats
-    in a store, written by compare-and-set, so machines' clocks must agree to within half of timeout_s.
+    An island that joins lacks the others' state until it sets `has_state`. Until then it counts as joined in every
+    generation. Raises ThinwireError if the meeting can't be reached, or if no island with the state is left.
 
-    Who joins lacks the others' state until it has set `has_state`; as long as it has not, it joins again in every
-    generation. Raises ThinwireError where the meeting can't be reached, or nobody is left who has the state.
+    Args:
+        meet: HOST:PORT of host_meeting.
+        island: number of this island; no other island may have it.
+        timeout_s: how long a message may take. An island counts as dead if it is silent for half of it, or if it takes
+            no step for half of it while others wait for it.
+        max_islands: the most islands that take part at once.
+        min_islands: islands that the first generation waits for, at most PATIENCE_S seconds.
     """
 
     def __init__(
@@ -98,18 +105,18 @@ class ElasticPeers:
             )
         self.meet, self.island, self.timeout_s = meet, island, timeout_s
         self.membership = Membership(0, (), (), (), 0.0)
-        # Whether this island has what the members of its generation share; who joins lacks it for a while.
+        # Whether this island has the state that the members of its generation share; one that joins lacks it at first.
         self.has_state = True
         self._meter = Meter()
         self._comm: Communicator | None = None
-        # Looks for changes and renewals use the same rendezvous, one at a time.
+        # Held by the watcher and by renewals, which use the same rendezvous.
         self._lock = threading.Lock()
         self._has_changed = threading.Event()
         self._is_short = threading.Event()
         self._is_closed = threading.Event()
-        # Since when others wait for this island, at the meeting or for its part of an exchange.
+        # When others began to wait for this island, at the meeting or for its part of an exchange.
         self._awaited_since = math.inf
-        # Through which step this island has sent its parts, when that was, and for which step's exchange it waits.
+        # The last step whose parts this island has sent, the time of that, and the step whose exchange it waits for.
         self._reached, self._moved_at, self._awaits = 0, time.monotonic(), 0
         self._store = self._connect()
         self._rendezvous = _compat.Rendezvous(
@@ -135,12 +142,12 @@ class ElasticPeers:
 
     @property
     def last_call_s(self) -> float:
-        """Seconds for which those who meet wait for others, once the first has come."""
+        """Seconds that islands at a meeting wait for further ones after the first has come."""
         return max(LAST_CALL_S, LAST_CALL_IN_LOOKS * self.look_every_s)
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Islands present, ascending; equal on all."""
+        """Numbers of the islands present, ascending; equal on all."""
         return self.membership.members
 
     @property
@@ -150,25 +157,25 @@ class ElasticPeers:
 
     @property
     def comm(self) -> Communicator:
-        """Over the members, in their order; a new one after every renewal."""
+        """Communicator over the members, in their order; a new one after every renewal."""
         assert self._comm is not None, "these peers are closed"
         return self._comm
 
     def changed(self) -> bool:
-        """Whether somebody waits to join, is known to be lost, or renews already; costs nothing."""
+        """Whether an island waits to join, is known to be lost, or has begun a renewal. Sends nothing."""
         return self._has_changed.is_set()
 
     def lost(self) -> bool:
-        """Whether a member is known to be gone, or this island is for the others; costs nothing."""
+        """Whether a member is known to be lost, or this island counts as lost for the others. Sends nothing."""
         return self._is_short.is_set()
 
     def reached(self, step: int) -> None:
-        """This island has taken that step, and sent its parts of what is exchanged after it; costs nothing."""
+        """Note that this island has taken that step and sent its parts of the exchange after it. Sends nothing."""
         self._reached, self._moved_at = max(self._reached, step), time.monotonic()
 
     @contextmanager
     def awaiting(self, step: int) -> Iterator[None]:
-        """Inside, this island stands still for what is exchanged after that step; costs nothing."""
+        """Context in which this island waits for the exchange after that step. Sends nothing."""
         self._awaits = step
         try:
             yield
@@ -176,14 +183,14 @@ class ElasticPeers:
             self._awaits, self._moved_at = 0, time.monotonic()
 
     def renew(self) -> None:
-        """Give up the communicator, and make the next one over those who are alive or wait; a collective of them.
+        """Replace the communicator by one over the islands that are alive or wait to join. A collective over them.
 
-        Messages under way are lost. Raises ThinwireError where the meeting is gone, PeerLostError where no generation
-        comes about.
+        Messages on their way are lost. Raises ThinwireError if the meeting is gone, PeerLostError if no generation
+        could be formed.
         """
         start = time.monotonic()
         if self._comm is not None:
-            # It waits for threads of gloo; the watcher must go on looking meanwhile.
+            # This waits for gloo's threads, and the watcher must go on meanwhile.
             self._comm.abort()
         with self._lock:
             group, store, change = self._next_generation()
@@ -201,7 +208,7 @@ class ElasticPeers:
             self._awaited_since, self._moved_at = math.inf, time.monotonic()
 
     def close(self) -> None:
-        """Wait for what was submitted, and leave; the others notice at once."""
+        """Wait for submitted jobs, then leave. The others notice at once."""
         self._is_closed.set()
         self._watcher.join()
         if self._comm is not None:
@@ -211,7 +218,7 @@ class ElasticPeers:
         self._leave()
 
     def abandon(self) -> None:
-        """Leave at once, whatever is under way: this island has failed, and the others need not find that out."""
+        """Leave at once: this island has failed, and the others need not find that out by a timeout."""
         self._is_closed.set()
         self._watcher.join()
         self._leave()
@@ -221,7 +228,7 @@ class ElasticPeers:
             self._rendezvous.leave()
 
     def _next_generation(self) -> tuple[Any, dist.Store, Membership]:
-        """The process group of the next generation, the store of its own, and who is in it."""
+        """The next generation's process group, its own store, and its membership."""
         attempts, due = 0, time.monotonic() + 2 * self.timeout_s
         while attempts < NUM_ATTEMPTS:
             try:
@@ -230,7 +237,7 @@ class ElasticPeers:
                     continue
                 change = self._introduce(store, rank, size)
                 if change is None and time.monotonic() < due:
-                    # Whoever has the state may be frozen, and come back.
+                    # An island that has the state may only be frozen, and may come back.
                     time.sleep(self.look_every_s)
                     continue
                 if change is None:
@@ -244,15 +251,15 @@ class ElasticPeers:
             except RendezvousError as error:
                 raise ThinwireError(self._unreachable(error.__cause__ or error)) from None
             except RuntimeError as error:
-                # Somebody died meanwhile: the next one comes about without him.
+                # An island died meanwhile: the next generation forms without it.
                 say(f"thinwire: island {self.island}: a generation did not come about: {first_line(error)}")
                 attempts += 1
         raise PeerLostError(f"island {self.island}: no generation came about in {NUM_ATTEMPTS} attempts")
 
     def _introduce(self, store: dist.Store, rank: int, size: int) -> Membership | None:
-        """Tell the others of this generation who this is and what it was in before; who is there, from what all say.
+        """Exchange numbers and previous generations with the other members. Return the resulting membership.
 
-        None where none of them has the state that others have gone on to.
+        None if no member has the state that other islands have gone on to.
         """
         mine = {
             "island": self.island, "generation": self.generation if self.has_state else 0, "members": self.members,
@@ -281,10 +288,10 @@ class ElasticPeers:
         return Membership(last + 1, members, joined, tuple(sorted(before - survivors)), 0.0)
 
     def _gather_all(self, store: dist.Store, size: int) -> list[dict[str, Any]]:
-        """What every member tells of itself; raises RuntimeError where one is gone before it has."""
+        """Every member's description of itself. Raises RuntimeError if a member is lost before it has written one."""
         keys = [MEMBER.format(rank) for rank in range(size)]
         due = time.monotonic() + self.timeout_s + 2 * self.last_call_s
-        # Not by waiting for the keys: torch writes a warning on the terminal whenever that runs out of time.
+        # Poll instead of waiting for the keys: torch prints a warning on the terminal whenever a wait times out.
         while not store.check(keys):
             is_in, num_present, *_ = self._rendezvous.look()
             if not is_in or num_present < size or time.monotonic() > due:
@@ -293,7 +300,7 @@ class ElasticPeers:
         return [json.loads(told) for told in store.multi_get(keys)]
 
     def _connect_all(self, store: dist.Store, rank: int, size: int) -> Any:
-        """Connections to all members, who are there now; raises RuntimeError where one does not answer any more."""
+        """Connect to all members. Raises RuntimeError if one no longer answers."""
         if size == 1:
             return None
         group = dist.ProcessGroupGloo(
@@ -303,7 +310,7 @@ class ElasticPeers:
         return group
 
     def _watch(self) -> None:
-        """Look for changes, away from the training thread, and leave where that keeps the others from going on."""
+        """Watch for changes outside the training thread, and leave if this island holds up the others."""
         while not self._is_closed.wait(self.look_every_s):
             with self._lock:
                 try:
@@ -330,7 +337,7 @@ class ElasticPeers:
                     self._leave()
 
     def _note_awaited(self) -> int:
-        """Tell the members for which step's exchange this island waits; the latest that any of them waits for."""
+        """Publish the step whose exchange this island waits for. Return the latest step that any member waits for."""
         key, mine = AWAITED.format(self.generation), self._awaits
         latest = self._store.add(key, 0)
         if mine > latest:
@@ -338,14 +345,14 @@ class ElasticPeers:
         return max(mine, latest)
 
     def _await_others(self) -> None:
-        """Return when min_islands have come to the meeting since it began, or patience has run out."""
+        """Wait until min_islands have come to the meeting, or PATIENCE_S has passed."""
         if self._store.add(f"thinwire/came/{self.island}", 1) == 1:
             self._store.add("thinwire/came", 1)
         while self._store.add("thinwire/came", 0) < self._min_islands and time.monotonic() < self._patient_until:
             time.sleep(0.2)
 
     def _is_early(self, size: int) -> bool:
-        """Whether so many are too few for the first generation, as one that came is slow; equal on all of them."""
+        """Whether `size` islands are too few for the first generation because one came late; equal on all of them."""
         is_patient = time.monotonic() < self._patient_until
         return size < self._min_islands and is_patient and not self._store.check([BEGUN])
 
@@ -364,6 +371,6 @@ class ElasticPeers:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, without torch's C++ stack."""
+    """First line of an error's message, without torch's C++ stack."""
     lines = str(error).strip().splitlines()
     return lines[0][:200] if lines else type(error).__name__

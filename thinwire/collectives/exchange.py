@@ -23,20 +23,24 @@ from thinwire.collectives.rounds import Rounds
 from thinwire.errors import CorruptMessageError, PeerLostError
 
 GRACE_S = 2.0
-# Rounds of one job: an all_reduce over two levels needs four, and a job may be made of many parts.
+# Most rounds of one job: an all_reduce over two levels needs four, and a job may have many parts.
 ROUNDS_OF_A_PART = 8
 MAX_ROUNDS = 1024 * ROUNDS_OF_A_PART
-# A tag that no message has; those of messages lie below.
+# A tag that no message has; messages have lower tags.
 NEVER_SENT = 1 << 30
 
 
 @dataclass(frozen=True)
 class Members:
-    """Who shares a wire, and by what names.
+    """The ranks that share a wire, and their names.
 
-    group: their process group, which nothing else uses; None for a group of one. names: of its ranks, in order; rank:
-    this process's position among them. noun: what a name counts, for messages. store: where they say whom they miss,
-    the default group's if None. grace_s: how long the others' accusations are waited for.
+    Args:
+        group: their process group, which nothing else uses; None for a group of one.
+        names: the ranks' names, in order.
+        rank: this process's position in `names`.
+        noun: what a name stands for, in messages.
+        store: where ranks report which rank they miss; None: the default group's store.
+        grace_s: how long to wait for the other ranks' reports.
     """
 
     group: Any
@@ -48,17 +52,17 @@ class Members:
 
 
 class Wire:
-    """A process group of its own, whose messages are posted by one thread only, with every failure traced to a rank.
+    """A process group of its own. One thread posts all its messages, and every failure is traced to a rank.
 
-    Ranks here are positions in the group. `checked` puts (number of the job, payload bytes, operation, checksum) in
-    front of each message, so that ranks which disagree stop with both sides' values instead of a hang or wrong sums,
-    and a message that was damaged on its way is noticed.
+    Ranks here are positions in the group. With `checked`, a header with the number of the job, the payload bytes, the
+    operation and a checksum goes ahead of each message. Ranks that disagree then stop with both sides' values instead
+    of hanging or adding up wrong sums, and damaged messages are noticed.
     """
 
     def __init__(self, members: Members, timeout_s: float, checked: bool, meter: Meter | None = None) -> None:
         self.members = members
         self.global_ranks = members.names
-        # Where the process group has each rank of this wire.
+        # The position of each rank of this wire in the process group.
         self.positions: Sequence[int] = range(len(members.names))
         self.rank = members.rank
         self.timeout_s = timeout_s
@@ -70,11 +74,11 @@ class Wire:
         return self.members.group
 
     def name(self, rank: int) -> str:
-        """What messages call a rank of this wire."""
+        """Name of a rank of this wire, for messages."""
         return f"{self.members.noun} {self.global_ranks[rank]}"
 
     def break_off(self) -> None:
-        """Close all connections, so that whoever waits for a message gets an error, here and at the peers."""
+        """Close all connections, so that all who wait for a message get an error, here and on the peers."""
         for peer in range(len(self.global_ranks)):
             # gloo can't take a message back, but an operation that runs out of time closes what it belongs to.
             if peer != self.rank:
@@ -83,7 +87,7 @@ class Wire:
                     never.wait(timedelta(milliseconds=1))
 
     def subgroup(self, members: Sequence[int]) -> Wire:
-        """The same wire as some of its ranks see it, this one among them: a rank is its position in `members`."""
+        """The same wire restricted to some of its ranks, this one included. A rank is its position in `members`."""
         part = copy.copy(self)
         part.global_ranks = [self.global_ranks[rank] for rank in members]
         part.positions = [self.positions[rank] for rank in members]
@@ -91,7 +95,7 @@ class Wire:
         return part
 
     def lost(self, operation: str, number: int, peer: int, error: Exception) -> PeerLostError:
-        """Name the rank that is really missing: the silent peer, or the one that peer itself lost."""
+        """The error that names the rank that is really missing: the silent peer, or the rank that this peer lost."""
         blame = {"rank": self.global_ranks[peer], "operation": operation, "sequence": number}
         # A store hosted by the lost process can hang, so it is asked from a thread that may be left behind.
         asker = threading.Thread(target=self._follow_blame, args=(blame,), daemon=True)
@@ -105,7 +109,7 @@ class Wire:
         )
 
     def _follow_blame(self, blame: dict[str, int | str]) -> None:
-        """Post whom this rank misses; while the accused has posted an accusation too, believe that one instead."""
+        """Report which rank this one misses. If that rank has reported another one, return the last of this chain."""
         store = self.members.store or _compat.default_store()
         key = "thinwire/lost/{}".format
         me = self.global_ranks[self.rank]
@@ -145,14 +149,15 @@ class Pending:
 
 
 class Exchange:
-    """One round of messages of the job `number`: send to some peers, receive from others, finish.
+    """One round of messages of job `number`: send to some peers, receive from others, finish.
 
-    receives: the buffer that each peer's message goes into; a message may be shorter. length: how many bytes of a
-    filled buffer came, where that is not all of it. All messages carry the tag (number, round), so several jobs may be
-    under way at once, and ranks need not agree which of them is ahead.
+    All messages carry the tag (number, round), so several jobs may run at once and ranks need not agree which of them
+    is ahead. A message on a CUDA device travels through a copy on the CPU, in memory that `host(name, num_bytes)`
+    gives. It is posted when the round is finished, and `finish` queues the copies back on the current stream.
 
-    A message on a CUDA device travels from and to its copy on the CPU, in memory that `host(name, num_bytes)` gives:
-    it is posted when the round is finished, and `finish` queues the copies back on the current stream.
+    Args:
+        receives: the buffer for each peer's message; a message may be shorter than its buffer.
+        length: the number of valid bytes in a filled buffer, if not all of them.
     """
 
     def __init__(
@@ -173,22 +178,22 @@ class Exchange:
         self._departing: list[tuple[int, Tensor]] = []
         self._sends: list[Pending] = []
         self._sent_headers: list[Pending] = []
-        # What faults put in place of messages lives as long.
+        # Messages that faults have replaced must live as long.
         self._damaged: list[Tensor] = []
         self._length = length
         self._sent_bytes = 0
-        # A checked message is asked for when its header has been read.
+        # The payload of a checked message is received once its header has been read.
         self._receives = [] if wire.checked else self._post(self._landings)
 
     def send(self, peer: int, message: Tensor) -> None:
-        """Start sending a uint8 tensor, cut to its length; it must stay unchanged until the round has finished."""
+        """Start to send a uint8 tensor, cut to its length. It must not change until the round has finished."""
         if staging.must_stage(message):
             self._departing.append((peer, self._host_copy(message)))
         else:
             self._depart(peer, message)
 
     def _host_copy(self, message: Tensor) -> Tensor:
-        """The message on the CPU, when the copy that is queued here is done; one for all peers that it goes to."""
+        """The message's copy on the CPU, valid once the copy queued here is done. All peers share it."""
         held = self._copies.get(message.data_ptr())
         if held is None:
             held = self._copies[message.data_ptr()] = self._host(f"message {len(self._copies)}", message.numel())
@@ -247,9 +252,9 @@ class Exchange:
         return headers.header(self.number, num_bytes, f"{self.operation}/{self.level}", payload)
 
     def _check_headers(self) -> Rounds[dict[int, Tensor]]:
-        """The headers that came; raises MismatchError unless every peer is about to send what this rank expects."""
+        """The received headers. Raises MismatchError unless every peer is about to send what this rank expects."""
         theirs = {peer: headers.room() for peer in self._buffers}
-        # The own ones too: a rank that stops here must not take its half of the story along.
+        # This rank's headers must also leave: its peers need them to report both sides of the mismatch.
         yield [*self._post(theirs), *self._sent_headers]
         for peer, header in theirs.items():
             mine = self._header(self._buffers[peer].numel(), headers.NOTHING)
@@ -257,7 +262,7 @@ class Exchange:
         return theirs
 
     def _check_payloads(self, theirs: Mapping[int, Tensor]) -> None:
-        """Raise CorruptMessageError for a message that is not the one whose checksum came with it."""
+        """Raise CorruptMessageError if a payload does not match the checksum in its header."""
         for peer, header in theirs.items():
             landing, wire = self._landings[peer], self.wire
             names = wire.name(peer), wire.name(wire.rank)

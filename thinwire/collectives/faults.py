@@ -1,7 +1,7 @@
-"""Faults on purpose, at a chosen process, step and message: to see what a run does when the real ones come.
+"""Fault injection at a chosen process, step and message, to test how a run reacts to faults.
 
-`arm` what shall happen; `at_step` is told of every step, and the exchange asks `on_message` for every message that
-it sends while something is armed. Each fault fires once and is announced.
+`arm` sets the faults, `at_step` is called at every step, and the exchange calls `on_message` for every message that it
+sends while a fault is armed. Each fault fires once and is announced.
 """
 
 from __future__ import annotations
@@ -35,10 +35,15 @@ OF_A_MESSAGE = ("corrupt", "drop")
 class Fault:
     """One fault of one process.
 
-    kind: one of KINDS. rank, island: which processes have it; None: any. step: the optimizer step, from 1, at whose
-    beginning it fires; with an operation, a collective's name as in the meter and in error messages, it fires at the
-    first message of that operation that the process sends from this step on. seconds: of a freeze or a delay.
-    Raises ConfigError for one that could not fire.
+    Args:
+        kind: one of KINDS.
+        rank, island: numbers of the process; None: any.
+        step: the optimizer step, from 1, at whose beginning the fault fires.
+        operation: a collective's name as in the meter and in error messages. With it, the fault fires at the first
+            message of that operation that the process sends from `step` on.
+        seconds: duration of a freeze or a delay.
+
+    Raises ConfigError for a fault that could not fire.
     """
 
     kind: str
@@ -51,11 +56,11 @@ class Fault:
     def __post_init__(self) -> None:
         _check_kind(self.kind)
         if self.rank is None and self.island is None:
-            raise ConfigError(f"{self}: say whom it befalls, such as rank=1 or island=1")
+            raise ConfigError(f"{self}: say which process it hits, such as rank=1 or island=1")
         if self.step is None and self.operation is None:
             raise ConfigError(f"{self}: say when it fires, such as step=10")
         if self.kind in OF_A_MESSAGE and self.operation is None:
-            raise ConfigError(f"{self}: say of which message, such as operation=outer")
+            raise ConfigError(f"{self}: say which message it hits, such as operation=outer")
         for name, lowest in (("rank", 0), ("island", 0), ("step", 1)):
             value = getattr(self, name)
             if value is not None and value < lowest:
@@ -71,7 +76,7 @@ class Fault:
         return " ".join([self.kind, *(f"{name}={_shown(value)}" for name, value in stated if value is not None)])
 
     def befalls(self, rank: int, island: int | None) -> bool:
-        """Whether the process with these numbers has it."""
+        """Whether the fault applies to the process with these numbers."""
         return self.rank in (None, rank) and self.island in (None, island)
 
 
@@ -85,7 +90,7 @@ def _shown(value: object) -> str:
 
 
 def parse(text: str) -> Fault:
-    """The fault that a text such as "freeze rank=1 step=10 seconds=10" describes; raises ConfigError."""
+    """The fault described by a text such as "freeze rank=1 step=10 seconds=10". Raises ConfigError."""
     kind, *pairs = text.split() or [""]
     _check_kind(kind)
     convert: dict[str, Callable[[str], Any]] = {
@@ -106,7 +111,7 @@ def parse(text: str) -> Fault:
 
 
 def say(message: str) -> None:
-    """How faults are announced unless another way is given: a line on stderr."""
+    """Announce a fault by a line on stderr; the default announcement."""
     print(message, file=sys.stderr, flush=True)
 
 
@@ -119,7 +124,7 @@ _announce: Callable[[str], None] = say
 def arm(
     faults: Iterable[Fault], *, rank: int, island: int | None = None, announce: Callable[[str], None] = say
 ) -> list[Fault]:
-    """Let those of the faults fire that befall this process, which has these numbers; returns them."""
+    """Arm the faults that apply to the process with these numbers. Return them."""
     global _announce
     _announce = announce
     _armed[:] = [fault for fault in faults if fault.befalls(rank, island)]
@@ -127,19 +132,19 @@ def arm(
 
 
 def disarm() -> list[Fault]:
-    """Let nothing fire any more; returns what never did."""
+    """Disarm all faults. Return those that never fired."""
     global _step
     left, _armed[:], _step = list(_armed), [], 0
     return left
 
 
 def are_armed() -> bool:
-    """Whether anything can still fire: all that a message costs where nothing can."""
+    """Whether any fault can still fire. Without faults, this check is all that a message costs."""
     return bool(_armed)
 
 
 def at_step(step: int) -> None:
-    """Say that a step begins, counted from 1: what is due at its beginning fires."""
+    """Note that a step begins, counted from 1, and fire the faults that are due."""
     global _step
     _step = step
     while fault := _due(lambda fault: fault.operation is None and fault.step == step):
@@ -147,7 +152,10 @@ def at_step(step: int) -> None:
 
 
 def on_message(operation: str, message: Tensor) -> Tensor | None:
-    """The message as it is sent, of which the caller keeps hold, and which has one fault at most; None: not at all."""
+    """The message to send in place of `message`, or None to send nothing. At most one fault applies to a message.
+
+    The caller must keep the returned tensor alive.
+    """
     fault = _due(lambda fault: fault.operation == operation and _step >= (fault.step or 0))
     if fault is None:
         return message
@@ -162,7 +170,7 @@ def on_message(operation: str, message: Tensor) -> Tensor | None:
 
 
 def _due(is_due: Callable[[Fault], bool]) -> Fault | None:
-    """Take the next fault that is due from those that are armed, and announce it."""
+    """Remove the next due fault from the armed ones, and announce it."""
     if not _armed:
         return None
     with _lock:
@@ -178,7 +186,7 @@ def _befall(fault: Fault) -> None:
     if fault.kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif fault.kind == "freeze":
-        # All threads stop, so another process has to wake them.
+        # All threads stop, so another process must wake them.
         waker = subprocess.Popen(["/bin/sh", "-c", f"sleep {fault.seconds}; kill -CONT {os.getpid()}"])
         os.kill(os.getpid(), signal.SIGSTOP)
         waker.wait()

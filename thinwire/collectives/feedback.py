@@ -1,4 +1,4 @@
-"""Error feedback of a sum: what the codecs of each hop lost, added to the next message."""
+"""Error feedback of a sum: the loss of each hop's codec is added to the next message."""
 
 from __future__ import annotations
 
@@ -17,24 +17,27 @@ HOP_INTRA, HOP_INTER = 1, 2
 
 
 class Feedback(Protocol):
-    """Error feedback of a sum: packs its pieces in the codecs' place, and remembers what they lose."""
+    """Error feedback of a sum: encodes its pieces in place of the codecs, and remembers their losses."""
 
     def encode(
         self, codec: Codec, x: Tensor, piece: tuple[int, int], *, seed: int, counter: int, out: Tensor
     ) -> Tensor:
-        """Pack `x` and what was lost of this piece before; piece: (hop, rank or node that it is for)."""
+        """Encode `x` plus the previous loss of this piece. piece: (hop, the rank or node that receives it)."""
         ...
 
 
 @dataclass(frozen=True)
 class Lost:
-    """What the codecs of a sum lost on this rank, in units of the sum: it is added to the next one (error feedback).
+    """Losses of the codecs of a sum on this rank, in units of the sum, to be added to the next sum (error feedback).
 
-    A hop that was given x sends C(x + lost) and leaves lost <- x + lost - C(x + lost), in place, so that
-        sum of the totals + sum over ranks of what is lost = sum of what was put in.
-    For slices of n elements, fp32: intra [num_nodes, local_size, n], of this rank's tensor on its way inside the node;
-    inter [num_nodes, n], of its node's sums, between nodes; gather [n], of the total that it owns, on the way to all.
-    None: not fed back. It is written while messages travel: after an error it is worth nothing.
+    A hop with input x sends C(x + lost) and sets lost <- x + lost - C(x + lost), in place, so that
+        sum of the totals + sum over ranks of the losses = sum of the inputs.
+    The tensors are written while messages travel: after an error their content is invalid. None: not fed back.
+
+    Shape, fp32, for slices of n elements:
+        intra: [num_nodes, local_size, n], for this rank's tensor on the hop inside the node.
+        inter: [num_nodes, n], for its node's sums on the hop between nodes.
+        gather: [n], for the total that this rank owns, on the way to all ranks.
     """
 
     intra: Tensor | None = None
@@ -44,14 +47,14 @@ class Lost:
     def encode(
         self, codec: Codec, x: Tensor, piece: tuple[int, int], *, seed: int, counter: int, out: Tensor
     ) -> Tensor:
-        """See Feedback."""
+        """Encode `x` with error feedback; see Feedback."""
         hop, number = piece
         held = self.inter if hop == HOP_INTER else None if self.intra is None else self.intra.flatten(0, 1)
         return encode_with(codec, x, None if held is None else held[number], seed, counter, out)
 
     @classmethod
     def zeros(cls, grid: Topology, num_elements: int, device: torch.device = staging.CPU) -> Lost:
-        """Nothing lost yet of slices of `num_elements`, on the hops that this grid has."""
+        """Zero losses for slices of `num_elements` elements, on the hops that this grid has."""
         return cls(
             torch.zeros(grid.num_nodes, grid.local_size, num_elements, device=device) if grid.local_size > 1 else None,
             torch.zeros(grid.num_nodes, num_elements, device=device) if grid.num_nodes > 1 else None,
@@ -59,7 +62,7 @@ class Lost:
         )
 
     def by_slices(self, grid: Topology, rank: int) -> Tensor:
-        """All of it in the elements' own places, fp32 [num_nodes, local_size, n]."""
+        """The sum of all losses by element, fp32 [num_nodes, local_size, n]."""
         held = next(t for t in (self.gather, self.inter, self.intra) if t is not None)
         num_elements, device = held.shape[-1], held.device
         node, local_rank = grid.node(rank), grid.local_rank(rank)
@@ -73,7 +76,7 @@ class Lost:
         return whole
 
     def places(self, grid: Topology, rank: int) -> Iterator[tuple[Tensor, int, int, int]]:
-        """Where its elements lie, in runs: (tensor, first element in it, that one's place in all slices, length)."""
+        """Yield runs of elements: (tensor, first element in it, place of that element in all slices, length)."""
         if self.intra is not None:
             yield self.intra, 0, 0, self.intra.numel()
         if self.inter is not None:
@@ -85,7 +88,7 @@ class Lost:
             yield self.gather, 0, rank * n, n
 
     def spread(self, mean: Tensor, grid: Topology, rank: int) -> None:
-        """Hold this rank's part of `mean`, in any shape: the mean over ranks of `by_slices`."""
+        """Set the losses to this rank's part of `mean`, the mean over ranks of `by_slices`, in any shape."""
         mean = mean.view(grid.num_nodes, grid.local_size, -1)
         node, local_rank = grid.node(rank), grid.local_rank(rank)
         for tensor in (self.intra, self.inter, self.gather):
@@ -100,7 +103,7 @@ class Lost:
 
 
 def encode_with(codec: Codec, x: Tensor, lost: Tensor | None, seed: int, counter: int, out: Tensor) -> Tensor:
-    """out = C(x), or with error feedback out = C(x + lost) and lost <- x + lost - C(x + lost)."""
+    """Write out = C(x). With error feedback, write out = C(x + lost) and set lost <- x + lost - C(x + lost)."""
     if lost is None:
         return codec.encode(x, seed=seed, counter=counter, out=out)
     codec.encode(lost.add_(x), seed=seed, counter=counter, out=out)

@@ -1,4 +1,4 @@
-"""Every rank's tensor on every rank."""
+"""All-gathers: every rank's tensor on every rank."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from thinwire.collectives.rounds import Rounds
 from thinwire.collectives.topology import Topology
 from thinwire.errors import CorruptMessageError
 
-# Messages from here on may cross between nodes in turns, of which there are so many at most.
+# Messages of LARGE_BYTES or more may cross between nodes in turns, of which there are at most MAX_TURNS.
 LARGE_BYTES, MAX_TURNS = 1 << 18, 4
 
 
 def gather_bytes(grid: Topology, packet_bytes: int) -> dict[str, int]:
-    """What one rank sends on each level in `all_gather_packets`."""
+    """Bytes that one rank sends on each level in `all_gather_packets`."""
     intra = (grid.local_size - 1) * grid.num_nodes * packet_bytes
     return {"intra": intra, "inter": (grid.num_nodes - 1) * packet_bytes}
 
@@ -35,14 +35,17 @@ def all_gather_packets(
 ) -> Rounds[Tensor]:
     """Every rank's packet on every rank.
 
+    Packets cross between nodes once, then spread inside each node. A node receives (num_nodes - 1) * local_size packets
+    from outside, and each rank sends world_size - 1 packets in all.
+
+    Args:
+        length: the number of bytes of a packet that cross between nodes.
+        in_turns: see gather_across_nodes.
+
     Shape:
         packet: uint8 [bytes], of the same length on all ranks.
         result: uint8 [local_size, num_nodes, bytes], scratch of the link; entry [i, y] comes from rank
             y * local_size + i.
-
-    Packets cross between nodes once, then spread inside each node,
-    so a node receives (num_nodes - 1) * local_size packets from outside and each rank sends world_size - 1 in all.
-    Between nodes a packet is cut to its `length`. in_turns: see gather_across_nodes.
     """
     grid = link.topology
     gathered = link.scratch("gathered", grid.local_size, grid.num_nodes, packet.numel(), device=packet.device)
@@ -62,12 +65,16 @@ def gather_across_nodes(
     *,
     in_turns: bool = False,
 ) -> Rounds[None]:
-    """The first half of all_gather_packets: fill `column`, uint8 [num_nodes, bytes], from the ranks of this local rank.
+    """The first half of all_gather_packets: fill `column` from the ranks that have this local rank.
 
-    Together the columns of a node's ranks hold the packets of all ranks, so a node that keeps them needs nothing from
-    outside to gather the same packets again. in_turns: a large packet goes to few nodes at a time, for a job that is
-    under way alone: where several streams meet at one node they lose packets, and half of its rate. One that comes
-    damaged is told when all have come, so that every rank ends in the same round.
+    Together the columns of a node's ranks hold the packets of all ranks. A node that keeps them can gather the same
+    packets again without messages from outside. A damaged packet is reported after all have come, so that every rank
+    ends in the same round.
+
+    Args:
+        column: uint8 [num_nodes, bytes].
+        in_turns: send a large packet to few nodes at a time, for a job that runs alone. Several streams that meet at
+            one node lose packets, and half of the node's rate.
     """
     column[link.node].copy_(packet)
     targets, sources = link.node_peers(), link.node_peers()[::-1]
@@ -89,7 +96,7 @@ def gather_across_nodes(
 
 
 def gather_inside_node(link: Link, gathered: Tensor, operation: str) -> Rounds[None]:
-    """The second half: fill uint8 [local_size, num_nodes, bytes], in which this rank's column is, from the node."""
+    """The second half: fill uint8 [local_size, num_nodes, bytes], which holds this rank's column, from the node."""
     if link.topology.local_size > 1:
         own = gathered[link.local_rank].view(-1)
         receives = {peer: gathered[link.topology.local_rank(peer)].view(-1) for peer in link.local_peers()}
@@ -109,7 +116,7 @@ def all_gather(
     operation: str = "all_gather",
     lost: Tensor | None = None,
 ) -> Rounds[Tensor]:
-    """All ranks' shards after the codec, equal on every rank, owner included.
+    """All ranks' shards after the codec, equal on every rank; the owner also gets the decoded values.
 
     Args:
         counter: the number of the shard's first element, for the codec's randomness.
@@ -161,7 +168,7 @@ def broadcast_(link: Link, x: Tensor, source: int) -> Rounds[Tensor]:
 
 
 def all_gather_exact(link: Link, x: Tensor) -> Rounds[Tensor]:
-    """The raw bits of every rank's `x`, stacked in rank order: [world_size, *x.shape] in x's dtype."""
+    """Every rank's `x`, bit for bit, stacked in rank order: [world_size, *x.shape] in x's dtype."""
     grid = link.topology
     packet = x.contiguous().view(-1).view(torch.uint8)
     gathered = yield from all_gather_packets(link, packet, "all_gather_exact")

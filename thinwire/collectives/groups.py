@@ -1,4 +1,4 @@
-"""Process groups of which each has one user, and one thread that posts on it."""
+"""Process groups that have one user each, and one thread that posts on each."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from thinwire.collectives.exchange import Members
 from thinwire.errors import ConfigError
 
-# Groups whose users are done, by world and ranks. torch reuses a destroyed group's name and with it the addresses that
+# Groups that are free, by world and ranks. torch reuses a destroyed group's name and with it the addresses that
 # its members left in the store, so a group is kept and used again instead.
 _idle_groups: dict[tuple[object, tuple[int, ...]], list[dist.ProcessGroup]] = {}
 
 
 def own_members(group: dist.ProcessGroup | Sequence[int] | DeviceMesh | Members | None, timeout_s: float) -> Members:
-    """A new process group over the same ranks, so that nothing else ever uses it; none for a group of one."""
+    """A new process group over the same ranks, for one user only; no group for a single rank."""
     if isinstance(group, Members):
         return group
     if isinstance(group, DeviceMesh):
@@ -46,13 +46,13 @@ def own_members(group: dist.ProcessGroup | Sequence[int] | DeviceMesh | Members 
     idle = _idle_groups.get((dist.group.WORLD, tuple(ranks)))
     if idle:
         return Members(idle.pop(0), list(ranks), rank)
-    # Among some ranks only, torch names a group by how many its maker is in, and hangs where that differs.
+    # torch names a group of some ranks by the number of groups its maker is in, and hangs if ranks differ in it.
     local = len(ranks) < dist.get_world_size()
     own = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), backend="gloo", use_local_synchronization=local)
     return Members(own, list(ranks), rank)
 
 
 def give_back(members: Members) -> None:
-    """Leave a group that `own_members` gave, and that nothing failed on, to the next user among these ranks."""
+    """Return a group from `own_members`, on which nothing failed, for the next user among these ranks."""
     if members.group is not None and dist.is_initialized():
         _idle_groups.setdefault((dist.group.WORLD, tuple(members.names)), []).append(members.group)

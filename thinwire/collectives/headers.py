@@ -1,4 +1,4 @@
-"""What goes ahead of a checked message, so that ranks which disagree stop with both sides' values."""
+"""Headers of checked messages: ranks that disagree stop, and the error states both sides' values."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from torch import Tensor
 
 from thinwire.errors import CorruptMessageError, MismatchError
 
-# Number of the message, payload bytes, operation and level; then the CRC-32 of the payload.
+# Number of the message, payload bytes, operation and level, CRC-32 of the payload.
 HEADER = struct.Struct("<qq48s")
 CHECKSUM = struct.Struct("<I")
 NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 def header(number: int, num_bytes: int, name: str, payload: Tensor) -> Tensor:
-    """A message's number, how long its buffer is, its operation/level, and the payload's checksum."""
+    """A header: the message's number, the length of its buffer, its operation/level, and the payload's checksum."""
     packed = HEADER.pack(number, num_bytes, name.encode()[:48]) + CHECKSUM.pack(checksum(payload))
     return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
 
 
 def room() -> Tensor:
-    """What a header is received into."""
+    """An empty buffer for a header."""
     return torch.empty(HEADER.size + CHECKSUM.size, dtype=torch.uint8)
 
 
 def check(mine: Tensor, theirs: Tensor, receiver: str, sender: str) -> None:
-    """Raise MismatchError unless the message that a peer is about to send is the one that this rank expects."""
+    """Raise MismatchError unless the header that a peer sent matches the one that this rank expects."""
     if not torch.equal(mine[: HEADER.size], theirs[: HEADER.size]):
         raise MismatchError(f"ranks disagree: {receiver} expects {_describe(mine)}, {sender} sends {_describe(theirs)}")
 
 
 def check_payload(payload: Tensor, header: Tensor, sender: str, receiver: str, sender_number: int) -> None:
-    """Raise CorruptMessageError for a message that is not the one whose checksum came in its header."""
+    """Raise CorruptMessageError if the payload does not match the checksum in its header."""
     (stated,) = CHECKSUM.unpack_from(bytes(header.numpy()), HEADER.size)
     if checksum(payload) != stated:
         number, _, name = HEADER.unpack_from(bytes(header.numpy()))
@@ -47,7 +47,7 @@ def check_payload(payload: Tensor, header: Tensor, sender: str, receiver: str, s
 
 
 def checksum(payload: Tensor) -> int:
-    """The CRC-32 of uint8 on the CPU."""
+    """CRC-32 of a uint8 tensor on the CPU."""
     data: Any = payload.contiguous().numpy()
     return zlib.crc32(data)
 

@@ -1,4 +1,4 @@
-"""What one communication job works with: the wire, the grid, its number, scratch memory."""
+"""The link of a communication job: wire, grid, job number, scratch memory."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ T = TypeVar("T")
 
 @dataclass
 class Link:
-    """What one job needs: the wire, the grid, its number among the jobs of the group, and scratch memory.
+    """The resources of one job: the wire, the grid, the job's number in the group, and scratch memory.
 
-    The memory is reused from job to job, but never by two that are under way at once. pool: threads that pack and
-    unpack tensors of the CPU in the communication thread's place.
+    The memory is reused from job to job, but never by two jobs that run at once. pool: threads that pack and unpack CPU
+    tensors in place of the communication thread.
     """
 
     wire: Wire
@@ -33,9 +33,9 @@ class Link:
     number: int
     memory: dict[str, Tensor]
     prefix: str = ""
-    # The job's rounds are numbered through, also where some of them run among other ranks.
+    # The job's rounds have consecutive numbers, also if some of them run among other ranks.
     rounds: Iterator[int] = field(default_factory=itertools.count)
-    # What the meter calls the level inside a node.
+    # The meter's name of the level inside a node.
     inside: str = "intra"
     pool: Executor | None = None
 
@@ -52,7 +52,7 @@ class Link:
         return self.topology.local_rank(self.wire.rank)
 
     def node_peers(self) -> list[int]:
-        """The other nodes' ranks with this rank's local rank, nearest next node first."""
+        """The ranks of the other nodes that have this rank's local rank, next node first."""
         grid = self.topology
         return [grid.rank((self.node + step) % grid.num_nodes, self.local_rank) for step in range(1, grid.num_nodes)]
 
@@ -64,7 +64,7 @@ class Link:
     def scratch(
         self, name: str, *shape: int, dtype: torch.dtype = torch.uint8, device: torch.device = staging.CPU
     ) -> Tensor:
-        """A tensor with undefined content that lives until the same name is asked for again."""
+        """A tensor with undefined content. It is valid until the same name is asked for again."""
         num_bytes = dtype.itemsize
         for length in shape:
             num_bytes *= length
@@ -74,32 +74,32 @@ class Link:
         return held[:num_bytes].view(dtype).view(shape)
 
     def part(self, number: int) -> Link:
-        """A link for part 0, 1, ... of this job, with messages and memory of its own; see `together`."""
+        """A link for part 0, 1, ... of this job, with its own messages and memory; see `together`."""
         rounds = itertools.count((number + 1) * ROUNDS_OF_A_PART)
         return replace(self, prefix=f"{self.prefix}{number}.", rounds=rounds)
 
     def exchange(
         self, operation: str, level: str, receives: Mapping[int, Tensor], length: Callable[[Tensor], int] = Tensor.numel
     ) -> Exchange:
-        """Open the job's next round of messages; see Exchange."""
+        """Begin the job's next round of messages; see Exchange."""
         level = self.inside if level == "intra" else level
         number = next(self.rounds)
         return Exchange(self.wire, self.number, number, operation, level, receives, length, self.scratch)
 
     def subgroup(self, members: Sequence[int], inside: str = "intra") -> Link:
-        """The link as some of the ranks see it: a collective over it is one of theirs alone, slices in their order.
+        """The link restricted to some of the ranks. A collective over it runs among them, with slices in their order.
 
-        Every rank belongs to one such group, all groups are alike, and all of them run the same collective.
+        Every rank belongs to one such group, all groups have the same size, and all of them run the same collective.
         """
         grid = self.topology.subgroup(members)
         return replace(self, wire=self.wire.subgroup(members), topology=grid, inside=inside)
 
     def timed(self, kind: str, operation: str) -> AbstractContextManager[None]:
-        """Count a block's seconds; see Meter."""
+        """Count the seconds of a block; see Meter."""
         return self.wire.meter.timed(kind, f"{operation} {self.number}")
 
     def work(self, kind: str, operation: str, task: Callable[[], T]) -> Rounds[T]:
-        """The task's result, its seconds counted: done at once, or on the pool while other jobs go on."""
+        """Run a task and count its seconds: at once, or on the pool while other jobs go on. Return its result."""
 
         def timed() -> T:
             with self.timed(kind, operation):

@@ -1,4 +1,4 @@
-"""Messages between two ranks, outside of all collectives: who needs what is known ahead, and is asked for ahead."""
+"""Messages between two ranks, outside of collectives. Receivers know the messages of a step and post receives early."""
 
 from __future__ import annotations
 
@@ -26,7 +26,12 @@ HOP_BITS, MICRO_BATCH_BITS = 10, 17
 
 
 class Label(NamedTuple):
-    """Which message of a step: direction is one of DIRECTIONS; hop counts the borders of the micro-batch's path."""
+    """Identifies a message of a step.
+
+    Args:
+        direction: one of DIRECTIONS.
+        hop: number of the border on the micro-batch's path.
+    """
 
     direction: str
     micro_batch: int
@@ -35,7 +40,7 @@ class Label(NamedTuple):
 
 @dataclass(frozen=True)
 class Expected:
-    """A message to come: from which rank of the group, and the bytes it takes at most."""
+    """A message to come: the rank that sends it, and its largest size in bytes."""
 
     label: Label
     peer: int
@@ -50,17 +55,24 @@ class _Posted:
 
 
 class Mailbox:
-    """What one rank sends to, and takes from, others of its group, over a process group of its own.
+    """Messages between this rank and others of its group, over a process group of its own.
 
-    gloo moves no byte of a message before its receiver asks for it, so a mailbox asks for the next `window` of those
-    that a step needs, in the order of need, each in a buffer of its own. Sending waits for nobody. A message is known
-    by its label alone; steps are told apart, so a rank may be one ahead. One thread uses a mailbox.
+    gloo moves no byte of a message before its receiver has posted a receive. A mailbox therefore posts receives for the
+    next `window` messages of a step, in the order of need, each into its own buffer. Sending does not wait. Messages
+    are identified by their labels; consecutive steps have different tags, so one rank may be a step ahead. Only one
+    thread may use a mailbox.
 
-    group: as for Communicator. topology: its nodes. timeout_s: how long `take` and `finish` wait for one message.
-    checked: each message follows a header with its label, size and checksum; its bytes then move when it is taken.
-    meter: counts as operation "pipeline_forward" or "pipeline_backward", and the time that `take` and `finish` stand
-    still as exposed_s. Raises ConfigError for a window below 1. PeerLostError names who is missing; after any error the
-    mailbox is of no more use.
+    Args:
+        group: see Communicator.
+        topology: nodes of the group.
+        timeout_s: how long `take` and `finish` wait for one message.
+        checked: send a header with label, size and checksum ahead of each message. The message itself then moves only
+            when it is taken.
+        meter: counts messages as operation "pipeline_forward" or "pipeline_backward", and the time that `take` and
+            `finish` wait as exposed_s.
+
+    Raises ConfigError for a window below 1, PeerLostError with the name of a missing rank. After any error the mailbox
+    can't be used.
     """
 
     def __init__(
@@ -79,7 +91,7 @@ class Mailbox:
 
     @property
     def rank(self) -> int:
-        """This process's place in the group."""
+        """This process's rank in the group."""
         return self._wire.rank
 
     @property
@@ -87,7 +99,7 @@ class Mailbox:
         return self._wire.meter
 
     def begin(self, expected: Sequence[Expected]) -> None:
-        """Begin a step, in which these messages will be taken in this order."""
+        """Begin a step in which these messages will be taken in this order."""
         assert not self._posted and not self._coming and not self._sent, "the step before has not finished"
         self._step += 1
         self._coming.extend(expected)
@@ -95,7 +107,7 @@ class Mailbox:
             self._post()
 
     def send(self, peer: int, label: Label, message: Tensor, num_bytes: int | None = None) -> None:
-        """Start sending a flat uint8 tensor, or its first num_bytes; it must stay unchanged until it is there."""
+        """Start to send a flat uint8 tensor, or its first num_bytes. It must not change until `finish`."""
         message = message.cpu() if staging.must_stage(message) else message
         length = message.numel() if num_bytes is None else num_bytes
         header = self._header(label, message.numel(), message[:length]) if self._wire.checked else None
@@ -111,9 +123,9 @@ class Mailbox:
             self._sent.append((label, peer, self._isend(peer, label, part), part))
 
     def take(self, label: Label, length: Callable[[Tensor], int] = Tensor.numel) -> Tensor:
-        """The bytes of a message that this step expects, when they are there; length: how many of a full buffer came.
+        """Wait for a message that this step expects. Return its bytes.
 
-        Raises PeerLostError, MismatchError and CorruptMessageError.
+        length: the number of valid bytes in a full buffer. Raises PeerLostError, MismatchError and CorruptMessageError.
         """
         posted = self._posted.pop(label)
         peer, landing = posted.expected.peer, posted.buffer
@@ -126,17 +138,17 @@ class Mailbox:
         return landing
 
     def finish(self) -> None:
-        """End the step: wait until all that was sent is there."""
+        """End the step: wait until all sent messages have arrived."""
         while self._sent:
             label, peer, work, _ = self._sent.popleft()
             self._wait(label, peer, work)
 
     def close(self) -> None:
-        """Leave the process group to its next user; between steps."""
+        """Leave the process group to its next user. Call it between steps."""
         give_back(self._wire.members)
 
     def _post(self) -> None:
-        """Ask for the next message, or its header."""
+        """Post the receive of the next message, or of its header."""
         expected = self._coming.popleft()
         buffer = headers.room() if self._wire.checked else staging.allocate(expected.num_bytes, staging.CPU)
         work = self._irecv(expected.peer, expected.label, buffer)

@@ -1,4 +1,4 @@
-"""Counts what travels: payload bytes and seconds, per operation and per level."""
+"""Counts communication: payload bytes and seconds, per operation and per level."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SECONDS = ("encode_s", "send_s", "wait_s", "decode_s", "exposed_s")
 
 @dataclass(frozen=True)
 class OpReading:
-    """One operation on one level: how often, and the payload bytes of this rank."""
+    """One operation on one level: number of calls, and this rank's payload bytes."""
 
     calls: int = 0
     sent_bytes: int = 0
@@ -32,7 +32,7 @@ class OpReading:
 
 @dataclass(frozen=True)
 class MeterReading:
-    """Totals since the start; subtract two readings to get what lies between.
+    """Totals since the start. The difference of two readings is the traffic between them.
 
     encode_s, send_s, wait_s, decode_s: seconds of the communication thread spent packing, sending, waiting for peers'
     messages, and unpacking. exposed_s: seconds the training thread stood still waiting for the communication thread.
@@ -51,7 +51,7 @@ class MeterReading:
     operations: dict[tuple[str, str], OpReading] = field(default_factory=dict)
 
     def sent_by(self, operation: str) -> int:
-        """Payload sent by one operation, on all levels."""
+        """Payload bytes sent by one operation, on all levels."""
         return sum(reading.sent_bytes for (name, _), reading in self.operations.items() if name == operation)
 
     def __add__(self, other: MeterReading) -> MeterReading:
@@ -74,7 +74,7 @@ class MeterReading:
 
 @dataclass(frozen=True)
 class TimeSpan:
-    """A stretch of time in the life of one job: what for, whose, and when, on time.perf_counter's clock."""
+    """A span of time of one job: its kind, the job, start and end on time.perf_counter's clock."""
 
     kind: str
     job: str
@@ -83,9 +83,9 @@ class TimeSpan:
 
 
 class Meter:
-    """Adds up bytes and seconds; written by the communication thread, read by anyone.
+    """Adds up bytes and seconds. The communication thread writes it; any thread may read it.
 
-    spans: the timeline, kept while it is a list; None (at first) keeps none.
+    spans: the timeline, recorded if it is a list; None (the default) records none.
     """
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class Meter:
 
     @contextmanager
     def timed(self, kind: str, job: str = "") -> Iterator[None]:
-        """Add the block's wall-clock seconds to `kind`, one of SECONDS; `job` says whose they are."""
+        """Add the block's wall-clock seconds to `kind`, one of SECONDS. job: name of the job."""
         start = time.perf_counter()
         try:
             yield
@@ -105,7 +105,7 @@ class Meter:
             self.add(kind, job, start, time.perf_counter())
 
     def add(self, kind: str, job: str, start_s: float, end_s: float) -> None:
-        """Add a stretch of time to `kind`; one that is not of SECONDS goes to the timeline alone."""
+        """Add a span of time to `kind`. A kind that is not in SECONDS goes only to the timeline."""
         with self._lock:
             if kind in self._seconds:
                 self._seconds[kind] += end_s - start_s
@@ -125,7 +125,7 @@ class Meter:
             self._num_damaged += 1
 
     def snapshot(self) -> MeterReading:
-        """The totals so far, as a value that later counting does not change."""
+        """The totals so far, as a value that does not change later."""
         with self._lock:
             operations, seconds, num_damaged = dict(self._operations), dict(self._seconds), self._num_damaged
         return MeterReading(

@@ -1,4 +1,4 @@
-"""Which islands are there: an island is a world of its own, and its first rank meets those of the others."""
+"""The islands that are present. An island is a world of its own; its first rank talks to the others' first ranks."""
 
 from __future__ import annotations
 
@@ -14,12 +14,16 @@ from thinwire.collectives.meter import Meter, MeterReading
 
 
 class Peers(Protocol):
-    """What an island's first rank knows of the islands that are present.
+    """The present islands, as known to an island's first rank.
 
-    island: this one's number, which stays. members: those present, ascending, equal on all of them. generation: grows
-    with every change of the members. comm: over the members, in their order; another one after a change. membership:
-    what has changed last. has_state: whether this island has what the members share; one that joins lacks it, and sets
-    it when it has got it.
+    Args:
+        island: number of this island, which never changes.
+        members: numbers of the islands present, ascending, equal on all of them.
+        generation: grows with every change of the members.
+        comm: communicator over the members, in their order; a new one after a change.
+        membership: the last change.
+        has_state: whether this island has the state that the members share. One that joins lacks it, and sets this once
+            it has got it.
     """
 
     has_state: bool
@@ -40,36 +44,36 @@ class Peers(Protocol):
     def membership(self) -> Membership: ...
 
     def lost(self) -> bool:
-        """Whether a member is known to be gone; cheap, and asks nobody."""
+        """Whether a member is known to be lost. Cheap; sends nothing."""
         ...
 
     def changed(self) -> bool:
-        """Whether somebody waits to join, or is known to be lost; cheap, and asks nobody."""
+        """Whether an island waits to join or is known to be lost. Cheap; sends nothing."""
         ...
 
     def reached(self, step: int) -> None:
-        """This island has taken that step, and sent its parts of what is exchanged after it; cheap, and asks nobody."""
+        """Note that this island has taken that step and sent its parts of the exchange after it; sends nothing."""
         ...
 
     def awaiting(self, step: int) -> AbstractContextManager[None]:
-        """Inside, this island stands still for what is exchanged after that step; cheap, and asks nobody."""
+        """Context in which this island waits for the exchange after that step. Cheap; sends nothing."""
         ...
 
     def renew(self) -> None:
-        """Meet those that are left and those that wait: the next generation; a collective of them."""
+        """Form the next generation with the remaining islands and those that wait. A collective over them."""
         ...
 
     def close(self) -> None:
-        """Leave, and give back what the meeting took."""
+        """Leave, and release the resources of the meeting."""
         ...
 
     def abandon(self) -> None:
-        """Leave at once, whatever is under way: this island has failed, and the others need not find that out."""
+        """Leave at once: this island has failed, and the others need not find that out by a timeout."""
         ...
 
 
 def alone() -> WorldPeers:
-    """The peers of an island that is the only one; made by its first rank."""
+    """Peers of an island that is the only one; made by its first rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return WorldPeers()
     return WorldPeers(dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True))
@@ -85,17 +89,20 @@ class Meters(Meter):
 
     def snapshot(self) -> MeterReading:
         """The totals so far."""
-        # Peers that have met anew have another one, which starts at nothing.
+        # After a renewal the peers have another meter, which starts at zero.
         if self._peers is not None and self._peers.comm.meter not in self._parts:
             self._parts.append(self._peers.comm.meter)
         return sum((meter.snapshot() for meter in self._parts), MeterReading())
 
 
 class WorldPeers:
-    """The ranks of a process group, each an island, from the start to the end.
+    """Peers that are the ranks of a process group, each an island, for the whole run.
 
-    group: None for all ranks. timeout_s, checked: see Communicator. Nobody can leave or join a process group: after a
-    loss `renew` raises what its communicator raised.
+    No rank can leave or join a process group. After a loss `renew` raises the communicator's error.
+
+    Args:
+        group: None for all ranks.
+        timeout_s, checked: see Communicator.
     """
 
     generation = 0
@@ -114,18 +121,18 @@ class WorldPeers:
         self.has_state = True
 
     def lost(self) -> bool:
-        """Never: a message that does not come says so."""
+        """Always False: a loss shows as an error of the next message."""
         return False
 
     def changed(self) -> bool:
-        """Never."""
+        """Always False."""
         return False
 
     def reached(self, step: int) -> None:
-        """Nothing: nobody goes on without another."""
+        """Do nothing: no island goes on without another."""
 
     def awaiting(self, step: int) -> AbstractContextManager[None]:
-        """Nothing: nobody goes on without another."""
+        """Do nothing: no island goes on without another."""
         return nullcontext()
 
     def renew(self) -> None:
@@ -137,4 +144,4 @@ class WorldPeers:
         self.comm.close()
 
     def abandon(self) -> None:
-        """Nothing: who is gone from a process group is missed at the next message."""
+        """Do nothing: the other ranks notice at the next message."""

@@ -1,7 +1,7 @@
-"""Sums over ranks: who sends which packet to whom, in what order, and in which precision the sum is taken.
+"""Sums over ranks: the route of the packets, the order of the summands, and the precision of the sum.
 
-Generators over a Link, driven by the communication thread, which goes on with another job while one waits for its
-messages. Packets lie where the tensors do, on the CPU or a CUDA device. Every sum is taken in fp32 in rank order, so
+Collectives are generators over a Link. The communication thread drives them, and runs another job while one waits for
+its messages. Packets lie on the device of their tensors, CPU or CUDA. Every sum is taken in fp32 in rank order, so
 results do not depend on which message arrives first. A caller's tensor is written only after all messages of the
 operation have arrived.
 """
@@ -25,12 +25,12 @@ from thinwire.collectives.topology import Topology
 
 
 def added(*sent: Mapping[str, int]) -> dict[str, int]:
-    """Bytes by level, added up."""
+    """Sum of several mappings from levels to bytes."""
     return {level: sum(one[level] for one in sent) for level in ("intra", "inter")}
 
 
 def reduce_bytes(grid: Topology, num_elements: int, intra: Codec, inter: Codec) -> dict[str, int]:
-    """What one rank sends on each level in `reduce_scatter`; num_elements: of its slice."""
+    """Bytes that one rank sends on each level in `reduce_scatter`. num_elements: of the rank's slice."""
     to_neighbours = (grid.local_size - 1) * grid.num_nodes * intra.packet_bytes(num_elements)
     return {"intra": to_neighbours, "inter": (grid.num_nodes - 1) * inter.packet_bytes(num_elements)}
 
@@ -109,7 +109,7 @@ def _hop_intra(
     operation: str,
     lost: Feedback | None,
 ) -> Rounds[list[RotatedSum]]:
-    """Sums over the node of this local rank's slices, one for each node: n elements each."""
+    """Sums over the node of this local rank's slices, one for each node, of n elements each."""
     num_nodes, local_size, num_elements = slices.shape
     packet_bytes = codec.packet_bytes(num_elements)
     device = slices.device
@@ -148,7 +148,7 @@ def _hop_inter(
     operation: str,
     lost: Feedback | None,
 ) -> Rounds[RotatedSum]:
-    """The sum over the nodes of this rank's slice, n elements; `sums` are not to be used after."""
+    """Sum over the nodes of this rank's slice, n elements. `sums` must not be used afterwards."""
     num_nodes, num_elements, device = len(sums), sums[0].values.numel(), sums[0].values.device
     packet_bytes = codec.packet_bytes(num_elements)
     sends = link.scratch("inter_send", num_nodes, packet_bytes, device=device)
@@ -218,12 +218,12 @@ def all_reduce(
 
 
 def slice_length(num_elements: int, world_size: int, *codecs: Codec) -> int:
-    """Elements of each rank's slice of a tensor that zeros fill up to where the codecs can cut it."""
+    """Elements of each rank's slice of a tensor that is padded to where the codecs can cut it."""
     block = lcm(*(codec.block for codec in codecs))
     return -(-num_elements // (world_size * block)) * block
 
 
 def all_reduce_bytes(num_elements: int, grid: Topology, intra: Codec, inter: Codec, gather: Codec) -> dict[str, int]:
-    """What one rank sends on each level in `all_reduce`."""
+    """Bytes that one rank sends on each level in `all_reduce`."""
     n = slice_length(num_elements, grid.world_size, intra, inter, gather)
     return added(reduce_bytes(grid, n, intra, inter), gather_bytes(grid, gather.packet_bytes(n)))

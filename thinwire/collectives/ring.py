@@ -1,4 +1,4 @@
-"""Sums by gloo's own all_reduce, which nobody meters, as jobs of the communication thread."""
+"""Sums by gloo's own all_reduce, which can't be metered, as jobs of the communication thread."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ BY_FORMULA = ("bytes sent", "by formula: 2 (P-1)/P of what is reduced", "torch's
 
 @dataclass(frozen=True)
 class AllReduce:
-    """A sum over all ranks, in place and by gloo, that the communication thread can wait for.
+    """An in-place sum over all ranks by gloo that the communication thread can wait for.
 
-    operation: what the meter calls it.
+    operation: its name in the meter.
     """
 
     link: Link
@@ -39,16 +39,16 @@ class AllReduce:
 
 
 def ring_bytes(num_bytes: int, grid: Topology) -> dict[str, int]:
-    """What one rank sends on each level for a ring all_reduce: P-1 of P parts to sum, then again to spread.
+    """Bytes that one rank sends on each level for a ring all_reduce: P-1 of P parts to sum, then again to spread.
 
-    All of it counts as between nodes where there are several, as it is for the ranks at a node's ends.
+    If there are several nodes, all bytes count as sent between nodes, as they are for the ranks at a node's ends.
     """
     sent = 2 * (grid.world_size - 1) * num_bytes // grid.world_size
     return {"intra": 0, "inter": sent} if grid.num_nodes > 1 else {"intra": sent, "inter": 0}
 
 
 def count_ring(link: Link, operation: str, num_bytes: int) -> None:
-    """Enter an all_reduce by gloo into the meter, by its formula."""
+    """Count a gloo all_reduce in the meter, by its formula."""
     for level, sent in ring_bytes(num_bytes, link.topology).items():
         if sent:
             link.wire.meter.count(operation, level, sent, sent)

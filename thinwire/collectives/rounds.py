@@ -1,4 +1,4 @@
-"""What a job is to the communication thread."""
+"""Types of a communication job."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ T = TypeVar("T")
 
 
 class Awaited(Protocol):
-    """Something on its way that a job needs before it can go on."""
+    """A pending operation that a job needs before it can go on."""
 
     def wait(self) -> None:
-        """Block until it is there; raises what keeps it from coming."""
+        """Block until it is done. Raises its error."""
         ...
 
 

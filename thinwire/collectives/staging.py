@@ -1,7 +1,7 @@
-"""CUDA tensors on the communication thread: streams beside the training's, and pinned memory towards the network.
+"""CUDA tensors on the communication thread: side streams, and pinned memory for the network.
 
-gloo reads and writes the memory of the CPU. Codecs run on the device, on a side stream, and only their packets are
-copied, to pinned memory; a message is posted when its copy is there. Without CUDA nothing here does anything.
+gloo reads and writes CPU memory only. Codecs run on the device, on a side stream, and only their packets are copied to
+pinned memory. A message is posted when its copy is complete. Without CUDA the functions here do nothing.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ T = TypeVar("T")
 
 
 def allocate(num_bytes: int, device: torch.device) -> Tensor:
-    """uint8 memory; in a process that uses CUDA the CPU's is pinned, so that copies need no thread to wait for them."""
+    """uint8 memory. In a process that uses CUDA, CPU memory is pinned: copies then need no thread to wait for them."""
     pinned = device == CPU and torch.cuda.is_initialized()
     return torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
 
 
 def must_stage(tensor: Tensor) -> bool:
-    """Whether the tensor travels through a copy on the CPU. Raises ConfigError for a device that no job runs on."""
+    """Whether the tensor travels through a copy on the CPU. Raises ConfigError for a device that jobs can't use."""
     if tensor.device == CPU:
         return False
     if not tensor.is_cuda or tensor.device.index != torch.cuda.current_device():
@@ -39,7 +39,7 @@ def must_stage(tensor: Tensor) -> bool:
 
 
 def to_host(message: Tensor, held: Tensor) -> None:
-    """Queue a copy from the device to pinned memory on the current stream; it is there when `queued` has arrived."""
+    """Queue a copy from the device to pinned memory on the current stream. `queued` tells when it is complete."""
     held.copy_(message, non_blocking=True)
 
 
@@ -50,7 +50,7 @@ def to_device(held: Tensor, message: Tensor) -> None:
 
 @dataclass(frozen=True)
 class StreamDone:
-    """All that was queued on a stream up to now."""
+    """All work queued on a stream up to now."""
 
     event: torch.cuda.Event
 
@@ -59,7 +59,7 @@ class StreamDone:
 
 
 def queued() -> list[Awaited]:
-    """What is not done yet of the current stream's work."""
+    """The unfinished work of the current stream."""
     return unfinished(torch.cuda.current_stream()) if torch.cuda.is_initialized() else []
 
 
@@ -71,14 +71,14 @@ def unfinished(stream: torch.cuda.Stream) -> list[Awaited]:
 
 @dataclass(frozen=True)
 class OriginStream:
-    """The stream of the thread that submits a job, and how far it had come."""
+    """The stream of the thread that submits a job, and an event for the work queued on it so far."""
 
     stream: torch.cuda.Stream
     event: torch.cuda.Event
 
     @classmethod
     def here(cls) -> OriginStream | None:
-        """Of this thread; None where CUDA is not in use."""
+        """The current stream of this thread; None if CUDA is not in use."""
         if not torch.cuda.is_initialized():
             return None
         stream = torch.cuda.current_stream()
@@ -87,15 +87,15 @@ class OriginStream:
 
 @functools.cache
 def side_stream(device: torch.device, slot: int) -> torch.cuda.Stream:
-    """One for each slot: a job must not wait for the gradients of the next one."""
+    """The side stream of a slot. Each slot has one: a job must not wait for the gradients of the next one."""
     return torch.cuda.Stream(device)
 
 
 def beside(rounds: Rounds[T], origin: OriginStream | None, slot: int) -> Rounds[T]:
-    """The job with its device work on a side stream, after what `origin` had queued; it ends when that work is done.
+    """Run the job's device work on a side stream after the work that `origin` had queued. End when that work is done.
 
-    So whoever has the result may use it on any stream, and what the job holds may be freed. The result's own memory
-    belongs to the side stream: it is marked as used on the origin's.
+    The result may then be used on any stream, and the job's tensors may be freed. The result's memory belongs to the
+    side stream and is marked as used on the origin's stream.
     """
     if origin is None:
         return (yield from rounds)

@@ -1,4 +1,4 @@
-"""Parts of one job side by side."""
+"""Parts of one job that run side by side."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from thinwire.collectives.rounds import Awaited, Computed, Rounds
 
 
 def together(*jobs: Rounds[Any]) -> Rounds[list[Any]]:
-    """Run parts of one job side by side, each on a `Link.part` of its own; their results.
+    """Run parts of one job side by side, each on its own `Link.part`. Return their results.
 
-    While the messages of one travel, the next one packs. What they compute on a pool it computes at once, and each goes
-    on when its own is ready, in the order in which they asked.
+    While the messages of one part travel, the next part packs. Parts that compute on a pool do so at the same time.
+    Each goes on when its own work is done, in the order in which the parts asked.
     """
     results: list[Any] = [None] * len(jobs)
     waiting: dict[int, Sequence[Awaited]] = {}

@@ -1,4 +1,4 @@
-"""Who is near whom: a grid of nodes, each with the same number of ranks."""
+"""The grid of ranks: nodes with the same number of ranks each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from thinwire.errors import ConfigError
 class Topology:
     """`num_nodes` nodes of `local_size` ranks; rank = node * local_size + local_rank.
 
-    Links inside a node ("intra") are taken to be fast, links between nodes ("inter") slow.
+    Links inside a node ("intra") are assumed to be fast, links between nodes ("inter") slow.
     """
 
     num_nodes: int
@@ -34,7 +34,7 @@ class Topology:
         return node * self.local_size + local_rank
 
     def subgroup(self, members: Sequence[int]) -> Topology:
-        """The grid of some of the ranks, which lie one node after another and in equal numbers on each."""
+        """The grid of some of the ranks, which must lie one node after another, with equal numbers on each."""
         local_size = sum(self.node(rank) == self.node(members[0]) for rank in members)
         return Topology(len(members) // local_size, local_size)
 
@@ -43,7 +43,7 @@ class Topology:
 
     @classmethod
     def stated(cls, world_size: int, local_size: int) -> Topology:
-        """The grid the user asks for; raises ConfigError where `local_size` does not divide the world."""
+        """The grid that the user asks for. Raises ConfigError if `local_size` does not divide the world."""
         if local_size < 1 or world_size % local_size:
             fits = [d for d in range(1, world_size + 1) if world_size % d == 0]
             best = min(fits, key=lambda d: abs(d - local_size))
@@ -55,9 +55,9 @@ class Topology:
 
     @classmethod
     def from_labels(cls, labels: Sequence[str]) -> tuple[Topology, str]:
-        """The grid seen from one node label per rank, and the reason for it.
+        """The grid derived from one node label per rank, and the reason for it.
 
-        Nodes of unequal size, or whose ranks are not consecutive, give a flat grid: every rank a node of its own.
+        If nodes have unequal sizes, or their ranks are not consecutive, the grid is flat: each rank is its own node.
         """
         world_size = len(labels)
         nodes = list(dict.fromkeys(labels))
@@ -69,7 +69,7 @@ class Topology:
 
 
 def node_label(global_rank: int) -> str:
-    """This process's node: from LOCAL_WORLD_SIZE where a launcher set it, else the host's name."""
+    """Label of this process's node: from LOCAL_WORLD_SIZE if a launcher set it, else the host's name."""
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     if local_world_size > 0:
         return f"node{global_rank // local_world_size}"

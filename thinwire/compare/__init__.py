@@ -21,7 +21,7 @@ __all__ = ["Figures", "RaceConfig", "Result", "Row", "SeedResult", "race"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for, and nothing before that: the command reads its flags without torch."""
+    """Import a name when it is used: the command reads its flags without torch."""
     for place in ("options", "measure", "run") if name in __all__ else ():
         module = import_module(f"{__name__}.{place}")
         if hasattr(module, name):

@@ -1,7 +1,7 @@
-"""`python alone.py RUN_DIRS COMMAND ...`: makes one of torchrun's ranks run by itself, as if there were no others.
+"""`python alone.py RUN_DIRS COMMAND ...`: runs one of torchrun's ranks alone, as a world of one.
 
-All ranks then compute at the same time on the same cores as in a race, and nothing travels. RUN_DIRS holds {rank}.
-Run as a file, with the standard library alone: the command imports all that is heavy.
+All ranks then compute at the same time on the same cores as in a race, and send nothing. RUN_DIRS contains {rank}. The
+file is run by path and imports only the standard library; the command imports the rest.
 """
 
 from __future__ import annotations

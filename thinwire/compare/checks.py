@@ -1,4 +1,4 @@
-"""Reads and checks what the flags of `thinwire compare` say."""
+"""Reads and checks the flags of `thinwire compare`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 from thinwire.compare.options import RaceConfig
 from thinwire.errors import ConfigError, unusable_folder
 
-# Steps after each start that are not timed: caches fill, buffers are made, connections open.
+# Steps after each start that are not timed, while caches fill, buffers are made and connections open.
 WARM_UP_STEPS = 2
 DEFAULT_ROUNDS = 3
 
 
 def read_seeds(text: str | None, default: int) -> tuple[int, ...]:
-    """The seeds in `0,1,2`; raises ConfigError for anything else."""
+    """The seeds in `0,1,2`. Raises ConfigError for anything else."""
     if text is None:
         return (default,)
     seeds = [part.strip() for part in text.split(",")]
@@ -25,7 +25,7 @@ def read_seeds(text: str | None, default: int) -> tuple[int, ...]:
 
 
 def read_target(text: str | None) -> float | str | None:
-    """A loss, auto, or None; raises ConfigError for anything else."""
+    """A loss, auto, or None. Raises ConfigError for anything else."""
     if text is None or text == "auto":
         return text
     try:
@@ -38,12 +38,12 @@ def read_target(text: str | None) -> float | str | None:
 
 
 def most_rounds(num_steps: int) -> int:
-    """The largest number of rounds: each has its warm-up and at least one timed step."""
+    """The largest possible number of rounds: each needs its warm-up and at least one timed step."""
     return num_steps // (WARM_UP_STEPS + 1)
 
 
 def rounds_of(race: RaceConfig, num_steps: int) -> int:
-    """The number of rounds that was asked for, else the default, or fewer where the steps do not allow it."""
+    """The number of rounds asked for; by default DEFAULT_ROUNDS, or fewer if there are too few steps."""
     return race.rounds or max(1, min(DEFAULT_ROUNDS, most_rounds(num_steps)))
 
 
@@ -69,7 +69,7 @@ def range_errors(race: RaceConfig, num_steps: int) -> Iterator[str]:
 
 
 def folder_errors(race: RaceConfig) -> Iterator[str]:
-    """One message where the folder can't be used, or holds a race that is neither resumed nor overwritten."""
+    """A message if the folder can't be used, or holds a race that is neither resumed nor overwritten."""
     out = Path(race.out)
     if race.resume and race.overwrite:
         yield "--resume and --overwrite contradict each other: give one of them"

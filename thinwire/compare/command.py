@@ -12,9 +12,9 @@ from thinwire.training.signals import StoppedError
 
 
 def run_compare(args: Sequence[str]) -> int:
-    """Race as the arguments say; 0 where at least one contestant finished.
+    """Run a race. Return 0 if at least one contestant finished.
 
-    Raises ConfigError before anything is started, StoppedError after a signal, ThinwireError where all failed.
+    Raises ConfigError before anything is started, StoppedError after a signal, ThinwireError if all contestants failed.
     """
     problems = Problems()
     config, train = read_race(args, problems)
@@ -25,5 +25,5 @@ def run_compare(args: Sequence[str]) -> int:
     if result.stopped:
         raise StoppedError(signal.Signals[result.stopped])
     if not any(row.status == FINISHED for row in result.contestants):
-        raise ThinwireError(f"no contestant finished; what they printed lies in {config.out}")
+        raise ThinwireError(f"no contestant finished; their output is in {config.out}")
     return 0

@@ -1,4 +1,4 @@
-"""The commands that run a contestant, and the files that they write."""
+"""The commands that run a contestant, and the files that these commands write."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from thinwire.compare.plan import RacePlan
 from thinwire.training.run_dir import RunDir
 from thinwire.training.settings import to_toml
 
-# Enough for a median: more would only make the race longer.
+# Enough for a median; more steps would only make the race longer.
 MOST_ALONE_STEPS = 10
 ALONE = Path(__file__).with_name("alone.py")
 RANK_DIR = "rank{rank}"
@@ -23,7 +23,7 @@ RANK_DIR = "rank{rank}"
 
 @dataclass(frozen=True)
 class Files:
-    """Where one contestant's run with one seed lies: its run directory, and its configuration and output beside it."""
+    """Files of one contestant's run with one seed: its run directory, its configuration and its output."""
 
     run_dir: Path
 
@@ -89,6 +89,6 @@ def num_alone_steps(plan: RacePlan) -> int:
 
 
 def alone_dirs(plan: RacePlan, seed: int) -> list[Path]:
-    """Where the ranks of `alone_command` write."""
+    """Run directories of the ranks of `alone_command`."""
     run_dir = Files.of(plan.out, COMPUTE, seed).run_dir
     return [run_dir / RANK_DIR.replace("{rank}", str(rank)) for rank in range(plan.lab.world_size)]

@@ -1,4 +1,4 @@
-"""The contestants of a race: strategies of `thinwire train`, with options of their own, and outside programs."""
+"""The contestants of a race: strategies of `thinwire train` with their options, and outside programs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from thinwire.training.config import TrainConfig, range_errors
 from thinwire.training.run import Run
 
 PLACEHOLDERS = ("run_dir", "steps", "seed", "config", "resume", "stop_at")
-# Options of the training that a contestant may set for itself: the best values differ from method to method.
+# Training options that each contestant may set for itself, because their best values depend on the method.
 TUNED = ("lr", "optimizer", "weight_decay", "grad_clip")
-# Folder and row of the measurement of computing alone, which is no contestant.
+# Folder and row of the measurement of computing alone. It is not a contestant.
 COMPUTE = "compute"
 _NAME = r"[A-Za-z0-9][\w.+-]*"
 _STRATEGY = re.compile(rf"(?:(?P<name>{_NAME})=)?(?P<strategy>{_NAME})(?:\[(?P<options>.*)\])?")
@@ -36,17 +36,17 @@ class Contestant:
     command: str = ""
 
     def __str__(self) -> str:
-        """What runs, without its name."""
+        """The strategy with its options, or the command, without the name."""
         options = ",".join(f"{name}={value}" for name, value in self.options.items())
         return self.command or (f"{self.strategy}[{options}]" if options else self.strategy)
 
     @property
     def is_whole(self) -> bool:
-        """Whether it can't be cut into rounds."""
+        """Whether the contestant can't be cut into rounds."""
         return bool(self.command) and "{stop_at}" not in self.command
 
     def config(self, base: TrainConfig) -> TrainConfig:
-        """The configuration with this strategy; an outside program gets the base's."""
+        """The configuration with this strategy. An outside program gets the base configuration."""
         if self.command:
             return base
         tuned = {name: value for name, value in self.options.items() if name in TUNED}
@@ -58,11 +58,11 @@ class Contestant:
         return replace(config, tables={**base.tables, table: {**base.tables.get(table, {}), **own}})
 
     def settled_after(self, base: TrainConfig) -> int:
-        """First steps of a run in which the strategy does not yet work as it does later; 0 for an outside program."""
+        """Number of first steps in which the strategy does not yet work as it does later; 0 for an outside program."""
         return 0 if self.command else Run.of(self.config(base)).strategy.settled_after
 
     def words(self, values: Mapping[str, str]) -> list[str]:
-        """The command with its placeholders filled in; a word that is then empty is left out."""
+        """The command with its placeholders filled in. Words that become empty are left out."""
         words = [_filled(word, values) for word in shlex.split(self.command)]
         return [word for word in words if word]
 
@@ -72,9 +72,9 @@ def _filled(word: str, values: Mapping[str, str]) -> str:
 
 
 def read_contestants(text: str, problems: Problems, base: TrainConfig | None = None) -> list[Contestant]:
-    """The contestants in `a,b,NAME=c[option=value,...],cmd:NAME=COMMAND`; notes everything that is wrong with them.
+    """The contestants in `a,b,NAME=c[option=value,...],cmd:NAME=COMMAND`. Notes all errors in them.
 
-    A comma inside brackets or quotes does not separate. base: the training that all contestants share.
+    A comma inside brackets or quotes does not separate contestants. base: the training that all contestants share.
     """
     contestants, base = [], base or TrainConfig()
     for part in filter(None, map(str.strip, split(text, problems))):
@@ -93,7 +93,7 @@ def read_contestants(text: str, problems: Problems, base: TrainConfig | None = N
 
 
 def split(text: str, problems: Problems) -> list[str]:
-    """The parts between commas that stand outside of brackets and quotes."""
+    """The parts of the text between commas outside of brackets and quotes."""
     parts, depth, quote = [""], 0, ""
     for char in text:
         if char == "," and not depth and not quote:
@@ -112,7 +112,7 @@ def split(text: str, problems: Problems) -> list[str]:
 
 
 def read_command(text: str) -> Contestant:
-    """An outside program; raises ConfigError where it can't be started as it stands."""
+    """Read an outside program. Raises ConfigError if it can't be started."""
     match = _COMMAND.fullmatch(text)
     if not match:
         raise ConfigError(f"--strategies {text}: must be cmd:NAME=COMMAND, such as cmd:peer=python peer.py {{run_dir}}")
@@ -132,7 +132,7 @@ def read_command(text: str) -> Contestant:
 
 
 def read_strategy(text: str, problems: Problems, base: TrainConfig) -> Contestant:
-    """A strategy, with a name and options where they are stated; notes wrong options, raises ConfigError otherwise."""
+    """Read a strategy with its name and options. Notes wrong options; raises ConfigError for other errors."""
     match = _STRATEGY.fullmatch(text)
     if not match:
         raise ConfigError(f"--strategies {text}: must be STRATEGY, NAME=STRATEGY or NAME=STRATEGY[option=value,...]")
@@ -162,7 +162,7 @@ def checked_options(strategy: str, stated: Mapping[str, Any], note: str, problem
 
 
 def _option(part: str, text: str) -> tuple[str, Any]:
-    """The name and the value, read as TOML; a word without quotes is a string."""
+    """The name and the value of an option, read as TOML. A word without quotes is a string."""
     name, equals, value = (piece.strip() for piece in part.partition("="))
     if not (name and equals and value):
         raise ConfigError(f"--strategies {text}: {part.strip()!r} must be option=value")

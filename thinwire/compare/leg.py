@@ -22,7 +22,7 @@ from thinwire.lab import Job, LabNetwork, start
 from thinwire.training.signals import STOPPING
 
 POLL_S = 0.02
-# A training that was asked to stop finishes its step in a slow network, and saves.
+# A training that is asked to stop finishes its step in the slow network, then saves.
 STOP_GRACE_S = 120.0
 KILL_GRACE_S = 5.0
 NUM_LAST_LINES = 20
@@ -31,9 +31,12 @@ LONGEST_REASON = 300
 
 @dataclass(frozen=True)
 class LegStart:
-    """A command to run on every rank. stop: the last step of this leg; last_step: that of the leg before it.
+    """A command to run on every rank.
 
-    settled_after: first steps of the run that are not timed.
+    Args:
+        stop: last step of this leg.
+        last_step: last step of the previous leg.
+        settled_after: number of first steps of the run that are not timed.
     """
 
     command: Sequence[str]
@@ -73,12 +76,12 @@ class StopWish(AbstractContextManager["StopWish"]):
         self.signum = signum
 
 
-# Warnings of torch, most of them about host names.
+# Warnings by torch, mostly about host names.
 TORCH_WARNING = re.compile(r"\s*(\[rank\d+\]:)?\[W\d{4} ")
 
 
 class OutputTail:
-    """Writes what the ranks print to a file, and keeps the last lines, which may tell why a rank failed."""
+    """Writes the ranks' output to a file, and keeps the last lines, which may show why a rank failed."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
@@ -90,7 +93,7 @@ class OutputTail:
             self._last[rank].append(text.strip())
 
     def reason(self, rank: int) -> str:
-        """The last thing the rank said, its own error message where there is one."""
+        """The last line of a rank's output, or its own error message if there is one."""
         lines = self._last[rank]
         errors = [line for line in lines if line.startswith("thinwire:")]
         last = (errors or list(lines) or ["it printed nothing"])[-1]
@@ -102,7 +105,7 @@ class OutputTail:
 def run_leg(
     network: LabNetwork, begin: LegStart, wish: StopWish, on_step: Callable[[dict[str, Any]], None]
 ) -> tuple[Leg, str]:
-    """Run to the end of the leg, or until a stop is wished; the leg, and why it failed (empty where it did not).
+    """Run to the end of the leg, or until a stop is asked for. Return the leg, and why it failed; empty if it did not.
 
     Afterwards the links have their rates again, and no process that was started is left.
     """
@@ -128,7 +131,7 @@ def run_leg(
 def _watch(
     job: Job, watch: LegWatch, begin: LegStart, wish: StopWish, on_step: Callable[[dict[str, Any]], None]
 ) -> str:
-    """Wait until the job has ended, or end it; the reason of a failure, else an empty text."""
+    """Wait until the job has ended, or end it. Return the reason of a failure, or an empty text."""
     due = time.monotonic() + begin.timeout_s
     while job.poll() is None:
         if watch.look():
@@ -158,7 +161,7 @@ def _why_failed(job: Job, output: OutputTail, leg: Leg, begin: LegStart) -> str:
 
 
 def read_summary(run_dir: Path) -> dict[str, Any]:
-    """summary.json of a run, empty where there is none that can be read."""
+    """The summary.json of a run; empty if it is missing or can't be read."""
     try:
         values = json.loads((run_dir / "summary.json").read_text())
     except (OSError, ValueError):

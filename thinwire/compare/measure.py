@@ -1,4 +1,4 @@
-"""From the legs of a race and the metrics of its runs to one row of figures per contestant."""
+"""Figures of a race: turns its legs and the metrics of its runs into one row per contestant."""
 
 from __future__ import annotations
 
@@ -32,14 +32,18 @@ AVERAGES: dict[str, Callable[[Iterable[float]], float]] = {"mean": fmean, "media
 
 @dataclass(frozen=True)
 class Figures:
-    """What is compared; None: not known. Bytes are those a rank sends in a step.
+    """The compared figures of a run; None: not known. Bytes are those that a rank sends in a step.
 
-    step_s, exposed_comm_s, codec_s: medians over the timed steps, of rank 0; means in a race with islands.
-    compute_s: step_s less exposed_comm_s.
-    sent_bytes_per_step: payload of rank 0; kernel_sent_bytes_per_step: everything on a node's link over its ranks, mean
-    of the nodes (and of the worst one); both are means over the timed steps of a start, of which the median is taken.
-    bound_s: max(compute alone, bytes / rate); unhidden_s: what must come on top of it, see `least_time`.
-    minutes_to_target: step_s times the steps until the smoothed training loss is at the target.
+    Args:
+        step_s, exposed_comm_s, codec_s: of rank 0, medians over the timed steps; means in a race with islands.
+        compute_s: step_s minus exposed_comm_s.
+        sent_bytes_per_step: payload of rank 0. A mean over the timed steps of each start, then the median of the
+            starts.
+        kernel_sent_bytes_per_step: all bytes on a node's link divided by its ranks, averaged in the same way; the mean
+            over the nodes, and the worst node.
+        bound_s: max(compute alone, bytes / rate).
+        unhidden_s: time that must be added to it, see `least_time`.
+        minutes_to_target: step_s times the steps until the smoothed training loss reaches the target.
     """
 
     step_s: float | None = None
@@ -61,7 +65,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class SeedResult:
-    """One run. target_step: the first step at which the target is reached; None: not reached, or no target."""
+    """One run. target_step: the first step that reaches the target; None: not reached, or no target."""
 
     seed: int
     run_dir: str
@@ -76,8 +80,8 @@ class SeedResult:
 class Row:
     """One contestant: means over its seeds, and each divided by the reference's.
 
-    spread: the lowest and the highest of each figure over the seeds, of times over the rounds of all seeds; None where
-    there is only one.
+    spread: the lowest and the highest of each figure over the seeds; for times, over the rounds of all seeds. None if
+    there is only one value.
     """
 
     name: str
@@ -95,9 +99,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Result:
-    """A race as it stands. reference: the row that ratios are taken to; compute_alone_s: a step without exchange.
+    """The current result of a race.
 
-    measured_at: date and time, in ISO 8601.
+    Args:
+        reference: the row that ratios are taken to.
+        compute_alone_s: seconds of a step without exchange.
+        measured_at: date and time, in ISO 8601.
     """
 
     command: str
@@ -119,7 +126,7 @@ class Result:
     contestants: list[Row] = field(default_factory=list)
 
     def row(self, name: str) -> Row:
-        """A contestant's row; raises KeyError."""
+        """The row of a contestant. Raises KeyError."""
         return {row.name: row for row in self.contestants}[name]
 
     def to_json(self) -> dict[str, Any]:
@@ -127,7 +134,7 @@ class Result:
 
 
 def measure(plan: RacePlan, record: Record) -> Result:
-    """The figures of what has been done so far."""
+    """Figures of all finished legs."""
     alone = median(alone.step_s for alone in record.alone) if record.alone else None
     forward = median(alone.forward_s for alone in record.alone) if record.alone else 0.0
     runs = {
@@ -168,7 +175,7 @@ def measure(plan: RacePlan, record: Record) -> Result:
 
 
 def average_of(plan: RacePlan) -> str:
-    """The median; the mean where islands race, which exchange in few steps: a median would not see those."""
+    """Name of the average: the median, or the mean if islands race, since a median ignores their few exchanges."""
     return "mean" if any(has_islands(one.strategy) for one in plan.contestants) else "median"
 
 
@@ -180,7 +187,7 @@ def status_of(plan: RacePlan, record: Record, contestant: Contestant) -> str:
 
 
 def reference_of(rows: Sequence[Row]) -> tuple[str | None, str]:
-    """The row that ratios are taken to, and why it is not ddp-bf16 where it is not."""
+    """The row that ratios are taken to, and the reason if it is not ddp-bf16."""
     statuses = {row.name: row.status for row in rows}
     finished = [name for name, status in statuses.items() if status == FINISHED]
     if REFERENCE in finished:
@@ -221,7 +228,7 @@ def seed_result(
 
 
 def times_of(rows: Sequence[Mapping[str, Any]], average: Callable[[Iterable[float]], float]) -> dict[str, float | None]:
-    """A typical step's seconds; computing is what waiting leaves of the step, so that the two add up to it."""
+    """Seconds of a typical step. Computing is the step minus waiting, so that the two add up to the step."""
     found = {name: _average(rows, name, average) for name in ("step_s", "exposed_comm_s", "codec_s")}
     step_s, exposed = found["step_s"], found["exposed_comm_s"]
     return found | {"compute_s": None if step_s is None or exposed is None else step_s - exposed}
@@ -249,13 +256,13 @@ def spread_of(
 
 
 def per_step(legs: Sequence[Leg], name: str) -> list[float]:
-    """Bytes of each node in a step: the median over the legs of their means; empty where nothing was counted."""
+    """Bytes of each node in a step: the median over the legs of their means; empty if nothing was counted."""
     counted = [[total / leg.kernel_steps for total in getattr(leg, name)] for leg in legs if leg.kernel_steps]
     return [median(node) for node in zip(*counted, strict=True)]
 
 
 def payload_per_step(legs: Sequence[Leg], run: RunFiles) -> float | None:
-    """Bytes by the meter of rank 0, averaged as the kernel's are; None where the run did not count them."""
+    """Bytes by the meter of rank 0, averaged like the kernel's; None if the run did not count them."""
     counted = [
         [number(row.get("sent_bytes")) for row in run.steps if leg.first_timed <= row["step"] <= leg.last_timed]
         for leg in legs
@@ -265,7 +272,7 @@ def payload_per_step(legs: Sequence[Leg], run: RunFiles) -> float | None:
 
 
 def weights_share(rows: Sequence[Mapping[str, Any]]) -> float:
-    """The share of the payload that brings weights to the next forward; the rest is gradients, sent in the backward."""
+    """Share of the payload that brings weights to the next forward. The rest is gradients, sent in the backward."""
     sent = sum(number(row.get("sent_bytes")) for row in rows)
     weights = sum(number(row.get("sent_weight_bytes", 0)) for row in rows)
     return weights / sent if sent > 0 and math.isfinite(weights) else 0.0
@@ -279,10 +286,10 @@ def least_time(
     forward: float = 0.0,
     weights: float = 0.0,
 ) -> float | None:
-    """The least seconds of a step; None where computation was not measured.
+    """The least seconds that a step can take; None if computation was not measured.
 
-    max(compute, link), where link is the busiest link's bytes over its rate. Where forward (seconds, of computation
-    alone) and weights (the share of the bytes that bring them) are given:
+    max(compute, link), where link is the busiest link's bytes over its rate. If `forward` (seconds of computation
+    alone) and `weights` (the share of the bytes that bring weights) are given:
     max(forward, weights link) + max(compute - forward, (1 - weights) link),
     because gradients exist only after the last weight has arrived, and new weights only after the last gradient.
     """
@@ -308,9 +315,9 @@ def first_at_most(losses: Sequence[float], target: float, window: int) -> int | 
 def target_loss(
     plan: RacePlan, finished: Sequence[str], runs: dict[tuple[str, int], RunFiles], seed: int
 ) -> float | None:
-    """The stated target, or with auto the smoothed loss at the end of zero, else ddp, else the first that finished.
+    """The stated target. With auto: the final smoothed loss of zero, else of ddp, else of the first that finished.
 
-    That loss is rounded up to hundredths, so that rounding errors do not decide who reaches it.
+    That loss is rounded up to hundredths, so that rounding errors do not decide which contestant reaches it.
     """
     if plan.target != "auto":
         return None if plan.target is None else float(plan.target)
@@ -322,20 +329,20 @@ def target_loss(
 
 
 def mean_of(tokens_per_step: int, figures: Sequence[Figures]) -> Figures:
-    """The mean of each figure over seeds, None where a seed lacks it; tokens/s are those of the mean step."""
+    """The mean of each figure over seeds; None if a seed lacks it. tokens/s are those of the mean step."""
     columns = {item.name: [getattr(one, item.name) for one in figures] for item in fields(Figures)}
     mean = Figures(**{name: None if None in values else fmean(values) for name, values in columns.items()})
     return replace(mean, tokens_per_s=tokens_per_step / mean.step_s if mean.step_s else None)
 
 
 def ratios(figures: Figures, reference: Figures) -> dict[str, float | None]:
-    """Each figure over the reference's; None where one of them is not known or the reference's is 0."""
+    """Each figure divided by the reference's; None if one of them is not known or the reference's is 0."""
     pairs = {item.name: (getattr(figures, item.name), getattr(reference, item.name)) for item in fields(Figures)}
     return {name: mine / theirs if mine is not None and theirs else None for name, (mine, theirs) in pairs.items()}
 
 
 def _read(run_dir: Path) -> RunFiles:
-    """The run as far as it is there."""
+    """Read the files of a run that exist so far."""
     try:
         return read_run(run_dir)
     except ConfigError:

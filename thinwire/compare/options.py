@@ -22,7 +22,7 @@ class RaceConfig:
     """
 
     strategies: str = "ddp,ddp-bf16,fsdp-bf16,powersgd-torch,powersgd,zero,sdp4bit"
-    """Who races, separated by commas: STRATEGY, NAME=STRATEGY[option=value,...] or cmd:NAME=COMMAND."""
+    """Contestants, separated by commas: STRATEGY, NAME=STRATEGY[option=value,...] or cmd:NAME=COMMAND."""
     lab: str = "nodes=2,rate=100mbit"
     """The network: nodes=N,rate=R and, if you like, local_size=L,slow=NODE:R,delay=T,loss=P."""
     target_loss: str | None = None
@@ -62,13 +62,13 @@ def command_line() -> CommandLine:
 
 
 def of_other_place(name: str) -> str:
-    """What to say of a flag of the training."""
+    """Tail of an error message about a flag of the training."""
     is_of_training = of_training().knows(name)
     return ": it is one of `thinwire train`, whose flags follow after --" if is_of_training else ""
 
 
 def read_race(args: Sequence[str], problems: Problems) -> tuple[RaceConfig, TrainConfig]:
-    """The race and the training that the command line asks for; notes everything that is wrong.
+    """Read the race and the training from the command line. Notes all errors.
 
     Raises ConfigError for a CONFIG.toml that can't be read; SystemExit after --help.
     """

@@ -1,4 +1,4 @@
-"""Everything that is decided before a race starts: who, where, how many steps, in which order."""
+"""The plan of a race: contestants, network, number of steps, order."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from thinwire.training.hardware import choose_dtype, threads_per_worker
 from thinwire.training.run import Run, tables_in_effect, tokens_of
 
 DEFAULT_SMOOTH = 20
-# Options that the race sets itself, and why; stating one of them has no effect, which is said.
+# Options that the race sets itself, and why. A user who states one is told that it has no effect.
 SET_BY_RACE = {
     "strategy": "--strategies names those that race",
     "workers": "--lab says how many ranks there are",
@@ -54,7 +54,7 @@ SET_BY_RACE = {
 
 @dataclass(frozen=True)
 class RacePlan:
-    """A race that can be run. stops: the last step of each round. train: the configuration shared by all."""
+    """A race that can be run. stops: the last step of each round. train: the configuration of all contestants."""
 
     race: RaceConfig
     train: TrainConfig
@@ -92,7 +92,7 @@ class RacePlan:
 
 
 def make_plan(race: RaceConfig, train: TrainConfig, problems: Problems) -> RacePlan:
-    """Check everything, then choose the compute dtype and prepare the tokens, once for all contestants.
+    """Check everything, choose the compute dtype and prepare the tokens, once for all contestants.
 
     Raises ConfigError with all problems at once.
     """
@@ -130,16 +130,16 @@ def check_training(train: TrainConfig, contestants: list[Contestant], problems: 
     """Note every reason why a contestant's training can't start."""
     own = [contestant for contestant in contestants if contestant.strategy]
     first = own[0].config(train) if own else train
-    # --out has been checked; a run directory of that name holds nothing.
+    # --out has been checked, and a run directory with this name is empty.
     check(replace(first, run_dir=str(Path(tempfile.gettempdir(), uuid.uuid4().hex))), problems)
     for contestant in own[1:]:
         problems.note(lambda one=contestant: Run.of(one.config(train)))
-    # Contestants that share a wrong table of options have the same to say about it.
+    # Contestants that share a wrong table of options report the same error.
     problems.messages = list(dict.fromkeys(problems.messages))
 
 
 def rows_of(race: RaceConfig, asked: TrainConfig, train: TrainConfig, contestants: list[Contestant]) -> Iterator[Row]:
-    """What was asked for, what is in effect and why, wherever the two differ."""
+    """Rows of (asked for, in effect, why) for all options in which the two differ."""
     for name, why in SET_BY_RACE.items():
         if getattr(asked, name) != getattr(DEFAULTS, name):
             yield f"{flag(name)} {getattr(asked, name)}", "no effect", why

@@ -1,4 +1,4 @@
-"""What a race has done so far, kept in OUT/compare.json so that an interrupted one can go on."""
+"""The record of a race, kept in OUT/compare.json so that an interrupted race can be resumed."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ PAGE = "compare.html"
 class Leg:
     """One start of a contestant, up to the end of a round or an interruption.
 
-    Steps count from 1, and 0 stands for none; first_timed to last_timed ran in the slow network, after the warm-up.
-    kernel_*_bytes: per node, what its link carried during `kernel_steps` of them. is_complete: it reached the end of
-    its round.
+    Steps count from 1, and 0 stands for none.
+
+    Args:
+        first_timed, last_timed: the steps that ran in the slow network after the warm-up.
+        kernel_*_bytes: bytes on each node's link during `kernel_steps` of these steps.
+        is_complete: whether the leg reached the end of its round.
     """
 
     turn: int
@@ -70,8 +73,12 @@ class Alone:
 
 @dataclass
 class Record:
-    """All legs of a race. command: what was typed. alone_failed: why computation alone could not be measured. stopped:
-    the signal that ended it early.
+    """All legs of a race.
+
+    Args:
+        command: the command line as typed.
+        alone_failed: why computation alone could not be measured.
+        stopped: the signal that ended the race early.
     """
 
     settings: dict[str, Any]
@@ -82,7 +89,7 @@ class Record:
     stopped: str = ""
 
     def entry(self, contestant: str, seed: int) -> SeedEntry:
-        """The contestant's run with this seed, made where it is missing."""
+        """The contestant's run with this seed; added if it is missing."""
         for entry in self.entries:
             if (entry.contestant, entry.seed) == (contestant, seed):
                 return entry
@@ -90,20 +97,20 @@ class Record:
         return self.entries[-1]
 
     def failure(self, contestant: str) -> str:
-        """Why the contestant is out of the race; empty where it is not."""
+        """Why the contestant is out of the race; empty if it is not."""
         return next((entry.failed for entry in self.entries if entry.contestant == contestant and entry.failed), "")
 
     def save(self, out: Path, result: Mapping[str, Any]) -> None:
-        """Write compare.json: the result for readers, and the legs for going on."""
+        """Write compare.json: the result for readers, and the legs for a resume."""
         draft = out / f".{FILE}.tmp"
         draft.write_text(json.dumps({**result, "record": asdict(self)}, indent=1) + "\n")
         draft.replace(out / FILE)
 
 
 def load_record(out: Path, settings: dict[str, Any]) -> Record:
-    """The record of the race to resume; contestants that failed are to try again.
+    """Load the record of the race to resume. Failed contestants will run again.
 
-    Raises ConfigError where it was another race, or can't be read.
+    Raises ConfigError for another race's record, or one that can't be read.
     """
     path = out / FILE
     try:
@@ -115,7 +122,7 @@ def load_record(out: Path, settings: dict[str, Any]) -> Record:
         alone = [Alone(**measured) for measured in values["alone"]]
         record = Record(values["settings"], values["command"], entries, alone)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"--resume: {path} can't be read ({error!r}); start anew with --overwrite") from None
+        raise ConfigError(f"--resume: {path} can't be read ({error!r}); start again with --overwrite") from None
     changed = [
         f"{name} was {old!r} and can't become {new!r}"
         for name, old, new in differences(record.settings, json.loads(json.dumps(settings)))
@@ -126,7 +133,7 @@ def load_record(out: Path, settings: dict[str, Any]) -> Record:
 
 
 def recorded_dtype(out: Path) -> Any:
-    """The compute dtype that was measured when the race began; auto where it can't be read."""
+    """The compute dtype that was measured when the race began; auto if it can't be read."""
     try:
         return json.loads((out / FILE).read_text())["record"]["settings"]["train"]["dtype"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -146,7 +153,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
 
 
 def delete_race(out: Path) -> None:
-    """Delete what a race wrote below `out`, and nothing else that lies there."""
+    """Delete the files of a race below `out`, and nothing else in it."""
     try:
         entries = json.loads((out / FILE).read_text())["record"]["entries"]
         names = {entry["contestant"] for entry in entries}

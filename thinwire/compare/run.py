@@ -1,4 +1,4 @@
-"""The race itself: rounds in which every contestant runs once, in the same network on the same cores."""
+"""Runs a race: in each round every contestant runs once, in the same network on the same cores."""
 
 from __future__ import annotations
 
@@ -37,11 +37,14 @@ def race(
     problems: Problems | None = None,
     board: Board | None = None,
 ) -> Result:
-    """Race, write OUT/compare.json after every leg and OUT/compare.html at the end; the result.
+    """Run a race, write OUT/compare.json after every leg and OUT/compare.html at the end. Return the result.
 
-    command: what was typed, for the page. problems: those found so far, to be raised with the ones found here.
-    SIGINT and SIGTERM end it after the current steps, with the result of what was done. Raises ConfigError, with all
-    problems at once, before anything is started.
+    SIGINT and SIGTERM end it after the current steps, with the result so far. Raises ConfigError, with all problems at
+    once, before anything is started.
+
+    Args:
+        command: the command line as typed, for the page.
+        problems: errors found so far, to be raised with those found here.
     """
     train = train or TrainConfig()
     if config.resume and train.dtype == "auto":
@@ -67,13 +70,13 @@ def race(
 
 
 class RaceRunner:
-    """Runs the legs of a race that are not done; each is added to `record`."""
+    """Runs the remaining legs of a race and adds each to `record`."""
 
     def __init__(self, plan: RacePlan, record: Record, network: LabNetwork, wish: StopWish, board: Board) -> None:
         self.plan, self.record, self.network, self.wish, self.board = plan, record, network, wish, board
 
     def run(self) -> None:
-        """Run every round of every seed, in an order that shifts by one each time, until a signal asks to stop."""
+        """Run every round of every seed, until a signal asks to stop. The order shifts by one each time."""
         legs = list(self._schedule())
         self.board.start(self.plan, len(legs))
         for seed, turn, contestant in legs:
@@ -89,7 +92,7 @@ class RaceRunner:
             self.record.save(self.plan.out, measure(self.plan, self.record).to_json())
 
     def _schedule(self) -> Iterator[tuple[int, int, Contestant | None]]:
-        """(seed, round, contestant) of every leg that is not done; None stands for the computation alone."""
+        """Yield (seed, round, contestant) of each remaining leg; None stands for the computation alone."""
         plan, num_rounds = self.plan, len(self.plan.stops)
         measured = {(alone.seed, alone.turn) for alone in self.record.alone}
         runners = [*plan.contestants, *([] if plan.race.no_bound else [None])]
@@ -119,13 +122,13 @@ class RaceRunner:
         if math.isfinite(peak):
             entry.peak_rss_bytes = max(int(peak), entry.peak_rss_bytes or 0)
         if entry.has_done(len(self.plan.stops)) and not contestant.command:
-            # No leg needs the checkpoints any more, and those of many contestants would fill the disk.
+            # No leg needs the checkpoints any more, and the checkpoints of many contestants would fill the disk.
             for run_dir in (files.run_dir, *files.run_dir.glob("island-*")):
                 shutil.rmtree(RunDir(run_dir).checkpoints, ignore_errors=True)
         self.board.leg_done(entry.failed)
 
     def _compute_alone(self, seed: int, turn: int) -> None:
-        """Note the median step of all ranks when each trains its share without the others."""
+        """Record the median step of all ranks when each trains its share without the others."""
         command, (first, *others) = alone_command(self.plan, seed), alone_dirs(self.plan, seed)
         files = Files.of(self.plan.out, COMPUTE, seed)
         begin = replace(self._start(command, files, turn, stop=0, last_step=0), metrics=first / "metrics.jsonl")

@@ -1,4 +1,4 @@
-"""What the user sees of a race: who runs, and the table at the end."""
+"""Terminal output of a race: the contestants, the progress, and the table at the end."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from thinwire.report.run import number
 from thinwire.report.units import MISSING, seconds_text
 
 LINE_EVERY_S = 10.0
-# Width of the table where the output is not a terminal.
+# Width of the table if the output is not a terminal.
 PLAIN_WIDTH = 160
 
 
 class Board:
-    """Shows a race as it goes: a live table on a terminal, plain lines elsewhere."""
+    """Shows the progress of a race: a live table on a terminal, plain lines elsewhere."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False)
@@ -37,7 +37,7 @@ class Board:
         self._began = self._line_due = time.monotonic()
 
     def start(self, plan: RacePlan, num_legs: int) -> None:
-        """Print what is in effect; num_legs: starts that are left."""
+        """Print what is in effect. num_legs: number of remaining starts."""
         self._num_legs, self._began = num_legs, time.monotonic()
         self._num_rounds = len(plan.stops)
         table = Table("asked for", "in effect", "why", title=f"race in {plan.lab}", title_justify="left")
@@ -46,27 +46,27 @@ class Board:
         self.console.print(table)
 
     def leg(self, name: str, seed: int, turn: int, num_steps: int) -> None:
-        """A contestant starts; num_steps: of its whole run."""
+        """Note that a contestant starts. num_steps: steps of its whole run."""
         self._current, self._num_steps = name, num_steps
         self._states[name] = [name, str(seed), f"{turn}/{self._num_rounds}", "starts", "", ""]
         self._show(is_due=False)
 
     def step(self, row: dict[str, Any]) -> None:
-        """The contestant that runs has finished a step."""
+        """Note that the running contestant has finished a step."""
         loss, step_s = number(row.get("loss")), number(row.get("step_s"))
         step = f"{row['step']}/{self._num_steps}"
         self._states[self._current][3:] = [step, f"{loss:.4f}", seconds_text(step_s)]
         self._show(is_due=time.monotonic() >= self._line_due)
 
     def leg_done(self, failed: str) -> None:
-        """The contestant that ran has ended; failed: why it is out of the race."""
+        """Note that the running contestant has ended. failed: why it is out of the race."""
         self._num_done += 1
         self._show(is_due=not failed)
         if failed:
             self.console.print(f"{self._current} is out of the race: {failed}", style="bold red", markup=False)
 
     def leg_skipped(self) -> None:
-        """A turn of a contestant that is out of the race."""
+        """Note that the turn of a contestant that is out of the race is skipped."""
         self._num_legs -= 1
 
     def close(self) -> None:
@@ -75,7 +75,7 @@ class Board:
             self._live = None
 
     def finish(self, result: Result, page: Path) -> None:
-        """Print the result and where it lies."""
+        """Print the result and the place of its files."""
         values = result.to_json()
         self.console.print(result_table(values))
         reasons = [f"{row.name} {row.status}: {row.reason}" for row in result.contestants if row.reason]

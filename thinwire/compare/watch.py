@@ -12,7 +12,7 @@ from thinwire.lab import Counters, LabNetwork
 
 
 class MetricsTail:
-    """The lines that appear in a metrics file from now on, whether it is appended to or written anew."""
+    """New lines of a metrics file, whether lines are appended or the file is written again."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -20,7 +20,7 @@ class MetricsTail:
         self._offset = self._inode = 0
 
     def new_rows(self) -> list[dict[str, Any]]:
-        """Complete lines since the last call that are steps; costs one stat where nothing has changed."""
+        """Complete lines since the last call that are steps. Costs one stat if nothing has changed."""
         try:
             stat = self.path.stat()
             if stat.st_ino != self._inode or stat.st_size < self._offset:
@@ -39,7 +39,7 @@ class MetricsTail:
 
 
 def _row(line: bytes) -> dict[str, Any]:
-    """A line of metrics; empty where it is something else."""
+    """A line of metrics; empty if it is something else."""
     try:
         row = json.loads(line)
     except ValueError:
@@ -48,7 +48,7 @@ def _row(line: bytes) -> dict[str, Any]:
 
 
 class LegWatch:
-    """Turns the steps of one start into a Leg: which were timed, and what the links carried meanwhile.
+    """Turns the steps of one start into a Leg: the timed steps, and the links' bytes during them.
 
     timed_steps: number of steps to time after the warm-up, before the links' rates are lifted; None: all.
     settled_after: the warm-up lasts at least until this step of the run.
@@ -65,7 +65,7 @@ class LegWatch:
         self._is_timing = True
 
     def look(self) -> bool:
-        """Whether a step has finished since the last look."""
+        """Whether a step has finished since the last call."""
         rows = self._tail.new_rows()
         if not rows:
             return False
@@ -80,7 +80,7 @@ class LegWatch:
         return max(self.leg.first_step + WARM_UP_STEPS - 1, self._settled_after)
 
     def _count(self) -> None:
-        """Read the links' counters at the end of a step, and lift the rates after the last one to be timed."""
+        """Read the links' counters at the end of a step, and lift the rates after the last timed one."""
         leg, counters = self.leg, self._network.counters()
         if self._from is None:
             self._from = leg.last_step, counters

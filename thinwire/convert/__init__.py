@@ -1,4 +1,4 @@
-"""Commands that turn checkpoints into others and look at them: export, import, generate."""
+"""The commands export, import and generate, which convert checkpoints and try them out."""
 
 from thinwire.convert.options import ExportConfig, GenerateConfig, ImportConfig
 

@@ -1,4 +1,4 @@
-"""From a run to a folder that transformers loads, which is then compared with the run."""
+"""Exports a run as a folder that transformers loads, and compares that folder with the run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MICRO_BATCH = 4
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written, and how well it agrees with the run."""
+    """Result of an export: the written model, and its agreement with the run."""
 
     step: int
     num_parameters: int
@@ -38,10 +38,10 @@ class Exported:
 
 
 def export(config: ExportConfig) -> Exported:
-    """Write the folder, load it again with transformers, and compare; the folder is deleted where they differ.
+    """Write the folder, load it with transformers, and compare. If they differ, delete the folder.
 
-    Raises ConfigError for a run that can't be read or a folder that is in use; UnfaithfulError where the tokenizer or
-    the model that transformers loads differs from the run's.
+    Raises ConfigError for a run that can't be read or a folder that is in use. Raises UnfaithfulError if the tokenizer
+    or the model that transformers loads differs from the run's.
     """
     check_transformers()
     run = load_run(config.run)
@@ -60,7 +60,9 @@ def check_transformers() -> None:
     try:
         import transformers  # noqa: F401
     except ImportError:
-        raise ConfigError("export loads what it has written with transformers: pip install thinwire[hf]") from None
+        raise ConfigError(
+            "export loads its result with transformers, which is missing: pip install thinwire[hf]"
+        ) from None
 
 
 def heldout(run: SavedRun, config: ExportConfig) -> Iterator[Tensor]:
@@ -91,13 +93,13 @@ def as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def tied_names(model: nn.Module) -> set[str]:
-    """The second and further names of shared parameters, which are written once."""
+    """Names of shared parameters that repeat an earlier one. Each shared parameter is written once."""
     first = {name for name, _ in model.named_parameters()}
     return {name for name, _ in model.named_parameters(remove_duplicate=False)} - first
 
 
 def llama_config(model: Llama, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What `config.json` says of our Llama-shaped model, in the form that old and new versions of transformers read."""
+    """Contents of `config.json` for our Llama-shaped model, in a form for old and new versions of transformers."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -106,7 +108,7 @@ def llama_config(model: Llama, tokenizer: Tokenizer) -> dict[str, Any]:
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
-        # The defaults of transformers are tokens 1 and 2.
+        # By default transformers takes tokens 1 and 2.
         "bos_token_id": None,
         "eos_token_id": tokenizer.end_of_document,
         "pad_token_id": None,
@@ -131,7 +133,7 @@ def check_tokenizer(folder: Path, ours: Tokenizer, texts: list[Tensor]) -> None:
 
 
 def reload(folder: Path) -> Any:
-    """The folder's model in fp32, as transformers loads it. Raises UnfaithfulError for weights that do not fit."""
+    """Load the folder's model in fp32 with transformers. Raises UnfaithfulError for weights that do not fit."""
     import transformers
 
     loader: Any = transformers.AutoModelForCausalLM
@@ -141,6 +143,6 @@ def reload(folder: Path) -> Any:
     kinds = ("missing_keys", "unexpected_keys", "mismatched_keys")
     if odd := [f"{kind.partition('_')[0]} {name}" for kind in kinds for name in islice(info[kind], 3)]:
         raise UnfaithfulError(
-            f"the written weights are not those that transformers needs: {', '.join(odd)}; the folder was deleted"
+            f"the written weights differ from those that transformers needs: {', '.join(odd)}; the folder was deleted"
         )
     return model.float().eval()

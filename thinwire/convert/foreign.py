@@ -1,4 +1,4 @@
-"""From another program's checkpoint to a folder that `--model hf:DIR` starts from."""
+"""Imports another program's checkpoint as a folder that `--model hf:DIR` starts from."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from thinwire.errors import ConfigError, first_few, nearest
 from thinwire.models.hf import refuse_pickles, skeleton_hf
 
 CONFIG = "config.json"
-# The families whose names and shapes the tables of rules know.
+# Model families that the tables of rules cover.
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 @dataclass(frozen=True)
 class Imported:
-    """What was found and written."""
+    """Result of an import: the found format and the written model."""
 
     format: str
     num_tensors: int
@@ -35,9 +35,9 @@ class Imported:
 
 
 def import_checkpoint(config: ImportConfig) -> Imported:
-    """Write the folder; its names and shapes are those that transformers' model asks for.
+    """Write the folder, with the names and shapes of the transformers model that config.json describes.
 
-    Raises ConfigError for a checkpoint that is incomplete, of no known format, or of another model than config.json.
+    Raises ConfigError for an incomplete checkpoint, an unknown format, or a model that differs from config.json.
     """
     source = Path(config.source)
     if not source.is_dir():
@@ -63,7 +63,7 @@ def import_checkpoint(config: ImportConfig) -> Imported:
 
 @contextmanager
 def families_named(settings: Mapping[str, Any], source: str, format_name: str) -> Iterator[None]:
-    """Add to an error about a model of another family which families can be imported, and what trains the others."""
+    """Add to an error about another model family which families can be imported, and how to train the others."""
     try:
         yield
     except ConfigError as error:
@@ -76,7 +76,7 @@ def families_named(settings: Mapping[str, Any], source: str, format_name: str) -
 
 
 def find_config(source: Path, stated: str | None) -> Path:
-    """The model's config.json. Raises ConfigError where there is none."""
+    """The model's config.json. Raises ConfigError if there is none."""
     path = Path(stated) if stated else source / CONFIG
     path = path / CONFIG if path.is_dir() else path
     if not path.is_file():
@@ -87,7 +87,7 @@ def find_config(source: Path, stated: str | None) -> Path:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The settings, without the type of the weights, which is written anew."""
+    """The settings, without the weights' dtype, which is set anew."""
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -98,7 +98,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def check_fits(folder: Path, shapes: Mapping[str, torch.Size]) -> None:
-    """Raise ConfigError unless names and shapes are those of the model that config.json describes."""
+    """Raise ConfigError unless names and shapes match the model that config.json describes."""
     model = skeleton_hf(str(folder), 0, 0, {}).model
     wanted = {name: param.shape for name, param in model.named_parameters()}
     if missing := sorted(wanted.keys() - shapes.keys()):
@@ -113,7 +113,7 @@ def check_fits(folder: Path, shapes: Mapping[str, torch.Size]) -> None:
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
-    """Copy the tokenizer that lies beside the model's config.json, if one does."""
+    """Copy the tokenizer beside the model's config.json, if there is one."""
     if (source / "tokenizer.json").is_file():
         shutil.copy(source / "tokenizer.json", folder / "tokenizer.json")
         copy_beside(source, folder)

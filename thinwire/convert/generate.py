@@ -1,4 +1,4 @@
-"""A text that a trained model continues."""
+"""Generates text with a trained model."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from thinwire.models import build_model, generate_tokens
 from thinwire.models.hf import refuse_pickles
 from thinwire.training.run_dir import RunDir
 
-# How a decoder shows the first bytes of a character that is not complete.
+# A decoder's output for the first bytes of an incomplete character.
 BROKEN = "\ufffd"
 
 
 def pieces(config: GenerateConfig) -> Iterator[str]:
-    """The prompt, and each piece of what the model writes after it as soon as it is drawn; see `load_source`."""
+    """Yield the prompt, then each piece of text as soon as the model has drawn it; see `load_source`."""
     model, tokenizer = load_source(config.source)
     prompt = [int(token) for token in tokenizer.encode(config.prompt)] or [tokenizer.end_of_document or 0]
     generator = torch.Generator().manual_seed(config.seed)
@@ -33,7 +33,7 @@ def pieces(config: GenerateConfig) -> Iterator[str]:
 
 
 def decoded(tokenizer: Tokenizer, prompt: Sequence[int], drawn: Iterable[int]) -> Iterator[str]:
-    """The text of the prompt and the tokens that follow it, piece by piece; no character before it is complete."""
+    """Yield the text of the prompt and of the following tokens, piece by piece, always whole characters."""
     tokens = list(prompt)
     text = tokenizer.decode(tokens)
     yield text.rstrip(BROKEN)
@@ -47,14 +47,14 @@ def decoded(tokenizer: Tokenizer, prompt: Sequence[int], drawn: Iterable[int]) -
 
 
 def load_source(source: str) -> tuple[nn.Module, Tokenizer]:
-    """The model and the tokenizer of a run directory or of a folder of transformers; says if it is hardly trained.
+    """Load the model and the tokenizer of a run directory or of a transformers folder. Warns if it is hardly trained.
 
-    Raises ConfigError for neither.
+    Raises ConfigError for any other folder.
     """
     if RunDir(source).config().is_file():
         run = load_run(source)
         blind = math.log(run.tokenizer.vocab_size)
-        # A model that knows nothing but how frequent each token is gets to about half of it.
+        # A model that has learned only the frequency of each token reaches about half of this loss.
         if run.loss is not None and not run.loss < blind / 2:
             print(
                 f"thinwire: {source} is hardly trained: its loss was {run.loss:.2f} after step {run.step}, and a blind "

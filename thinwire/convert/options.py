@@ -91,7 +91,7 @@ LINES = {ExportConfig: export_line, ImportConfig: import_line, GenerateConfig: g
 
 
 def read(cls: type[AnyConfig], args: Sequence[str]) -> AnyConfig:
-    """What the command line asks for. Raises ConfigError with everything that is wrong; SystemExit after --help."""
+    """Read the options from the command line. Raises ConfigError with all errors at once; SystemExit after --help."""
     problems = Problems()
     stated = LINES[cls]().read(args, problems)[""]
     problems.messages += range_errors(stated)
@@ -99,7 +99,7 @@ def read(cls: type[AnyConfig], args: Sequence[str]) -> AnyConfig:
     return cls(**stated)
 
 
-# The smallest and the largest value that a number may have.
+# The smallest and the largest value of each number.
 LIMITS = {
     "sequences": (1, 10**9), "max_kl": (0, 1e9), "min_agreement": (0, 1), "tokens": (1, 10**9),
     "temperature": (0, 1e9), "seed": (0, (1 << 63) - 1),
@@ -110,7 +110,7 @@ def range_errors(stated: Mapping[str, Any]) -> Iterator[str]:
     """One message for each number that is out of its range."""
     for name, (lowest, highest) in LIMITS.items():
         value = stated.get(name)
-        # Not value < lowest: that would let NaN pass.
+        # `value < lowest` would let NaN pass.
         if value is not None and not lowest <= value <= highest:
             close = highest if value > highest else lowest
             yield f"{flag(name)} {value:g}: must be from {lowest} to {highest:g}; nearest: {close:g}"

@@ -1,4 +1,4 @@
-"""A run read from its directory: the model with the weights of the last checkpoint."""
+"""Loads a run from its directory: the model with the weights of the last checkpoint."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class SavedRun:
 
 
 def load_run(path: str) -> SavedRun:
-    """The run in a directory. Raises ConfigError for one that holds none, or no checkpoint yet."""
+    """Load the run in a directory. Raises ConfigError if it holds no run, or no checkpoint yet."""
     run_dir, problems = RunDir(path), Problems()
     if not run_dir.config().is_file():
         raise ConfigError(f"{path} holds no run{nearest_run(Path(path))}")
@@ -58,11 +58,11 @@ def load_run(path: str) -> SavedRun:
 def full_weights(run_dir: RunDir) -> tuple[int, dict[str, Tensor]]:
     """The step of a run's last sound checkpoint and its whole fp32 weights by name, with buffers and frozen parameters.
 
-    With a sharded optimizer these are its fp32 masters, as they were before rounding for the wire; with islands, the
-    outer parameters, which all islands share. Raises ConfigError where there is no checkpoint, CheckpointError where
-    none is sound.
+    With a sharded optimizer these are its fp32 masters, before any rounding for communication. With islands they are
+    the outer parameters, which all islands share. Raises ConfigError if there is no checkpoint, CheckpointError if none
+    is sound.
     """
-    # The run may still be training and saving.
+    # The run may still train and save.
     folder, wrong = choose(run_dir.checkpoints, moves_pointer=False)
     for why in wrong:
         print(f"thinwire: a checkpoint is passed over: {why}", file=sys.stderr)

@@ -14,9 +14,9 @@ BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jin
 
 
 def write_tokenizer(spec: str, max_len: int, folder: Path) -> None:
-    """Write `--tokenizer spec` into the folder: a tokenizer.json as it is, bytes as a byte-level vocabulary.
+    """Write the tokenizer `spec` into the folder: a tokenizer.json unchanged, bytes as a byte-level vocabulary.
 
-    Raises ConfigError for bytes where the tokenizers library is not installed.
+    Raises ConfigError for bytes if the tokenizers library is not installed.
     """
     if spec == "bytes":
         write_bytes(folder)
@@ -34,21 +34,21 @@ def write_tokenizer(spec: str, max_len: int, folder: Path) -> None:
 
 
 def copy_beside(source: Path, folder: Path) -> None:
-    """Copy those files beside a tokenizer.json that transformers reads with it."""
+    """Copy the files beside a tokenizer.json that transformers also reads."""
     for name in BESIDE:
         if (source / name).is_file():
             shutil.copy(source / name, folder / name)
 
 
 def end_token(spec: str, folder: Path) -> str | None:
-    """The token that ends a document, as it is written in the vocabulary."""
+    """The token that ends a document, in its written form."""
     end = load_tokenizer(spec).end_of_document
     content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     return next((token["content"] for token in content.get("added_tokens", []) if token["id"] == end), None)
 
 
 def write_bytes(folder: Path) -> None:
-    """A vocabulary of the 256 bytes, each with its value as id, and no merges; 255 ends a document, as in training."""
+    """Write a vocabulary of the 256 bytes, each with its value as id, without merges; 255 ends a document."""
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     except ImportError:

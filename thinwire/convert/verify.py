@@ -20,7 +20,10 @@ class UnfaithfulError(ThinwireError):
 
 @dataclass(frozen=True)
 class Fidelity:
-    """kl: mean over tokens of KL(run || export) in nats; agreement: share of tokens with the same prediction."""
+    """Agreement of an export with its run.
+
+    kl: mean over tokens of KL(run || export) in nats. agreement: share of tokens with the same prediction.
+    """
 
     kl: float
     agreement: float
@@ -30,7 +33,7 @@ class Fidelity:
         return f"KL {self.kl:.3g} nats per token, greedy agreement {100 * self.agreement:.2f} %"
 
     def check(self, max_kl: float, min_agreement: float) -> None:
-        """Raise UnfaithfulError unless both are within their limits; NaN is not."""
+        """Raise UnfaithfulError unless both values are within their limits. NaN is not within any limit."""
         if not (self.kl <= max_kl and self.agreement >= min_agreement):
             raise UnfaithfulError(
                 f"the exported model differs from the run: {self} over {self.num_tokens:,} tokens; the limits are "
@@ -40,10 +43,13 @@ class Fidelity:
 
 @torch.no_grad()
 def compare(ours: nn.Module, theirs: Any, batches: Iterable[Tensor]) -> Fidelity:
-    """Both models on batches of tokens, int64 [batch, seq].
+    """Compare both models on batches of tokens, int64 [batch, seq].
 
-    ours(tokens) gives logits [batch, seq, vocab]; theirs is a causal LM of transformers. The divergence is the sum over
-    the vocabulary of p (log p - log q), p of ours, in fp64.
+    The divergence is the sum over the vocabulary of p (log p - log q), with p of `ours`, in fp64.
+
+    Args:
+        ours: model whose ours(tokens) gives logits [batch, seq, vocab].
+        theirs: a causal LM of transformers.
     """
     divergence, num_same, num_tokens = 0.0, 0, 0
     for tokens in batches:

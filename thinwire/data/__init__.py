@@ -1,4 +1,4 @@
-"""Token sources: text becomes a file of tokens once, and batches with a position that can be saved."""
+"""Token sources: tokenises text once into a file, and serves batches from a position that can be saved."""
 
 from thinwire.data.cache import TokenFile, prepare
 from thinwire.data.loader import BatchLoader, heldout_batches

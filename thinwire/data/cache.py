@@ -27,7 +27,7 @@ BATCH_CHARS = 2**20
 
 @dataclass(frozen=True)
 class TokenInfo:
-    """The sidecar of a token file; `digest` is the SHA-256 of the tokens, equal on machines that hold the same data."""
+    """The sidecar of a token file. `digest` is the SHA-256 of the tokens, equal on machines that hold the same data."""
 
     num_tokens: int
     num_documents: int
@@ -71,12 +71,12 @@ def prepare(
     cache_dir: Path | None = None,
     limit_tokens: int | None = None,
 ) -> TokenFile:
-    """Tokenises what `spec` names, once, and opens the result from the cache (default ~/.cache/thinwire) ever after.
+    """Tokenise the source `spec` once, and later open the result from the cache (default ~/.cache/thinwire).
 
-    The key covers names, sizes and times of the files, the tokenizer and the limit. Files are written under another
-    name and then renamed, so processes may race: each sees a whole file, and all write the same. At most
-    `limit_tokens` are kept, the default being all of them, or STREAM_LIMIT_TOKENS of an `hf:` dataset.
-    Raises ConfigError for a source that cannot be read, and where the disk is full.
+    The key covers the tokenizer, the limit, and the names, sizes and times of the files. Files are written under
+    another name and then renamed, so processes may race: each sees a whole file, and all write the same content. At
+    most `limit_tokens` are kept; by default all, or STREAM_LIMIT_TOKENS of an `hf:` dataset. Raises ConfigError for a
+    source that cannot be read, and for a full disk.
     """
     if limit_tokens is not None and limit_tokens < 1:
         raise ConfigError(f"limit_tokens={limit_tokens}: must be at least 1")
@@ -103,7 +103,7 @@ def default_cache_dir() -> Path:
 
 
 def writable(folder: Path) -> Path:
-    """The folder, made if needed; the user's temporary one, announced, where it cannot be written to."""
+    """The folder, made if needed. If it cannot be written to, the user's temporary folder, with a warning."""
     fallback = Path(tempfile.gettempdir()) / f"thinwire-{os.getuid()}"
     try:
         return probed(folder)
@@ -125,7 +125,7 @@ def probed(folder: Path) -> Path:
 
 
 def read_info(path: Path) -> TokenInfo | None:
-    """The sidecar of a finished token file, None if there is none; a damaged one is announced and made again."""
+    """Read the sidecar of a finished token file; None if there is none. A damaged one is reported and written again."""
     try:
         info = TokenInfo(**json.loads(path.with_suffix(".json").read_text(encoding="utf-8")))
         if path.stat().st_size == info.num_tokens * np.dtype(info.dtype).itemsize:
@@ -139,7 +139,7 @@ def read_info(path: Path) -> TokenInfo | None:
 
 
 def write(path: Path, source: TextSource, tokenizer: Tokenizer, limit_tokens: int | None) -> TokenInfo:
-    """Tokenises the source into `path`, then its sidecar: the sidecar's presence means that the file is whole."""
+    """Tokenise the source into `path`, then write its sidecar. A token file is whole if its sidecar exists."""
     temporary = path.with_suffix(f".{uuid.uuid4().hex}.tmp")  # machines may share the folder
     try:
         with temporary.open("wb") as file:
@@ -153,7 +153,7 @@ def write(path: Path, source: TextSource, tokenizer: Tokenizer, limit_tokens: in
 
 
 def write_tokens(file: BinaryIO, source: TextSource, tokenizer: Tokenizer, limit_tokens: int | None) -> TokenInfo:
-    """Writes token ids in the narrowest type that holds the vocabulary; returns what the sidecar says."""
+    """Write token ids in the narrowest type that holds the vocabulary. Return the contents of the sidecar."""
     dtype = np.min_scalar_type(np.int64(tokenizer.vocab_size - 1))
     end = tokenizer.end_of_document
     tail = np.array([] if end is None else [end], dtype=dtype)
@@ -180,7 +180,7 @@ def write_tokens(file: BinaryIO, source: TextSource, tokenizer: Tokenizer, limit
 
 
 def batched(texts: Iterator[str]) -> Iterator[list[str]]:
-    """Lists of texts that hold about BATCH_CHARS together."""
+    """Yield lists of texts with about BATCH_CHARS characters each."""
     batch: list[str] = []
     num_chars = 0
     for text in texts:

@@ -16,11 +16,11 @@ log = logging.getLogger(__name__)
 class BatchLoader:
     """Endless micro-batches of sequences in a seeded order, with a position that can be saved.
 
-    Sequence i is tokens[i * seq_len : (i + 1) * seq_len + 1]. Each epoch visits all of them in an order drawn from
-    (seed, epoch). Step t takes the next B = world_size * accumulation * micro_batch sequences of that order, rank r
-    the r-th B / world_size of them: ranks are disjoint, and any split of B over ranks and micro-batches sees the
-    same tokens in step t. A step that reaches the end of an epoch goes on in the next.
-    Raises ConfigError if the tokens are shorter than one sequence, or rank or sizes are out of range.
+    Sequence i is tokens[i * seq_len : (i + 1) * seq_len + 1]. Each epoch visits all sequences in an order drawn from
+    (seed, epoch). Step t takes the next B = world_size * accumulation * micro_batch sequences of that order, and rank r
+    takes the r-th B / world_size of them. So ranks are disjoint, and any split of B over ranks and micro-batches sees
+    the same tokens in step t. A step that reaches the end of an epoch continues in the next one.
+    Raises ConfigError if the tokens are shorter than one sequence, or if rank or sizes are out of range.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class BatchLoader:
             )
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
-        """The next micro-batch of this rank: (tokens, targets), int64 [micro_batch, seq_len]; targets are one ahead."""
+        """This rank's next micro-batch: (tokens, targets), int64 [micro_batch, seq_len]; targets are shifted by one."""
         first = self._position + (self.rank * self.accumulation + self._micro_step) * self.micro_batch
         epochs, indices = np.divmod(np.arange(first, first + self.micro_batch), np.int64(self.num_sequences))
         rows = shuffled(indices, self.num_sequences, self.seed, epochs)
@@ -68,7 +68,7 @@ class BatchLoader:
         return gather(self.tokens, rows, self.seq_len)
 
     def skip_steps(self, num_steps: int) -> None:
-        """Move forward by this number of steps, or back where it is negative; only between steps."""
+        """Move forward by this number of steps, or back if it is negative. Only between steps."""
         self._position += num_steps * self.sequences_per_step
 
     def state_dict(self) -> dict[str, Any]:
@@ -83,9 +83,9 @@ class BatchLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from a saved position. Between steps the batch and world may differ from those that saved it.
+        """Continue from a saved position. Between steps, batch and world may differ from those at the save.
 
-        Raises ConfigError if data, seq_len or seed differ, or the batch does in the middle of a step.
+        Raises ConfigError if data, seq_len or seed differ, or in the middle of a step if the batch differs.
         """
         own = self.state_dict()
         fixed = ["seq_len", "num_sequences", "seed"] + ["sequences_per_step"] * bool(state["micro_step"])
@@ -106,9 +106,9 @@ def heldout_batches(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """This rank's share of the held-out sequences, in order, as (tokens, targets) int64 [<= micro_batch, seq_len].
 
-    At most `max_sequences`, evenly spaced, go to all ranks together, disjoint and the same number to each, so the
-    mean over ranks of the per-sequence mean is the mean of all. Up to world_size - 1 are left over; with fewer
-    sequences than ranks every rank reads all of them. The last batch may be smaller.
+    At most `max_sequences`, evenly spaced, go to all ranks together. Shares are disjoint and equally large, so the mean
+    over ranks of the per-sequence mean is the mean of all. Up to world_size - 1 sequences are left over. If there are
+    fewer sequences than ranks, every rank reads all of them. The last batch may be smaller.
     """
     available = count_sequences(tokens, seq_len)
     total = available if max_sequences is None else min(available, max_sequences)
@@ -124,7 +124,7 @@ def heldout_batches(
 
 
 def count_sequences(tokens: np.ndarray, seq_len: int) -> int:
-    """Non-overlapping sequences in the tokens; ConfigError if there is not one."""
+    """Number of non-overlapping sequences in the tokens. Raises ConfigError if there is none."""
     num_sequences = (len(tokens) - 1) // seq_len
     if num_sequences < 1:
         raise ConfigError(
@@ -142,10 +142,10 @@ def gather(tokens: np.ndarray, rows: np.ndarray, seq_len: int) -> tuple[Tensor, 
 
 
 def shuffled(index: np.ndarray, size: int, seed: int, epoch: np.ndarray) -> np.ndarray:
-    """Where a pseudo-random permutation of range(size), drawn from (seed, epoch), sends each `index`; int64 [n].
+    """Apply a pseudo-random permutation of range(size), drawn from (seed, epoch), to each `index`; int64 [n].
 
-    A four-round Feistel network over the smallest even number of bits, walked until it lands below `size`: a
-    permutation that needs no memory however long the data is, and is the same in every numpy release.
+    A four-round Feistel network over the smallest even number of bits, repeated until the result is below `size`. The
+    permutation needs no memory, however long the data is, and is the same in every numpy release.
     Source: Black & Rogaway 2002 (cycle walking).
     """
     half_bits = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))

@@ -21,7 +21,7 @@ DOCUMENT_CHARS = 16 * 2**20  # a larger text file is cut at line ends, so that m
 
 @dataclass(frozen=True)
 class TextSource:
-    """Where documents come from: files below `root`, or a Hugging Face dataset (`hf:NAME`, no files)."""
+    """A source of documents: files below `root`, or a Hugging Face dataset (`hf:NAME`, no files)."""
 
     spec: str
     root: Path
@@ -34,14 +34,14 @@ class TextSource:
         return self.spec.startswith("hf:")
 
     def describe(self) -> list[Any]:
-        """What identifies the content: the spec, and path, bytes and modification time of each file."""
+        """Identity of the content: the spec, and path, bytes and modification time of each file."""
         if self.streams:
             return [self.spec, self.text_field]
         stats = [(p.relative_to(self.root).as_posix(), p.stat()) for p in self.files]
         return [str(self.root), self.text_field, [(name, s.st_size, s.st_mtime_ns) for name, s in stats]]
 
     def documents(self) -> Iterator[str]:
-        """The texts, in the order of `files`; what a folder holds that is not text is skipped and announced."""
+        """Yield the texts in the order of `files`. Files of a folder that are not text are skipped with a warning."""
         if self.streams:
             yield from read_hf(self.spec.removeprefix("hf:"), self.text_field)
             return
@@ -65,14 +65,14 @@ class TextSource:
 
 
 class NotTextError(ConfigError):
-    """A file that is no UTF-8 text."""
+    """A file is not UTF-8 text."""
 
 
 def open_source(spec: str, text_field: str = "text") -> TextSource:
-    """Finds what `spec` names: "stdlib", a file, a folder, or `hf:NAME`; ConfigError if it is missing or empty.
+    """Find the source `spec`: "stdlib", a file, a folder, or `hf:NAME`. ConfigError if it is missing or empty.
 
-    Files of a folder come in an order drawn from a hash of their relative paths: the same on every machine, and
-    mixed, so that the end of the stream (the held-out split) represents the whole.
+    Files of a folder are ordered by a hash of their relative paths. The order is the same on every machine, and mixed,
+    so that the end of the stream (the held-out split) represents the whole.
     """
     if spec.startswith("hf:"):
         return TextSource(spec, Path(), (), text_field)
@@ -96,22 +96,22 @@ def open_source(spec: str, text_field: str = "text") -> TextSource:
 
 
 def states_no_size(path: Path) -> bool:
-    """False for an empty file; raises ConfigError for another one of size 0, such as the kernel's own below /proc."""
+    """False for an empty file. Raises ConfigError for other files of size 0, such as the kernel's files below /proc."""
     try:
         with path.open("rb") as file:
             if not file.read(1):
                 return False
-        reason = "it states a size of 0 and yet holds something, as the kernel's own files do"
+        reason = "its stated size is 0 but it has content, like the kernel's own files"
     except OSError as error:
         reason = f"it states a size of 0 and cannot be read: {error.strerror}"
     raise ConfigError(f"data {str(path)!r}: {reason}; copy its text into a file")
 
 
 def documents(spec: str, text_field: str = "text") -> Iterator[str]:
-    """The documents that `spec` names, one string each; see `open_source` for what it may name.
+    """Yield the documents of the source `spec`, one string each; see `open_source` for the form of `spec`.
 
-    A file ending in .jsonl or .parquet holds one document per row in `text_field`, any other file is UTF-8 text.
-    Raises ConfigError for a path that is missing, empty, binary or unreadable, or a row without the field.
+    A file ending in .jsonl or .parquet holds one document per row in `text_field`; any other file is UTF-8 text.
+    Raises ConfigError for a path that is missing, empty, binary or unreadable, or for a row without the field.
     """
     yield from open_source(spec, text_field).documents()
 
@@ -122,7 +122,7 @@ def stdlib_files(root: Path) -> list[Path]:
 
 
 def folder_files(root: Path) -> list[Path]:
-    """Every file below `root` that is not empty; hidden ones are left out, and announced."""
+    """Every file below `root` that is not empty. Hidden files are left out with a message."""
     files, num_hidden = [], 0
     for path in root.rglob("*"):
         if not path.is_file() or not path.stat().st_size:
@@ -137,7 +137,7 @@ def folder_files(root: Path) -> list[Path]:
 
 
 def nearest_sibling(path: Path) -> str:
-    """The tail of an error message about a missing path: the closest name beside it, or the folder that is missing."""
+    """Tail of an error message about a missing path: the closest name beside it, or the missing folder."""
     if not path.parent.is_dir():
         return f"; folder {str(path.parent)!r} does not exist either"
     try:
@@ -146,7 +146,7 @@ def nearest_sibling(path: Path) -> str:
         return f"; {str(path.parent)!r} cannot be listed: {error.strerror}"
     close = difflib.get_close_matches(path.name, ["stdlib", *beside], n=1, cutoff=0.4)
     if not close and path.parent == path.parent.parent:
-        # Folders of the system are no choices.
+        # Don't suggest folders of the system.
         return ""
     if not close:
         return f"; {str(path.parent)!r} holds {first_few(beside) or 'nothing'}"
@@ -154,7 +154,7 @@ def nearest_sibling(path: Path) -> str:
 
 
 def read_file(path: Path, text_field: str) -> Iterator[str]:
-    """The documents of one file, by the end of its name."""
+    """The documents of one file, read by the suffix of its name."""
     try:
         if path.suffix == ".parquet":
             yield from read_parquet(path, text_field)
@@ -169,7 +169,7 @@ def read_file(path: Path, text_field: str) -> Iterator[str]:
 
 
 def read_text(path: Path) -> Iterator[str]:
-    """The file as one document; one above DOCUMENT_CHARS is cut at line ends."""
+    """The file as one document, or cut at line ends if it is longer than DOCUMENT_CHARS."""
     with path.open("rb") as file:
         if b"\0" in file.read(SNIFF_BYTES):
             raise NotTextError(f"data {str(path)!r}: is a binary file, not text")
@@ -179,7 +179,7 @@ def read_text(path: Path) -> Iterator[str]:
 
 
 def read_jsonl(path: Path, text_field: str) -> Iterator[str]:
-    """One document per line, a JSON object with the text in `text_field`; blank lines are passed over."""
+    """One document per line, a JSON object with the text in `text_field`. Blank lines are skipped."""
     with path.open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
@@ -209,7 +209,7 @@ def read_parquet(path: Path, text_field: str) -> Iterator[str]:
 
 
 def read_hf(name: str, text_field: str) -> Iterator[str]:
-    """Streams the train split of a dataset: NAME, or NAME:CONFIG where the dataset has several."""
+    """Stream the train split of a dataset: NAME, or NAME:CONFIG if the dataset has several."""
     try:
         import datasets
     except ImportError:

@@ -14,7 +14,7 @@ DOCUMENT_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>",
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back. `end_of_document` follows each document (None: nothing does)."""
+    """Converts text to token ids and back. `end_of_document` is the id after each document; None: there is none."""
 
     vocab_size: int
     end_of_document: int | None
@@ -31,14 +31,14 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """Each UTF-8 byte is a token; 0xFF, a byte UTF-8 never uses, ends a document, so the vocabulary is exactly 256."""
+    """Each UTF-8 byte is a token. 0xFF, which UTF-8 never uses, ends a document, so the vocabulary is exactly 256."""
 
     vocab_size: int = 256
     end_of_document: int | None = 0xFF
     fingerprint: str = "bytes-256"
 
     def encode(self, text: str) -> np.ndarray:
-        """The bytes of a text, uint8 [num_bytes]; a lone surrogate, which has none, becomes "?"."""
+        """The bytes of a text, uint8 [num_bytes]. A lone surrogate, which has no bytes, becomes "?"."""
         return np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -46,7 +46,7 @@ class ByteTokenizer:
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of bytes; the end of a document reads as a line break, a broken character as U+FFFD."""
+        """The text of bytes. The end of a document becomes a line break, a broken character U+FFFD."""
         data = bytes(0x0A if i == self.end_of_document else int(i) for i in ids if i < self.vocab_size)
         return data.decode("utf-8", errors="replace")
 
@@ -90,12 +90,12 @@ class FileTokenizer:
 
 
 def printable(text: str) -> str:
-    """The text with control characters, which a terminal would obey, as escapes; line breaks and tabs stay."""
+    """The text with control characters, which a terminal would obey, as escapes. Line breaks and tabs stay."""
     return "".join(repr(c)[1:-1] if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
-    """The tokenizer called `spec`: "bytes", a tokenizer.json, or a folder that holds one; else ConfigError."""
+    """Load the tokenizer `spec`: "bytes", a tokenizer.json, or a folder with one. Raises ConfigError otherwise."""
     if spec == "bytes":
         return ByteTokenizer()
     path = Path(spec).expanduser()

@@ -1,1 +1,1 @@
-"""Fourth floor: hooks and order. A host runs a method on a model and an optimizer, and knows no paper."""
+"""Sixth floor: hooks and the order of a step. A host runs a method on a model and an optimizer, and knows no paper."""

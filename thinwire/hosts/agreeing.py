@@ -1,4 +1,4 @@
-"""What DDP and FSDP2 leave to be done around an optimizer: the norm, skipped steps, agreement, state."""
+"""Optimizers around DDP and FSDP2: gradient norm, skipped steps, agreement of the ranks, state."""
 
 from __future__ import annotations
 
@@ -24,11 +24,13 @@ log = logging.getLogger("thinwire")
 class AgreeingOptimizer(ParallelOptimizer):
     """The user's optimizer over gradients that another wrapper averages.
 
-    trained: the tensors that the optimizer steps, by parameter name: whole parameters or this rank's shards of them.
-    In every step all ranks of the mesh tell each other a StepStatus. ranks: the mesh as the method sees it.
+    In every step all ranks of the mesh exchange a StepStatus. A subclass defines `_reduce`, which leaves the mean
+    gradient in `.grad` of every trained tensor, and `bytes_per_step`. By default every rank holds the whole weights at
+    all times, and a backward pass sends nothing.
 
-    A subclass gives `_reduce`, which leaves the mean gradient in `.grad` of every trained tensor, and `bytes_per_step`.
-    By default every rank holds the whole weights at all times, and a backward pass sends nothing.
+    Args:
+        trained: the tensors that the optimizer steps, by parameter name: whole parameters or this rank's shards.
+        ranks: the mesh as the method sees it.
     """
 
     def __init__(
@@ -54,11 +56,11 @@ class AgreeingOptimizer(ParallelOptimizer):
         raise NotImplementedError
 
     def _counts(self, name: str) -> bool:
-        """Whether this rank counts its part of a parameter's gradient; one rank of the mesh counts each element."""
+        """Whether this rank counts its part of a parameter's gradient. One rank of the mesh counts each element."""
         return self.ranks.counts(name)
 
     def _forget(self) -> list[str]:
-        """A step was skipped: drop what a method remembers of it that is not finite; of which parameters."""
+        """Drop the method's state that is not finite, after a skipped step. Return the names of its parameters."""
         return []
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -85,7 +87,7 @@ class AgreeingOptimizer(ParallelOptimizer):
     def _skip(self) -> None:
         super()._skip()
         if forgotten := self._forget():
-            log.warning("thinwire: step %d: memory of %d parameter(s) dropped: not finite", self.steps, len(forgotten))
+            log.warning("thinwire: step %d: state of %d parameter(s) dropped: not finite", self.steps, len(forgotten))
 
     def reduce(self) -> Tensor:
         if self._grad_norm is None:
@@ -96,7 +98,7 @@ class AgreeingOptimizer(ParallelOptimizer):
         return self._grad_norm
 
     def _agree(self, word: StepStatus) -> Agreed:
-        """Tell all ranks of the mesh this one's word, and keep what they agree on."""
+        """Exchange this rank's status with all ranks of the mesh. Store the result."""
         everyone = self.ranks.everyone
         agreed = Agreed.of(everyone.wait(everyone.all_gather_exact(word.pack())), len(word.used))
         self.mean_loss = agreed.loss
@@ -105,17 +107,17 @@ class AgreeingOptimizer(ParallelOptimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        # Another list after the optimizer has loaded its state.
+        # The optimizer makes a new list when it loads its state.
         return self.inner.param_groups
 
     @property
     def agreement_bytes(self) -> int:
-        """Payload of the ranks' words in one step."""
+        """Payload bytes of the ranks' statuses in one step."""
         return word_bytes() * (self.ranks.everyone.world_size - 1)
 
     @property
     def uncompressed_bytes_per_step(self) -> float:
-        """What the strategy `zero` would send in fp32: 8 (P-1)/P bytes per parameter."""
+        """Bytes that the strategy `zero` would send in fp32: 8 (P-1)/P per parameter."""
         return 8 * self.num_parameters * (1 - 1 / self.comm.world_size)
 
     def masters(self, names: Collection[str]) -> dict[str, Tensor]:
@@ -154,30 +156,30 @@ class AgreeingOptimizer(ParallelOptimizer):
 
     @property
     def _lossy_weights(self) -> bool:
-        """Whether computing takes other weights than those that are saved."""
+        """Whether the weights in use differ from the weights that are saved."""
         return False
 
     def _held(self) -> dict[str, Held]:
-        """What the user's optimizer steps, by parameter."""
+        """Weights and state of the user's optimizer, by parameter."""
         return {name: Held(tensor, tensor.numel(), is_copy=True) for name, tensor in self.trained.items()}
 
     def _own(self) -> dict[str, Any]:
-        """What else must be there to go on bit for bit in the same layout."""
+        """Further state that the same layout needs to continue bit for bit."""
         return {}
 
     def _load_own(self, own: Mapping[str, Any]) -> None:
-        """Restore what `_own` gave."""
+        """Restore the state that `_own` returned."""
 
     def _shares(self) -> list[Share]:
-        """Of what `_own` gives, what another layout can take over."""
+        """The parts of `_own` that another layout can load."""
         return []
 
     def _left(self) -> dict[str, str]:
-        """Why another layout can't take over the rest, by key of what `_own` gives, where there is more to say."""
+        """Why another layout can't load the rest of `_own`, by key, if there is a special reason."""
         return {}
 
     def _adapt(self, source: Source) -> None:
-        """Take over from another layout what can be; weights and optimizer are restored already."""
+        """Load what is possible from another layout. Weights and optimizer are already restored."""
         if source.has_any(REPLICA):
             source.drop_replica("weights travel without one here")
 

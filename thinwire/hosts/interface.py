@@ -1,4 +1,4 @@
-"""What a host offers: `apply`, and the optimizer that training then drives."""
+"""The interface of a host: `apply`, and the optimizer that training drives."""
 
 from __future__ import annotations
 
@@ -24,19 +24,22 @@ log = logging.getLogger("thinwire")
 
 
 class ParallelOptimizer:
-    """An optimizer whose step is one step of all ranks: the base of every host's.
+    """An optimizer whose step is one step of all ranks: the base class of every host's optimizer.
 
     One step: backward (every one but the last inside `no_sync`), `note_loss`, `clip_grad_norm_`, `step`, `zero_grad`.
     A step whose gradient norm is not finite is skipped on all ranks.
 
-    steps: taken or skipped. comm: the ranks of the method's axis; all of them where there is no other axis. ranks:
-    these, and all ranks of the mesh. param_groups: those of the user's optimizer; the learning rate is set there.
-    mean_loss: the mean over ranks of what they noted for the last step. stop_requested: whether any rank asked to stop;
-    the same on all ranks after a step.
-
-    has_own_pace: ranks have no step in common, but are together at the start and after `finish`; from then on `steps`
-    is the fewest that any rank has taken, and `stop_requested` says whether any was asked to stop. has_islands: it
-    trains together with islands that may be lost, and come. overlaps: weights may arrive during the next forward.
+    Attributes:
+        steps: number of steps, taken or skipped.
+        comm: the ranks of the method's axis; all ranks if there is no other axis.
+        ranks: these ranks, and all ranks of the mesh.
+        param_groups: those of the user's optimizer; the learning rate is set there.
+        mean_loss: the mean over ranks of the losses noted for the last step.
+        stop_requested: whether any rank asked to stop; the same on all ranks after a step.
+        has_own_pace: ranks step independently, except at the start and after `finish`. From then on `steps` is the
+            fewest steps of any rank, and `stop_requested` is true if any was asked to stop.
+        has_islands: it trains together with islands, which may be lost and may join.
+        overlaps: weights may arrive during the next forward.
     """
 
     has_own_pace = False
@@ -56,43 +59,46 @@ class ParallelOptimizer:
 
     @property
     def everyone(self) -> Communicator:
-        """All ranks of the mesh."""
+        """Communicator of all ranks of the mesh."""
         return self.ranks.everyone
 
     @property
     def meter(self) -> Meter:
-        """Payload bytes, and the seconds that communication took or kept the training thread waiting."""
+        """Payload bytes, and the seconds that communication took or made the training thread wait."""
         return self.comm.meter
 
     @property
     def bytes_per_step(self) -> int:
-        """Payload this rank sends in one step."""
+        """Payload bytes that this rank sends in one step."""
         raise NotImplementedError
 
     @property
     def uncompressed_bytes_per_step(self) -> float:
-        """What fp32 gradients and weights of a sharded optimizer would need: 8 (P-1)/P bytes per parameter."""
+        """Bytes that a sharded optimizer would send with fp32 gradients and weights: 8 (P-1)/P per parameter."""
         raise NotImplementedError
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Forward and backward passes inside only accumulate gradients."""
+        """Context whose forward and backward passes only accumulate gradients."""
         raise NotImplementedError
 
     def note_loss(self, loss: float) -> None:
-        """Say this rank's loss; after the step, `mean_loss` is the mean over ranks, at no message of its own."""
+        """Record this rank's loss. After the step, `mean_loss` is the mean over ranks, without a message of its own."""
         self._loss = loss
 
     def request_stop(self) -> None:
-        """Ask all ranks to stop; after the next step, `stop_requested` is true on every one of them."""
+        """Ask all ranks to stop. After the next step, `stop_requested` is true on all of them."""
         self._stop = True
 
     def reduce(self) -> Tensor:
-        """Wait for the mean gradient, and agree with all ranks on the step; the gradient's norm (fp64). Once a step."""
+        """Wait for the mean gradient and agree with all ranks on the step. Return the gradient's norm, fp64.
+
+        Call it once a step.
+        """
         raise NotImplementedError
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale the mean gradient to a global 2-norm of at most `max_norm`; returns the norm before (fp64 scalar)."""
+        """Scale the mean gradient to a global 2-norm of at most `max_norm`. Return the norm before (fp64 scalar)."""
         norm = self.reduce()
         factor = clip_factor(float(norm), max_norm)
         if factor < 1.0:
@@ -102,7 +108,7 @@ class ParallelOptimizer:
 
     @torch.no_grad()
     def step(self) -> Any:
-        """Update the weights with the mean gradient, unless it is not finite; a collective over all ranks."""
+        """Update the weights with the mean gradient, unless it is not finite. A collective over all ranks."""
         if bool(torch.isfinite(self.reduce())):
             self._update()
         else:
@@ -125,35 +131,35 @@ class ParallelOptimizer:
             log.warning("thinwire: step %d skipped on all ranks: a gradient is not finite", self.steps)
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
+        """Clear the gradients."""
         raise NotImplementedError
 
     def synchronize(self) -> None:
-        """Bring the whole updated weights to every rank: from here to the next backward no forward communicates."""
+        """Bring the whole updated weights to every rank. Until the next backward, no forward communicates."""
         raise NotImplementedError
 
     def all_mean(self, value: float) -> float:
-        """The mean of a number over the ranks, the same bits on all; a collective."""
+        """Mean of a number over the ranks, the same bits on all. A collective."""
         values = self.comm.wait(self.comm.all_gather_exact(torch.tensor([value], dtype=torch.float64)))
         return float(values.mean())
 
     def check_replicas(self) -> None:
-        """Raise ReplicaError, which names the ranks, where they no longer hold the same bits; a collective."""
+        """Raise ReplicaError, which names the ranks, if they no longer hold the same bits. A collective."""
         raise NotImplementedError
 
     def masters(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Copies of the fp32 weights that are stepped, whole, by parameter name; between steps, a collective."""
+        """Copies of the whole fp32 master weights, by parameter name. A collective, to be called between steps."""
         raise NotImplementedError
 
     def adopt_weights(self, values: Mapping[str, Tensor]) -> None:
-        """Take whole weights, the same bits on all ranks, as masters and replicas; between steps, a collective.
+        """Take whole weights, the same bits on all ranks, as masters and replicas. A collective, called between steps.
 
-        The optimizer's state stays as it is.
+        The optimizer's state does not change.
         """
         raise NotImplementedError
 
     def handover_bytes(self, names: Collection[str]) -> tuple[int, int]:
-        """Payload this rank sends in `masters` and in `adopt_weights` for these parameters."""
+        """Payload bytes that this rank sends in `masters` and in `adopt_weights` for these parameters."""
         raise NotImplementedError
 
     def describe(self) -> list[Row]:
@@ -165,21 +171,21 @@ class ParallelOptimizer:
         return state_dict_of(self.snapshot(), self.param_groups)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what `state_dict` gave; a collective.
+        """Restore a state_dict. A collective.
 
-        Raises ConfigError where the state belongs to another rank, world, model or strategy.
+        Raises ConfigError if it belongs to another rank, world, model or strategy.
         """
         self.restore(StateDict(state_dict))
         load_param_groups(self.param_groups, state_dict)
 
     def snapshot(self) -> Snapshot:
-        """This rank's state between two steps, in pieces that any layout can take: views of the live tensors."""
+        """This rank's state between two steps, in pieces that any layout can load: views of the live tensors."""
         raise NotImplementedError
 
     def restore(self, source: Source) -> None:
-        """Go on from a checkpoint of any layout, and note what became of its parts; a collective.
+        """Continue from a checkpoint of any layout, and note what became of its parts. A collective.
 
-        From the same layout, bit for bit.
+        From the same layout, it continues bit for bit.
         """
         raise NotImplementedError
 
@@ -189,29 +195,29 @@ class ParallelOptimizer:
 
     @property
     def position(self) -> int | None:
-        """Steps that the other islands have taken, and this one where it missed none; None without other islands."""
+        """Steps that the islands have taken, counting this one if it missed none; None without other islands."""
         return None
 
     def catch_up(self) -> int:
-        """Take the steps that others took, where no checkpoint is loaded; the number of steps done; a collective."""
+        """Take the steps that others took, if no checkpoint is loaded. Return the number of steps. A collective."""
         return 0
 
     def finish(self) -> None:
-        """Leave the result in the model; training can't go on from there. A collective over all ranks."""
+        """Leave the result in the model. Training can't continue afterwards. A collective over all ranks."""
 
     def take_changes(self) -> list[Any]:
-        """What has changed among the islands since the last call, with its cost."""
+        """Changes among the islands since the last call, with the cost of each."""
         return []
 
     def level(self, *, has_own: bool) -> Row:
-        """Go on from one state with the other islands, where a restore left them apart; a line of the load report.
+        """Continue from one common state with the other islands if a restore left them apart.
 
-        has_own: whether what this one has restored was its own, and counts.
+        Returns a line of the load report. has_own: whether this island has restored its own state, which then counts.
         """
         return "islands", "none", ""
 
     def mean_over_islands(self, value: float) -> float:
-        """The mean of a number over all islands; a collective."""
+        """Mean of a number over all islands. A collective."""
         return value
 
     def abandon(self) -> None:
@@ -219,11 +225,15 @@ class ParallelOptimizer:
 
 
 class RankOptions(TypedDict):
-    """What every host is told of the ranks.
+    """Options of the ranks, the same for every host.
 
-    local_size: ranks per node; None: found from the launcher or host names. seed: of all randomness. timeout_s: how
-    long one message may take. checked: every message carries what it is and a checksum. overlap: weights may arrive
-    during the next forward. axis: of a mesh; None: all ranks.
+    Args:
+        local_size: ranks per node; None: detected from the launcher or host names.
+        seed: of all randomness.
+        timeout_s: how long one message may take.
+        checked: put a header and a checksum in front of every message.
+        overlap: weights may arrive during the next forward.
+        axis: of a mesh; None: all ranks.
     """
 
     overlap: bool
@@ -238,9 +248,9 @@ class RankOptions(TypedDict):
 def apply(
     method: object, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Unpack[RankOptions]
 ) -> tuple[nn.Module, ParallelOptimizer]:
-    """The module to call in training, and the optimizer to step; a collective over all ranks.
+    """Return the module to call in training, and the optimizer to step. A collective over all ranks.
 
     Each host registers itself for its kind of method. `model` itself shares the trained weights and may be called where
-    nothing is trained. Raises ConfigError for what can't be trained so.
+    nothing is trained. Raises ConfigError for a combination that can't be trained.
     """
-    raise ConfigError(f"{type(method).__name__} is no method of training: no host knows it")
+    raise ConfigError(f"{type(method).__name__} is not a training method: no host knows it")

@@ -1,4 +1,4 @@
-"""The mesh as a host sees it: the replicas of one axis, and everybody who trains the same model."""
+"""A host's view of the mesh: the replicas of one axis, and all ranks that train the same model."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from thinwire.hosts.tensor import TensorAxis
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of a mesh, for a method that is applied to it.
+    """One axis of a mesh, for the method that is applied to it.
 
-    group: the ranks along the axis, where all others of the mesh are as this one's. whole: the mesh, flat: all ranks
-    that take every step together; the same as `group` where there is no other axis. tensor: the axis that cuts
-    parameters, if any.
+    Args:
+        group: the ranks along the axis that share this rank's place on all other axes.
+        whole: the mesh, flat: all ranks that take every step together; equal to `group` if there is no other axis.
+        tensor: the axis that cuts parameters, if any.
     """
 
     group: DeviceMesh
@@ -26,13 +27,16 @@ class Axis:
     tensor: TensorAxis | None = None
 
     def counts(self, name: str) -> bool:
-        """Whether this rank counts its part of a parameter in sums; one of those that hold the same elements does."""
+        """Whether this rank counts its part of a parameter in sums. One of the ranks with the same elements does."""
         return self.tensor is None or self.tensor.counts(name)
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """comm: among the ranks of a method's axis. everyone: among all ranks of the mesh, who agree on every step."""
+    """Communicators of a host.
+
+    comm: over the method's axis. everyone: over all ranks of the mesh, which agree on every step.
+    """
 
     comm: Communicator
     everyone: Communicator
@@ -52,9 +56,9 @@ def open_ranks(
     checked: bool,
     group: dist.ProcessGroup | DeviceMesh | None = None,
 ) -> Ranks:
-    """Communicators for an axis of a mesh, or for `group`, by default all ranks, where there is no mesh; a collective.
+    """Communicators for an axis of a mesh or, without a mesh, for `group`, by default all ranks. A collective.
 
-    local_size: ranks of a node, of all ranks of the mesh. Both count into one meter.
+    local_size: ranks per node, counting all ranks of the mesh. Both communicators use one meter.
     """
     if axis is None:
         comm = Communicator(group, local_size=local_size, timeout_s=timeout_s, checked=checked)
@@ -69,7 +73,7 @@ def open_ranks(
 
 
 def along(grid: Topology, members: list[int]) -> int:
-    """Ranks of a node among some ranks of a grid: 1 where they do not lie evenly on nodes."""
+    """Ranks per node among some ranks of a grid; 1 if they are spread unevenly over the nodes."""
     nodes = [grid.node(rank) for rank in members]
     counts = {nodes.count(node) for node in nodes}
     return counts.pop() if len(counts) == 1 and nodes == sorted(nodes) else 1

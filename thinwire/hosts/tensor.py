@@ -1,4 +1,4 @@
-"""The tensor axis: parameters that torch's parallelize_module has cut, shown to every other host as plain tensors."""
+"""The tensor axis: shows parameters that torch's parallelize_module has cut to all other hosts as plain tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from thinwire.state.replicas import digest, odd_ranks
 
 @dataclass(frozen=True)
 class TensorPlacement:
-    """How a parameter lies on the tensor axis: `shape` of the whole, cut along dimension `dim`, None for a copy."""
+    """Placement of a parameter on the tensor axis: `shape` of the whole, cut along dimension `dim`, None for a copy."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -34,7 +34,7 @@ class TensorPlacement:
         return placement.dim if isinstance(placement, Shard) else None
 
     def whole(self, local: Tensor) -> DTensor:
-        """The DTensor that has `local` as this rank's part; gradients flow back to `local`."""
+        """The DTensor whose part on this rank is `local`. Gradients flow back to `local`."""
         return DTensor.from_local(
             local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
         )
@@ -42,12 +42,12 @@ class TensorPlacement:
 
 @dataclass
 class TensorAxis:
-    """The cut parameters of a model, by name. While their module's forward runs they are DTensors, else local tensors.
+    """The cut parameters of a model, by name: DTensors while their module's forward runs, else local tensors.
 
     Hosts, optimizers and hooks see this rank's part of a parameter as a plain leaf tensor. In forward the module's
-    attribute is a DTensor made from that leaf, so torch's tensor parallelism works as ever, and the gradient of the
-    part arrives at the leaf. It is made when the module is called: where weights are gathered for a module's forward,
-    they are there by then.
+    attribute is a DTensor made from that leaf, so torch's tensor parallelism works as before, and the gradient of the
+    part arrives at the leaf. The DTensor is made when the module is called. If weights are gathered for a module's
+    forward, they have arrived by then.
     """
 
     mesh: DeviceMesh
@@ -60,54 +60,56 @@ class TensorAxis:
         return self.mesh.get_local_rank()
 
     def counts(self, name: str) -> bool:
-        """Whether this rank counts its part: of a parameter that all ranks of the axis hold whole the first does."""
+        """Whether this rank counts its part. If all ranks of the axis hold a parameter whole, the first counts it."""
         cut = self.cuts.get(name)
         return self.rank == 0 or (cut is not None and cut.dim is not None)
 
     def local_names(self) -> list[str]:
-        """The parameters of which every rank of the axis holds another part."""
+        """Names of the parameters that are cut over the axis."""
         return [name for name, cut in self.cuts.items() if cut.dim is not None]
 
     def piece_of_whole(self, key: str, piece: Piece, number: int = 0, count: int = 1) -> Piece:
-        """A piece of this rank's part of a parameter as a piece of the whole; key: KIND/.../NAME of a checkpoint.
+        """Turn a piece of this rank's part of a parameter into a piece of the whole.
 
-        number, count: of this rank among those that hold the same part, where they share what they save.
+        Args:
+            key: KIND/.../NAME of a checkpoint.
+            number, count: this rank's place among the ranks that hold the same part, if they share the saving.
         """
         name = next((name for name in self.local_names() if key.endswith(f"/{name}")), None)
-        # A rank's own state is of its part alone.
+        # A rank's own state covers only its part.
         if name is None or key.startswith("own/"):
             return piece
         return replace(piece.share(number, count), is_copy=False, **self._lies(name))
 
     def share_of_whole(self, share: Share) -> Share | None:
-        """A share in this rank's part of a parameter as one in the whole; None where another rank's copy counts."""
+        """A share of this rank's part of a parameter as a share of the whole; None if another rank's copy counts."""
         if not self.counts(share.name):
             return None
         return replace(share, **self._lies(share.name)) if share.name in self.local_names() else share
 
     def _lies(self, name: str) -> dict[str, Any]:
-        """Where this rank's part lies; see Piece."""
+        """Place of this rank's part; see Piece."""
         cut = self.cuts[name]
         assert cut.dim is not None
-        # A part of dimension d is a run of so many elements in every row of the dimensions before it.
+        # A part of dimension d is a run of elements in every row of the dimensions before it.
         row = cut.shape[cut.dim :].numel()
         run = row // self.mesh.size()
         return {"numel": cut.shape.numel(), "run": run, "row": row, "first": self.rank * run}
 
     def show_whole(self, module: nn.Module) -> None:
-        """Put DTensors in the place of a module's attributes; the registered parameters stay as they are."""
+        """Replace a module's attributes by DTensors. The registered parameters do not change."""
         for attribute, name in self.places[module].items():
             local = module._parameters[attribute]
             assert local is not None
             module.__dict__[attribute] = self.cuts[name].whole(local)
 
     def show_local(self, module: nn.Module) -> None:
-        """Take the DTensors away again."""
+        """Remove the DTensors again."""
         for attribute in self.places[module]:
             module.__dict__.pop(attribute, None)
 
     def gather(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Whole tensors from every rank's part of them; a collective over the axis."""
+        """Whole tensors from every rank's part. A collective over the axis."""
         return {
             name: self.cuts[name].whole(value.contiguous()).full_tensor() if name in self.cuts else value
             for name, value in values.items()
@@ -129,10 +131,9 @@ class TensorAxis:
 
 @torch.no_grad()
 def cut_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> TensorAxis:
-    """Put local tensors in the place of the model's DTensors, in modules and optimizer; see TensorAxis.
+    """Replace the model's DTensors by local tensors, in modules and optimizer; see TensorAxis.
 
-    mesh: the tensor axis, for which the model has no misfits. Raises ConfigError for an optimizer that needs whole
-    tensors.
+    mesh: the tensor axis; `misfits` must be empty for it. Raises ConfigError for an optimizer that needs whole tensors.
     """
     if needs_whole_tensors(optimizer):
         raise ConfigError(
@@ -167,7 +168,7 @@ def cut_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Dev
 
 
 def misfits(model: nn.Module, mesh: DeviceMesh) -> list[str]:
-    """Why a model does not fit the tensor axis `mesh`, one message for each reason; empty: it fits."""
+    """Reasons why a model does not fit the tensor axis `mesh`, a message for each; empty if it fits."""
     found = {name: param for name, param in model.named_parameters() if isinstance(param, DTensor)}
     messages = [why for name, param in found.items() if (why := misfit(name, param, mesh))]
     if mesh.size() > 1 and not any(isinstance(at, Shard) for param in found.values() for at in param.placements):
@@ -180,7 +181,7 @@ def misfits(model: nn.Module, mesh: DeviceMesh) -> list[str]:
 
 
 def misfit(name: str, param: DTensor, mesh: DeviceMesh) -> str:
-    """Why a DTensor can't be a parameter on the tensor axis `mesh`; empty: it can."""
+    """Reason why a DTensor can't be a parameter on the tensor axis `mesh`; empty if it can."""
     if param.device_mesh != mesh:
         return (
             f"{name!r} lies on the mesh {param.device_mesh}, which is not the tensor axis: a model of fully_shard is "
@@ -198,7 +199,7 @@ def misfit(name: str, param: DTensor, mesh: DeviceMesh) -> str:
 
 
 def check_same_copies(model: nn.Module, axis: TensorAxis, comm: Communicator) -> list[str]:
-    """Give all ranks of the axis the first one's values of what they all hold whole; the names of what differed.
+    """Copy the first rank's values of uncut parameters to all ranks of the axis. Return the names that differed.
 
     A collective over `comm`, the ranks of the axis.
     """

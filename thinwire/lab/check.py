@@ -1,4 +1,4 @@
-"""Measures every link of an emulated network with plain sockets: what was asked, what the kernel lets through."""
+"""Measures every link of an emulated network with plain sockets: the rate asked for, and the rate achieved."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from thinwire.lab.network import FRAME_BYTES, LabNetwork
 
 TOLERANCE = 0.05
 WARM_UP_S = 0.5
-# Whole frames are counted: the window holds enough of them that one more or less is well within the tolerance.
+# The window holds so many frames that one frame more or less is well within the tolerance.
 WINDOW_S, WINDOW_BITS = 1.5, 8 * 64 * FRAME_BYTES
 CHUNK_BYTES = 1 << 20
 READINGS = 5
@@ -26,7 +26,7 @@ CONNECT_S = 10.0
 class Reading:
     """One direction of one node's link, in bits per second.
 
-    link: frames with their headers, as the kernel's queue counted them; goodput: what arrived in the receivers' hands.
+    link: frames with their headers, as the kernel's queue counted them. goodput: data that the receivers got.
     """
 
     node: int
@@ -37,7 +37,7 @@ class Reading:
 
     @property
     def ratio(self) -> float | None:
-        """Achieved over asked; None for a link that is not shaped."""
+        """Achieved rate divided by the rate asked for; None for a link that is not shaped."""
         return self.link / self.asked if self.asked else None
 
     @property
@@ -46,7 +46,7 @@ class Reading:
 
 
 class Flow:
-    """A TCP connection from one node to another that sends as fast as it can until it is closed."""
+    """A TCP connection between two nodes that sends as fast as it can until it is closed."""
 
     def __init__(self, network: LabNetwork, sender: int, receiver: int) -> None:
         self.received_bytes = 0
@@ -85,7 +85,7 @@ class Flow:
 
 
 def measure(network: LabNetwork, senders: Sequence[int], receiver: int, *, sends: bool) -> tuple[float, float]:
-    """Bits per second on the link of the only sender (`sends`) or of the receiver, and those that arrived."""
+    """Bits per second on the link of the only sender (`sends`) or of the receiver, and the rate of arrived data."""
     node = senders[0] if sends else receiver
     window_s = max(WINDOW_S, WINDOW_BITS / (network.spec.bits_per_second(node) or math.inf))
     with contextlib.ExitStack() as stack:
@@ -100,9 +100,9 @@ def measure(network: LabNetwork, senders: Sequence[int], receiver: int, *, sends
 
 
 def _counted(network: LabNetwork, node: int, flows: Sequence[Flow], sends: bool) -> tuple[float, int, int]:
-    """The time in seconds, the bytes that the node's link has carried by then, and those that arrived.
+    """The time in seconds, the bytes on the node's link so far, and the bytes that arrived.
 
-    A busy machine may stop this process between clock and counter: of several readings the shortest one counts.
+    A busy machine may stop this process between clock and counter, so the shortest of several readings counts.
     """
     found = []
     for _ in range(READINGS):
@@ -117,7 +117,7 @@ def _counted(network: LabNetwork, node: int, flows: Sequence[Flow], sends: bool)
 def readings(network: LabNetwork) -> Iterator[Reading]:
     """Measure each node's link while the other links are lifted: sending, receiving, and receiving from all at once.
 
-    The rates are on again afterwards. Raises ConfigError for a network of one node.
+    The rates are restored afterwards. Raises ConfigError for a network of one node.
     """
     num_nodes = network.spec.nodes
     if num_nodes < 2:
@@ -137,7 +137,7 @@ def readings(network: LabNetwork) -> Iterator[Reading]:
 
 
 def check(network: LabNetwork, show: Callable[[Reading], None]) -> bool:
-    """Measure every link and show each reading; whether all are within the tolerance."""
+    """Measure every link and show each reading. Return whether all are within the tolerance."""
     results = []
     for reading in readings(network):
         show(reading)

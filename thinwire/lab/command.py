@@ -54,13 +54,13 @@ def command_line() -> CommandLine:
 
 
 def run_lab(args: Sequence[str]) -> int:
-    """Do what the command line asks; returns the exit code. Raises ConfigError before anything is made."""
+    """Run the command line. Return the exit code. Raises ConfigError before anything is made."""
     options, spec, command = read(args)
     return run_check(spec) if options.check else run_command(spec, command, dict(os.environ))
 
 
 def read(args: Sequence[str]) -> tuple[LabOptions, LabSpec, list[str]]:
-    """The options, the network and the command; raises ConfigError with everything that is wrong."""
+    """The options, the network and the command. Raises ConfigError with all errors at once."""
     args = list(args)
     split = args.index("--") if "--" in args else len(args)
     problems, command = Problems(), args[split + 1 :]
@@ -84,9 +84,9 @@ def read(args: Sequence[str]) -> tuple[LabOptions, LabSpec, list[str]]:
 
 
 def run_command(spec: LabSpec, command: Sequence[str], env: dict[str, str]) -> int:
-    """Run the command on every node; the worst exit code, or 128 + the signal that stopped it.
+    """Run the command on every node. Return the worst exit code, or 128 + the signal that stopped it.
 
-    Raises LabError, with that exit code, where a rank failed.
+    Raises LabError, with that exit code, if a rank failed.
     """
     threads, reason = threads_per_rank(spec, env)
     env["OMP_NUM_THREADS"] = str(threads)
@@ -118,7 +118,7 @@ class PrefixedOutput:
             try:
                 print(f"[{name(self._spec, rank)}] {line}", flush=True)
             except BrokenPipeError:
-                # Nobody reads any more, as behind `| head`: end as other commands do, and the kernel clears up.
+                # The reader is gone, as in `| head`: end as other commands do. The kernel cleans up.
                 os._exit(shell_code(-signal.SIGPIPE))
 
 
@@ -148,7 +148,7 @@ def say(line: str) -> None:
 
 
 def describe(spec: LabSpec, network: LabNetwork) -> str:
-    """One line on what is emulated."""
+    """A line that describes the emulated network."""
     parts = [
         f"{spec.nodes} node(s) x {spec.local_size} rank(s)",
         f"links of {spec.rate}" if spec.rate else "links not shaped",
@@ -168,7 +168,7 @@ def traffic(spec: LabSpec, counters: Sequence[Counters]) -> Iterator[str]:
 
 
 def failure(spec: LabSpec, job: Job) -> LabError:
-    """The error that names the first rank that failed, and how."""
+    """The error that names the first failed rank and its exit."""
     assert job.failed is not None
     rank, code = job.failed
     how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
@@ -182,7 +182,7 @@ def failure(spec: LabSpec, job: Job) -> LabError:
 
 
 def run_check(spec: LabSpec) -> int:
-    """Measure and print every direction of every link; 1 where one is out of tolerance."""
+    """Measure and print every direction of every link. Return 1 if one is out of tolerance."""
     with LabNetwork(spec) as network:
         say(describe(spec, network))
         say("mbit/s; link: frames with their headers, by the kernel's counters; goodput: what arrived, without headers")

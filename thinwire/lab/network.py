@@ -1,4 +1,4 @@
-"""The emulated network, as seen by whoever runs something on it."""
+"""The emulated network, for programs that run something on it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from thinwire.lab.spec import LabSpec
 INSIDE = Path(__file__).parent / "inside"
 NETWORK = "10.77.0.{}"
 INTERFACE = "eth0"
-# Jumbo frames keep headers under 1 % of what passes, and a 10 gbit link within reach of one core.
+# With jumbo frames, headers are under 1 % of the bytes, and one core can drive a 10 gbit link.
 MTU = 9000
 FRAME_BYTES = MTU + 14
 CLOSE_S = 5.0
-MAX_FDS = 253  # The kernel's limit of descriptors in one message.
+MAX_FDS = 253  # The kernel's limit on descriptors in one message.
 
 
 class LabError(ThinwireError):
@@ -34,7 +34,7 @@ class LabError(ThinwireError):
 
 @dataclass(frozen=True)
 class Counters:
-    """Bytes that passed a node's link since the network was made, by the kernel: whole frames, headers included."""
+    """Bytes on a node's link since the network was made, counted by the kernel: whole frames, headers included."""
 
     sent_bytes: int
     received_bytes: int
@@ -46,9 +46,13 @@ class Counters:
 class LabNetwork:
     """An emulated network, made at construction and removed by `close` or at the end of a `with` block.
 
-    addresses: the nodes' IPv4 addresses; interface: the name of the link on every node. The methods may be called from
-    any thread. Raises ConfigError where the system does not allow or lacks what the network needs, LabError where the
-    network fails. Whatever happens to this process, the kernel removes the network and everything that runs on it.
+    If this process ends in any way, the kernel removes the network and everything that runs on it. The methods may be
+    called from any thread. Raises ConfigError if the system forbids or lacks something that the network needs, LabError
+    if the network fails.
+
+    Attributes:
+        addresses: the nodes' IPv4 addresses.
+        interface: the name of the link on every node.
     """
 
     def __init__(self, spec: LabSpec) -> None:
@@ -82,7 +86,7 @@ class LabNetwork:
         self.close()
 
     def close(self) -> None:
-        """Kill what still runs on the network, and remove it."""
+        """Kill all processes on the network, and remove it."""
         running = [process for process in self._processes if process.poll() is None]
         for process in running:
             process.kill()
@@ -99,16 +103,16 @@ class LabNetwork:
         self._fds = []
 
     def shape(self, shaped: bool) -> None:
-        """Put the rates on, or lift them, while processes run."""
+        """Set the links' rates (True) or lift them (False), while processes run."""
         self.shape_only(range(self.spec.nodes) if shaped else [])
 
     def shape_only(self, nodes: Sequence[int]) -> None:
-        """Put the rates on the links of `nodes` and lift those of the others."""
+        """Set the rates of the links of `nodes` and lift those of the others."""
         rates = [self.spec.bits_per_second(node) if node in nodes else None for node in range(self.spec.nodes)]
         self._ask("shape", bytes_per_s=[rate / 8 if rate else None for rate in rates])
 
     def counters(self) -> list[Counters]:
-        """Per node: bytes sent and received since the network was made."""
+        """Bytes that each node has sent and received since the network was made."""
         reply, _ = self._ask("counters")
         return [Counters(*pair) for pair in reply["counters"]]
 
@@ -120,15 +124,15 @@ class LabNetwork:
     def popen(
         self, node: int, args: Sequence[str], env: Mapping[str, str] | None = None, **popen_kwargs: Any
     ) -> subprocess.Popen:
-        """Start a program on `node`; its working directory, files and user are those of this process.
+        """Start a program on `node`, with the working directory, files and user of this process.
 
-        Signals reach the program, its exit status comes back, and when it ends or is killed nothing that it started is
-        left. It gets a session of its own: a terminal's Ctrl-C reaches this process alone. `pid` is what the program
-        itself sees. popen_kwargs: as for subprocess.Popen.
+        Signals reach the program, and its exit status is returned. When it ends or is killed, none of its processes is
+        left. It gets a session of its own, so a terminal's Ctrl-C reaches only this process. `pid` is the PID that the
+        program itself sees. popen_kwargs: as for subprocess.Popen.
         """
         user_fd, net_fd = self._fds[0] if self.in_user_namespace else -1, self._fds[1 + node]
         given = [fd for fd in (user_fd, net_fd) if fd >= 0]
-        # -E -s -S: nothing but the standard library, so that it starts in milliseconds.
+        # -E -s -S: load only the standard library, so that it starts in milliseconds.
         numbers = map(str, (os.getpid(), user_fd, net_fd))
         enter = [sys.executable, "-E", "-s", "-S", str(INSIDE / "enter.py"), *numbers]
         pass_fds = (*popen_kwargs.pop("pass_fds", ()), *given)
@@ -139,7 +143,7 @@ class LabNetwork:
         return process
 
     def _ask(self, asked: str, **values: Any) -> tuple[dict[str, Any], list[int]]:
-        """One request to the process that holds the network; its reply and descriptors."""
+        """Send a request to the process that holds the network. Return its reply and descriptors."""
         with self._lock:
             try:
                 self._control.send(json.dumps({"ask": asked} | values).encode())
@@ -157,7 +161,7 @@ class LabNetwork:
 
 
 def start_helper(control: socket.socket) -> subprocess.Popen:
-    """The process that holds the network; `control` becomes its own."""
+    """Start the process that holds the network; `control` is its end of the control socket."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
     with control:
         return subprocess.Popen(
@@ -167,7 +171,7 @@ def start_helper(control: socket.socket) -> subprocess.Popen:
 
 
 def check_requirements() -> None:
-    """Raise ConfigError where this is not Linux, or pyroute2 is not installed."""
+    """Raise ConfigError if this is not Linux, or if pyroute2 is not installed."""
     if sys.platform != "linux":
         raise ConfigError(f"the lab needs Linux with network namespaces; this is {sys.platform}")
     if importlib.util.find_spec("pyroute2") is None:
@@ -175,7 +179,7 @@ def check_requirements() -> None:
 
 
 def why_unavailable() -> str | None:
-    """Why no network can be emulated here; None where it can."""
+    """Why no network can be emulated here; None if one can."""
     try:
         LabNetwork(LabSpec(nodes=1, rate=None)).close()
     except ThinwireError as error:

@@ -1,4 +1,4 @@
-"""Runs a command on every node of an emulated network, as torchrun would."""
+"""Runs a command on every node of an emulated network, like torchrun."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OnLine = Callable[[int, str], None]
 
 
 def environment(network: LabNetwork, rank: int, port: int = PORT) -> dict[str, str]:
-    """The variables that torchrun sets for one rank, and the interface that gloo is to use."""
+    """The variables that torchrun sets for one rank, and the interface that gloo must use."""
     spec = network.spec
     node, local_rank = divmod(rank, spec.local_size)
     numbers = {
@@ -37,8 +37,8 @@ def environment(network: LabNetwork, rank: int, port: int = PORT) -> dict[str, s
 class Job:
     """A command that runs once per rank. Made by `start`.
 
-    When a rank fails, the others get `grace_s` seconds to notice by themselves, then SIGTERM, then, after as long
-    again, SIGKILL.
+    If a rank fails, the others get `grace_s` seconds to end by themselves, then SIGTERM, then, after as long again,
+    SIGKILL.
     """
 
     def __init__(self, processes: list[subprocess.Popen], readers: list[threading.Thread], grace_s: float) -> None:
@@ -46,34 +46,34 @@ class Job:
         self.failures: dict[int, int] = {}
         self._readers = readers
         self._grace_s = grace_s
-        # Ranks that were sent a signal: how they end is not their failure.
+        # Ranks that were sent a signal. Their exit does not count as a failure.
         self._signalled: set[int] = set()
-        # A signal handler may interrupt the thread that holds it.
+        # Reentrant, because a signal handler may interrupt the thread that holds it.
         self._lock = threading.RLock()
         self._watcher = threading.Thread(target=self._watch, name="thinwire-lab", daemon=True)
         self._watcher.start()
 
     def poll(self) -> list[int] | None:
-        """Every rank's exit code, -signal where one ended it; None while a rank runs or its output is unread."""
+        """Exit code of every rank, -signal if a signal ended it; None while a rank runs or its output is unread."""
         return None if self._watcher.is_alive() else [process.returncode for process in self.processes]
 
     def wait(self, timeout_s: float | None = None) -> list[int]:
-        """The exit codes, when all ranks have ended; raises TimeoutError."""
+        """Wait until all ranks have ended. Return their exit codes. Raises TimeoutError."""
         self._watcher.join(timeout_s)
         codes = self.poll()
         if codes is None:
-            raise TimeoutError(f"ranks {self._running()} still run after {timeout_s:g} s")
+            raise TimeoutError(f"ranks {self._running()} are still running after {timeout_s:g} s")
         return codes
 
     def send_signal(self, signum: int) -> None:
-        """Send a signal to every rank that runs; how they end then is not counted as a failure."""
+        """Send a signal to every running rank. Its exit then does not count as a failure."""
         with self._lock:
             for rank in self._running():
                 self._signalled.add(rank)
                 self.processes[rank].send_signal(signum)
 
     def stop(self, signum: int = signal.SIGTERM, grace_s: float = GRACE_S) -> list[int]:
-        """Send `signum` to every rank, SIGKILL to those that still run after `grace_s`; the exit codes."""
+        """Send `signum` to every rank, and SIGKILL to those that run after `grace_s`. Return the exit codes."""
         self.send_signal(signum)
         try:
             return self.wait(grace_s)
@@ -96,7 +96,7 @@ class Job:
 
     @property
     def exit_code(self) -> int:
-        """The worst exit code of the ranks that ended by themselves, as a shell states it; 0 if all did well."""
+        """Worst exit code of the ranks that ended by themselves, as a shell reports it; 0 if none failed."""
         return max(map(shell_code, self.failures.values()), default=0)
 
     def _running(self) -> list[int]:
@@ -116,10 +116,10 @@ class Job:
             reader.join()
 
     def _note_failures(self) -> list[int]:
-        """The ranks that run, once the failures of those that don't are noted."""
+        """Record the failures of ranks that have ended. Return the running ranks."""
         with self._lock:
             running = self._running()
-            # Of ranks that fail at the same moment, a killed one is the cause: the others have missed it.
+            # If ranks fail at the same moment, a killed one is the cause: the others failed because it was missing.
             for rank, process in sorted(enumerate(self.processes), key=lambda item: (item[1].returncode or 0) >= 0):
                 if process.returncode and rank not in self._signalled and rank not in self.failures:
                     self.failures[rank] = process.returncode
@@ -141,9 +141,13 @@ def start(
 ) -> Job:
     """Run `command` once per rank, with torchrun's variables added to `env` (this process's own by default).
 
-    on_line: called from a thread per rank with every line of its output, stdout and stderr together; must not raise.
-    None: the ranks write where this process writes. port: of the ranks' meeting on node 0. Raises ConfigError where
-    there is no such command.
+    Args:
+        on_line: called from a thread per rank with every line of its output, stdout and stderr together; it must not
+            raise. None: the ranks write to this process's output.
+        port: port on node 0 where the ranks meet.
+        grace_s: see Job.
+
+    Raises ConfigError if there is no such command.
     """
     env = dict(os.environ if env is None else env)
     check_command(command, env)
@@ -175,7 +179,7 @@ def read_lines(process: subprocess.Popen[str], rank: int, on_line: OnLine) -> No
 
 
 def threads_per_rank(spec: LabSpec, env: Mapping[str, str]) -> tuple[int, str]:
-    """Compute threads of one rank, and why: OMP_NUM_THREADS where it is set, else an equal share of the cores."""
+    """Compute threads of one rank, and the reason: OMP_NUM_THREADS if it is set, else an equal share of the cores."""
     stated = env.get("OMP_NUM_THREADS", "")
     if stated.isdigit() and int(stated) > 0:
         return int(stated), "was set"
@@ -184,7 +188,7 @@ def threads_per_rank(spec: LabSpec, env: Mapping[str, str]) -> tuple[int, str]:
 
 
 def check_command(command: Sequence[str], env: Mapping[str, str]) -> None:
-    """Raise ConfigError where the command's program is not there."""
+    """Raise ConfigError if the command's program does not exist."""
     if not command:
         raise ConfigError("no command to run: give one after --, such as: -- python train.py")
     if shutil.which(command[0], path=env.get("PATH")) is None:

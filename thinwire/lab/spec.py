@@ -1,4 +1,4 @@
-"""What network to emulate: its size and the rate of each link."""
+"""Description of the network to emulate: its size and the rate of each link."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from thinwire.errors import ConfigError, Problems, nearest
 
 RATE_UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-# Below, one frame takes longer than 0.1 s; above, no machine keeps up with its own emulated links.
+# Below SLOWEST one frame takes longer than 0.1 s. Above FASTEST no machine can drive its emulated links.
 SLOWEST, FASTEST = "1mbit", "20gbit"
 MOST_NODES = 200
 MOST_DELAY_S = 10.0
 
 
 def parse_rate(text: str) -> float:
-    """Bits per second that can be emulated, as `read_rate`; raises ConfigError that names the nearest."""
+    """Bits per second of a rate that can be emulated, as `read_rate`. Raises ConfigError that names the nearest."""
     bits = read_rate(text)
     for limit, is_beyond in ((SLOWEST, lambda low: bits < low), (FASTEST, lambda high: bits > high)):
         if is_beyond(read_rate(limit)):
@@ -26,7 +26,7 @@ def parse_rate(text: str) -> float:
 
 
 def read_rate(text: str) -> float:
-    """Bits per second of `100mbit`, `2.5gbit` and the like; raises ConfigError that names a valid spelling."""
+    """Bits per second of a text such as `100mbit` or `2.5gbit`. Raises ConfigError that names a valid spelling."""
     number, unit = _split(text)
     if number is None or unit not in RATE_UNITS:
         guess = "" if number is None else re.sub(r"bits?/?p?s?$|b/?p?s$|b$", "", unit)
@@ -39,7 +39,7 @@ def read_rate(text: str) -> float:
 
 
 def parse_delay(text: str) -> float:
-    """Seconds of `10ms` and the like; raises ConfigError that names a valid spelling."""
+    """Seconds of a text such as `10ms`. Raises ConfigError that names a valid spelling."""
     number, unit = _split(text)
     if number is None or unit not in TIME_UNITS:
         hint = f"{number:g}ms" if number else "10ms"
@@ -53,7 +53,7 @@ def parse_delay(text: str) -> float:
 
 
 def parse_loss(text: str) -> float:
-    """Percent of frames lost of `0.1%`; raises ConfigError that names a valid spelling."""
+    """Percentage of a text such as `0.1%`. Raises ConfigError that names a valid spelling."""
     number, unit = _split(text)
     if number is None or unit != "%":
         hint = f"{number:g}%" if number and number < 100 else "0.1%"
@@ -64,7 +64,7 @@ def parse_loss(text: str) -> float:
 
 
 def _split(text: str) -> tuple[float | None, str]:
-    """The number in front and the unit behind it, in lower case; None where there is no number."""
+    """The number at the start and the unit after it, in lower case; None if there is no number."""
     match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*(\S*)", text.strip().lower())
     return (float(match[1]), match[2]) if match else (None, text.strip().lower())
 
@@ -73,9 +73,13 @@ def _split(text: str) -> tuple[float | None, str]:
 class LabSpec:
     """An emulated network of `nodes` machines with `local_size` ranks each.
 
-    rate: of every link, in both directions, as `100mbit`; None: not shaped. slow: {node: rate} of links that differ.
-    delay: one way from node to node, as `10ms`. loss: part of the frames that never arrive, as `0.1%`.
-    Raises ConfigError with everything that is wrong.
+    Args:
+        rate: of every link, in both directions, such as `100mbit`; None: not shaped.
+        slow: {node: rate} of links that differ.
+        delay: one way from node to node, such as `10ms`.
+        loss: share of the frames that never arrive, such as `0.1%`.
+
+    Raises ConfigError with all errors at once.
     """
 
     nodes: int = 4
@@ -126,9 +130,9 @@ class LabSpec:
 
     @classmethod
     def from_text(cls, text: str) -> LabSpec:
-        """The network that `nodes=4,rate=100mbit,local_size=1,slow=2:20mbit` describes.
+        """The network that a text such as `nodes=4,rate=100mbit,local_size=1,slow=2:20mbit` describes.
 
-        `slow` may be repeated; `rate=none` leaves links unshaped. Raises ConfigError with everything that is wrong.
+        `slow` may be repeated; `rate=none` leaves links unshaped. Raises ConfigError with all errors at once.
         """
         values: dict = {"slow": {}}
         problems = Problems()
@@ -152,7 +156,7 @@ class LabSpec:
         return spec
 
     def __str__(self) -> str:
-        """The text that `from_text` reads."""
+        """The text form that `from_text` reads."""
         parts = [f"nodes={self.nodes}", f"rate={self.rate or 'none'}", f"local_size={self.local_size}"]
         parts += [f"slow={node}:{rate}" for node, rate in sorted(self.slow.items())]
         parts += [f"{name}={value}" for name, value in (("delay", self.delay), ("loss", self.loss)) if value]
@@ -160,7 +164,7 @@ class LabSpec:
 
 
 def parse_slow(text: str, separator: str = "=") -> dict[int, str]:
-    """{2: "20mbit"} of `2=20mbit`; raises ConfigError."""
+    """Read `2=20mbit` as {2: "20mbit"}. Raises ConfigError."""
     node, found, rate = text.partition(separator)
     if not found or not node.isdigit() or not rate:
         raise ConfigError(f"slow {text!r} is not a node and its rate; did you mean '2{separator}20mbit'?")
@@ -174,5 +178,5 @@ def _whole(key: str, text: str) -> int:
 
 
 def optional(text: str) -> str | None:
-    """None of `none`, any other text as it is."""
+    """None for `none`, any other text unchanged."""
     return None if text.lower() == "none" else text

@@ -1,1 +1,1 @@
-"""Third floor: one published method a file: frozen options, the arithmetic, and the plan of bytes and memory."""
+"""Fifth floor: one published method per file, with frozen options, its arithmetic, and its plan of bytes and memory."""

@@ -1,4 +1,4 @@
-"""What the methods on DistributedDataParallel share; each of them has a file in `data`."""
+"""Base of the methods on DistributedDataParallel; each method has a file in `data`."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ from thinwire.state.memory import Place
 
 
 class DDPMethod:
-    """What makes a way to average gradients a Method: it is applied by `wrap_ddp`."""
+    """Base class of methods that average gradients in DDP; applied by `wrap_ddp`."""
 
-    # Why thinwire.zero can't host it, to follow its name.
+    # Why thinwire.zero can't host it; follows the method's name in messages.
     own_way: ClassVar[str] = "compress_ddp"
     not_on_zero: ClassVar[str] = "averages whole gradients, and zero gives every rank a slice"
     shards_optimizer: ClassVar[bool] = False
     not_inside_islands: ClassVar[str] = ""
     not_on_mesh: ClassVar[str] = ""
-    # Whether it weighs what it remembers by the learning rate.
+    # Whether it weights its state by the learning rate.
     uses_learning_rates = False
 
     @property
     def name(self) -> str:
-        """What `--strategy` calls it."""
+        """Name of the strategy in `--strategy`."""
         raise NotImplementedError
 
     @property
     def find_unused_parameters(self) -> bool:
-        """DDP's option of that name."""
+        """DDP's option of the same name."""
         raise NotImplementedError
 
     @property
     def single_bucket(self) -> bool:
-        """Whether the method wants all gradients at once; else buckets are reduced while backward goes on."""
+        """Whether the method needs all gradients at once. Otherwise buckets are reduced during backward."""
         return False
 
     @property
     def whole_step(self) -> bool:
-        """Whether gradients are reduced together when the last of a step has come, and clipped by the method.
+        """Whether gradients are reduced together after the last one of a step, and clipped by the method.
 
-        Then what has been sent can't be scaled any more; in a world of one too, for the method replaces a part of the
-        optimizer.
+        Sent gradients can't be scaled later. This also holds in a world of one, because the method replaces a part of
+        the optimizer.
         """
         return False
 
@@ -65,19 +65,19 @@ class DDPMethod:
 
     @property
     def codecs(self) -> tuple[Codec, ...]:
-        """None: nothing of thinwire's is compiled."""
+        """No codecs: nothing of thinwire's is compiled."""
         return ()
 
     @property
     def settled_after(self) -> int:
-        """Steps at the start that are reduced in another way."""
+        """Number of steps at the start that are reduced in another way."""
         return 0
 
     def check(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        """Raise ConfigError for a model or an optimizer with which the method would go wrong."""
+        """Raise ConfigError for a model or an optimizer that the method can't use."""
 
     def reduction(self, place: Place, seed: int) -> Reduction:
-        """How one bucket is averaged, with its state."""
+        """The reduction of buckets, with its state."""
         raise NotImplementedError
 
     def bind(
@@ -86,16 +86,16 @@ class DDPMethod:
         trained: Mapping[str, nn.Parameter],
         optimizer: torch.optim.Optimizer | None,
     ) -> None:
-        """Show a reduction that asks for it what it works with; before the first step, on every rank."""
+        """Give a reduction the parameters and the optimizer it asks for. Called on all ranks before the first step."""
 
     def plan(self, model: nn.Module, topology: Topology, micro_batches: int) -> MethodPlan:
-        """Everything is whole on every rank; only the last micro-batch's backward communicates."""
+        """Weights, gradients and state are whole on every rank. Only the last micro-batch's backward communicates."""
         shapes = trained_shapes(model)
         whole = 4 * sum(shape.numel() for shape in shapes.values())
         reduction = self.reduction(Place(shapes, topology), 0)
         sent = {(OPERATION, level): num for level, num in reduction.sent_bytes().items()}
         words = agreement_sent(topology)
-        # A node sends one rank's part of a ring to other nodes.
+        # In a ring, a node sends only one rank's part to other nodes.
         ring = None
         if not reduction.is_metered:
             ring = sum(sent.values()) + topology.local_size * words["all_gather_exact", "inter"]
@@ -110,7 +110,7 @@ class DDPMethod:
 
 
 def check_plain_sgd(name: str, gives: str, optimizer: torch.optim.Optimizer | None) -> None:
-    """Raise ConfigError where the optimizer would change what a method with a momentum of its own gives."""
+    """Raise ConfigError if the optimizer would change the update of a method with a momentum of its own."""
     if optimizer is None:
         return
     if not isinstance(optimizer, torch.optim.SGD) or any(group["momentum"] for group in optimizer.param_groups):

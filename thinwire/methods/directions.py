@@ -1,4 +1,4 @@
-"""Random directions through the weights: drawn where they are needed, the same on every rank, never stored."""
+"""Random directions in weight space: drawn when needed, the same on every rank, never stored."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from thinwire.codecs import derive_seed
 from thinwire.codecs.normals import add_normals
 
 Sample = tuple[int, int]
-# Elements that one thread works on at a time.
+# Elements per piece of work of a thread.
 PIECE = 1 << 17
 
 
@@ -21,7 +21,7 @@ class Directions:
     """One normal number for each trained element, as a function of (seed, step, rank, k).
 
     Holds one buffer as large as the trained parameters: the moved weights while a loss is measured, the gradient while
-    the optimizer steps. The weights themselves are only read, so that they are the same bits after a measurement.
+    the optimizer steps. The weights themselves are only read, so they are the same bits after a measurement.
     """
 
     def __init__(self, trained: Mapping[str, Tensor], seed: int) -> None:
@@ -31,12 +31,12 @@ class Directions:
         self._buffers = [torch.empty(tensor.shape) for tensor in self.trained]
         threads = torch.get_num_threads() if self.num_elements > PIECE else 1
         self._map: Callable[..., Iterable[object]] = ThreadPoolExecutor(threads).map if threads > 1 else map
-        # Compiled here, and not in the first step.
+        # Compile here instead of in the first step.
         add_normals(0, torch.empty(0), torch.empty(0), [], [])
 
     @contextmanager
     def moved(self, step: int, sample: Sample, distance: float) -> Iterator[None]:
-        """Inside, the weights are w + distance z."""
+        """Context in which the weights are w + distance z."""
         masters = [tensor.data for tensor in self.trained]
         self._add(masters, step, [sample], [distance])
         try:
@@ -49,7 +49,7 @@ class Directions:
 
     @contextmanager
     def gradient(self, step: int, samples: Sequence[Sample], weights: Sequence[float]) -> Iterator[None]:
-        """Inside, `.grad` is sum_i weights[i] z_i, in fp32, added in this order; outside there is none."""
+        """Context in which `.grad` is sum_i weights[i] z_i, in fp32, added in this order; outside it is None."""
         for buffer in self._buffers:
             buffer.zero_()
         self._add(self._buffers, step, samples, weights)
@@ -70,7 +70,7 @@ class Directions:
         list(self._map(add, self._pieces(bases)))
 
     def _pieces(self, bases: Sequence[Tensor]) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """(number of the first element, base, buffer): cuts, which change no bit."""
+        """Yield (number of the first element, base, buffer) of pieces; cutting does not change the result."""
         counter = 0
         for base, buffer in zip(bases, self._buffers, strict=True):
             for piece in zip(base.reshape(-1).split(PIECE), buffer.view(-1).split(PIECE), strict=True):

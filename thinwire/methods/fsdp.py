@@ -1,4 +1,4 @@
-"""What the methods on FSDP2 share; each of them has a file in `data`."""
+"""Base of the methods on FSDP2; each method has a file in `data`."""
 
 from __future__ import annotations
 
@@ -28,9 +28,11 @@ class ShardingStrategy(GatheredMethod, Protocol):
 
 
 class FSDPMethod:
-    """What makes a choice of codecs a Method on FSDP2.
+    """Base class of methods that choose codecs for FSDP2.
 
-    reshard_after_forward: drop whole weights after forward and gather them again in backward. secondary: see ZeroPP.
+    Args:
+        reshard_after_forward: drop whole weights after forward and gather them again in backward.
+        secondary: see ZeroPP.
     """
 
     settled_after: ClassVar[int] = 0
@@ -46,7 +48,7 @@ class FSDPMethod:
     secondary: bool = False
 
     def gradient_memory(self, numels: Sequence[int]) -> GradientMemory | None:
-        """What is remembered of one module's reductions, by elements of a rank's part of each parameter."""
+        """State of one module's reductions, or None. numels: elements of a rank's part of each parameter."""
         return None
 
     @property
@@ -55,7 +57,7 @@ class FSDPMethod:
         return (*self.matrix().codecs, *self.vector().codecs)
 
     def plan(self, model: nn.Module, topology: Topology, micro_batches: int) -> MethodPlan:
-        """Weights are whole from forward to backward, or one module at a time; gradients accumulate whole."""
+        """Weights are whole from forward to backward, or one module at a time. Gradients accumulate whole."""
         chosen = cast(ShardingStrategy, self)
         world_size, matrix, vector = topology.world_size, chosen.matrix(), chosen.vector()
         modules = layers_of(model)

@@ -1,4 +1,4 @@
-"""What a method says of itself: options, codecs, and the plan of what it holds and sends."""
+"""The interface of a method: options, codecs, and the plan of memory and bytes."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from thinwire.layout.formats import Strategy
 from thinwire.state.agreement import word_bytes
 from thinwire.state.memory import State
 
-# The reason of strategies that shard the optimizer.
+# Why strategies that shard the optimizer can't drive some optimizers.
 CUTS_TENSORS = "cuts tensors anywhere, so that the update of one element must not depend on others"
 
 
 @runtime_checkable
 class Method(Protocol):
-    """A way to train one model on many ranks: what `--strategy` names."""
+    """A way to train one model on many ranks, chosen by `--strategy`."""
 
     @property
     def name(self) -> str:
-        """What `--strategy` calls it."""
+        """Name of the strategy in `--strategy`."""
         ...
 
     @property
@@ -37,22 +37,22 @@ class Method(Protocol):
 
     @property
     def optimizers(self) -> tuple[str, ...]:
-        """Names in `thinwire.optim.OPTIMIZERS` that it can drive; the first is its own choice."""
+        """Names in `thinwire.optim.OPTIMIZERS` that it can drive. The first is its default."""
         ...
 
     @property
     def optimizers_reason(self) -> str:
-        """Why it can't drive others, to follow "a strategy that ..."."""
+        """Why it can't drive others; completes the sentence "a strategy that ..."."""
         ...
 
     @property
     def shards_optimizer(self) -> bool:
-        """Whether a rank holds the optimizer's state, and the masters, of a part of the weights alone."""
+        """Whether a rank holds the optimizer's state and the masters of only a part of the weights."""
         ...
 
     @property
     def settled_after(self) -> int:
-        """Steps at the start of a run that are another method's, and say nothing of this one's speed."""
+        """Number of steps at the start of a run that use another method and don't show this one's speed."""
         ...
 
     @property
@@ -66,25 +66,30 @@ class Method(Protocol):
         ...
 
     def plan(self, model: nn.Module, topology: Topology, micro_batches: int) -> MethodPlan:
-        """What a rank would hold and send, known before anything runs.
+        """Memory and bytes of one rank, computed before anything runs.
 
-        model: its shapes alone are used, so it may lie on the device "meta". micro_batches: backward passes of one
-        step.
-        Raises ConfigError where the method can't run on this grid.
+        Args:
+            model: only its shapes are used, so it may be on the device "meta".
+            topology: the grid of ranks.
+            micro_batches: backward passes of one step.
+
+        Raises ConfigError if the method can't run on this grid.
         """
         ...
 
 
 @dataclass(frozen=True)
 class MethodPlan:
-    """What one rank holds and sends, known before anything runs; bytes.
+    """Memory and traffic of one rank, in bytes, computed before anything runs.
 
-    weights, gradients: fp32, at their largest: whole where a forward, or the end of a backward, needs them whole.
-    optimizer: with AdamW, whose two moments are fp32: masters, where they are not the weights, and moments. other: what
-    else stays, by name, such as an error that is fed back. sent: in one step, by the meter's (operation, level).
-    passing: weights and gradients that are whole for one part of the model at a time, besides those above. crossing:
-    what all ranks of a node together send to other nodes, where that is less than the meter's level says: one rank's
-    part of a ring.
+    Args:
+        weights, gradients: fp32, at their largest: whole if a forward, or the end of a backward, needs them whole.
+        optimizer: with AdamW, which has two fp32 moments: the moments, and the masters if they are not the weights.
+        other: further state by name, such as an error that is fed back.
+        sent: bytes sent in one step, by the meter's (operation, level).
+        passing: weights and gradients that are whole for one part of the model at a time, besides those above.
+        crossing: bytes that all ranks of a node together send to other nodes, if that is less than `sent` says: in a
+            ring, one rank's part.
     """
 
     weights: int
@@ -97,17 +102,17 @@ class MethodPlan:
 
     @property
     def memory(self) -> dict[str, int]:
-        """All that is held, by name."""
+        """All memory, by name."""
         held = {"weights": self.weights, "gradients": self.gradients, "optimizer": self.optimizer}
         return held | {"passing": self.passing} | dict(self.other)
 
     def sent_on(self, level: str) -> int:
-        """Bytes on one level."""
+        """Bytes sent on one level."""
         return sum(num_bytes for (_, at), num_bytes in self.sent.items() if at == level)
 
 
 class GradientMemory(Protocol):
-    """What a method remembers of the reductions of one module, whose parameters some reductions leave out."""
+    """State of the reductions of one module. A reduction may leave out some of its parameters."""
 
     @property
     def state(self) -> State:
@@ -120,12 +125,12 @@ class GradientMemory(Protocol):
         ...
 
     def of(self, present: Sequence[int]) -> Feedback:
-        """The error feedback of the next reduction, in which the parameters `present` take part."""
+        """Error feedback of the next reduction, which covers the parameters `present`."""
         ...
 
 
 class GatheredMethod(Strategy, Protocol):
-    """A choice of codecs, and what FSDP2 asks of a method besides.
+    """A choice of codecs, with the further properties that FSDP2 needs of a method.
 
     secondary: gathers of unchanged weights stay inside a node.
     """
@@ -134,17 +139,17 @@ class GatheredMethod(Strategy, Protocol):
     def secondary(self) -> bool: ...
 
     def gradient_memory(self, numels: Sequence[int]) -> GradientMemory | None:
-        """What is remembered of one module's reductions, by elements of a rank's part of each parameter."""
+        """State of one module's reductions, or None. numels: elements of a rank's part of each parameter."""
         ...
 
 
 def trained_shapes(model: nn.Module) -> dict[str, torch.Size]:
-    """The shapes of the parameters that are trained, by name."""
+    """Shapes of the trained parameters, by name."""
     return {name: param.shape for name, param in model.named_parameters() if param.requires_grad}
 
 
 def agreement_sent(topology: Topology, num_parameters: int = 0) -> dict[tuple[str, str], int]:
-    """What the ranks' words about a step take, by the meter's (operation, level)."""
+    """Bytes of the ranks' agreement on a step, by the meter's (operation, level)."""
     return {
         ("all_gather_exact", level): sent for level, sent in gather_bytes(topology, word_bytes(num_parameters)).items()
     }
@@ -152,11 +157,11 @@ def agreement_sent(topology: Topology, num_parameters: int = 0) -> dict[tuple[st
 
 @runtime_checkable
 class PlannedByRun(Protocol):
-    """A strategy whose options may be shares of a run."""
+    """A strategy with options that may be shares of a run."""
 
     def for_run(self, num_steps: int, num_warmup_steps: int) -> Method:
-        """The strategy for a run of so many steps, during the first of which the learning rate rises.
+        """The strategy for a run of num_steps steps whose learning rate rises during the first num_warmup_steps.
 
-        Raises ConfigError where its options do not fit them.
+        Raises ConfigError if its options do not fit them.
         """
         ...

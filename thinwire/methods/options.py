@@ -1,6 +1,6 @@
-"""Options have the types that their dataclass declares, whoever makes it: a flag, a TOML table, a program.
+"""Checks of options: each has the type that its dataclass declares, whether it comes from a flag, TOML or Python.
 
-An option that chooses what travels is the text of a codec. What a method needs of a codec is a Rule on its traits.
+An option that chooses what travels is the text of a codec. A CodecRule states the traits that a method needs.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from thinwire.codecs import Cast, Codec, Identity, grammar
 from thinwire.errors import ConfigError, type_name
 
-# Booleans are numbers to Python, and never meant as such.
+# Python counts booleans as numbers, but no user means them so.
 NUMBERS: dict[Any, type] = {int: Integral, float: Real}
 
 
 def check_types(options: Any) -> None:
-    """Raise ConfigError for the first field of a dataclass whose value has another type than the field declares.
+    """Raise ConfigError for the first field of a dataclass whose value does not have the declared type.
 
-    "no" is true, and 2.5 bits or a group of True would go a long way before anything is wrong.
+    Without this check, "no" would be true, and 2.5 bits or a group of True would fail much later.
     """
     hints = get_type_hints(type(options))
     for item in fields(options):
@@ -33,7 +33,7 @@ def check_types(options: Any) -> None:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether a value may stand for a field of this type: a whole number for any number, a list for a tuple."""
+    """Whether a value is valid for a field of this type. A whole number fits any number, a list fits a tuple."""
     if get_origin(hint) in (Union, UnionType):
         return any(fits(value, option) for option in get_args(hint))
     if get_origin(hint) is Literal:
@@ -47,7 +47,7 @@ def fits(value: Any, hint: Any) -> bool:
 
 @dataclass(frozen=True)
 class CodecRule:
-    """What a method asks of a codec, and the words for a codec that breaks it."""
+    """A method's requirement on a codec, and the message for a codec that breaks it."""
 
     holds: Callable[[Codec], bool]
     words: str
@@ -58,22 +58,23 @@ FLOAT = CodecRule(
 )
 CONTRACTION = CodecRule(
     lambda codec: codec.traits.contraction,
-    "error feedback needs a contraction, since where more is lost than sent the memory grows",
+    "error feedback needs a contraction: if more is lost than sent, the error grows without bound",
 )
 UNBIASED = CodecRule(
     lambda codec: codec.traits.unbiased,
-    "without error feedback it must be unbiased, so that what is lost is made up for in the mean",
+    "without error feedback it must be unbiased, so that losses cancel out in the mean",
 )
 REPEATABLE = CodecRule(
     lambda codec: codec.traits.contraction and (codec.traits.lossless or not codec.traits.unbiased),
-    "weights are gathered more than once, and must be rounded alike each time, not at random",
+    "weights are gathered more than once and must be rounded the same way each time, not at random",
 )
 
 
 def codec_of(options: Any, field: str, rule: CodecRule | None = None) -> Codec:
-    """The codec that the text in a field of a dataclass stands for.
+    """The codec that the text in a field of a dataclass describes.
 
-    Raises ConfigError for a text that is no codec, and for one that breaks the rule, with the nearest that does not.
+    Raises ConfigError for a text that is no codec. For a codec that breaks the rule, the message names the nearest
+    valid one.
     """
     text = getattr(options, field)
     what = f"{field} {text!r} of {type(options).__name__}"
@@ -89,10 +90,10 @@ def codec_of(options: Any, field: str, rule: CodecRule | None = None) -> Codec:
 
 
 def with_feedback(options: Any, field: str, error_feedback: bool | None) -> tuple[Codec, bool]:
-    """The codec of gradients in a field, and whether what it loses is kept and sent later.
+    """The codec of gradients in a field, and whether its losses are kept and sent later.
 
-    error_feedback: what is asked for; None: yes, unless the codec is unbiased. Raises ConfigError as `codec_of`: with
-    feedback the codec must be a contraction, without it unbiased.
+    error_feedback: the user's choice; None: yes, unless the codec is unbiased. Raises ConfigError as `codec_of` does:
+    with feedback the codec must be a contraction, without it unbiased.
     """
     kept = not codec_of(options, field).traits.unbiased if error_feedback is None else error_feedback
     return codec_of(options, field, CONTRACTION if kept else UNBIASED), kept
@@ -102,7 +103,7 @@ _read = functools.cache(grammar.read)
 
 
 def _variants(text: str) -> Iterator[Codec]:
-    """The codec with its options of randomness turned."""
+    """The codec with its options of rounding changed."""
     first, plus, around = text.partition("+")
     for word in (":nearest", ":biased"):
         for changed in (first.replace(word, ""), first + word):

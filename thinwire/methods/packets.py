@@ -1,4 +1,4 @@
-"""The gradients of a bucket as packets in one message, which every other rank gets."""
+"""Packets of a bucket's gradients in one message, which goes to every other rank."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from thinwire.collectives.link import Link
 from thinwire.collectives.rounds import Rounds
 from thinwire.methods.reduction import OPERATION
 
-# Packets start at whole 8-byte words of a message.
+# Packets are aligned to 8-byte words of a message.
 WORD_BYTES = 8
 
 
 @dataclass(frozen=True)
 class Section:
-    """Where a gradient's packet lies in the message of its bucket."""
+    """Place of a gradient's packet in the message of its bucket."""
 
     codec: Codec
     num_elements: int
@@ -31,7 +31,7 @@ class Section:
 
     @property
     def end(self) -> int:
-        """Where the next packet starts."""
+        """Start of the next packet."""
         return self.start + -(-self.codec.packet_bytes(self.num_elements) // WORD_BYTES) * WORD_BYTES
 
 
@@ -51,7 +51,7 @@ def message_bytes(sections: Mapping[str, Section]) -> int:
 
 
 def sums_of(link: Link, message: Tensor, sections: Mapping[str, Section]) -> Rounds[list[Tensor]]:
-    """By section, the sum of what all ranks' packets decode to, flat, fp32, in rank order: the same bits on all."""
+    """The sum of all ranks' decoded packets, by section: flat, fp32, in rank order, the same bits on all ranks."""
     gathered = yield from all_gather_packets(link, message, OPERATION)
     grid = link.topology
     totals = []

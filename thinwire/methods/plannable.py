@@ -1,4 +1,4 @@
-"""Methods with one number to set, such as a rank, a density or bits: what L-GreCo plans for each parameter."""
+"""Methods with one numeric setting, such as a rank, a density or bits, which L-GreCo plans for each parameter."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from thinwire.state.memory import Place
 
 
 class Tunable(Reduction):
-    """A reduction with a setting of its own for every parameter; `run` reads them once, where it begins.
+    """A reduction with a setting for every parameter. `run` reads the settings once, when it begins.
 
-    settings: by parameter name, where it is not the uniform one. watch: called with a parameter's name and what is
-    compressed of it on this rank, memory included, in every step, while it is set.
+    Args:
+        settings: by parameter name; others use the uniform setting.
+        watch: if set, called in every step with a parameter's name and the values compressed on this rank, its error
+            memory included.
     """
 
     def __init__(self, place: Place) -> None:
@@ -28,17 +30,17 @@ class Tunable(Reduction):
 
 
 class Plannable(DDPMethod):
-    """What a method offers to be planned; its reductions are Tunable."""
+    """The interface of a method that can be planned. Its reductions are Tunable."""
 
     @property
     def uniform(self) -> float:
-        """The setting of a parameter for which none is chosen."""
+        """Setting of a parameter that has no planned one."""
         raise NotImplementedError
 
     def candidates(self, shape: torch.Size, span: float) -> list[float]:
-        """Settings for a gradient of this shape, from uniform / span to uniform * span, the uniform one among them.
+        """Settings for a gradient of this shape, from uniform / span to uniform * span, including the uniform one.
 
-        None where it is not compressed.
+        Empty if the gradient is not compressed.
         """
         raise NotImplementedError
 
@@ -47,7 +49,7 @@ class Plannable(DDPMethod):
         raise NotImplementedError
 
     def size(self, shape: torch.Size, setting: float) -> int:
-        """Bytes in which one gradient travels."""
+        """Bytes that one gradient takes."""
         raise NotImplementedError
 
     def reduction(self, place: Place, seed: int) -> Tunable:
@@ -61,7 +63,7 @@ def codec_errors(x: Tensor, codecs: Sequence[Codec]) -> list[float]:
 
 
 def densities(uniform: float, span: float, group: int) -> list[float]:
-    """Steps of sqrt(2) from uniform / span to uniform * span, as far as one element of `group` and all of them."""
+    """Densities in steps of sqrt(2) from uniform / span to uniform * span; at least 1 / group, at most 1."""
     steps = math.floor(2 * math.log2(span) + 1e-9)
     ladder = [uniform * 2 ** (step / 2) for step in range(-steps, steps + 1)]
     return [density for density in ladder if 1 / group <= density <= 1]

@@ -1,4 +1,4 @@
-"""How the gradients of one bucket become their mean over the ranks, as communication jobs; what all ways share."""
+"""Reductions of gradient buckets to their mean over the ranks, as communication jobs; base of all reductions."""
 
 from __future__ import annotations
 
@@ -29,9 +29,11 @@ MIN_ELEMENTS = 256
 
 @dataclass(frozen=True)
 class Bucket:
-    """What a GradBucket says, for use after DDP's hook has returned.
+    """The content of a GradBucket, for use after DDP's hook has returned.
 
-    names: of the parameters; grads: their gradients, views into `flat`, fp32.
+    Args:
+        names: names of the parameters.
+        grads: their gradients, views into `flat`, fp32.
     """
 
     number: int
@@ -55,16 +57,16 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Step:
-    """Which step a bucket belongs to. lrs: learning rates by parameter name, empty where no optimizer is known."""
+    """The step that a bucket belongs to. lrs: learning rates by parameter name, empty if no optimizer is known."""
 
     number: int
     lrs: Mapping[str, float]
 
 
 class Reduction(ABC):
-    """A way to average buckets. What it keeps between steps is in `state`, by parameter name: buckets may change.
+    """A way to average buckets. State between steps is in `state`, by parameter name, because buckets may change.
 
-    is_metered: whether its messages are counted as they are sent; else by a ring's formula.
+    is_metered: whether messages are counted as they are sent; otherwise a ring's formula counts them.
     """
 
     is_metered = True
@@ -79,7 +81,7 @@ class Reduction(ABC):
 
     @abstractmethod
     def sent_bytes(self) -> dict[str, int]:
-        """Payload of a rank in a step, by level, once the method is under way."""
+        """Payload bytes of a rank in a step, by level, after any warm-up of the method."""
 
     @abstractmethod
     def rows(self) -> list[Row]:
@@ -87,12 +89,12 @@ class Reduction(ABC):
 
 
 def seed_of(seed: int, step: int, name: str) -> int:
-    """A seed that all ranks share for one parameter in one step, whatever bucket it lies in."""
+    """A seed for one parameter in one step, shared by all ranks, whatever bucket the parameter is in."""
     return derive_seed(seed, step, zlib.crc32(name.encode()))
 
 
 def is_large_matrix(shape: torch.Size) -> bool:
-    """Whether a gradient of this shape is worth a codec: norms, biases and tiny ones travel in fp32."""
+    """Whether a gradient of this shape is worth compressing. Norms, biases and tiny tensors travel in fp32."""
     return len(shape) >= 2 and shape.numel() >= MIN_ELEMENTS
 
 

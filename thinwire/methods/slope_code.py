@@ -15,9 +15,9 @@ MAX_SLOPE = math.exp(LARGEST_EXPONENT / STEPS_PER_E)
 
 @functools.cache
 def values() -> Tensor:
-    """What the 256 bytes mean, fp64: bit 7 the sign s, the others m: s exp((m - 64) / 8), and 0 for m = 0.
+    """The values of the 256 bytes, fp64. With sign s in bit 7 and m in the others: s exp((m - 64) / 8), 0 for m = 0.
 
-    Rounded to 16 bits, so that the last bits of a machine's exponential can't be seen.
+    Rounded to 16 bits, so that differences of the machines' exponential functions don't matter.
     """
     table = torch.zeros(256, dtype=torch.float64)
     for exponent in range(-LARGEST_EXPONENT, LARGEST_EXPONENT + 1):
@@ -28,9 +28,9 @@ def values() -> Tensor:
 
 
 def encode(slopes: Tensor) -> Tensor:
-    """fp64 [n] -> uint8 [n]: the nearest exponent; SKIP for zero, NaN, infinities and what is below e^-7.94.
+    """Encode slopes, fp64 [n], as uint8 [n]: the nearest exponent; SKIP for zero, NaN, inf and values below e^-7.94.
 
-    |decoded - p| <= (e^(1/16) - 1) |p| = 0.0645 |p| up to MAX_SLOPE = 2630, which stands for all above it.
+    |decoded - p| <= (e^(1/16) - 1) |p| = 0.0645 |p| up to MAX_SLOPE = 2630. Larger values are encoded as MAX_SLOPE.
     """
     exponents = (slopes.abs().log() * STEPS_PER_E).round().clamp(max=LARGEST_EXPONENT)
     valid = slopes.isfinite() & (exponents >= -LARGEST_EXPONENT)
@@ -39,5 +39,5 @@ def encode(slopes: Tensor) -> Tensor:
 
 
 def decode(codes: Tensor) -> Tensor:
-    """uint8 [...] -> fp64 of the same shape; 0 where a sample is skipped."""
+    """Decode uint8 [...] to fp64 of the same shape; 0 for a skipped sample."""
     return values()[codes.long()]

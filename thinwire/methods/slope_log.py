@@ -1,4 +1,4 @@
-"""All that a training by one-byte gradients was: the bytes of every step, from which it can be repeated."""
+"""The record of a training by one-byte gradients: the bytes of every step, from which it can be repeated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from thinwire.state.replicas import ReplicaError, check_layout, digest, fitting_
 
 @dataclass(frozen=True)
 class Entry:
-    """One step: codes uint8 [ranks, n]; what the sum over samples was multiplied by; each group's learning rate."""
+    """One step: codes uint8 [ranks, n], the factor of the sum over samples, each group's learning rate."""
 
     codes: Tensor
     factor: float
@@ -27,12 +27,12 @@ class Entry:
 
 
 class SlopeLog:
-    """The steps that all ranks took, from `first_step` on; P n + 8 + 8 groups bytes a step.
+    """The steps that all ranks took, from `first_step` on; P n + 8 + 8 groups bytes per step.
 
-    Step t adds g = factor sum_{r,k} p_rk z_rk to nothing and gives it to the optimizer as the gradient, where
-    p = min(max(decoded, -cap), cap) and z comes from (seed, t, r, k). A run and its repetition do this in the same
-    code, so weights that start alike end alike, bit for bit, on any number of ranks. A sealed log holds 16 bytes that
-    stand for the weights after one of its steps, and a repetition compares its own with them.
+    Step t gives the optimizer the gradient g = factor sum_{r,k} p_rk z_rk, where p = min(max(decoded, -cap), cap) and z
+    comes from (seed, t, r, k). A run and its repetition use the same code, so equal weights stay equal, bit for bit, on
+    any number of ranks. A sealed log holds a 16-byte hash of the weights after one of its steps, and a repetition
+    compares its own weights with it.
     """
 
     def __init__(self, seed: int, cap: float, parameters: str, first_step: int = 0) -> None:
@@ -42,24 +42,24 @@ class SlopeLog:
 
     @property
     def end(self) -> int:
-        """The number of the step that comes next."""
+        """Number of the next step."""
         return self.first_step + len(self.entries)
 
     @property
     def layout(self) -> dict[str, Any]:
-        """What a run and its log must have in common."""
+        """Properties that a run and its log must share."""
         return {"parameters": self.parameters, "seed": self.seed, "cap": self.cap}
 
     def slopes(self, codes: Tensor) -> Tensor:
-        """What the bytes mean here, fp64: decoded, then limited to the cap; 0 where a sample is left out."""
+        """Slopes of the bytes, fp64: decoded, then limited to the cap; 0 for a sample that is left out."""
         return byte.decode(codes).clamp(-self.cap, self.cap)
 
     def seal(self, weights: Iterable[Tensor]) -> None:
-        """Note the bits of the trained weights after the last step."""
+        """Record a hash of the trained weights after the last step."""
         self.sealed_step, self.seal_digest = self.end, _hex(weights)
 
     def take(self, step: int, directions: Directions, optimizer: torch.optim.Optimizer) -> None:
-        """Take a step that the log holds; one in which every sample was left out does nothing."""
+        """Take a step from the log. A step in which every sample was left out does nothing."""
         entry = self.entries[step - self.first_step]
         if entry.factor == 0.0:
             return
@@ -71,11 +71,11 @@ class SlopeLog:
             optimizer.step()
 
     def replay(self, model: nn.Module, optimizer: torch.optim.Optimizer, after: int | None = None) -> None:
-        """Bring a model that stands after step `after` to the end of the log, without data and without others.
+        """Bring a model at step `after` to the end of the log, without data and without other ranks.
 
-        after: by default where the log begins. The optimizer must be as that of the run, in the state after that step.
-        Raises ConfigError for another model or optimizer, and a step outside of the log; ReplicaError where the weights
-        are not those of the run at the step that is sealed.
+        after: by default the beginning of the log. The optimizer must be that of the run, in its state after that step.
+        Raises ConfigError for another model or optimizer, and for a step outside of the log; ReplicaError if the
+        weights differ from the run's at the sealed step.
         """
         after = self.first_step if after is None else after
         trained = fitting_parameters(model, optimizer)
@@ -99,7 +99,7 @@ class SlopeLog:
                 )
 
     def state_dict(self) -> dict[str, Any]:
-        """The log as few tensors."""
+        """The log as a few tensors."""
         return {
             **self.layout,
             "first_step": self.first_step,
@@ -113,7 +113,7 @@ class SlopeLog:
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> SlopeLog:
-        """The log that gave this state."""
+        """Restore a log from its state_dict."""
         log = cls(state["seed"], state["cap"], state["parameters"], state["first_step"])
         shapes = [(ranks, samples) for ranks, samples in state["shapes"].long().tolist()]
         codes = state["codes"].split([ranks * samples for ranks, samples in shapes])
@@ -126,7 +126,7 @@ class SlopeLog:
         return log
 
     def save(self, file: str | Path | IO[bytes]) -> None:
-        """Write the log to a file, whose old content stays until the new one is complete."""
+        """Write the log to a file. The old content stays until the new one is complete."""
         if not isinstance(file, str | Path):
             torch.save(self.state_dict(), file)
             return
@@ -136,11 +136,11 @@ class SlopeLog:
 
     @classmethod
     def load(cls, file: str | Path | IO[bytes]) -> SlopeLog:
-        """Read what `save` wrote; raises ConfigError for anything else."""
+        """Read a file written by `save`. Raises ConfigError for any other file."""
         try:
             return cls.from_state_dict(torch.load(file, weights_only=True))
         except (OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError, UnpicklingError) as error:
-            raise ConfigError(f"{file} is no readable log of one-byte gradients: {error}") from None
+            raise ConfigError(f"{file} is not a readable log of one-byte gradients: {error}") from None
 
 
 def _hex(weights: Iterable[Tensor]) -> str:

@@ -17,12 +17,20 @@ Overrides = Mapping[str, int | float | bool]
 def build_model(
     name: str, vocab_size: int, seq_len: int, seed: int = 0, overrides: Overrides | None = None
 ) -> nn.Module:
-    """The model called `name`: one of PRESETS, or `hf:DIR` for a causal LM that transformers builds from a folder.
+    """Build the model `name`: one of PRESETS, or `hf:DIR` for a causal LM that transformers builds from a folder.
 
-    `forward(tokens, targets=None)` gives logits [batch, seq, vocab], or the mean loss when targets are given, and
-    `max_seq_len` is the longest sequence. A preset takes the tokenizer's `vocab_size` and `seq_len` as its sizes;
-    `overrides` replaces fields of its LlamaConfig (or of the folder's config). The same seed gives the same weights.
-    Raises ConfigError for an unknown name or field, a vocabulary smaller than the tokenizer's, a too short context.
+    `forward(tokens, targets=None)` returns logits [batch, seq, vocab], or the mean loss if targets are given.
+    `max_seq_len` is the longest sequence. The same seed gives the same weights.
+
+    Args:
+        name: of the model.
+        vocab_size: of the tokenizer; a preset's vocabulary.
+        seq_len: a preset's longest sequence.
+        seed: of fresh weights.
+        overrides: replaces fields of the preset's LlamaConfig or of the folder's config.
+
+    Raises ConfigError for an unknown name or field, a vocabulary smaller than the tokenizer's, a context that is too
+    short.
     """
     overrides = dict(overrides or {})
     if name.startswith("hf:"):
@@ -41,7 +49,7 @@ def build_model(
 
 
 def build_skeleton(name: str, vocab_size: int, seq_len: int, overrides: Overrides | None = None) -> nn.Module:
-    """The model of `build_model` without memory for its weights, on the device "meta"; raises what that raises."""
+    """The model of `build_model` without memory for its weights, on the device "meta". Raises the same errors."""
     if name.startswith("hf:"):
         return skeleton_hf(name.removeprefix("hf:"), vocab_size, seq_len, dict(overrides or {}))
     with torch.device("meta"):

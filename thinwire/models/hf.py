@@ -40,9 +40,9 @@ class HFCausalLM(nn.Module):
 def build_hf(
     folder: str, vocab_size: int, seq_len: int, seed: int, overrides: Mapping[str, int | float | bool]
 ) -> HFCausalLM:
-    """The causal LM of a local folder: safetensors weights if present, else fresh weights of this seed.
+    """The causal LM of a local folder: with its safetensors weights if present, else with fresh weights of this seed.
 
-    Reads nothing from the network, runs no code from the folder, opens no pickle. Raises ConfigError otherwise.
+    Reads nothing from the network, runs no code from the folder, opens no pickle. Raises ConfigError on errors.
     """
     config = check_hf(folder, vocab_size, seq_len, overrides)
     import transformers
@@ -55,7 +55,7 @@ def build_hf(
 
 
 def skeleton_hf(folder: str, vocab_size: int, seq_len: int, overrides: Mapping[str, int | float | bool]) -> HFCausalLM:
-    """The model of `build_hf` without memory for its weights, on the device "meta". Raises ConfigError as that does."""
+    """The model of `build_hf` without memory for its weights, on the device "meta". Raises the same ConfigErrors."""
     config = check_hf(folder, vocab_size, seq_len, overrides)
     import transformers
 
@@ -80,7 +80,7 @@ def check_hf(folder: str, vocab_size: int, seq_len: int, overrides: Mapping[str,
 
 @contextmanager
 def explained(folder: str) -> Iterator[None]:
-    """Turn what transformers raises into a ConfigError of one line."""
+    """Turn errors of transformers into a ConfigError of one line."""
     try:
         yield
     except ConfigError:
@@ -90,7 +90,7 @@ def explained(folder: str) -> Iterator[None]:
 
 
 def look_into(path: Path) -> bool:
-    """Whether the folder holds weights; ConfigError if it is no model folder, or its weights are pickles only."""
+    """Whether the folder holds weights. ConfigError if it is not a model folder, or has weights only as pickles."""
     if not path.is_dir():
         siblings = [file.parent.name for file in path.parent.glob("*/config.json")]
         raise ConfigError(f"model hf:{path}: no such folder{nearest(path.name, siblings) if siblings else ''}")
@@ -101,7 +101,7 @@ def look_into(path: Path) -> bool:
 
 
 def refuse_pickles(path: Path) -> None:
-    """ConfigError, with a way to convert them, where pickles are the only weights of a folder."""
+    """Raise ConfigError, with a way to convert them, if a folder's only weights are pickles."""
     pickles = sorted(file for ending in ("bin", "pt", "pth") for file in path.glob(f"*.{ending}"))
     if pickles and not any(path.glob("*.safetensors")):
         convert = f"AutoModelForCausalLM.from_pretrained({str(path)!r}).save_pretrained('NEW')"
@@ -143,7 +143,7 @@ def fresh(transformers: Any, config: Any) -> nn.Module:
 
 
 def load(transformers: Any, path: Path, config: Any) -> nn.Module:
-    """A model with the folder's weights; those it lacks are announced. ConfigError for damaged or unfitting files."""
+    """A model with the folder's weights. Missing weights are reported. ConfigError for damaged or unfitting files."""
     try:
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
             path,
@@ -166,5 +166,5 @@ def load(transformers: Any, path: Path, config: Any) -> nn.Module:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's message, or its type where it has none."""
+    """First line of an error's message, or its type if the message is empty."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

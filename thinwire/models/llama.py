@@ -88,9 +88,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of `q` [batch, heads, seq, d] over `k`, `v` [batch, kv_heads, seq, d]; shape and dtype of `q`.
 
-    softmax(q k^T / sqrt(d) + mask) v, the softmax in fp32, query heads in equal groups to a key head. Short sequences
-    on a CPU take the plain products, which run there 2.8 times as fast as the fused kernel (4 x 4 heads x 256 x 128,
-    bf16, forward and backward, one thread); long ones would need the memory of seq^2 weights.
+    softmax(q k^T / sqrt(d) + mask) v, with the softmax in fp32, and equal groups of query heads per key head. Short
+    sequences on a CPU use plain products, which are 2.8 times as fast there as the fused kernel (4 x 4 heads x 256 x
+    128, bf16, forward and backward, one thread). For long sequences, the seq^2 weights would take too much memory.
     """
     batch, heads, length, width = q.shape
     kv_heads = k.shape[1]
@@ -254,13 +254,13 @@ class Llama(nn.Module):
         return logits if targets is None else next_token_loss(logits, targets)
 
 
-# Of a layer's matrices: those that a tensor axis cuts by columns of x W^T, and those that take what comes out, by rows.
+# A layer's matrices that a tensor axis cuts by columns of x W^T, and the next ones, which it cuts by rows.
 COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 ROWS = ("self_attn.o_proj", "mlp.down_proj")
 
 
 def check_cut(config: LlamaConfig, size: int) -> None:
-    """Raise ConfigError where heads and inner width do not divide among `size` ranks of a tensor axis."""
+    """Raise ConfigError if heads and inner width are not divisible by `size`, the ranks of a tensor axis."""
     for what in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         if (value := getattr(config, what)) % size:
             fits = max(n for n in range(1, size + 1) if value % n == 0)
@@ -270,9 +270,10 @@ def check_cut(config: LlamaConfig, size: int) -> None:
 
 
 def cut_over(model: Llama, mesh: DeviceMesh) -> None:
-    """Cut the matrices of every layer over a tensor axis: heads and inner width by columns, what follows by rows.
+    """Cut the matrices of every layer over a tensor axis: heads and inner width by columns, the next matrices by rows.
 
-    Two all_reduce of the activations in a layer's forward, two in its backward. Raises ConfigError as check_cut.
+    A layer then has two all_reduce of the activations in its forward and two in its backward. Raises ConfigError as
+    check_cut does.
     Source: Shoeybi et al., "Megatron-LM" (2019), section 3.
     """
     check_cut(model.config, mesh.size())
@@ -283,7 +284,7 @@ def cut_over(model: Llama, mesh: DeviceMesh) -> None:
 
 
 def cut_skeleton(model: Llama, size: int) -> None:
-    """Give a model on the device "meta" the shapes that one rank of a tensor axis holds. Raises as check_cut."""
+    """Give a model on the device "meta" the shapes of one rank of a tensor axis. Raises as check_cut does."""
     check_cut(model.config, size)
     for layer in model.model.layers:
         for dim, names in enumerate((COLUMNS, ROWS)):

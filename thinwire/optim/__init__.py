@@ -1,4 +1,4 @@
-"""Second floor: optimizers, and those that `--optimizer` knows."""
+"""Second floor: optimizers, and the table of `--optimizer`."""
 
 from thinwire.optim.dgc_sgd import DGCSGD
 from thinwire.optim.lans import LANS

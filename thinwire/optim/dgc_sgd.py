@@ -1,4 +1,4 @@
-"""SGD for gradients that bring their momentum along, as DGC's do."""
+"""SGD for gradients that already contain momentum, such as DGC's."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from thinwire.optim.parameterwise import Parameterwise
 
 
 class DGCSGD(Parameterwise):
-    """Per tensor x with a gradient G that is a sum of momenta already:
+    """SGD whose gradients are already sums of momenta. Per tensor x with gradient G:
 
         d <- m d + decay x          x <- x - lr (G + d)          with nesterov: x <- x - lr (G + decay x + m d)
 
-    That is SGD with momentum and weight decay, its buffer split in two: the gradient's part, of which ranks hold
-    different and late shares, and the decay's part, which is the same on all of them. params: tensors or groups, as
-    for torch's optimizers. State: `decay_momentum` in x's dtype, none where weight_decay is 0.
+    This is SGD with momentum and weight decay, with its buffer split in two: the gradient's part, of which ranks hold
+    different and late shares, and the decay's part, which is the same on all ranks. params: tensors or groups, as for
+    torch's optimizers. State: `decay_momentum` in x's dtype, unless weight_decay is 0.
 
     Raises ConfigError for values outside of lr >= 0, 0 <= momentum < 1, weight_decay >= 0.
     Source: the published code of DGC (ICLR 2018).

@@ -1,4 +1,4 @@
-"""Muon: momentum of matrices, made orthogonal; AdamW for all else."""
+"""Muon: orthogonalised momentum for matrices, AdamW for all other tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from thinwire.errors import ConfigError
 from thinwire.optim.parameterwise import Parameterwise
 
-# Of the quintic whose slope at zero is steep: five steps bring singular values near 1, not to it.
+# Coefficients of a quintic with a steep slope at zero: five steps bring singular values near 1.
 QUINTIC = 3.4445, -4.775, 2.0315
 NUM_STEPS = 5
 LEAST_NORM = 1e-7
@@ -86,7 +86,7 @@ class Muon(Parameterwise):
 def orthogonalised(x: Tensor) -> Tensor:
     """About U V^T for x = U S V^T, bf16 in the shape of x, [m, n] or [number, m, n]: five Newton-Schulz steps in bf16.
 
-    Singular values come to lie between about 0.7 and 1.2; those of a zero matrix stay 0.
+    Singular values end between about 0.7 and 1.2. Those of a zero matrix stay 0.
     Source: Jordan et al., "Muon" (2024).
     """
     if x.dim() == 3:

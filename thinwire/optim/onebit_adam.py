@@ -1,4 +1,4 @@
-"""AdamW whose variance can be frozen, and which then takes the momentum in place of the gradient."""
+"""AdamW with a variance that can be frozen; from then on, the gradient is taken as the momentum."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from thinwire.optim.parameterwise import Parameterwise
 
 
 class OneBitAdamW(Parameterwise):
-    """AdamW as torch's, until `freeze_after_step` names a tensor. From then on, for tensor x at its step t:
+    """torch's AdamW until `freeze_after_step` names a tensor. From then on, for tensor x at its step t:
 
         m <- x.grad           x <- x - lr (m / (1 - b1^t) / (sqrt(v) + eps) + decay x)
 
-    v is the variance of that step, v_t / (1 - b2^t), for ever. Its positive elements are raised to at least `floor`
-    times their mean: an element that hardly ever had a gradient would otherwise take huge steps, since one bit can't
-    say how small its momentum is. params: tensors or groups, as for torch's optimizers. State: `step`, `exp_avg`,
-    `exp_avg_sq` in x's dtype, and `frozen`.
+    v is the variance of that step, v_t / (1 - b2^t), and stays fixed. Its positive elements are raised to at least
+    `floor` times their mean: an element that hardly ever had a gradient would otherwise take huge steps, since one bit
+    can't express how small its momentum is. params: tensors or groups, as for torch's optimizers. State: `step`,
+    `exp_avg`, `exp_avg_sq` in x's dtype, and `frozen`.
 
     Raises ConfigError for values outside of lr >= 0, 0 <= b < 1, eps > 0, weight_decay >= 0, 0 <= floor <= 1.
     Source: Tang et al., "1-bit Adam" (ICML 2021), algorithm 1, with the bias corrections of Adam.
@@ -45,12 +45,12 @@ class OneBitAdamW(Parameterwise):
         self._freezing = {id(param) for param in params}
 
     def is_frozen(self, param: Tensor) -> bool:
-        """Whether a parameter's `.grad` is taken for its momentum."""
+        """Whether a parameter's `.grad` is used as its momentum."""
         return self.state[param].get("frozen", False)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient, then freeze what was asked for."""
+        """Update every parameter that has a gradient, then freeze the named ones."""
         loss = super().step(closure)
         for group in self.param_groups:
             for param in group["params"]:

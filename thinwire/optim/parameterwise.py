@@ -1,4 +1,4 @@
-"""What optimizers share that update one parameter after another."""
+"""Base class of optimizers that update one parameter after another."""
 
 from __future__ import annotations
 

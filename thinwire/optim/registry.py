@@ -23,11 +23,11 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "dgc-sgd": DGCSGD,
     "onebit-adam": OneBitAdamW,
 }
-# Those whose update of an element depends on that element alone, so that a tensor can be cut anywhere.
+# Elementwise optimizers: a tensor can be cut anywhere.
 ELEMENTWISE = ("adamw", "sgd", "sgd-plain")
-# Those whose update needs whole tensors.
+# Optimizers that need whole tensors.
 WHOLE = ("lans", "muon")
-# Those that take any gradient and bring no communication of their own.
+# Optimizers that take any gradient and have no communication of their own.
 GENERAL = (*ELEMENTWISE, *WHOLE)
 
 

@@ -1,4 +1,4 @@
-"""The learning rate of an island that has joined others rises again."""
+"""Warm-up of the learning rate on an island that has joined others."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 
 
 class Rewarming:
-    """Multiplies the learning rate of the next steps with 1/(n + 1), 2/(n + 1), ... n/(n + 1), whatever it is set to.
+    """Multiplies the learning rate of the next n steps by 1/(n + 1), 2/(n + 1), ... n/(n + 1), whatever it is set to.
 
-    For an island that joins others: the optimizer's moments are means of nothing yet.
+    For an island that joins others: the moments of its optimizer are still empty.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, num_steps: int) -> None:

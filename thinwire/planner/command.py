@@ -9,7 +9,7 @@ from thinwire.planner.options import read_explain
 
 
 def run_explain(args: Sequence[str]) -> int:
-    """Print what the command line asks for. Raises ConfigError with everything that is wrong."""
+    """Print the explanation. Raises ConfigError with all errors at once."""
     problems = Problems()
     config = read_explain(args, problems)
     # Nobody who asks for --help waits for torch.

@@ -1,4 +1,4 @@
-"""What strategies would hold and send on a cluster: their own formulas over a model that has no memory."""
+"""Memory and traffic of strategies on a cluster, by their own formulas, over a model without memory."""
 
 from __future__ import annotations
 
@@ -24,17 +24,19 @@ from thinwire.registry import STRATEGIES, check_on_mesh
 from thinwire.report.units import bytes_text, short
 
 NUM_LAYERS, WIDTH = 32, 1024
-# A run that some strategies plan for, and its warm-up.
+# Steps and warm-up steps of the run that strategies are planned for.
 NUM_STEPS, NUM_WARMUP_STEPS = 1000, 100
 
 
 @dataclass(frozen=True)
 class Explained:
-    """The plan of each strategy; bit/s of the links, None where not stated.
+    """The plan of each strategy; bit/s of the links, None if not stated.
 
-    notes: (asked for, in effect, why), wherever the two differ. vocabulary: why a preset has fewer or more parameters
-    than its name says; empty where it has not. mean_over: of a strategy that exchanges in few steps, over how many its
-    bytes are a mean. whole: the strategies that hold whole weights beside their shard.
+    Args:
+        notes: rows of (asked for, in effect, why) for options in which the two differ.
+        vocabulary: why a preset has fewer or more parameters than its name says; empty if it has not.
+        mean_over: for strategies that do not exchange in every step, number of steps over which the bytes are a mean.
+        whole: strategies that hold whole weights beside their shard.
     """
 
     num_parameters: int
@@ -49,18 +51,18 @@ class Explained:
     whole: Sequence[str] = ()
 
     def link_s(self, found: MethodPlan) -> float | None:
-        """Seconds that a step's messages between nodes need on one node's link, all ranks of the node together."""
+        """Seconds of a step's messages between nodes on one node's link, all ranks of the node together."""
         sent = self.topology.local_size * found.sent_on("inter") if found.crossing is None else found.crossing
         return None if self.rate is None else 8 * sent / self.rate
 
     def local_s(self, found: MethodPlan) -> float | None:
-        """Seconds that a step's messages inside a node need on one rank's link."""
+        """Seconds of a step's messages inside a node on one rank's link."""
         sent = found.sent_on("intra") + found.sent_on("pair")
         return None if self.local_rate is None else 8 * sent / self.local_rate
 
 
 def explain(config: ExplainConfig, problems: Problems) -> Explained:
-    """Every strategy's plan; raises ConfigError with all problems at once."""
+    """Plans of all strategies. Raises ConfigError with all problems at once."""
     problems.messages += range_errors(config)
     names = chosen(config.strategy, problems)
     rate = read(config.rate, problems)
@@ -103,7 +105,7 @@ def explain(config: ExplainConfig, problems: Problems) -> Explained:
 
 
 def vocabulary_of(config: ExplainConfig, model: nn.Module) -> str:
-    """The vocabulary of a preset that has another one of its own, with the number of parameters that it would have."""
+    """A note if a preset's vocabulary is not its usual one, with the usual number of parameters."""
     own = PRESETS.get(config.model)
     if own is None or not isinstance(model, Llama) or model.config.vocab_size == own.vocab_size:
         return ""
@@ -116,7 +118,7 @@ def vocabulary_of(config: ExplainConfig, model: nn.Module) -> str:
 
 
 def chosen(text: str, problems: Problems) -> list[str]:
-    """The names in `a,b`, or all; notes unknown ones."""
+    """The names in `a,b`, or all of them. Notes unknown ones."""
     names = list(dict.fromkeys(filter(None, map(str.strip, text.split(",")))))
     if not names:
         problems.messages.append("--strategy is empty: name at least one, or all")
@@ -127,7 +129,7 @@ def chosen(text: str, problems: Problems) -> list[str]:
 
 
 def read(text: str | None, problems: Problems) -> float | None:
-    """Bits per second, None where none are stated; notes a rate that can't be read."""
+    """Bits per second; None if not stated. Notes a rate that can't be read."""
     if text is None:
         return None
     with problems.collect():
@@ -139,7 +141,7 @@ def read(text: str | None, problems: Problems) -> float | None:
 
 
 def mesh_of(config: ExplainConfig) -> MeshShape:
-    """The axes of the ranks; raises ConfigError for a mesh that the ranks do not fill."""
+    """The axes of the ranks. Raises ConfigError for a mesh that does not match the number of ranks."""
     num_ranks = config.nodes * config.local_size
     shape = MeshShape({"data": num_ranks}) if config.mesh is None else MeshShape.parse(config.mesh)
     if shape.island_size is not None:
@@ -156,7 +158,7 @@ def mesh_of(config: ExplainConfig) -> MeshShape:
 
 
 def cut(model: nn.Module, size: int) -> nn.Module:
-    """One rank's part of the model on a tensor axis; raises ConfigError for a model that can't be cut here."""
+    """One rank's part of the model on a tensor axis. Raises ConfigError for a model that can't be cut here."""
     if not isinstance(model, Llama):
         raise ConfigError(f"a tensor axis of {size} ranks: only presets such as demo can be cut here; nearest: 1")
     cut_skeleton(model, size)
@@ -164,7 +166,7 @@ def cut(model: nn.Module, size: int) -> nn.Module:
 
 
 def plan_on(strategy: Method, model: nn.Module, config: ExplainConfig, shape: MeshShape) -> MethodPlan:
-    """The plan of a strategy on the data axis of a mesh; the ranks' word on a step goes to all of the mesh."""
+    """The plan of a strategy on the data axis of a mesh. The ranks' agreement on a step covers the whole mesh."""
     grid, inner = Topology(config.nodes, config.local_size), shape.tensor
     if inner == 1:
         return strategy.plan(model, grid, config.micro_batches)
@@ -178,7 +180,7 @@ def plan_on(strategy: Method, model: nn.Module, config: ExplainConfig, shape: Me
 
 
 def tensor_note(config: LlamaConfig, seq_len: int, shape: MeshShape) -> tuple[str, str, str]:
-    """What torch sends over the tensor axis, which the plans do not count."""
+    """Row about torch's own traffic on the tensor axis, which the plans do not count."""
     activations = 4 * seq_len * config.hidden_size
     sent = 4 * config.num_hidden_layers * 2 * (shape.tensor - 1) * activations // shape.tensor
     why = "four all_reduce of the activations in every layer, in fp32 by torch; not in the table"
@@ -186,7 +188,7 @@ def tensor_note(config: LlamaConfig, seq_len: int, shape: MeshShape) -> tuple[st
 
 
 def model_of(config: ExplainConfig) -> nn.Module:
-    """The model, or one with that many parameters, on the device "meta". Raises ConfigError where it can't be built."""
+    """The model, or a stand-in with that many parameters, on the device "meta". Raises ConfigError."""
     if config.parameters is not None:
         return stand_in(int(config.parameters))
     tokenizer = load_tokenizer(config.tokenizer)
@@ -212,7 +214,7 @@ def matrix(shape: tuple[int, int]) -> nn.Module:
 
 
 def notes_on(config: ExplainConfig, names: list[str]) -> Iterator[tuple[str, str, str]]:
-    """Options without an effect."""
+    """Rows about options without an effect."""
     used = {strategy_table(name) for name in names}
     used |= {LLAMA} if config.parameters is None and not config.model.startswith("hf:") else set()
     for table in sorted(config.tables.keys() - used):

@@ -63,7 +63,7 @@ def option_tables() -> Mapping[str, type]:
 
 
 def read_explain(args: Sequence[str], problems: Problems) -> ExplainConfig:
-    """What the command line asks for; notes everything that is wrong. Raises SystemExit after --help."""
+    """Read the options from the command line. Notes all errors. Raises SystemExit after --help."""
     stated = command_line().read(args, problems)
     own = stated.pop("")
     return ExplainConfig(**own, tables={name: values for name, values in stated.items() if values})

@@ -1,4 +1,4 @@
-"""What `thinwire explain` prints."""
+"""Output of `thinwire explain`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run, or a race of several, as one page that can be mailed: plots, figures, configuration."""
+"""Self-contained HTML pages of a run or a race: plots, figures, configuration."""
 
 from thinwire.report.page import write_report
 from thinwire.report.race import write_race_report

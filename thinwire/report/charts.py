@@ -20,7 +20,7 @@ HALF_HEIGHT = 158
 
 @dataclass(frozen=True)
 class Figure:
-    """A plot with its words; legend: (style of the swatch, text)."""
+    """A plot with its title and notes. legend: (style of the swatch, text)."""
 
     title: str
     legend: list[tuple[str, str]]
@@ -30,7 +30,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Bin:
-    """Consecutive steps drawn as one bar from left to right; values are means over the bin's finite ones."""
+    """Consecutive steps drawn as one bar from left to right. Values are means over the bin's finite ones."""
 
     rows: Sequence[dict[str, Any]]
 
@@ -52,7 +52,7 @@ class Bin:
 
 
 def figures(run: RunFiles) -> list[Figure]:
-    """Every plot the run has data for."""
+    """All plots that the run has data for."""
     if not run.steps:
         return []
     found = [loss_figure(run), bytes_figure(run), time_figure(run)]
@@ -167,7 +167,7 @@ def optimizer_figure(run: RunFiles) -> Figure:
 
 
 def time_scale(bars: Sequence[float], totals: Sequence[float]) -> tuple[float, str]:
-    """The height of the time axis, in which a few slow steps do not flatten the others, and a note about those."""
+    """The height of the time axis, chosen so that a few slow steps do not flatten the others, and a note about them."""
     finite = sorted(value for value in bars if math.isfinite(value))
     if not finite:
         return 1.0, ""
@@ -182,13 +182,13 @@ def time_scale(bars: Sequence[float], totals: Sequence[float]) -> tuple[float, s
 
 
 def bins_of(rows: Sequence[dict[str, Any]]) -> list[Bin]:
-    """At most MAX_BARS runs of consecutive rows, equally long but for the last."""
+    """Group rows into at most MAX_BARS runs of consecutive rows, equally long except for the last."""
     size = math.ceil(len(rows) / MAX_BARS)
     return [Bin(rows[start : start + size]) for start in range(0, len(rows), size)]
 
 
 def across(bins: Sequence[Bin]) -> tuple[float, float]:
-    """Bounds of the step axis; a handful of steps does not fill it."""
+    """Bounds of the step axis, wider than a handful of steps."""
     return bins[0].left, max(bins[-1].right, bins[0].left + MIN_STEPS_ACROSS)
 
 
@@ -200,7 +200,7 @@ def running_mean(points: Sequence[Point], window: int) -> list[Point]:
 
 
 def thin_out(points: Sequence[Point]) -> list[Point]:
-    """At most about MAX_POINTS points: the lowest and the highest of each stretch, so no spike is lost."""
+    """Reduce to about MAX_POINTS points: the lowest and the highest of each stretch, so no spike is lost."""
     size = math.ceil(2 * len(points) / MAX_POINTS)
     if size <= 2:
         return list(points)

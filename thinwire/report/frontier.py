@@ -18,12 +18,12 @@ FINISHED = "finished"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a method has reached, and at what price.
+    """Final loss of a method and the bytes that it sent.
 
     Args:
-        name: of the method or contestant.
-        sent_bytes: by one rank in the whole run.
-        loss: held-out, nats per token, the mean over seeds.
+        name: name of the method or contestant.
+        sent_bytes: bytes sent by one rank in the whole run.
+        loss: held-out loss, nats per token, the mean over seeds.
         error: standard error of the loss over seeds; 0 with one seed.
     """
 
@@ -34,7 +34,7 @@ class Outcome:
 
 
 def beaten(outcomes: Sequence[Outcome]) -> set[str]:
-    """Names of those for which another one has at most the bytes and at most the loss, and less of one of them."""
+    """Names of outcomes for which another one has no more bytes and no higher loss, and is better in one of the two."""
     pairs = {outcome.name: (outcome.sent_bytes, outcome.loss) for outcome in outcomes}
     return {
         name
@@ -44,10 +44,10 @@ def beaten(outcomes: Sequence[Outcome]) -> set[str]:
 
 
 def race_outcomes(values: Mapping[str, Any], out: Path) -> list[Outcome]:
-    """The outcome of each contestant that finished; empty where fewer than two sent anything and have a held-out loss.
+    """Outcomes of the contestants that finished; empty if fewer than two have sent bytes and a held-out loss.
 
-    Bytes are the payload of all steps by the runs' own metrics; where a contestant has none, for all of them the
-    kernel's bytes of a typical step, times the steps.
+    Bytes are the payload of all steps by the runs' own metrics. If a contestant has no such metrics, the kernel's bytes
+    of a typical step, times the steps, are used for all.
     """
     rows = [row for row in values["contestants"] if row["status"] == FINISHED and row["mean"]["heldout_loss"]]
     payloads = {row["name"]: [payload(out / seed["run_dir"]) for seed in row["seeds"]] for row in rows}
@@ -64,7 +64,7 @@ def race_outcomes(values: Mapping[str, Any], out: Path) -> list[Outcome]:
 
 
 def payload(run_dir: Path) -> float:
-    """Bytes that rank 0 sent in all steps of a run; NaN where the run did not count them."""
+    """Bytes that rank 0 sent in all steps of a run; NaN if the run did not count them."""
     if not (run_dir / "metrics.jsonl").is_file():
         return math.nan
     steps = read_run(run_dir).steps
@@ -72,7 +72,7 @@ def payload(run_dir: Path) -> float:
 
 
 def frontier_figure(outcomes: Sequence[Outcome], styles: Mapping[str, str]) -> Figure:
-    """A point for each outcome, with its error; those that are beaten in both are grey."""
+    """A plot with a point and an error bar for each outcome. Outcomes beaten in both loss and bytes are grey."""
     grey = beaten(outcomes)
     sent = [outcome.sent_bytes for outcome in outcomes]
     ends = (loss for one in outcomes for loss in (one.loss - one.error, one.loss + one.error))

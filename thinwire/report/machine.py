@@ -1,4 +1,4 @@
-"""What figures depend on besides the program: the machine they were taken on."""
+"""Description of the machine on which figures were measured."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def machine() -> dict[str, str | int]:
-    """Host, processor, cores that this process may use, and system."""
+    """Host, processor, number of usable cores, and system."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

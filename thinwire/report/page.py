@@ -1,4 +1,4 @@
-"""A run as one self-contained HTML page: no script, no font and no picture from elsewhere."""
+"""A run as one self-contained HTML page, without scripts, and without fonts or pictures from elsewhere."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from thinwire.report.machine import machine
 from thinwire.report.run import RunFiles, number, read_run
 from thinwire.report.units import MISSING, bytes_text, percent_text, seconds_text, short
 
-# How values of summary.json are shown, by the ends of their names; the first that fits counts.
+# Formats of values in summary.json, by the suffix of their names; the first that matches is used.
 UNITS = {
     "_per_s": short, "_s": seconds_text, "_bytes": bytes_text, "_bytes_per_step": bytes_text, "tokens": short,
     "parameters": short, "_loss": lambda value: f"{value:.4f}",
@@ -28,15 +28,15 @@ UNITS = {
 def write_report(run_dir: Path) -> Path:
     """Write RUN_DIR/report.html from metrics.jsonl, summary.json and config.toml, and return its path.
 
-    Works on a run in any state, on the machine of its rank 0, which the page names. Raises ConfigError where the
-    directory holds no run or can't be written.
+    Works on a run in any state, on the machine of its rank 0, which the page names. Raises ConfigError if the directory
+    holds no run or can't be written.
     """
     run = read_run(run_dir)
     return write_page(run_dir / "report.html", f"{run.name} · thinwire", sections(run))
 
 
 def write_page(target: Path, title: str, parts: Iterable[str]) -> Path:
-    """Write a page of these parts, of which empty ones are left out. Raises ConfigError where it can't be written."""
+    """Write a page of these parts, without empty ones. Return its path. Raises ConfigError if it can't be written."""
     style = files("thinwire.report").joinpath("style.css").read_text(encoding="utf-8")
     body = "\n".join(filter(None, parts))
     page = (
@@ -55,7 +55,7 @@ def write_page(target: Path, title: str, parts: Iterable[str]) -> Path:
 
 
 def sections(run: RunFiles) -> Iterator[str]:
-    """The page from top to bottom; an empty string for what the run has no data for."""
+    """Yield the sections of the page from top to bottom; an empty string if the run has no data for one."""
     name = f"<p class=brand>thinwire train</p><h1>{text(run.name)}</h1>"
     yield f"<header>{name}<p>{text(subtitle(run))}</p>{facts(circumstances(run))}</header>"
     yield warning(run)
@@ -82,7 +82,7 @@ def subtitle(run: RunFiles) -> str:
 
 
 def circumstances(run: RunFiles) -> Iterator[tuple[str, str]]:
-    """When and where it ran, and the command that repeats it."""
+    """Date, machine, and the command that repeats the run."""
     if run.changed is not None:
         yield "ended" if run.summary else "last written", date_text(run.changed)
     yield "host", host_text(machine())
@@ -101,18 +101,18 @@ def date_text(when: datetime) -> str:
 
 
 def facts(rows: Iterable[tuple[str, str]]) -> str:
-    """Short names with their values."""
+    """A list of short names with their values."""
     return f"<dl class=facts>{''.join(f'<dt>{text(name)}</dt><dd>{text(value)}</dd>' for name, value in rows)}</dl>"
 
 
 def plots(parts: Iterable[str]) -> str:
-    """Figures side by side where the window is wide enough."""
+    """Figures side by side if the window is wide enough."""
     body = "".join(parts)
     return f"<div class=plots>{body}</div>" if body else ""
 
 
 def warning(run: RunFiles) -> str:
-    """Why a run is incomplete, in one box."""
+    """A box that says why a run is incomplete."""
     reasons = []
     if not run.steps:
         reasons.append("No step has finished.")
@@ -124,7 +124,7 @@ def warning(run: RunFiles) -> str:
 
 
 def headline(run: RunFiles) -> str:
-    """The four figures a reader looks for first."""
+    """The four figures that readers look for first."""
     sent, plain = run.typical("sent_bytes"), number(run.summary.get("uncompressed_bytes_per_step"))
     step_s, exposed = run.typical("step_s"), run.typical("exposed_comm_s")
     heldout = number(run.summary.get("heldout_loss"))
@@ -153,13 +153,13 @@ def figure(item: Figure) -> str:
 
 
 def legend(entries: Sequence[tuple[str, str]]) -> str:
-    """What the colours mean: (style of the swatch, text)."""
+    """The legend of a plot. entries: (style of the swatch, text)."""
     items = "".join(f'<li><span class="swatch {style}"></span>{text(words)}</li>' for style, words in entries)
     return f"<ul class=legend>{items}</ul>" if items else ""
 
 
 def effects_table(rows: Any) -> str:
-    """What was asked for, what is in effect, and why they differ."""
+    """Table of the rows (asked for, in effect, why they differ)."""
     if not isinstance(rows, Sequence) or isinstance(rows, str) or not rows:
         return ""
     cells = ([str(cell) for cell in row] if isinstance(row, (list, tuple)) else [str(row)] for row in rows)
@@ -172,7 +172,7 @@ def sample(value: Any) -> str:
 
 
 def summary_table(summary: Mapping[str, Any]) -> str:
-    """Every entry of summary.json under the name that scripts use, rounded; the exact value shows under the pointer."""
+    """Every entry of summary.json under the name that scripts use, rounded. The pointer shows the exact value."""
     rows = [
         f'<tr><td>{text(name)}</td><td title="{text(exact(value))}">{text(value_text(name, value))}</td></tr>'
         for name, value in flat(summary)
@@ -191,7 +191,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def value_text(name: str, value: Any) -> str:
-    """A value with about three digits, and the unit that its name tells."""
+    """A value with about three digits, and the unit given by its name."""
     if value is None:
         return MISSING
     if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
@@ -201,7 +201,7 @@ def value_text(name: str, value: Any) -> str:
 
 
 def exact(value: Any) -> str:
-    """A value as JSON has it; text without its quotes."""
+    """A value in JSON form; text without its quotes."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
@@ -227,7 +227,7 @@ def raw_table(title: str, header: Sequence[str], rows: Iterable[str]) -> str:
 
 
 def text(words: str) -> str:
-    """Escaped for HTML; control characters, which no page may hold, become a replacement mark."""
+    """Text escaped for HTML. Control characters, which a page must not contain, become a replacement mark."""
     return escape("".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in words))
 
 

@@ -1,4 +1,4 @@
-"""A race as one self-contained HTML page: the verdict, the table, the plots, and everything it depends on."""
+"""A race as one self-contained HTML page: the verdict, the table, the plots, and the conditions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FIGURES = {
     "peak_rss_bytes": "memory of a rank",
     "step_over_bound": "step / least",
 }
-# What stands below the table, folded.
+# Columns of the folded table below the main one.
 DETAILS = {
     "compute_s": "computing",
     "exposed_comm_s": "waiting",
@@ -53,7 +53,7 @@ DETAILS_NOTE = (
 def write_race_report(out: Path) -> Path:
     """Write OUT/compare.html from compare.json and the metrics of its runs, and return its path.
 
-    Raises ConfigError where there is no race, or the page can't be written.
+    Raises ConfigError if there is no race, or if the page can't be written.
     """
     try:
         values = json.loads((out / "compare.json").read_text())
@@ -63,7 +63,7 @@ def write_race_report(out: Path) -> Path:
 
 
 def sections(values: Mapping[str, Any], out: Path) -> Iterator[str]:
-    """The page from top to bottom; an empty string for what the race has no data for."""
+    """Yield the sections of the page from top to bottom; an empty string if the race has no data for one."""
     names = " · ".join(row["name"] for row in values["contestants"])
     first, *others = sentences(values, out) or [names]
     yield (
@@ -80,12 +80,12 @@ def sections(values: Mapping[str, Any], out: Path) -> Iterator[str]:
 
 
 def sentences(values: Mapping[str, Any], out: Path) -> list[str]:
-    """The verdict, and who is on the frontier of loss and bytes."""
+    """The verdict, and the sentence about the frontier of loss and bytes."""
     return [*verdict(values), *filter(None, [frontier_sentence(race_outcomes(values, out))])]
 
 
 def result_table(values: Mapping[str, Any]) -> str:
-    """One row per contestant; below each figure its ratio to the reference's."""
+    """The result table: one row per contestant, with its ratio to the reference and its spread below each figure."""
     below = "".join(f"<p>{text(words)}</p>" for words in notes(values))
     details = table_of(DETAILS, values)
     more = f"<details><summary>More figures</summary>{details}<p>{text(DETAILS_NOTE)}</p></details>" if details else ""
@@ -93,7 +93,7 @@ def result_table(values: Mapping[str, Any]) -> str:
 
 
 def table_of(columns: Mapping[str, str], values: Mapping[str, Any]) -> str:
-    """The figures of all contestants; the best of each column is marked. Empty where none is known."""
+    """The figures of all contestants, with the best of each column marked; empty if none is known."""
     rows = values["contestants"]
     shown = {name: columns[name] for name in shown_figures(columns, rows)}
     if not shown and columns is DETAILS:
@@ -107,7 +107,7 @@ def table_of(columns: Mapping[str, str], values: Mapping[str, Any]) -> str:
 def result_cells(
     row: Mapping[str, Any], shown: Mapping[str, str], reference: str | None, best: Mapping[str, str]
 ) -> Iterator[str]:
-    """The cells of one contestant; one that failed has its reason instead of figures."""
+    """Cells of one contestant's row. A failed contestant has its reason instead of figures."""
     words = " ".join([row["strategy"] or row["command"], *(f"{k}={v}" for k, v in row["options"].items())])
     whole = "; in one piece, in the last round" if row["is_whole"] else ""
     about = f"<small>{text(words + whole)}</small>" if words + whole != row["name"] else ""
@@ -129,7 +129,7 @@ def shown_figures(columns: Iterable[str], rows: Sequence[Mapping[str, Any]]) -> 
 
 
 def best_of(names: Iterable[str], rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """The best of each figure as it is shown, where contestants that finished differ in it."""
+    """The best value of each figure, as shown, if contestants that finished differ in it."""
     best = {}
     for name in (name for name in names if name not in NO_BEST):
         known = [row["mean"][name] for row in rows if row["status"] == FINISHED and row["mean"][name] is not None]
@@ -160,13 +160,13 @@ def value_text(name: str, value: float) -> str:
 
 
 def ratio_text(name: str, row: Mapping[str, Any], reference: str | None) -> str:
-    """A figure's ratio to the reference's; empty for the reference itself and where one of the two is missing."""
+    """Ratio of a figure to the reference's; empty for the reference itself and if one of the two is missing."""
     ratio = row["ratio"].get(name)
     return f"{ratio:.3f}x" if ratio is not None and row["name"] != reference else ""
 
 
 def spread_text(name: str, row: Mapping[str, Any]) -> str:
-    """The lowest and the highest of a figure, where they differ at the digits that are shown."""
+    """The lowest and the highest value of a figure, if they differ in the digits shown."""
     ends = row["spread"].get(name)
     low, high = (value_text(name, value) for value in ends) if ends else ("", "")
     return f"{low} to {high}" if low != high else ""
@@ -189,7 +189,7 @@ def reference_note(values: Mapping[str, Any]) -> str:
 
 
 def seconds_note(values: Mapping[str, Any]) -> str:
-    """How many steps were timed, and what the minutes are computed from."""
+    """Note on the number of timed steps and the computation of the minutes."""
     counts = {
         (seed["num_timed_steps"], seed["num_steps"])
         for row in values["contestants"]
@@ -213,7 +213,7 @@ def seconds_note(values: Mapping[str, Any]) -> str:
 
 
 def bound_note(values: Mapping[str, Any]) -> str:
-    """What the bound is made of."""
+    """Note on the parts of the bound."""
     alone = values["compute_alone_s"]
     if values["compute_alone_failed"]:
         return f"Computation alone could not be measured: {values['compute_alone_failed']}"

@@ -1,4 +1,4 @@
-"""The plots of a race: loss over time and tokens, its difference, where a step's time goes, and bytes."""
+"""The plots of a race: loss over time and tokens, difference of losses, parts of a step's time, bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Curve = tuple[str, str, list[Point]]
 
 
 def race_figures(values: Mapping[str, Any], out: Path) -> Iterator[str]:
-    """Every plot that the race has data for, as HTML."""
+    """All plots that the race has data for, as HTML."""
     curves = loss_curves(values, out)
     timed = list(over_time(curves, values))
     if timed:
@@ -46,7 +46,7 @@ TIME_UNITS = (("hours", 3600.0, 3 * 3600.0), ("minutes", 60.0, 180.0), ("seconds
 
 
 def style_of(position: int) -> str:
-    """Colour of a contestant; dashed once the colours are used up."""
+    """Style of a contestant: a colour, with dashes once all colours are used."""
     return f"c{position % NUM_COLOURS}" + (" dashed" if position >= NUM_COLOURS else "")
 
 
@@ -58,7 +58,7 @@ def loss_curves(values: Mapping[str, Any], out: Path) -> list[Curve]:
 
 
 def smooth_losses(values: Mapping[str, Any], out: Path) -> dict[str, dict[int, list[Point]]]:
-    """[(tokens, loss)] of each contestant and seed, smoothed; contestants without losses are left out."""
+    """[(tokens, loss)] of each contestant and seed, smoothed. Contestants without losses are left out."""
     found = {}
     for row in values["contestants"]:
         runs = {seed["seed"]: run_losses(out / seed["run_dir"]) for seed in row["seeds"] if seed["num_steps"]}
@@ -73,26 +73,26 @@ def smooth(run: Mapping[int, float], values: Mapping[str, Any]) -> list[Point]:
 
 
 def mean_over_seeds(seeds: Sequence[Sequence[Point]]) -> list[Point]:
-    """The mean of the curves wherever all of them have a point."""
+    """The mean of the curves at the points that all of them have."""
     return [(x, fmean(ys)) for x, ys in together(seeds)]
 
 
 def together(curves: Sequence[Sequence[Point]]) -> Iterator[tuple[float, list[float]]]:
-    """(x, the y of each curve) wherever all curves have a point."""
+    """Yield (x, the y of each curve) for each x that all curves have."""
     columns = [dict(curve) for curve in curves]
     for x in sorted(set.intersection(*map(set, columns))):
         yield x, [column[x] for column in columns]
 
 
 def run_losses(run_dir: Path) -> dict[int, float]:
-    """The loss of each step; empty where the run left nothing."""
+    """The loss of each step; empty if the run has no metrics."""
     if not (run_dir / "metrics.jsonl").is_file():
         return {}
     return {int(row["step"]): number(row.get("loss")) for row in read_run(run_dir).steps}
 
 
 def over_time(curves: Sequence[Curve], values: Mapping[str, Any]) -> Iterator[Curve]:
-    """The curves with seconds instead of tokens: each contestant's own median step."""
+    """The curves over seconds instead of tokens, by each contestant's own median step."""
     step_s = {row["name"]: row["mean"]["step_s"] for row in values["contestants"]}
     for name, style, points in curves:
         if step_s[name]:
@@ -100,7 +100,7 @@ def over_time(curves: Sequence[Curve], values: Mapping[str, Any]) -> Iterator[Cu
 
 
 def loss_figure(title: str, x_label: str, curves: Sequence[Curve], window: int) -> Figure:
-    """Lines of all contestants, each with its name at its end."""
+    """A plot of all contestants' lines, each with its name at its end."""
     x_high = max(points[-1][0] for _, _, points in curves)
     losses = around(y for _, _, points in curves for _, y in points)
     names = [name for name, _, _ in curves]
@@ -110,7 +110,7 @@ def loss_figure(title: str, x_label: str, curves: Sequence[Curve], window: int) 
 
 
 def draw(chart: Chart, curves: Sequence[Curve]) -> None:
-    """The lines, and their names at the right."""
+    """Draw the lines, and their names at the right."""
     for _, style, points in curves:
         chart.line(thin_out(points), style)
     ends = [(name, style, [point for point in points if math.isfinite(point[1])]) for name, style, points in curves]
@@ -118,7 +118,7 @@ def draw(chart: Chart, curves: Sequence[Curve]) -> None:
 
 
 def difference_figure(values: Mapping[str, Any], out: Path) -> Figure | None:
-    """Each contestant's loss less the reference's, paired by seed: what lines over one another hide."""
+    """A plot of each contestant's loss minus the reference's, paired by seed, for lines that overlap elsewhere."""
     reference, found = values["reference"], smooth_losses(values, out)
     others = {name: seeds for name, seeds in found.items() if name != reference}
     if reference not in found or not others:
@@ -151,7 +151,7 @@ def difference_figure(values: Mapping[str, Any], out: Path) -> Figure | None:
 
 
 def bytes_bars(values: Mapping[str, Any]) -> str:
-    """Bytes a rank sends in a step: what the kernel counted, and below it the payload."""
+    """Bars of the bytes that a rank sends in a step: counted by the kernel, and below it the payload."""
     legend_of = [("kernel", "on the link, counted by the kernel"), ("meter", "payload, counted by rank 0")]
     bars = []
     for row in _known(values):
@@ -162,7 +162,7 @@ def bytes_bars(values: Mapping[str, Any]) -> str:
 
 
 def time_bars(values: Mapping[str, Any]) -> str:
-    """A step's seconds: computing and waiting, which add up to it, and a mark at the least that it could take."""
+    """Bars of a step's seconds, computing and waiting, which add up to it, with a mark at the least possible time."""
     bars = []
     for row in _known(values):
         mean = {name: number(value) for name, value in row["mean"].items()}
@@ -182,7 +182,10 @@ def time_bars(values: Mapping[str, Any]) -> str:
 def bar_section(
     title: str, entries: Sequence[tuple[str, str]], bars: Sequence[tuple[str, list, str, float]], note: str
 ) -> str:
-    """Horizontal bars on one scale: (name, bars of stacked (style, value), words, a value to mark or NaN)."""
+    """Horizontal bars on one scale.
+
+    entries: the legend. bars: (name, bars of stacked (style, value), label, a value to mark or NaN).
+    """
     sums = [sum(or_zero(value) for _, value in stack) for _, stacks, _, _ in bars for stack in stacks]
     longest = max([*sums, *(or_zero(mark) for *_, mark in bars)], default=0.0)
     if longest <= 0:
@@ -197,7 +200,7 @@ def bar_section(
 
 
 def bar(stack: Sequence[tuple[str, float]], longest: float, mark: float = math.nan) -> str:
-    """One bar of stacked parts, `longest` being the full width, marked at a value; nothing where no part is known."""
+    """One bar of stacked parts, marked at a value. `longest` has the full width. Empty if no part is known."""
     marks, left = [], 0.0
     for style, value in stack:
         width = BAR_WIDTH * or_zero(value) / longest

@@ -1,4 +1,4 @@
-"""What a run directory says about its run, in whatever state the run was left."""
+"""Reads a run directory, in whatever state the run was left."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from thinwire.errors import ConfigError
 
 @dataclass(frozen=True)
 class RunFiles:
-    """The files of one run directory; they may be few, cut off or full of NaN, as a young or killed run leaves them.
+    """The files of one run directory. In a young or killed run, files may be missing, cut off or full of NaN.
 
-    steps: rows of metrics.jsonl by step, the last one where a step occurs twice.
-    summary: summary.json, empty where the run did not get that far. config: config.toml as text. changed: when the
-    last of these files was written; None where there is none.
+    Args:
+        steps: rows of metrics.jsonl by step; if a step occurs twice, its last row.
+        summary: summary.json, empty if the run did not get that far.
+        config: config.toml as text.
+        changed: when the last of these files was written; None if there is none.
     """
 
     path: Path
@@ -33,13 +35,13 @@ class RunFiles:
         return self.path.resolve().name
 
     def series(self, key: str) -> list[tuple[float, float]]:
-        """(step, value) of every step that has the key; values that are no number become NaN."""
+        """(step, value) of every step that has the key. Values that are not numbers become NaN."""
         return [(number(row["step"]), number(row[key])) for row in self.steps if key in row]
 
     def typical(self, key: str) -> float:
-        """The median of a key's finite values over the steps since the last resume; NaN where there are none.
+        """The median of a key's finite values over the steps since the last resume; NaN if there are none.
 
-        The first step, which warms up, is left out where there are more.
+        The first step, which warms up, is left out if there are more.
         """
         finite = [(step, value) for step, value in self.series(key) if math.isfinite(value)]
         before = number(self.summary.get("resumed_after", 0))
@@ -47,13 +49,13 @@ class RunFiles:
         return median(values[1:] or values) if values else math.nan
 
     def last(self, key: str) -> float:
-        """The last finite value of a key; NaN without any."""
+        """The last finite value of a key; NaN if there is none."""
         values = [value for _, value in self.series(key) if math.isfinite(value)]
         return values[-1] if values else math.nan
 
 
 def number(value: Any) -> float:
-    """A float; NaN for anything that isn't a number."""
+    """The value as a float; NaN for anything that isn't a number."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return math.nan
     try:
@@ -63,7 +65,7 @@ def number(value: Any) -> float:
 
 
 def read_run(run_dir: Path) -> RunFiles:
-    """Read RUN_DIR's metrics, summary and config; raises ConfigError where there is no run at all."""
+    """Read a run's metrics, summary and config. Raises ConfigError if there is no run at all."""
     metrics, summary, config = (run_dir / name for name in ("metrics.jsonl", "summary.json", "config.toml"))
     if not any(path.is_file() for path in (metrics, summary, config)):
         raise ConfigError(f"{str(run_dir)!r} holds no run: none of {metrics.name}, {summary.name}, {config.name}")
@@ -82,7 +84,7 @@ def _text(path: Path) -> str:
 
 
 def _object(text: str) -> dict[str, Any]:
-    """A JSON object; empty where the text is cut off or is something else."""
+    """A JSON object; empty if the text is cut off or is something else."""
     try:
         value = json.loads(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Line and bar charts as inline SVG, drawn by hand; the page's style sheet gives the colours."""
+"""Line and bar charts as inline SVG. The page's style sheet sets the colours."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from thinwire.report.units import short
 
 Point = tuple[float, float]
 
-# So narrow that the text can still be read where the whole picture is as wide as a telephone.
+# Narrow enough that the text stays readable on the screen of a phone.
 WIDTH, HEIGHT = 520, 290
 LEFT, RIGHT, TOP, BOTTOM = 54, 16, 30, 44
 LETTER_WIDTH, LINE_HEIGHT, LONGEST_LABEL = 7.5, 16, 18
@@ -28,7 +28,7 @@ class Scale:
     whole: bool = False
 
     def place(self, value: float) -> float:
-        """Pixels of a value; values outside the scale land on its border."""
+        """Pixels of a value. Values outside the scale are drawn on its border."""
         share = (min(max(value, self.low), self.high) - self.low) / (self.high - self.low)
         return self.start + share * (self.end - self.start)
 
@@ -51,12 +51,12 @@ class LogScale(Scale):
     """A logarithmic scale of values above 0."""
 
     def place(self, value: float) -> float:
-        """Pixels of a value; values outside the scale land on its border."""
+        """Pixels of a value. Values outside the scale are drawn on its border."""
         share = math.log(min(max(value, self.low), self.high) / self.low) / math.log(self.high / self.low)
         return self.start + share * (self.end - self.start)
 
     def ticks(self, count: int = 5) -> list[float]:
-        """Round values inside the scale: powers of ten; 2 and 5, or 3, times them too where there is room."""
+        """Round values inside the scale: powers of ten, and if there is room, 2 and 5 or 3 times them."""
         powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
         for nice in ((1, 2, 5), (1, 3), (1,)):
             found = [n * 10.0**p for p in powers for n in nice if self.low <= n * 10.0**p <= self.high]
@@ -76,7 +76,7 @@ def nice_step(rough: float) -> float:
 
 
 def tick_label(value: float, step: float, largest: float) -> str:
-    """A tick's value with the decimals its step needs, and the k, M or G that the axis's largest tick wants."""
+    """A tick's value with the decimals that its step needs, and k, M or G to match the axis's largest tick."""
     for size, letter, least in ((1e9, "G", 1e9), (1e6, "M", 1e6), (1e3, "k", 1e4)):
         if largest >= least:
             return f"{value / size:.{_decimals(step / size)}f}{letter}" if value else "0"
@@ -92,7 +92,7 @@ def _decimals(step: float) -> int:
 
 
 def around(values: Iterable[float], zero: bool = False) -> tuple[float, float]:
-    """Bounds for an axis: the finite values and a little room; from zero where asked."""
+    """Bounds of an axis: the finite values with a margin; from zero if asked."""
     finite = [value for value in values if math.isfinite(value)]
     low, high = (min(finite), max(finite)) if finite else (0.0, 1.0)
     room = 0.06 * (high - low) or 0.1 * abs(high) or 1.0
@@ -100,10 +100,12 @@ def around(values: Iterable[float], zero: bool = False) -> tuple[float, float]:
 
 
 class Chart:
-    """One plot that collects SVG marks; coordinates are data values, looks are classes of the style sheet.
+    """One plot that collects SVG marks. Coordinates are data values; styles are classes of the style sheet.
 
-    names: of the lines that `end_labels` will name, which get their room at the right. height: of the picture, pixels.
-    log_x: the x axis is logarithmic.
+    Args:
+        names: names of the lines for `end_labels`, which get room at the right.
+        height: height of the picture in pixels.
+        log_x: whether the x axis is logarithmic.
     """
 
     def __init__(
@@ -119,7 +121,7 @@ class Chart:
         self._marks = [*self._grid(), *self._titles(x_label, y_label)]
 
     def line(self, points: Sequence[Point], style: str) -> None:
-        """A line with a gap at every value that isn't finite; a lone point becomes a dot."""
+        """Draw a line with a gap at every value that isn't finite. A lone point becomes a dot."""
         for piece in _finite_pieces(points):
             if len(piece) == 1:
                 self.dot(piece[0], style, radius=2.5)
@@ -137,7 +139,7 @@ class Chart:
         self._marks.append(f'<path class="line {style}" d="M{x:.1f} {low:.1f}V{high:.1f}"/>')
 
     def bar(self, left: float, right: float, bottom: float, top: float, style: str) -> None:
-        """A rectangle; nothing where its height is no number or not above zero."""
+        """Draw a rectangle; nothing if its height is not a number or not above zero."""
         if not top > bottom:
             return
         x, y = self.x.place(left), self.y.place(top)
@@ -152,12 +154,12 @@ class Chart:
         self._marks.append(f'<path class="line {style}" d="M{LEFT} {at}H{self._right:.1f}"/>')
 
     def area(self, low: Sequence[Point], high: Sequence[Point], style: str) -> None:
-        """The surface between two lines whose points are all finite."""
+        """Fill the area between two lines whose points are all finite."""
         edge = "L".join(f"{self.x.place(x):.1f} {self.y.place(y):.1f}" for x, y in [*low, *reversed(high)])
         self._marks.append(f'<path class="area {style}" d="M{edge}Z"/>')
 
     def end_labels(self, ends: Sequence[tuple[str, str, Point]]) -> None:
-        """The names of lines, (name, style, last point), right of the plot, each led to by a faint line."""
+        """Draw the names of lines right of the plot, each joined to its line. ends: (name, style, last point)."""
         ends = sorted(ends, key=lambda end: self.y.place(end[2][1]))
         places = spread_out([self.y.place(y) for _, _, (_, y) in ends], LINE_HEIGHT, TOP, self._foot)
         for (name, style, (x, y)), place in zip(ends, places, strict=True):
@@ -167,7 +169,7 @@ class Chart:
             self._marks.append(f'<text class="name {style}" {at}>{escape(_cut(name))}</text>')
 
     def cross(self, x: float, style: str) -> None:
-        """A mark at the foot of the plot, for a value that can't be drawn."""
+        """Draw a mark at the bottom of the plot, for a value that can't be drawn."""
         self._marks.append(f'<path class="line {style}" d="M{self.x.place(x):.1f} {self._foot}v-9"/>')
 
     def hover(self, left: float, right: float, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Quantities as a reader wants them: three digits and a unit. Decimal units: 1 MB is 10^6 bytes."""
+"""Quantities for readers: three digits and a unit. Units are decimal: 1 MB is 10^6 bytes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ MISSING = "?"
 
 
 def short(value: float) -> str:
-    """A number with about three digits, k, M, G, T for large ones."""
+    """A number with about three digits, and k, M, G or T if it is large."""
     if not math.isfinite(value):
         return MISSING if math.isnan(value) else "∞"
     for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):

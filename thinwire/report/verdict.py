@@ -1,4 +1,4 @@
-"""What a race has shown, in sentences: who is fastest, by how much, and whether that is more than the spread."""
+"""The verdict of a race in sentences: the fastest contestant, its margin, and whether that exceeds the spread."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FINISHED = "finished"
 
 
 def verdict(values: Mapping[str, Any]) -> list[str]:
-    """The first sentence names the winner; the others say what it costs. Empty with fewer than two that finished."""
+    """Sentences: the first names the winner, the others its costs. Empty if fewer than two finished."""
     rows = [row for row in values["contestants"] if row["status"] == FINISHED and row["mean"]["step_s"]]
     if len(rows) < 2:
         return []
@@ -38,7 +38,7 @@ def verdict(values: Mapping[str, Any]) -> list[str]:
 def by_target(
     rows: Sequence[Mapping[str, Any]], reached: Sequence[Mapping[str, Any]], reference: str | None
 ) -> tuple[Mapping[str, Any], str]:
-    """Who reached the target loss first, and the sentence that says so."""
+    """The contestant that reached the target loss first, and a sentence about it."""
     winner, *others = sorted(reached, key=minutes)
     text = f"{winner['name']} reaches the target loss first, in {minutes(winner):.2f} minutes"
     if not others:
@@ -49,7 +49,7 @@ def by_target(
 
 
 def bytes_sentence(winner: Mapping[str, Any], reference: Mapping[str, Any]) -> str:
-    """What the winner sends, beside the reference."""
+    """A sentence that compares the winner's bytes with the reference's."""
     own, theirs = (row["mean"]["kernel_sent_bytes_per_step"] for row in (winner, reference))
     if not own or not theirs:
         return ""
@@ -58,7 +58,7 @@ def bytes_sentence(winner: Mapping[str, Any], reference: Mapping[str, Any]) -> s
 
 
 def loss_sentence(winner: Mapping[str, Any], reference: Mapping[str, Any]) -> str:
-    """The difference of held-out losses, paired by seed, with its standard error where there are several."""
+    """The difference of held-out losses, paired by seed, with its standard error if there are several seeds."""
     theirs = {seed["seed"]: seed["figures"]["heldout_loss"] for seed in reference["seeds"]}
     pairs = [(seed["figures"]["heldout_loss"], theirs.get(seed["seed"])) for seed in winner["seeds"]]
     differences = [own - other for own, other in pairs if own is not None and other is not None]
@@ -76,12 +76,12 @@ def loss_sentence(winner: Mapping[str, Any], reference: Mapping[str, Any]) -> st
 def rival(
     winner: Mapping[str, Any], second: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], reference: str | None
 ) -> Mapping[str, Any]:
-    """Whom the winner is compared with: the reference, or the next where the winner is the reference."""
+    """The contestant to compare the winner with: the reference, or the runner-up if the winner is the reference."""
     return next((row for row in rows if row["name"] == reference and row is not winner), second)
 
 
 def overlap(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
-    """Whether the slowest round of the first took as long as the fastest of the second."""
+    """Whether the slowest round of the first took at least as long as the fastest of the second."""
     ends, others = (row["spread"].get("step_s") for row in (first, second))
     return bool(ends and others) and ends[1] >= others[0]
 

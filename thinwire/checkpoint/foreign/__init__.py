@@ -1,4 +1,4 @@
-"""Checkpoints of other programs: an ordered table of rules turns what their ranks wrote into whole fp32 tensors."""
+"""Checkpoints of other programs: an ordered table of rules turns the ranks' files into whole fp32 tensors."""
 
 from thinwire.checkpoint.foreign.formats import FORMATS, Format, detect
 from thinwire.checkpoint.foreign.layouts import Averaged, FusedShards, RankLayout, Replicated, Sharded, Unique

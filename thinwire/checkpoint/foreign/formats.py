@@ -1,4 +1,4 @@
-"""The formats by name: how each is recognised, opened, and turned into Hugging Face's names."""
+"""Table of the formats: how each is recognised, opened, and converted to Hugging Face's names."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from thinwire.errors import ConfigError
 
 @dataclass(frozen=True)
 class Format:
-    """A program's checkpoints: the files by which they are known, how they are opened, and the table of rules."""
+    """A program's checkpoint format: the files that identify it, how to open it, and its table of rules."""
 
     marks: tuple[str, ...]
     open: Callable[[Path], ForeignSource]
     rules: Callable[[Sizes], tuple[Rule, ...]]
 
     def fits(self, folder: Path) -> bool:
-        """Whether the folder looks like one of them."""
+        """Whether the folder looks like this format."""
         return any(any(folder.glob(mark)) for mark in self.marks)
 
 
@@ -34,7 +34,7 @@ FORMATS: dict[str, Format] = {
 
 
 def detect(folder: Path) -> str:
-    """The name of the format that the folder looks like; raises ConfigError for none or several."""
+    """The name of the format that the folder looks like. Raises ConfigError for none or several."""
     fitting = [name for name, known in FORMATS.items() if known.fits(folder)]
     if len(fitting) != 1:
         looks = " and ".join(fitting) or "none of them"

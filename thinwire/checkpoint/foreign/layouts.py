@@ -1,4 +1,4 @@
-"""How ranks hold one parameter, and how what they hold becomes the whole.
+"""Layouts of one parameter on several ranks, and how the ranks' shards become the whole.
 
 Source: Universal Checkpointing (Lian, Jacobs et al.), the parameter patterns.
 """
@@ -16,21 +16,21 @@ from thinwire.errors import ConfigError
 
 
 class RankLayout(Protocol):
-    """How ranks hold a parameter."""
+    """The layout of one parameter on several ranks."""
 
     def join(self, shards: Sequence[Tensor]) -> Tensor:
-        """The whole of what each rank holds, in rank order. Raises ConfigError where that contradicts the layout."""
+        """Join the ranks' shards, in rank order, into the whole. Raises ConfigError if they contradict the layout."""
         ...
 
 
 @dataclass(frozen=True)
 class Unique:
-    """One rank alone holds it, or one stage of a pipeline."""
+    """Exactly one rank, or one pipeline stage, holds the parameter."""
 
     def join(self, shards: Sequence[Tensor]) -> Tensor:
         """The only shard."""
         if len(shards) != 1:
-            raise ConfigError(f"{len(shards)} ranks hold it, and its rule says that one does")
+            raise ConfigError(f"{len(shards)} ranks hold it, but its rule expects one")
         return shards[0]
 
 
@@ -48,10 +48,10 @@ class Replicated:
 
 @dataclass(frozen=True)
 class Averaged:
-    """Every rank holds values of its own, the mean of which counts."""
+    """Every rank holds values of its own; the parameter is their mean."""
 
     def join(self, shards: Sequence[Tensor]) -> Tensor:
-        """The sum in rank order over the number of ranks; fp32."""
+        """Sum of the shards in rank order, divided by the number of ranks; fp32."""
         total = shards[0].float().clone()
         for shard in shards[1:]:
             total += shard
@@ -65,23 +65,25 @@ class Sharded:
     dim: int = 0
 
     def join(self, shards: Sequence[Tensor]) -> Tensor:
-        """The shards one after another."""
+        """Concatenate the shards along `dim`."""
         return torch.cat(list(shards), self.dim)
 
 
 @dataclass(frozen=True)
 class FusedShards:
-    """Several tensors in one, each of which was cut along `dim` by itself: rank r holds [a_r; b_r; ...].
+    """Several tensors in one, each cut along `dim` separately: rank r holds [a_r; b_r; ...].
 
-    parts: their lengths along `dim`, in any unit: (1, 1) for gate and up, (8, 2, 2) for eight heads of queries with two
-    of keys and of values. The shards one after another would be [a_0; b_0; a_1; b_1], with no error to be seen.
+    Concatenating the shards would give [a_0; b_0; a_1; b_1], which is wrong without any error.
+
+    parts: lengths of the tensors along `dim`, in any unit: (1, 1) for gate and up; (8, 2, 2) for eight heads of queries
+    with two of keys and two of values.
     """
 
     parts: tuple[int, ...]
     dim: int = 0
 
     def join(self, shards: Sequence[Tensor]) -> Tensor:
-        """[a; b; ...], each of them whole."""
+        """[a; b; ...], each tensor whole."""
         pieces = [shard.split(self._lengths(shard.shape[self.dim]), self.dim) for shard in shards]
         return torch.cat([piece for same in zip(*pieces, strict=True) for piece in same], self.dim)
 

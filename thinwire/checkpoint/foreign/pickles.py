@@ -1,4 +1,4 @@
-"""Files that are pickles, opened so that none of them runs code."""
+"""Opens files that are pickles without running any code in them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 from thinwire._compat import DCP_METADATA_CLASSES
 from thinwire.errors import ConfigError, ThinwireError
 
-# Packages whose objects lie in files of DeepSpeed and Megatron beside the weights: settings, scalers, random states.
+# DeepSpeed and Megatron store objects of these packages beside the weights: settings, scalers, random states.
 BESIDE_WEIGHTS = ("argparse", "deepspeed", "megatron", "numpy", "transformer_engine")
 ALSO_BESIDE_WEIGHTS = ("_io.BytesIO",)
 
 
 class Inert:
-    """Stands in for an object that nobody needs: takes any arguments and any state, keeps and does nothing."""
+    """Placeholder for an object that is not needed: takes any arguments and any state, and does nothing."""
 
     def __new__(cls, *args: object, **kwargs: object) -> Inert:
         return super().__new__(cls)
@@ -32,10 +32,10 @@ class Inert:
 
 
 def load_pt(path: Path) -> dict[str, Any]:
-    """What `torch.save` wrote: tensors, mapped from disk and not read, numbers, strings and containers.
+    """Load the dictionary in a file written by `torch.save`. Tensors are memory-mapped, not read.
 
-    Objects of BESIDE_WEIGHTS become `Inert`, without their packages. Raises ConfigError for a file that asks for
-    anything else, with its name; ThinwireError for one that is damaged.
+    Objects of the packages BESIDE_WEIGHTS become `Inert`; the packages need not be installed. Raises ConfigError, with
+    the object's name, for a file that asks for any other object, and ThinwireError for a damaged file.
     """
     try:
         found = get_unsafe_globals_in_checkpoint(str(path))
@@ -63,10 +63,10 @@ def is_harmless(name: str) -> bool:
 
 
 class MetadataUnpickler(pickle.Unpickler):
-    """Knows the classes of torch.distributed.checkpoint's metadata and no other."""
+    """Unpickler that knows only the classes of torch.distributed.checkpoint's metadata."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """The class, if it is one of them; UnpicklingError otherwise."""
+        """Return the class if it is one of the known classes; else raise UnpicklingError."""
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and (module, name) not in DCP_METADATA_CLASSES:
             raise pickle.UnpicklingError(f"{module}.{name}")
@@ -74,7 +74,7 @@ class MetadataUnpickler(pickle.Unpickler):
 
 
 def load_metadata(path: Path) -> Metadata:
-    """The metadata of a checkpoint of torch.distributed.checkpoint. Raises ConfigError for what is none."""
+    """Load the metadata of a checkpoint of torch.distributed.checkpoint. Raises ConfigError for any other file."""
     try:
         with path.open("rb") as file:
             metadata = MetadataUnpickler(file).load()

@@ -1,4 +1,4 @@
-"""The pattern language: which parameters a rule is about, how ranks hold them, what becomes of them."""
+"""The rules: which parameters a rule applies to, how ranks hold them, and what they become."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ def whole(tensor: Tensor) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Rule:
-    """What is done with the parameters whose whole name matches the regular expression `pattern`.
+    r"""Rule for the parameters whose whole name matches the regular expression `pattern`.
 
-    layout: how ranks hold them. num_rows: rows that are kept of dimension 0; the rest is padding of a vocabulary.
-    cut: turns the whole tensor into as many parts as `to` has names. to: the new names, where \\1 is the first group of
-    the pattern; with none, such parameters are read by nobody.
+    Args:
+        layout: how ranks hold the parameters.
+        num_rows: rows of dimension 0 to keep; the others are padding of the vocabulary.
+        cut: turns the whole tensor into as many parts as `to` has names.
+        to: the new names, where \1 is the first group of the pattern. Without names, the parameters are not read.
     """
 
     pattern: str
@@ -34,7 +36,7 @@ class Rule:
     cut: Callable[[Tensor], Sequence[Tensor]] = whole
 
     def names(self, name: str) -> list[str]:
-        """The new names of a parameter that matches."""
+        """New names of a parameter whose name matches."""
         match = re.fullmatch(self.pattern, name)
         assert match is not None
         return [match.expand(target) for target in self.to]
@@ -50,12 +52,12 @@ class Rule:
 
 
 def left_out(pattern: str) -> Rule:
-    """A rule for what is no weight: optimizer states, tables that are computed anew."""
+    """A rule for entries that are not weights: optimizer states, tables that are computed anew."""
     return Rule(pattern, to=())
 
 
 def assign(names: Iterable[str], rules: Sequence[Rule]) -> dict[str, Rule]:
-    """The rule of each name. Raises ConfigError with the names that no rule matches, or more than one."""
+    """The rule of each name. Raises ConfigError with the names that match no rule or more than one."""
     found = {name: [rule for rule in rules if re.fullmatch(rule.pattern, name)] for name in names}
     if unknown := [name for name, matches in found.items() if not matches]:
         raise ConfigError(
@@ -70,10 +72,10 @@ def assign(names: Iterable[str], rules: Sequence[Rule]) -> dict[str, Rule]:
 
 
 def consolidate(source: ForeignSource, rules: Sequence[Rule]) -> Iterator[tuple[str, Tensor]]:
-    """(new name, whole fp32 tensor), one parameter after another: no more than one is in memory at a time.
+    """Yield (new name, whole fp32 tensor), one parameter at a time, so that only one is in memory.
 
-    Raises ConfigError, before anything is read, for names that `assign` refuses and for two parameters with the same
-    new name; then for shards that contradict their rule, with the parameter's name.
+    Before it reads anything, it raises ConfigError for names that `assign` refuses and for two parameters with the same
+    new name. Later it raises ConfigError, with the parameter's name, for shards that contradict their rule.
     """
     assigned = {name: rule for name, rule in assign(source.names(), rules).items() if rule.to}
     givers: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Files of other programs as parameters: their names, and what each rank holds of one. Nothing runs code."""
+"""Files of other programs as parameters: their names, and each rank's shards. No code in a file is run."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ class ForeignSource(Protocol):
     """A checkpoint of another program."""
 
     def names(self) -> Iterable[str]:
-        """All that it holds, under its own names."""
+        """Names of all entries, as the other program wrote them."""
         ...
 
     def shards(self, name: str) -> list[Tensor]:
-        """What each rank holds of one of them, in rank order; read now."""
+        """Read the ranks' shards of one entry, in rank order."""
         ...
 
 
 class SafetensorsSource:
-    """A folder of .safetensors files, each tensor whole in one of them.
+    """A folder of .safetensors files. Each tensor is whole in one of them.
 
-    Raises ConfigError for a folder without any, with a file missing that the index names, or a name in two files.
+    Raises ConfigError for a folder without such files, for a missing file that the index names, and for a name that is
+    in two files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -44,7 +45,7 @@ class SafetensorsSource:
             self._files[path] = opened(path)
             for name in self._files[path].keys():  # noqa: SIM118 - it can't be iterated over
                 if self._file_of.setdefault(name, path) != path:
-                    raise ConfigError(f"{name} is in {self._file_of[name]} and in {path}: delete the file that is old")
+                    raise ConfigError(f"{name} is in {self._file_of[name]} and in {path}: delete the older file")
         if not self._files:
             raise ConfigError(f"{folder} holds no .safetensors file")
         self._check_index(folder / "model.safetensors.index.json")
@@ -70,7 +71,7 @@ class SafetensorsSource:
 
 
 def opened(path: Path) -> Any:
-    """A .safetensors file; raises ThinwireError for a damaged one."""
+    """Open a .safetensors file. Raises ThinwireError if it is damaged."""
     try:
         return safe_open(path, "pt")
     except (OSError, SafetensorError) as error:
@@ -78,7 +79,10 @@ def opened(path: Path) -> Any:
 
 
 class SafeReader(dcp.FileSystemReader):
-    """torch's reader with its metadata, a pickle, read by `load_metadata`, and once; tensors it reads safely itself."""
+    """torch's reader of a checkpoint. Its metadata, a pickle, is read once by `load_metadata`.
+
+    torch reads the tensors themselves safely.
+    """
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -90,17 +94,17 @@ class SafeReader(dcp.FileSystemReader):
 
 
 class DCPSource:
-    """A folder of torch.distributed.checkpoint, whatever the layout that wrote it: torch joins what ranks hold."""
+    """A folder of torch.distributed.checkpoint, in any layout: torch joins the ranks' shards."""
 
     def __init__(self, folder: Path) -> None:
         self._reader = SafeReader(folder)
 
     def names(self) -> Iterable[str]:
-        """The names of all entries, of those that are no tensors too."""
+        """Names of all entries, tensors or not."""
         return self._reader.metadata.state_dict_metadata
 
     def shards(self, name: str) -> list[Tensor]:
-        """The tensor, whole. Raises ConfigError for an entry that is none, ThinwireError for a damaged file."""
+        """The tensor, whole. Raises ConfigError for an entry that is not a tensor, ThinwireError for a damaged file."""
         entry = self._reader.metadata.state_dict_metadata[name]
         if not isinstance(entry, TensorStorageMetadata):
             raise ConfigError("is an object, not a tensor, and would have to be unpickled: leave it out")
@@ -116,10 +120,10 @@ class DCPSource:
 
 
 class MegatronSource:
-    """Megatron core's `mp_rank_TT` or `mp_rank_TT_PPP` folders, of one iteration: tensor-parallel rank, pipeline stage.
+    """The folders `mp_rank_TT` or `mp_rank_TT_PPP` of one iteration of Megatron core: tensor rank, pipeline stage.
 
-    Every stage numbers its layers from 0; here the numbers go on from stage to stage. Raises ConfigError for a
-    folder without such files, a rank that is missing, or ranks of a stage that hold different names.
+    Every stage counts its layers from 0. Here the numbers go on from stage to stage. Raises ConfigError for a folder
+    without such files, for a missing rank, and for ranks of one stage that hold different names.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -140,14 +144,14 @@ class MegatronSource:
         return self._shards
 
     def shards(self, name: str) -> list[Tensor]:
-        """What each tensor-parallel rank holds, mapped from its file."""
+        """Each tensor-parallel rank's shard, memory-mapped from its file."""
         if not all(isinstance(shard, Tensor) for shard in self._shards[name]):
-            raise ConfigError("is no tensor: leave it out")
+            raise ConfigError("is not a tensor: leave it out")
         return self._shards[name]
 
 
 def newest_iteration(folder: Path) -> Path:
-    """The folder of the iteration that Megatron's pointer names, or the folder itself where there is no pointer."""
+    """The folder of the iteration that Megatron's pointer file names, or the folder itself if there is no pointer."""
     pointer = folder / "latest_checkpointed_iteration.txt"
     if not pointer.is_file():
         return folder
@@ -171,22 +175,22 @@ def stages(folder: Path) -> list[list[Path]]:
 
 
 def layer_of(name: str) -> int | None:
-    """The number of the layer in a Megatron name, None where it is of no layer."""
+    """Number of the layer in a Megatron name; None for a name outside the layers."""
     match = re.match(r"decoder\.layers\.(\d+)\.", name)
     return int(match[1]) if match else None
 
 
 def moved(name: str, num_layers: int) -> str:
-    """The name with its layer's number raised by those of the stages before."""
+    """The name with its layer number raised by `num_layers`, the number of layers in earlier stages."""
     return re.sub(r"(?<=^decoder\.layers\.)\d+", lambda match: str(int(match[0]) + num_layers), name)
 
 
 class Zero3Source:
-    """DeepSpeed's ZeRO-3 shards: every parameter, flattened, is cut into equal parts, one a rank, the last ones padded.
+    """Shards of DeepSpeed's ZeRO-3: each parameter is flattened and cut into equal parts, one per rank, with padding.
 
-    The parts of a rank lie one after another in its flat fp32 groups, in the order of the parameters' shapes in
-    `zero_pp_rank_R_mp_rank_00_model_states.pt`; the groups are in `..._optim_states.pt`. Frozen parameters are cut
-    alike and named. Raises ConfigError for files that are missing or of another stage, and where lengths do not add up.
+    A rank's parts lie one after another in its flat fp32 groups in `..._optim_states.pt`. Their order is that of the
+    parameters' shapes in `zero_pp_rank_R_mp_rank_00_model_states.pt`. Frozen parameters are cut the same way and have
+    names. Raises ConfigError for missing files, for files of another stage, and for lengths that do not add up.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -225,24 +229,24 @@ class Zero3Source:
 
 
 def part_numel(numel: int, world_size: int) -> int:
-    """Elements, padding included, that each rank has of a parameter of `numel`."""
+    """Elements, padding included, of each rank's part of a parameter of `numel` elements."""
     return -(-numel // world_size)
 
 
 def piece_numel(numel: int, rank: int, world_size: int) -> int:
-    """Elements without padding that a rank has of a parameter; 0 for one that lies wholly in the padding."""
+    """Elements, padding excluded, of a rank's part of a parameter; 0 for a part that is all padding."""
     part = part_numel(numel, world_size)
     return max(0, min(part, numel - rank * part))
 
 
 def join_flat(pieces: Sequence[Tensor], shape: torch.Size) -> Tensor:
-    """The parameter of its flat pieces in rank order, each with padding at its end."""
+    """Join flat pieces, in rank order and padded at the end, into a parameter of this shape."""
     sizes = [piece_numel(shape.numel(), rank, len(pieces)) for rank in range(len(pieces))]
     return torch.cat([piece.flatten()[:size] for piece, size in zip(pieces, sizes, strict=True)]).view(shape)
 
 
 def between(groups: Sequence[Tensor], start: int, end: int) -> Iterator[Tensor]:
-    """Elements [start, end) of flat tensors that lie one after another."""
+    """Elements [start, end) of flat tensors laid one after another."""
     for group in groups:
         if start < group.numel() and end > 0:
             yield group[max(start, 0) : end]
@@ -250,19 +254,19 @@ def between(groups: Sequence[Tensor], start: int, end: int) -> Iterator[Tensor]:
 
 
 def newest_tag(folder: Path) -> Path:
-    """The folder that DeepSpeed's pointer names, or the folder itself where there is no pointer."""
+    """The folder that DeepSpeed's pointer file names, or the folder itself if there is no pointer."""
     pointer = folder / "latest"
     return folder / pointer.read_text().strip() if pointer.is_file() else folder
 
 
 def by_rank(folder: Path, kind: str) -> list[Path]:
-    """The files of one kind in order of ranks; raises ConfigError for none, and for tensor-parallel ones."""
+    """Files of one kind in rank order. Raises ConfigError if there are none, and for tensor-parallel files."""
     found: dict[int, Path] = {}
     for path in folder.glob(f"*zero_pp_rank_*_{kind}.pt"):
         match = re.fullmatch(rf"(?:\w+_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_{kind}\.pt", path.name)
         if match is None or int(match[2]):
             raise ConfigError(
-                f"{path} is of a model that is also cut over tensor-parallel ranks, which is not supported"
+                f"{path} belongs to a model that is also cut over tensor-parallel ranks, which is not supported"
             )
         found[int(match[1])] = path
     if sorted(found) != list(range(len(found))) or not found:

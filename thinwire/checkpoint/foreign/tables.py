@@ -1,6 +1,6 @@
-"""The tables of rules: from the names of other programs to those of Hugging Face's Llama, Mistral and Qwen.
+"""Tables of rules: from other programs' names to Hugging Face's names for Llama, Mistral and Qwen.
 
-They are thinwire's own names too: its Llama-shaped model has taken them over.
+thinwire's own Llama-shaped model uses the same names.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LAYER = r"model.layers.\1."
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the rules need to know of a model; the names are those of a Hugging Face `config.json`."""
+    """Sizes of a model that the rules need, under the names of a Hugging Face `config.json`."""
 
     num_attention_heads: int
     num_key_value_heads: int
@@ -29,7 +29,7 @@ class Sizes:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Sizes:
-        """Those of a `config.json`. Raises ConfigError where it does not state them."""
+        """Read the sizes from a `config.json`. Raises ConfigError if one is missing."""
         try:
             heads, vocab_size = int(config["num_attention_heads"]), int(config["vocab_size"])
         except (KeyError, TypeError, ValueError) as error:
@@ -39,12 +39,12 @@ class Sizes:
         )
 
     def head(self, pattern: str, rule: Rule) -> Rule:
-        """`rule`, or none of it where the embedding serves as the output layer as well."""
+        """Rule for the output layer: `rule`, or a rule that skips it if the embedding serves as the output layer."""
         return left_out(pattern) if self.tie_word_embeddings else rule
 
 
 def huggingface(sizes: Sizes) -> tuple[Rule, ...]:
-    """Hugging Face's names stay; a file holds whole tensors."""
+    """Hugging Face's own names, unchanged; a file holds whole tensors."""
     layer = r"model\.layers\.\d+\."
     head = r"lm_head\.weight"
     return (
@@ -60,7 +60,7 @@ def huggingface(sizes: Sizes) -> tuple[Rule, ...]:
 
 
 def torchtitan(sizes: Sizes) -> tuple[Rule, ...]:
-    """torchtitan's Llama 3, whose rotary pairs are neighbours: rows of queries and keys are sorted into two halves."""
+    """torchtitan's Llama 3. Its rotary pairs are neighbours, so rows of queries and keys are sorted into two halves."""
     layer = r"(?:model\.)?layers\.(\d+)\."
     head = r"(?:model\.)?output\.weight"
     return (
@@ -89,7 +89,7 @@ def torchtitan(sizes: Sizes) -> tuple[Rule, ...]:
 
 
 def megatron(sizes: Sizes) -> tuple[Rule, ...]:
-    """Megatron core's names, cut over tensor-parallel ranks; norms stand alone or beside the matrix that follows."""
+    """Megatron core's names, cut over tensor-parallel ranks. Norms are separate or part of the layer that follows."""
     layer = r"decoder\.layers\.(\d+)\."
     head = r"output_layer\.weight"
     qkv = tuple(f"{LAYER}self_attn.{which}_proj.\\2" for which in "qkv")
@@ -113,7 +113,10 @@ def megatron(sizes: Sizes) -> tuple[Rule, ...]:
 
 
 def rotary_halves(num_heads: int) -> Callable[[Tensor], list[Tensor]]:
-    """Sorts the rows of each head from (x_0, y_0, x_1, y_1, ...) to (x_0, x_1, ..., y_0, y_1, ...)."""
+    """Return a function that sorts the rows of each head.
+
+    Rows in the order (x_0, y_0, x_1, y_1, ...) become (x_0, x_1, ..., y_0, y_1, ...).
+    """
 
     def cut(tensor: Tensor) -> list[Tensor]:
         pairs = tensor.unflatten(0, (num_heads, -1, 2))
@@ -123,9 +126,10 @@ def rotary_halves(num_heads: int) -> Callable[[Tensor], list[Tensor]]:
 
 
 def by_query_group(sizes: Sizes) -> Callable[[Tensor], list[Tensor]]:
-    """Cuts rows that lie as [queries of group 0, key 0, value 0, queries of group 1, ...] into queries, keys, values.
+    """Return a function that cuts fused rows into queries, keys and values.
 
-    A group is a head of keys with the heads of queries that use it. A rank holds whole groups.
+    The rows lie as [queries of group 0, key 0, value 0, queries of group 1, ...]. A group is one head of keys with the
+    heads of queries that use it. A rank holds whole groups.
     """
     groups, queries = sizes.num_key_value_heads, sizes.num_attention_heads // sizes.num_key_value_heads
 

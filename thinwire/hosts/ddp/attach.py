@@ -23,7 +23,7 @@ from thinwire.state.replicas import check_agreement, check_layout, check_updates
 from thinwire.table import Row, announce as announce_table
 
 log = logging.getLogger("thinwire")
-# Options of DDP with which gradients, or some of them, do not come to its hook as fp32 buckets; whether they are set.
+# Options of DDP that keep some gradients from reaching its hook as fp32 buckets, and whether each is set.
 WAYS_AROUND: dict[str, Callable[[DistributedDataParallel], bool]] = {
     "torch._dynamo.config.optimize_ddp set to a python reducer": _compat.has_python_reducer,
     "mixed_precision": lambda ddp: ddp.mixed_precision is not None,
@@ -42,22 +42,22 @@ def compress_ddp(
     checked: bool = False,
     announce: bool = True,
 ) -> CompressedDDP:
-    """Average the gradients of a DDP model by `method`; a collective over its process group.
+    """Average the gradients of a DDP model by `method`. A collective over its process group.
 
-    After every backward outside `model.no_sync()` the gradients are the same on all ranks, as ever.
+    After every backward outside `model.no_sync()` the gradients are the same on all ranks, as without the method.
 
     Args:
         model: in DistributedDataParallel, with fp32 parameters and no hook.
         method: how gradients are averaged, such as `thinwire.PowerSGD()`.
-        optimizer: needed by methods that weigh errors by the learning rate, or that ask for an optimizer of their own.
-        local_size: ranks per node; None: found.
+        optimizer: needed by methods that weight errors by the learning rate, or that need an optimizer of their own.
+        local_size: ranks per node; None: detected.
         seed: of the method's random numbers.
         timeout_s, checked: see Communicator.
         announce: rank 0 prints the table of what is in effect.
 
-    Raises ConfigError for a model that is not in DDP, has a hook already or parameters that are not fp32, for options
-    of DDP that go around its hook, for what the method asks of model and optimizer, and where ranks were given other
-    options.
+    Raises ConfigError for a model that is not in DDP, has a hook already or has parameters that are not fp32; for
+    options of DDP that bypass its hook; for a model or an optimizer that the method can't use; and for ranks that were
+    given different options.
     """
     if not isinstance(model, DistributedDataParallel):
         raise ConfigError(
@@ -78,7 +78,7 @@ def compress_ddp(
             raise ConfigError(f"{name!r} is {param.dtype}: gradients of parameters must be float32; use autocast")
     if method.whole_step and model.find_unused_parameters:
         raise ConfigError(
-            f"{method.name} may pass on what an earlier step held back of any parameter, so all must take part in "
+            f"{method.name} may send gradients that an earlier step held back, so all parameters must take part in "
             "every step: give DDP find_unused_parameters=False"
         )
     optimizer = unwrapped(optimizer)
@@ -125,7 +125,7 @@ class CompressedDDP:
     def launch(self, bucket: dist.GradBucket) -> None:
         """Average a complete bucket in the background, and wait for all of them where backward ends; DDP's hook.
 
-        In the first step of a static graph DDP hands over all buckets when backward has ended, and reads them at once.
+        In the first step of a static graph, DDP passes all buckets when backward has ended, and reads them at once.
         """
         if not self._waits and not self._ddp.static_graph:
             self._waits = True
@@ -137,17 +137,18 @@ class CompressedDDP:
             self.finish()
 
     def finish(self) -> None:
-        """Return when every gradient of this backward is the mean; backward itself calls this at its end."""
+        """Wait until every gradient of this backward is the mean. backward itself calls this at its end."""
         self._waits = False
         if not all(bool(torch.isfinite(mean.sum())) for mean in self._reducer.finish()):
             forgotten = self.reduction.state.forget()
-            log.warning("thinwire: a mean gradient is not finite; memory of %d parameter(s) dropped", len(forgotten))
+            log.warning("thinwire: a mean gradient is not finite; state of %d parameter(s) dropped", len(forgotten))
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Clip the mean gradient after a backward; residuals follow, see Clipping. Returns the norm before.
+        """Clip the mean gradient after a backward. Return its norm before clipping.
 
-        Where the method clips before it compresses, the norm is only measured.
+        Residuals are scaled with it, see Clipping. A method that clips before it compresses only measures the norm
+        here.
         """
         grads = [param.grad for param in self._trained.values() if param.grad is not None]
         norm = torch.nn.utils.get_total_norm(grads)
@@ -164,7 +165,7 @@ class CompressedDDP:
 
     @property
     def bytes_per_step(self) -> int:
-        """Payload this rank sends in one step, once the method is under way."""
+        """Payload bytes that this rank sends in one step, after any warm-up of the method."""
         return sum(self.reduction.sent_bytes().values())
 
     def describe(self) -> list[Row]:
@@ -182,19 +183,19 @@ class CompressedDDP:
     def _rows_on_learning_rates(self) -> list[Row]:
         if not self.method.uses_learning_rates or self.optimizer is not None:
             return []
-        return [("errors weighed by learning rates", "not weighed", "give compress_ddp the optimizer")]
+        return [("errors weighted by learning rates", "not weighted", "give compress_ddp the optimizer")]
 
     def residuals(self) -> dict[str, torch.Tensor]:
-        """By parameter, what this rank's gradients held and the method has not passed on yet."""
+        """Parts of this rank's gradients that the method has not sent yet, by parameter."""
         held = self.reduction.state.residuals()
         return {name: held[name] if name in held else torch.zeros(shape) for name, shape in self._shapes.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """What the method remembers on this rank; to be saved by every rank beside model and optimizer."""
+        """The method's state on this rank. Every rank must save its own, beside model and optimizer."""
         return self._place() | self._reducer.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what state_dict gave; raises ConfigError for the state of other options, another world or rank."""
+        """Restore a state_dict. Raises ConfigError if it belongs to other options, another world or another rank."""
         check_layout(self._place(), state)
         self._reducer.load_state_dict(state)
 

@@ -9,8 +9,8 @@ import torch.distributed as dist
 def hand_over(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Give the bucket to `state.launch` and tell DDP that it is done.
 
-    DDP would wait in C++, where an error loses its type; `state.finish` waits instead. What DDP still does with a
-    complete bucket comes after that, or is nothing where gradients are views into it.
+    DDP would wait in C++, where an error loses its type, so `state.finish` waits instead. DDP's own copy out of a
+    complete bucket comes after that. It is not needed where gradients are views into the bucket.
     """
     state.launch(bucket)
     flat = bucket.buffer()

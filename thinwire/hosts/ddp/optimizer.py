@@ -30,7 +30,7 @@ MIB = 1 << 20
 
 
 class WrappedModel(nn.Module):
-    """What DDP wraps: the model, or a pass that touches every parameter without it."""
+    """The module inside DDP: the model, or a pass that touches every parameter without calling the model."""
 
     def __init__(self, model: nn.Module, trained: list[nn.Parameter]) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def wrap_ddp(
     checked: bool,
     axis: Axis | None = None,
 ) -> tuple[nn.Module, DDPOptimizer]:
-    """The module to call in training, and the optimizer; a collective over the default group.
+    """Return the module to call in training, and the optimizer. A collective over the default group.
 
     Raises ConfigError for models and optimizers that do not fit each other.
     """
@@ -74,7 +74,7 @@ def wrap_ddp(
     entry = WrappedModel(model, list(trained.values()))
     whole_mb = sum(shape.numel() * 4 for shape in shapes.values()) // MIB + 1
     with warnings.catch_warnings():
-        # Its successor, forward_sync_buffers, is unknown to older versions.
+        # Older versions of torch do not have its successor, forward_sync_buffers.
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")
         ddp = DistributedDataParallel(
             entry,
@@ -92,7 +92,7 @@ def wrap_ddp(
 
 
 class DDPOptimizer(AgreeingOptimizer):
-    """The user's optimizer over gradients that DDP's buckets average while backward goes on; made by `wrap_ddp`."""
+    """The user's optimizer over gradients that are averaged in DDP's buckets during backward; made by `wrap_ddp`."""
 
     def __init__(
         self,
@@ -115,10 +115,10 @@ class DDPOptimizer(AgreeingOptimizer):
         ddp.register_comm_hook(self, hand_over)
 
     def settle_buckets(self, entry: WrappedModel) -> None:
-        """Let DDP lay out its buckets before the first step, which it does after the first backward it sees.
+        """Let DDP lay out its buckets before the first step. By itself, DDP does so after the first backward.
 
-        The rounding of a sum depends on where in a bucket an element lies: a run that is resumed would differ in its
-        first step from the one that was not stopped.
+        The rounding of a sum depends on an element's place in its bucket. Without this, the first step of a resumed run
+        would differ from the same step of an uninterrupted run.
         """
         self._reducer.is_idle = entry.only_touch = True
         self.ddp().backward()
@@ -131,14 +131,14 @@ class DDPOptimizer(AgreeingOptimizer):
 
     @property
     def bytes_per_step(self) -> int:
-        """Payload this rank sends in one step, once the method is under way."""
+        """Payload bytes that this rank sends in one step, after any warm-up of the method."""
         return sum(self._reducer.reduction.sent_bytes().values()) + self.agreement_bytes
 
     def no_sync(self) -> AbstractContextManager[None]:
         return self.ddp.no_sync()
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """As AgreeingOptimizer's, but only measured where the method has clipped before it compressed."""
+        """Clip as AgreeingOptimizer does; only measure the norm if the method has clipped before it compressed."""
         norm = super().clip_grad_norm_(max_norm if self._clips else math.inf)
         self._reducer.note_clipping(float(norm), max_norm)
         return norm
@@ -173,7 +173,7 @@ class DDPOptimizer(AgreeingOptimizer):
         reduction = self._reducer.reduction
         self._reducer.steps = self.steps
         if source.layout.get("reduction") == type(reduction).__name__:
-            # What is the same on all ranks, such as a plan or a basis; residuals follow.
+            # State that is the same on all ranks, such as a plan or a basis; residuals follow.
             reduction.state.load_state_dict(source.own("reducer", rank=0)["reduction"])
         reduction.state.take_over(source.mean_of)
 

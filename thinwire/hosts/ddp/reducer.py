@@ -1,4 +1,4 @@
-"""Between DDP's hook and a reduction: buckets become communication jobs, and somebody waits for them."""
+"""Between DDP's hook and a reduction: turns buckets into communication jobs and waits for them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,12 @@ from thinwire.state.clipping import Clipping
 class BucketReducer:
     """Runs a reduction on every bucket that DDP completes, on the communication thread.
 
-    names: of the trained parameters, as the reduction shall know them. lrs: the learning rates by those names, asked
-    for once a step. alone: run it in a world of one too. The thread that trains must call `finish` between the backward
-    and the use of gradients.
+    The training thread must call `finish` after the backward, before gradients are used.
+
+    Args:
+        names: names of the trained parameters for the reduction.
+        lrs: returns the learning rates by those names; called once a step.
+        alone: run the reduction in a world of one too.
     """
 
     def __init__(
@@ -49,7 +52,7 @@ class BucketReducer:
         self._reducing: dict[int, tuple[Bucket, Future[None]]] = {}
 
     def launch(self, grads: dist.GradBucket) -> None:
-        """Average a complete bucket in the background; called by DDP's hook. Does nothing while `is_idle`."""
+        """Average a complete bucket in the background. DDP's hook calls this. Does nothing while `is_idle`."""
         if self.is_idle:
             return
         names = [self._names[id(param)] for param in grads.parameters()]
@@ -59,7 +62,7 @@ class BucketReducer:
             return
         if bucket.number in self._reducing:
             raise RuntimeError(
-                "a second backward reached gradients that were sent already: wrap every forward and backward but the "
+                "a second backward changed gradients that were sent already: wrap every forward and backward but the "
                 "last of a step in `with optimizer.no_sync():`"
             )
         self._step = self._step or Step(self.steps, self._lrs())
@@ -73,16 +76,16 @@ class BucketReducer:
                 if held is not bucket:
                     staging.to_device(held.flat, bucket.flat)
             except RuntimeError:
-                # gloo does not say which rank is missing; asking each of them for a message does.
+                # gloo does not say which rank is missing; a message from each rank shows it.
                 yield from all_gather_exact(link, torch.zeros(1))
                 raise
 
         return job
 
     def finish(self) -> list[Tensor]:
-        """The buckets, flat, once every one holds its mean; raises what a reduction raised.
+        """Wait for all buckets. Return them, flat, each holding its mean. Raises an error of the reduction.
 
-        Where gradients are no views into them, DDP copies them back only after this.
+        Where gradients are not views into the buckets, DDP copies them back only after this.
         """
         means = []
         for bucket, reducing in self._reducing.values():
@@ -95,25 +98,25 @@ class BucketReducer:
         return means
 
     def note_clipping(self, norm: float, max_norm: float) -> None:
-        """The means of the last step, of this norm, were clipped to `max_norm`."""
+        """Note that the means of the last step, with this norm, were clipped to `max_norm`."""
         clip = self.clipping.note(norm, max_norm)
         if clip.factor < 1.0:
             self.reduction.state.scale_residuals(clip)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the reduction remembers on this rank."""
+        """The reduction's state on this rank."""
         return {"steps": self.steps, "clipped": self.clipping.last, "reduction": self.reduction.state.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what state_dict gave."""
+        """Restore a state_dict."""
         self.steps, self.clipping.last = state["steps"], state["clipped"]
         self.reduction.state.load_state_dict(state["reduction"])
 
 
 def on_host(link: Link, bucket: Bucket) -> Rounds[Bucket]:
-    """The bucket, or a copy of it on the CPU where it lies on a device, gradients as views into that; a part of a job.
+    """The bucket, or a copy on the CPU if it is on a device, with gradients as views into the copy. A part of a job.
 
-    gloo sums on the CPU, and what torch's own hooks queue on streams of their own is not known to the job.
+    gloo sums on the CPU, and the job does not know what torch's own hooks queue on their own streams.
     """
     if not staging.must_stage(bucket.flat):
         return bucket
@@ -126,7 +129,7 @@ def on_host(link: Link, bucket: Bucket) -> Rounds[Bucket]:
 
 
 def learning_rates(trained: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer | None) -> dict[str, float]:
-    """The learning rate of each parameter, by name; empty without an optimizer."""
+    """Learning rate of each parameter, by name; empty without an optimizer."""
     if optimizer is None:
         return {}
     names = {id(param): name for name, param in trained.items()}

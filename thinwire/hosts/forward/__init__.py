@@ -1,1 +1,1 @@
-"""Training without backward: losses along directions that every rank draws for itself."""
+"""Training without backward: losses along random directions that every rank draws for itself."""

@@ -1,4 +1,4 @@
-"""The user's optimizer over gradients that are estimated from losses, and of which one byte travels."""
+"""The user's optimizer over gradients that are estimated from losses. Each sample travels as one byte."""
 
 from __future__ import annotations
 
@@ -45,23 +45,23 @@ def forward_only(
     checked: bool = False,
     announce: bool = True,
 ) -> ForwardOptimizer:
-    """Fine-tune `model` by `method`, such as OneByte(); a collective over the group, by default all ranks.
+    """Fine-tune `model` by `method`, such as OneByte(). A collective over the group, by default all ranks.
 
-    The model is left as it is, and computes as ever; losses are measured by the optimizer's `measure`.
+    The model is not changed. The optimizer's `measure` measures the losses.
 
     Args:
         model: fp32, on the CPU.
         optimizer: steps with the estimated gradient; plain SGD is the published choice.
         method: its options.
         group: the ranks, a process group or one dimension of a DeviceMesh; None for all.
-        log: go on after its last step, with its seed and with the weights of that step.
-        local_size: ranks per node; None: found.
+        log: continue after its last step, with its seed and the weights of that step.
+        local_size: ranks per node; None: detected.
         seed: of the directions.
         timeout_s, checked: see Communicator.
         announce: rank 0 prints the table of what is in effect.
 
-    Raises ConfigError for parameters that are not fp32 on the CPU, an optimizer that does not fit them, the log of
-    another model or cap, and ranks that do not agree.
+    Raises ConfigError for parameters that are not fp32 on the CPU, for an optimizer that does not fit them, for the log
+    of another model or cap, and for ranks that do not agree.
     """
     trained = fitting_parameters(model, optimizer)
     comm = Communicator(group, local_size=local_size, timeout_s=timeout_s, checked=checked)
@@ -77,9 +77,9 @@ def forward_only(
 
 
 class ForwardOptimizer(AgreeingOptimizer):
-    """Steps the user's optimizer with gradients that `measure` estimated; made by `forward_only`.
+    """Steps the user's optimizer with gradients that `measure` estimates; made by `forward_only`.
 
-    In every step each rank sends its n samples, one byte each, and WORD_BYTES more. `log` is all that was applied.
+    In every step each rank sends its n samples, one byte each, and WORD_BYTES more. `log` holds all applied bytes.
     """
 
     def __init__(
@@ -104,11 +104,11 @@ class ForwardOptimizer(AgreeingOptimizer):
 
     @torch.no_grad()
     def measure(self, loss: Callable[[], Tensor]) -> Tensor:
-        """Call `loss` on both sides of the weights along each of the n directions; the mean of what it gave, fp32.
+        """Call `loss` on both sides of the weights along each of the n directions. Return the mean loss, fp32.
 
-        The backward of the result costs nothing: it hands in the slopes, times the gradient that reaches it. So losses
-        of several micro-batches add up as gradients do, each along the same directions. Both sides see the same random
-        numbers of torch, dropout's too. loss: must give one number.
+        The backward of the result costs nothing: it records the slopes, times the gradient that reaches it. Losses of
+        several micro-batches therefore add up as gradients do, each along the same directions. Both sides use the same
+        random numbers of torch, also for dropout. `loss` must return one number.
         """
         self._warn_of_rounding()
         losses = torch.zeros(self.method.samples, 2, dtype=torch.float64)
@@ -128,21 +128,22 @@ class ForwardOptimizer(AgreeingOptimizer):
         return result
 
     def zero_grad(self) -> None:
-        """Forget what was handed in."""
+        """Forget the recorded slopes."""
         self._slopes.zero_()
 
     def step(self) -> None:
-        """Exchange the bytes, update the weights with all of them; a collective over all ranks.
+        """Exchange the bytes and update the weights with all of them. A collective over all ranks.
 
-        A rank that measured nothing, or whose loss is not finite, hands in the byte that leaves it out. A step in
-        which all are left out is skipped. Raises ReplicaError where every `check_every`-th step finds other bits.
+        A rank that measured nothing, or whose loss is not finite, sends the byte that leaves its sample out. If all
+        samples are left out, the step is skipped. Every `check_every`-th step raises ReplicaError if weights differ
+        between ranks.
         """
         super().step()
         if self.method.check_every and self.steps % self.method.check_every == 0:
             self.check_replicas()
 
     def check_replicas(self) -> None:
-        """Compare the weights of all ranks bit for bit, then keep the log; a collective.
+        """Compare the weights of all ranks bit for bit, then save the log. A collective.
 
         Raises ReplicaError that names the ranks.
         """
@@ -158,7 +159,7 @@ class ForwardOptimizer(AgreeingOptimizer):
             try:
                 self._received = self.comm.wait(self.comm.all_gather_exact(message))
             except PeerLostError:
-                # All that was done together so far can be repeated by those who start again.
+                # A restarted run can repeat all steps so far from the log.
                 self._keep_log()
                 raise
             losses = self._received[:, -WORD_BYTES:-1].clone(memory_format=torch.contiguous_format).view(torch.float32)
@@ -196,17 +197,17 @@ class ForwardOptimizer(AgreeingOptimizer):
         self._has_warned = True
 
     def catch_up(self) -> int:
-        """Before the first step: repeat what the file `method.log` of the first rank holds; the number of steps done.
+        """Before the first step, repeat the steps in the first rank's file `method.log`. Return their number.
 
-        All ranks get the log from the first, and nothing else; without such a file there is nothing to repeat. A
+        All ranks get the log from the first rank and nothing else. Without such a file nothing is repeated. A
         collective. Raises ConfigError for a file that can't be read or written and for the log of another run,
-        ReplicaError for other weights than those it began from.
+        ReplicaError if the weights are not those from which the log began.
         """
         if not self.method.log or self.steps:
             return self.steps
         own = self._read_log() if self.comm.rank == 0 else b""
         length = int(self.comm.wait(self.comm.all_gather_exact(torch.tensor([len(own)])))[0])
-        effect = "new: rank 0 writes it whenever the replicas were compared"
+        effect = "new: rank 0 writes it after each comparison of the replicas"
         if length:
             message = torch.tensor(list(own or bytes(length)), dtype=torch.uint8)
             self.comm.wait(self.comm.broadcast_(message))
@@ -216,11 +217,11 @@ class ForwardOptimizer(AgreeingOptimizer):
             self.log, self.steps = log, log.end
             self.skipped_steps = sum(entry.factor == 0.0 for entry in log.entries)
             effect = f"goes on after step {log.end}, repeated from {length} bytes; rank 0 writes what follows"
-        self._rows.append((f"log {self.method.log}", effect, "delete the file to begin anew"))
+        self._rows.append((f"log {self.method.log}", effect, "delete the file to start again"))
         return self.steps
 
     def _read_log(self) -> bytes:
-        """The file's content once it is known to be a log; nothing where there is no file yet."""
+        """The file's content, if it is a valid log; empty if there is no file yet."""
         path = Path(self.method.log)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -241,7 +242,7 @@ class ForwardOptimizer(AgreeingOptimizer):
 
     @property
     def bytes_per_step(self) -> int:
-        """Payload this rank sends in one step: n samples, its loss and its wish to stop, to each other rank."""
+        """Payload bytes that this rank sends in one step: its samples, loss and stop request to each other rank."""
         return (self.method.samples + WORD_BYTES) * (self.comm.world_size - 1)
 
     def describe(self) -> list[Row]:
@@ -253,7 +254,7 @@ class ForwardOptimizer(AgreeingOptimizer):
             (
                 f"strategy {method.name}",
                 f"{method.samples} sample(s) of one byte per rank and step, two forward passes each, no backward",
-                "for fine-tuning: from random weights it is hopelessly slow; start from a trained model",
+                "for fine-tuning: start from a trained model, since from random weights it is far too slow",
             ),
             *self._rows,
             ("optimizer", type(self.inner).__name__, "plain SGD is the published choice"),
@@ -282,7 +283,7 @@ class ForwardOptimizer(AgreeingOptimizer):
 
     @property
     def _lossy_weights(self) -> bool:
-        # Losses are measured around the weights, in directions that depend on the rank.
+        # Losses are measured around the weights, along directions that differ by rank.
         return True
 
     def _layout(self) -> dict[str, Any]:
@@ -290,7 +291,7 @@ class ForwardOptimizer(AgreeingOptimizer):
 
 
 class MeasuredModel(nn.Module):
-    """A model that gives its loss, called as ever, with every call measured."""
+    """A model that returns its loss. Each call is measured by the optimizer."""
 
     def __init__(self, model: nn.Module, optimizer: ForwardOptimizer) -> None:
         super().__init__()
@@ -298,7 +299,7 @@ class MeasuredModel(nn.Module):
         self.optimizer = optimizer
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The mean loss around the weights; its backward costs nothing."""
+        """The mean loss around the weights. Its backward costs nothing."""
         return self.optimizer.measure(lambda: self.model(*args, **kwargs))
 
 

@@ -39,7 +39,7 @@ from thinwire.state.replicas import (
 from thinwire.state.watchdog import DEFAULT_DEAD_STEPS, Watchdog
 from thinwire.table import Row, announce as announce_table
 
-# Groups of torch live as long as their modules.
+# torch's groups live as long as their modules.
 _compressed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
@@ -56,23 +56,25 @@ def compress_fsdp(
     checked: bool = False,
     announce: bool = True,
 ) -> CompressedFSDP:
-    """Compress what FSDP2 sends for a model that was given to fully_shard; loop and optimizer stay as they are.
+    """Compress the communication of a model that was given to fully_shard. Loop and optimizer stay as they are.
+
+    Call it on every rank, after fully_shard. Gradients are complete when backward returns.
 
     Args:
-        model: sharded over one dimension of a mesh, or over one and replicated over another (HSDP); under tensor
-            parallelism too. On the meta device it is compressed in its first forward, when it has its values.
-        method: what travels and how, such as `ZeroPP()`.
-        optimizer: to be watched, so that a run stops with a reason whose gradient is zero or not finite for
-            `dead_steps` steps in a row (0: never), or whose ranks did not use the same parameters.
-        local_size: ranks of the mesh per node; None: found.
+        model: sharded over one dimension of a mesh, or sharded over one and replicated over another (HSDP); also under
+            tensor parallelism. On the meta device it is compressed in its first forward, when it has its values.
+        method: the codecs of weights and gradients, such as `ZeroPP()`.
+        optimizer: the optimizer to watch. A run then stops, with the reason, if its gradient is zero or not finite for
+            `dead_steps` steps in a row (0: never), or if ranks did not use the same parameters.
+        local_size: ranks of the mesh per node; None: detected.
         overlap: gather the next module while one computes.
         seed: of stochastic rounding.
         timeout_s, checked: see Communicator.
         announce: rank 0 prints to stderr what was asked for, what is in effect, and why they differ.
 
-    Call it on every rank, after fully_shard. Gradients are complete when backward returns. Raises ConfigError for a
-    model that it can't compress and where ranks ask for different things, ReplicaError for replicas of HSDP that start
-    apart, LayoutError for a torch that lays out FSDP2's buffers in an unknown way.
+    Raises ConfigError for a model that it can't compress and for ranks that ask for different things, ReplicaError for
+    replicas of HSDP that start with different weights, LayoutError for a torch version whose FSDP2 buffers have an
+    unknown layout.
     Source: ZeRO++ (ICLR 2024).
     """
     method = _checked(method)
@@ -96,7 +98,7 @@ def compress_fsdp(
 
 
 def _checked(method: object) -> GatheredMethod:
-    """The method; raises ConfigError for what gives no codecs for FSDP2's collectives."""
+    """The method. Raises ConfigError if it has no codecs for FSDP2's collectives."""
     if why := getattr(method, "not_on_fsdp", ""):
         raise ConfigError(f"{getattr(method, 'name', method)} {why}")
     needed = ("matrix", "vector", "secondary", "gradient_memory")
@@ -110,7 +112,7 @@ def _checked(method: object) -> GatheredMethod:
 
 
 def groups_of(model: nn.Module) -> list[FSDPGroup]:
-    """What FSDP2 gathers together, as it is now; raises ConfigError for a model that can't be compressed."""
+    """The current FSDP2 parameter groups. Raises ConfigError for a model that can't be compressed."""
     groups = fsdp_groups(model)
     if not groups:
         raise ConfigError(
@@ -118,10 +120,10 @@ def groups_of(model: nn.Module) -> list[FSDPGroup]:
             "torch.distributed.fsdp.fully_shard first (FSDP1 has no place for other collectives), or use thinwire.zero"
         )
     if any(group.module in _compressed for group in groups):
-        raise ConfigError("this model is compressed already: call compress_fsdp once, or close() what it gave before")
+        raise ConfigError("this model is compressed already: call compress_fsdp once, or close() its earlier result")
     if len({id(group.module) for group in groups}) < len(groups):
         raise ConfigError(
-            "a module with parameters on several meshes has two buffers, and FSDP2 one place for a plug-in"
+            "a module with parameters on several meshes has two buffers, but FSDP2 takes only one plug-in for it"
         )
     for group in groups:
         group.module.reshard()
@@ -131,7 +133,7 @@ def groups_of(model: nn.Module) -> list[FSDPGroup]:
 
 
 def is_meta(model: nn.Module) -> bool:
-    """Whether some of the model has no values yet."""
+    """Whether some parameters of the model are on the meta device and have no values yet."""
     return any(param.is_meta for param in model.parameters())
 
 
@@ -146,12 +148,12 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, groups:
 
 
 def weights_of(groups: Iterable[FSDPGroup]) -> list[Tensor]:
-    """The user's parameters, and this rank's parts of them, in whose memory they lie."""
+    """The user's parameters and this rank's parts of them, which share memory."""
     return [tensor for group in groups for param in group.params for tensor in (param.sharded, param.shard_data)]
 
 
 def check_start(compressed: CompressedFSDP, asked: str) -> None:
-    """Compare what the ranks ask for, and in HSDP the bits of the replicas; a collective.
+    """Compare the options of all ranks and, in HSDP, the bits of the replicas. A collective.
 
     Raises ConfigError and ReplicaError.
     """
@@ -171,11 +173,14 @@ def check_start(compressed: CompressedFSDP, asked: str) -> None:
 
 
 class CompressedFSDP:
-    """FSDP2's collectives over a strategy's codecs; made by `compress_fsdp`.
+    """FSDP2's collectives over a method's codecs; made by `compress_fsdp`.
 
-    units: what FSDP2 gathers together, in order of registration. comm: all ranks of the mesh, with the meter.
-    shards: those that cut a parameter together. replicas: those that hold the same part, in HSDP. started: is called
-    when the weights have their values, before FSDP2 gets its collectives.
+    Args:
+        units: FSDP2's parameter groups, in order of registration.
+        comm: all ranks of the mesh, with the meter.
+        shards: the ranks that cut a parameter together.
+        replicas: the ranks that hold the same part, in HSDP.
+        started: called when the weights have their values, before FSDP2 gets its collectives.
     """
 
     def __init__(
@@ -210,7 +215,7 @@ class CompressedFSDP:
         self._undo: list[Callable[[], object]] = []
 
     def start_or_wait(self) -> None:
-        """Give FSDP2 its collectives, now or, where the model is on the meta device, before its first forward."""
+        """Give FSDP2 its collectives now, or before the first forward if the model is on the meta device."""
         if not is_meta(self.model):
             self._start()
             return
@@ -224,7 +229,7 @@ class CompressedFSDP:
                     raise ConfigError("the model was converted after compress_fsdp: convert it before")
             self._start()
 
-        # Before FSDP2's own hook, which gathers the first weights.
+        # This must run before FSDP2's own hook, which gathers the first weights.
         hook = self.model.register_forward_pre_hook(before_forward, prepend=True)
         self._hooks.append(hook)
         _compressed.update(unit.group.module for unit in self.units)
@@ -239,7 +244,7 @@ class CompressedFSDP:
             if self.replicas.size > 1:
                 self._undo.append(partial(unit.group.set_replicas, unit.group.set_replicas(Replicas(reduction))))
             unit.group.set_async(self.overlap)
-            # Loaded weights are far from those before; FSDP2's modules load one by one.
+            # Loaded weights are far from the old ones; FSDP2's modules load one by one.
             self._hooks.append(unit.group.module.register_load_state_dict_post_hook(self._note_load))
             for number in unit.trained():
                 hook = unit.reached_hook(number)
@@ -253,16 +258,16 @@ class CompressedFSDP:
         return self.comm.meter
 
     def weights_changed(self, *, replaced: bool = True) -> None:
-        """Say that weights were written in a way that torch doesn't count, such as `param.data[0] = 1`; on all ranks.
+        """Note that weights were written in a way that torch doesn't count, such as `param.data[0] = 1`.
 
-        Changes through the optimizer, under no_grad, or by loading are noticed without it. replaced: by quite other
-        values, so that weight differences start anew, too.
+        Call it on all ranks. Changes through the optimizer, under no_grad, or by loading are noticed without it.
+        replaced: the new values are far from the old ones, so weight differences start again.
         """
         for gather in self.gathers:
             gather.forget(replaced=replaced)
 
     def watch(self, optimizer: torch.optim.Optimizer, dog: Watchdog) -> None:
-        """Stop with DeadGradientError or UnequalStepError, a step late; see Watched."""
+        """Raise DeadGradientError or UnequalStepError, one step late; see Watched."""
         self.watched = Watched(self.comm, self.units, dog)
         for reduction in self.reductions:
             reduction.note_present = self.watched.note_reduction
@@ -270,12 +275,12 @@ class CompressedFSDP:
 
     @property
     def num_parameters(self) -> int:
-        """Elements of all parameters, whole and without padding; under tensor parallelism, of this rank's part."""
+        """Elements of all parameters, whole and without padding. Under tensor parallelism, of this rank's part."""
         return sum(param.shape.numel() for unit in self.units for param in unit.params)
 
     @property
     def bytes_per_step(self) -> int:
-        """Payload this rank sends in a step of one forward and one backward in which every parameter has a gradient."""
+        """Payload bytes that this rank sends in a step of one forward and one backward that uses every parameter."""
         backward = sum(map(self._backward_bytes, self.units, self.gathers))
         gathers = sum(gather.gather_bytes() for gather in self.gathers)
         watch = self.watched.bytes_per_step if self.watched is not None else 0
@@ -283,16 +288,16 @@ class CompressedFSDP:
 
     @property
     def uncompressed_bytes_per_step(self) -> float:
-        """What fp32 gradients and weights of a sharded optimizer would need: 8 (P-1)/P bytes per parameter.
+        """Bytes that a sharded optimizer would send with fp32 gradients and weights: 8 (P-1)/P per parameter.
 
-        With R replicas, 8 (R-1)/R bytes per parameter of this rank's part come on top.
+        With R replicas, 8 (R-1)/R bytes per parameter of this rank's part are added.
         """
         part = self.num_parameters / self.shards.size
         return 8 * (self.num_parameters * (1 - 1 / self.shards.size) + part * (1 - 1 / self.replicas.size))
 
     @property
     def kept_bytes(self) -> int:
-        """Memory of this rank's part of the secondary partition."""
+        """Bytes of this rank's part of the secondary partition."""
         return sum(gather.kept_bytes for gather in self.gathers)
 
     def describe(self) -> list[Row]:
@@ -300,7 +305,7 @@ class CompressedFSDP:
         return rows_of(self)
 
     def close(self) -> None:
-        """Give FSDP2 its own collectives back, which are exact; a collective."""
+        """Give FSDP2 its own, exact collectives back. A collective."""
         for hook in self._hooks:
             hook.remove()
         for undo in self._undo:
@@ -311,9 +316,9 @@ class CompressedFSDP:
         self.comm.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of what is needed to go on bit for bit, besides weights and optimizer; between steps.
+        """This rank's state, besides weights and optimizer, for continuing bit for bit. Call it between steps.
 
-        Tensors are the live ones: save or copy them before the next step.
+        The tensors are the live ones: save or copy them before the next step.
         """
         return {
             "gathers": [(gather.count, gather.state()) for gather in self.gathers],
@@ -323,7 +328,7 @@ class CompressedFSDP:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what state_dict gave, after the weights were loaded; raises ConfigError where it does not fit."""
+        """Restore a state_dict, after the weights were loaded. Raises ConfigError if it does not fit."""
         check_layout(self._layout(), state_dict["layout"])
         for gather, (count, state) in zip(self.gathers, state_dict["gathers"], strict=True):
             gather.count = count
@@ -349,7 +354,7 @@ class CompressedFSDP:
         }
 
     def _note_order(self, unit: GatheredUnit) -> None:
-        """Learn from the first forward which module follows which, and let each gather the next one's weights."""
+        """Record the order of modules in the first forward, so that each gather starts the next module's gather."""
         if self._order is None:
             return
         if unit not in self._order:
@@ -361,7 +366,7 @@ class CompressedFSDP:
         self._order = None
 
     def _note_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """After a step of any optimizer: fused ones don't count their writes."""
+        """Hook after a step of any optimizer: fused optimizers don't count their writes."""
         if updates_any(optimizer, weights_of(unit.group for unit in self.units)):
             self.weights_changed(replaced=False)
 
@@ -380,7 +385,7 @@ class CompressedFSDP:
 def build_units(
     model: nn.Module, groups: Iterable[FSDPGroup], method: GatheredMethod, num_shards: int
 ) -> list[GatheredUnit]:
-    """What FSDP2 gathers together, with a wire for each parameter: vector() up to one dimension, matrix() above."""
+    """FSDP2's parameter groups, with a codec for each parameter: vector() up to one dimension, matrix() above."""
     if any(codec.has_variable_length for wire in (method.matrix(), method.vector()) for codec in wire.codecs):
         raise ConfigError(f"entropy coding of {method.name}: FSDP2's buffers are of fixed length; leave out '+zstd'")
     named = {id(param): name for name, param in model.named_parameters(remove_duplicate=False)}

@@ -10,12 +10,12 @@ import torch
 from thinwire.layout.formats import describe_formats
 from thinwire.table import Row
 
-# `compress`, which defines it, imports this file.
+# `compress` defines it and imports this file.
 CompressedFSDP = Any
 
 
 def rows_of(compressed: CompressedFSDP) -> list[Row]:
-    """All rows."""
+    """All rows of the table."""
     comm, method = compressed.comm, compressed.method
     cut = f"{len(compressed.units)} FSDP2 module(s), {compressed.num_parameters:,} parameters"
     rows: list[Row] = [
@@ -46,8 +46,14 @@ def _replicas(compressed: CompressedFSDP) -> list[Row]:
     wire = compressed.method.matrix()
     codec = wire.inter if grid.num_nodes > 1 else wire.intra
     sent = sum(reduction.replica_bytes() for reduction in compressed.reductions) / 1e6
-    unsaid = "; the way back has no error feedback" if first.memories[-1] is not None else ""
-    return [("gradients over replicas", f"{codec}, there and back", f"{sent:.3f} MB, in FSDP2's all_reduce{unsaid}")]
+    unsaid = "; the gather of the sums has no error feedback" if first.memories[-1] is not None else ""
+    return [
+        (
+            "gradients over replicas",
+            f"{codec}, for sums and their gather",
+            f"{sent:.3f} MB, in FSDP2's all_reduce{unsaid}",
+        )
+    ]
 
 
 def _raw(compressed: CompressedFSDP) -> list[Row]:
@@ -73,7 +79,7 @@ def _secondary(compressed: CompressedFSDP) -> Row:
 def _memory(compressed: CompressedFSDP) -> Row:
     memory = compressed.reductions[0].memories[0]
     if memory is None:
-        return "error feedback", "off", "loco=True: what codecs lose in one step is added to the next"
+        return "error feedback", "off", "loco=True: the codecs' losses of one step are added to the next"
     held = compressed.num_parameters * (1 + 1 / compressed.shards.grid.local_size) / 1e6
     return "error feedback", str(memory), f"about {held:.3f} MB a rank, 8 bits"
 

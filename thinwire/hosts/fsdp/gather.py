@@ -1,4 +1,4 @@
-"""FSDP2's plug-in for gathers on thinwire's collectives: jobs of the communication thread, metered, over any codec."""
+"""FSDP2's plug-in for gathers: metered jobs of the communication thread, over any codec."""
 
 from __future__ import annotations
 
@@ -24,23 +24,24 @@ GRADIENTS, WEIGHTS = 0, 1
 
 
 class Arriving(dist.Work):
-    """A job of the communication thread, as FSDP2 waits for it."""
+    """A job of the communication thread, in the form in which FSDP2 waits for it."""
 
     def __init__(self, comm: Communicator, future: Future[None]) -> None:
         super().__init__()
         self._comm, self._future = comm, future
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return when the job is done, which has a timeout of its own; raises what it raised."""
+        """Wait for the job, which has a timeout of its own. Raises its error."""
         self._comm.wait(self._future)
         return True
 
 
 class Plug:
-    """One direction of one FSDP2 module: what torch calls a Comm, whose base class is private.
+    """One direction of one FSDP2 module. torch calls this a Comm; its base class is private.
 
-    axis: the ranks that cut the module's parameters. count: the collectives of new values so far; with the unit's
-    number and `seed` it seeds the codecs of the next.
+    Args:
+        axis: the ranks that cut the module's parameters.
+        count: number of collectives of new values so far. With the unit's number and `seed`, it seeds the next codecs.
     """
 
     def __init__(self, axis: RankGroup, unit: GatheredUnit, seed: int) -> None:
@@ -48,24 +49,24 @@ class Plug:
         self.count = 0
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for a buffer; FSDP2 asks for it."""
-        # An evaluation may run in inference mode, and the communication thread, which writes to this, does not.
+        """Memory for a buffer, as FSDP2 asks for it."""
+        # An evaluation may run in inference mode; the communication thread, which writes to this, does not.
         with torch.inference_mode(False):
             return torch.empty(*size, dtype=dtype, device=device)
 
     def next_seed(self, kind: int) -> int:
-        """Another one for every collective of new values."""
+        """A new seed for every collective of new values."""
         self.count += 1
         return derive_seed(self.seed, self.count - 1, self.unit.index, kind)
 
 
 class AllGather(Plug):
-    """Every rank's shard after the codec, the own one included, so that all ranks compute with the same weights.
+    """Every rank's shard after the codec, also on its owner, so that all ranks compute with the same weights.
 
-    keep: hold on to what came from other nodes, the node's part of all packets: num_nodes packets a rank. As long as
-    nothing writes to the weights, later gathers (in backward, of further micro-batches, in evaluation) take them from
-    there, so that nothing crosses between nodes. FSDP2 doesn't say which gather is which; the version of the weights
-    tells, and `forget` after an optimizer's step. Writes that neither tells are an error.
+    keep: hold the node's part of all packets (num_nodes packets per rank). Until the weights change, later gathers (in
+    backward, of further micro-batches, in evaluation) use these packets, and nothing crosses between nodes. FSDP2
+    doesn't say which gather is which. The version counter of the weights shows a change, and so does `forget` after an
+    optimizer's step. Writes that neither of them shows are an error.
     Source: ZeRO++ (ICLR 2024), sections 3.1 (quantised weights) and 3.2 (secondary partition), here in packets.
     """
 
@@ -83,7 +84,12 @@ class AllGather(Plug):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        """Fill output_tensor, [world_size * n], from input_tensor, [n], which is a view into it."""
+        """Fill output_tensor from input_tensor, which is a view into it.
+
+        Shape:
+            output_tensor: [world_size * n].
+            input_tensor: [n].
+        """
         self._called(self.unit)
         if output_tensor.dtype != self.unit.dtype:
             raise ConfigError(
@@ -100,33 +106,33 @@ class AllGather(Plug):
         return None
 
     def forget(self, *, replaced: bool = False) -> None:
-        """The weights have changed, or may have: the next gather takes them from their owners."""
+        """Note that the weights have or may have changed: the next gather takes them from their owners."""
         self._kept_of = None
 
     def state(self) -> Tensor | None:
-        """What must be saved for the next gather to be the same, besides `count`."""
+        """State, besides `count`, that the next gather needs after a restart."""
         return None
 
     def load(self, state: Tensor | None) -> None:
-        """Restore what `state` gave."""
+        """Restore the state that `state` returned."""
         self.forget()
 
     @property
     def kept_bytes(self) -> int:
-        """Memory of this rank's part of the secondary partition."""
+        """Bytes of this rank's part of the secondary partition."""
         return self.axis.grid.num_nodes * self.packet_bytes if self.keep else 0
 
     @property
     def packet_bytes(self) -> int:
-        """What this rank's part of the weights takes."""
+        """Packet size of this rank's part of the weights, in bytes."""
         return self.codec.packet_bytes(self.codec.numel) + self.unit.raw_bytes
 
     def gather_bytes(self) -> int:
-        """Payload this rank sends for a gather of new weights."""
+        """Payload bytes that this rank sends in a gather of new weights."""
         return (self.axis.size - 1) * self.packet_bytes
 
     def again_bytes(self) -> int:
-        """Payload this rank sends for a gather of weights that it has sent before."""
+        """Payload bytes that this rank sends in a gather of weights that it has sent before."""
         grid = self.axis.grid
         return (grid.local_size - 1) * grid.num_nodes * self.packet_bytes if self.keep else self.gather_bytes()
 
@@ -143,12 +149,12 @@ class AllGather(Plug):
         return partial(self._gather_and_keep, whole=whole, shard=shard, seed=self.next_seed(WEIGHTS))
 
     def _refuse_stale(self, bits: list[int]) -> None:
-        """What changed unnoticed may have changed on this rank alone: too late to agree on a gather."""
+        """Raise if weights changed without notice. Only this rank may have changed, so a gather can't be agreed on."""
         changed = [name for name, a, b in zip(self.unit.names, bits, self._kept_bits, strict=True) if a != b]
         if changed:
             raise StaleWeightsError(
                 f"{changed[0]!r} was written in a way that torch does not count, such as through .data or by a "
-                "torch._foreach function: call weights_changed() of what compress_fsdp gave after it, on all ranks"
+                "torch._foreach function: after it, call weights_changed() of compress_fsdp's result on all ranks"
             )
 
     def _positions(self, group: dist.ProcessGroup) -> list[int]:
@@ -199,15 +205,15 @@ class AllGather(Plug):
 
 
 class DifferenceGather(AllGather):
-    """Between nodes travels what the weights differ by from a reference, which every node keeps once.
+    """Sends, between nodes, the weights' difference from a reference that every node keeps once.
 
     For the shard w of rank r, and its reference m on r and on the ranks of the same local rank on other nodes:
         d = C(w - m) is sent;    m <- m + d
     The first gather, and one after `forget(replaced=True)`, sends w exactly. Inside a node m itself travels, in the
-    dtype of the gathered weights. What C loses stays in w - m and comes back with the next difference. Parameters that
-    no codec takes travel whole.
+    dtype of the gathered weights. The loss of C stays in w - m and is part of the next difference. Parameters that
+    have no codec travel whole.
     Memory: fp32 [num_nodes, n] a rank, 4 N / local_size bytes in all for N parameters.
-    Source: SDP4Bit, NeurIPS 2024, section 3.1; ZeRO++ (ICLR 2024), section 3.2, for who keeps what.
+    Source: SDP4Bit, NeurIPS 2024, section 3.1; ZeRO++ (ICLR 2024), section 3.2, for the place of the references.
     """
 
     def __init__(
@@ -220,11 +226,11 @@ class DifferenceGather(AllGather):
 
     @property
     def kept_bytes(self) -> int:
-        """Memory of this rank's part of the reference."""
+        """Bytes of this rank's part of the reference."""
         return self.axis.grid.num_nodes * (4 * self.codec.numel + self.unit.raw_bytes)
 
     def forget(self, *, replaced: bool = False) -> None:
-        """The weights have changed, or may have; replaced: so much that a difference would be a poor guess of them."""
+        """Note that the weights have or may have changed. replaced: by values too different to send as a difference."""
         super().forget()
         if replaced:
             self._reference = None
@@ -239,11 +245,11 @@ class DifferenceGather(AllGather):
         self._reference = None if state is None else state.clone()
 
     def gather_bytes(self) -> int:
-        """Payload this rank sends for a gather of new weights."""
+        """Payload bytes that this rank sends in a gather of new weights."""
         return (self.axis.grid.num_nodes - 1) * self.packet_bytes + self.again_bytes()
 
     def again_bytes(self) -> int:
-        """Payload this rank sends for a gather of weights that it has sent before."""
+        """Payload bytes that this rank sends in a gather of weights that it has sent before."""
         grid = self.axis.grid
         return (grid.local_size - 1) * grid.num_nodes * self.unit.shard_bytes
 
@@ -279,9 +285,9 @@ class DifferenceGather(AllGather):
 
 
 def gather_exact(link: Link, whole: Tensor, shard: Tensor, ranks: Sequence[int]) -> Rounds[None]:
-    """Fill `whole` with the bits of the shards of `ranks`, as many as fit; this rank's own lies in it already.
+    """Fill `whole` with the bits of the shards of `ranks`, as many as fit. It already holds this rank's own shard.
 
-    FSDP2 gathers so in backward where reshard_after_forward is a number: the values have been through a codec before.
+    FSDP2 gathers like this in backward if reshard_after_forward is a number. The values have been through a codec.
     """
     pieces = whole.view(len(ranks), -1).view(torch.uint8)
     peers = [rank for rank in ranks if rank != link.rank]

@@ -1,4 +1,4 @@
-"""The ranks of a model that FSDP2 shards: those that cut a parameter together, those that hold the same part, all."""
+"""Groups of ranks of a model that FSDP2 shards: those that cut a parameter, those that hold the same part, all."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 class RankGroup:
     """Some ranks of a communicator, along one dimension of its mesh.
 
-    members: their ranks in the communicator. grid: how they lie on nodes.
+    members: their ranks in the communicator. grid: their place on nodes.
     """
 
     comm: Communicator
@@ -31,7 +31,7 @@ class RankGroup:
 
     @classmethod
     def of(cls, comm: Communicator, global_ranks: Sequence[int]) -> RankGroup:
-        """The axis of these ranks."""
+        """The group of these global ranks."""
         members = [comm.global_ranks.index(rank) for rank in global_ranks]
         if len(members) == comm.world_size:
             return cls(comm, members, comm.topology)
@@ -39,16 +39,16 @@ class RankGroup:
 
     @property
     def size(self) -> int:
-        """How many ranks."""
+        """Number of ranks."""
         return len(self.members)
 
     @property
     def global_ranks(self) -> list[int]:
-        """Their ranks in the world."""
+        """Global ranks of the members."""
         return [self.comm.global_ranks[rank] for rank in self.members]
 
     def link(self, link: Link) -> Link:
-        """The communicator's link as these ranks see it: a collective over it is theirs alone."""
+        """The communicator's link restricted to these ranks. A collective over it runs among them."""
         if self.size == self.comm.world_size:
             return link
         return replace(link, wire=link.wire.subgroup(self.members), topology=self.grid)
@@ -59,9 +59,9 @@ class RankGroup:
 
 
 def mesh_ranks(groups: Sequence[FSDPGroup]) -> list[int]:
-    """The global ranks of the whole mesh, those of tensor parallelism too.
+    """The global ranks of the whole mesh, the tensor axis included.
 
-    Raises ConfigError where parts of the model are sharded over different ranks.
+    Raises ConfigError if parts of the model are sharded over different ranks.
     """
     first = groups[0]
     for group in groups:

@@ -38,10 +38,10 @@ def wrap_fsdp(
     overlap: bool,
     axis: Axis | None = None,
 ) -> tuple[nn.Module, FSDPOptimizer]:
-    """Shard model and optimizer in place; a collective over the axis, by default all ranks.
+    """Shard model and optimizer in place. A collective over the axis, by default all ranks.
 
     Raises ConfigError for a model and an optimizer that do not fit each other, for scalar parameters, and for an
-    optimizer that looks across the elements of a tensor.
+    optimizer that is not elementwise.
     """
     trained = trained_parameters(model, optimizer)
     scalars = [name for name, param in trained.items() if param.dim() == 0]
@@ -72,7 +72,7 @@ def wrap_fsdp(
 
 
 def shard_modules(model: nn.Module, mesh: DeviceMesh, reshard_after_forward: bool) -> list[nn.Module]:
-    """Give the model's parts to fully_shard; the root first, then in order of forward."""
+    """Give the model's parts to fully_shard. Return them, the root first, then in order of forward."""
     frozen = {param for param in model.parameters() if not param.requires_grad}
     modules = layers_of(model)
     for module in (*modules, model):
@@ -83,7 +83,7 @@ def shard_modules(model: nn.Module, mesh: DeviceMesh, reshard_after_forward: boo
 def shard_param_groups(
     model: nn.Module, optimizer: torch.optim.Optimizer, trained: dict[str, nn.Parameter]
 ) -> dict[str, Tensor]:
-    """Put this rank's shards in the place of the parameters, group by group; the shards by name, also empty ones."""
+    """Replace the optimizer's parameters by this rank's shards, group by group. Return all shards by name."""
     names = {id(param): name for name, param in trained.items()}
     sharded = {name: param for name, param in model.named_parameters() if isinstance(param, DTensor)}
     shards = {name: sharded[name].to_local().detach() for name in trained}
@@ -96,9 +96,10 @@ def shard_param_groups(
 class FSDPOptimizer(AgreeingOptimizer):
     """The user's optimizer on this rank's shards, which FSDP2 gathers and reduces; made by `wrap_fsdp`.
 
-    `trained` are the local tensors of FSDP2's sharded parameters: plain fp32, without DTensor's cost for every
-    operation of the optimizer. Where whole weights are kept through a step, the gather of the next starts when the step
-    ends, and the modules wait for theirs in the next forward; where they are dropped, each is gathered one ahead.
+    `trained` holds the local tensors of FSDP2's sharded parameters: plain fp32, so the optimizer does not pay DTensor's
+    cost for every operation. If whole weights are kept through a step, the gather for the next step starts when the
+    step ends, and modules wait for their weights in the next forward. If they are dropped, each is gathered one module
+    ahead.
     """
 
     overlaps = True
@@ -122,12 +123,12 @@ class FSDPOptimizer(AgreeingOptimizer):
 
     @property
     def bytes_per_step(self) -> int:
-        """Payload this rank sends in one step of one micro-batch in which every parameter has a gradient."""
+        """Payload bytes that this rank sends in one step of one micro-batch that uses every parameter."""
         return self.compressed.bytes_per_step + self.agreement_bytes
 
     def describe(self) -> list[Row]:
         *rows, sent = super().describe()
-        # Of the topology and of the bytes, which count the agreement, there is a row already.
+        # The topology and the bytes, which include the agreement, already have a row.
         own = [
             row
             for row in self.compressed.describe()
@@ -137,7 +138,7 @@ class FSDPOptimizer(AgreeingOptimizer):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Forward and backward passes inside only accumulate gradients, whole and in fp32, on whole weights."""
+        """Context whose forward and backward passes only accumulate gradients, whole and in fp32, on whole weights."""
         root = self.modules[0]
         root.set_requires_gradient_sync(False)
         root.set_reshard_after_backward(False)
@@ -154,15 +155,15 @@ class FSDPOptimizer(AgreeingOptimizer):
             self.modules[0].set_reshard_after_forward(drop)
 
     def step(self) -> None:
-        """Update this rank's shards, unless the gradient is not finite, and send them; a collective over all ranks."""
+        """Update this rank's shards, unless the gradient is not finite, and send them. A collective over all ranks."""
         super().step()
         self._drop_after_forward(True)
-        # A rank whose shards are all empty has written nothing, and yet the weights have changed.
+        # A rank with only empty shards has written nothing, but the weights have changed.
         self.compressed.weights_changed(replaced=False)
         self._start_gathers()
 
     def _start_gathers(self) -> None:
-        """Where whole weights are kept, those of the next step come at once."""
+        """Start the gathers of the next step's weights at once, if whole weights are kept."""
         if not self.reshard_after_forward:
             for module in self.modules:
                 module.unshard(async_op=self.compressed.overlap)
@@ -173,13 +174,13 @@ class FSDPOptimizer(AgreeingOptimizer):
             param.grad = None
 
     def synchronize(self) -> None:
-        """Bring the whole weights to every rank, where they stay until the next backward."""
+        """Bring the whole weights to every rank until the next backward."""
         self._drop_after_forward(False)
         for module in self.modules:
             module.unshard()
 
     def check_replicas(self) -> None:
-        """Every weight has one owner, from whom the others take it anew: compares the ranks' numbers of steps."""
+        """Compare the ranks' numbers of steps. Weights need no comparison: each has one owner, which sends it."""
         if odd := odd_ranks(self.comm, digest([repr(self.steps).encode()])):
             raise ReplicaError(f"rank(s) {odd} have not taken as many steps as rank 0, which took {self.steps}")
 
@@ -196,7 +197,7 @@ class FSDPOptimizer(AgreeingOptimizer):
     @torch.no_grad()
     def adopt_weights(self, values: Mapping[str, Tensor]) -> None:
         if not self.reshard_after_forward:
-            # The gather that is under way carries the old ones.
+            # The running gather carries the old weights.
             self.synchronize()
         for name, value in values.items():
             shard, start = self.trained[name], self.comm.rank * self._shard_numel(name)
@@ -207,13 +208,13 @@ class FSDPOptimizer(AgreeingOptimizer):
         self._start_gathers()
 
     def handover_bytes(self, names: Collection[str]) -> tuple[int, int]:
-        # Kept weights are gathered once more.
+        # Kept weights must be gathered again.
         shards = sum(4 * self._shard_numel(name) for name in names)
         again = 0 if self.reshard_after_forward else sum(gather.gather_bytes() for gather in self.compressed.gathers)
         return shards * (self.comm.world_size - 1), again
 
     def _shard_numel(self, name: str) -> int:
-        """Elements of one rank's rows, padded: the same on all ranks."""
+        """Elements of one rank's rows, padded; the same on all ranks."""
         shape = self._sharded[name].shape
         return -(-shape[0] // self.comm.world_size) * shape[1:].numel()
 
@@ -247,7 +248,7 @@ class FSDPOptimizer(AgreeingOptimizer):
         return {name: self._part_of(name, shard) for name, shard in self.trained.items()}
 
     def _part_of(self, name: str, shard: Tensor) -> Held:
-        """FSDP2 cuts the first dimension into parts of equal size, the last ones smaller or empty."""
+        """This rank's part of a parameter. FSDP2 cuts dimension 0 into equal parts, the last ones smaller or empty."""
         shape = self._sharded[name].shape
         rows = -(-shape[0] // self.comm.world_size)
         first = min(self.comm.rank * rows, shape[0])

@@ -1,4 +1,4 @@
-"""FSDP2's plug-ins for gradients on thinwire's collectives: the reduce_scatter, and the all_reduce of HSDP."""
+"""FSDP2's plug-ins for gradients: the reduce_scatter, and the all_reduce of HSDP."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from thinwire.hosts.fsdp.unit import GatheredUnit, LayoutError
 from thinwire.layout.layout import sliced
 from thinwire.methods.interface import GradientMemory
 
-# Whole gradients that may wait for the link at once; backward stands still for more.
+# Most whole gradients that may wait for the link at once; backward waits if there are more.
 MAX_REDUCTIONS = 4
-# Part of a reduction: from the link, what was summed so far, the parameters that are there, and a seed.
+# Part of a reduction: takes the link, the sum so far, the present parameters, and a seed.
 Hop = Callable[[Link, Tensor, list[int], int], Rounds[Tensor]]
-# What makes the memory of one module's reduction, from the elements of a rank's part of each parameter.
+# Makes the memory of one module's reduction, given the elements of a rank's part of each parameter.
 Memory = Callable[[Sequence[int]], GradientMemory | None]
 
 
 class ReduceScatter(Plug):
-    """The mean over ranks, in two hops, summed in fp32 in rank order, while backward goes on where FSDP2 permits it.
+    """The mean over ranks, in two hops, summed in fp32 in rank order, while backward goes on if FSDP2 permits it.
 
-    In HSDP the sum over `replicas` follows in the same job, so that FSDP2's own all_reduce finds it done. FSDP2 makes
-    `.grad` a view of the output. Where it does no more than that, the job may still be filling the output when backward
-    goes on; the end of backward waits for it. Otherwise the output is complete on return, and `waits` counts the
+    In HSDP the sum over `replicas` follows in the same job, so that FSDP2's own all_reduce has nothing left to do.
+    FSDP2 makes `.grad` a view of the output. If it does nothing else, the job may still fill the output while backward
+    goes on, and the end of backward waits for it. Otherwise the output is complete on return, and `waits` counts the
     reasons.
     Source: ZeRO++ (ICLR 2024), section 3.3, with the exact mean.
     """
@@ -60,12 +60,12 @@ class ReduceScatter(Plug):
         if replicas.size == 1:
             self.memories.pop()
         self.waits: dict[str, int] = {}
-        # What autograd reached, for whoever compares it with other ranks.
+        # The parameters that autograd reached, to be compared with other ranks.
         self.note_present: Callable[[GatheredUnit, list[int]], None] = lambda unit, present: None
-        # Of all units together.
+        # Shared by all units.
         self._under_way = under_way
         self._checked = False
-        # Elements of a sum over shards that is a sum over replicas already.
+        # Elements of a sum over shards that already includes the replicas.
         self._done: Tensor | None = None
         self._present: list[int] | None = None
 
@@ -92,7 +92,7 @@ class ReduceScatter(Plug):
         return None
 
     def all_reduce(self, mean: Tensor, op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> None:
-        """Put into `mean`, in place, the sum over replicas, unless that has been done; FSDP2's all_reduce."""
+        """Sum `mean` over replicas in place, unless that has been done. FSDP2 calls this as its all_reduce."""
         if self._done is mean:
             self._done = None
             return
@@ -103,14 +103,14 @@ class ReduceScatter(Plug):
         self._submit([self._over_replicas], mean, mean, factor, present, reason)
 
     def reduce_bytes(self) -> int:
-        """Payload this rank sends where all parameters have a gradient: over shards, then over replicas."""
+        """Payload bytes that this rank sends if all parameters have a gradient: over shards, then over replicas."""
         trained = self.unit.trained()
         intra, inter = self.unit.gradients(trained)
         sent = sum(reduce_bytes(self.axis.grid, intra.numel, intra, inter).values())
         return sent + self.replica_bytes()
 
     def replica_bytes(self) -> int:
-        """Payload of the sum over replicas."""
+        """Payload bytes of the sum over replicas."""
         if self.replicas.size == 1:
             return 0
         grid = self.replicas.grid
@@ -158,7 +158,7 @@ class ReduceScatter(Plug):
             self._checked = True
 
     def _check_views(self, mean: Tensor, present: list[int]) -> None:
-        """Whether FSDP2 has cut the output as thinwire filled it; raises LayoutError."""
+        """Raise LayoutError unless FSDP2 has cut the output as thinwire filled it."""
         start = 0
         for i in present:
             param = self.unit.params[i]
@@ -175,13 +175,13 @@ class ReduceScatter(Plug):
         intra, inter = self.unit.gradients(present)
         memory = self._memory(0, present)
         if self.replicas.size > 1:
-            # Replicas that drew the same noise would lose more in their mean.
+            # With the same noise on all replicas, their mean would have a larger error.
             seed = derive_seed(seed, self.replicas.members.index(link.rank))
         link = self.axis.link(link)
         return (yield from reduce_scatter(link, gradients, intra, inter, seed=seed, operation="gradients", lost=memory))
 
     def _over_replicas(self, link: Link, part: Tensor, present: list[int], seed: int) -> Rounds[Tensor]:
-        """The sum of the replicas' parts, the same bits on all of them: each adds up one piece of every parameter."""
+        """Sum of the replicas' parts, the same bits on all of them: each adds up one piece of every parameter."""
         link, size = self.replicas.link(link), self.replicas.size
         seed = derive_seed(seed, size)
         intra, inter = self.unit.gradients(present, size)
@@ -202,7 +202,7 @@ class ReduceScatter(Plug):
 
 
 class Replicas(dist.ProcessGroup):
-    """What FSDP2 takes for the ranks that hold the same part: its all_reduce is a method's."""
+    """Stands in for FSDP2's group of replicas; its all_reduce is the method's."""
 
     def __init__(self, reduction: ReduceScatter) -> None:
         axis = reduction.replicas
@@ -216,14 +216,14 @@ class Replicas(dist.ProcessGroup):
         try:
             self._reduction.all_reduce(tensors[0], options.reduceOp)
         except Exception as error:
-            # Around this call torch logs errors with the name of the group, which it does not know.
+            # torch's wrapper of this call logs errors with the name of the group, and does not know this group.
             if not _compat.at_end_of_backward(partial(_throw, error)):
                 raise
         return FinishedWork()
 
 
 class FinishedWork(dist.Work):
-    """Nothing to wait for."""
+    """A finished operation."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return at once."""

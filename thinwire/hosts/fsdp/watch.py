@@ -1,4 +1,4 @@
-"""What the ranks tell each other before every step, behind its back: 8 bytes, read in the next step."""
+"""The ranks' check of every step: 8 bytes per rank, sent in the background and read in the next step."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from thinwire.state.watchdog import Watchdog
 
 
 class UnequalStepError(ThinwireError, RuntimeError):
-    """The ranks did not use the same parameters in a step, or did not load weights together."""
+    """Ranks used different parameters in a step, or did not load weights together."""
 
 
 class Watched:
-    """The norm of the gradient, each element counted once on the mesh, and which parameters had one.
+    """The norm of the gradient, with each element counted once on the mesh, and the parameters that had one.
 
-    What the ranks say of a step is read in the next, so nobody waits for it.
+    The ranks' values of a step are read in the next step, so no rank waits for them.
     """
 
     def __init__(self, comm: Communicator, units: Sequence[GatheredUnit], dog: Watchdog) -> None:
@@ -38,20 +38,20 @@ class Watched:
 
     @property
     def bytes_per_step(self) -> int:
-        """Payload this rank sends."""
+        """Payload bytes that this rank sends."""
         return 8 * (self.comm.world_size - 1)
 
     def note_reduction(self, unit: GatheredUnit, present: Sequence[int]) -> None:
-        """The gradients of these parameters of a unit are being reduced."""
+        """Note that the gradients of these parameters of a unit are being reduced."""
         self._reduced = zlib.crc32(repr((unit.index, *present)).encode(), self._reduced)
         self._with_gradient.update(unit.names[i] for i in present)
 
     def note_load(self) -> None:
-        """A module has loaded weights."""
+        """Note that a module has loaded weights."""
         self._num_loads += 1
 
     def before_step(self, *_: object) -> None:
-        """An optimizer's step pre-hook; raises DeadGradientError and UnequalStepError about the step before."""
+        """Optimizer pre-hook. Raises DeadGradientError and UnequalStepError about the previous step."""
         if self._said is not None:
             self._read(self.comm.wait(self._said))
         self.steps += 1
@@ -84,13 +84,13 @@ class Watched:
             names = f"here {', '.join(map(repr, self._left_out[:3]))} had no gradient; " if self._left_out else ""
             raise UnequalStepError(
                 f"in step {self.steps} rank(s) {odd} had gradients of other parameters than rank {ranks[0]}, and FSDP2 "
-                f"adds up what does not belong together: {names}use the same parameters on all ranks, or call "
+                f"adds up gradients of different parameters: {names}use the same parameters on all ranks, or call "
                 "set_reduce_scatter_unused_params(True) on every FSDP module, and go on from a checkpoint before it"
             )
         self.dog.note(math.sqrt(float(words[:, 0].view(torch.float32).double().square().sum())), self.steps)
 
     def _copies_of(self, tensor: DTensor) -> int:
-        """How many ranks hold the same elements of it, on its own mesh and beside it."""
+        """Number of ranks that hold the same elements of the tensor, inside and outside its own mesh."""
         mesh = tensor.device_mesh
         cut = [mesh.size(i) for i, placement in enumerate(tensor.placements) if not placement.is_replicate()]
         return self.comm.world_size // math.prod(cut)

@@ -1,10 +1,10 @@
-"""Runs a command in a node's network, and takes everything that it started down with it.
+"""Runs a command in a node's network, and ends all of its processes with it.
 
     python enter.py PARENT_PID USER_FD NET_FD COMMAND...
 
-Three processes: this one, outside, passes signals in and the exit status out; the first process of a new PID
-namespace, which the kernel kills with this one, and with it everything inside; and the command. No process of the
-command, not even one that made itself a daemon, outlives the command, this process or its parent.
+There are three processes. This one is outside and passes signals in and the exit status out. The second is the first
+process of a new PID namespace; the kernel kills it with this one, and with it everything inside. The third is the
+command. No process of the command, not even a daemon, outlives the command, this process or its parent.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from syscalls import (
 )
 
 RELAYED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-# What a shell says of a command that it can't run.
+# A shell's exit code for a command that it can't run.
 NOT_EXECUTABLE, NOT_FOUND = 126, 127
 
 
@@ -62,10 +62,10 @@ def main() -> NoReturn:
 def be_first(outside_pid: int, status_out: int, command: list[str]) -> NoReturn:
     """The first process of the PID namespace: starts the command, reaps orphans, reports how the command ended."""
     with contextlib.suppress(OSError):
-        # The command gets the PID by which the outside knows it: unique on this machine, and `kill` reaches it.
+        # The command sees its PID outside: it is unique on this machine, and `kill` works with it.
         Path("/proc/sys/kernel/ns_last_pid").write_text(str(outside_pid - 1))
     with contextlib.suppress(OSError):
-        # Where a container forbids it, the old /proc stays, whose /proc/self is right as well.
+        # If a container forbids it, the old /proc stays. Its /proc/self is also right.
         mount("none", "/", "", MS_REC_PRIVATE)
         mount("proc", "/proc", "proc", MS_NOSUID_NODEV_NOEXEC)
     child = os.fork()
@@ -80,7 +80,7 @@ def be_first(outside_pid: int, status_out: int, command: list[str]) -> NoReturn:
 
 
 def execute(command: list[str]) -> NoReturn:
-    """Become the command, with the signals that Python changed as they were."""
+    """Replace this process by the command, with default handlers for the signals that Python changed."""
     for signum in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(signum, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, RELAYED)
@@ -92,7 +92,7 @@ def execute(command: list[str]) -> NoReturn:
 
 
 def relay_to(pid: int) -> None:
-    """Pass signals on to `pid` from now on, those that came meanwhile too."""
+    """Pass signals on to `pid` from now on, also signals that came earlier."""
 
     def relay(signum: int, frame: FrameType | None) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -104,7 +104,7 @@ def relay_to(pid: int) -> None:
 
 
 def watch(inside: int, parent: int, status_in: int) -> NoReturn:
-    """End as the command ended; end it when the parent has ended."""
+    """End with the command's exit status. End the command if the parent ends."""
     relay_to(inside)
     poll = select.poll()
     poll.register(parent, select.POLLIN)
@@ -118,7 +118,7 @@ def watch(inside: int, parent: int, status_in: int) -> NoReturn:
 
 
 def end_as(code: int) -> NoReturn:
-    """Exit with the code, or by the same signal where it is negative."""
+    """Exit with the code, or by the same signal if it is negative."""
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None

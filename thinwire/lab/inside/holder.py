@@ -1,10 +1,10 @@
-"""Makes the emulated network and keeps it: one process, which ends with its parent and takes the network along.
+"""Makes the emulated network and keeps it: one process, which ends with its parent and removes the network.
 
     python holder.py PARENT_PID CONTROL_FD
 
-The control socket carries one JSON message per request: `make` first, which answers with the namespaces' descriptors,
-then any of `shape`, `counters` and `socket`. The bridge lies in a network namespace of its own, and so does each
-node; none of them has a name, so that nothing is left when the last process in them is gone.
+The control socket carries one JSON message per request: first `make`, whose answer holds the namespaces' descriptors,
+then any of `shape`, `counters` and `socket`. The bridge and each node have a network namespace each. None of the
+namespaces has a name, so nothing is left when the last process in them ends.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from syscalls import CLONE_NEWNET, CLONE_NEWUSER, setns, unshare
 
 LIFTED_BYTES_PER_S = 4_000_000_000
 TBF_HANDLE, NETEM_HANDLE = 0x10000, 0x20000
-# The bucket holds what the link carries in this time, so that a timer that comes late costs no rate.
+# The bucket holds the bytes of this time, so that a late timer costs no rate.
 BURST_S, MIN_BURST_FRAMES = 0.02, 2
 # The queue in front of a link, in time and in frames: senders that share a link must not starve each other.
 QUEUE_S, MIN_QUEUE_FRAMES = 0.05, 32
 ETHERNET_HEADER_BYTES = 14
-# netem holds the frames that are under way: enough for 20 gbit and 10 s of whole segments of 64 kB.
+# netem holds the frames on their way: enough for 20 gbit and 10 s of whole segments of 64 kB.
 NETEM_FRAMES = 400_000
 ROOT = 0xFFFFFFFF
 
 
 class Refused(Exception):
-    """The system does not allow or lack what the network needs; the message is for the user."""
+    """The system forbids or lacks something that the network needs. The message is for the user."""
 
 
 def own_namespaces() -> int:
-    """Enter a new network namespace, in a new user namespace where root's rights are missing.
+    """Enter a new network namespace, and first a new user namespace if root's rights are missing.
 
     Returns the user namespace's descriptor, or -1. Raises Refused.
     """
@@ -68,7 +68,7 @@ def own_namespaces() -> int:
 
 
 def namespace_settings() -> str:
-    """The system's settings that forbid user namespaces to users, as far as they can be read."""
+    """The readable system settings that forbid user namespaces to users."""
     forbidding = {
         "user/max_user_namespaces": "0",
         "user/max_net_namespaces": "0",
@@ -116,7 +116,7 @@ class Holder:
             self.nodes.append(self._make_node(number, network.format(number + 1)))
 
     def _asked(self, what: str, request: Callable[[], Any]) -> None:
-        """Make the request; where the kernel does not know the kind, say which is missing."""
+        """Make the request. If the kernel does not know the kind of object, raise an error that names it."""
         from pyroute2.netlink.exceptions import NetlinkError
 
         try:
@@ -129,7 +129,7 @@ class Holder:
             raise
 
     def _check_kernel(self) -> None:
-        """Try the queues on this namespace's own loopback device before anything is made. Raises Refused."""
+        """Try the queues on this namespace's loopback device before anything is made. Raises Refused."""
         self._asked("tbf queue (sch_tbf)", lambda: self._queue(self.bridge, 1, None, "add"))
         if self._has_netem:
             netem = "netem queue (sch_netem), which --delay and --loss need"
@@ -162,7 +162,7 @@ class Holder:
         self._queue(node.netlink, node.inner, None, "add")
         self._queue(self.bridge, node.outer, None, "add")
         if self._has_netem:
-            # On the way out only: a frame crosses the sender's link and the receiver's, and is to be late once.
+            # Delay only outgoing frames: a frame crosses the sender's link and the receiver's, but must be late once.
             self._delay(node.netlink, node.inner)
         return node
 
@@ -179,13 +179,13 @@ class Holder:
         netlink.tc("add", "netem", index=index, parent=TBF_HANDLE + 1, handle=NETEM_HANDLE, **self._netem)
 
     def shape(self, bytes_per_s: list[float | None]) -> None:
-        """Give each node's link its rate, in both directions; None: as fast as the machine."""
+        """Set the rate of each node's link in both directions; None: as fast as the machine."""
         for node, rate in zip(self.nodes, bytes_per_s, strict=True):
             self._queue(node.netlink, node.inner, rate, "change")
             self._queue(self.bridge, node.outer, rate, "change")
 
     def counters(self) -> list[list[int]]:
-        """Bytes that each node has sent and received, headers included, as the token buckets counted them."""
+        """Bytes that each node has sent and received, headers included, counted by the token buckets."""
         received = passed_bytes(self.bridge)
         return [[passed_bytes(node.netlink)[node.inner], received[node.outer]] for node in self.nodes]
 
@@ -196,8 +196,8 @@ class Holder:
 
 
 def quiet_ipv6() -> None:
-    """No IPv6 in this network namespace from now on: its own chatter would be counted."""
-    # Where it can't be set, a few hundred bytes more are counted.
+    """Switch IPv6 off in this network namespace: its own messages would be counted."""
+    # If it can't be set, a few hundred more bytes are counted.
     with suppress(OSError):
         Path("/proc/sys/net/ipv6/conf/default/disable_ipv6").write_text("1")
 
@@ -219,7 +219,7 @@ class Server:
         self.holder: Holder
 
     def make(self, **values: Any) -> tuple[dict[str, Any], list[int]]:
-        """Make the network; the descriptors are the user namespace's (else the bridge's), then the nodes'."""
+        """Make the network. Returns the descriptors of the user namespace (else the bridge's) and of the nodes."""
         self.user_fd = own_namespaces()
         self.holder = Holder(**values)
         first = self.holder.home if self.user_fd < 0 else self.user_fd
@@ -258,7 +258,7 @@ def serve(control: socket.socket, parent: int) -> None:
         reply, fds = server.answer(json.loads(message))
         socket.send_fds(control, [json.dumps(reply).encode()], fds)
         for fd in fds:
-            # The other end has copies of its own.
+            # The other end has its own copies.
             os.close(fd)
 
 

@@ -1,4 +1,4 @@
-"""The calls of Linux that Python 3.11's `os` lacks; run by scripts that import neither thinwire nor torch."""
+"""Linux system calls that Python 3.11's `os` lacks, for scripts that import neither thinwire nor torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _checked(result: int, what: str) -> None:
 
 
 def unshare(flags: int, what: str) -> None:
-    """Move this process into new namespaces; raises OSError that says which."""
+    """Move this process into new namespaces. Raises OSError with `what` in its message."""
     _checked(_libc.unshare(flags), f"unshare({what})")
 
 

@@ -1,4 +1,4 @@
-"""DeMo: the fastest moving part of each rank's own momentum travels, the rest stays at home."""
+"""DeMo: each rank sends the fastest-moving part of its own momentum and keeps the rest."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from thinwire.table import Row
 
 @dataclass(frozen=True)
 class DeMo(DDPMethod):
-    """Momentum that is never averaged: each rank sends the largest cosine coefficients of its own.
+    """Momentum that is never averaged: each rank sends the largest cosine coefficients of its own momentum.
 
-        m <- beta m + g                       m is this rank's, and drifts from that of the others
+        m <- beta m + g                       m is this rank's momentum and drifts from the others'
         q  = the largest of DCT(m), block by block
-        m <- m - IDCT(q)                      what was sent has left: the momentum is its own error feedback
+        m <- m - IDCT(q)                      remove what was sent: the momentum is its own error feedback
         w <- w - lr sign(IDCT(mean over ranks of q))
 
-    Further dimensions of a matrix count as columns. The update has one size whatever the gradients' is, so that
-    clipping them has no effect. Takes SGD without momentum.
+    Further dimensions of a matrix count as columns. The update's size does not depend on the gradients', so clipping
+    has no effect. Takes SGD without momentum.
 
     Raises ConfigError for values out of range.
     Source: Peng, Quesnelle and Kingma, "Decoupled Momentum Optimization" (2024), algorithm 1.
@@ -43,7 +43,7 @@ class DeMo(DDPMethod):
     optimizers_reason: ClassVar[str] = "keeps the momentum itself and gives signs"
     not_on_zero: ClassVar[str] = "needs a momentum of every rank's own gradient, while zero knows only the sum"
     find_unused_parameters: ClassVar[bool] = False
-    # Signs can't be clipped, and a world of one takes them too.
+    # Signs can't be clipped, and a world of one also uses them.
     whole_step: ClassVar[bool] = True
     name: ClassVar[str] = "demo"
 
@@ -71,7 +71,7 @@ class DeMo(DDPMethod):
         return (self.codec(self.chunk * self.chunk),)
 
     def codec(self, block: int) -> TopK:
-        """What chooses and packs the coefficients of blocks of so many elements, one at least."""
+        """Codec that selects and packs the coefficients of blocks of `block` elements, at least one per block."""
         density = self.density if self.density * block > 1 or self.density <= 0 else 1 / block
         return TopK(density, block, codec_of(self, "values", CONTRACTION))
 
@@ -83,7 +83,7 @@ class DeMo(DDPMethod):
 
 
 class SignMean(Reduction):
-    """The sign of the mean over ranks of what DeMo lets through. It keeps `momentum`, m, of this rank alone."""
+    """The sign of the mean over ranks of the coefficients that DeMo sends. State: `momentum`, m, of this rank alone."""
 
     def __init__(self, method: DeMo, place: Place) -> None:
         super().__init__(place)
@@ -110,7 +110,7 @@ class SignMean(Reduction):
                     self._codec(grad.shape).decode_add(part, total)
                 blocks = total.view(to_blocks(grad, self.method.chunk).shape)
                 update = from_blocks(blocks, grad.shape)
-                # torch's sign of NaN is 0, and damage must be seen.
+                # torch's sign of NaN is 0, which would hide the damage.
                 grad.copy_(update.sign().add_(update, alpha=0.0))
         for name, momentum in fresh.items():
             self.momentum[name] = momentum
@@ -132,7 +132,7 @@ class SignMean(Reduction):
         return [
             ("gradients", effect, f"blocks of {method.chunk} a side, every rank's packets to all"),
             ("update", "the sign of their mean", "its size is the learning rate: that of Signum, not that of AdamW"),
-            (WEIGHTS, "stay in whole blocks, others move", "a cosine reaches all of its block"),
+            (WEIGHTS, "stay in whole blocks, others move", "a cosine covers all of its block"),
         ]
 
 
@@ -152,7 +152,7 @@ def to_blocks(x: Tensor, chunk: int) -> Tensor:
 
 
 def from_blocks(blocks: Tensor, shape: torch.Size) -> Tensor:
-    """The tensor of this shape of which these are the coefficients."""
+    """The tensor of this shape that has these coefficients."""
     return (dct(blocks.shape[-2]).T @ blocks @ dct(blocks.shape[-1])).transpose(1, 2).reshape(shape)
 
 

@@ -1,4 +1,4 @@
-"""DGC: the largest thousandth of the accumulated momentum travels, the rest waits at home."""
+"""DGC: each node sends the largest thousandth of its accumulated momentum and keeps the rest for later steps."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from thinwire.state.memory import MeanMerge, Place, Residual
 from thinwire.table import Row
 
 DEFAULT_STAGE = 25
-# Of a run whose length is known, the warm-up of the density takes this share.
+# Share of the run that the warm-up of the density takes, if the run's length is known.
 WARMUP_SHARE = 0.1
 
 
 @dataclass(frozen=True)
 class DGC(OnWholeStep, Plannable):
-    """Sparse gradients with momentum correction: every node sends the largest `density` of what it has accumulated.
+    """Sparse gradients with momentum correction: every node sends the largest `density` of its accumulated gradients.
 
         g  local gradient, clipped                            u <- m u + g          v <- v + u
         v's largest entries travel and are cleared in v; with factor_masking in u too
-        w <- w - lr (1/N) sum over N nodes of what travelled
+        w <- w - lr (1/N) sum over N nodes of the entries that travelled
 
     With nesterov, u <- m (u + g) and v <- v + u + g. Tensors with fewer than two dimensions travel in fp32, with the
     momentum on their mean. Takes SGD without momentum, or DGCSGD.
@@ -102,14 +102,14 @@ class DGC(OnWholeStep, Plannable):
         return len(self.warmup) * self.stage_steps
 
     def codec(self, density: float) -> Codec:
-        """What chooses and packs the entries of one tensor."""
+        """Codec that selects and packs the entries of one tensor."""
         values = codec_of(self, "values", CONTRACTION)
         if self.stride == 1:
             return TopK(density, self.group, values)
         return Threshold(density, self.group, values, self.stride)
 
     def density_at(self, step: int) -> float:
-        """The density of a step, counted from 0."""
+        """Density of a step; steps count from 0."""
         stage = step // self.stage_steps
         return self.warmup[stage] if stage < len(self.warmup) else self.density
 
@@ -127,7 +127,7 @@ class DGC(OnWholeStep, Plannable):
         return self.codec(setting).packet_bytes(shape.numel())
 
     def for_run(self, num_steps: int, num_warmup_steps: int) -> DGC:
-        """With the length of the warm-up's stages, where none is stated; see PlannedByRun."""
+        """The same method with the length of the warm-up's stages filled in, if none is stated; see PlannedByRun."""
         if self.warmup_steps is not None or not self.warmup:
             return self
         return replace(self, warmup_steps=max(1, round(WARMUP_SHARE * num_steps / len(self.warmup))))
@@ -152,17 +152,17 @@ class DGC(OnWholeStep, Plannable):
 
 
 class SparseMean(WholeStep, Tunable):
-    """The mean over nodes of the entries that DGC lets through.
+    """The mean over nodes of the entries that DGC sends.
 
-    It keeps `unsent`, v, of this local rank's slices, once a node, and `velocity`, u, of the dense tensors too. Without
-    momentum and clipping, what came out + v = the mean gradients; with momentum m and no masking,
-    (1 - m) (came out + v) + m u is.
+    State: `unsent`, v, of this local rank's slices, once a node, and `velocity`, u, also of the dense tensors. Without
+    momentum and clipping, output + v = the mean gradients. With momentum m and no masking,
+    (1 - m) (output + v) + m u equals them.
     """
 
     def __init__(self, method: DGC, place: Place, seed: int) -> None:
         super().__init__(method.clip, place)
         self.method, self.seed = method, seed
-        # Clipping comes before it.
+        # Clipping comes before compression.
         unsent = Residual("unsent sums of velocities", after_clip=None)
         self.velocity = self.state.add(
             "velocity", MeanMerge("velocities"), self._velocity_shape, self.slice_spans, row="velocities"
@@ -211,13 +211,13 @@ class SparseMean(WholeStep, Tunable):
         return outs, partial(self._remember, sent, fresh, sums, codecs)
 
     def _codecs(self, names: Iterable[str], step: int) -> dict[str, Codec]:
-        """What packs each compressed parameter in a step: after the warm-up at the density chosen for it, if any."""
+        """Codec of each compressed parameter in a step, after the warm-up with its own density if one was chosen."""
         method = self.method
         chosen = {} if step < method.settled_after else self.settings
         return {name: method.codec(chosen.get(name, method.density_at(step))) for name in names}
 
     def _contribution(self, name: str, g: Tensor, out: Tensor | None = None) -> Tensor:
-        """What this step adds: m u + g, or m (u + g) + g. Memory stays as it is until the step is known to be sound."""
+        """This step's contribution: m u + g, or m (u + g) + g. State changes only once the step is known finite."""
         out = torch.empty_like(g) if out is None else out
         out.copy_(self.velocity[name])
         if self.method.nesterov:
@@ -236,7 +236,7 @@ class SparseMean(WholeStep, Tunable):
         sums: Mapping[str, Tensor],
         codecs: Mapping[str, Codec],
     ) -> None:
-        """Advance u and v, and clear what was sent; v keeps what the rounding of values has lost."""
+        """Advance u and v, and clear the entries that were sent. v keeps the rounding error of their values."""
         for name, g in fresh.items():
             u = self._advance(name, g)
             values = codecs[name].decode(sent[name], g.numel())
@@ -250,7 +250,7 @@ class SparseMean(WholeStep, Tunable):
         return dict(zip(fresh, packet.split(sizes, dim=-1), strict=True))
 
     def _mean_of(self, gathered: Tensor, fresh: Mapping[str, Tensor], codecs: Mapping[str, Codec]) -> dict[str, Tensor]:
-        """What all nodes sent, added in their order, over their number; whole parameters."""
+        """Sum of the nodes' entries, in order, divided by their number; whole parameters."""
         grid, outs = self.grid, {}
         for name, parts in self._parts(gathered, fresh, codecs).items():
             out = torch.zeros(grid.local_size, fresh[name].numel())

@@ -1,4 +1,4 @@
-"""Dion: orthonormal updates from a momentum of each rank's own, of which two thin factors travel."""
+"""Dion: orthonormal updates from each rank's own momentum, sent as two thin factors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from thinwire.state.memory import MeanMerge, Merge, Place
 from thinwire.table import Row
 
 TINY = torch.finfo(torch.float32).tiny
-# Of Lion, which gives vectors an update of the size of an orthonormal one: sign(b1 m + (1 - b1) g).
+# Lion's b1 and b2. Its update of vectors, sign(b1 m + (1 - b1) g), is as large as an orthonormal one.
 BETA1, BETA2 = 0.95, 0.98
 
 
@@ -63,10 +63,10 @@ class Dion(DDPMethod):
     optimizers: ClassVar[tuple[str, ...]] = ("sgd-plain",)
     optimizers_reason: ClassVar[str] = "keeps the momentum itself and gives orthonormal updates"
     not_on_zero: ClassVar[str] = "needs whole matrices and each rank's own gradient, while zero knows slices of the sum"
-    # A part of a matrix that a tensor axis cuts has other singular vectors.
+    # A part of a matrix cut by a tensor axis has other singular vectors than the whole.
     shares_mesh: ClassVar[bool] = False
     find_unused_parameters: ClassVar[bool] = False
-    # Orthonormal updates can't be clipped, and a world of one takes them too.
+    # Orthonormal updates can't be clipped, and a world of one also uses them.
     whole_step: ClassVar[bool] = True
     name: ClassVar[str] = "dion"
 
@@ -98,7 +98,7 @@ class Dion(DDPMethod):
         check_plain_sgd(self.name, "orthonormal updates", optimizer)
 
     def rank_of(self, shape: torch.Size) -> int:
-        """r for a gradient of this shape; 0 where it travels whole."""
+        """Rank r for a gradient of this shape; 0 if it travels whole."""
         return min(self.rank, *sides(shape)) if is_large_matrix(shape) else 0
 
     def reduction(self, place: Place, seed: int) -> Reduction:
@@ -106,9 +106,14 @@ class Dion(DDPMethod):
 
 
 class Orthonormal(Reduction):
-    """What Dion keeps, by parameter: `momentum`, M_i [m, n] of this rank; `q`, [n, r]; of vectors `lion`, their m.
+    """Dion's reduction, with its state by parameter.
 
-    A step in which a rank's gradient is not finite leaves the parameter's memory as it is, on all ranks.
+    If a rank's gradient is not finite in a step, the parameter's state does not change on any rank.
+
+    State:
+        momentum: M_i [m, n], of this rank.
+        q: [n, r].
+        lion: momentum of vectors.
     """
 
     def __init__(self, method: Dion, place: Place, seed: int) -> None:
@@ -137,7 +142,7 @@ class Orthonormal(Reduction):
         world_size = link.topology.world_size
         with link.timed("encode_s", OPERATION):
             fresh = {name: self.momentum[name] + grad.reshape(sides(grad.shape)) for name, grad in thin.items()}
-            # Column by column, since a group of integers shares a scale.
+            # Encode column by column, since a group of integers shares a scale.
             p_own = [(matrix @ self._q(name, grads[name].shape)).T for name, matrix in fresh.items()]
         sums, p_sums = yield from together(
             sum_over_ranks(link.part(0), list(whole.values())), sum_over_ranks(link.part(1), p_own, self.codec)
@@ -155,22 +160,22 @@ class Orthonormal(Reduction):
                 rows, columns = sides(grad.shape)
                 q = (r_sum / r_sum.norm(dim=1, keepdim=True).clamp_min(TINY)).T
                 grad.copy_((math.sqrt(rows / columns) * (basis @ q.T)).view(grad.shape))
-                # Of a gradient that is not finite neither are P and Q, on any rank.
+                # If a gradient is not finite, P and Q are not finite either, on all ranks.
                 if torch.isfinite(grad).all():
                     self.momentum[name] = fresh[name].sub_(basis @ own, alpha=1 - self.method.momentum)
                     self.q[name] = q.contiguous()
 
     def _step_lion(self, name: str, grad: Tensor, mean: Tensor) -> None:
-        """Put Lion's update in the gradient's place."""
+        """Replace the gradient by Lion's update."""
         held = self.lion[name]
         direction = held.lerp(mean, 1 - BETA1)
-        # torch's sign of NaN is 0, and damage must be seen.
+        # torch's sign of NaN is 0, which would hide the damage.
         grad.copy_(direction.sign().add_(direction, alpha=0.0))
         if torch.isfinite(direction).all():
             held.lerp_(mean, 1 - BETA2)
 
     def _q(self, name: str, shape: torch.Size) -> Tensor:
-        """Q of the last step, at first random."""
+        """Q of the last step, random in the first."""
         if (held := self.q.get(name)) is not None:
             return held
         generator = torch.Generator().manual_seed(seed_of(self.seed, 0, name) >> 1)
@@ -182,7 +187,7 @@ class Orthonormal(Reduction):
         return Lost.zeros(self.place.grid, self._slices(r_own, world_size).width)
 
     def _less(self, r_own: list[Tensor], lost: Lost, link: Link) -> list[Tensor]:
-        """What of R really went into the sum: this rank's part of it less what codecs lost here."""
+        """This rank's share of R in the sum: its part minus the codecs' losses on this rank."""
         lost_here = self._slices(r_own, link.topology.world_size).unpack(lost.by_slices(link.topology, link.rank))
         return [r - loss.view(r.shape) for r, loss in zip(r_own, lost_here, strict=True)]
 
@@ -207,7 +212,7 @@ class Orthonormal(Reduction):
         return [
             ("gradients", effect, "of each rank's own momentum"),
             ("update", "orthonormal at that rank, signs for vectors", "its size is the learning rate: that of Muon"),
-            ("memory of the method", held, "momentum and Q, in fp32"),
+            ("state of the method", held, "momentum and Q, in fp32"),
         ]
 
 

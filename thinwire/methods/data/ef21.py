@@ -1,4 +1,4 @@
-"""EF21 and DIANA: what travels is the difference from an estimate of each rank's gradient that all ranks know of."""
+"""EF21 and DIANA: ranks send differences from an estimate of their gradient that all ranks share."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from thinwire.table import Row
 
 @dataclass(frozen=True)
 class EF21(DDPMethod):
-    """Compressed differences: each rank's estimate h_r of its gradient goes towards it by what it sends.
+    """Compressed differences: each rank's estimate h_r of its gradient moves towards it by the difference sent.
 
         v_r <- v_r + fresh (g_r - v_r)               EF21-SGDM; v_r = g_r where fresh is 1
         c_r  = C(v_r - h_r)
         out  = h + mean over ranks of c_r
         h_r <- h_r + shift c_r;  h <- h + shift mean of c_r
 
-    With shift 1 out is the new h: EF21, for a codec that is a contraction. With a smaller one, at most 1 / (1 + omega)
-    where E|C(x) - x|^2 <= omega |x|^2, it is DIANA, for an unbiased codec. Gradients that settle are sent ever more
-    exactly, so that training converges with a constant step where plain error feedback ends in noise. Vectors and
-    tensors under 256 elements travel in fp32.
+    With shift 1, out is the new h: EF21, for a codec that is a contraction. With a smaller shift, at most 1 / (1 +
+    omega) where E|C(x) - x|^2 <= omega |x|^2, it is DIANA, for an unbiased codec. As gradients settle, they are sent
+    more and more exactly, so training converges with a constant step size where plain error feedback ends in noise.
+    Vectors and tensors under 256 elements travel in fp32.
 
-    Raises ConfigError for values out of range, and for a codec that neither form can take.
+    Raises ConfigError for values out of range, and for a codec that neither form can use.
     Source: Richtarik, Sokolov and Fatkhullin, "EF21" (NeurIPS 2021), algorithm 2; Fatkhullin, Tyurin and Richtarik,
     "Momentum provably improves error feedback!" (NeurIPS 2023), algorithm 1; Mishchenko et al., "Distributed learning
     with compressed gradient differences" (2019), algorithm 1.
@@ -74,7 +74,7 @@ class EF21(DDPMethod):
         return (self.make(),)
 
     def make(self) -> Codec:
-        """C."""
+        """Codec C of the differences."""
         return codec_of(self, "codec")
 
     def reduction(self, place: Place, seed: int) -> Reduction:
@@ -82,9 +82,14 @@ class EF21(DDPMethod):
 
 
 class DifferenceMean(Reduction):
-    """What it keeps, by large matrix: `estimate`, h_r of this rank; `mean`, h; `momentum`, v_r, where fresh is below 1.
+    """EF21's reduction, with its state by large matrix.
 
-    A step in which a rank's packet is not finite leaves all three as they are, on all ranks.
+    If a rank's packet is not finite in a step, the state does not change on any rank.
+
+    State:
+        estimate: h_r, of this rank.
+        mean: h.
+        momentum: v_r, if fresh is below 1.
     """
 
     def __init__(self, method: EF21, place: Place, seed: int) -> None:
@@ -121,7 +126,7 @@ class DifferenceMean(Reduction):
                     self.momentum[name] = fresh[name]
 
     def _fresh(self, name: str, grad: torch.Tensor) -> torch.Tensor:
-        """v_r after this gradient, and the gradient itself where it has none."""
+        """v_r after this gradient; the gradient itself if there is no v_r."""
         if self.method.fresh == 1 or not is_large_matrix(grad.shape):
             return grad
         held = self.momentum.get(name)

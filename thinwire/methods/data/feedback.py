@@ -1,4 +1,4 @@
-"""Codecs with error feedback on DDP: every rank's packets go to every rank, what a packet lost joins the next one."""
+"""Codecs with error feedback on DDP: every rank's packets go to every rank, and losses join the next packets."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from thinwire.table import Row
 
 
 class WithFeedback(Plannable):
-    """What makes a codec with one number to set a method on DDP, and one that L-GreCo can plan."""
+    """Base of methods on DDP whose codec has one numeric setting, which L-GreCo can plan."""
 
     codec: str
-    # What the codec must be, and its field that is the setting.
+    # The type of the codec, and the name of its field that is the setting.
     rule: ClassVar[CodecRule]
     setting: ClassVar[str]
 
@@ -46,7 +46,7 @@ class WithFeedback(Plannable):
 
     @property
     def codecs(self) -> tuple[Codec, ...]:
-        """Its kernels take the setting as an argument: one codec stands for all."""
+        """A single codec: its kernels take the setting as an argument."""
         return (codec_of(self, "codec", self.rule),)
 
     def candidates(self, shape: torch.Size, span: float) -> list[float]:
@@ -64,9 +64,9 @@ class WithFeedback(Plannable):
 
 @dataclass(frozen=True)
 class EFTopK(WithFeedback):
-    """Top-k with error feedback: the largest part of each gradient travels, the rest waits for the next step.
+    """Top-k with error feedback: the largest part of each gradient is sent, the rest is kept for the next step.
 
-    Vectors and tensors under 256 elements in fp32.
+    Vectors and tensors under 256 elements travel in fp32.
 
     Raises ConfigError for another codec.
     Source: Stich, Cordonnier and Jaggi, "Sparsified SGD with memory" (NeurIPS 2018).
@@ -98,7 +98,7 @@ class EFTopK(WithFeedback):
 
 @dataclass(frozen=True)
 class EFInteger(WithFeedback):
-    """Integers of a few bits with error feedback: each gradient is rounded to the nearest, the rest waits.
+    """Integers of a few bits with error feedback: each gradient is rounded to nearest, and the rest is kept.
 
     Vectors and tensors under 256 elements travel in fp32.
 
@@ -106,7 +106,7 @@ class EFInteger(WithFeedback):
     Source: Karimireddy et al., "Error feedback fixes SignSGD and other gradient compression schemes" (ICML 2019).
     """
 
-    # With stochastic rounding few bits are no contraction, which a memory needs.
+    # With stochastic rounding, few bits are no contraction, but error feedback needs one.
     rule = CodecRule(
         lambda codec: isinstance(codec, Integer | Natural) and codec.rounding == "nearest",
         "must be of integers or powers of two, rounded to nearest, of which L-GreCo plans the bits",
@@ -131,9 +131,10 @@ class EFInteger(WithFeedback):
 
 
 class FeedbackMean(Tunable):
-    """g = (1/P) sum_r C(x_r) with x_r = g_r + e_r, after which e_r = x_r - C(x_r).
+    """g = (1/P) sum_r C(x_r) with x_r = g_r + e_r; then e_r = x_r - C(x_r).
 
-    A rank's packets of one bucket are one message, which every other rank gets; sums are taken in fp32 in rank order.
+    A rank's packets of one bucket form one message, which goes to every other rank. Sums are taken in fp32 in rank
+    order.
     """
 
     def __init__(self, method: WithFeedback, place: Place, seed: int) -> None:

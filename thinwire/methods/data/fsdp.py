@@ -28,7 +28,7 @@ class FSDP(FSDPMethod):
 
     @property
     def name(self) -> str:
-        """What `--strategy` calls it."""
+        """Name of the strategy in `--strategy`."""
         return "fsdp" if self.codec == "fp32" else f"fsdp-{self.codec}"
 
     def matrix(self) -> WireFormat:

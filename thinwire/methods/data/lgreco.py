@@ -1,4 +1,4 @@
-"""L-GreCo: a setting for each parameter, so that bytes are fewest and the error stays within the uniform setting's."""
+"""L-GreCo: chooses a setting per parameter, so that bytes are fewest and the error stays within a uniform setting's."""
 
 from __future__ import annotations
 
@@ -37,15 +37,19 @@ def knapsack(
     alpha: float = 1.0,
     num_bins: int = NUM_BINS,
 ) -> list[int]:
-    """For each layer l the candidate c that makes sum_l sizes[l][c_l] least, within the uniform choice's error.
+    """Choose a candidate c_l for each layer l that minimises sum_l sizes[l][c_l] within an error bound.
 
-    sum_l errors[l][c_l] <= E = alpha sum_l errors[l][uniform[l]]. Errors are counted in units of E / num_bins, rounded
-    up, so that the bound holds for the errors themselves, and
-    D[l][b] = min_c D[l-1][b - bin(errors[l][c])] + sizes[l][c] is the least size of the first l layers within b units:
-    O(layers * candidates * num_bins). Where rounding up leaves nothing smaller than `uniform`, that is the answer; so
-    it is never larger, and for alpha >= 1 never outside of the bound.
+    The bound is sum_l errors[l][c_l] <= E = alpha sum_l errors[l][uniform[l]]. Errors are counted in units of
+    E / num_bins, rounded up, so that the bound holds for the errors themselves. Then
+    D[l][b] = min_c D[l-1][b - bin(errors[l][c])] + sizes[l][c] is the least size of the first l layers within b units,
+    in O(layers * candidates * num_bins). If rounding up leaves nothing smaller than `uniform`, `uniform` is returned.
+    So the result is never larger than `uniform`, and for alpha >= 1 it is always within the bound.
 
-    errors: norms, >= 0; sizes: bytes; both one list for each layer, candidates may differ in number.
+    Args:
+        errors: norms, >= 0, a list for each layer; layers may differ in their number of candidates.
+        sizes: bytes, in the same form.
+        uniform: candidate of the uniform choice, for each layer.
+
     Raises ValueError for errors that are not finite.
     Source: Alimohammadi et al., "L-GreCo" (MLSys 2024), algorithm 1.
     """
@@ -72,7 +76,7 @@ def knapsack(
 
 
 def _bins(error: float, budget: float, num_bins: int) -> int:
-    """Units that an error takes of the budget, rounded up; more than there are where it does not fit."""
+    """Units of the budget that an error takes, rounded up; more than num_bins if it does not fit."""
     if error > budget:
         return num_bins + 1
     return math.ceil(error / budget * num_bins) if error else 0
@@ -80,13 +84,14 @@ def _bins(error: float, budget: float, num_bins: int) -> int:
 
 @dataclass(frozen=True)
 class LGreCo(DDPMethod):
-    """A setting for each parameter, planned anew from time to time, in place of one for all.
+    """One setting per parameter, planned again at intervals, instead of one for all.
 
-    The base's own setting is the uniform one. Rank 0 measures and chooses; the others get the choice. Where ranks share
-    a node and the base compresses its mean, rank 0 measures on its slice of it. The tables take as long as compressing
-    each gradient once for every candidate; rank 0 holds the sum of the samples, 4 bytes an element, while it samples.
+    The base's own setting is the uniform one. Rank 0 measures and chooses, and sends its choice to the others. Where
+    ranks share a node and the base compresses the node's mean, rank 0 measures on its slice of that mean. Measuring
+    takes as long as compressing each gradient once for every candidate. While it samples, rank 0 holds the sum of the
+    samples, 4 bytes per element.
 
-    Raises ConfigError for a base that has nothing to plan, alpha or span below 1, and times that do not fit.
+    Raises ConfigError for a base that has nothing to plan, for alpha or span below 1, and for times that do not fit.
     Source: Alimohammadi et al., "L-GreCo: Layerwise-Adaptive Gradient Compression" (MLSys 2024), section 3.
     """
 
@@ -121,7 +126,7 @@ class LGreCo(DDPMethod):
                 raise ConfigError(f"{option} {value} of {self.name}: must be at least {least}; nearest: {least}")
 
     def _check_start(self) -> None:
-        """Raise ConfigError for a first plan before the method has settled, once it is known when that is."""
+        """Raise ConfigError if the first plan comes before the base has settled, once that step is known."""
         if self.start is not None:
             self._check_least(start=self._earliest_plan)
 
@@ -159,11 +164,11 @@ class LGreCo(DDPMethod):
 
     @property
     def settled_after(self) -> int:
-        """The step of the first plan."""
+        """Step of the first plan."""
         return max(20, self._earliest_plan) if self.start is None else self.start
 
     def for_run(self, num_steps: int, num_warmup_steps: int) -> LGreCo:
-        """With the method as it is in such a run; see PlannedByRun."""
+        """The same method with its base as in such a run; see PlannedByRun."""
         if not isinstance(self.base, PlannedByRun):
             return self
         base = self.base.for_run(num_steps, num_warmup_steps)
@@ -189,17 +194,20 @@ class LGreCo(DDPMethod):
         return LGreCoMean(self, place, self.base.reduction(place, seed))
 
     def steps_to_plan(self, step: int) -> int:
-        """0 for a step that ends with a plan; the first step is number 0."""
+        """Steps until the next plan; 0 for a step that ends with a plan. The first step is number 0."""
         ahead = self.settled_after - 1 - step
         return ahead if ahead >= 0 else ahead % self.every
 
 
 @dataclass(frozen=True)
 class ChosenSettings:
-    """What was chosen after a step. settings: by parameter.
+    """The settings chosen after a step, and their errors, all on the same samples.
 
-    error: the sum of norms over the parameters; uniform_error: that of the uniform setting; previous_error: that of the
-    settings in effect until then; all on the same samples.
+    Args:
+        settings: by parameter.
+        error: the sum of norms over the parameters.
+        uniform_error: the same with the uniform setting.
+        previous_error: the same with the settings in effect until then.
     """
 
     step: int
@@ -210,7 +218,7 @@ class ChosenSettings:
 
 
 class LGreCoMean(Reduction):
-    """The base's reduction, whose settings are planned. Rank 0 keeps the sum of what was compressed since sampling."""
+    """The base's reduction with planned settings. Rank 0 keeps the sum of compressed values since sampling began."""
 
     def __init__(self, method: LGreCo, place: Place, base: Tunable) -> None:
         super().__init__(place)
@@ -219,7 +227,7 @@ class LGreCoMean(Reduction):
         self.is_metered = base.is_metered
         self.plan: ChosenSettings | None = None
         self.state.add_part("base", base.state)
-        # Sums of fewer steps than the others' can't be compared with theirs.
+        # Sums over different numbers of steps can't be compared.
         samples = State(place, together=True)
         self.samples = samples.add("sum", Merge.SAME, self._sampled, row="sampled gradients")
         self.state.add_part("samples", samples)
@@ -232,19 +240,19 @@ class LGreCoMean(Reduction):
         steps_left = self.method.steps_to_plan(step.number)
         self.base.watch = self._sample if link.rank == 0 and steps_left < self.method.samples else None
         yield from self.base.run(link, bucket, step)
-        # The jobs of all other buckets have begun, and so have read their settings.
+        # The jobs of all other buckets have begun and have read their settings.
         if bucket.last and steps_left == 0:
             yield from self._renew(link, step.number)
 
     def _sample(self, name: str, x: Tensor) -> None:
-        """Add up what the base is about to compress."""
+        """Add up the values that the base is about to compress."""
         if self._sampled(name, self.place.shapes[name]) is None:
             return
         held = self.samples.get(name)
         self.samples[name] = x.clone() if held is None else held.add_(x)
 
     def _renew(self, link: Link, number: int) -> Rounds[None]:
-        """Plan on rank 0, tell all, and switch; without finite samples everything stays as it is."""
+        """Plan on rank 0, send the plan to all ranks, and switch to it. Without finite samples nothing changes."""
         options = self._options()
         words = torch.full((len(options) + 3,), math.nan, dtype=torch.float64)
         if link.rank == 0:
@@ -262,13 +270,13 @@ class LGreCoMean(Reduction):
             log.warning("thinwire: step %d: no new plan of %s: no finite gradients", number + 1, self.method.name)
 
     def _options(self) -> dict[str, list[float]]:
-        """The candidates of each parameter that has any, in the order of names, which is that of no bucket."""
+        """Candidates of each parameter that has any, sorted by name, since the order of buckets may change."""
         shapes = self.place.shapes
         found = {name: self.method.base.candidates(shapes[name], self.method.span) for name in sorted(shapes)}
         return {name: candidates for name, candidates in found.items() if candidates}
 
     def _choose(self, options: Mapping[str, list[float]], words: Tensor) -> None:
-        """words: a setting per parameter, then the three errors of ChosenSettings; unchanged without finite samples."""
+        """Fill `words` with a setting per parameter and ChosenSettings' three errors, unless samples are not finite."""
         base = self.method.base
         sums = self.samples.tensors
         if not sums or not all(bool(torch.isfinite(total).all()) for total in sums.values()):
@@ -287,7 +295,7 @@ class LGreCoMean(Reduction):
         words.copy_(torch.tensor([*settings, *totals], dtype=torch.float64))
 
     def _report(self, plan: ChosenSettings) -> None:
-        """Log what changes, a line each."""
+        """Log the changes, one line each."""
         before = {name: self.base.settings.get(name, self.method.base.uniform) for name in plan.settings}
         log.warning("thinwire: step %d: %s: %s; %s", plan.step, self.method.name, *self._summary(plan))
         for name, setting in plan.settings.items():
@@ -295,7 +303,7 @@ class LGreCoMean(Reduction):
                 log.info("thinwire: step %d: %s: %g -> %g", plan.step, name, before[name], setting)
 
     def _summary(self, plan: ChosenSettings) -> tuple[str, str]:
-        """(How many gradients have a setting of their own, bytes and error against the uniform setting's)."""
+        """Number of gradients that have a setting of their own; bytes and error compared with the uniform setting's."""
         base = self.method.base
         uniform = dict.fromkeys(plan.settings, base.uniform)
         here, there = (

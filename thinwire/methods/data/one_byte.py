@@ -11,7 +11,7 @@ from thinwire.methods.forward import ForwardMethod
 from thinwire.methods.options import check_types
 from thinwire.methods.slope_code import MAX_SLOPE
 
-# What the sum over n samples is multiplied by.
+# Factors by which the sum over n samples is multiplied.
 AVERAGES = {"mean": -1.0, "sqrt": -0.5}
 
 
@@ -19,9 +19,9 @@ AVERAGES = {"mean": -1.0, "sqrt": -0.5}
 class OneByte(ForwardMethod):
     """Fine-tuning without backward: a gradient is one byte along a direction that every rank draws for itself.
 
-    p = (L(w + eps z) - L(w - eps z)) / (2 eps), z normal, drawn from (seed, step, rank, k), never sent. Every rank gets
-    every p as one byte, and gives its optimizer g = (1/n) sum p z over all n samples of all ranks; E[g] is the gradient
-    to within O(eps^2), |g - E[g]|^2 about (d + 1)/n of its square, for d trained parameters.
+    p = (L(w + eps z) - L(w - eps z)) / (2 eps). z is normal, drawn from (seed, step, rank, k), and never sent. Every
+    rank gets every p as one byte, and gives its optimizer g = (1/n) sum p z over all n samples of all ranks. E[g] is
+    the gradient to within O(eps^2), and |g - E[g]|^2 is about (d + 1)/n of its square, for d trained parameters.
 
     Raises ConfigError for values out of range. Source: Zelikman, Huang, Liang, Haber and Goodman, "Just One Byte (per
     gradient)" (2023); Malladi et al., "Fine-Tuning Language Models with Just Forward Passes" (NeurIPS 2023), algorithm
@@ -62,5 +62,5 @@ class OneByte(ForwardMethod):
             )
 
     def factor(self, num_samples: int) -> float:
-        """What the sum over this many samples is multiplied by."""
+        """Factor by which the sum over `num_samples` samples is multiplied."""
         return num_samples ** AVERAGES[self.average]

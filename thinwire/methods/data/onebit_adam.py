@@ -26,10 +26,10 @@ from thinwire.state.memory import Kept, KeptSpan, Place, Residual
 from thinwire.table import Row
 
 log = logging.getLogger("thinwire")
-# Of a run whose length is known, and with no step stated, exact Adam takes this share.
+# Share of the run that exact Adam takes, if the run's length is known and no step is stated.
 DEFAULT_SHARE = 0.2
 SETTLED = 0.96
-# That of OneBitAdamW in a training run.
+# The beta2 of OneBitAdamW in a training run.
 BETA2 = 0.999
 
 
@@ -37,13 +37,13 @@ BETA2 = 0.999
 class OneBitAdam(OnWholeStep):
     """Adam that freezes its variance and then exchanges momenta as signs, with error feedback at both ends.
 
-        first:  g averaged in fp32; Adam as ever
+        first:  g averaged in fp32; plain Adam
         then:   y = b1 m + (1 - b1) g + e    e <- y - C(y)             on every node; C(y) to each slice's server
                 z = mean of C(y) + E         E <- z - C(z)             on the server; C(z) to all, where it becomes m
                 x <- x - lr m / (sqrt(v) + eps)                        v as it was when the first part ended
 
-    C(y) = sign(y) |y| / sqrt(d) for each tensor and server. The automatic rule freezes once, with the learning rate not
-    rising, |v| has kept 0.96 of what it was 1 / (1 - b2) steps before (1-norms, bias corrected). Tensors with fewer
+    C(y) = sign(y) |y| / sqrt(d) for each tensor and server. The automatic rule freezes once the learning rate does not
+    rise and |v| has kept 0.96 of its value 1 / (1 - b2) steps earlier (1-norms, bias corrected). Tensors with fewer
     than two dimensions stay with exact Adam, in fp32. Takes thinwire.OneBitAdamW, which has b1, b2.
 
     Raises ConfigError for values out of range. Source: Tang et al., "1-bit Adam" (ICML 2021), algorithm 1.
@@ -79,17 +79,17 @@ class OneBitAdam(OnWholeStep):
 
     @property
     def codec(self) -> Codec:
-        """C: one scale for everything that is encoded at once."""
+        """Codec C: one scale for all elements of a call."""
         return Sign(group=1 << 30, norm="l2")
 
     @property
     def settled_after(self) -> int:
-        """The exact steps; the fewest that there can be, where the variance says when it has settled."""
-        # The first step has no variance before it, and the last exact one ends with the vote.
+        """Number of exact steps; the smallest possible number if the automatic rule decides."""
+        # There is no variance before the first step, and the last exact step ends with the ranks' vote.
         return int(self.freeze) if self.freeze else _window(BETA2) + 2
 
     def for_run(self, num_steps: int, num_warmup_steps: int) -> OneBitAdam:
-        """With `freeze` as a number of steps; see PlannedByRun."""
+        """The same method with `freeze` as a number of steps; see PlannedByRun."""
         if self.freeze == 0:
             if num_steps <= self.settled_after:
                 raise ConfigError(
@@ -127,11 +127,12 @@ class OneBitAdam(OnWholeStep):
 
 
 class OneBitMean(WholeStep):
-    """The mean gradient, and once the variance is frozen the mean momentum, compressed on its way there and back.
+    """The mean gradient. Once the variance is frozen, the mean momentum, compressed in both directions.
 
-    It keeps `worker`, e, of this local rank's slices, once a node, and `server`, E, of the chunks that it serves. Once
-    frozen, and where no element is masked: sum of the momenta that came out + mean over ranks of both, in units of a
-    rank's momentum = sum of the means of b1 m + (1 - b1) g.
+    State: `worker`, e, of this local rank's slices, once a node; `server`, E, of the chunks that it serves. Once
+        frozen,
+    if no element is masked: sum of the output momenta + mean over ranks of both errors, in units of a rank's momentum =
+    sum of the means of b1 m + (1 - b1) g.
     """
 
     optimizer: OneBitAdamW
@@ -139,7 +140,7 @@ class OneBitMean(WholeStep):
     def __init__(self, method: OneBitAdam, place: Place) -> None:
         super().__init__(method.clip, place)
         self.method, self.codec = method, method.codec
-        # Clipping comes before it.
+        # Clipping comes before compression.
         residual = Residual("error feedback of momenta", after_clip=None)
         self.worker = self.state.add("worker", residual, self._worker_shape, self.slice_spans, row="error feedback")
         self.server = self.state.add("server", residual, self._server_shape, self._server_spans, row="error feedback")
@@ -170,12 +171,12 @@ class OneBitMean(WholeStep):
         self._betas = {name: betas[id(param)] for name, param in self._params.items()}
 
     def unit(self) -> int:
-        """A slice has a chunk for the server on each node, and a chunk whole bytes of signs."""
+        """Elements by which slices are padded: a chunk per node, and whole bytes of signs per chunk."""
         return 8 * self.grid.num_nodes
 
     @property
     def is_frozen(self) -> bool:
-        """Whether momenta travel."""
+        """Whether momenta are sent."""
         return any(self.optimizer.is_frozen(param) for param in self._params.values())
 
     def reduce(self, link: Link, grads: dict[str, Tensor], step: Step) -> Rounds[None]:
@@ -186,14 +187,14 @@ class OneBitMean(WholeStep):
             outs |= means
         else:
             outs, votes = yield from self.dense_mean(link, grads, scale, vote=float(self._is_ready(step)))
-            # All ranks, or none: their processors may have rounded differently.
+            # All ranks freeze together, because their processors may have rounded differently.
             if votes == link.topology.world_size:
                 self.optimizer.freeze_after_step(self._params.values())
         for name, out in outs.items():
             grads[name].copy_(out)
 
     def _tell(self, step: Step) -> None:
-        """Say once, on the first rank, that momenta travel from here on."""
+        """Report once, on the first rank, that momenta are sent from this step on."""
         if self._is_told or self.rank:
             return
         self._is_told = True
@@ -209,11 +210,11 @@ class OneBitMean(WholeStep):
         lr, before = max(step.lrs.values()), self._lr
         self._lr = lr
         if before is None:
-            # The first step, or that after a resume from another method: nobody knows yet whether it rises.
+            # In the first step, also after a resume from another method, a rise of the learning rate can't be seen.
             return False
         is_rising = lr > before
         if self.method.freeze:
-            # A resume may bring many steps, and an optimizer that starts anew.
+            # After a resume the step may be high while the optimizer is new.
             num_seen = max((int(state["step"]) for state in map(self._state, self._params) if state), default=0)
             is_due = min(step.number, num_seen) + 1 >= self.method.freeze
             if is_due and is_rising:
@@ -226,7 +227,7 @@ class OneBitMean(WholeStep):
         return self._has_settled() and not is_rising
 
     def _has_settled(self) -> bool:
-        """Whether |v|_1 has kept 0.96 of what it was 1 / (1 - b2) steps before."""
+        """Whether |v|_1 has kept 0.96 of its value 1 / (1 - b2) steps earlier."""
         states = [(self._state(name), self._betas[name][1]) for name in self._params]
         if not all(state for state, _ in states):
             return False
@@ -236,7 +237,7 @@ class OneBitMean(WholeStep):
         return len(self._variances) > window and self._variances[-1] >= SETTLED * self._variances[0]
 
     def compress(self, link: Link, grads: dict[str, Tensor], scale: float, step: Step) -> Rounds[Compressed]:
-        """The momenta that all ranks take over."""
+        """The momenta that all ranks adopt."""
         num_nodes = link.topology.num_nodes
         fresh = yield from self.node_mean(link, grads, scale)
         seen = {name: (self.slice_of(self._state(name)["exp_avg_sq"]) > 0).view(num_nodes, -1) for name in grads}
@@ -277,34 +278,34 @@ class OneBitMean(WholeStep):
         return mixed.add_(self.worker[name])
 
     def _served(self, name: str, packets: Tensor) -> Tensor:
-        """The mean of the nodes' packets, in their order, and what the last answer left out."""
+        """The mean of the nodes' packets, in their order, plus the error of the last answer."""
         total = torch.zeros(self._chunk_length(name))
         for packet in packets:
             self.codec.decode_add(packet, total)
         return total.div_(len(packets)).add_(self.server[name])
 
     def _keep(self, kept: Kept, name: str, given: Tensor, packets: Tensor, seen: Tensor) -> None:
-        """The error: what was given less what was sent, where there is a variance to divide by."""
+        """Store the error, what was given minus what was sent, wherever there is a variance to divide by."""
         sent = self._decoded(name, packets).view(given.shape)
         kept[name] = given.sub_(sent).mul_(seen)
 
     def _decoded(self, name: str, packets: Tensor) -> Tensor:
-        """uint8 [..., bytes] -> flat fp32."""
+        """Decode packets, uint8 [..., bytes], to flat fp32."""
         rows = packets.reshape(-1, packets.shape[-1])
         return torch.cat([self.codec.decode(row, self._chunk_length(name)) for row in rows])
 
     def _whole_momentum(self, name: str, packets: Tensor) -> Tensor:
-        """In the parameter's shape, 0 where it never had a gradient: signs can't say 0, and v is 0 there."""
+        """The momentum in the parameter's shape, 0 where there never was a gradient, since a sign can't express 0."""
         shape = self.shapes[name]
         momentum = self._decoded(name, packets)[: shape.numel()].view(shape)
         return momentum * (self._state(name)["exp_avg_sq"] > 0)
 
     def _chunk_length(self, name: str) -> int:
-        """Elements of a slice for which one node is the server."""
+        """Elements of a slice that one node serves."""
         return self.slice_length(self.shapes[name]) // self.grid.num_nodes
 
     def _answer_bytes(self) -> int:
-        """One chunk of every compressed parameter, encoded."""
+        """Bytes of one encoded chunk of every compressed parameter."""
         return sum(self.codec.packet_bytes(shape.numel()) for shape in self.server.shapes().values())
 
     def _parts(self, packets: Tensor) -> dict[str, Tensor]:
@@ -323,11 +324,11 @@ class OneBitMean(WholeStep):
         if self.method.freeze:
             first = ("exact Adam", f"the first {self.method.freeze:g} steps, in fp32", "freeze")
         else:
-            reason = "with the learning rate not rising, |v| has kept 0.96 of what it was 1 / (1 - beta2) steps before"
+            reason = "with the learning rate not rising, |v| has kept 0.96 of its value 1 / (1 - beta2) steps earlier"
             first = ("exact Adam", "until the variance has settled, in fp32", reason)
         return [("momenta", effect, "one scale for each tensor and server"), first, *self.common_rows()]
 
 
 def _window(beta2: float) -> int:
-    """Steps over which the variance must have kept its size: 1 / (1 - b2)."""
+    """Steps over which the variance must keep its size: 1 / (1 - b2)."""
     return math.ceil(1 / (1 - beta2) - 1e-6)

@@ -1,4 +1,4 @@
-"""PowerSGD: each gradient matrix travels as two thin ones, and what they lose is added the next time."""
+"""PowerSGD: sends each gradient matrix as two thin ones, and adds the loss to the next gradient."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ TINY = torch.finfo(torch.float32).tiny
 class PowerSGD(Plannable):
     """Rank-r gradients with error feedback, in any number of buckets.
 
-    For a gradient matrix G (n x m; further dimensions count as columns), E and Q kept from the last step, Q's columns
-    scaled to length 1, which changes no basis:
+    For a gradient matrix G (n x m; further dimensions count as columns), E and Q are kept from the last step, with Q's
+    columns scaled to length 1, which changes no basis:
         M  = G + E
         P  = orthonormal basis of the columns of sum_ranks M Q        n x r
         Q  = (1/P) sum_ranks M^T P                                    m x r
-        E  = M - P (M^T P)^T       and P Q^T takes the place of G
+        E  = M - P (M^T P)^T       and P Q^T replaces G
     The first Q is drawn from the seed. Vectors travel in fp32.
 
-    Raises ConfigError for a rank below 1, a start_step below 0, a min_compression below 1, a codec that is
-    no contraction.
+    Raises ConfigError for a rank below 1, a start_step below 0, a min_compression below 1, and a codec that is no
+    contraction.
     Source: Vogels et al., "PowerSGD", NeurIPS 2019, algorithms 1 and 2.
     """
 
@@ -82,11 +82,11 @@ class PowerSGD(Plannable):
         return LowRankMean(self, place, seed)
 
     def rank_of(self, shape: torch.Size) -> int:
-        """r for a gradient of this shape; 0 where it travels whole."""
+        """Rank r for a gradient of this shape; 0 if it travels whole."""
         return self.rank if self._saves(shape, self.rank) else 0
 
     def _saves(self, shape: torch.Size, rank: int) -> bool:
-        """Whether factors of that rank are so much smaller than the matrix; with them, it is below both dimensions."""
+        """Whether factors of this rank are `min_compression` times smaller than the matrix, and so below both sides."""
         if len(shape) < 2:
             return False
         n, m = shape[0], math.prod(shape[1:])
@@ -97,14 +97,14 @@ class PowerSGD(Plannable):
         return self.rank
 
     def candidates(self, shape: torch.Size, span: float) -> list[float]:
-        """The ranks from rank / span to rank * span that save enough of this shape; none where it travels whole."""
+        """Ranks from rank / span to rank * span that make this shape small enough; none if it travels whole."""
         if not self.rank_of(shape):
             return []
         ranks = range(math.ceil(self.rank / span), math.floor(self.rank * span) + 1)
         return [rank for rank in ranks if self._saves(shape, rank)]
 
     def errors(self, x: Tensor, settings: Sequence[float]) -> list[float]:
-        """|x - the best approximation of that rank|: the root of the sum of the squared singular values beyond it."""
+        """|x - best approximation of that rank|: the root of the sum of the squared remaining singular values."""
         matrix = x.reshape(x.shape[0], -1).double()
         gram = matrix @ matrix.T if matrix.shape[0] <= matrix.shape[1] else matrix.T @ matrix
         ascending = torch.linalg.eigvalsh(gram).clamp_(min=0)
@@ -112,13 +112,18 @@ class PowerSGD(Plannable):
         return [lost[-1 - int(rank)] for rank in settings]
 
     def size(self, shape: torch.Size, setting: float) -> int:
-        """Bytes of both factors, without the zeros that fill up a message."""
+        """Bytes of both factors, without the padding of the message."""
         num_elements = int(setting) * (shape[0] + math.prod(shape[1:]))
         return round(num_elements * self.codecs[0].bits_per_element / 8)
 
 
 class LowRankMean(Tunable):
-    """What PowerSGD keeps, by parameter: `error`, E as [n, m], of this rank; `q`, Q as [m, r], the same on all."""
+    """PowerSGD's reduction, with its state by parameter.
+
+    State:
+        error: E as [n, m], of this rank.
+        q: Q as [m, r], the same on all ranks.
+    """
 
     def __init__(self, method: PowerSGD, place: Place, seed: int) -> None:
         super().__init__(place)
@@ -146,13 +151,13 @@ class LowRankMean(Tunable):
             if self.watch:
                 for name, matrix in matrices.items():
                     self.watch(name, matrix)
-            # Column by column, since a group of integers shares a scale.
+            # Encode column by column, since a group of integers shares a scale.
             p_own = [(matrix @ self._q(name, matrix.shape[1], ranks[name])).T for name, matrix in matrices.items()]
         sums, p_sums = yield from together(
             sum_over_ranks(link.part(0), whole), sum_over_ranks(link.part(1), p_own, self.codec)
         )
         with link.timed("encode_s", "gradients"):
-            # A zero or a dependent column is no trouble for reflections: the basis has r columns all the same.
+            # Householder reflections give r columns even if a column is zero or dependent on others.
             bases = [torch.linalg.qr(p_sum.T).Q for p_sum in p_sums]
             q_own = [basis.T @ matrix for matrix, basis in zip(matrices.values(), bases, strict=True)]
         lost = self._lost(link.topology, q_own)
@@ -167,17 +172,17 @@ class LowRankMean(Tunable):
                 thin[name].copy_((basis @ q_sum).view(thin[name].shape))
 
     def _matrix(self, name: str, grad: Tensor) -> Tensor:
-        """M = G + E, in memory of its own, so that its place in a bucket does not matter to a matrix product."""
+        """M = G + E, in its own memory, so that matrix products do not depend on the gradient's place in a bucket."""
         return self.error[name] + grad.reshape(grad.shape[0], -1)
 
     def _rank_of(self, name: str, shape: torch.Size) -> int:
         return int(self.settings.get(name, self.method.rank_of(shape)))
 
     def _q(self, name: str, num_columns: int, rank: int) -> Tensor:
-        """Q of the last step, at first random; for a smaller rank less its last columns, for a larger one with more."""
+        """Q of the last step, random in the first. A smaller rank drops the last columns, a larger one adds columns."""
         held = self.q.get(name)
         if held is not None:
-            # The basis that comes of it is the same, and columns of one size are rounded alike.
+            # Scaling does not change the basis, and columns of one size are rounded alike.
             held = held / held.norm(dim=0).clamp_min(TINY)
             if held.shape[1] >= rank:
                 return held[:, :rank]
@@ -189,7 +194,7 @@ class LowRankMean(Tunable):
         return None if self.codec.traits.lossless else Lost.zeros(grid, self._slices(q_own, grid.world_size).width)
 
     def _less(self, q_own: list[Tensor], lost: Lost, link: Link) -> list[Tensor]:
-        """What of Q really went into the sum: this rank's part of it less what codecs lost here."""
+        """This rank's share of Q in the sum: its part minus the codecs' losses on this rank."""
         lost_here = self._slices(q_own, link.topology.world_size).unpack(lost.by_slices(link.topology, link.rank))
         return [q - loss.view(q.shape) for q, loss in zip(q_own, lost_here, strict=True)]
 
@@ -215,6 +220,6 @@ class LowRankMean(Tunable):
         return [
             ("gradients", effect, f"factors must be {method.min_compression:g} times smaller"),
             ("steps in fp32", f"the first {method.start_step}", "start_step"),
-            ("memory of the method", f"{held / 1e6:.3f} MB a rank", "error and Q, in fp32"),
+            ("state of the method", f"{held / 1e6:.3f} MB a rank", "error and Q, in fp32"),
             (WEIGHTS, "stay in whole rows and columns, others move", "a product of factors is zero nowhere else"),
         ]

@@ -1,4 +1,4 @@
-"""Linear sketches on DDP: sums of a few random projections, fresh in every step; with noise, differentially private."""
+"""Linear sketches on DDP: a few random projections of each gradient, drawn anew in every step; optionally private."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from thinwire.table import Row
 SKETCH = CodecRule(
     lambda codec: isinstance(codec, LinearSketch), "must be countsketch or gaussiansketch, of which sums travel"
 )
-# For how many steps the table says an epsilon before the first one.
+# Numbers of steps for which the start-up table states epsilon.
 FORESEEN_STEPS = (100, 1000, 10_000)
 
 
@@ -46,15 +46,15 @@ class Sketch(DDPMethod):
     """Each gradient matrix travels as n / ratio random sums of its elements, drawn anew in every step.
 
     y_r = R_t g_r on rank r, with R_t from (seed, step, parameter), the same on all ranks and E[R_t^T R_t] = I. Sums of
-    sketches are sketches of sums, so the y_r are added up like gradients, and g = R_t^T (1/P) sum_r y_r: unbiased, with
-    |g|^2 about 1 + ratio times the mean gradient's, so that the learning rate has to be smaller. Vectors and tensors
-    under 256 elements travel as they are.
+    sketches are sketches of sums, so the y_r are added up like gradients, and g = R_t^T (1/P) sum_r y_r. This is
+    unbiased, and |g|^2 is about 1 + ratio times the mean gradient's, so it needs a smaller learning rate. Vectors and
+    tensors under 256 elements travel in fp32.
 
-    With a biased codec, the best contraction R_t^T y / (1 + ratio) is decoded instead, and what it lost is added to the
-    next gradient. Every rank adds its part of the noise before anything leaves it.
+    With a biased codec, the best contraction R_t^T y / (1 + ratio) is decoded instead, and its loss is added to the
+    next gradient. With noise, every rank adds its part of the noise before it sends anything.
 
     Raises ConfigError for a codec that is no sketch, noise without clip, a biased codec with clip, and
-    noise where the package dp-accounting is missing.
+    noise if the package dp-accounting is missing.
     Source: Song, Wang, Yu and Zhang, "Sketching for first order method" (ICML 2023).
     """
 
@@ -105,17 +105,17 @@ class Sketch(DDPMethod):
 
     @property
     def single_bucket(self) -> bool:
-        """A norm over all that is sent needs all of it."""
+        """Whether one bucket holds all gradients: a norm over all sent values needs all of them."""
         return self.clip > 0
 
     @property
     def linear(self) -> LinearSketch:
-        """What a matrix goes through."""
+        """Sketch of a matrix."""
         return cast(LinearSketch, codec_of(self, "codec", SKETCH))
 
     @property
     def feedback(self) -> bool:
-        """Whether what is lost is added to the next gradient."""
+        """Whether losses are added to the next gradient."""
         return not self.linear.unbiased
 
     def reduction(self, place: Place, seed: int) -> SketchMean:
@@ -123,14 +123,14 @@ class Sketch(DDPMethod):
 
 
 def clip_(values: Tensor, bound: float) -> Tensor:
-    """Scale to a 2-norm of at most `bound`, in place. NaN stays NaN, and inf becomes it."""
+    """Scale to a 2-norm of at most `bound`, in place. NaN stays NaN, and inf becomes NaN."""
     norm = values.norm(dtype=torch.float64)
     return values if norm <= bound else values.mul_(bound / norm)
 
 
 @dataclass(frozen=True)
 class SketchSection:
-    """Where a gradient's sums, or the gradient itself, lie in the message of its bucket."""
+    """Place of a gradient's sums, or of the gradient itself, in the message of its bucket."""
 
     name: str
     grad: Tensor
@@ -195,7 +195,7 @@ class SketchMean(Reduction):
         return shape if self.method.feedback and is_large_matrix(shape) else None
 
     def protect_(self, values: Tensor, rank: int, step: int) -> None:
-        """Clip what leaves this rank, and add its part of the noise: a P-th of the variance."""
+        """Clip the values that leave this rank, and add its part of the noise: 1/P of the variance."""
         if self.method.clip:
             clip_(values, self.method.clip)
         if self.method.noise:
@@ -235,4 +235,4 @@ class SketchMean(Reduction):
         yield f"noise {self.method.noise:g} x clip", f"epsilon {ahead}", f"delta {self.method.delta:g}"
         yield f"epsilon so far, {self.num_noisy} steps", f"{so_far:.3g}", "unit: all that one rank ever sends, or zeros"
         if self.method.noise_seed is not None:
-            yield f"noise_seed {self.method.noise_seed}", "no privacy", "who knows it can take the noise away"
+            yield f"noise_seed {self.method.noise_seed}", "no privacy", "anyone who knows it can remove the noise"

@@ -1,4 +1,4 @@
-"""torch's own PowerSGD hook, to be compared with."""
+"""torch's own PowerSGD hook, for comparison."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from thinwire.table import Row
 
 @dataclass(frozen=True)
 class TorchPowerSGD(DDPMethod):
-    """torch's PowerSGD hook: each gradient matrix travels as two thin ones, and what they lose is added the next time.
+    """torch's PowerSGD hook: sends each gradient matrix as two thin ones, and adds the loss to the next gradient.
 
-    M (n x m) is sent as P = M Q (n x r) and Q = M^T P (m x r), P orthonormal, both summed over ranks; M is replaced by
-    P Q^T and M - P Q^T is kept. Vectors travel in fp32. All gradients are one bucket, reduced after backward.
+    M (n x m) is sent as P = M Q (n x r) and Q = M^T P (m x r), P orthonormal, both summed over ranks. M is replaced by
+    P Q^T, and M - P Q^T is kept. Vectors travel in fp32. All gradients are one bucket, reduced after backward.
 
     Raises ConfigError for a rank below 1, a start_step below 2, a min_compression below 1.
     Source: Vogels et al., "PowerSGD", NeurIPS 2019, algorithm 1 and 2.
@@ -64,14 +64,14 @@ class TorchPowerSGD(DDPMethod):
         return HookMean(self, place, seed)
 
 
-# torch keeps errors by bucket, of which there is one, the same on every world.
+# torch keeps errors by bucket. There is one bucket, the same in every world.
 BUCKETS = "error feedback of torch's buckets"
 
 
 class HookMean(Reduction):
-    """torch's powerSGD_hook, which starts one collective from the end of another.
+    """torch's powerSGD_hook, which starts one collective when another ends.
 
-    That is safe as long as nobody else uses the group meanwhile: the communication thread stands still for it.
+    This is safe only if nothing else uses the group meanwhile, so the communication thread waits for it.
     """
 
     is_metered = False
@@ -83,11 +83,11 @@ class HookMean(Reduction):
             matrix_approximation_rank=method.rank,
             start_powerSGD_iter=method.start_step,
             min_compression_rate=method.min_compression,
-            # A column of zeros has no direction: without it, 0/0 where rank is 1 or 2. Higher ranks take a QR.
+            # Prevents 0/0 for a column of zeros at rank 1 or 2. Higher ranks use a QR decomposition.
             orthogonalization_epsilon=1e-8,
             random_seed=seed % (1 << 32),
         )
-        # The hook can't go on with P and without Q.
+        # The hook can't continue with P but without Q.
         self.state = State(place, together=True)
         error, p, q = self.hook.error_dict, self.hook.p_memory_dict, self.hook.q_memory_dict
         self.state.add("error", MeanMerge(BUCKETS), row="error feedback", tensors=error)
@@ -145,7 +145,7 @@ class HookMean(Reduction):
         return (n + m) * self._rank_of(shape) * self.hook.min_compression_rate < n * m
 
     def _num_sent(self, shape: torch.Size) -> int:
-        """Elements that travel for one gradient: r (n + m), or all n m of them where that saves too little."""
+        """Elements sent for one gradient: r (n + m), or all n m if that saves too little."""
         return sum(_matrix(shape)) * self._rank_of(shape) if self._is_thin(shape) else shape.numel()
 
 

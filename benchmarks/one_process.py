@@ -43,7 +43,7 @@ from thinwire.hosts.islands.optimizer import IslandsOptimizer
 from thinwire.hosts.ranks import Ranks
 from thinwire.hosts.sharded.optimizer import ShardedOptimizer
 from thinwire.methods.ddp import DDPMethod
-from thinwire.methods.islands.base import IslandsMethod
+from thinwire.methods.outer.base import IslandsMethod
 from thinwire.methods.sharded import ShardedMethod
 from thinwire.models import build_model
 from thinwire.state.memory import Place
@@ -276,7 +276,7 @@ def _islands(
 ) -> Hosted:
     inside = host(method.inner, model, inner, World(1, world.turn), 0, run)
     loop = OuterLoop(
-        inside.optimizer, model, method.method(), LocalPeers(world, rank), torch_optimizer=inner, seed=run.config.seed
+        inside.optimizer, model, method.outer(), LocalPeers(world, rank), torch_optimizer=inner, seed=run.config.seed
     )
     return Hosted(IslandsOptimizer(inside.optimizer, loop, method), inside.launch)
 

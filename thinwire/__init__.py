@@ -23,7 +23,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "thinwire.hosts.ddp.attach": ("CompressedDDP", "compress_ddp"),
     "thinwire.hosts.fsdp.compress": ("CompressedFSDP", "compress_fsdp"),
     # Methods that make their context too, where the host that runs it is loaded.
-    "thinwire.hosts.islands.fronts": (
+    "thinwire.fronts": (
         "DADAO", "DiLoCo", "FedFix", "Gossip", "LocalSGD", "SparseLoCo", "StreamingDiLoCo",
     ),
     "thinwire.hosts.islands.library": ("Islands",),

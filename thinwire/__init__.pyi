@@ -44,6 +44,7 @@ from thinwire.hosts.sharded.wrap import zero as zero
 from thinwire.layout.formats import Strategy as Strategy
 from thinwire.methods.interface import Method as Method
 from thinwire.methods.pipeline.border import Border as Border
+from thinwire.methods.plain_ddp import DDP as DDP
 from thinwire.methods.sharded import ShardedMethod as ShardedMethod
 from thinwire.methods.slope_log import SlopeLog as SlopeLog
 from thinwire.optim import DGCSGD as DGCSGD, LANS as LANS, Muon as Muon, OneBitAdamW as OneBitAdamW

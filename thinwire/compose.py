@@ -21,7 +21,6 @@ import thinwire.hosts.fsdp.optimizer
 import thinwire.hosts.islands.library
 import thinwire.hosts.islands.optimizer
 import thinwire.hosts.islands.own_pace
-import thinwire.hosts.islands.ticks
 import thinwire.hosts.sharded.wrap  # noqa: F401
 from thinwire import _compat
 from thinwire.checkpoint import Snapshot, Source
@@ -33,7 +32,7 @@ from thinwire.hosts.ranks import Axis, along
 from thinwire.hosts.tensor import TensorAxis, check_same_copies, cut_parameters, misfits
 from thinwire.layout.mesh import AXES, check_axis
 from thinwire.methods.interface import Method
-from thinwire.methods.islands.base import Connected, IslandsMethod
+from thinwire.methods.outer.base import Connected, IslandsMethod
 from thinwire.registry import check_on_mesh
 from thinwire.table import Row, announce as announce_table
 
@@ -206,7 +205,7 @@ def checked_method(model: nn.Module, mesh: DeviceMesh, methods: Sequence[Method 
         method = composed(methods, mesh)
     if method is not None and ("tensor" in names or mesh.size() < dist.get_world_size()):
         with problems.collect():
-            check_on_mesh(method.strategy if isinstance(method, Connected) else method)
+            check_on_mesh(method.method if isinstance(method, Connected) else method)
     if "tensor" in names:
         problems.messages += misfits(model, mesh["tensor"])
     elif foreign := next((name for name, param in model.named_parameters() if isinstance(param, DTensor)), None):

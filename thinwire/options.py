@@ -11,8 +11,8 @@ from typing import Any
 from thinwire.errors import ConfigError, Problems, nearest, type_name
 from thinwire.flags import options_of
 from thinwire.methods.interface import Method, PlannedByRun
-from thinwire.methods.islands.base import IslandsMethod
 from thinwire.methods.options import fits
+from thinwire.methods.outer.base import IslandsMethod
 from thinwire.models.llama import LlamaConfig
 from thinwire.registry import STRATEGIES, class_of
 

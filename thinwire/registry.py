@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 from thinwire.errors import ConfigError, nearest
-from thinwire.methods.data.ddp import DDP as DDP
 from thinwire.methods.data.demo import DeMo as DeMo
 from thinwire.methods.data.dgc import DGC as DGC
 from thinwire.methods.data.dion import Dion as Dion
@@ -31,10 +30,13 @@ from thinwire.methods.data.zero_compressed import ZeroCompressed as ZeroCompress
 from thinwire.methods.data.zeropp import ZeroPP as ZeroPP
 from thinwire.methods.interface import Method
 from thinwire.methods.islands.dadao import DADAO
-from thinwire.methods.islands.diloco import ISLANDS
+from thinwire.methods.islands.diloco import DiLoCo
 from thinwire.methods.islands.fedfix import FedFix
 from thinwire.methods.islands.gossip import Gossip
+from thinwire.methods.islands.local_sgd import LocalSGD
 from thinwire.methods.islands.sparseloco import SparseLoCo
+from thinwire.methods.islands.streaming_diloco import StreamingDiLoCo
+from thinwire.methods.plain_ddp import DDP as DDP
 
 STRATEGIES: dict[str, Callable[..., Method]] = {
     "zero": Zero,
@@ -65,7 +67,9 @@ STRATEGIES: dict[str, Callable[..., Method]] = {
     "frontier": Frontier,
     "zeropp": ZeroPP,
     "one-byte": OneByte,
-    **ISLANDS,
+    "diloco": DiLoCo,
+    "streaming-diloco": StreamingDiLoCo,
+    "local-sgd": LocalSGD,
     "sparseloco": SparseLoCo,
     "fedfix": FedFix,
     "gossip": Gossip,

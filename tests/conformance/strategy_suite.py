@@ -26,7 +26,6 @@ import thinwire
 from tests.workers import Rows, run_rows, run_workers
 from thinwire.compose import apply
 from thinwire.hosts.interface import ParallelOptimizer
-from thinwire.methods.data.ddp import DDP
 from thinwire.methods.data.frontier import Frontier
 from thinwire.methods.data.fsdp import FSDP
 from thinwire.methods.data.one_byte import OneByte
@@ -36,6 +35,7 @@ from thinwire.methods.data.two_way import TwoWay
 from thinwire.methods.data.zero import Zero, ZeroBF16
 from thinwire.methods.data.zero_compressed import ZeroCompressed
 from thinwire.methods.data.zeropp import ZeroPP
+from thinwire.methods.plain_ddp import DDP
 
 STEPS = 20
 ALL_GRIDS = ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4))

@@ -19,7 +19,7 @@ import thinwire
 from tests.conformance import reduction_suite, strategy_suite
 from tests.golden.arithmetic import digest, fingerprint
 from tests.workers import run_command, run_rows, run_workers
-from thinwire.methods.islands.own_pace import OwnPaceMethod
+from thinwire.methods.own_pace.base import OwnPaceMethod
 
 STEPS = 20
 # The optimizers that the suites train with.

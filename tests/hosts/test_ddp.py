@@ -25,10 +25,10 @@ from thinwire import (
     compress_ddp,
 )
 from thinwire.compose import apply
-from thinwire.methods.data.ddp import DDP
 from thinwire.methods.data.torch_powersgd import TorchPowerSGD
 from thinwire.methods.data.zero_compressed import ZeroCompressed
 from thinwire.methods.interface import Method
+from thinwire.methods.plain_ddp import DDP
 from thinwire.registry import strategy_named
 from thinwire.state.clipping import Clipping
 
@@ -154,7 +154,7 @@ def test_the_start_table_says_what_is_in_effect() -> None:
     assert described["sent per rank and step"] == f"{(576 * 4 + 24) / 1e6:.3f} MB"
 
 
-OWING: tuple[Method, ...] = (
+WITH_RESIDUALS: tuple[Method, ...] = (
     EFTopK("topk10%"),
     TwoWay(min_bytes=0),
     Sketch("countsketch4:biased"),
@@ -174,7 +174,7 @@ def residual_of(optimizer: Any) -> torch.Tensor:
 def clipped(rank: int, world_size: int) -> list[tuple[float, float]]:
     """By method: by how much clipping shortened the mean gradient, and this rank's residual."""
     told = []
-    for strategy in OWING:
+    for strategy in WITH_RESIDUALS:
         ddp, optimizer = wrapped(nn.Linear(40, 40, bias=False), strategy)
         for step in range(2):
             ddp(torch.randn(8, 40, generator=torch.Generator().manual_seed(2 * step + rank))).square().sum().backward()
@@ -186,7 +186,7 @@ def clipped(rank: int, world_size: int) -> list[tuple[float, float]]:
             optimizer.zero_grad()
         told.append((0.01 / norm, float(left.norm() / residual.norm())))
         optimizer.close()
-    # Methods that clip for themselves, by an option of that name, owe nothing to the step's clipping.
+    # Methods that clip for themselves, by an option of that name, keep no residual that the step's clipping must scale.
     for own, make in ((DGC(warmup=()), DGCSGD), (OneBitAdam(freeze=2), OneBitAdamW)):
         ddp, optimizer = wrapped(nn.Linear(40, 40, bias=False), own, make=make)
         ddp(torch.ones(8, 40)).square().sum().backward()

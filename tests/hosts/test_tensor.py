@@ -225,7 +225,7 @@ WAY = [("mesh", (2, 2)), ("flat", (4, 1)), ("again", (2, 2))]
 
 
 def move(rank: int, world_size: int, name: str, folder: Path) -> list[dict[str, Any]]:
-    """What ranks owe to the weights after some steps, and on each mesh that takes the checkpoint of the one before."""
+    """The residuals of all ranks after some steps, and on each mesh that takes the checkpoint of the one before."""
     found = []
     for number, (key, sizes) in enumerate(WAY):
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("data", "tensor"))
@@ -243,8 +243,8 @@ def move(rank: int, world_size: int, name: str, folder: Path) -> list[dict[str, 
             assert not any("dropped" in row and "feedback" in row[0] for row in source.report()), source.report()
         place = (mesh["data"].get_local_rank(), mesh["tensor"].get_local_rank())
         shapes = {key: param.shape for key, param in model.named_parameters()}
-        owing: Any = SimpleNamespace(optimizer=stage.optimizer, rank=stage.optimizer.comm.rank)
-        residuals = {key: flat.view(shapes[key]) for key, flat in Replica.residuals(owing).items()}
+        replica: Any = SimpleNamespace(optimizer=stage.optimizer, rank=stage.optimizer.comm.rank)
+        residuals = {key: flat.view(shapes[key]) for key, flat in Replica.residuals(replica).items()}
         found.append({"residuals": residuals, "place": place})
         save(stage, folder / name / key, number + 1)
         stage.forward_backward(batches(9, place[0], sizes[0]))

@@ -23,7 +23,7 @@ MAX_ADAPTATIONS = 10
 
 
 def places(num_elements: int, density: float) -> int:
-    """k = ceil(density n), at least 1 of any n >= 1; 1e-9 forgives the rounding of a decimal density."""
+    """k = ceil(density n), at least 1 of any n >= 1; 1e-9 makes up for the rounding of a decimal density."""
     return max(math.ceil(density * num_elements - 1e-9), min(1, num_elements))
 
 

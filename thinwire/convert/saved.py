@@ -13,7 +13,7 @@ from thinwire.checkpoint.folder import Manifest, folder_of
 from thinwire.data import Tokenizer, load_tokenizer
 from thinwire.errors import ConfigError, Problems
 from thinwire.hosts.islands.optimizer import OUTER
-from thinwire.methods.islands.outer import parameters_in
+from thinwire.methods.outer.parameters import parameters_in
 from thinwire.models import build_model
 from thinwire.options import LLAMA
 from thinwire.training.config import TrainConfig

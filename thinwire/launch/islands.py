@@ -80,7 +80,7 @@ class Children:
                 child.send_signal(signum)
 
     def ended(self) -> dict[int, int]:
-        """Exit codes, as a shell states them, of those that have ended since the last look."""
+        """Exit codes, as a shell gives them, of the islands that have ended since the last call."""
         codes = {number: code for number, child in self.running.items() if (code := child.poll()) is not None}
         for number in codes:
             del self.running[number]

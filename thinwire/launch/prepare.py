@@ -25,7 +25,7 @@ from thinwire.launch.start import Start
 from thinwire.layout.mesh import MeshShape
 from thinwire.methods.fsdp import FSDPMethod
 from thinwire.methods.interface import Method
-from thinwire.methods.islands.base import IslandsMethod
+from thinwire.methods.outer.base import IslandsMethod
 from thinwire.methods.sharded import ShardedMethod
 from thinwire.models import build_model
 from thinwire.models.hf import check_hf, look_into

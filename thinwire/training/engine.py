@@ -21,7 +21,7 @@ from thinwire.data import BatchLoader, Tokenizer, heldout_batches, load_tokenize
 from thinwire.device import Device
 from thinwire.layout.layers import layers_of
 from thinwire.layout.mesh import MeshShape
-from thinwire.methods.islands.base import connect
+from thinwire.methods.outer.base import connect
 from thinwire.models import build_model, generate
 from thinwire.models.llama import Llama, cut_over
 from thinwire.optim import make_optimizer

@@ -20,10 +20,11 @@ from tests.conformance.strategy_suite import hash_of
 from tests.workers import run_workers
 from thinwire import ConfigError, PeerLostError
 from thinwire.codecs import derive_seed
-from thinwire.hosts.islands.meetings import DADAONode
+from thinwire.hosts.islands.meetings import GradientNode
 from thinwire.methods.islands.dadao import DADAO, Z_TILDE, DadaoLaw, X, Z
-from thinwire.methods.islands.gossip import A2CiD2, Law
-from thinwire.methods.islands.graph import Graph, Meeting, Mixing
+from thinwire.methods.islands.gossip import A2CiD2
+from thinwire.methods.own_pace.graph import Graph, Meeting, Mixing
+from thinwire.methods.own_pace.pairs import Law
 
 
 @pytest.mark.parametrize("n", [2, 4, 7, 10])
@@ -252,7 +253,7 @@ class Logged(DadaoLaw):
         super().meet_(state, difference)
 
 
-class Timed(DADAONode):
+class Timed(GradientNode):
     """Says when each event was."""
 
     def _timed(self, event: Callable[..., None]) -> Callable[..., None]:

@@ -20,9 +20,9 @@ from thinwire.errors import ConfigError
 from thinwire.hosts.islands.loop import OuterLoop
 from thinwire.layout.fragments import cut
 from thinwire.layout.layout import Layout
-from thinwire.methods.islands.exchange import message_bytes
-from thinwire.methods.islands.method import Schedule
-from thinwire.methods.islands.outer import merged
+from thinwire.methods.outer.exchange import message_bytes
+from thinwire.methods.outer.method import Schedule
+from thinwire.methods.outer.parameters import merged
 
 LAYERS = 4
 
@@ -133,6 +133,7 @@ def test_mix_is_the_share_of_the_own_weights() -> None:
         ({"outer_momentum": 1.0}, "outer_momentum 1.0"),
         ({"codec": "e3m1"}, "did you mean 'e3m0'"),
         ({"num_fragments": 9}, "nearest: 4"),
+        ({"num_fragments": 1, "pattern": "sequential"}, "pattern sequential: no effect"),
         ({"pattern": "stridde"}, "did you mean 'strided'"),
     ],
 )

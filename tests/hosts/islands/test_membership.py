@@ -24,7 +24,7 @@ from thinwire.collectives import ElasticPeers, exchange, faults, headers, host_m
 from thinwire.collectives.faults import parse
 from thinwire.errors import ConfigError, CorruptMessageError, PeerLostError, ThinwireError
 from thinwire.hosts.islands.recovery import COMMITTED, RECEIVED, UNSURE, IslandStatus, counting
-from thinwire.methods.islands.exchange import COMMIT, OPERATION
+from thinwire.methods.outer.exchange import COMMIT, OPERATION
 
 TIMEOUT_S = 8.0
 ISLANDS = 3

@@ -23,7 +23,7 @@ from thinwire.collectives import ElasticPeers, Topology, host_meeting
 from thinwire.compose import apply
 from thinwire.errors import ConfigError
 from thinwire.hosts.islands.optimizer import IslandsOptimizer
-from thinwire.methods.islands.base import IslandsMethod
+from thinwire.methods.outer.base import IslandsMethod
 from thinwire.registry import strategy_named
 
 EVERY = 4

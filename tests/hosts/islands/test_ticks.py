@@ -16,7 +16,7 @@ from tests.conformance.strategy_suite import hash_of
 from tests.workers import run_workers
 from thinwire.codecs import Integer
 from thinwire.errors import ConfigError, PeerLostError
-from thinwire.hosts.islands.ticks import FedFixIsland, Tick
+from thinwire.hosts.islands.ticks import CLOCK, CLOCK_BYTES, WORD_BYTES, RoundsIsland, Tick
 from thinwire.methods.islands.fedfix import FedFix
 
 LR, JOB, SLOW, SLOW_TICKS = 0.1, 2, 3, 8
@@ -42,7 +42,7 @@ def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, *args: Tensor) -
     return float(loss.detach())
 
 
-class Recorded(FedFixIsland):
+class Recorded(RoundsIsland):
     """Keeps what it hands in, the server after each tick, and who took part."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> None:
@@ -64,7 +64,9 @@ def quadratics(rank: int, weights: str, num_ticks: int) -> dict[str, Any]:
     model = Point(rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     before = 0
-    options: Any = {"interval_s": 0.01, "local_steps": JOB, "weights": weights, "max_ticks": 1000}
+    options: Any = {"interval_s": 0.01, "local_steps": JOB, "weights": weights}
+    if weights != "importance":
+        options["max_ticks"] = 1000
     with Recorded(model, optimizer, codec="fp32", **options) as fed:
         steps = 0
         while fed.ticks < num_ticks:
@@ -84,7 +86,7 @@ def quadratics(rank: int, weights: str, num_ticks: int) -> dict[str, Any]:
         "sent": (reading.sent_by("hand_in"), fed.jobs * fed.bytes_per_job),
         "words": (
             reading.sent_by("clock") + reading.operations["all_gather_exact", "inter"].sent_bytes,
-            fed.ticks * fed.bytes_per_tick,
+            fed.ticks * (fed.comm.world_size - 1) * (WORD_BYTES + CLOCK_BYTES * (rank == CLOCK)),
         ),
     }
 
@@ -145,8 +147,8 @@ def islands(rank: int, world_size: int) -> dict[str, Any]:
     again = thinwire.FedFix(model, optimizer, announce=False, **options)
     # The ranks' states are some ticks apart in a run; the newest is taken.
     if rank != 2:
-        state["counts"][0] -= 1
-        state["server"] += 1
+        state["state"]["ticks"] -= 1
+        state["state"]["server"]["model"] += 1
     again.load_state_dict(state)
     with again:
         pass

@@ -146,6 +146,7 @@ def test_a_dead_client_does_not_stop_the_others() -> None:
         ({"weights": "tick"}, "did you mean 'ticks'"),
         ({"outer_lr": 0.0}, "outer_lr 0"),
         ({"max_ticks": 0}, "max_ticks 0"),
+        ({"weights": "importance", "max_ticks": 4}, "max_ticks 4: no effect"),
         ({"codec": "int5"}, "nearest is 4"),
     ],
 )

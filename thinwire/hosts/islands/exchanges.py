@@ -17,9 +17,9 @@ from thinwire.codecs import derive_seed
 from thinwire.collectives import Peers
 from thinwire.errors import CorruptMessageError, PeerLostError
 from thinwire.layout.layout import Layout
-from thinwire.methods.islands.exchange import LAST, RENEW, STOP, Header, Sync
-from thinwire.methods.islands.method import OuterMethod
-from thinwire.methods.islands.outer import OuterFragment
+from thinwire.methods.outer.exchange import LAST, RENEW, STOP, Header, Sync
+from thinwire.methods.outer.method import OuterMethod
+from thinwire.methods.outer.parameters import OuterFragment
 
 LOOK_EVERY_S = 0.1
 
@@ -57,9 +57,9 @@ class Exchanges:
         self.schedule = method.schedule(len(fragments))
         self.options = repr((shapes_of(fragments), method, options))
         self.flights: deque[Flight] = deque()
+        self.state = method.state(fragments)
+        # On the first rank, one for each fragment.
         self.outer: list[OuterFragment] = []
-        # By fragment, what codecs have lost of this island's outer gradients; empty without error feedback.
-        self.lost: list[Tensor] = []
         # After which step the last exchanges were started.
         self.sent_through = 0
         self.weight = 1.0
@@ -73,13 +73,10 @@ class Exchanges:
 
     def begin(self, start: list[Tensor]) -> None:
         """Start anew from these weights, one flat tensor for each fragment; on the first rank."""
-        corrected = self.method.correction is not None
-        self.outer = [
-            OuterFragment.starting(fragment, flat, corrected=corrected)
-            for fragment, flat in zip(self.fragments, start, strict=True)
-        ]
-        if self.method.error_decay is not None:
-            self.lost = [fragment.zeros() for fragment in self.fragments]
+        self.state = self.method.state(self.fragments)
+        self.outer = [OuterFragment(self.state, number) for number in range(len(self.fragments))]
+        for outer, flat in zip(self.outer, start, strict=True):
+            outer.set_parameters(flat)
 
     def send(
         self, number: int, step: int, weights: Mapping[str, Tensor], *, wishes_stop: bool = False, is_last: bool = False
@@ -107,9 +104,9 @@ class Exchanges:
         self.flights.append(flight)
 
     def _decayed(self, number: int) -> Tensor | None:
-        """What is still owed of a fragment, to be added to what is sent now."""
-        decay = self.method.error_decay
-        return None if decay is None else self.lost[number].mul_(decay)
+        """The decayed error feedback of a fragment, which joins what is sent now; None without error feedback."""
+        decay, lost = self.method.error_decay, self.state.lost
+        return None if decay is None or lost is None else lost[str(number)].mul_(decay)
 
     def wait_for(self, sync: Sync) -> None:
         """Return when all members hold all messages.
@@ -122,7 +119,7 @@ class Exchanges:
                 self.result_of(sync.future)
 
     def result_of(self, future: Future) -> Any:
-        """What the islands do together; raises PeerLostError at once where a member is known to be lost."""
+        """The result of a job of all islands; raises PeerLostError at once where a member is known to be lost."""
         if not future.done():
             with self.peers.comm.meter.timed("exposed_s"):
                 while wait([future], timeout=LOOK_EVERY_S).not_done:
@@ -163,9 +160,9 @@ class Exchanges:
                 rest = rest[tensor.numel() :]
             outer.set_parameters(outer.parameters.clone())
             outer.number = count
-        # It was owed from other outer parameters.
-        for lost in self.lost:
-            lost.zero_()
+        # It counts from the outer parameters that this island had before.
+        if self.state.lost is not None:
+            self.state.lost.tensors.clear()
 
     def wait_for_all(self) -> None:
         """Wait for what is under way. What a loss has stopped is sent again, when it is due or the state is loaded."""
@@ -188,8 +185,7 @@ class Exchanges:
             flights.append((flight.fragment, flight.due, flight.members, told, flight.is_applied))
         return {
             "flights": flights,
-            "outer": [(o.parameters, o.momentum, o.number, o.correction) for o in self.outer],
-            "lost": self.lost,
+            "outer": self.state.state_dict(),
             "names": [fragment.names for fragment in self.fragments],
             "block": self.method.codec.block,
         }
@@ -197,14 +193,8 @@ class Exchanges:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what state_dict gave; messages that had not arrived are sent again."""
         self.drop_all()
-        for outer, (parameters, momentum, number, correction) in zip(self.outer, state["outer"], strict=True):
-            outer.set_parameters(parameters)
-            outer.momentum.copy_(momentum)
-            outer.number = number
-            if outer.correction is not None:
-                outer.correction.copy_(correction)
-        for lost, saved in zip(self.lost, state["lost"], strict=True):
-            lost.copy_(saved)
+        self.state.load_state_dict(state["outer"])
+        self.outer = [OuterFragment(self.state, number) for number in range(len(self.outer))]
         for fragment, due, members, told, is_applied in state["flights"]:
             flight = Flight(fragment, due, None, tuple(members), is_applied)
             if told is not None:

@@ -27,7 +27,7 @@ _num_waits: Counter[tuple[int, ...]] = Counter()
 
 
 class Host(Protocol):
-    """Whose weights are exchanged: see ParallelOptimizer. comm: the island's ranks; None for one."""
+    """An optimizer whose weights are exchanged; see ParallelOptimizer. comm: the island's ranks; None for one."""
 
     @property
     def comm(self) -> Communicator | None: ...
@@ -81,7 +81,7 @@ class TensorHost:
 
 
 class Decision(NamedTuple):
-    """What the first rank tells the others with every tensor.
+    """Numbers that the first rank sends to the others with every tensor.
 
     stop: islands have agreed to stop. jump: the step at which this island goes on, having caught up; 0: it needn't.
     """

@@ -20,8 +20,8 @@ from thinwire.errors import ConfigError
 from thinwire.hosts.islands.island import Host, ShardedHost
 from thinwire.hosts.islands.loop import OuterLoop
 from thinwire.hosts.islands.traffic import LoopTraffic
-from thinwire.methods.islands.base import IslandsMethod
-from thinwire.methods.islands.front import around
+from thinwire.methods.front import around
+from thinwire.methods.outer.base import IslandsMethod
 from thinwire.state.replicas import fitting_parameters
 from thinwire.state.whole import whole, write_whole
 from thinwire.table import Row, announce as announce_table
@@ -69,7 +69,7 @@ class Islands:
         model: the same on all islands.
         optimizer: a torch optimizer on a model that every rank of the island holds whole, or that torch shards over the
             island (tensor parallelism, FSDP2), or one made by `thinwire.zero`.
-        strategy: the outer method, such as `DiLoCo()`.
+        method: such as `DiLoCo()`.
         peers: the other islands, on the island's first rank; by default every rank of the default process group is an
             island.
         within: the ranks of this island where it has several, a process group or one dimension of a DeviceMesh. Where
@@ -87,7 +87,7 @@ class Islands:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        strategy: IslandsMethod,
+        method: IslandsMethod,
         *,
         peers: Peers | None = None,
         within: dist.ProcessGroup | DeviceMesh | None = None,
@@ -96,13 +96,13 @@ class Islands:
         checked: bool = False,
         announce: bool = True,
     ) -> None:
-        self.strategy = strategy
+        self.method = method
         comm = Communicator(within, timeout_s=timeout_s, checked=checked) if within is not None else None
         host: Host = optimizer if isinstance(optimizer, ShardedHost) else TorchWeights(model, optimizer, comm)
         torch_optimizer = optimizer.inner if isinstance(optimizer, ShardedHost) else optimizer
         if peers is None and host.comm is None:
             peers = WorldPeers(timeout_s=timeout_s, checked=checked)
-        self.loop = OuterLoop(host, model, strategy.method(), peers, torch_optimizer=torch_optimizer, seed=seed)
+        self.loop = OuterLoop(host, model, method.outer(), peers, torch_optimizer=torch_optimizer, seed=seed)
         self.traffic = LoopTraffic(self.loop)
         self._own_comm = comm
         own_meter = host.comm.meter if host.comm is not None else Meter()
@@ -140,7 +140,7 @@ class Islands:
 
     @property
     def weight(self) -> float:
-        """Of this island in the means of the exchanges that follow; set it on the island's first rank."""
+        """The weight of this island in the means of the exchanges that follow; set it on the island's first rank."""
         return self.loop.exchanges.weight
 
     @weight.setter
@@ -154,7 +154,7 @@ class Islands:
 
     def describe(self) -> list[Row]:
         """Rows of (asked for, in effect, why they differ or how it was found)."""
-        return [(f"method {self.strategy.name}", "around the optimizer's steps", ""), *self.traffic.rows()]
+        return [(f"method {self.method.name}", "around the optimizer's steps", ""), *self.traffic.rows()]
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the outer state; to be saved beside model and optimizer, between steps."""

@@ -16,12 +16,12 @@ from thinwire.collectives.faults import say
 from thinwire.collectives.peers import alone
 from thinwire.errors import CorruptMessageError, PeerLostError
 from thinwire.hosts.islands import levelling, recovery
+from thinwire.hosts.islands.correction import Correction
 from thinwire.hosts.islands.exchanges import Exchanges, Flight, shapes_of
 from thinwire.hosts.islands.island import Decision, Host, Island
 from thinwire.layout.fragments import cut
-from thinwire.methods.islands.fedspeed import Correction
-from thinwire.methods.islands.method import OuterMethod
-from thinwire.methods.islands.outer import merged
+from thinwire.methods.outer.method import OuterMethod
+from thinwire.methods.outer.parameters import merged
 from thinwire.optim.rewarming import Rewarming
 from thinwire.state.replicas import check_layout, short_digest
 from thinwire.state.whole import local_tensor, write_whole
@@ -106,7 +106,7 @@ class OuterLoop:
         self.steps = self.exchanges.sent_through = step
 
     def sum_over_islands(self, numbers: Sequence[float]) -> list[float]:
-        """What the islands' first ranks give, in all, in fp64; a collective over all ranks of all islands."""
+        """The sums over islands of what their first ranks give, fp64; a collective over all ranks of all islands."""
         total = self.island.first_does(lambda: levelling.sum_of(self.exchanges, numbers))
         own = torch.tensor(numbers, dtype=torch.float64)
         return self.island.share(own if total is None else total)[0].tolist()
@@ -255,12 +255,12 @@ class OuterLoop:
                 named[name].data.copy_(value)
 
     def state_dict(self) -> dict[str, Any]:
-        """What is needed to go on bit for bit; what is under way is waited for, and kept as messages."""
+        """The state from which the loop goes on bit for bit; what is under way is waited for, and kept as messages."""
         self.island.first_does(self.exchanges.wait_for_all)
         return {
             "steps": self.steps,
             **self.exchanges.state_dict(),
-            "correction": self.correction.state_dict() if self.correction is not None else {},
+            "correction": self.correction.state.state_dict() if self.correction is not None else {},
             "layout": self._layout(),
         }
 

@@ -23,15 +23,17 @@ from thinwire.collectives.reduce import all_reduce
 from thinwire.collectives.rounds import Rounds
 from thinwire.errors import ConfigError
 from thinwire.hosts.islands.background import Background, FlatModel
-from thinwire.methods.islands.dadao import DADAO, DadaoLaw, X
-from thinwire.methods.islands.front import around
-from thinwire.methods.islands.gossip import Gossip, GossipMethod, meeting_bytes
-from thinwire.methods.islands.graph import Meeting
+from thinwire.methods.front import around
+from thinwire.methods.own_pace.graph import Meeting
+from thinwire.methods.own_pace.pairs import GradientLaw, PairsMethod, meeting_bytes
+from thinwire.state.memory import Merge, Place, State
 from thinwire.state.replicas import check_layout, fitting_parameters, same_options, same_start, shapes_digest
 from thinwire.table import Row, announce as announce_table
 
 # Ranks submit different jobs, so a job has the number of what it is for, the same on those who take part in it.
 FIRST_MEETING = 1 << 10
+# The key of what is kept: all parameters as one vector.
+MODEL = "model"
 AT_THE_START, AT_THE_END = FIRST_MEETING - 2, FIRST_MEETING - 1
 
 
@@ -55,7 +57,7 @@ class Node:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
-        method: GossipMethod,
+        method: PairsMethod,
         *,
         group: dist.ProcessGroup | DeviceMesh | None = None,
         seed: int = 0,
@@ -75,8 +77,13 @@ class Node:
         self._mixing = law.mixing
         self._layout = {"rank": self.comm.rank, "edges": graph.edges, "parameters": shapes_digest(trained)}
         self._model = FlatModel(trained)
-        self.begin()
+        self.memory = State(Place({MODEL: torch.Size([self._model.numel])}, self.comm.topology, self.comm.rank))
+        self._vectors = self.memory.add(
+            "vectors", Merge.OWN, shape_of=lambda name, shape: torch.Size([len(law.mixing.matrix), *shape])
+        )
         self.entered = 0
+        self.memory.add_attributes(self, "entered")
+        self.begin()
         self.meetings = self.steps = 0
         self._is_inside = False
         if announce and self.comm.rank == 0:
@@ -84,7 +91,12 @@ class Node:
 
     def begin(self) -> None:
         """Start from the model's weights, which are the same on all ranks."""
-        self.state = self.law.start(self._model.read())
+        self._vectors[MODEL] = self.law.start(self._model.read())
+
+    @property
+    def state(self) -> Tensor:
+        """The node's vectors, fp32 [V, n], x first."""
+        return self._vectors[MODEL]
 
     def __enter__(self) -> Self:
         """Let time run, as soon as all have entered."""
@@ -196,7 +208,7 @@ class Node:
             ("graph", f"{graph.num_nodes} nodes, {len(graph.edges)} edges", seen),
             ("a unit of time", f"{self.step_s:g} s", "one local step; longer where the network can't keep up"),
             ("meetings", f"{per_step:.3g} a node and unit", f"{self.law.rate:.4g} in all"),
-            ("kept per rank", f"{self.state.numel() * 4 / 1e6:.3f} MB", f"{self.state.shape[0]} vectors of fp32"),
+            ("kept per rank", f"{self._vectors.planned_bytes / 1e6:.3f} MB", f"{self.state.shape[0]} vectors of fp32"),
             self._start_row,
             ("sent per rank and unit", f"{self.bytes_per_step / 1e6:.3f} MB", "fp32, on average"),
         ]
@@ -206,28 +218,28 @@ class Node:
         self.comm.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """What this node needs to go on. Raises ConfigError inside of the context, where nodes differ in time."""
+        """Copies of this node's vectors, and how often it was entered.
+
+        Raises ConfigError inside of the context, where nodes differ in time.
+        """
         self._check_outside("save")
-        return {"state": self.state.clone(), "entered": self.entered, "layout": self._layout}
+        return {"state": self.memory.state_dict(), "layout": self._layout}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what state_dict gave. Raises ConfigError for another rank, graph or model, or inside the context."""
         self._check_outside("load")
         check_layout(self._layout, state_dict["layout"])
-        self.state.copy_(state_dict["state"])
-        self.entered = state_dict["entered"]
+        self.memory.load_state_dict(state_dict["state"])
 
     def _check_outside(self, what: str) -> None:
         if self._is_inside:
             raise ConfigError(f"{what} the state outside of the context, where all nodes stand at one time")
 
 
-class GossipNode(Node):
+class OptimizerNode(Node):
     """A node whose model an optimizer steps: what each step changes, the node's state takes in."""
 
-    def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, method: GossipMethod, **options: Any
-    ) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, method: PairsMethod, **options: Any) -> None:
         super().__init__(model, optimizer, method, **options)
         self._optimizer = optimizer
 
@@ -252,12 +264,12 @@ class GossipNode(Node):
         self.steps += 1
 
 
-class DADAONode(Node):
-    """A node that takes gradients in itself: `step` is the optimizer of one's own loop."""
+class GradientNode(Node):
+    """A node whose law takes gradients in itself: `step` is the optimizer of one's own loop."""
 
-    law: DadaoLaw
+    law: GradientLaw
 
-    def __init__(self, model: nn.Module, method: GossipMethod, **options: Any) -> None:
+    def __init__(self, model: nn.Module, method: PairsMethod, **options: Any) -> None:
         super().__init__(model, None, method, **options)
 
     def step(self) -> None:
@@ -267,7 +279,7 @@ class DADAONode(Node):
         with self._background.changed:
             self.bring_to_(self.now())
             self.law.gradient_(self.state, gradient)
-            x = self.state[X].clone()
+            x = self.state[0].clone()
         self._model.write(x)
         self.steps += 1
 
@@ -283,13 +295,15 @@ def plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 @around.register
-def _gossip(method: Gossip, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> GossipNode:
-    return GossipNode(model, optimizer, method, **options)
-
-
-@around.register
-def _dadao(method: DADAO, model: nn.Module, **options: Any) -> DADAONode:
-    return DADAONode(model, method, **options)
+def _pairs(
+    method: PairsMethod, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **options: Any
+) -> Node:
+    if method.brings_step:
+        return GradientNode(model, method, **options)
+    if optimizer is None:
+        name = type(method).__name__
+        raise ConfigError(f"{name} steps by an optimizer, and none is given: {name}(model, optimizer)")
+    return OptimizerNode(model, optimizer, method, **options)
 
 
 def swap(link: Link, packet: Tensor, peer: int, number: int) -> Rounds[Tensor]:

@@ -15,7 +15,7 @@ from thinwire.hosts.islands.island import TensorHost
 from thinwire.hosts.islands.loop import OuterLoop
 from thinwire.hosts.islands.recovery import Change
 from thinwire.hosts.islands.traffic import LoopTraffic
-from thinwire.methods.islands.base import Connected, IslandsMethod
+from thinwire.methods.outer.base import Connected, IslandsMethod
 from thinwire.table import Row
 
 # Of a checkpoint: what an island's outer method holds.
@@ -36,8 +36,8 @@ class IslandsOptimizer:
     state_dict: Any = ParallelOptimizer.state_dict
     load_state_dict: Any = ParallelOptimizer.load_state_dict
 
-    def __init__(self, inner: ParallelOptimizer, loop: OuterLoop, strategy: IslandsMethod) -> None:
-        self.inner, self.loop, self.strategy = inner, loop, strategy
+    def __init__(self, inner: ParallelOptimizer, loop: OuterLoop, method: IslandsMethod) -> None:
+        self.inner, self.loop, self.method = inner, loop, method
         self.traffic = LoopTraffic(loop)
         self.meter = Meters(inner.meter, loop.exchanges.connected)
 
@@ -56,7 +56,7 @@ class IslandsOptimizer:
 
     @property
     def uncompressed_bytes_per_step(self) -> float:
-        """What fp32 gradients and weights of an optimizer sharded over all islands' ranks would need."""
+        """Payload of fp32 gradients and weights where the optimizer is sharded over all islands' ranks."""
         num_parameters = sum(param.numel() for param in self.loop.model.parameters() if param.requires_grad)
         return 8 * num_parameters * (1 - 1 / max(1, self.comm.world_size * self.traffic.num_islands))
 
@@ -88,7 +88,7 @@ class IslandsOptimizer:
         per_step, every = self.traffic.bytes_per_step, self.loop.method.sync_every
         shown = f"{per_step / 1e6:.3f} MB", f"the mean over {every} steps, besides the island's"
         return [
-            (f"strategy {self.strategy.name}", f"{self.strategy.inner.name} inside each island", ""),
+            (f"strategy {self.method.name}", f"{self.method.inner.name} inside each island", ""),
             *self.traffic.rows(),
             ("sent for exchanges per step", *shown),
             *self.inner.describe(),
@@ -138,19 +138,20 @@ class IslandsOptimizer:
 
 @apply.register
 def _apply_connected(
-    method: Connected, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Unpack[RankOptions]
+    connected: Connected, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Unpack[RankOptions]
 ) -> tuple[nn.Module, ParallelOptimizer]:
+    method = connected.method
     # Those who have begun wait for whoever has met them.
-    wrapped, inner = apply(method.strategy.inner, model, optimizer, **options)
-    peers = method.peers() if callable(method.peers) else method.peers
+    wrapped, inner = apply(method.inner, model, optimizer, **options)
+    peers = connected.peers() if callable(connected.peers) else connected.peers
     axis = options.get("axis")
     tensor = axis.tensor if axis is not None else None
     whole = {name: cut.shape for name, cut in tensor.cuts.items()} if tensor is not None else None
     loop = OuterLoop(
-        inner if tensor is None else TensorHost(inner, tensor), model, method.strategy.method(), peers,
-        options=method.options, torch_optimizer=optimizer, whole=whole, seed=options["seed"],
+        inner if tensor is None else TensorHost(inner, tensor), model, method.outer(), peers,
+        options=connected.options, torch_optimizer=optimizer, whole=whole, seed=options["seed"],
     )  # fmt: skip
-    return wrapped, cast(ParallelOptimizer, IslandsOptimizer(inner, loop, method.strategy))
+    return wrapped, cast(ParallelOptimizer, IslandsOptimizer(inner, loop, method))
 
 
 @apply.register

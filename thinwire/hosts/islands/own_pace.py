@@ -5,19 +5,22 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol, Unpack
+from typing import Any, Protocol, Unpack, cast
 
 import torch
 from torch import Tensor, nn
 
+# The contexts, which register themselves with `around`.
+import thinwire.hosts.islands.meetings
+import thinwire.hosts.islands.ticks  # noqa: F401
 from thinwire import _compat
 from thinwire.checkpoint import Source
 from thinwire.hosts.agreeing import AgreeingOptimizer
 from thinwire.hosts.interface import ParallelOptimizer, RankOptions, apply
-from thinwire.hosts.islands.meetings import DADAONode
 from thinwire.hosts.ranks import Ranks, open_ranks
-from thinwire.methods.islands.front import around
-from thinwire.methods.islands.own_pace import OwnPaceMethod
+from thinwire.methods.front import around
+from thinwire.methods.own_pace.base import OwnPaceMethod
+from thinwire.state.agreement import StepStatus
 from thinwire.state.replicas import fitting_parameters
 from thinwire.table import Row
 
@@ -28,7 +31,7 @@ LOOK_EVERY_S = 1.0
 
 
 class Around(Protocol):
-    """A context around training that runs a method; see methods.islands.front."""
+    """A context around training that runs a method; see methods.front."""
 
     @property
     def bytes_per_step(self) -> float: ...
@@ -42,12 +45,18 @@ class Around(Protocol):
     def describe(self) -> list[Row]: ...
 
 
+class Stepped(Protocol):
+    """Takes a step: the user's optimizer, or the context of a method that brings its own."""
+
+    def step(self) -> Any: ...
+
+
 class OwnPaceOptimizer(AgreeingOptimizer):
     """The optimizer of one rank alone; the ranks are together in the first step, and in `finish`.
 
     In between none waits for all. The loss is this rank's; that of the first step is the mean over ranks, which proves
     a resume. A step whose gradient is not finite is skipped on this rank alone. context: runs the method beside
-    training. dadao: takes the steps, in place of the user's optimizer; None: that does.
+    training, and takes the steps in place of the user's optimizer where the method says that it brings its step.
     """
 
     has_own_pace = True
@@ -59,13 +68,13 @@ class OwnPaceOptimizer(AgreeingOptimizer):
         ranks: Ranks,
         method: OwnPaceMethod,
         context: Around,
-        dadao: DADAONode | None,
     ) -> None:
         trained = fitting_parameters(model, inner)
         num_parameters = sum(param.numel() for param in trained.values())
         rows: list[Row] = [(f"strategy {method.name}", "every rank is an island", ""), *context.describe(), *PACE_ROWS]
-        super().__init__(model, inner, ranks, dict(trained), num_parameters, rows + (DADAO_ROWS if dadao else []))
-        self._context, self._dadao = context, dadao
+        super().__init__(model, inner, ranks, dict(trained), num_parameters, [*rows, *method.rows])
+        self._context: Around = context
+        self._stepped = cast(Stepped, context) if method.brings_step else inner
         self._has_entered = False
         self._looked_s = time.monotonic()
 
@@ -85,7 +94,10 @@ class OwnPaceOptimizer(AgreeingOptimizer):
             self._update()
         else:
             self._skip()
-        self.mean_loss = self.all_mean(self._loss) if is_first else self._loss
+        if is_first:
+            self._agree(StepStatus(float(norm) ** 2, self._loss, self._stop))
+        else:
+            self.mean_loss = self._loss
         self._grad_norm = None
         self.steps += 1
         self._share_stop()
@@ -114,7 +126,7 @@ class OwnPaceOptimizer(AgreeingOptimizer):
         source.note("state of the method", "starts anew", "from the weights, which all ranks have in common")
 
     def _update(self) -> None:
-        (self._dadao or self.inner).step()
+        self._stepped.step()
 
     def _skip(self) -> None:
         self.skipped_steps += 1
@@ -155,10 +167,6 @@ PACE_ROWS: list[Row] = [
     ("--checkpoint-every", "one checkpoint, at the end", "in between the ranks have no weights in common"),
     ("--seed", "does not repeat a run bit for bit", "the clock decides what a step takes in"),
 ]
-DADAO_ROWS: list[Row] = [
-    ("--optimizer, --lr, --weight-decay", "no effect", "steps follow from smoothness and strong_convexity"),
-    ("guarantee", "none where the loss is not convex", "as that of a neural network is not"),
-]
 
 
 @apply.register
@@ -167,11 +175,9 @@ def _apply_own_pace(
 ) -> tuple[nn.Module, ParallelOptimizer]:
     timeout_s, checked = options["timeout_s"], options["checked"]
     ranks = open_ranks(None, local_size=options["local_size"], timeout_s=timeout_s, checked=checked)
-    loop = (model, optimizer)[: method.num_loop_arguments]
+    loop = (model,) if method.brings_step else (model, optimizer)
     context = around(
         method, *loop, seed=options["seed"], timeout_s=timeout_s, checked=checked, announce=False,
         meter=ranks.comm.meter,
     )  # fmt: skip
-    dadao = context if isinstance(context, DADAONode) else None
-    wrapped = OwnPaceOptimizer(model, optimizer, ranks, method, context, dadao)
-    return model, wrapped
+    return model, OwnPaceOptimizer(model, optimizer, ranks, method, context)

@@ -23,7 +23,7 @@ from thinwire.collectives.link import Link
 from thinwire.collectives.rounds import Rounds
 from thinwire.errors import ConfigError, CorruptMessageError, PeerLostError
 from thinwire.hosts.islands.exchanges import Exchanges
-from thinwire.methods.islands.exchange import Header, Sync
+from thinwire.methods.outer.exchange import Header, Sync
 from thinwire.state.replicas import digest
 
 OPERATION = "join"
@@ -51,7 +51,7 @@ class Change:
 
 @dataclass(frozen=True)
 class IslandStatus:
-    """What one island tells the others when they have met anew; lists are by fragment.
+    """The word of one island to the others when they have met anew; lists are by fragment.
 
     options: stands for the model and the options. sent_through: the step whose exchanges were the last to be started.
     applied: exchanges so far. pending: the step after which one was sent that is not applied; 0: none. status: of it.
@@ -99,7 +99,7 @@ def renew(exchanges: Exchanges, start: float, has_met: bool = False) -> Change:
 
 
 def exchange_words(exchanges: Exchanges) -> dict[int, IslandStatus]:
-    """What the members that have the state tell, by island."""
+    """The statuses of the members that have the state, by island."""
     peers, numbers = exchanges.peers, range(len(exchanges.fragments))
     pending = {flight.fragment: flight.sync for flight in exchanges.flights if flight.sync and not flight.is_applied}
     status = dict.fromkeys(numbers, UNSURE)

@@ -23,13 +23,16 @@ from thinwire.collectives.rounds import Rounds
 from thinwire.errors import ConfigError
 from thinwire.hosts.islands.background import Background, FlatModel
 from thinwire.layout.sections import Sections
-from thinwire.methods.islands.fedfix import FedFix
-from thinwire.methods.islands.front import around
+from thinwire.methods.front import around
+from thinwire.methods.own_pace.rounds import RoundsMethod
+from thinwire.state.memory import Merge, Place, State
 from thinwire.state.replicas import check_layout, fitting_parameters, same_options, same_start, shapes_digest
 from thinwire.table import Row, announce as announce_table
 
 log = logging.getLogger("thinwire")
 CLOCK = 0
+# The key of what is kept: all parameters as one vector.
+MODEL = "model"
 CLOCK_BYTES, WORD_BYTES = 1, 2
 
 
@@ -42,8 +45,8 @@ class Tick:
     weights: tuple[float, ...]
 
 
-class FedFixIsland:
-    """One rank under FedFix, a context around its loop; `method` has the mathematics.
+class RoundsIsland:
+    """One rank as an island, a context around its loop; `method` has the mathematics.
 
     Jobs are counted on the training thread; ticks run beside it, on all ranks together, when rank 0's clock says so.
     """
@@ -52,7 +55,7 @@ class FedFixIsland:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        method: FedFix,
+        method: RoundsMethod,
         *,
         on_tick: Callable[[Tick], None] | None = None,
         group: dist.ProcessGroup | DeviceMesh | None = None,
@@ -77,6 +80,9 @@ class FedFixIsland:
         self._model = FlatModel(self._trained)
         self._wire = Sections.alone(self.codec, self._model.lengths, range(len(self._model.lengths)))
         # What all ranks hold alike; written at ticks only.
+        self.state = State(Place({MODEL: torch.Size([self._model.numel])}, self.comm.topology, self.comm.rank))
+        self._kept = self.state.add("server", Merge.SAME)
+        self.state.add_attributes(self, "ticks", "participations")
         self.ticks = 0
         self.participations = [0] * self.comm.world_size
         self._born = [0] * self.comm.world_size
@@ -96,13 +102,18 @@ class FedFixIsland:
 
     def begin(self) -> None:
         """Start from the model's weights, which are the same on all ranks."""
-        self._server = self._model.read()
+        self._kept[MODEL] = self._model.read()
         self._begun = self._server.clone()
+
+    @property
+    def _server(self) -> Tensor:
+        """The server's model, fp32 [n]."""
+        return self._kept[MODEL]
 
     def __enter__(self) -> Self:
         """Start from the server's model, and let time run."""
         if self._hook is not None:
-            raise ConfigError("this FedFix has been entered before: make a new one, and load the old one's state")
+            raise ConfigError("this context has been entered before: make a new one, and load the old one's state")
         self._begun = self._server.clone()
         self._model.write(self._begun)
         self._hook = self._optimizer.register_step_post_hook(self._after_step)
@@ -195,19 +206,19 @@ class FedFixIsland:
     def _weights_of(self, finished: Sequence[int]) -> list[float]:
         num_ticks = self.ticks + 1
         job_ticks = [num_ticks - self._born[rank] for rank in finished]
-        if self.method.weights == "ticks":
-            self._warn_of(finished, job_ticks)
+        if (limit := self.method.most_ticks) is not None:
+            self._warn_of(finished, job_ticks, limit)
         num_jobs = [self.participations[rank] + 1 for rank in finished]
         return self.method.weights_of([self.importance[rank] for rank in finished], job_ticks, num_ticks, num_jobs)
 
-    def _warn_of(self, finished: Sequence[int], ticks: Sequence[int]) -> None:
+    def _warn_of(self, finished: Sequence[int], ticks: Sequence[int], limit: int) -> None:
         for rank, count in zip(finished, ticks, strict=True):
-            if count > self.method.max_ticks and rank not in self._warned and self.comm.rank == CLOCK:
+            if count > limit and rank not in self._warned and self.comm.rank == CLOCK:
                 self._warned.add(rank)
                 log.warning(
                     "thinwire: a job of rank %d took %d ticks and counts as %d, as max_ticks says, so it counts too "
                     "little: raise max_ticks or interval_s",
-                    self.comm.global_ranks[rank], count, self.method.max_ticks,
+                    self.comm.global_ranks[rank], count, limit,
                 )  # fmt: skip
 
     def _apply(self, tick: Tick, total: Tensor) -> None:
@@ -216,8 +227,9 @@ class FedFixIsland:
             if tick.finished:
                 self._server.add_(total, alpha=self.method.outer_lr)
             self.ticks += 1
+            # A list of its own: one that was saved may not be written yet.
+            self.participations = [num + (rank in tick.finished) for rank, num in enumerate(self.participations)]
             for rank in tick.finished:
-                self.participations[rank] += 1
                 self._born[rank] = self.ticks
             if self.comm.rank in tick.finished:
                 self._delta, self._sent = None, self._server.clone()
@@ -243,18 +255,8 @@ class FedFixIsland:
         """Payload of a job spread over its steps."""
         return self.bytes_per_job / self.method.local_steps
 
-    @property
-    def bytes_per_tick(self) -> int:
-        """Payload that this rank sends at each tick besides: its word to every other rank, rank 0's clock too."""
-        return (self.comm.world_size - 1) * (WORD_BYTES + (CLOCK_BYTES if self.comm.rank == CLOCK else 0))
-
     def describe(self) -> list[Row]:
         """Rows of (asked for, in effect, why they differ or how it was found)."""
-        rule = {
-            "ticks": "p times the ticks that the job took: unbiased",
-            "estimated": "p times aggregations over participations, counted so far",
-            "importance": "p alone: fast islands count more",
-        }[self.method.weights]
         waits = (
             "goes on, and adds those steps to the model that comes"
             if self.method.overlap
@@ -265,7 +267,7 @@ class FedFixIsland:
             ("islands", str(self.comm.world_size), "every rank is one"),
             ("a tick", f"every {self.method.interval_s:g} s", f"by rank {self.comm.global_ranks[CLOCK]}'s clock"),
             ("a job", f"{self.method.local_steps} steps", f"an island that has finished {waits}"),
-            (f"weights {self.method.weights}", rule, f"at most {self.method.max_ticks} p"),
+            self.method.weights_row,
             ("Deltas", str(self.codec), f"{self.codec.bits_per_element:.4g} bits an element"),
             self._start_row,
             ("sent per rank and job", f"{self.bytes_per_job / 1e6:.3f} MB", f"{plain / 1e6:.3f} MB in fp32"),
@@ -274,11 +276,7 @@ class FedFixIsland:
     def state_dict(self) -> dict[str, Any]:
         """The server's model after the last tick, and what was counted; ranks may be some ticks apart."""
         with self._background.changed:
-            return {
-                "server": self._server.clone(),
-                "counts": torch.tensor([self.ticks, *self.participations]),
-                "layout": self._layout(),
-            }
+            return {"state": self.state.state_dict(), "layout": self._layout()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from the newest of the ranks' states, with new jobs; a collective, before the context is entered.
@@ -288,10 +286,11 @@ class FedFixIsland:
         if self._hook is not None:
             raise ConfigError("load the state before you enter the context: time runs already")
         check_layout(self._layout(), state_dict["layout"])
-        counts = self.comm.wait(self.comm.all_gather_exact(state_dict["counts"]))
+        self.state.load_state_dict(state_dict["state"])
+        own, server = torch.tensor([self.ticks, *self.participations]), self._server
+        counts = self.comm.wait(self.comm.all_gather_exact(own))
         newest = int(counts[:, 0].argmax())
-        server = state_dict["server"].clone()
-        self._server = self.comm.wait(self.comm.submit(lambda link: broadcast_(link, server, newest)))
+        self._kept[MODEL] = self.comm.wait(self.comm.submit(lambda link: broadcast_(link, server, newest)))
         self.ticks, *self.participations = counts[newest].tolist()
         self._born = [self.ticks] * self.comm.world_size
 
@@ -323,5 +322,5 @@ def _gather_from(
 
 
 @around.register
-def _fedfix(method: FedFix, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> FedFixIsland:
-    return FedFixIsland(model, optimizer, method, **options)
+def _rounds(method: RoundsMethod, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> RoundsIsland:
+    return RoundsIsland(model, optimizer, method, **options)

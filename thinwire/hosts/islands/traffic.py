@@ -1,12 +1,12 @@
-"""What an outer loop sends, and what it says of itself in the start-up table."""
+"""The bytes that an outer loop sends, and its rows of the start-up table."""
 
 from __future__ import annotations
 
 from thinwire.hosts.islands.loop import OuterLoop
 from thinwire.layout.layout import Layout
 from thinwire.layout.zeros import describe_zeros
-from thinwire.methods.islands.exchange import sent_bytes
-from thinwire.methods.islands.outer import NUM_WORDS
+from thinwire.methods.outer.exchange import sent_bytes
+from thinwire.methods.outer.parameters import NUM_WORDS
 from thinwire.table import Row
 
 
@@ -18,7 +18,7 @@ class LoopTraffic:
 
     @property
     def num_islands(self) -> int:
-        """Those present; 0 where only the island's first rank knows."""
+        """Islands that are present; 0 where only the island's first rank knows."""
         connected = self._loop.exchanges.connected
         return len(connected.members) if connected is not None else 0
 
@@ -56,7 +56,7 @@ class LoopTraffic:
         exchanges, method, codec = self._loop.exchanges, self._loop.method, self._loop.method.codec
         connected = exchanges.connected
         largest = max(map(self.exchange_bytes, range(len(exchanges.fragments))))
-        held = sum(outer.parameters.nbytes + outer.momentum.nbytes for outer in exchanges.outer) / 1e6
+        held = {row: f"{num_bytes / 1e6:.3f} MB" for row, num_bytes in exchanges.state.kept_bytes().items()}
         schedule = f"every {method.sync_every} steps"
         if method.start_after:
             schedule += f", every step until step {method.start_after}"
@@ -69,16 +69,17 @@ class LoopTraffic:
             ("outer gradients", str(codec), f"{codec.bits_per_element:.4g} bits an element"),
             *describe_zeros([codec]),
             ("outer optimizer", f"Nesterov, rate {method.outer_lr:g}, momentum {method.outer_momentum:g}",
-             f"{held:.3f} MB on the CPU of each island's first rank"),
+             f"{held['outer parameters and momentum']} on the CPU of each island's first rank"),
             ("overlap of an exchange", overlap, ""),
             ("after an exchange go on with", going_on, ""),
             ("largest exchange", f"{largest / 1e6:.3f} MB", "sent by each island"),
         ]  # fmt: skip
         if method.error_decay is not None:
-            owed = sum(lost.nbytes for lost in exchanges.lost) / 1e6
-            rows.append(
-                ("what they lose", f"{method.error_decay:g} of it joins the next", f"{owed:.3f} MB beside them")
-            )
-        if method.correction:
-            rows.append(("correction", f"FedSpeed, lam {method.correction.lam:g}", "behind clipping"))
+            effect = f"{method.error_decay:g} of it joins the next"
+            if codec.traits.lossless:
+                effect = f"no effect: {codec} loses nothing"
+            rows.append(("error feedback", effect, f"{held['error feedback of outer gradients']} beside them"))
+        if (correction := self._loop.correction) is not None:
+            kept = sum(correction.state.kept_bytes().values()) / 1e6
+            rows.append(("correction", str(correction.method), f"behind clipping; {kept:.3f} MB on each rank"))
         return rows

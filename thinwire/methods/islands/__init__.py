@@ -1,1 +1,1 @@
-"""Methods on the island axis: what islands that exchange rarely send, and how the result is taken."""
+"""Methods of the island axis, one paper a file."""

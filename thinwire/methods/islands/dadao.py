@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import ConfigError
-from thinwire.methods.islands.gossip import GossipMethod
-from thinwire.methods.islands.graph import Graph, Mixing
 from thinwire.methods.options import check_types
+from thinwire.methods.own_pace.graph import Graph, Mixing
+from thinwire.methods.own_pace.pairs import PairsMethod
+from thinwire.table import Row
 
 X, X_TILDE, Y, Y_TILDE, Z, Z_TILDE = range(6)
 
@@ -89,7 +90,7 @@ class DadaoLaw:
 
 
 @dataclass(frozen=True)
-class DADAO(GossipMethod):
+class DADAO(PairsMethod):
     """Minimise sum_i f_i, one convex function a rank, over a graph, with no optimizer besides.
 
     Each rank takes a gradient in when it can, at the time of that step. All x_i approach the minimiser of the sum,
@@ -104,8 +105,12 @@ class DADAO(GossipMethod):
     """
 
     name: ClassVar[str] = "dadao"
-    num_loop_arguments: ClassVar[int] = 1
+    brings_step: ClassVar[bool] = True
     num_vectors: ClassVar[int] = 7
+    rows: ClassVar[tuple[Row, ...]] = (
+        ("--optimizer, --lr, --weight-decay", "no effect", "steps follow from smoothness and strong_convexity"),
+        ("guarantee", "none where the loss is not convex", "as that of a neural network is not"),
+    )
 
     smoothness: float = 10.0
     """Smoothness L of every f_i, the most that its gradient changes per unit of distance; at least strong_convexity."""

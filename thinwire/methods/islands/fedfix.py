@@ -6,21 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import nn
-
-from thinwire.codecs import Codec
-from thinwire.collectives import Topology
 from thinwire.errors import ConfigError, nearest
-from thinwire.layout.sections import Sections
-from thinwire.methods.interface import MethodPlan, trained_shapes
-from thinwire.methods.islands.own_pace import OwnPaceMethod
 from thinwire.methods.options import check_types, codec_of
+from thinwire.methods.own_pace.rounds import RoundsMethod
+from thinwire.table import Row
 
 WEIGHTS = ("ticks", "estimated", "importance")
+MAX_TICKS = 10
 
 
 @dataclass(frozen=True)
-class FedFix(OwnPaceMethod):
+class FedFix(RoundsMethod):
     """Train islands of unequal speed on one model; every rank is an island.
 
     An island starts from the server's model, takes K optimizer steps (a job), hands in Delta_i = (its model) - (the
@@ -55,8 +51,8 @@ class FedFix(OwnPaceMethod):
     """p_i, one number for each rank, scaled to a sum of 1; by default all equal."""
     outer_lr: float = 1.0
     """Learning rate of the sum; above 0."""
-    max_ticks: int = 10
-    """No d_i is larger than max_ticks p_i; at least 1."""
+    max_ticks: int | None = None
+    """No d_i is larger than max_ticks p_i; at least 1, by default 10. Refused beside weights importance."""
     codec: str = "int4/128"
     """Codec of a Delta, each tensor by itself."""
     overlap: bool = False
@@ -67,17 +63,35 @@ class FedFix(OwnPaceMethod):
         if not self.interval_s > 0:
             raise ConfigError(f"interval_s {self.interval_s:g}: above 0")
         for name, value in {"local_steps": self.local_steps, "max_ticks": self.max_ticks}.items():
-            if value < 1:
+            if value is not None and value < 1:
                 raise ConfigError(f"{name} {value}: at least 1")
         if self.outer_lr <= 0:
             raise ConfigError(f"outer_lr {self.outer_lr:g}: above 0; 1 is the paper's")
         if self.weights not in WEIGHTS:
             raise ConfigError(f"weights {self.weights!r}{nearest(self.weights, WEIGHTS)}")
+        if self.weights == "importance" and self.max_ticks is not None:
+            raise ConfigError(
+                f"max_ticks {self.max_ticks}: no effect beside weights importance, where every job counts p_i; leave "
+                "it out, or take weights ticks or estimated"
+            )
         codec_of(self, "codec")
 
     @property
-    def codecs(self) -> tuple[Codec, ...]:
-        return (codec_of(self, "codec"),)
+    def weights_row(self) -> Row:
+        rule = {
+            "ticks": "p times the ticks that the job took: unbiased",
+            "estimated": "p times aggregations over participations, counted so far",
+            "importance": "p alone: fast islands count more",
+        }[self.weights]
+        return f"weights {self.weights}", rule, "" if self.weights == "importance" else f"at most {self._limit} p"
+
+    @property
+    def most_ticks(self) -> int | None:
+        return self._limit if self.weights == "ticks" else None
+
+    @property
+    def _limit(self) -> int:
+        return MAX_TICKS if self.max_ticks is None else self.max_ticks
 
     def importance_of(self, world_size: int) -> list[float]:
         """p, of sum 1; raises ConfigError where there is not one number above 0 for each rank."""
@@ -103,14 +117,6 @@ class FedFix(OwnPaceMethod):
         if self.weights == "importance":
             return list(importance)
         if self.weights == "ticks":
-            return [min(count, self.max_ticks) * p for count, p in zip(job_ticks, importance, strict=True)]
+            return [min(count, self._limit) * p for count, p in zip(job_ticks, importance, strict=True)]
         shares = [num_ticks / max(count, 1) for count in num_jobs]
-        return [p * min(max(share, 1.0), self.max_ticks) for p, share in zip(importance, shares, strict=True)]
-
-    def plan(self, model: nn.Module, topology: Topology, micro_batches: int) -> MethodPlan:
-        """Every rank sends its Delta to every other once in K steps; two bytes at each tick are left out."""
-        self.importance_of(topology.world_size)
-        lengths = tuple(shape.numel() for shape in trained_shapes(model).values())
-        packet = Sections.alone(codec_of(self, "codec"), lengths, range(len(lengths))).packet_bytes(sum(lengths))
-        sent = -(-(topology.world_size - 1) * packet // self.local_steps)
-        return self.whole_plan(model, {("hand_in", "inter"): sent})
+        return [p * min(max(share, 1.0), self._limit) for p, share in zip(importance, shares, strict=True)]

@@ -4,51 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from thinwire.collectives import Topology
 from thinwire.errors import ConfigError
-from thinwire.methods.interface import MethodPlan, trained_shapes
-from thinwire.methods.islands.graph import Graph, Mixing
-from thinwire.methods.islands.own_pace import OwnPaceMethod
 from thinwire.methods.options import check_types
-
-
-def meeting_bytes(numel: int, num_nodes: int) -> int:
-    """Payload that each side of a meeting sends: a vector in fp32, and a byte for each node."""
-    return 4 * numel + num_nodes
-
-
-class Law(Protocol):
-    """What one method of gossip keeps on a node and does at a meeting; `state` is fp32 [V, n], x first.
-
-    graph: who meets whom. mixing: what time alone does to the state. rate: meetings of the whole graph in a unit of
-    time.
-    """
-
-    @property
-    def graph(self) -> Graph: ...
-
-    @property
-    def mixing(self) -> Mixing: ...
-
-    @property
-    def rate(self) -> float: ...
-
-    def start(self, x: Tensor) -> Tensor:
-        """The state of a node that begins at x, fp32 [n]."""
-        ...
-
-    def message(self, state: Tensor) -> Tensor:
-        """What a node tells its neighbour: fp32 [n], a copy."""
-        ...
-
-    def meet_(self, state: Tensor, difference: Tensor) -> None:
-        """Take in (own message) - (the neighbour's); the neighbour takes in the opposite."""
-        ...
+from thinwire.methods.own_pace.graph import Graph, Mixing
+from thinwire.methods.own_pace.pairs import PairsMethod
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,31 +60,8 @@ class A2CiD2:
         state[1].sub_(difference, alpha=self.alpha_tilde)
 
 
-class GossipMethod(OwnPaceMethod):
-    """What methods of gossip share: a graph, a unit of time, and a law. graph, step_s: options of all of them."""
-
-    graph: str | tuple[tuple[int, int], ...]
-    step_s: float
-
-    def law(self, num_nodes: int) -> Law:
-        """What a node keeps and does at a meeting; raises ConfigError where the options can't work."""
-        raise NotImplementedError
-
-    def check_step(self) -> None:
-        """Raise ConfigError where the unit of time is none."""
-        if not self.step_s > 0:
-            raise ConfigError(f"step_s {self.step_s:g}: the seconds of one local step, above 0")
-
-    def plan(self, model: nn.Module, topology: Topology, micro_batches: int) -> MethodPlan:
-        """Meetings in a unit of time, one local step, on average over all ranks; the clock decides when."""
-        size = topology.world_size
-        numel = sum(shape.numel() for shape in trained_shapes(model).values())
-        sent = round(2 * self.law(size).rate / size * meeting_bytes(numel, size))
-        return self.whole_plan(model, {("gossip", "inter"): sent})
-
-
 @dataclass(frozen=True)
-class Gossip(GossipMethod):
+class Gossip(PairsMethod):
     """Train with any optimizer and average in pairs along a graph (A2CiD2).
 
     Every rank keeps a model of its own. After each `optimizer.step()` it takes over what it has learnt from its

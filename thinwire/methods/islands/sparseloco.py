@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from thinwire.methods.islands.base import IslandsMethod
-from thinwire.methods.islands.method import OuterMethod
 from thinwire.methods.options import codec_of
+from thinwire.methods.outer.base import IslandsMethod
+from thinwire.methods.outer.method import OuterMethod
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class SparseLoCo(IslandsMethod):
     mix: float = 0.0
     """Share of its own weights that an island keeps when the result arrives; from 0 to below 1."""
 
-    def method(self) -> OuterMethod:
+    def outer(self) -> OuterMethod:
         return OuterMethod(
             self.sync_every, self.num_fragments, self.pattern, self.overlap_steps, self.mix, self.outer_lr,
             codec=codec_of(self, "codec"), rejoin_steps=self.rejoin_steps, error_decay=self.error_decay,

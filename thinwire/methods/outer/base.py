@@ -1,4 +1,4 @@
-"""What DiLoCo, Streaming DiLoCo and local SGD share: an outer method around any strategy inside an island."""
+"""The base of methods with an outer optimizer, around any strategy inside an island."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from thinwire.collectives import Peers, Topology
 from thinwire.errors import ConfigError
 from thinwire.layout.fragments import cut
 from thinwire.layout.layout import Layout
-from thinwire.methods.data.ddp import DDP
+from thinwire.methods.front import Front
 from thinwire.methods.interface import Method, MethodPlan, trained_shapes
-from thinwire.methods.islands.exchange import COMMIT, OPERATION, message_bytes
-from thinwire.methods.islands.front import Front
-from thinwire.methods.islands.method import OuterMethod
-from thinwire.methods.islands.outer import NUM_WORDS
 from thinwire.methods.options import check_types
+from thinwire.methods.outer.correction import CorrectionState
+from thinwire.methods.outer.exchange import COMMIT, OPERATION, message_bytes
+from thinwire.methods.outer.method import OuterMethod
+from thinwire.methods.outer.parameters import NUM_WORDS
+from thinwire.methods.plain_ddp import DDP
 
 
 @dataclass(frozen=True)
 class IslandsMethod(Front):
-    """What makes the options of an outer method a Method, and a context around a loop of one's own.
+    """Options of an outer method: a Method, and the front of a context around a loop of one's own.
 
     The default group is one island; `connected_to` says which others there are. Raises ConfigError for options or an
     inner strategy that can't work.
@@ -46,34 +47,34 @@ class IslandsMethod(Front):
 
     @property
     def not_on_mesh(self) -> str:
-        """As of the inner strategy."""
+        """The reason of the inner strategy."""
         return self.inner.not_on_mesh
 
-    def method(self) -> OuterMethod:
-        """What the options amount to; raises ConfigError for what does not fit."""
+    def outer(self) -> OuterMethod:
+        """The outer method of these options; raises ConfigError for what does not fit."""
         raise NotImplementedError
 
     def __post_init__(self) -> None:
         check_types(self)
-        self.method()
+        self.outer()
         if self.inner.not_inside_islands:
             raise ConfigError(
                 f"{self.inner.name} inside an island {self.inner.not_inside_islands}; nearest: --inner ddp"
             )
 
     def fragments(self, model: nn.Module) -> list[Layout]:
-        """What of `model` is exchanged together; raises ConfigError where the options do not fit it."""
-        method = self.method()
+        """The parameters of `model` that are exchanged together; raises ConfigError where the options do not fit it."""
+        method = self.outer()
         return cut(model, method.num_fragments, method.pattern, method.codec.block)
 
     @property
     def codecs(self) -> tuple[Codec, ...]:
-        """Whose kernels are compiled before the workers start."""
-        return self.method().codec, *self.inner.codecs
+        """The codecs whose kernels are compiled before the workers start."""
+        return self.outer().codec, *self.inner.codecs
 
     @property
     def optimizers(self) -> tuple[str, ...]:
-        """Those of the inner strategy."""
+        """The optimizers of the inner strategy."""
         return self.inner.optimizers
 
     @property
@@ -83,7 +84,7 @@ class IslandsMethod(Front):
 
     @property
     def settled_after(self) -> int:
-        """As of the inner strategy."""
+        """Steps of the inner strategy."""
         return self.inner.settled_after
 
     def connected_to(self, peers: Peers | Callable[[], Peers | None] | None, options: str = "") -> Connected:
@@ -99,7 +100,7 @@ class IslandsMethod(Front):
         The rank that is shown is an island's first, which alone sends to others. Where the inner strategy shards, whole
         weights are gathered inside the island for each exchange.
         """
-        method = self.method()
+        method = self.outer()
         island = Topology(1, topology.local_size)
         found = self.inner.plan(model, island, micro_batches)
         fragments = self.fragments(model)
@@ -111,10 +112,11 @@ class IslandsMethod(Front):
         if self.inner.shards_optimizer:
             sent["masters", "intra"] = (1 + bool(method.mix)) * neighbours * whole // topology.local_size
         spread = {key: -(-num_bytes // every) for key, num_bytes in sent.items()}
-        outer = 4 * sum(fragment.numel for fragment in fragments)
-        other = {"outer parameters and momentum": 2 * outer}
-        if method.error_decay is not None:
-            other["error feedback of outer gradients"] = outer
+        other = method.state(fragments).kept_bytes()
+        if method.correction is not None:
+            parts = topology.local_size if self.inner.shards_optimizer else 1
+            kept = CorrectionState(trained_shapes(model)).kept_bytes()
+            other |= {row: num_bytes // parts for row, num_bytes in kept.items()}
         return MethodPlan(
             found.weights, found.gradients, found.optimizer, dict(found.sent) | spread, found.passing,
             crossing=spread[OPERATION, "inter"] + spread[COMMIT, "inter"],
@@ -124,9 +126,9 @@ class IslandsMethod(Front):
 
 @dataclass(frozen=True)
 class Connected:
-    """A strategy together with the island's peers; see IslandsMethod.connected_to."""
+    """A method together with the island's peers; see IslandsMethod.connected_to."""
 
-    strategy: IslandsMethod
+    method: IslandsMethod
     peers: Peers | Callable[[], Peers | None] | None
     options: str = ""
 

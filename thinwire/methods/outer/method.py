@@ -1,4 +1,4 @@
-"""What an outer method is made of: the choices behind DiLoCo, Streaming DiLoCo and local SGD, and when what is sent."""
+"""The choices of an outer method, and its schedule: which fragment is sent after which step."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 
 from thinwire.codecs import Codec, Identity
 from thinwire.errors import ConfigError
-from thinwire.methods.islands.fedspeed import FedSpeed
-from thinwire.methods.islands.outer import Nesterov
+from thinwire.layout.layout import Layout
+from thinwire.methods.outer.correction import ProximalCorrection
+from thinwire.methods.outer.parameters import Nesterov, OuterState
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class OuterMethod:
     sends C(e) in the place of D, where e <- beta e + D, and keeps e <- e - C(e) for the next time.
 
     sync_every: H. num_fragments, pattern: see `cut`. overlap_steps: tau. start_after: see Schedule. outer_lr,
-    outer_momentum: see Nesterov. correction: see FedSpeed; of the whole model, without overlap. rejoin_steps:
+    outer_momentum: see Nesterov. correction: see ProximalCorrection; of the whole model, without overlap. rejoin_steps:
     see Rewarming. error_decay: beta; None: what the codec loses is lost.
 
     Raises ConfigError for values out of range or that contradict each other.
@@ -76,7 +77,7 @@ class OuterMethod:
     outer_momentum: float = 0.0
     codec: Codec = field(default_factory=Identity)
     start_after: int = 0
-    correction: FedSpeed | None = None
+    correction: ProximalCorrection | None = None
     rejoin_steps: int = 10
     error_decay: float | None = None
 
@@ -85,6 +86,12 @@ class OuterMethod:
             raise ConfigError(f"mix {self.mix}: must be at least 0, and below 1, at which nothing would be learnt")
         if self.rejoin_steps < 0:
             raise ConfigError(f"rejoin_steps {self.rejoin_steps}: must be at least 0; nearest: 0")
+        if self.pattern == "sequential" and self.num_fragments == 1:
+            raise ConfigError("pattern sequential: no effect on one fragment; leave it out, or take more num_fragments")
+        if self.start_after and self.sync_every == 1:
+            raise ConfigError(
+                f"start_after {self.start_after}: no effect where sync_every 1 exchanges after every step; leave it out"
+            )
         if self.start_after and self.overlap_steps:
             raise ConfigError(f"start_after {self.start_after}: exchanges after every step leave nothing to overlap")
         if self.correction and (self.num_fragments != 1 or self.overlap_steps or self.mix):
@@ -108,6 +115,12 @@ class OuterMethod:
     def schedule(self, num_fragments: int) -> Schedule:
         """When which fragment is sent."""
         return Schedule(self.sync_every, num_fragments, self.overlap_steps, self.start_after)
+
+    def state(self, fragments: list[Layout]) -> OuterState:
+        """What an island's first rank keeps between exchanges."""
+        return OuterState(
+            fragments, is_corrected=self.correction is not None, has_feedback=self.error_decay is not None
+        )
 
     @property
     def rule(self) -> Nesterov:

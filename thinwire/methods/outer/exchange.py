@@ -30,7 +30,7 @@ ALIGNMENT = 8
 
 
 class Header(NamedTuple):
-    """What stands in front of a packet.
+    """The numbers in front of a packet.
 
     fingerprint: of the outer parameters from which the packet counts. number: of the fragment's exchange, from 1.
     weight: of this island in the mean; 0: it only listens. wishes: STOP and RENEW, what this island wishes all to do
@@ -62,7 +62,7 @@ def message_bytes(codec: Codec, numel: int) -> int:
 
 
 def sent_bytes(codec: Codec, numel: int, num_members: int) -> int:
-    """What one island sends in an exchange: its message and the commit word, to every other one."""
+    """Bytes that one island sends in an exchange: its message and the commit word, to every other one."""
     return (num_members - 1) * (message_bytes(codec, numel) + 1)
 
 
@@ -158,7 +158,7 @@ class Sync:
         return HEADER.size + self.codec.length(self._packet(message))
 
     def headers(self) -> list[Header]:
-        """Of all members' messages."""
+        """The headers of all members' messages."""
         assert self.received is not None
         return [Header(*HEADER.unpack(bytes(message[: HEADER.size].numpy()))) for message in self.received]
 

@@ -15,16 +15,17 @@ class Front:
         DiLoCo(sync_every=100)                       the options, as `--strategy diloco` makes them
         DiLoCo(model, optimizer, sync_every=100)     the context; options that are not the method's are the context's
 
-    A frozen dataclass derives from it. num_loop_arguments: 2, or 1 where the method brings its own step.
+    A frozen dataclass derives from it. brings_step: whether the context takes the steps itself, without an optimizer.
     """
 
-    num_loop_arguments: ClassVar[int] = 2
+    brings_step: ClassVar[bool] = False
 
     def __new__(cls, *loop: Any, **options: Any) -> Any:
         if not loop:
             return super().__new__(cls)
         own_fields = fields(cls)  # type: ignore[arg-type]
-        loop, positional = loop[: cls.num_loop_arguments], loop[cls.num_loop_arguments :]
+        num_loop_arguments = 1 if cls.brings_step else 2
+        loop, positional = loop[:num_loop_arguments], loop[num_loop_arguments:]
         own = dict(zip((item.name for item in own_fields if not item.kw_only), positional, strict=False))
         own |= {item.name: options.pop(item.name) for item in own_fields if item.name in options}
         return around(cls(**own), *loop, **options)

@@ -1,4 +1,4 @@
-"""What methods without a step in common share: every rank is an island, and takes steps when it can."""
+"""The base of methods without a common step: every rank is an island, and takes steps when it can."""
 
 from __future__ import annotations
 
@@ -9,13 +9,18 @@ from torch import nn
 
 from thinwire.codecs import Codec
 from thinwire.collectives import Topology
+from thinwire.methods.front import Front
 from thinwire.methods.interface import MethodPlan, trained_shapes
-from thinwire.methods.islands.front import Front
 from thinwire.optim import GENERAL
+from thinwire.table import Row
 
 
 class OwnPaceMethod(Front):
-    """What makes the options of such a method a Method. num_vectors: kept beside the model, in fp32 on the CPU."""
+    """Options of such a method: a Method, and the front of a context around a loop of one's own.
+
+    num_vectors: those of the model's length that are kept beside it, in fp32 on the CPU. rows: of the start-up table,
+    what else a user must know of the method.
+    """
 
     name: ClassVar[str]
     settled_after: ClassVar[int] = 0
@@ -23,10 +28,11 @@ class OwnPaceMethod(Front):
     not_inside_islands: ClassVar[str] = "has no step in common with the other ranks"
     not_on_mesh: ClassVar[str] = "has no common step on which all ranks of a mesh could agree"
     num_vectors: ClassVar[int]
+    rows: ClassVar[tuple[Row, ...]] = ()
 
     @property
     def codecs(self) -> tuple[Codec, ...]:
-        """Whose kernels are compiled before the workers start."""
+        """The codecs whose kernels are compiled before the workers start."""
         return ()
 
     @property

@@ -1,0 +1,1 @@
+"""The ground of methods with an outer optimizer: when islands exchange, what they send, how the result is taken."""

@@ -1,0 +1,159 @@
+"""The outer optimizer, and the state that it steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.collectives import Topology
+from thinwire.errors import ConfigError
+from thinwire.layout.layout import Layout
+from thinwire.state.memory import Merge, Place, State
+from thinwire.state.replicas import fingerprint
+
+# Numbers that travel with the values inside an island: whether islands have agreed to stop, and where to go on instead.
+NUM_WORDS = 2
+
+
+@dataclass(frozen=True)
+class Nesterov:
+    """buf <- mu buf + D, x <- x - lr (D + mu buf), for the mean outer gradient D = mean of x - w.
+
+    lr 1 and momentum 0: x becomes the mean of the islands' weights. Raises ConfigError for values out of range.
+    Source: Douillard et al., "DiLoCo" (2023), algorithm 1; Sutskever et al. (ICML 2013), as torch.optim.SGD has it.
+    """
+
+    lr: float
+    momentum: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.lr < math.inf:
+            raise ConfigError(f"outer_lr {self.lr}: must be above 0 and finite; the papers' are 0.4 to 1")
+        if not 0 <= self.momentum < 1:
+            raise ConfigError(f"outer_momentum {self.momentum}: must be at least 0 and below 1; the papers' is 0.9")
+
+
+class OuterState(State):
+    """What an island's first rank keeps between exchanges: for each fragment, by its number, fp32 [numel] on the CPU.
+
+    parameters, momentum: of the outer optimizer. correction: the mean of the islands' h, see ProximalCorrection; None
+    without. These three are the same on all islands. lost: error feedback, what codecs have lost of this island's
+    outer gradients; None without. numbers: exchanges applied so far, by fragment.
+    """
+
+    def __init__(self, fragments: Sequence[Layout], *, is_corrected: bool, has_feedback: bool) -> None:
+        shapes = {str(number): torch.Size([fragment.numel]) for number, fragment in enumerate(fragments)}
+        super().__init__(Place(shapes, Topology(1, 1)))
+        row = "outer parameters and momentum"
+        self.parameters = self.add("parameters", Merge.SAME, row=row)
+        self.momentum = self.add("momentum", Merge.SAME, row=row)
+        self.correction = self.add("correction", Merge.SAME, row="outer correction") if is_corrected else None
+        self.lost = self.add("lost", Merge.OWN, row="error feedback of outer gradients") if has_feedback else None
+        self.numbers = [0] * len(fragments)
+        self.add_attributes(self, "numbers")
+
+
+class OuterFragment:
+    """The outer step of one fragment of an OuterState. number: exchanges applied so far."""
+
+    def __init__(self, state: OuterState, index: int) -> None:
+        self._state, self._index = state, index
+        self._fingerprint: int | None = None
+
+    @property
+    def parameters(self) -> Tensor:
+        """x, fp32 [numel]."""
+        return self._state.parameters[str(self._index)]
+
+    @property
+    def momentum(self) -> Tensor:
+        """buf, fp32 [numel]."""
+        return self._state.momentum[str(self._index)]
+
+    @property
+    def correction(self) -> Tensor | None:
+        """The mean of the islands' h, fp32 [numel]; None without a correction."""
+        return None if self._state.correction is None else self._state.correction[str(self._index)]
+
+    @property
+    def number(self) -> int:
+        """Exchanges applied so far."""
+        return self._state.numbers[self._index]
+
+    @number.setter
+    def number(self, number: int) -> None:
+        # A list of its own: one that was saved may not be written yet.
+        before, after = self._state.numbers[: self._index], self._state.numbers[self._index + 1 :]
+        self._state.numbers = [*before, number, *after]
+
+    @property
+    def fingerprint(self) -> int:
+        """Stands for the bits of the parameters."""
+        if self._fingerprint is None:
+            self._fingerprint = fingerprint(self.parameters)
+        return self._fingerprint
+
+    def tensors(self) -> list[Tensor]:
+        """All that an island needs to take part in the exchanges of this fragment, besides `number`."""
+        return [tensor for tensor in (self.parameters, self.momentum, self.correction) if tensor is not None]
+
+    def set_parameters(self, flat: Tensor) -> None:
+        """Take other values."""
+        self.parameters.copy_(flat)
+        self._fingerprint = None
+
+    def apply(self, rule: Nesterov, total: Tensor, weights: float, num_islands: int) -> None:
+        """One outer step, in fp32.
+
+        Args:
+            rule: the outer optimizer.
+            total: the sum of the outer gradients, fp32 [numel].
+            weights: the sum of the islands' weights in `total`.
+            num_islands: those whose h is in the mean, present in this exchange or not.
+        """
+        if weights:
+            mean = total / weights
+            self.momentum.mul_(rule.momentum).add_(mean)
+            self.parameters.sub_(mean.add_(self.momentum, alpha=rule.momentum), alpha=rule.lr)
+        if self.correction is not None:
+            self.correction.sub_(total, alpha=1 / num_islands)
+            self.parameters.add_(self.correction)
+        self.number += 1
+        self._fingerprint = None
+
+    def take_mean(self, total: Tensor, weights: float) -> None:
+        """Become the mean of the islands' weights: momentum of earlier steps would carry the result on, past it.
+
+        Args:
+            total: the sum of the outer gradients, fp32 [numel]; overwritten.
+            weights: the sum of the islands' weights in `total`.
+        """
+        if weights:
+            self.parameters.sub_(total.div_(weights))
+        self.number += 1
+        self._fingerprint = None
+
+
+def parameters_in(state: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
+    """The outer parameters by name in the state that an island's first rank has saved; shapes: of the model's."""
+    found: dict[str, Tensor] = {}
+    for number, names in enumerate(state["names"]):
+        fragment = Layout.of({name: torch.Size(shapes[name]) for name in names}, unit=state["block"])
+        found |= fragment.views(state["outer"]["parameters"][str(number)])
+    return found
+
+
+def merged(weights: Tensor, outer: Tensor, mix: float) -> Tensor:
+    """mix * weights + (1 - mix) * outer: the weights with which an island goes on.
+
+    Args:
+        weights: of the island, fp32 [numel].
+        outer: the outer parameters, fp32 [numel].
+        mix: from 0 to below 1.
+    """
+    return outer.clone() if mix == 0.0 else torch.lerp(outer, weights, mix)

@@ -1,0 +1,68 @@
+"""The base of rounds at fixed times: islands hand in jobs of some steps, and nobody waits for the slowest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from thinwire.codecs import Codec
+from thinwire.collectives import Topology
+from thinwire.layout.sections import Sections
+from thinwire.methods.interface import MethodPlan, trained_shapes
+from thinwire.methods.options import codec_of
+from thinwire.methods.own_pace.base import OwnPaceMethod
+from thinwire.table import Row
+
+
+class RoundsMethod(OwnPaceMethod):
+    """A server's model that takes a weighted sum of what islands hand in, at every tick of a clock.
+
+    Options that all of them have: interval_s, seconds between two ticks; local_steps, optimizer steps of a job;
+    outer_lr, of the sum; codec, of what is handed in; overlap, whether an island trains on while its job travels.
+    """
+
+    interval_s: float
+    local_steps: int
+    outer_lr: float
+    codec: str
+    overlap: bool
+
+    @property
+    def codecs(self) -> tuple[Codec, ...]:
+        return (codec_of(self, "codec"),)
+
+    @property
+    def weights_row(self) -> Row:
+        """The row of the start-up table that describes the weights."""
+        raise NotImplementedError
+
+    @property
+    def most_ticks(self) -> int | None:
+        """Ticks up to which a job's weight grows with its length; None where it does not."""
+        raise NotImplementedError
+
+    def importance_of(self, world_size: int) -> list[float]:
+        """p, each rank's share of the objective; raises ConfigError where it does not fit the world."""
+        raise NotImplementedError
+
+    def weights_of(
+        self, importance: Sequence[float], job_ticks: Sequence[int], num_ticks: int, num_jobs: Sequence[int]
+    ) -> list[float]:
+        """The weights in the sum of islands that have finished a job.
+
+        Args:
+            importance: p_i.
+            job_ticks: ticks that the job took.
+            num_ticks: ticks so far, this one included.
+            num_jobs: N_i, jobs so far, this one included.
+        """
+        raise NotImplementedError
+
+    def plan(self, model: nn.Module, topology: Topology, micro_batches: int) -> MethodPlan:
+        """Every rank sends its job to every other once in local_steps; two bytes at each tick are left out."""
+        self.importance_of(topology.world_size)
+        lengths = tuple(shape.numel() for shape in trained_shapes(model).values())
+        packet = Sections.alone(codec_of(self, "codec"), lengths, range(len(lengths))).packet_bytes(sum(lengths))
+        sent = -(-(topology.world_size - 1) * packet // self.local_steps)
+        return self.whole_plan(model, {("hand_in", "inter"): sent})

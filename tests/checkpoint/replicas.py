@@ -114,7 +114,7 @@ class Replica:
         """This rank's residual of each parameter: the mean over ranks is what the weights will still receive."""
         optimizer: Any = self.optimizer
         found: dict[str, Tensor] = {}
-        if hasattr(optimizer, "memory") and optimizer.memory.planned_bytes:
+        if any(bucket.layout.wire.feedback for bucket in getattr(optimizer, "buckets", [])):
             held = optimizer.memory.state
             # A rank holds nothing of parameters in which it has no slice.
             found |= {name: torch.zeros(shape.numel()) for name, shape in held.place.shapes.items()}

@@ -132,6 +132,10 @@ class Kept:
         found = self._spans_of(name, self._place.shapes.get(name, shape))
         return [span for span in found if span.length > 0]
 
+    def owners(self, name: Any, shape: torch.Size) -> list[str]:
+        """The parameters that a tensor of this shape belongs to."""
+        return [*dict.fromkeys(span.name or str(name) for span in self.spans(name, shape))]
+
     def spread(self, shapes: Mapping[Any, torch.Size], mean_of: Callable[[str], Tensor | None]) -> set[str]:
         """Keep tensors of these shapes, filled with this rank's part of the means over ranks.
 
@@ -139,17 +143,16 @@ class Kept:
         """
         taken: set[str] = set()
         for name, shape in shapes.items():
-            places = [(span.name or str(name), span) for span in self.spans(name, shape)]
-            means = {owner: mean_of(owner) for owner in dict.fromkeys(owner for owner, _ in places)}
+            means = {owner: mean_of(owner) for owner in self.owners(name, shape)}
             found = {owner: mean for owner, mean in means.items() if mean is not None}
             if not found:
                 continue
             taken |= found.keys()
             flat = torch.zeros(shape.numel(), device=self.device)
             self.tensors[name] = flat.view(shape)
-            for owner, (start, offset, length, divisor, holders, _) in places:
-                if owner in found:
-                    flat[start : start + length].copy_(found[owner][offset : offset + length] * (divisor / holders))
+            for start, offset, length, divisor, holders, owner in self.spans(name, shape):
+                if (mean := found.get(owner or str(name))) is not None:
+                    flat[start : start + length].copy_(mean[offset : offset + length] * (divisor / holders))
         return taken
 
     def forget(self, name: Any) -> None:
@@ -263,8 +266,9 @@ class State:
         if odd and self._together:
             odd = [(kept, name) for kept in self._kinds.values() for name in kept.tensors]
         for kept, name in odd:
+            dropped |= dict.fromkeys(kept.owners(name, kept.tensors[name].shape))
             kept.forget(name)
-        return [*(dropped | {str(name): None for _, name in odd})]
+        return [*dropped]
 
     def shares(self) -> list[Share]:
         """The parts of what state_dict gives that another number of ranks can take over."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ from thinwire.methods.reduction import (
     sum_bytes,
     sum_over_ranks,
 )
-from thinwire.state.memory import KeptSpan, Merge, Place, Residual
+from thinwire.state.memory import Kept, KeptSpan, Merge, Place, Residual
 from thinwire.table import Row
 
 
@@ -111,18 +112,21 @@ class TwoWay(DDPMethod):
 
 
 class TwoWayMean(Reduction):
-    """What it keeps, by parameter: `worker`, e_i, and `server`, e of this rank's slices; and the last learning rate.
+    """What it keeps, by piece: `worker`, e_i, and `server`, e of this rank's slice; and the last learning rates.
 
-    Both are in units of the sum over ranks, flat, one piece of the parameter after another.
+    Both errors are in units of the sum over ranks, in the shapes of Lost.
     """
 
     def __init__(self, method: TwoWay, place: Place, seed: int) -> None:
         super().__init__(place)
         self.method, self.push, self.pull = method, method.push, method.pull
         self.grid, self.seed = place.grid, seed
-        residual = Residual()
-        self.worker = self.state.add("worker", residual, self._worker_shape, self._worker_spans, row="error feedback")
-        self.server = self.state.add("server", residual, self._server_shape, self._server_spans, row="error feedback")
+        is_kept = method.feeds_back and self.grid.world_size > 1
+        pieces = (piece for name, shape in place.shapes.items() for piece in self._pieces(name, shape))
+        self._kept = {_key(piece): piece for piece in pieces if is_kept}
+        # Ranks keep errors of their own gradients, or one on each node that of the node's slice.
+        holders = self.grid.num_nodes if self.grid.num_nodes > 1 else self.grid.world_size
+        self.worker, self.server = self._add("worker", _worker_of, holders), self._add("server", _server_of, 1)
         self.last_lr = self.state.add("lr", Merge.OWN)
 
     def run(self, link: Link, bucket: Bucket, step: Step) -> Rounds[None]:
@@ -176,8 +180,7 @@ class TwoWayMean(Reduction):
         )  # fmt: skip
         if lost is not None:
             for piece, worker, server in self._by_piece(chunk, lost):
-                self._part(self.worker[piece.name], piece, worker.shape).copy_(worker)
-                self._part(self.server[piece.name], piece, server.shape).copy_(server)
+                self.worker[_key(piece)], self.server[_key(piece)] = worker.clone(), server.clone()
         return total
 
     def _is_compressed(self, shape: torch.Size) -> bool:
@@ -229,8 +232,8 @@ class TwoWayMean(Reduction):
         lost = self._zeros(chunk)
         for piece, worker, server in self._by_piece(chunk, lost):
             for kept, place in ((self.worker, worker), (self.server, server)):
-                if (held := kept.get(piece.name)) is not None:
-                    torch.mul(self._part(held, piece, place.shape), ratios[piece.name], out=place)
+                if (held := kept.get(_key(piece))) is not None:
+                    torch.mul(held, ratios[piece.name], out=place)
         return lost
 
     def _zeros(self, chunk: Layout, device: torch.device = staging.CPU) -> Lost:
@@ -243,43 +246,26 @@ class TwoWayMean(Reduction):
         workers, servers = _worker_of(lost).split(chunk.lengths, dim=-1), _server_of(lost).split(chunk.lengths)
         yield from zip(chunk.spans, workers, servers, strict=True)
 
-    def _first(self, piece: Span, shape: torch.Size) -> int:
-        """Where a piece's errors, of this shape, begin: slices of the pieces before it have no gaps."""
-        return math.prod(shape[:-1]) * (piece.offset // self.grid.world_size)
+    def _add(self, kind: str, part_of: Callable[[Lost], Tensor], holders: int) -> Kept:
+        """Keep a part of the errors of each piece; holders: ranks that keep each element."""
+        shapes = {key: part_of(self._alone(piece)).shape for key, piece in self._kept.items()}
+        spans_of = partial(self._spans, part_of, holders)
+        return self.state.add(kind, Residual(), spans_of=spans_of, shapes=shapes, row="error feedback")
 
-    def _part(self, kept: Tensor, piece: Span, shape: torch.Size) -> Tensor:
-        """A piece's errors, a view."""
-        first = self._first(piece, shape)
-        return kept[first : first + shape.numel()].view(shape)
+    def _alone(self, piece: Span) -> Lost:
+        """Errors of one piece, which take no memory."""
+        return self._zeros(self._beside([piece]), torch.device("meta"))
 
-    def _kept_pieces(self, name: str, shape: torch.Size) -> list[tuple[Span, Lost]]:
-        """Each piece with errors of its shapes, which take no memory; none where nothing can get lost."""
-        pieces = self._pieces(name, shape) if self.method.feeds_back and self.grid.world_size > 1 else ()
-        return [(piece, self._zeros(self._beside([piece]), torch.device("meta"))) for piece in pieces]
-
-    def _worker_shape(self, name: str, shape: torch.Size) -> torch.Size | None:
-        return _joined(_worker_of(lost) for _, lost in self._kept_pieces(name, shape))
-
-    def _server_shape(self, name: str, shape: torch.Size) -> torch.Size | None:
-        return _joined(_server_of(lost) for _, lost in self._kept_pieces(name, shape))
-
-    def _worker_spans(self, name: str, shape: torch.Size) -> Iterator[KeptSpan]:
-        # Ranks keep errors of their own gradients, or one on each node that of the node's slice.
-        holders = self.grid.num_nodes if self.grid.num_nodes > 1 else self.grid.world_size
-        for piece, lost in self._kept_pieces(name, shape):
-            yield from self._spans(piece, lost, _worker_of(lost), holders)
-
-    def _server_spans(self, name: str, shape: torch.Size) -> Iterator[KeptSpan]:
-        for piece, lost in self._kept_pieces(name, shape):
-            yield from self._spans(piece, lost, _server_of(lost), 1)
-
-    def _spans(self, piece: Span, lost: Lost, part: Tensor, holders: int) -> Iterator[KeptSpan]:
+    def _spans(
+        self, part_of: Callable[[Lost], Tensor], holders: int, key: str, shape: torch.Size
+    ) -> Iterator[KeptSpan]:
         """Where in the parameter one part of a piece's errors belongs, without what fills slices up."""
-        first = self._first(piece, part.shape)
+        piece = self._kept[key]
+        lost = self._alone(piece)
         for tensor, start, place, length in lost.places(self.grid, self.place.rank):
-            if tensor is part:
+            if tensor is part_of(lost):
                 length = min(length, piece.numel - place)
-                yield KeptSpan(first + start, piece.offset + place, length, self.grid.world_size, holders)
+                yield KeptSpan(start, piece.offset + place, length, self.grid.world_size, holders, piece.name)
 
     def sent_bytes(self) -> dict[str, int]:
         shapes, grid = self.place.shapes, self.grid
@@ -322,10 +308,8 @@ def _server_of(lost: Lost) -> Tensor:
     return lost.gather
 
 
-def _joined(parts: Iterable[Tensor]) -> torch.Size | None:
-    """The shape of all parts, flat, one after another; None without any."""
-    numels = [part.numel() for part in parts]
-    return torch.Size([sum(numels)]) if numels else None
+def _key(piece: Span) -> str:
+    return f"{piece.name} {piece.offset}"
 
 
 @functools.cache

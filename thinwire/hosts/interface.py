@@ -78,6 +78,12 @@ class ParallelOptimizer:
         """Forward and backward passes inside only accumulate gradients."""
         raise NotImplementedError
 
+    def send_accumulated(self) -> None:
+        """Start to send gradients that were accumulated inside `no_sync`, where no backward outside of it follows.
+
+        By default `reduce` sends them.
+        """
+
     def note_loss(self, loss: float) -> None:
         """Say this rank's loss; after the step, `mean_loss` is the mean over ranks, at no message of its own."""
         self._loss = loss

@@ -17,14 +17,14 @@ class TiedWeights:
     other rank takes the owner's weight as it is by then, so that copies are equal whatever has stepped the weight.
 
     mailbox: of the pipeline. tied: by rank, weights that it uses too, in the same order there; the ranks must call the
-    same methods in the same order. A message is known as if of a micro-batch after the last, each at a hop of its own.
+    same methods in the same order. is_stale: whether the owner's weight may have changed. A message is known as if of a micro-batch after the last, each at a hop of its own.
     """
 
     def __init__(self, mailbox: Mailbox, tied: Mapping[int, Sequence[nn.Parameter]]) -> None:
         self.mailbox = mailbox
         self._owned = [(peer, p) for peer, params in tied.items() if peer > mailbox.rank for p in params]
         self._borrowed = [(peer, p) for peer, params in tied.items() if peer < mailbox.rank for p in params]
-        self._is_stale = True
+        self.is_stale = True
 
     @property
     def borrowed(self) -> list[nn.Parameter]:
@@ -34,12 +34,12 @@ class TiedWeights:
     @property
     def sent_bytes(self) -> int:
         """Payload of the next step: weights of the owner, gradients of the other."""
-        owned = sum(param.nbytes for _, param in self._owned) if self._is_stale else 0
+        owned = sum(param.nbytes for _, param in self._owned) if self.is_stale else 0
         return owned + sum(param.nbytes for _, param in self._borrowed)
 
     def weights_to_come(self, number: int) -> list[Expected]:
         """The messages that `take_weights` will take; number: of micro-batches in the step."""
-        return self._expected("forward", self._borrowed, number) if self._is_stale else []
+        return self._expected("forward", self._borrowed, number) if self.is_stale else []
 
     def gradients_to_come(self, number: int) -> list[Expected]:
         """The messages that `add_gradients` will take."""
@@ -48,14 +48,14 @@ class TiedWeights:
     @torch.no_grad()
     def take_weights(self, number: int) -> None:
         """Before this rank's first forward."""
-        for label, (_, param) in _labelled("forward", self._borrowed, number) if self._is_stale else ():
+        for label, (_, param) in _labelled("forward", self._borrowed, number) if self.is_stale else ():
             param.copy_(self._taken(label, param))
 
     def send_weights(self, number: int) -> None:
         """After this rank's first forward, when its own weights have arrived."""
-        for label, (peer, param) in _labelled("forward", self._owned, number) if self._is_stale else ():
+        for label, (peer, param) in _labelled("forward", self._owned, number) if self.is_stale else ():
             self._send(peer, label, param.detach())
-        self._is_stale = False
+        self.is_stale = False
 
     @torch.no_grad()
     def add_gradients(self, number: int) -> None:
@@ -66,7 +66,7 @@ class TiedWeights:
         for label, (_, param) in _labelled("backward", self._owned, number):
             theirs = self._taken(label, param)
             param.grad = theirs if param.grad is None else param.grad.add_(theirs)
-        self._is_stale = True
+        self.is_stale = True
 
     def _send(self, peer: int, label: Label, values: Tensor) -> None:
         # In memory of its own: a weight or gradient changes while it travels.

@@ -186,7 +186,7 @@ def cut(model: nn.Module, stages: int, layers: str | Sequence[int] = "", head: s
     """
     if head not in HEADS:
         raise ConfigError(f"head {head!r} is unknown{nearest(head, HEADS)}")
-    name, found = _layers_of(model)
+    name, found = layers_of(model)
     if not 1 <= stages <= len(found):
         near = max(1, min(stages, len(found)))
         raise ConfigError(f"{stages} stages of {len(found)} layers: nearest that works: {near}")
@@ -201,7 +201,8 @@ def cut(model: nn.Module, stages: int, layers: str | Sequence[int] = "", head: s
     return made
 
 
-def _layers_of(model: nn.Module) -> tuple[str, nn.ModuleList]:
+def layers_of(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """The name and the module list of a model's layers: the list with the most parameters. Raises ConfigError."""
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     if not lists:
         raise ConfigError(f"{type(model).__name__} has no nn.ModuleList of layers: nothing to cut")

@@ -40,9 +40,7 @@ def trained(rank: int, world_size: int, order: str) -> tuple[list[float], dict[s
     made_plan = plan(order, world_size, 3) if order != "fitted" else returning(made)
     chunks = {number: made.chunk(number) for number in made_plan.chunks_of(rank)}
     mailbox = Mailbox(None, Topology(world_size, 1))
-    runner = Runner(
-        made_plan, chunks, mailbox, made.shape, tied=TiedWeights(mailbox, made.tied(made_plan.home, rank))
-    )
+    runner = Runner(made_plan, chunks, mailbox, made.shape, tied=TiedWeights(mailbox, made.tied(made_plan.home, rank)))
     weights = {name: param for chunk in chunks.values() for name, param in chunk.model.named_parameters()}
     optimizer = torch.optim.AdamW({id(param): param for param in weights.values()}.values(), lr=1e-3)
     losses, squares = [], []

@@ -58,7 +58,7 @@ def batches(step: int, num: int, share: int = 0, num_shares: int = 1) -> list[tu
 
 
 def adamw(whole: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(whole.parameters(), lr=3e-3)
+    return torch.optim.AdamW(whole.parameters(), lr=2e-3)
 
 
 class Alone(AgreeingOptimizer):
@@ -133,13 +133,13 @@ def trained(rank: int, name: str) -> Any:
 
 def skipped(stage: thinwire.PipelinedStage, mesh: DeviceMesh) -> tuple[int, bool]:
     """A gradient that is not finite on one rank: steps that this rank has skipped, and whether weights are as before."""
+    param = next(iter(stage.module.parameters()))
+    hook = param.register_hook(lambda grad: grad * (float("nan") if mesh.get_rank() == 3 else 1.0))
     stage.forward_backward(batches(5, 2, mesh["data"].get_local_rank(), 2))
     weights = [param.detach().clone() for param in stage.module.parameters()]
-    if mesh.get_rank() == 3:
-        stage.optimizer.note_loss(float("nan"))
-        next(param for param in stage.module.parameters() if param.grad is not None)
     stage.step(0.5)
     stage.optimizer.synchronize()
+    hook.remove()
     return stage.optimizer.skipped_steps, all(map(torch.equal, weights, stage.module.parameters()))
 
 
@@ -157,7 +157,7 @@ def ranks() -> list[dict[str, Any]]:
 def test_gradients_and_forwards_are_those_of_one_process(name: str, ranks: list[dict[str, Any]]) -> None:
     stages, num, _ = GRADIENTS[name]
     whole, given = model(torch.float64), batches(0, num)
-    loss = sum(share * whole(*batch) for batch, share in zip(given, token_shares(given), strict=True))
+    loss: Any = sum(share * whole(*batch) for batch, share in zip(given, token_shares(given), strict=True))
     loss.backward()
     expected = {key: param.grad for key, param in whole.named_parameters()}
     norm = float(nn.utils.get_total_norm(list(expected.values())))
@@ -172,7 +172,7 @@ def test_gradients_and_forwards_are_those_of_one_process(name: str, ranks: list[
             assert abs(gradient - expected[key].numpy()).max() <= 1e-12, key
         for _, norm_here, loss_here, forward_here in told:
             assert norm_here == pytest.approx(norm, rel=1e-12)
-            assert loss_here == pytest.approx(float(loss), rel=1e-6)
+            assert loss_here == pytest.approx(loss.item(), rel=1e-6)
             assert forward_here[0] == pytest.approx(forward[0], abs=1e-12)
             assert abs(forward_here[1] - forward[1]).max() <= 1e-12
 
@@ -188,6 +188,7 @@ def test_replicas_of_a_stage_are_equal_and_bytes_are_those_of_the_formula(
     for found in told:
         assert found["norms"] == told[0]["norms"] and found["losses"] == told[0]["losses"]
         assert found["loss"] == told[0]["loss"]
+        assert found["skipped"] == (1, True)
         if name != "powersgd":
             # Not where the next loss was asked for, nor where the link was measured.
             assert all(sent == found["promised"] for step, sent in enumerate(found["sent"]) if step not in (7, 8))
@@ -215,7 +216,7 @@ def test_training_is_that_of_one_process(name: str, ranks: list[dict[str, Any]])
         near += float((param - start[key]).detach().square().sum())
         if name in ("zero", "ddp"):
             assert abs(found[key] - param.detach()).max() <= 1e-6, key
-    assert far < 0.3 * near
+    assert far < 0.5 * near
     if name in ("zero", "ddp"):
         assert told[0]["norms"] == pytest.approx(norms, rel=1e-4)
         with torch.no_grad():

@@ -48,8 +48,10 @@ class Stage:
     """A model in training on a mesh; made by `parallelize`.
 
     A step is `forward_backward`, `reduce`, `update`, or `forward_backward` and `step`. module: what to call in
-    training. optimizer: what steps it, a ParallelOptimizer.
+    training. optimizer: what steps it, a ParallelOptimizer. pipeline: see PipelinedStage.
     """
+
+    pipeline: PipelineStage | None = None
 
     def __init__(
         self,
@@ -159,7 +161,7 @@ class PipelinedStage(Stage):
         self, model: nn.Module, optimizer: ParallelOptimizer, rows: Sequence[Row], pipeline: PipelineStage
     ) -> None:
         super().__init__(model, optimizer, [*rows, *pipeline.describe()])
-        self.pipeline = pipeline
+        self.pipeline: PipelineStage = pipeline
         model.forward = pipeline.forward
 
     def forward_backward(self, batches: Sequence[Any], loss: Callable[[Any, Any], Tensor] = models_own) -> float:

@@ -20,7 +20,7 @@ from thinwire.hosts.pipeline.measured import measured
 from thinwire.hosts.pipeline.runner import Runner
 from thinwire.hosts.pipeline.tied import TiedWeights
 from thinwire.hosts.ranks import along
-from thinwire.methods.pipeline import Chunk, Cut, Plan, cut, simulate, token_shares
+from thinwire.methods.pipeline import Chunk, Cut, Plan, cut, in_flight, simulate, token_shares
 from thinwire.methods.pipeline.options import Pipeline
 from thinwire.methods.pipeline.plan import BACKWARD, FORWARD, ordered, straight
 from thinwire.table import Row
@@ -101,13 +101,33 @@ def take_part(model: nn.Module, optimizer: torch.optim.Optimizer, options: Pipel
 class Prediction:
     """What a step's forwards and backwards take, simulated with what was measured.
 
-    step_s: seconds. bubble: the part of them in which ranks compute nothing, the mean over ranks. link_bytes: by (from,
-    to), in one step.
+    step_s: seconds. bubbles: the part of them in which each rank computes nothing. in_flight: the most micro-batches
+    that each rank keeps activations of. link_bytes: by (from, to), in one step.
     """
 
     step_s: float
-    bubble: float
+    bubbles: tuple[float, ...]
+    in_flight: tuple[int, ...]
     link_bytes: dict[tuple[int, int], float]
+
+    def __str__(self) -> str:
+        shown = ", ".join(f"{part:.0%}" for part in self.bubbles)
+        links = ", ".join(f"{a} to {b} {num / 1e6:.3f} MB" for (a, b), num in sorted(self.link_bytes.items()))
+        held = ", ".join(map(str, self.in_flight))
+        return f"{self.step_s:.3g} s a step, stages idle for {shown}, micro-batches in flight {held}; sent {links}"
+
+
+class LastLogits(nn.Module):
+    """A pipeline as the writer of a text calls a model, which needs the logits of the last token alone."""
+
+    def __init__(self, stage: PipelineStage, model: nn.Module) -> None:
+        super().__init__()
+        self.stage, self.model = stage, model
+        self.max_seq_len: Any = model.max_seq_len
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[batch, 1, vocab]; a collective over the pipeline."""
+        return self.stage.forward(tokens, last_only=True)
 
 
 class PipelineStage:
@@ -133,7 +153,8 @@ class PipelineStage:
         self.device = next(iter(part.made.model.parameters())).device
         self.num_before = 0
         self.num_steps = 0
-        self.step_s = 0.0
+        # Of the last step: from the first action to the last, and in actions.
+        self.step_s = self.busy_s = 0.0
         self.prediction: Prediction | None = None
         self._runners: dict[int, Runner] = {}
         self._forwards: dict[int, Runner] = {}
@@ -155,6 +176,7 @@ class PipelineStage:
         with self.optimizer.no_sync():
             part = runner.run(batches, token_shares(batches))
         self.step_s = time.perf_counter() - start
+        self.busy_s = sum(ended - begun for _, begun, ended in runner.spans)
         self.optimizer.send_accumulated()
         self.num_before, self.num_steps = runner.num_before, self.num_steps + 1
         # The mean over all ranks is that over the replicas of the whole.
@@ -251,5 +273,5 @@ class PipelineStage:
         plan = self.part.options.plan_of(self.num_stages, num, costs, network)
         self._runners[num] = self._running(plan)
         found = simulate(plan, costs, network)
-        bubble = sum(found.idle_s) / max(found.makespan_s * self.num_stages, 1e-12)
-        self.prediction = Prediction(found.makespan_s, bubble, found.link_bytes)
+        bubbles = tuple(idle / max(found.makespan_s, 1e-12) for idle in found.idle_s)
+        self.prediction = Prediction(found.makespan_s, bubbles, in_flight(plan), found.link_bytes)

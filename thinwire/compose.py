@@ -48,10 +48,12 @@ class Stage:
     """A model in training on a mesh; made by `parallelize`.
 
     A step is `forward_backward`, `reduce`, `update`, or `forward_backward` and `step`. module: what to call in
-    training. optimizer: what steps it, a ParallelOptimizer. pipeline: see PipelinedStage.
+    training. optimizer: what steps it, a ParallelOptimizer. pipeline: see PipelinedStage. borders: where and how hidden
+    states are rounded on their way, by which a loss depends on more than the weights; empty: nowhere.
     """
 
     pipeline: PipelineStage | None = None
+    borders = ""
 
     def __init__(
         self,
@@ -131,6 +133,7 @@ class Stage:
             snapshot.pieces = cut
             shares = map(self.tensor.share_of_whole, snapshot.shares)
             snapshot.shares = [share for share in shares if share is not None]
+        snapshot.common |= {"borders": self.borders}
         return snapshot
 
     def restore(self, source: Source) -> None:
@@ -139,6 +142,8 @@ class Stage:
             source.place_piece = self.tensor.piece_of_whole
             source.part_of = self.tensor.part_of_flat
         self.optimizer.restore(source)
+        if source.common.get("borders", "") != self.borders:
+            source.is_same = source.is_exact = False
 
     def finish(self) -> None:
         """Leave the result in the model: with islands, the mean of their weights. Training can't go on from there."""
@@ -162,13 +167,15 @@ class PipelinedStage(Stage):
     ) -> None:
         super().__init__(model, optimizer, [*rows, *pipeline.describe()])
         self.pipeline: PipelineStage = pipeline
+        self.borders = pipeline.borders
         model.forward = pipeline.forward
 
     def forward_backward(self, batches: Sequence[Any], loss: Callable[[Any, Any], Tensor] = models_own) -> float:
         """All forwards and backwards of a step, over all stages; weighs micro-batches by their tokens.
 
-        loss: must return what `module(*batch)` gives. Returns the loss where the head is, and 0 elsewhere; after `reduce`
-        all ranks have it as `optimizer.mean_loss`. Raises ConfigError for a number of batches that the plan can't take.
+        loss: must return what `module(*batch)` gives. Returns the loss where the head is, and 0 elsewhere; after
+        `reduce` all ranks have it as `optimizer.mean_loss`. Raises ConfigError for a number of batches that the plan
+        can't take.
         """
         return self.pipeline.forward_backward(batches, loss)
 
@@ -180,7 +187,7 @@ class PipelinedStage(Stage):
         return 8 * self.pipeline.part.num_parameters * (1 - 1 / self.optimizer.everyone.world_size)
 
     def snapshot(self) -> Snapshot:
-        snapshot = self.optimizer.snapshot()
+        snapshot = super().snapshot()
         # Of what replicas of a stage all hold, other stages hold nothing.
         holders = tuple(self.optimizer.comm.global_ranks)
         snapshot.pieces = {name: replace(piece, holders=holders) for name, piece in snapshot.pieces.items()}
@@ -188,7 +195,7 @@ class PipelinedStage(Stage):
         return snapshot
 
     def restore(self, source: Source) -> None:
-        self.optimizer.restore(source)
+        super().restore(source)
         self.pipeline.restore(source.common.get("micro_batches", 0))
 
     def close(self) -> None:
@@ -352,7 +359,8 @@ def pipeline_problems(
     if "pipeline" not in sizes:
         if pipelines:
             problems.messages.append(
-                f"Pipeline works on the pipeline axis, and the mesh {shape_of(mesh)} has none; nearest: pipeline=1,data=..."
+                f"Pipeline works on the pipeline axis, and the mesh {shape_of(mesh)} has none; nearest: "
+                f"pipeline=1,{shape_of(mesh)}"
             )
         return problems.messages
     if len(pipelines) > 1:

@@ -20,8 +20,9 @@ class Piece:
     """Elements [offset, offset + n) of a tensor that has `numel` elements when it is flat.
 
     values: [n], a view of the memory that they are saved from and loaded into. is_copy: every rank holds the same, so
-    that any of them may save it; holders: of these ranks alone, where it is not empty. run, row, first: where the tensor is cut inside of its rows, a rank's part of it has
-    elements [first, first + run) of each `row` elements, and `offset` counts in that part; 0: it is not cut so.
+    that any of them may save it; holders: of these ranks alone, where it is not empty. run, row, first: where the
+    tensor is cut inside of its rows, a rank's part of it has elements [first, first + run) of each `row` elements, and
+    `offset` counts in that part; 0: it is not cut so.
     """
 
     numel: int

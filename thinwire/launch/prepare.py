@@ -345,7 +345,7 @@ def prepare(config: TrainConfig, problems: Problems) -> tuple[Run, Start]:
     config = run.config
     tokens_of(config, load_tokenizer(config.tokenizer)).split(config.seq_len)
     logging.getLogger("numba").setLevel(logging.WARNING)
-    warm(run.strategy.codecs)
+    warm(run.codecs)
     RunDir(config.run_dir).claim(config.node, to_toml(config), overwrite=config.overwrite)
     return run, start
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+from thinwire.codecs import Codec
 from thinwire.data import TokenFile, Tokenizer, prepare
 from thinwire.errors import ConfigError, nearest
 from thinwire.methods.interface import Method
@@ -63,6 +64,11 @@ class Run:
     def has_islands(self) -> bool:
         """Whether it trains islands, each by a strategy of its own."""
         return has_islands(self.config.strategy)
+
+    @property
+    def codecs(self) -> tuple[Codec, ...]:
+        """Whose kernels are compiled before the workers start."""
+        return (*self.strategy.codecs, *(self.pipeline.codecs if self.pipeline is not None else ()))
 
     @cached_property
     def used_tables(self) -> set[str]:

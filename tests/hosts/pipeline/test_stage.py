@@ -1,4 +1,4 @@
-"""A pipeline axis beside a data axis: the gradients and weights of one process, equal replicas, the bytes of the formula."""
+"""A pipeline axis beside a data axis: gradients and weights of one process, equal replicas, bytes of the formula."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def trained(rank: int, name: str) -> Any:
 
 
 def skipped(stage: thinwire.PipelinedStage, mesh: DeviceMesh) -> tuple[int, bool]:
-    """A gradient that is not finite on one rank: steps that this rank has skipped, and whether weights are as before."""
+    """A gradient that is not finite on one rank: steps that are skipped, and whether weights are as before."""
     param = next(iter(stage.module.parameters()))
     hook = param.register_hook(lambda grad: grad * (float("nan") if mesh.get_rank() == 3 else 1.0))
     stage.forward_backward(batches(5, 2, mesh["data"].get_local_rank(), 2))

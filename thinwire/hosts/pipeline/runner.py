@@ -80,7 +80,7 @@ class Runner:
         return output
 
     def squared_norm(self) -> Tensor:
-        """fp64: this rank's part of the squared 2-norm of all gradients; the parts of all ranks count each weight once."""
+        """fp64: this rank's part of the squared 2-norm of all gradients; all ranks' parts count each weight once."""
         weights = {id(param): param for chunk in self.chunks.values() for param in chunk.parameters()}
         return sum(
             (param.grad.double().square().sum() for param in weights.values() if param.grad is not None),

@@ -163,6 +163,12 @@ class PipelineStage:
     def num_stages(self) -> int:
         return self.comm.world_size
 
+    @property
+    def borders(self) -> str:
+        """Where and how hidden states are rounded; empty where they travel as they are."""
+        made, codec = self.part.made, self.crossing.forward
+        return "" if self.crossing.codec("forward") is None else f"{codec} behind {made.sizes} on {made.home}"
+
     def forward_backward(self, batches: Sequence[Batch], loss: Loss = models_own) -> float:
         """The gradients of the mean loss over all tokens of the batches; the loss where the head is, else 0.
 

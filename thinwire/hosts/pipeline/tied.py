@@ -17,7 +17,8 @@ class TiedWeights:
     other rank takes the owner's weight as it is by then, so that copies are equal whatever has stepped the weight.
 
     mailbox: of the pipeline. tied: by rank, weights that it uses too, in the same order there; the ranks must call the
-    same methods in the same order. is_stale: whether the owner's weight may have changed. A message is known as if of a micro-batch after the last, each at a hop of its own.
+    same methods in the same order. is_stale: whether the owner's weight may have changed. A message is known as
+    if of a micro-batch after the last, each at a hop of its own.
     """
 
     def __init__(self, mailbox: Mailbox, tied: Mapping[int, Sequence[nn.Parameter]]) -> None:

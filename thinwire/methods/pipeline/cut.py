@@ -159,7 +159,7 @@ class Chunk(nn.Module):
 
 
 def _copy_of(model: nn.Module, shared: Sequence[str], others: Mapping[str, nn.Module]) -> nn.Module:
-    """The model with the same tensors in other modules: some are shared, and others stand in for those of their names."""
+    """The model with the same tensors in other modules: some are shared, others stand in for those of their names."""
     same = [*model.parameters(), *model.buffers(), *map(model.get_submodule, shared)]
     instead = {id(model.get_submodule(name)): module for name, module in others.items()}
     return copy.deepcopy(model, {id(each): each for each in same} | instead)
@@ -190,7 +190,7 @@ def cut(model: nn.Module, stages: int, layers: str | Sequence[int] = "", head: s
     if not 1 <= stages <= len(found):
         near = max(1, min(stages, len(found)))
         raise ConfigError(f"{stages} stages of {len(found)} layers: nearest that works: {near}")
-    stated = _stated(layers, stages, len(found)) if layers else None
+    stated = stated_sizes(layers, stages, len(found)) if layers else None
     probe = _Probe(model, name, found, 0 if head == "first" else -1)
     sizes, home = stated or balanced(probe.operations, probe.num_parameters, stages), tuple(range(stages))
     if head == "first":
@@ -209,7 +209,8 @@ def layers_of(model: nn.Module) -> tuple[str, nn.ModuleList]:
     return max(lists, key=lambda item: sum(param.numel() for param in item[1].parameters()))
 
 
-def _stated(layers: str | Sequence[int], stages: int, num_layers: int) -> tuple[int, ...]:
+def stated_sizes(layers: str | Sequence[int], stages: int, num_layers: int) -> tuple[int, ...]:
+    """How many layers each stage has. Raises ConfigError for what can't be read, or does not add up."""
     try:
         sizes = tuple(int(part) for part in (layers.split(",") if isinstance(layers, str) else layers))
     except ValueError:

@@ -12,6 +12,7 @@ from thinwire.errors import ConfigError, Problems, nearest
 from thinwire.methods.options import check_types
 from thinwire.methods.pipeline.border import Crossing
 from thinwire.methods.pipeline.check import check
+from thinwire.methods.pipeline.cut import stated_sizes
 from thinwire.methods.pipeline.fitted import fitted
 from thinwire.methods.pipeline.orders import ORDERS, plan
 from thinwire.methods.pipeline.plan import Plan, straight
@@ -143,6 +144,8 @@ def check_stages(
         problems.messages.append(
             f"{stages} stages{each}: the model has {num_layers} layers; nearest that works: {max(1, near)}"
         )
+    elif num_layers is not None and options.layers:
+        problems.note(stated_sizes, options.layers, chunks, num_layers)
     if micro_batches is not None:
         problems.note(options.plan_of, stages, micro_batches)
     problems.raise_any()

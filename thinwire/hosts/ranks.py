@@ -46,13 +46,15 @@ class Ranks:
 
     def agree(self, word: StepStatus) -> Agreed:
         """What all ranks of the mesh say of a step; a collective."""
-        words = self.everyone.wait(self.everyone.all_gather_exact(word.pack(self.num_names)))
+        room = self.num_names if word.used else 0
+        words = self.everyone.wait(self.everyone.all_gather_exact(word.pack(room)))
         own = [self.everyone.global_ranks.index(rank) for rank in self.comm.global_ranks]
         return Agreed.of(words, len(word.used), own if self.num_names else None)
 
     def word_bytes(self, num_parameters: int = 0) -> int:
         """Payload of this rank's word to all others."""
-        return word_bytes(max(num_parameters, self.num_names)) * (self.everyone.world_size - 1)
+        room = max(num_parameters, self.num_names) if num_parameters else 0
+        return word_bytes(room) * (self.everyone.world_size - 1)
 
     def close(self) -> None:
         """Wait for all communication and give the process groups back."""

@@ -162,8 +162,8 @@ DEFAULTS = TrainConfig()
 LOWEST: dict[str, int | None] = {
     "workers": 1, "local_size": 1, "stages": 1, "nodes": 1, "node": 0, "steps": 1, "stop_at": 1, "tokens_per_step": 1,
     "seq_len": 1, "micro_batch": 1, "lr": None, "weight_decay": 0, "warmup_steps": 0, "grad_clip": 0, "seed": 0,
-    "dead_steps": 0, "checkpoint_every": 0, "keep_last": 1, "keep_every": 0, "restarts": 0, "eval_sequences": 0, "sample_tokens": 0,
-    "timeout": None, "minutes": None,
+    "dead_steps": 0, "checkpoint_every": 0, "keep_last": 1, "keep_every": 0, "restarts": 0,
+    "eval_sequences": 0, "sample_tokens": 0, "timeout": None, "minutes": None,
 }  # fmt: skip
 
 # Machines may differ in these; the rest must be equal on all ranks.

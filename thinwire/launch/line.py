@@ -83,5 +83,9 @@ def configured(stated: Stated, problems: Problems) -> TrainConfig:
         below = replace(below, minutes=None)
     elif "minutes" in flags:
         below = replace(below, steps=TrainConfig().steps)
+    if "mesh" in flags:
+        below = replace(below, stages=None)
+    elif "stages" in flags:
+        below = replace(below, mesh=None)
     tables = {name: {**below.tables.get(name, {}), **tables.get(name, {})} for name in {**below.tables, **tables}}
     return replace(below, **flags, tables={name: values for name, values in tables.items() if values})

@@ -33,7 +33,7 @@ from thinwire.methods.sharded import ShardedMethod
 from thinwire.models import build_model
 from thinwire.models.hf import check_hf, look_into
 from thinwire.models.llama import Llama, check_cut
-from thinwire.options import LLAMA, has_islands
+from thinwire.options import LLAMA, PIPELINE, has_islands
 from thinwire.registry import check_on_mesh
 from thinwire.table import Row
 from thinwire.training.clock import choose_model
@@ -401,7 +401,8 @@ def check_resume(config: TrainConfig, run_dir: RunDir) -> list[Row]:
         if before != after:
             problems.messages.append(f"--resume: {name} was {before} and can't become {after}; start a new run for it")
     saved = saved_config(chosen) or old
-    for table in tables_in_effect(config) & tables_in_effect(saved):
+    # A checkpoint knows nothing of how the model was cut.
+    for table in (tables_in_effect(config) & tables_in_effect(saved)) - {PIPELINE}:
         if saved.tables.get(table, {}) != config.tables.get(table, {}):
             problems.messages.append(f"--resume: the options [{table}] can't change; start a new run for that")
     problems.raise_any()

@@ -40,11 +40,11 @@ class StepMetrics:
     forward_s: float = 0.0
     sent_weight_bytes: int = 0
     peak_allocated_bytes: int = 0
+    damaged_messages: int = 0
     pipeline_s: float = 0.0
     bubble: float = 0.0
     predicted_pipeline_s: float = 0.0
     predicted_bubble: float = 0.0
-    damaged_messages: int = 0
 
 
 @dataclass(frozen=True)

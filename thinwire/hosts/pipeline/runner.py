@@ -156,24 +156,24 @@ class Runner:
     def sender(self, arrival: Arrival) -> int:
         """The rank that what arrives comes from."""
         routes = self.plan.routes
-        visit = (routes.before if arrival.direction == "forward" else routes.after)[arrival.visit]
+        visit = (routes.before if arrival.kind == "forward" else routes.after)[arrival.visit]
         assert visit is not None
         return self.plan.home[visit.chunk]
 
     def border(self, arrival: Arrival) -> int:
         """The chunk whose output, or its gradient, arrives."""
         before = self.plan.routes.before[arrival.visit]
-        if arrival.direction == "backward" or before is None:
+        if arrival.kind == "backward" or before is None:
             return arrival.chunk
         return before.chunk
 
     def label(self, arrival: Arrival) -> Label:
         """How the mailbox knows it."""
-        return Label(arrival.direction, arrival.micro_batch, self.plan.routes.hop[arrival.visit])
+        return Label(arrival.kind, arrival.micro_batch, self.plan.routes.hop[arrival.visit])
 
     def _num_bytes(self, arrival: Arrival, micro_batches: Sequence[Any]) -> int:
         shape = self.shape(self.border(arrival), micro_batches[arrival.micro_batch])
-        return self.crossing.packet_bytes(arrival.direction, torch.Size(shape).numel(), self.dtype)
+        return self.crossing.packet_bytes(arrival.kind, torch.Size(shape).numel(), self.dtype)
 
 
 class _Step:
@@ -197,7 +197,7 @@ class _Step:
             return None
         if arrival in self._handed:
             return self._handed.pop(arrival)
-        runner, direction = self.runner, arrival.direction
+        runner, direction = self.runner, arrival.kind
         packet = runner.mailbox.take(runner.label(arrival), lambda packet: runner.crossing.length(direction, packet))
         shape = torch.Size(runner.shape(runner.border(arrival), self.micro_batches[arrival.micro_batch]))
         return runner.crossing.unpack(direction, packet.to(runner.device), shape, runner.dtype)
@@ -244,5 +244,5 @@ class _Step:
             self._handed[arrival] = value
             return
         number = 0 if self.first_number is None else self.first_number + arrival.micro_batch
-        packet = runner.crossing.pack(arrival.direction, value, runner.border(arrival), number)
-        runner.mailbox.send(target, runner.label(arrival), packet, runner.crossing.length(arrival.direction, packet))
+        packet = runner.crossing.pack(arrival.kind, value, runner.border(arrival), number)
+        runner.mailbox.send(target, runner.label(arrival), packet, runner.crossing.length(arrival.kind, packet))

@@ -127,7 +127,7 @@ class Pipeline:
         rows: list[Row] = [
             ("pipeline plan", self.plan, "fitted to what the second step measures" if self.plan == FITTED else ""),
             (f"layers {self.layers or 'by operations'}", ", ".join(map(str, sizes)), f"the head is on {with_head}"),
-            ("borders", "; ".join(per_token), f"of {features} features"),
+            ("borders", "; ".join(per_token), f"of {features} features; beside what replicas send each other"),
         ]
         return rows + ([("recompute", self.recompute, MODES[self.recompute])] if self.recompute != "never" else [])
 

@@ -457,3 +457,29 @@ def test_world_of_one_without_torch_distributed() -> None:
         torch.testing.assert_close(dict(model.named_parameters())[name], weight, rtol=0, atol=1e-6)
     assert optimizer.meter.snapshot().sent_bytes == 0
     assert any("group of one" in why for _, _, why in optimizer.describe())
+
+
+def small_gradients(rank: int, world_size: int) -> list[float]:
+    """How far weights go whose gradients are too small for their group, without LoCo and with it."""
+    moved = []
+    for options in ({}, {"loco": True, "loco_beta": 0.5}):
+        model = nn.Linear(64, 8, bias=False)
+        nn.init.zeros_(model.weight)
+        codec, code = "int4/64:nearest", torch.full((8, 64), 0.03)
+        code[:, 0] = 1.0
+        method = thinwire.SDP4Bit(weights="fp32", intra_gradients=codec, inter_gradients=codec, **options)  # type: ignore[arg-type]
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        model, sharded = thinwire.zero(model, optimizer, method, local_size=1, announce=False)
+        for _ in range(20):
+            (model.weight * code).sum().backward()
+            sharded.step()
+            sharded.zero_grad()
+        moved.append(-float(model.weight[:, 1:].mean()) / 20)
+        sharded.close()
+    return moved
+
+
+def test_loco_brings_back_small_gradients() -> None:
+    for plain, fed_back in run_workers(small_gradients, 2):
+        assert plain == 0.0
+        assert 0.01 < fed_back < 0.05

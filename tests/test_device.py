@@ -175,7 +175,7 @@ def train(rank: int, world_size: int, config: TrainConfig, kinds: list[str]) -> 
 def test_a_run_moves_between_devices(tmp_path: Path) -> None:
     """From a stand-in to the CPU and back: the same losses as without moving; the device has its own state back."""
     config = small_config(tmp_path, tokens_per_step=64, steps=8, sample_tokens=0)
-    (tmp_path / "moved").mkdir()
+    (tmp_path / "run").mkdir()
     (moved,) = run_workers(train, 1, config, ["stand-in", "stand-in", "cpu", "stand-in"])
     (tmp_path / "stays").mkdir()
     (stays,) = run_workers(train, 1, replace(config, run_dir=str(tmp_path / "stays")), ["cpu"] * 4)

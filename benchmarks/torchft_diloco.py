@@ -33,10 +33,10 @@ from thinwire.data import BatchLoader, heldout_batches, load_tokenizer, prepare 
 from thinwire.errors import Problems
 from thinwire.layout.fragments import cut
 from thinwire.models import build_model
+from thinwire.optim.schedule import lr_at
 from thinwire.training.config import TrainConfig, derive
 from thinwire.training.engine import build_optimizer
 from thinwire.training.run import Run
-from thinwire.training.schedule import lr_at
 from thinwire.training.settings import read_toml
 
 WAIT = timedelta(seconds=120)

@@ -12,16 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.training.alone import small_config, trainer_of
 from tests.workers import run_workers
 from thinwire import device
 from thinwire.device import Cuda, Device, choose, take
 from thinwire.errors import ConfigError
 from thinwire.launch.prepare import device_of, resolve
-from thinwire.training.config import TrainConfig, with_derived
-from thinwire.training.place import ProcessPlace
+from thinwire.training.config import TrainConfig
 from thinwire.training.run import Run
-from thinwire.training.signals import StopFlag
-from thinwire.training.trainer import Trainer
 
 
 @pytest.mark.parametrize(
@@ -158,9 +156,9 @@ def train(rank: int, world_size: int, config: TrainConfig, kinds: list[str]) -> 
     """A run in as many sessions as there are kinds of device; what each left."""
     found = []
     for number, kind in enumerate(kinds):
-        run = Run.of(with_derived(replace(config, resume=number > 0, stop_at=2 * (number + 1))))
         chosen = StandIn() if kind == "stand-in" else Device()
-        trainer = Trainer(run, ProcessPlace(rank, rank, world_size), StopFlag(), "fp32", [], chosen)
+        part = replace(config, resume=number > 0, stop_at=2 * (number + 1))
+        trainer = trainer_of(part, rank, world_size, chosen)
         begins_with = chosen.random_state()
         trainer.run()
         assert trainer.reporter is not None
@@ -176,13 +174,8 @@ def train(rank: int, world_size: int, config: TrainConfig, kinds: list[str]) -> 
 
 def test_a_run_moves_between_devices(tmp_path: Path) -> None:
     """From a stand-in to the CPU and back: the same losses as without moving; the device has its own state back."""
-    (tmp_path / "data.txt").write_text("some words to learn\n" * 200)
-    config = TrainConfig(
-        model="tiny", data=str(tmp_path / "data.txt"), cache_dir=str(tmp_path / "cache"),
-        run_dir=str(tmp_path / "moved"),
-        seq_len=16, micro_batch=2, tokens_per_step=64, steps=8, eval_sequences=2, sample_tokens=0, dtype="fp32",
-    )  # fmt: skip
-    (tmp_path / "moved").mkdir()
+    config = small_config(tmp_path, tokens_per_step=64, steps=8, sample_tokens=0)
+    (tmp_path / "run").mkdir()
     (moved,) = run_workers(train, 1, config, ["stand-in", "stand-in", "cpu", "stand-in"])
     (tmp_path / "stays").mkdir()
     (stays,) = run_workers(train, 1, replace(config, run_dir=str(tmp_path / "stays")), ["cpu"] * 4)

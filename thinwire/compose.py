@@ -1,4 +1,4 @@
-"""Fifth floor: methods meet their hosts, each on its axis of one mesh."""
+"""Methods meet their hosts, each on its axis of one mesh."""
 
 from __future__ import annotations
 

@@ -16,9 +16,9 @@ from thinwire.training import advice
 
 
 def advise_on(
-    rank: int, world_size: int, local_size: int, strategy: str, bit_per_s: float, machine: int = 1
+    rank: int, world_size: int, local_size: int, strategy: str, bit_per_s: float, machine: int = 1, join: str = ""
 ) -> list[Row]:
-    os.environ["LOCAL_WORLD_SIZE"] = str(machine)
+    os.environ.update(LOCAL_WORLD_SIZE=str(machine), MASTER_ADDR=join)
     model = torch.nn.Linear(256, 256)
     _, optimizer = apply(thinwire.strategy_named(strategy),
         model, torch.optim.AdamW(model.parameters()), local_size=local_size, seed=0, timeout_s=30.0, checked=False,
@@ -35,9 +35,11 @@ def test_compression_is_advised_on_slow_links_alone(bit_per_s: float, says: str)
         assert says in rows[1][1]
 
 
-def test_on_one_machine_it_says_that_loopback_is_no_slow_link() -> None:
-    for link, compression in run_workers(advise_on, 2, 1, "sdp4bit", 1e15, 2):
-        assert "loopback" in link[2] and "loopback" in compression[1] and "take" not in compression[1]
+@pytest.mark.parametrize("bit_per_s", [1e3, 1e15], ids=["busy", "idle"])
+@pytest.mark.parametrize(("machine", "join"), [(2, ""), (1, "127.0.0.1"), (1, "localhost")])
+def test_on_one_machine_it_says_that_loopback_is_no_network(machine: int, join: str, bit_per_s: float) -> None:
+    for link, compression in run_workers(advise_on, 2, 1, "sdp4bit", bit_per_s, machine, join):
+        assert "loopback, no network" in link[2] and compression[1] == "not judged: loopback tells nothing of a network"
 
 
 def test_the_link_is_measured_and_the_ranks_agree() -> None:

@@ -121,7 +121,7 @@ def test_the_number_is_kept_when_the_run_is_resumed(runner: CommandRunner) -> No
     [
         (["--steps", "5", "--minutes", "1"], "--steps 5 and --minutes 1.0: a run has one length; give one of them"),
         (["--minutes", "0"], "--minutes 0.0: must be above 0"),
-        (["--minutes", "1", "--strategy", "diloco"], "--minutes 1: the islands of diloco take steps at their own pace"),
+        (["--minutes", "1", "--strategy", "diloco"], "--minutes 1: diloco takes steps at each island's own pace"),
         (["--model", "auto"], "--model auto: chooses by the time that --minutes states; nearest: --model demo"),
         (
             ["--model", "auto", "--minutes", "1", "--nodes", "2", "--join", "127.0.0.1:1"],

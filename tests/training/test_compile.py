@@ -9,16 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from tests.training.alone import small_config, trainer_of
 from tests.workers import run_workers
 from thinwire.collectives import Topology
 from thinwire.errors import ConfigError
 from thinwire.launch.prepare import check_compiled
 from thinwire.training import engine
-from thinwire.training.config import TrainConfig, with_derived
-from thinwire.training.place import ProcessPlace
+from thinwire.training.config import TrainConfig
 from thinwire.training.run import Run
-from thinwire.training.signals import StopFlag
-from thinwire.training.trainer import Trainer
 
 STRATEGIES = ["sdp4bit", "ddp"]
 
@@ -35,8 +33,7 @@ def train(rank: int, world_size: int, config: TrainConfig) -> list[tuple[list[fl
         folder.mkdir(parents=True, exist_ok=True)
         torch.compiler.reset()
         torch._dynamo.utils.counters.clear()
-        run = Run.of(with_derived(replace(config, strategy=strategy, run_dir=str(folder))))
-        trainer = Trainer(run, ProcessPlace(rank, rank, world_size), StopFlag(), "fp32", [])
+        trainer = trainer_of(replace(config, strategy=strategy, run_dir=str(folder)), rank, world_size)
         trainer.run()
         compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         losses = [] if trainer.reporter is None else [record.loss for record in trainer.reporter.metrics.records]
@@ -47,13 +44,9 @@ def train(rank: int, world_size: int, config: TrainConfig) -> list[tuple[list[fl
 
 
 def test_compiled_layers_train_the_same(tmp_path: Path) -> None:
-    (tmp_path / "data.txt").write_text("some words to learn\n" * 200)
-    config = TrainConfig(
-        model="tiny", data=str(tmp_path / "data.txt"), cache_dir=str(tmp_path / "cache"),
-        run_dir=str(tmp_path / "plain"),
-        seq_len=16, micro_batch=2, tokens_per_step=128, workers=2, local_size=1, steps=3, eval_sequences=2,
-        sample_tokens=3, dtype="fp32", checkpoint_every=0,
-    )  # fmt: skip
+    config = small_config(
+        tmp_path, tokens_per_step=128, workers=2, local_size=1, steps=3, sample_tokens=3, checkpoint_every=0
+    )
     plain, _ = run_workers(train, 2, config)
     compiled, _ = run_workers(train, 2, replace(config, compile=True, run_dir=str(tmp_path / "compiled")))
     for strategy, (losses, none), (others, graphs) in zip(STRATEGIES, plain, compiled, strict=True):

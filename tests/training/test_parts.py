@@ -16,7 +16,9 @@ import pytest
 
 from thinwire.compare.watch import MetricsTail
 from thinwire.errors import ConfigError
+from thinwire.launch import machine
 from thinwire.launch.prepare import check_fault
+from thinwire.optim.schedule import lr_at
 from thinwire.report.run import read_run
 from thinwire.training import hardware
 from thinwire.training.config import TrainConfig
@@ -27,7 +29,6 @@ from thinwire.training.proof import Proof, ResumeDriftError
 from thinwire.training.reporter import Reporter
 from thinwire.training.run import Run
 from thinwire.training.run_dir import RunDir
-from thinwire.training.schedule import lr_at
 
 
 def record(step: int, loss: float = 2.0) -> StepMetrics:
@@ -240,11 +241,11 @@ def test_dtype_is_measured() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells when a process was started")
 def test_the_age_of_a_process_is_that_of_the_clock() -> None:
     outer = time.monotonic()
-    first = hardware.process_age_s()
+    first = machine.process_age_s()
     inner = time.monotonic()
     time.sleep(0.05)
     inner = time.monotonic() - inner
-    passed = hardware.process_age_s() - first
+    passed = machine.process_age_s() - first
     assert first > 0 and inner <= passed <= time.monotonic() - outer
-    code = "import time; from thinwire.training.hardware import process_age_s as age; print(age() > time.thread_time())"
+    code = "import time; from thinwire.launch.machine import process_age_s as age; print(age() > time.thread_time())"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "True\n"

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.training.commands import THINWIRE, CommandRunner, finish, is_running, workers_of
-from thinwire.training.hardware import free_port
+from thinwire.launch.machine import free_port
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 METRICS_KEYS = [

@@ -1,4 +1,4 @@
-"""Ground floor: a tensor as it looks on the wire, and back. Pure functions of tensors."""
+"""A tensor as it looks on the wire, and back. Pure functions of tensors."""
 
 from collections.abc import Iterable
 

@@ -1,4 +1,4 @@
-"""First floor: moves packets between ranks on one communication thread, and counts their bytes."""
+"""Moves packets between ranks on one communication thread, and counts their bytes."""
 
 from thinwire.collectives.communicator import Communicator
 from thinwire.collectives.elastic import ElasticPeers, Membership, host_meeting

@@ -1,4 +1,4 @@
-"""Ground floor: what a step would cost, as arithmetic; no process, no tensor."""
+"""What a step would cost, as arithmetic; no process, no tensor."""
 
 from thinwire.cost.network import Network, Traffic
 

@@ -26,9 +26,9 @@ from thinwire._compat import agent_starts_by
 from thinwire.errors import ThinwireError
 from thinwire.launch.failures import failure, has_failed_by_itself
 from thinwire.launch.fork_server import ForkServer
+from thinwire.launch.machine import free_port
 from thinwire.launch.start import Start
 from thinwire.training.config import TrainConfig
-from thinwire.training.hardware import free_port
 from thinwire.training.run_dir import RunDir
 from thinwire.training.signals import STOPPING, StoppedError
 

@@ -21,31 +21,29 @@ from thinwire.collectives.topology import Topology
 from thinwire.data import documents, load_tokenizer
 from thinwire.device import choose as choose_device
 from thinwire.errors import ConfigError, Problems
+from thinwire.launch.machine import free_port, port_is_free
 from thinwire.launch.start import Start
 from thinwire.layout.mesh import MeshShape
-from thinwire.methods.fsdp import FSDPMethod
 from thinwire.methods.interface import Method
-from thinwire.methods.outer.base import IslandsMethod
 from thinwire.methods.pipeline.cut import layers_of as layer_list
 from thinwire.methods.pipeline.inside import check_inside
 from thinwire.methods.pipeline.options import check_stages
-from thinwire.methods.sharded import ShardedMethod
 from thinwire.models import build_model
 from thinwire.models.hf import check_hf, look_into
 from thinwire.models.llama import Llama, check_cut
 from thinwire.options import LLAMA, PIPELINE, has_islands
 from thinwire.registry import check_on_mesh
+from thinwire.report.trackers import check_trackers
 from thinwire.table import Row
 from thinwire.training.clock import choose_model
 from thinwire.training.config import FIXED_ON_RESUME, TrainConfig, derive, range_errors, with_derived
 from thinwire.training.effects import batch_row, late_rows, pipeline_rows, resume_rows, unused_rows
-from thinwire.training.hardware import choose_dtype, free_port, port_is_free, threads_per_worker
+from thinwire.training.hardware import choose_dtype, threads_per_worker
 from thinwire.training.metrics import read_metrics
 from thinwire.training.progress import Progress
 from thinwire.training.run import Run, island_size, tables_in_effect, tokens_of
 from thinwire.training.run_dir import RunDir
 from thinwire.training.settings import parse_toml, read_toml, to_toml
-from thinwire.training.trackers import check_trackers
 
 
 def check(config: TrainConfig, problems: Problems) -> Run | None:
@@ -70,8 +68,8 @@ def check(config: TrainConfig, problems: Problems) -> Run | None:
     problems.note(check_data, config)
     with problems.collect():
         model = check_model(config)
-        if run is not None and isinstance(run.strategy, IslandsMethod) and model is not None:
-            run.strategy.fragments(model)
+        if run is not None and model is not None:
+            run.strategy.check_model(model)
         if isinstance(model, Llama) and config.mesh is not None:
             check_cut(model.config, config.mesh_shape.tensor)
         if run is not None and not wrong_numbers:
@@ -158,7 +156,7 @@ def check_grid(config: TrainConfig, run: Run | None) -> None:
 
 def device_of(config: TrainConfig, run: Run | None) -> tuple[str, str]:
     """The kind of device that each worker of this machine trains on, and why. Raises ConfigError for what can't be."""
-    if run is not None and getattr(run.strategy, "cpu_only", False):
+    if run is not None and run.strategy.cpu_only:
         if config.device == "cuda":
             raise ConfigError(f"--device cuda: strategy {config.strategy} runs on the CPU alone; nearest: --device cpu")
         return "cpu", f"strategy {config.strategy} runs on the CPU alone"
@@ -169,13 +167,8 @@ def check_compiled(config: TrainConfig, strategy: Method, topology: Topology) ->
     """Raise ConfigError where torch.compile can't work: weights come and go with a layer, or there is no compiler."""
     if not config.compile:
         return
-    inner = strategy.inner if isinstance(strategy, IslandsMethod) else strategy
-    is_cut = isinstance(inner, ShardedMethod) and inner.levels(topology).weights_over > 1
-    if is_cut or isinstance(inner, FSDPMethod):
-        raise ConfigError(
-            f"--compile: {inner.name} brings and drops weights around every layer, which compiled code can't have; "
-            "nearest that can: sdp4bit, zero or ddp"
-        )
+    if why := strategy.not_compiled(topology):
+        raise ConfigError(f"--compile: {strategy.name} {why}; nearest that can: sdp4bit, zero or ddp")
     if config.mesh_shape.tensor > 1:
         raise ConfigError(f"--compile: --mesh {config.mesh} cuts matrices inside of a layer; leave one of the two out")
     if problem := _compat.compiler_problem(device_of(config, None)[0]):
@@ -186,16 +179,8 @@ def check_minutes(config: TrainConfig, run: Run) -> None:
     """Raise ConfigError for a run whose first steps can't be taken twice."""
     if config.minutes is None:
         return
-    if run.has_islands:
-        raise ConfigError(
-            f"--minutes {config.minutes:g}: the islands of {config.strategy} take steps at their own pace, and may "
-            f"come later; nearest: --steps {config.steps}"
-        )
-    if getattr(run.strategy, "log", ""):
-        raise ConfigError(
-            f"--minutes {config.minutes:g}: {config.strategy} keeps a log of every step, and measured ones are none of "
-            f"the run; nearest: --steps {config.steps}"
-        )
+    if why := run.strategy.not_measured:
+        raise ConfigError(f"--minutes {config.minutes:g}: {config.strategy} {why}; nearest: --steps {config.steps}")
 
 
 def check_fault(text: str, config: TrainConfig) -> None:

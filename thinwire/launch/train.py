@@ -12,10 +12,10 @@ from thinwire.launch.agent import LOOPBACK, Relay, run_workers
 from thinwire.launch.fork_server import ForkServer
 from thinwire.launch.islands import launch_islands
 from thinwire.launch.line import configured
+from thinwire.launch.machine import interface_towards, process_age_s
 from thinwire.launch.prepare import dry_run, keep_chosen, prepare
 from thinwire.launch.worker import exit_after
 from thinwire.training.config import TrainConfig
-from thinwire.training.hardware import interface_towards, process_age_s
 from thinwire.training.place import ProcessPlace
 from thinwire.training.run import Run
 

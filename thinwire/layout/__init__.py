@@ -1,1 +1,1 @@
-"""Second floor: tensors to flat spans and back. No communicator."""
+"""Tensors to flat spans and back. No communicator."""

@@ -1,1 +1,1 @@
-"""Fifth floor: one published method per file, with frozen options, its arithmetic, and its plan of bytes and memory."""
+"""One published method per file, with frozen options, its arithmetic, and its plan of bytes and memory."""

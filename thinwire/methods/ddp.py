@@ -11,21 +11,19 @@ from torch import nn
 from thinwire.codecs import Codec
 from thinwire.collectives import Topology
 from thinwire.errors import ConfigError
-from thinwire.methods.interface import MethodPlan, agreement_sent, trained_shapes
+from thinwire.methods.interface import Method, MethodPlan, agreement_sent, trained_shapes
 from thinwire.methods.reduction import OPERATION, Reduction
 from thinwire.optim import GENERAL
 from thinwire.state.memory import Place
 
 
-class DDPMethod:
+class DDPMethod(Method):
     """Base class of methods that average gradients in DDP; applied by `wrap_ddp`."""
 
     # Why thinwire.zero can't host it; follows the method's name in messages.
     own_way: ClassVar[str] = "compress_ddp"
     not_on_zero: ClassVar[str] = "averages whole gradients, and zero gives every rank a slice"
     shards_optimizer: ClassVar[bool] = False
-    not_inside_islands: ClassVar[str] = ""
-    not_on_mesh: ClassVar[str] = ""
     # Whether it weights its state by the learning rate.
     uses_learning_rates = False
 
@@ -52,6 +50,11 @@ class DDPMethod:
         the optimizer.
         """
         return False
+
+    @property
+    def has_mean_gradient(self) -> bool:
+        """See Method."""
+        return not self.whole_step
 
     @property
     def optimizers(self) -> tuple[str, ...]:

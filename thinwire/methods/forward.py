@@ -10,14 +10,14 @@ from torch import nn
 from thinwire.codecs import Codec
 from thinwire.collectives import Topology
 from thinwire.collectives.gather import gather_bytes
-from thinwire.methods.interface import MethodPlan, trained_shapes
+from thinwire.methods.interface import Method, MethodPlan, trained_shapes
 from thinwire.optim import GENERAL
 
 # Besides its samples a rank sends its loss, fp32, and whether it was asked to stop.
 WORD_BYTES = 5
 
 
-class ForwardMethod(ABC):
+class ForwardMethod(Method, ABC):
     """A method that estimates the gradient from losses along random directions. No tensor travels.
 
     Args:
@@ -29,7 +29,6 @@ class ForwardMethod(ABC):
     """
 
     name: ClassVar[str]
-    settled_after: ClassVar[int] = 0
     optimizers: ClassVar[tuple[str, ...]] = GENERAL
     optimizers_reason: ClassVar[str] = "gives its estimate of the gradient to a common optimizer"
     shards_optimizer: ClassVar[bool] = False
@@ -46,6 +45,11 @@ class ForwardMethod(ABC):
     @abstractmethod
     def factor(self, num_samples: int) -> float:
         """Factor by which the sum over `num_samples` samples is multiplied."""
+
+    @property
+    def not_measured(self) -> str:
+        """See Method."""
+        return "keeps a log of every step, and measured ones are not of the run" if self.log else ""
 
     @property
     def codecs(self) -> tuple[Codec, ...]:

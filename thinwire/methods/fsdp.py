@@ -15,7 +15,15 @@ from thinwire.collectives.gather import gather_bytes
 from thinwire.collectives.reduce import reduce_bytes
 from thinwire.layout.formats import Strategy
 from thinwire.layout.layers import layers_of
-from thinwire.methods.interface import CUTS_TENSORS, GatheredMethod, GradientMemory, MethodPlan, agreement_sent
+from thinwire.methods.interface import (
+    CUTS_TENSORS,
+    WEIGHTS_COME_AND_GO,
+    GatheredMethod,
+    GradientMemory,
+    Method,
+    MethodPlan,
+    agreement_sent,
+)
 from thinwire.optim import ELEMENTWISE
 
 AGAIN = "weights_again"
@@ -27,7 +35,7 @@ class ShardingStrategy(GatheredMethod, Protocol):
     reshard_after_forward: bool
 
 
-class FSDPMethod:
+class FSDPMethod(Method):
     """Base class of methods that choose codecs for FSDP2.
 
     Args:
@@ -35,17 +43,23 @@ class FSDPMethod:
         secondary: see ZeroPP.
     """
 
-    settled_after: ClassVar[int] = 0
     own_way: ClassVar[str] = "compress_fsdp"
     not_on_zero: ClassVar[str] = "belongs to torch's wrapper"
     optimizers: ClassVar[tuple[str, ...]] = ELEMENTWISE
     optimizers_reason: ClassVar[str] = CUTS_TENSORS
     shards_optimizer: ClassVar[bool] = True
-    not_inside_islands: ClassVar[str] = ""
-    not_on_mesh: ClassVar[str] = ""
 
     reshard_after_forward: bool = False
     secondary: bool = False
+
+    @property
+    def keeps_whole_weights(self) -> bool:
+        """See Method."""
+        return not self.reshard_after_forward
+
+    def not_compiled(self, topology: Topology) -> str:
+        """See Method."""
+        return WEIGHTS_COME_AND_GO
 
     def gradient_memory(self, numels: Sequence[int]) -> GradientMemory | None:
         """State of one module's reductions, or None. numels: elements of a rank's part of each parameter."""

@@ -17,6 +17,8 @@ from thinwire.layout.formats import Strategy
 from thinwire.state.agreement import word_bytes
 from thinwire.state.memory import State
 
+# The reason of strategies whose weights are not whole all the time.
+WEIGHTS_COME_AND_GO = "brings and drops weights around every layer, which compiled code can't have"
 # Why strategies that shard the optimizer can't drive some optimizers.
 CUTS_TENSORS = "cuts tensors anywhere, so that the update of one element must not depend on others"
 
@@ -53,17 +55,50 @@ class Method(Protocol):
     @property
     def settled_after(self) -> int:
         """Number of steps at the start of a run that use another method and don't show this one's speed."""
-        ...
+        return 0
+
+    @property
+    def exchanges_every(self) -> int:
+        """Steps between two exchanges, over which the bytes of its plan are a mean."""
+        return 1
+
+    @property
+    def keeps_whole_weights(self) -> bool:
+        """Whether a rank that holds a shard keeps the whole weights from forward to backward."""
+        return False
+
+    @property
+    def cpu_only(self) -> bool:
+        """Whether it can't train on a GPU."""
+        return False
+
+    @property
+    def has_mean_gradient(self) -> bool:
+        """Whether the host has the mean gradient before the update, and clips it; else the method clips, or nobody."""
+        return True
 
     @property
     def not_inside_islands(self) -> str:
         """Why it can't train an island of a method such as DiLoCo, to follow "NAME inside an island"; empty: it can."""
-        ...
+        return ""
 
     @property
     def not_on_mesh(self) -> str:
         """Why it can't train a model that another axis of a mesh cuts, to follow its name; empty: it can."""
-        ...
+        return ""
+
+    @property
+    def not_measured(self) -> str:
+        """Why the first steps can't be measured and then taken again, to follow its name; empty: they can."""
+        return ""
+
+    def not_compiled(self, topology: Topology) -> str:
+        """Why torch.compile can't compile the model's layers, to follow its name; empty: it can."""
+        return ""
+
+    def check_model(self, model: nn.Module) -> None:
+        """Raise ConfigError where the options do not fit the model, whose shapes alone are used."""
+        return None
 
     def plan(self, model: nn.Module, topology: Topology, micro_batches: int) -> MethodPlan:
         """Memory and bytes of one rank, computed before anything runs.

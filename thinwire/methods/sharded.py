@@ -14,7 +14,14 @@ from thinwire.collectives import Topology
 from thinwire.layout.buckets import BucketLayout, Unit, lay_out, sent_by
 from thinwire.layout.formats import WireFormat, describe_formats
 from thinwire.layout.levels import Levels
-from thinwire.methods.interface import CUTS_TENSORS, GradientMemory, MethodPlan, agreement_sent
+from thinwire.methods.interface import (
+    CUTS_TENSORS,
+    WEIGHTS_COME_AND_GO,
+    GradientMemory,
+    Method,
+    MethodPlan,
+    agreement_sent,
+)
 from thinwire.optim import ELEMENTWISE
 from thinwire.table import Row
 
@@ -24,7 +31,7 @@ def as_differences(codec: Codec) -> bool:
     return not isinstance(codec, Identity | Cast)
 
 
-class ShardedMethod(ABC):
+class ShardedMethod(Method, ABC):
     """A choice of codecs for matrices and for vectors, and of the groups of ranks over which tensors are cut.
 
     By default weights are whole on every rank, gradients are summed there until the last backward of a step, and their
@@ -33,12 +40,9 @@ class ShardedMethod(ABC):
     """
 
     name: ClassVar[str]
-    settled_after: ClassVar[int] = 0
     optimizers: ClassVar[tuple[str, ...]] = ELEMENTWISE
     optimizers_reason: ClassVar[str] = CUTS_TENSORS
     shards_optimizer: ClassVar[bool] = True
-    not_inside_islands: ClassVar[str] = ""
-    not_on_mesh: ClassVar[str] = ""
 
     # Under compress_fsdp, gathers of unchanged weights stay inside a node.
     secondary: ClassVar[bool] = True
@@ -71,6 +75,10 @@ class ShardedMethod(ABC):
     def levels(self, topology: Topology) -> Levels:
         """Over which ranks weights and gradients are cut; raises ConfigError where that does not fit the grid."""
         return Levels(topology, 1, topology.world_size)
+
+    def not_compiled(self, topology: Topology) -> str:
+        """See Method."""
+        return WEIGHTS_COME_AND_GO if self.levels(topology).weights_over > 1 else ""
 
     def units(
         self,

@@ -1,4 +1,4 @@
-"""Second floor: optimizers, and the table of `--optimizer`."""
+"""Optimizers, and the table of `--optimizer`."""
 
 from thinwire.optim.dgc_sgd import DGCSGD
 from thinwire.optim.lans import LANS

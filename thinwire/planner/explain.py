@@ -91,9 +91,9 @@ def explain(config: ExplainConfig, problems: Problems) -> Explained:
     for name in names:
         with problems.collect():
             strategy = build_strategy(name, config.tables, num_steps=NUM_STEPS, num_warmup_steps=NUM_WARMUP_STEPS)
-            if (every := getattr(strategy, "sync_every", 1)) > 1:
-                mean_over[name] = every
-            if getattr(strategy, "reshard_after_forward", None) is False:
+            if strategy.exchanges_every > 1:
+                mean_over[name] = strategy.exchanges_every
+            if strategy.keeps_whole_weights:
                 whole.append(name)
             if model is not None and whole_model is not None and shape is not None:
                 if shape.tensor > 1 and strategy.not_on_mesh and config.strategy == "all":

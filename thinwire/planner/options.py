@@ -22,7 +22,7 @@ LIMITS = {
 class ExplainConfig:
     """Say how much memory each strategy needs on a cluster, and how much it sends, without running anything.
 
-    Options of a strategy or of the model are those of `thinwire train`.
+    Options of a strategy or of the model are those of `thinwire train`; `thinwire codecs` lists how codecs are written.
     """
 
     strategy: str = "all"

@@ -1,1 +1,1 @@
-"""Second floor: what a method remembers, and what every host does with it."""
+"""What a method remembers, and what every host does with it."""

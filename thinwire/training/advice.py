@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Iterator
+from ipaddress import ip_address
 
 import torch
 
@@ -36,6 +38,16 @@ def link_rate(comm: Communicator) -> float:
         num_bytes *= 4
 
 
+def all_on_this_machine(world_size: int) -> bool:
+    """Whether the ranks are this machine's own workers, or meet at a loopback address, which others can't reach."""
+    if int(os.environ.get("LOCAL_WORLD_SIZE", "0")) >= world_size:
+        return True
+    try:
+        return ip_address(socket.gethostbyname(os.environ.get("MASTER_ADDR", ""))).is_loopback
+    except (OSError, ValueError):
+        return False
+
+
 def flops_per_s(dtype: torch.dtype, device: Device, repeats: int = 5) -> float:
     """Floating-point operations a second of a matrix product in `dtype`, on this process's threads; the median."""
     size = 768 if device.kind == "cpu" else 4096
@@ -62,13 +74,14 @@ def advise(
 
     16 bits both ways take link_s = 8 * 4 N (Y-1)/Y / rate on the link of one of Y nodes; computing takes about
     compute_s = 6 N tokens / (EFFICIENCY * FLOP/s). Where link_s <= compute_s the one hides the other, and compression
-    has nothing to gain. Between processes of one machine the link is loopback; then nothing is recommended.
+    has nothing to gain. Between processes of one machine the link is loopback, and as slow as the machine is busy; then
+    nothing is said.
     """
     grid = optimizer.comm.topology
     if grid.num_nodes == 1:
         return
     rate = link_rate(optimizer.comm)
-    is_loopback = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) >= grid.world_size
+    is_loopback = all_on_this_machine(grid.world_size)
     where = "this machine's loopback, no network: " if is_loopback else ""
     yield "link between nodes", f"{rate / 1e6:.3g} Mbit/s", f"{where}each rank's share, measured while all ranks send"
     half_bytes = 4 * num_parameters * (grid.num_nodes - 1) / grid.num_nodes / grid.local_size
@@ -77,10 +90,10 @@ def advise(
     link_s = 8 * half_bytes / rate
     compute_s = 6 * num_parameters * tokens_per_rank / (EFFICIENCY * flops_per_s(dtype, device))
     compute_s = optimizer.all_mean(compute_s)
-    if link_s > compute_s:
+    if is_loopback:
+        verdict = "not judged: loopback tells nothing of a network"
+    elif link_s > compute_s:
         verdict = "pays on this link"
-    elif is_loopback:
-        verdict = "gains nothing on loopback, which tells nothing of a slow link"
     else:
         verdict = f"gains nothing here: take --strategy {ALTERNATIVE}"
     yield (

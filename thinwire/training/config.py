@@ -18,7 +18,8 @@ from thinwire.layout.mesh import MeshShape
 class TrainConfig:
     """Train a language model over slow links.
 
-    Values come from the defaults, then CONFIG.toml (same names, `-` or `_`), then the flags.
+    Values come from the defaults, then CONFIG.toml (same names, `-` or `_`), then the flags. Where an option takes a
+    codec, `thinwire codecs` lists how codecs are written.
     """
 
     model: str = "demo"

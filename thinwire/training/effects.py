@@ -43,14 +43,14 @@ def unused_rows(run: Run) -> Iterator[Row]:
         for option in config.tables[table]:
             yield flag(f"{table}.{option}"), NONE, f"{owner} does not use it"
     reads_fields = config.data.startswith("hf:") or config.data.endswith((".jsonl", ".parquet"))
-    clips = getattr(run.strategy, "whole_step", False)
+    clips_nothing = not run.strategy.has_mean_gradient
     pointless = {
         "text_field": (not reads_fields and not folder_like(config.data), f"data {config.data} has no fields"),
         "join": (config.nodes == 1, "there is one machine"),
         "inner": (not run.has_islands, f"strategy {config.strategy} has no islands"),
         "restarts": (not run.has_islands, f"strategy {config.strategy} has no islands"),
         "prompt": (config.sample_tokens == 0, "no tokens are generated"),
-        "grad_clip": (clips, f"no rank of {config.strategy} has the mean gradient, whose norm clips"),
+        "grad_clip": (clips_nothing, f"no rank of {config.strategy} has the mean gradient, whose norm clips"),
         "weight_decay": (config.lr == 0, "the learning rate is 0"),
     }
     for name, (is_pointless, reason) in pointless.items():

@@ -1,11 +1,9 @@
-"""What this machine has, and what is fastest on it: cores, compute dtype, network interface."""
+"""What this machine has, and what is fastest on it: cores, memory, compute dtype."""
 
 from __future__ import annotations
 
 import os
 import resource
-import socket
-import struct
 import sys
 import time
 from pathlib import Path
@@ -18,7 +16,6 @@ from thinwire.report.machine import num_cores
 
 # Below this gain the measurement's noise decides, and fp32 is the safer choice.
 WORTHWHILE = 1.1
-SIOCGIFADDR = 0x8915
 
 
 def threads_per_worker(num_workers: int) -> tuple[int, str]:
@@ -58,42 +55,6 @@ def choose_dtype(asked: str, threads: int) -> tuple[str, str]:
     return chosen, f"bf16 autocast measured {speedup:.2f} times as fast as fp32 here"
 
 
-def interface_towards(host: str) -> tuple[str, str] | None:
-    """Name and IPv4 address of the network interface from which `host` is reached; None where it can't be told.
-
-    Left to itself gloo takes the address of this machine's name, which Debian and Ubuntu resolve to 127.0.1.1.
-    """
-    if sys.platform != "linux":
-        return None
-    import fcntl
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, 9))
-        except OSError:
-            return None
-        address = probe.getsockname()[0]
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                reply = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
-            except OSError:
-                continue
-            if socket.inet_ntoa(reply[20:24]) == address:
-                return name, address
-    return None
-
-
-def process_age_s() -> float:
-    """Seconds since this process was started; elsewhere than on Linux, those that it has computed."""
-    status = Path("/proc/self/stat")
-    if not status.exists():
-        return time.process_time()
-    # Of what follows the name, which may hold spaces, the 20th is the start, in ticks since boot.
-    started = int(status.read_text().rpartition(")")[2].split()[19])
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
-
-
 def peak_rss_bytes() -> int:
     """The most memory that this process has held at once (VmHWM); elsewhere than on Linux, what getrusage says."""
     status = Path("/proc/self/status")
@@ -109,20 +70,3 @@ def max_over_ranks(value: int) -> int:
     largest = torch.tensor(value)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return int(largest)
-
-
-def port_is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError:
-            return False
-    return True
-
-
-def free_port() -> int:
-    """A TCP port that nothing listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]

@@ -18,6 +18,7 @@ from thinwire.collectives import faults
 from thinwire.device import Device
 from thinwire.errors import ConfigError
 from thinwire.hosts.pipeline.stage import Prediction
+from thinwire.optim.schedule import lr_at
 from thinwire.state.watchdog import Watchdog
 from thinwire.table import Row
 from thinwire.training.advice import advise
@@ -32,7 +33,6 @@ from thinwire.training.proof import Proof, circumstances
 from thinwire.training.reporter import Reporter, versions
 from thinwire.training.run import Run
 from thinwire.training.run_dir import RunDir
-from thinwire.training.schedule import lr_at
 from thinwire.training.settings import to_toml
 from thinwire.training.signals import StopFlag
 

@@ -24,7 +24,7 @@ from thinwire.methods.plain_ddp import DDP
 
 
 @dataclass(frozen=True)
-class IslandsMethod(Front):
+class IslandsMethod(Front, Method):
     """Options of an outer method: a Method, and the front of a context around a loop of one's own.
 
     The default group is one island; `connected_to` says which others there are. Raises ConfigError for options or an
@@ -49,6 +49,24 @@ class IslandsMethod(Front):
     def not_on_mesh(self) -> str:
         """The reason of the inner strategy."""
         return self.inner.not_on_mesh
+
+    @property
+    def exchanges_every(self) -> int:
+        """See Method."""
+        return self.sync_every
+
+    @property
+    def not_measured(self) -> str:
+        """See Method."""
+        return "takes steps at each island's own pace, and islands may come later"
+
+    def not_compiled(self, topology: Topology) -> str:
+        """As of the inner strategy."""
+        return self.inner.not_compiled(topology)
+
+    def check_model(self, model: nn.Module) -> None:
+        """See `fragments`."""
+        self.fragments(model)
 
     def outer(self) -> OuterMethod:
         """The outer method of these options; raises ConfigError for what does not fit."""

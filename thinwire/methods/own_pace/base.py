@@ -10,12 +10,12 @@ from torch import nn
 from thinwire.codecs import Codec
 from thinwire.collectives import Topology
 from thinwire.methods.front import Front
-from thinwire.methods.interface import MethodPlan, trained_shapes
+from thinwire.methods.interface import Method, MethodPlan, trained_shapes
 from thinwire.optim import GENERAL
 from thinwire.table import Row
 
 
-class OwnPaceMethod(Front):
+class OwnPaceMethod(Front, Method):
     """Options of such a method: a Method, and the front of a context around a loop of one's own.
 
     num_vectors: those of the model's length that are kept beside it, in fp32 on the CPU. rows: of the start-up table,
@@ -23,7 +23,6 @@ class OwnPaceMethod(Front):
     """
 
     name: ClassVar[str]
-    settled_after: ClassVar[int] = 0
     shards_optimizer: ClassVar[bool] = False
     not_inside_islands: ClassVar[str] = "has no step in common with the other ranks"
     not_on_mesh: ClassVar[str] = "has no common step on which all ranks of a mesh could agree"

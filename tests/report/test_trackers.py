@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from thinwire.errors import ConfigError
-from thinwire.training import trackers
-from thinwire.training.trackers import Trackers, open_trackers
+from thinwire.report import trackers
+from thinwire.report.trackers import Trackers, open_trackers
 
 
 class Recorder:

@@ -21,7 +21,7 @@ class Axis:
         group: the ranks along the axis that share this rank's place on all other axes.
         whole: the mesh, flat: all ranks that take every step together; equal to `group` if there is no other axis.
         tensor: the axis that cuts parameters, if any.
-        num_names: number of the whole model's parameters, if ranks of another axis have other parameters.
+        num_names: parameters of the whole model, if ranks of another axis hold other parameters; else 0.
     """
 
     group: DeviceMesh

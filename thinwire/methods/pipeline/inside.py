@@ -7,7 +7,7 @@ from thinwire.errors import ConfigError
 from thinwire.methods.ddp import DDPMethod
 from thinwire.methods.fsdp import FSDPMethod
 from thinwire.methods.interface import Method
-from thinwire.methods.islands.base import Connected
+from thinwire.methods.outer.base import Connected
 from thinwire.methods.sharded import ShardedMethod
 
 ONCE_A_MICRO_BATCH = "would gather a stage's weights anew for each micro-batch"
@@ -16,7 +16,7 @@ ONCE_A_MICRO_BATCH = "would gather a stage's weights anew for each micro-batch"
 def check_inside(method: Method | Connected, num_replicas: int) -> None:
     """Raise ConfigError for a method that can't train the stages of a pipeline."""
     if reason := why_not_inside(method, num_replicas):
-        name = method.strategy.name if isinstance(method, Connected) else method.name
+        name = method.method.name if isinstance(method, Connected) else method.name
         raise ConfigError(
             f"{name} can't train the stages of a pipeline: it {reason}; nearest that can: zero, sdp4bit or ddp"
         )

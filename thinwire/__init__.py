@@ -18,7 +18,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "thinwire.collectives": (
         "Communicator", "ElasticPeers", "Peers", "Topology", "WorldPeers", "faults", "host_meeting",
     ),
-    "thinwire.compose": ("Stage", "parallelize"),
+    "thinwire.compose": ("PipelinedStage", "Stage", "parallelize", "pipeline"),
     "thinwire.errors": ("ConfigError", "CorruptMessageError", "MismatchError", "PeerLostError", "ThinwireError"),
     "thinwire.hosts.ddp.attach": ("CompressedDDP", "compress_ddp"),
     "thinwire.hosts.fsdp.compress": ("CompressedFSDP", "compress_fsdp"),
@@ -35,6 +35,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "thinwire.layout.formats": ("Strategy",),
     "thinwire.methods.interface": ("Method",),
     "thinwire.methods.pipeline.border": ("Border",),
+    "thinwire.methods.pipeline.options": ("Pipeline",),
     "thinwire.methods.sharded": ("ShardedMethod",),
     "thinwire.optim": ("DGCSGD", "LANS", "Muon", "OneBitAdamW"),
     "thinwire.registry": ("STRATEGIES", "strategy_named"),

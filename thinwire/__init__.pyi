@@ -27,7 +27,12 @@ from thinwire.collectives import (
     faults as faults,
     host_meeting as host_meeting,
 )
-from thinwire.compose import Stage as Stage, parallelize as parallelize
+from thinwire.compose import (
+    PipelinedStage as PipelinedStage,
+    Stage as Stage,
+    parallelize as parallelize,
+    pipeline as pipeline,
+)
 from thinwire.errors import (
     ConfigError as ConfigError,
     CorruptMessageError as CorruptMessageError,
@@ -44,6 +49,7 @@ from thinwire.hosts.sharded.wrap import zero as zero
 from thinwire.layout.formats import Strategy as Strategy
 from thinwire.methods.interface import Method as Method
 from thinwire.methods.pipeline.border import Border as Border
+from thinwire.methods.pipeline.options import Pipeline as Pipeline
 from thinwire.methods.plain_ddp import DDP as DDP
 from thinwire.methods.sharded import ShardedMethod as ShardedMethod
 from thinwire.methods.slope_log import SlopeLog as SlopeLog

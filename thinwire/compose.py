@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 # A host registers itself for its kind of method.
@@ -28,23 +28,31 @@ from thinwire.collectives import Communicator, Peers, Topology, WorldPeers
 from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
 from thinwire.errors import ConfigError, Problems
 from thinwire.hosts.interface import ParallelOptimizer, apply
+from thinwire.hosts.pipeline.stage import PipelineStage, models_own, take_part
 from thinwire.hosts.ranks import Axis, along
 from thinwire.hosts.tensor import TensorAxis, check_same_copies, cut_parameters, misfits
 from thinwire.layout.mesh import AXES, check_axis
 from thinwire.methods.interface import Method
 from thinwire.methods.outer.base import Connected, IslandsMethod
+from thinwire.methods.pipeline.cut import layers_of
+from thinwire.methods.pipeline.inside import check_inside
+from thinwire.methods.pipeline.options import Pipeline, check_stages
 from thinwire.registry import check_on_mesh
 from thinwire.table import Row, announce as announce_table
 
-__all__ = ["Stage", "apply", "parallelize"]
+__all__ = ["PipelinedStage", "Stage", "apply", "parallelize", "pipeline"]
 
 
 class Stage:
     """A model in training on a mesh; made by `parallelize`.
 
     A step is `forward_backward`, `reduce`, `update`, or `forward_backward` and `step`. module: what to call in
-    training. optimizer: what steps it, a ParallelOptimizer.
+    training. optimizer: what steps it, a ParallelOptimizer. pipeline: see PipelinedStage. borders: where and how hidden
+    states are rounded on their way, by which a loss depends on more than the weights; empty: nowhere.
     """
+
+    pipeline: PipelineStage | None = None
+    borders = ""
 
     def __init__(
         self,
@@ -73,6 +81,21 @@ class Stage:
             total = total + value.detach().float()
         self.optimizer.note_loss(float(total))
         return float(total)
+
+    @torch.no_grad()
+    def next_loss(
+        self, batches: Sequence[Any], loss: Callable[[Any, Any], Tensor] = lambda module, batch: module(*batch)
+    ) -> float:
+        """The loss that `forward_backward` of these micro-batches would have, the mean over ranks; a collective."""
+        total = torch.zeros(())
+        for batch in batches:
+            total += loss(self.module, batch).cpu() / len(batches)
+        return self.optimizer.all_mean(float(total))
+
+    @property
+    def uncompressed_bytes_per_step(self) -> float:
+        """What `zero` would send in fp32 on all ranks of the mesh."""
+        return self.optimizer.uncompressed_bytes_per_step
 
     def reduce(self) -> Tensor:
         """Wait for the mean gradient, and agree with all ranks of the mesh on its norm, the loss and stopping.
@@ -109,6 +132,7 @@ class Stage:
             snapshot.pieces = cut
             shares = map(self.tensor.share_of_whole, snapshot.shares)
             snapshot.shares = [share for share in shares if share is not None]
+        snapshot.common |= {"borders": self.borders}
         return snapshot
 
     def restore(self, source: Source) -> None:
@@ -117,6 +141,8 @@ class Stage:
             source.place_piece = self.tensor.piece_of_whole
             source.part_of = self.tensor.part_of_flat
         self.optimizer.restore(source)
+        if source.common.get("borders", "") != self.borders:
+            source.is_same = source.is_exact = False
 
     def finish(self) -> None:
         """Leave the result in the model: with islands, the mean of their weights. Training can't go on from there."""
@@ -127,11 +153,101 @@ class Stage:
         self.optimizer.close()
 
 
+class PipelinedStage(Stage):
+    """A Stage whose model lies on several ranks: micro-batches pass through these.
+
+    A micro-batch is (tokens, targets), the same on all ranks of a pipeline. The model given to `parallelize` holds the
+    weights of this rank's layers alone; called, it is the pipeline's forward, on all of its ranks at once, and nothing
+    is trained. pipeline: what takes the steps.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: ParallelOptimizer, rows: Sequence[Row], pipeline: PipelineStage
+    ) -> None:
+        super().__init__(model, optimizer, [*rows, *pipeline.describe()])
+        self.pipeline: PipelineStage = pipeline
+        self.borders = pipeline.borders
+        model.forward = pipeline.forward
+
+    def forward_backward(self, batches: Sequence[Any], loss: Callable[[Any, Any], Tensor] = models_own) -> float:
+        """All forwards and backwards of a step, over all stages; weighs micro-batches by their tokens.
+
+        loss: must return what `module(*batch)` gives. Returns the loss where the head is, and 0 elsewhere; after
+        `reduce` all ranks have it as `optimizer.mean_loss`. Raises ConfigError for a number of batches that the plan
+        can't take.
+        """
+        return self.pipeline.forward_backward(batches, loss)
+
+    def next_loss(self, batches: Sequence[Any], loss: Callable[[Any, Any], Tensor] = models_own) -> float:
+        return self.pipeline.next_loss(batches, loss)
+
+    @property
+    def uncompressed_bytes_per_step(self) -> float:
+        return 8 * self.pipeline.part.num_parameters * (1 - 1 / self.optimizer.everyone.world_size)
+
+    def snapshot(self) -> Snapshot:
+        snapshot = super().snapshot()
+        # Of what replicas of a stage all hold, other stages hold nothing.
+        holders = tuple(self.optimizer.comm.global_ranks)
+        snapshot.pieces = {name: replace(piece, holders=holders) for name, piece in snapshot.pieces.items()}
+        snapshot.common |= {"micro_batches": self.pipeline.num_before}
+        return snapshot
+
+    def restore(self, source: Source) -> None:
+        super().restore(source)
+        self.pipeline.restore(source.common.get("micro_batches", 0))
+
+    def close(self) -> None:
+        self.pipeline.close()
+        super().close()
+
+
+def pipeline(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    method: Method,
+    *,
+    stages: int,
+    options: Pipeline | None = None,
+    local_size: int | None = None,
+    overlap: bool = False,
+    seed: int = 0,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    checked: bool = False,
+    announce: bool = True,
+) -> PipelinedStage:
+    """Cut a causal language model over `stages` ranks, and train it; replicas of each stage average by `method`.
+
+    Args:
+        model: called as model(tokens, targets=None): logits, or the mean loss; the same weights on all ranks. It is
+            left with the weights of this rank's stage.
+        optimizer: over its parameters.
+        method: of the data axis, such as `thinwire.SDP4Bit()`; where there are more ranks than stages.
+        stages: must divide the number of ranks. Ranks 0 to replicas - 1 have the first stage, and so on.
+        options: of the pipeline.
+        local_size, overlap, seed, timeout_s, checked, announce: as for `parallelize`.
+
+    Raises ConfigError with all that does not fit, before anything is sent.
+    """
+    world_size = dist.get_world_size()
+    if stages < 1 or world_size % stages:
+        near = min((n for n in range(1, world_size + 1) if world_size % n == 0), key=lambda n: abs(n - stages))
+        raise ConfigError(f"{stages} stages on {world_size} ranks: must divide them; nearest: {near}")
+    device = next(iter(model.parameters())).device
+    mesh = init_device_mesh(device.type, (stages, world_size // stages), mesh_dim_names=("pipeline", "data"))
+    made = parallelize(
+        model, optimizer, mesh, [options or Pipeline(), method], local_size=local_size, overlap=overlap, seed=seed,
+        timeout_s=timeout_s, checked=checked, announce=announce,
+    )  # fmt: skip
+    assert isinstance(made, PipelinedStage)
+    return made
+
+
 def parallelize(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     mesh: DeviceMesh,
-    methods: Iterable[Method | Connected],
+    methods: Iterable[Method | Connected | Pipeline],
     *,
     local_size: int | None = None,
     overlap: bool = False,
@@ -145,14 +261,15 @@ def parallelize(
     The tensor axis is torch's: give the model to `parallelize_module(model, mesh["tensor"], plan)` first, then make the
     optimizer. On the data axis any method works beside it but those that say why not. On the island axis a method such
     as DiLoCo exchanges whole parameters in some of the updates; the islands are those of the mesh from the start to the
-    end. The norm that clips is that of the whole model, and ranks that hold the same elements stay equal bit for bit.
+    end. On the pipeline axis, each rank has some of the layers; see PipelinedStage. The norm that clips is that of the
+    whole model, and ranks that hold the same elements stay equal bit for bit.
 
     Args:
         model: on every rank of the mesh; its parameters are plain tensors, or DTensors on the tensor axis.
         optimizer: over its parameters; an elementwise one where a method shards it.
         mesh: with names of AXES for its dimensions, such as ("data", "tensor").
         methods: at most one for each axis, such as [thinwire.DiLoCo(), thinwire.SDP4Bit()]. Without one for the data
-            axis, an islands method's own `inner` works there.
+            axis, an islands method's own `inner` works there. The pipeline axis has options, `thinwire.Pipeline()`.
         local_size: ranks of a node; None: found from the launcher or host names.
         overlap: weights may arrive during the next forward.
         seed: of all randomness. timeout_s: seconds that one message may take.
@@ -164,30 +281,42 @@ def parallelize(
     """
     if not isinstance(methods, Sequence) or isinstance(methods, str):
         raise ConfigError(f"methods must be a list, such as [{methods!r}]")
-    method = checked_method(model, mesh, list(methods))
+    options_of_pipeline = [method for method in methods if isinstance(method, Pipeline)]
+    others = [method for method in methods if not isinstance(method, Pipeline)]
+    method = checked_method(model, mesh, others, options_of_pipeline)
     options: dict[str, Any] = {"local_size": local_size, "seed": seed, "timeout_s": timeout_s, "checked": checked}
     rows: list[Row] = [("mesh", shape_of(mesh), "axes from the outside in")]
     names, tensor = names_of(mesh), None
     if "tensor" in names:
         tensor = cut_parameters(model, optimizer, mesh["tensor"])
         rows.append(tensor_row(model, tensor, timeout_s))
+    part = None
+    if "pipeline" in names:
+        part = take_part(model, optimizer, (options_of_pipeline or [Pipeline()])[0], mesh["pipeline"])
     if mesh.ndim > 1 or mesh.size() < dist.get_world_size():
         inside = mesh[tuple(name for name in names if name != "island")]
         whole = _compat.flattened(inside) if inside.ndim > 1 else inside
-        options["axis"] = Axis(mesh["data"] if inside.ndim > 1 else whole, whole, tensor)
+        num_names = part.num_names if part is not None else 0
+        options["axis"] = Axis(mesh["data"] if inside.ndim > 1 else whole, whole, tensor, num_names)
         options["local_size"] = node_inside(mesh, inside, local_size)
     if "island" in names and isinstance(method, IslandsMethod):
         method = method.connected_to(lambda: other_islands(mesh, timeout_s, checked))
     module, parallel = apply(method, model, optimizer, overlap=overlap, **options)
     if overlap and not parallel.overlaps:
         rows.append(("overlap", "no effect", "weights are whole when a step ends"))
-    stage = Stage(module, parallel, rows, tensor)
+    if part is not None:
+        own = PipelineStage(part, mesh["pipeline"], parallel, seed=seed, timeout_s=timeout_s, checked=checked)
+        stage: Stage = PipelinedStage(model, parallel, rows, own)
+    else:
+        stage = Stage(module, parallel, rows, tensor)
     if announce and mesh.get_rank() == 0:
         announce_table(stage.describe())
     return stage
 
 
-def checked_method(model: nn.Module, mesh: DeviceMesh, methods: Sequence[Method | Connected]) -> Method | Connected:
+def checked_method(
+    model: nn.Module, mesh: DeviceMesh, methods: Sequence[Method | Connected], pipelines: Sequence[Pipeline] = ()
+) -> Method | Connected:
     """The method of the data axis, inside that of the island axis where there is one.
 
     Raises ConfigError with all that does not fit. Nothing is changed or sent.
@@ -206,6 +335,7 @@ def checked_method(model: nn.Module, mesh: DeviceMesh, methods: Sequence[Method 
     if method is not None and ("tensor" in names or mesh.size() < dist.get_world_size()):
         with problems.collect():
             check_on_mesh(method.method if isinstance(method, Connected) else method)
+    problems.messages += pipeline_problems(model, mesh, method, pipelines)
     if "tensor" in names:
         problems.messages += misfits(model, mesh["tensor"])
     elif foreign := next((name for name, param in model.named_parameters() if isinstance(param, DTensor)), None):
@@ -218,6 +348,30 @@ def checked_method(model: nn.Module, mesh: DeviceMesh, methods: Sequence[Method 
     problems.raise_any()
     assert method is not None
     return method
+
+
+def pipeline_problems(
+    model: nn.Module, mesh: DeviceMesh, method: Method | Connected | None, pipelines: Sequence[Pipeline]
+) -> list[str]:
+    """Why a pipeline axis does not fit model, mesh and method, one message for each reason; empty: it does."""
+    problems, sizes = Problems(), dict(zip(names_of(mesh), mesh.mesh.shape, strict=False))
+    if "pipeline" not in sizes:
+        if pipelines:
+            problems.messages.append(
+                f"Pipeline works on the pipeline axis, and the mesh {shape_of(mesh)} has none; nearest: "
+                f"pipeline=1,{shape_of(mesh)}"
+            )
+        return problems.messages
+    if len(pipelines) > 1:
+        problems.messages.append("the pipeline axis takes one Pipeline")
+    if beside := sorted({"island", "tensor"} & sizes.keys()):
+        problems.messages.append(f"a pipeline axis beside {beside[0]}: not served; nearest: pipeline and data alone")
+    options = (*pipelines, Pipeline())[0]
+    with problems.collect():
+        check_stages(options, sizes["pipeline"], len(layers_of(model)[1]))
+    if method is not None:
+        problems.note(check_inside, method, sizes.get("data", 1))
+    return problems.messages
 
 
 def composed(methods: Sequence[Method | Connected], mesh: DeviceMesh) -> Method | Connected:

@@ -13,6 +13,7 @@ from thinwire.flags import options_of
 from thinwire.methods.interface import Method, PlannedByRun
 from thinwire.methods.options import fits
 from thinwire.methods.outer.base import IslandsMethod
+from thinwire.methods.pipeline.options import Pipeline
 from thinwire.models.llama import LlamaConfig
 from thinwire.registry import STRATEGIES, class_of
 
@@ -21,15 +22,15 @@ Tables = Mapping[str, Mapping[str, Any]]
 # The fields of a strategy that hold another one: the one that it stands on, or the one inside its islands.
 BASE, INNER = "base", "inner"
 DEFAULT_INNER = "ddp"
-LLAMA = "llama"
+LLAMA, PIPELINE = "llama", "pipeline"
 
 
 @functools.cache
 def option_tables() -> Mapping[str, type]:
-    """The dataclass behind each table of options: [llama], and one for every strategy that has options."""
+    """The dataclass behind each table of options: [llama], [pipeline], and one for every strategy that has options."""
     strategies = {class_of(strategy) for strategy in STRATEGIES}
     with_options = sorted((cls for cls in strategies if options_of(cls)), key=lambda cls: cls.__name__)
-    return MappingProxyType({LLAMA: LlamaConfig} | {table_name(cls): cls for cls in with_options})
+    return MappingProxyType({LLAMA: LlamaConfig, PIPELINE: Pipeline} | {table_name(cls): cls for cls in with_options})
 
 
 def table_name(cls: type) -> str:

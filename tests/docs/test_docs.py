@@ -32,6 +32,7 @@ from thinwire.launch.line import read_config
 from thinwire.methods.data.dgc import DGC
 from thinwire.methods.data.onebit_adam import OneBitAdam
 from thinwire.methods.data.sdp4bit import SDP4Bit
+from thinwire.methods.pipeline import Pipeline
 from thinwire.planner.explain import explain
 from thinwire.planner.options import ExplainConfig, read_explain
 from thinwire.registry import STRATEGIES, Frontier, ZeroPP
@@ -234,6 +235,11 @@ def test_every_option_is_documented(strategy: Any) -> None:
     rows = table_rows(ROOT / f"docs/methods/{strategy().name}.md", "Options")
     documented = [name for row in rows for name in re.findall(r"\w+", row[0])]
     assert sorted(documented) == sorted(item.name for item in fields(strategy))
+
+
+def test_every_option_of_a_pipeline_is_documented() -> None:
+    documented = [row[0] for row in table_rows(ROOT / "docs/tasks/cut-the-model.md", "In the trainer")]
+    assert documented == [item.name for item in fields(Pipeline)]
 
 
 def test_every_option_of_islands_is_documented() -> None:

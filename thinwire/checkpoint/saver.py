@@ -163,7 +163,8 @@ class Saver:
         ranks, before = self.disk.ranks, self._staged
         self._staged, staged = {}, {}
         for name, piece in pieces.items():
-            own = piece.share(ranks.index(self.disk.rank), len(ranks))
+            same = [rank for rank in ranks if rank in piece.holders] if piece.holders else ranks
+            own = piece.share(same.index(self.disk.rank), len(same))
             held = before.get(name)
             if held is None or (held.shape, held.dtype) != (own.values.shape, own.values.dtype):
                 held = torch.empty_like(own.values, device="cpu")

@@ -24,6 +24,7 @@ class Piece:
         is_copy: every rank holds the same values, so any of them may save them.
         run, row, first: where the tensor is cut inside its rows, a rank's part has elements [first, first + run) of
             each `row` elements, and `offset` counts in that part. 0: the rows are not cut.
+        holders: the ranks that hold a copy; empty: all.
     """
 
     numel: int
@@ -33,6 +34,7 @@ class Piece:
     run: int = 0
     row: int = 0
     first: int = 0
+    holders: tuple[int, ...] = ()
 
     def boxes(self) -> Iterator[Box]:
         """The piece as boxes of the whole tensor: one box, or up to three where rows are cut."""

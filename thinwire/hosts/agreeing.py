@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from thinwire.checkpoint import Share, Snapshot, Source
 from thinwire.hosts.interface import ParallelOptimizer
 from thinwire.hosts.ranks import Ranks
-from thinwire.state.agreement import Agreed, StepStatus, word_bytes
+from thinwire.state.agreement import Agreed, StepStatus
 from thinwire.state.portable import REPLICA, Held, add_optimizer, restore_optimizer
 from thinwire.state.replicas import compare_replicas, shapes_digest
 from thinwire.table import Row
@@ -99,8 +99,7 @@ class AgreeingOptimizer(ParallelOptimizer):
 
     def _agree(self, word: StepStatus) -> Agreed:
         """Exchange this rank's status with all ranks of the mesh. Store the result."""
-        everyone = self.ranks.everyone
-        agreed = Agreed.of(everyone.wait(everyone.all_gather_exact(word.pack())), len(word.used))
+        agreed = self.ranks.agree(word)
         self.mean_loss = agreed.loss
         self.stop_requested = self.stop_requested or agreed.stop
         return agreed
@@ -113,7 +112,7 @@ class AgreeingOptimizer(ParallelOptimizer):
     @property
     def agreement_bytes(self) -> int:
         """Payload bytes of the ranks' statuses in one step."""
-        return word_bytes() * (self.ranks.everyone.world_size - 1)
+        return self.ranks.word_bytes()
 
     @property
     def uncompressed_bytes_per_step(self) -> float:

@@ -81,6 +81,12 @@ class ParallelOptimizer:
         """Context whose forward and backward passes only accumulate gradients."""
         raise NotImplementedError
 
+    def send_accumulated(self) -> None:
+        """Start to send gradients that were accumulated inside `no_sync`, where no backward outside of it follows.
+
+        By default `reduce` sends them.
+        """
+
     def note_loss(self, loss: float) -> None:
         """Record this rank's loss. After the step, `mean_loss` is the mean over ranks, without a message of its own."""
         self._loss = loss

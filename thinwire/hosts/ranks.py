@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.collectives import Communicator, Topology
 from thinwire.hosts.tensor import TensorAxis
+from thinwire.state.agreement import Agreed, StepStatus, word_bytes
 
 
 @dataclass(frozen=True)
@@ -20,11 +21,13 @@ class Axis:
         group: the ranks along the axis that share this rank's place on all other axes.
         whole: the mesh, flat: all ranks that take every step together; equal to `group` if there is no other axis.
         tensor: the axis that cuts parameters, if any.
+        num_names: parameters of the whole model, if ranks of another axis hold other parameters; else 0.
     """
 
     group: DeviceMesh
     whole: DeviceMesh
     tensor: TensorAxis | None = None
+    num_names: int = 0
 
     def counts(self, name: str) -> bool:
         """Whether this rank counts its part of a parameter in sums. One of the ranks with the same elements does."""
@@ -36,11 +39,25 @@ class Ranks:
     """Communicators of a host.
 
     comm: over the method's axis. everyone: over all ranks of the mesh, which agree on every step.
+    counts, num_names: see Axis.
     """
 
     comm: Communicator
     everyone: Communicator
     counts: Callable[[str], bool] = lambda name: True
+    num_names: int = 0
+
+    def agree(self, word: StepStatus) -> Agreed:
+        """What all ranks of the mesh say of a step; a collective."""
+        room = self.num_names if word.used else 0
+        words = self.everyone.wait(self.everyone.all_gather_exact(word.pack(room)))
+        own = [self.everyone.global_ranks.index(rank) for rank in self.comm.global_ranks]
+        return Agreed.of(words, len(word.used), own if self.num_names else None)
+
+    def word_bytes(self, num_parameters: int = 0) -> int:
+        """Payload of this rank's word to all others."""
+        room = max(num_parameters, self.num_names) if num_parameters else 0
+        return word_bytes(room) * (self.everyone.world_size - 1)
 
     def close(self) -> None:
         """Wait for all communication and give the process groups back."""
@@ -65,11 +82,11 @@ def open_ranks(
         return Ranks(comm, comm)
     everyone = Communicator(axis.whole, local_size=local_size, timeout_s=timeout_s, checked=checked)
     if axis.whole is axis.group:
-        return Ranks(everyone, everyone, axis.counts)
+        return Ranks(everyone, everyone, axis.counts, axis.num_names)
     members = [everyone.global_ranks.index(rank) for rank in axis.group.mesh.flatten().tolist()]
     own = along(everyone.topology, members)
     comm = Communicator(axis.group, local_size=own, timeout_s=timeout_s, checked=checked, meter=everyone.meter)
-    return Ranks(comm, everyone, axis.counts)
+    return Ranks(comm, everyone, axis.counts, axis.num_names)
 
 
 def along(grid: Topology, members: list[int]) -> int:

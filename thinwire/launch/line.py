@@ -20,7 +20,7 @@ GROUPS = {
         "model", "data", "strategy", "workers", "device", "steps", "minutes", "tokens_per_step", "seq_len",
         "micro_batch", "lr", "seed", "run_dir", "resume", "overwrite", "dry_run",
     ),
-    "machines": ("local_size", "mesh", "join", "nodes", "node", "timeout"),
+    "machines": ("local_size", "mesh", "stages", "join", "nodes", "node", "timeout"),
     "data": ("text_field", "tokenizer", "cache_dir"),
     "training": (
         "inner", "optimizer", "weight_decay", "warmup_steps", "grad_clip", "dead_steps", "dtype", "compile", "stop_at",
@@ -83,5 +83,9 @@ def configured(stated: Stated, problems: Problems) -> TrainConfig:
         below = replace(below, minutes=None)
     elif "minutes" in flags:
         below = replace(below, steps=TrainConfig().steps)
+    if "mesh" in flags:
+        below = replace(below, stages=None)
+    elif "stages" in flags:
+        below = replace(below, mesh=None)
     tables = {name: {**below.tables.get(name, {}), **tables.get(name, {})} for name in {**below.tables, **tables}}
     return replace(below, **flags, tables={name: values for name, values in tables.items() if values})

@@ -26,16 +26,19 @@ from thinwire.layout.mesh import MeshShape
 from thinwire.methods.fsdp import FSDPMethod
 from thinwire.methods.interface import Method
 from thinwire.methods.outer.base import IslandsMethod
+from thinwire.methods.pipeline.cut import layers_of as layer_list
+from thinwire.methods.pipeline.inside import check_inside
+from thinwire.methods.pipeline.options import check_stages
 from thinwire.methods.sharded import ShardedMethod
 from thinwire.models import build_model
 from thinwire.models.hf import check_hf, look_into
 from thinwire.models.llama import Llama, check_cut
-from thinwire.options import LLAMA, has_islands
+from thinwire.options import LLAMA, PIPELINE, has_islands
 from thinwire.registry import check_on_mesh
 from thinwire.table import Row
 from thinwire.training.clock import choose_model
 from thinwire.training.config import FIXED_ON_RESUME, TrainConfig, derive, range_errors, with_derived
-from thinwire.training.effects import batch_row, late_rows, resume_rows, unused_rows
+from thinwire.training.effects import batch_row, late_rows, pipeline_rows, resume_rows, unused_rows
 from thinwire.training.hardware import choose_dtype, free_port, port_is_free, threads_per_worker
 from thinwire.training.metrics import read_metrics
 from thinwire.training.progress import Progress
@@ -71,6 +74,8 @@ def check(config: TrainConfig, problems: Problems) -> Run | None:
             run.strategy.fragments(model)
         if isinstance(model, Llama) and config.mesh is not None:
             check_cut(model.config, config.mesh_shape.tensor)
+        if run is not None and not wrong_numbers:
+            check_pipeline(config, run, model)
     return run
 
 
@@ -96,6 +101,26 @@ def check_mesh(config: TrainConfig, run: Run | None) -> None:
             f"--mesh {config.mesh}: the matrices of {config.model} can't be cut here; nearest: a preset such as demo, "
             "or parallelize_module and thinwire.parallelize in a loop of your own"
         )
+    problems.raise_any()
+
+
+def check_pipeline(config: TrainConfig, run: Run, model: nn.Module | None) -> None:
+    """Raise ConfigError, with all that is wrong, for stages that do not fit model, batch, mesh or strategy."""
+    shape, problems = config.mesh_shape, Problems()
+    if run.pipeline is None:
+        return
+    beside = {"island", "tensor"} & {name for name, size in shape.sizes.items() if size > 1}
+    if beside or run.has_islands:
+        problems.messages.append("stages beside islands or a tensor axis: not served; nearest: pipeline and data alone")
+    if config.compile:
+        problems.messages.append("--compile: the layers of a pipeline's stages are not compiled; leave it out")
+    num_layers = None if model is None else len(layer_list(model)[1])
+    with problems.collect():
+        accumulation = derive(config, config.num_shares).accumulation
+        check_stages(run.pipeline, shape.pipeline, num_layers, accumulation)
+    with problems.collect():
+        if not run.has_islands:
+            check_inside(run.strategy, shape.sizes["data"])
     problems.raise_any()
 
 
@@ -244,7 +269,7 @@ def resolve(run: Run, asked: TrainConfig, threads: int) -> tuple[Run, list[Row]]
         dtype, reason = choose_dtype(asked.dtype, threads)
     rows: list[Row] = [(f"--device {asked.device}", device, why_device)]
     rows += [(f"dtype {asked.dtype}", dtype, reason), batch_row(asked, batch, asked.num_shares)]
-    rows += [*model_rows(asked), *unused_rows(run), *late_rows(run)]
+    rows += [*pipeline_rows(asked, batch), *model_rows(asked), *unused_rows(run), *late_rows(run)]
     resolved = run.with_island_size()
     if run.has_islands:
         size = resolved.config.local_size or 1
@@ -320,7 +345,7 @@ def prepare(config: TrainConfig, problems: Problems) -> tuple[Run, Start]:
     config = run.config
     tokens_of(config, load_tokenizer(config.tokenizer)).split(config.seq_len)
     logging.getLogger("numba").setLevel(logging.WARNING)
-    warm(run.strategy.codecs)
+    warm(run.codecs)
     RunDir(config.run_dir).claim(config.node, to_toml(config), overwrite=config.overwrite)
     return run, start
 
@@ -376,7 +401,8 @@ def check_resume(config: TrainConfig, run_dir: RunDir) -> list[Row]:
         if before != after:
             problems.messages.append(f"--resume: {name} was {before} and can't become {after}; start a new run for it")
     saved = saved_config(chosen) or old
-    for table in tables_in_effect(config) & tables_in_effect(saved):
+    # A checkpoint knows nothing of how the model was cut.
+    for table in (tables_in_effect(config) & tables_in_effect(saved)) - {PIPELINE}:
         if saved.tables.get(table, {}) != config.tables.get(table, {}):
             problems.messages.append(f"--resume: the options [{table}] can't change; start a new run for that")
     problems.raise_any()

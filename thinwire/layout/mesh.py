@@ -21,7 +21,7 @@ ALSO = {
     "ep": "expert",
 }
 # Those that a method, or torch, serves today.
-SERVED = ("island", "data", "tensor")
+SERVED = ("island", "pipeline", "data", "tensor")
 
 
 def check_axis(name: str) -> None:
@@ -71,6 +71,11 @@ class MeshShape:
     def tensor(self) -> int:
         """Ranks among which matrices are cut."""
         return self.sizes.get("tensor", 1)
+
+    @property
+    def pipeline(self) -> int:
+        """Ranks among which layers are cut."""
+        return self.sizes.get("pipeline", 1)
 
     def __str__(self) -> str:
         return ",".join(f"{name}={size}" for name, size in self.sizes.items())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import torch
 from torch import nn
@@ -16,9 +17,13 @@ from thinwire.flags import flag
 from thinwire.lab.spec import read_rate
 from thinwire.layout.mesh import MeshShape
 from thinwire.methods.interface import Method, MethodPlan
+from thinwire.methods.pipeline.balance import balanced
+from thinwire.methods.pipeline.cut import stated_sizes
+from thinwire.methods.pipeline.inside import check_inside, why_not_inside
+from thinwire.methods.pipeline.options import Pipeline, check_stages
 from thinwire.models import PRESETS, Llama, build_skeleton
 from thinwire.models.llama import LlamaConfig, cut_skeleton
-from thinwire.options import LLAMA, build_strategy, strategy_table
+from thinwire.options import LLAMA, PIPELINE, build_strategy, strategy_table
 from thinwire.planner.options import ExplainConfig, range_errors
 from thinwire.registry import STRATEGIES, check_on_mesh
 from thinwire.report.units import bytes_text, short
@@ -67,7 +72,8 @@ def explain(config: ExplainConfig, problems: Problems) -> Explained:
     names = chosen(config.strategy, problems)
     rate = read(config.rate, problems)
     local_rate = read(config.local_rate, problems)
-    model = shape = None
+    model = whole_model = shape = None
+    stage_notes: list[tuple[str, str, str]] = []
     total = 0
     if not any(True for _ in range_errors(config)):
         with problems.collect():
@@ -76,7 +82,11 @@ def explain(config: ExplainConfig, problems: Problems) -> Explained:
             total = sum(param.numel() for param in model.parameters() if param.requires_grad)
             if shape.tensor > 1:
                 model = cut(model, shape.tensor)
+            whole_model = model
+            if shape.pipeline > 1:
+                model, stage_notes = stage_of(model, config, shape)
     plans: dict[str, MethodPlan] = {}
+    replicas = shape.sizes["data"] if shape is not None else 1
     mean_over, whole, left_out = {}, [], []
     for name in names:
         with problems.collect():
@@ -85,17 +95,22 @@ def explain(config: ExplainConfig, problems: Problems) -> Explained:
                 mean_over[name] = every
             if getattr(strategy, "reshard_after_forward", None) is False:
                 whole.append(name)
-            if model is not None and shape is not None:
+            if model is not None and whole_model is not None and shape is not None:
                 if shape.tensor > 1 and strategy.not_on_mesh and config.strategy == "all":
                     left_out.append((f"strategy {name}", "left out", f"on a tensor axis it {strategy.not_on_mesh}"))
                     continue
                 if shape.tensor > 1:
                     check_on_mesh(strategy)
-                plans[name] = plan_on(strategy, model, config, shape)
+                if shape.pipeline > 1 and (reason := why_not_inside(strategy, replicas)):
+                    if config.strategy != "all":
+                        check_inside(strategy, replicas)
+                    left_out.append((f"strategy {name}", "left out", f"with --stages it {reason}"))
+                    continue
+                plans[name] = plan_on(strategy, model, whole_model, config, shape)
     problems.raise_any()
     assert model is not None
     topology = Topology(config.nodes, config.local_size)
-    notes = [*notes_on(config, names), *left_out]
+    notes = [*notes_on(config, names), *stage_notes, *left_out]
     if shape is not None and isinstance(model, Llama) and shape.tensor > 1:
         notes.append(tensor_note(model.config, config.seq_len, shape))
     return Explained(
@@ -144,6 +159,13 @@ def mesh_of(config: ExplainConfig) -> MeshShape:
     """The axes of the ranks. Raises ConfigError for a mesh that does not match the number of ranks."""
     num_ranks = config.nodes * config.local_size
     shape = MeshShape({"data": num_ranks}) if config.mesh is None else MeshShape.parse(config.mesh)
+    if config.stages is not None and config.stages != shape.pipeline:
+        if config.mesh is not None or num_ranks % config.stages:
+            raise ConfigError(
+                f"--stages {config.stages}: must divide the {num_ranks} ranks, and leave --mesh out; nearest: "
+                f"--nodes {config.stages} --local-size 1"
+            )
+        shape = MeshShape({"pipeline": config.stages, "data": num_ranks // config.stages})
     if shape.island_size is not None:
         raise ConfigError(
             f"--mesh {config.mesh}: here every node is an island of strategies that have any; nearest: "
@@ -165,16 +187,66 @@ def cut(model: nn.Module, size: int) -> nn.Module:
     return model
 
 
-def plan_on(strategy: Method, model: nn.Module, config: ExplainConfig, shape: MeshShape) -> MethodPlan:
-    """The plan of a strategy on the data axis of a mesh. The ranks' agreement on a step covers the whole mesh."""
-    grid, inner = Topology(config.nodes, config.local_size), shape.tensor
+def stage_of(model: nn.Module, config: ExplainConfig, shape: MeshShape) -> tuple[nn.Module, list[tuple[str, str, str]]]:
+    """The part of the model on its largest stage, and notes on the cut and on what crosses a border."""
+    stages = shape.pipeline
+    if not isinstance(model, Llama) or shape.tensor > 1:
+        raise ConfigError(f"{stages} stages: only presets such as demo, without a tensor axis, can be cut here")
+    options = Pipeline(**config.tables.get(PIPELINE, {}))
+    check_stages(options, stages, len(model.model.layers), config.micro_batches)
+    chunks, home, layers = options.num_chunks(stages), options.home(stages), list(model.model.layers)
+    numels = [sum(param.numel() for param in layer.parameters()) for layer in layers]
+    embedding, head = model.model.embed_tokens, model.lm_head
+    operations = list(map(float, numels))
+    operations[0 if options.head == "first" else -1] += head.weight.numel()
+    sizes = (
+        stated_sizes(options.layers, chunks, len(layers))
+        if options.layers
+        else balanced(operations, list(map(float, numels)), chunks)
+    )
+    parts = [nn.ModuleDict() for _ in range(stages)]
+    ends = list(accumulate(sizes))
+    for chunk, (size, end) in enumerate(zip(sizes, ends, strict=True)):
+        parts[home[chunk]][f"layers{chunk}"] = nn.ModuleList(layers[end - size : end])
+    parts[home[0]]["embedding"] = embedding
+    if home[-1] == home[0] or head.weight is not embedding.weight:
+        parts[home[-1]]["head"] = head
+    parts[home[-1]]["norm"] = model.model.norm
+    largest = max(parts, key=lambda part: sum(param.numel() for param in part.parameters()))
+    notes = options.describe(sizes, model.config.hidden_size, 4)
+    crossing, num = options.crossing(0), config.seq_len * model.config.hidden_size
+    sent = {way: crossing.packet_bytes(way, num, torch.float32) for way in ("forward", "backward")}
+    per_step = config.micro_batches * sum(sent.values())
+    each = ", ".join(f"{bytes_text(count)} {way}" for way, count in sent.items())
+    effect = f"{bytes_text(per_step)} a step both ways, in {config.micro_batches} micro-batch(es) of one sequence"
+    notes.append(
+        ("each border between two stages", effect, f"{each}; not in the table, and as much for each sequence more")
+    )
+    if head.weight is embedding.weight and home[-1] != home[0]:
+        tied = bytes_text(4 * head.weight.numel())
+        notes.append(("tied embedding and head", f"{tied} a step each way", "between the first and the last stage"))
+    return largest, notes
+
+
+def plan_on(
+    strategy: Method, model: nn.Module, whole: nn.Module, config: ExplainConfig, shape: MeshShape
+) -> MethodPlan:
+    """The plan of a strategy on the data axis of a mesh; the ranks' word on a step goes to all of the mesh.
+
+    model: what a rank has of the `whole` one, in whose parameters the word has room.
+    """
+    # Ranks of a stage are neighbours, those of another axis are others.
+    grid, inner = Topology(config.nodes, config.local_size), shape.tensor * shape.pipeline
     if inner == 1:
         return strategy.plan(model, grid, config.micro_batches)
     along = Topology(grid.num_nodes, grid.local_size // inner) if grid.local_size % inner == 0 else None
+    if shape.pipeline > 1:
+        size = min(grid.local_size, shape.sizes["data"])
+        along = Topology(shape.sizes["data"] // size, size) if shape.sizes["data"] % size == 0 else None
     num_replicas = grid.world_size // inner
     plan = strategy.plan(model, along or Topology(num_replicas, 1), config.micro_batches)
     num_told = max(2, num_replicas) - 1
-    word = strategy.plan(model, Topology(num_told + 1, 1), 1).sent["all_gather_exact", "inter"] // num_told
+    word = strategy.plan(whole, Topology(num_told + 1, 1), 1).sent["all_gather_exact", "inter"] // num_told
     words = {("all_gather_exact", level): sent for level, sent in gather_bytes(grid, word).items()}
     return replace(plan, sent={**plan.sent, **words})
 

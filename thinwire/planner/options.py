@@ -14,7 +14,7 @@ from thinwire.flags import CommandLine, flag
 
 LIMITS = {
     "nodes": (1, 10**6), "local_size": (1, 10**4), "parameters": (1, 10**15), "seq_len": (1, 10**9),
-    "micro_batches": (1, 10**6),
+    "micro_batches": (1, 10**6), "stages": (1, 10**4),
 }  # fmt: skip
 
 
@@ -35,6 +35,8 @@ class ExplainConfig:
     """Preset (tiny, demo, 125m, 350m, 1b), or hf:DIR, whose weights are not read."""
     mesh: str | None = None
     """Axes of the ranks, such as data=2,tensor=2, as for `thinwire train`; by default all ranks are the data axis."""
+    stages: int | None = None
+    """Stages of a pipeline, as for `thinwire train`: figures are those of a rank of the largest stage."""
     tokenizer: str = "bytes"
     """bytes, or the path of a tokenizer.json; it sets the size of the vocabulary."""
     seq_len: int = 256

@@ -34,10 +34,12 @@ class StepStatus:
     stop: bool = False
     used: Sequence[bool] = ()
 
-    def pack(self) -> Tensor:
-        """uint8 [word_bytes]."""
+    def pack(self, num_parameters: int = 0) -> Tensor:
+        """uint8 [word_bytes], with room for so many parameters where others use more."""
         numbers = np.array([self.squares, self.loss], dtype=np.float64).view(np.uint8)
-        bits = np.packbits(np.array(self.used, dtype=np.uint8))
+        used = np.zeros(max(num_parameters, len(self.used)), dtype=np.uint8)
+        used[: len(self.used)] = self.used
+        bits = np.packbits(used)
         return torch.from_numpy(np.concatenate([numbers, np.array([self.stop], dtype=np.uint8), bits]))
 
 
@@ -45,7 +47,7 @@ class Agreed(NamedTuple):
     """What all ranks know after they have told each other their words.
 
     norm: the 2-norm of the whole mean gradient. loss: the mean over ranks. stop: whether any rank wishes to stop.
-    used: for each parameter whether any rank had a gradient.
+    used: for each parameter whether any rank that has it had a gradient.
     """
 
     norm: float
@@ -54,11 +56,15 @@ class Agreed(NamedTuple):
     used: list[bool]
 
     @classmethod
-    def of(cls, words: Tensor, num_parameters: int = 0) -> Agreed:
-        """From the words of all ranks, uint8 [world_size, word_bytes]; the same on all of them."""
+    def of(cls, words: Tensor, num_parameters: int = 0, holders: Sequence[int] | None = None) -> Agreed:
+        """From the words of all ranks, uint8 [world_size, word_bytes]; the same on all of them.
+
+        holders: the ranks that have the parameters of `used`; None: all.
+        """
         rows = words.numpy()
         numbers = np.frombuffer(rows[:, :NUMBER_BYTES].tobytes(), dtype=np.float64).reshape(-1, NUMBERS)
-        bits = np.bitwise_or.reduce(rows[:, NUMBER_BYTES + 1 :], axis=0)
+        told = rows if holders is None else rows[list(holders)]
+        bits = np.bitwise_or.reduce(told[:, NUMBER_BYTES + 1 :], axis=0)
         norm = math.sqrt(total) if (total := float(numbers[:, 0].sum())) >= 0 else math.nan
         return cls(
             norm,

@@ -22,6 +22,7 @@ from thinwire.table import Row
 from thinwire.training.config import PER_MACHINE, TrainConfig
 from thinwire.training.gathering import of_all_ranks, told_by_first
 from thinwire.training.place import IslandPlace
+from thinwire.training.run import tables_in_effect
 
 Gather = Callable[[Any], list[Any]]
 
@@ -36,6 +37,9 @@ def agree(config: TrainConfig, *, tokens: str, dtype: str | None) -> str:
     measured). bf16 is chosen if no rank is faster in fp32. Raises ConfigError where configurations or tokens differ.
     """
     mine = {name: value for name, value in asdict(config).items() if name not in PER_MACHINE}
+    # Options without an effect are not written to config.toml, which some ranks may read and others write.
+    used = tables_in_effect(config)
+    mine |= {"tables": {name: values for name, values in config.tables.items() if name in used}}
     mine |= {"tokens": tokens, "fast dtype": dtype}
     everyone = of_all_ranks(mine, "its configuration")
     dtypes = {stated.pop("fast dtype") for stated in everyone}

@@ -109,12 +109,12 @@ def evaluation_s(engine: Engine, forward_s: float) -> float:
 def sample_s(engine: Engine) -> float:
     """Seconds of the text at the end, from those of one token with half of it before."""
     num_tokens = engine.config.sample_tokens
-    if not num_tokens or engine.place.rank >= engine.num_tensor:
+    if not num_tokens or not engine.writes_sample:
         return 0.0
     context = torch.zeros(1, max(1, num_tokens // 2), dtype=torch.int64, device=engine.device.torch)
     start = time.perf_counter()
     with engine.device.autocast(engine.dtype):
-        generate(engine.model, context, 1, 0.0)
+        generate(engine.continuing, context, 1, 0.0)
     engine.device.synchronize()
     return (time.perf_counter() - start) * num_tokens
 

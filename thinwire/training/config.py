@@ -35,6 +35,9 @@ class TrainConfig:
     mesh: str | None = None
     """Axes of the ranks, such as data=2,tensor=2: matrices are cut over the tensor axis, and the strategy works on the
     data axis. By default all ranks are the data axis."""
+    stages: int | None = None
+    """Cut the model's layers over this many ranks, through which micro-batches pass: short for --mesh pipeline=N. The
+    other ranks are replicas of the stages, by --strategy."""
     strategy: str = "sdp4bit"
     """How ranks share the work, such as sdp4bit, zero, ddp or fsdp; `thinwire explain` lists them all."""
     inner: str | None = None
@@ -130,13 +133,24 @@ class TrainConfig:
 
     @property
     def mesh_shape(self) -> MeshShape:
-        """The axes of the ranks. Raises ConfigError for a text that can't be read."""
-        return MeshShape({"data": self.world_size}) if self.mesh is None else MeshShape.parse(self.mesh)
+        """The axes of the ranks. Raises ConfigError for a text that can't be read, or that states other stages."""
+        if self.mesh is not None:
+            shape = MeshShape.parse(self.mesh)
+            if self.stages not in (None, shape.pipeline):
+                raise ConfigError(f"--stages {self.stages} and --mesh {self.mesh}: give one of them")
+            return shape
+        if self.stages is None or self.stages < 2:
+            return MeshShape({"data": self.world_size})
+        if self.world_size % self.stages:
+            fits = [n for n in range(1, self.world_size + 1) if self.world_size % n == 0]
+            near = min(fits, key=lambda n: abs(n - (self.stages or 1)))
+            raise ConfigError(f"--stages {self.stages}: must divide the {self.world_size} ranks; nearest: {near}")
+        return MeshShape({"pipeline": self.stages, "data": self.world_size // self.stages})
 
     @property
     def num_shares(self) -> int:
         """Ranks that see different data."""
-        return self.world_size // self.mesh_shape.tensor
+        return self.world_size // self.mesh_shape.tensor // self.mesh_shape.pipeline
 
     @property
     def num_warmup_steps(self) -> int:
@@ -146,10 +160,10 @@ class TrainConfig:
 DEFAULTS = TrainConfig()
 # Smallest value each number may have; None stands for "above zero".
 LOWEST: dict[str, int | None] = {
-    "workers": 1, "local_size": 1, "nodes": 1, "node": 0, "steps": 1, "stop_at": 1, "tokens_per_step": 1, "seq_len": 1,
-    "micro_batch": 1, "lr": None, "weight_decay": 0, "warmup_steps": 0, "grad_clip": 0, "seed": 0, "dead_steps": 0,
-    "checkpoint_every": 0, "keep_last": 1, "keep_every": 0, "restarts": 0, "eval_sequences": 0, "sample_tokens": 0,
-    "timeout": None, "minutes": None,
+    "workers": 1, "local_size": 1, "stages": 1, "nodes": 1, "node": 0, "steps": 1, "stop_at": 1, "tokens_per_step": 1,
+    "seq_len": 1, "micro_batch": 1, "lr": None, "weight_decay": 0, "warmup_steps": 0, "grad_clip": 0, "seed": 0,
+    "dead_steps": 0, "checkpoint_every": 0, "keep_last": 1, "keep_every": 0, "restarts": 0,
+    "eval_sequences": 0, "sample_tokens": 0, "timeout": None, "minutes": None,
 }  # fmt: skip
 
 # Machines may differ in these; the rest must be equal on all ranks.
@@ -209,11 +223,13 @@ class Batch:
 def derive(config: TrainConfig, world_size: int) -> Batch:
     """The largest micro-batch that fits and divides, and the accumulation that makes up the step.
 
+    world_size: ranks that see different data. By default every rank of a pipeline's stages stands for a micro-batch.
+
     tokens_per_step = micro_batch * accumulation * seq_len * world_size. Raises ConfigError where tokens_per_step
     is no multiple of seq_len * world_size.
     """
     unit = config.seq_len * world_size
-    tokens = config.tokens_per_step or config.micro_batch * unit
+    tokens = config.tokens_per_step or config.micro_batch * unit * config.mesh_shape.pipeline
     if tokens % unit:
         valid = max(1, round(tokens / unit)) * unit
         raise ConfigError(

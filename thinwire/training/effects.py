@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from thinwire.flags import flag
-from thinwire.options import LLAMA
+from thinwire.options import LLAMA, PIPELINE
 from thinwire.table import Row
 from thinwire.training.config import DEFAULTS, FIXED_ON_RESUME, NOT_WRITTEN, Batch, TrainConfig
 from thinwire.training.run import Run
 
 NONE = "no effect"
+# Of a pipeline's step; beyond it the table gives advice.
+MOST_IDLE = 0.25
 
 
 def batch_row(config: TrainConfig, batch: Batch, world_size: int) -> Row:
@@ -23,11 +25,21 @@ def batch_row(config: TrainConfig, batch: Batch, world_size: int) -> Row:
     return asked, effect, "of one optimizer step"
 
 
+def pipeline_rows(config: TrainConfig, batch: Batch) -> Iterator[Row]:
+    """One row on how many micro-batches fill a pipeline."""
+    stages, num = config.mesh_shape.pipeline, batch.accumulation
+    if stages > 1:
+        idle = (stages - 1) / (num + stages - 1)
+        advice = "a smaller --micro-batch, or more --tokens-per-step, fills it better" if idle > MOST_IDLE else ""
+        yield f"--stages {stages}", f"{num} micro-batches a step: idle for {idle:.0%} of it at least with 1f1b", advice
+
+
 def unused_rows(run: Run) -> Iterator[Row]:
     """One row for every option that was stated and changes nothing."""
     config = run.config
     for table in sorted(config.tables.keys() - run.used_tables):
         owner = f"model {config.model}" if table == LLAMA else f"strategy {config.strategy}"
+        owner = "a model without --stages" if table == PIPELINE else owner
         for option in config.tables[table]:
             yield flag(f"{table}.{option}"), NONE, f"{owner} does not use it"
     reads_fields = config.data.startswith("hf:") or config.data.endswith((".jsonl", ".parquet"))

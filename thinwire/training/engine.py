@@ -19,6 +19,7 @@ from thinwire.collectives import ElasticPeers, Peers
 from thinwire.compose import parallelize
 from thinwire.data import BatchLoader, Tokenizer, heldout_batches, load_tokenizer
 from thinwire.device import Device
+from thinwire.hosts.pipeline.stage import LastLogits
 from thinwire.layout.layers import layers_of
 from thinwire.layout.mesh import MeshShape
 from thinwire.methods.outer.base import connect
@@ -63,9 +64,12 @@ class Engine:
         config = self.config = run.config
         self.place, self.device, self.corpus, self.dtype = place, device, corpus, dtype
         shape = config.mesh_shape
-        # Ranks of the tensor axis see the same data.
-        self.num_tensor = shape.tensor
-        self.num_shares, self.share = place.num_ranks // shape.tensor, place.number // shape.tensor
+        # Ranks of the tensor axis, and of a pipeline, see the same data.
+        self.num_shares = place.num_ranks // shape.tensor // shape.pipeline
+        self.share = place.number // shape.tensor % self.num_shares
+        # The same among the ranks of an island.
+        num_replicas = place.world_size // shape.tensor // shape.pipeline
+        self.replica = place.rank // shape.tensor % num_replicas, num_replicas
         self.batch = derive(config, self.num_shares)
         fields = config.tables.get(LLAMA) if LLAMA in run.used_tables else None
         model = build_model(config.model, corpus.tokenizer.vocab_size, config.seq_len, config.seed, fields)
@@ -84,8 +88,9 @@ class Engine:
             run.strategy, partial(meet_others, config, place), lambda: common_options(config, corpus.digest)
         )
         # Compiled code does not wait for weights that are still on their way.
+        methods = [strategy] if run.pipeline is None else [run.pipeline, strategy]
         self.stage = parallelize(
-            self.model, optimizer, mesh, [strategy], local_size=config.local_size, seed=config.seed,
+            self.model, optimizer, mesh, methods, local_size=config.local_size, seed=config.seed,
             timeout_s=config.timeout, checked=config.checked, overlap=not config.compile, announce=False,
         )  # fmt: skip
         self.wrapped, self.optimizer = self.stage.module, self.stage.optimizer
@@ -124,16 +129,13 @@ class Engine:
     def next_loss(self) -> float:
         """The loss that the next step would have; nothing is trained, and nothing is left changed."""
         position, random, own_random = self.loader.state_dict(), torch.get_rng_state(), self.device.random_state()
-        total = torch.zeros(())
-        for _ in range(self.batch.accumulation):
-            batch = self.device.take(self.loader.next_batch())
-            with self.device.autocast(self.dtype):
-                total += self.wrapped(*batch).cpu() / self.batch.accumulation
+        batches = [self.device.take(self.loader.next_batch()) for _ in range(self.batch.accumulation)]
+        loss = self.stage.next_loss(batches, self._loss_of)
         self.loader.load_state_dict(position)
         torch.set_rng_state(random)
         if own_random is not None:
             self.device.set_random_state(own_random)
-        return self.optimizer.all_mean(float(total))
+        return loss
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -142,7 +144,7 @@ class Engine:
         total, num_sequences = 0.0, 0
         for batch in heldout_batches(
             self.corpus.heldout, seq_len=self.config.seq_len, micro_batch=self.batch.micro_batch,
-            rank=self.place.rank // self.num_tensor, world_size=self.place.world_size // self.num_tensor,
+            rank=self.replica[0], world_size=self.replica[1],
             max_sequences=self.config.eval_sequences,
         ):  # fmt: skip
             tokens, targets = self.device.take(batch)
@@ -153,12 +155,23 @@ class Engine:
         # A rank may have fewer sequences than others, or none.
         return self.optimizer.all_mean(total) / self.optimizer.all_mean(num_sequences)
 
+    @property
+    def writes_sample(self) -> bool:
+        """Whether this is a rank of the first model, all of which compute together."""
+        return self.replica[0] == 0
+
+    @property
+    def continuing(self) -> nn.Module:
+        """What a text is continued with."""
+        pipeline = self.stage.pipeline
+        return self.model if pipeline is None else LastLogits(pipeline, self.model)
+
     def continued(self, prompt: list[int], num_new: int) -> list[int]:
-        """The prompt and what the model writes after it. The ranks that hold its matrices between them all call it."""
+        """The prompt and what the model writes after it; the ranks that hold the first model between them call it."""
         generator = torch.Generator(self.device.torch).manual_seed(self.config.seed)
         (tokens,) = self.device.take([torch.tensor([prompt])])
         with self.device.autocast(self.dtype):
-            return generate(self.model, tokens, num_new, 0.8, generator)[0].tolist()
+            return generate(self.continuing, tokens, num_new, 0.8, generator)[0].tolist()
 
     def close(self) -> None:
         """Wait for all communication and give the process groups back."""
@@ -168,7 +181,7 @@ class Engine:
 def mesh_of(shape: MeshShape, device: Device) -> DeviceMesh:
     """The mesh of this process group, an island's where there are several: the data axis alone where nothing is cut."""
     inside = {name: size for name, size in shape.sizes.items() if name != "island"}
-    sizes = inside if shape.tensor > 1 else {"data": dist.get_world_size()}
+    sizes = inside if shape.tensor * shape.pipeline > 1 else {"data": dist.get_world_size()}
     return init_device_mesh(device.kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 

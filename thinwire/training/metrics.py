@@ -22,6 +22,8 @@ class StepMetrics:
     forward_s: seconds of its forward passes, waiting included. sent_weight_bytes: of sent_bytes, what brought weights.
     damaged_messages: that came to rank 0 in this step with another checksum than they were sent with, and came again.
     peak_allocated_bytes: the most that tensors have taken on rank 0's GPU at once, up to this step; 0 on the CPU.
+    pipeline_s: of a pipeline, seconds that rank 0's forwards and backwards took, from the first to the last; bubble:
+    the part of them in which it computed nothing; predicted_pipeline_s, predicted_bubble: as simulated, 0 before.
     """
 
     step: int
@@ -39,6 +41,10 @@ class StepMetrics:
     sent_weight_bytes: int = 0
     peak_allocated_bytes: int = 0
     damaged_messages: int = 0
+    pipeline_s: float = 0.0
+    bubble: float = 0.0
+    predicted_pipeline_s: float = 0.0
+    predicted_bubble: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ class Proof:
                 return cls(expected, ROUNDING[dtype], f"the same weights, {dtype} sums in another order")
             why = f"the same weights, computed by {here['device']} and by {before['device']} before, in {dtype}"
             return cls(expected, max(ROUNDING[dtype], OTHER_DEVICE), why)
-        return cls(expected, OTHER_WEIGHTS, "codecs round the weights differently than in the saved run")
+        return cls(expected, OTHER_WEIGHTS, "codecs round otherwise than in the saved run")
 
     @property
     def row(self) -> Row:

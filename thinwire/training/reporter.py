@@ -84,13 +84,15 @@ class Reporter:
         records = self.metrics.records
         # Steps before a resume may have used another layout or strategy.
         own = [record for record in records if record.step > self.first_step] or records
-        typical = medians(own, "step_s", "exposed_comm_s", "sent_bytes", average=average)
+        typical = medians(own, "step_s", "exposed_comm_s", "sent_bytes", "pipeline_s", average=average)
         summary = {
             "heldout_loss": heldout_loss if heldout_loss is None or math.isfinite(heldout_loss) else None,
             "tokens": step * self.tokens_per_step,
             "step_s": typical["step_s"],
             "tokens_per_s": self.tokens_per_step / typical["step_s"] if typical["step_s"] else 0.0,
             "exposed_comm_s": typical["exposed_comm_s"],
+            "pipeline_s": typical["pipeline_s"],
+            "predicted_pipeline_s": records[-1].predicted_pipeline_s if records else 0.0,
             "sent_bytes_per_step": typical["sent_bytes"],
             "last_exchange_bytes": self.last_bytes,
             "uncompressed_bytes_per_step": self.uncompressed_bytes,
@@ -139,6 +141,8 @@ class Reporter:
         if sent:
             ratio = f"{plain / sent:.1f} times fewer bytes"
             say(f"sent per step: {sent / 1e6:.3f} MB, in fp32 {plain / 1e6:.3f} MB: {ratio}")
+        if predicted := summary["predicted_pipeline_s"]:
+            say(f"a step through the pipeline: {summary['pipeline_s']:.3g} s, predicted {predicted:.3g} s")
         if summary["skipped_steps"]:
             self.progress.warn(f"{summary['skipped_steps']} steps were skipped: their gradients were not finite")
         loss = summary["heldout_loss"]

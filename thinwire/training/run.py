@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+from thinwire.codecs import Codec
 from thinwire.data import TokenFile, Tokenizer, prepare
 from thinwire.errors import ConfigError, nearest
 from thinwire.methods.interface import Method
+from thinwire.methods.pipeline.options import Pipeline
 from thinwire.optim import ELEMENTWISE, OPTIMIZERS, WHOLE
-from thinwire.options import DEFAULT_INNER, LLAMA, build_strategy, has_islands, used_tables
+from thinwire.options import DEFAULT_INNER, LLAMA, PIPELINE, build_strategy, has_islands, used_tables
 from thinwire.training.config import TrainConfig
 
 
@@ -19,11 +21,13 @@ from thinwire.training.config import TrainConfig
 class Run:
     """A configuration and its strategy, which is built once in every process.
 
-    config: with the optimizer that is in effect. strategy: with its options, for a run of this length.
+    config: with the optimizer that is in effect. strategy: with its options, for a run of this length. pipeline: of the
+    model's stages, where it has several.
     """
 
     config: TrainConfig
     strategy: Method
+    pipeline: Pipeline | None = None
 
     @classmethod
     def of(cls, config: TrainConfig) -> Run:
@@ -35,6 +39,9 @@ class Run:
             config.strategy, config.tables, inner=config.inner, num_steps=config.steps,
             num_warmup_steps=config.num_warmup_steps,
         )  # fmt: skip
+        pipeline = None
+        if PIPELINE in tables_in_effect(config):
+            pipeline = Pipeline(**config.tables.get(PIPELINE, {}))
         name = config.optimizer or strategy.optimizers[0]
         if name not in OPTIMIZERS:
             raise ConfigError(f"--optimizer {name}: no such optimizer{nearest(name, strategy.optimizers)}")
@@ -47,7 +54,7 @@ class Run:
             raise ConfigError(
                 f"--optimizer {name} needs whole tensors, which --mesh {config.mesh} cuts{nearest(name, ELEMENTWISE)}"
             )
-        return cls(replace(config, optimizer=name), strategy)
+        return cls(replace(config, optimizer=name), strategy, pipeline)
 
     def but(self, **changes: object) -> Run:
         """The same run where these values, on which no strategy depends, are others."""
@@ -57,6 +64,11 @@ class Run:
     def has_islands(self) -> bool:
         """Whether it trains islands, each by a strategy of its own."""
         return has_islands(self.config.strategy)
+
+    @property
+    def codecs(self) -> tuple[Codec, ...]:
+        """Whose kernels are compiled before the workers start."""
+        return (*self.strategy.codecs, *(self.pipeline.codecs if self.pipeline is not None else ()))
 
     @cached_property
     def used_tables(self) -> set[str]:
@@ -79,7 +91,8 @@ def tokens_of(config: TrainConfig, tokenizer: Tokenizer, data: str | None = None
 def tables_in_effect(config: TrainConfig) -> set[str]:
     """The tables of options that have an effect in this run."""
     model = set() if config.model.startswith("hf:") else {LLAMA}
-    return model | used_tables(config.strategy, config.inner)
+    stages = {PIPELINE} if (config.stages or 1) > 1 or "pipeline" in (config.mesh or "") else set()
+    return model | stages | used_tables(config.strategy, config.inner)
 
 
 def island_size(config: TrainConfig) -> int:

@@ -17,6 +17,7 @@ from thinwire.codecs import derive_seed
 from thinwire.collectives import faults
 from thinwire.device import Device
 from thinwire.errors import ConfigError
+from thinwire.hosts.pipeline.stage import Prediction
 from thinwire.state.watchdog import Watchdog
 from thinwire.table import Row
 from thinwire.training.advice import advise
@@ -61,7 +62,7 @@ class Trainer:
         self.model, self.batch, self.loader = self.engine.model, self.engine.batch, self.engine.loader
         self.stage, self.optimizer = self.engine.stage, self.engine.optimizer
         # On every rank: they measure together.
-        advice = advise(
+        advice = () if self.stage.pipeline is not None else advise(
             self.optimizer, config.strategy, self.engine.num_parameters,
             self.batch.tokens_per_step // self.engine.num_shares,
             torch.bfloat16 if self.dtype == "bf16" else torch.float32, self.device,
@@ -80,6 +81,7 @@ class Trainer:
             "config": to_toml(config),
         }
         self._proof: Proof | None = None
+        self._prediction: Prediction | None = None
         # A checkpoint of this step has its next loss already, or another layout's loss would follow.
         self._known_after = -1
         load_report: list[Row] = []
@@ -99,13 +101,11 @@ class Trainer:
             data_row = (f"data {config.data}", f"{corpus.num_tokens:,} tokens", f"tokenizer {config.tokenizer}")
             self.reporter = Reporter(
                 config, first_step=self.step, world_size=place.num_ranks,
-                uncompressed_bytes=self.optimizer.uncompressed_bytes_per_step,
+                uncompressed_bytes=self.stage.uncompressed_bytes_per_step,
                 rows=[data_row, *rows, *saved_rows, *load_report, *self.stage.describe(), *link_rows],
             )  # fmt: skip
         elif place.is_first_of_machine:
-            self.onlooker = Progress(
-                config.steps, self.batch.tokens_per_step, self.optimizer.uncompressed_bytes_per_step
-            )
+            self.onlooker = Progress(config.steps, self.batch.tokens_per_step, self.stage.uncompressed_bytes_per_step)
             self.onlooker.start_table([*rows, ("metrics, summary and report", "on node 0", "where rank 0 is")])
         self._report_changes()
         self._arm_faults()
@@ -142,7 +142,7 @@ class Trainer:
             self._tell_of_fault(f"thinwire: rank {self.place.rank}: --inject {str(fault)!r} never happened")
         peak_rss, peak_allocated = max_over_ranks(peak_rss_bytes()), max_over_ranks(self.device.peak_bytes())
         # The ranks that hold the first rank's matrices between them compute together.
-        sample = self._sample() if not stopped and self.place.rank < self.engine.num_tensor else ""
+        sample = self._sample() if not stopped and self.engine.writes_sample else ""
         self.engine.close()
         if self.onlooker is not None:
             self.onlooker.say(f"{stopped or 'finished'} after step {self.step}; node 0 has the results")
@@ -242,13 +242,28 @@ class Trainer:
                     sent_bytes=sent.sent_bytes, received_bytes=sent.received_bytes, lr=lr, grad_norm=grad_norm,
                     codec_s=spent.encode_s + spent.decode_s, forward_s=forward_s,
                     sent_weight_bytes=sent.sent_by("weights"), peak_allocated_bytes=self.device.peak_bytes(),
-                    damaged_messages=sent.num_damaged,
+                    damaged_messages=sent.num_damaged, **self._of_pipeline(),
                 )
             )  # fmt: skip
         self._watch_gradient(grad_norm)
         self._warn_of_saves()
         self._follow()
         self._report_changes()
+
+    def _of_pipeline(self) -> dict[str, float]:
+        """The numbers of a pipeline's last step; the first time with a prediction, this is said too."""
+        pipeline = self.stage.pipeline
+        if pipeline is None:
+            return {}
+        found = {"pipeline_s": pipeline.step_s, "bubble": 1 - pipeline.busy_s / max(pipeline.step_s, 1e-9)}
+        prediction = self._prediction
+        if prediction is not None:
+            found |= {"predicted_pipeline_s": prediction.step_s, "predicted_bubble": prediction.bubbles[0]}
+        elif pipeline.prediction is not None and self.reporter is not None:
+            self.reporter.progress.say(f"pipeline, measured and simulated: {pipeline.prediction}")
+        # Of the steps that follow.
+        self._prediction = pipeline.prediction
+        return found
 
     def _watch_gradient(self, norm: float) -> None:
         """Warn of every skipped step; end a run whose gradients stay zero or not finite."""

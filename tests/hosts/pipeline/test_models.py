@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tests.workers import run_rows
 from thinwire.collectives import Mailbox, Topology
-from thinwire.hosts.pipeline import Runner
+from thinwire.hosts.pipeline import Runner, TiedWeights
 from thinwire.methods.pipeline import Costs, Cut, Plan, cut, fitted, plan, token_shares
 from thinwire.models import build_model
 
@@ -40,7 +40,7 @@ def trained(rank: int, world_size: int, order: str) -> tuple[list[float], dict[s
     made_plan = plan(order, world_size, 3) if order != "fitted" else returning(made)
     chunks = {number: made.chunk(number) for number in made_plan.chunks_of(rank)}
     mailbox = Mailbox(None, Topology(world_size, 1))
-    runner = Runner(made_plan, chunks, mailbox, made.shape, tied=made.tied(made_plan.home, rank))
+    runner = Runner(made_plan, chunks, mailbox, made.shape, tied=TiedWeights(mailbox, made.tied(made_plan.home, rank)))
     weights = {name: param for chunk in chunks.values() for name, param in chunk.model.named_parameters()}
     optimizer = torch.optim.AdamW({id(param): param for param in weights.values()}.values(), lr=1e-3)
     losses, squares = [], []
@@ -53,6 +53,8 @@ def trained(rank: int, world_size: int, order: str) -> tuple[list[float], dict[s
         optimizer.step()
         optimizer.zero_grad()
     sent = mailbox.meter.snapshot().sent_bytes
+    # Before a forward the copies of a tied weight are brought to the same bits.
+    runner.evaluate(batches(0))
     mailbox.close()
     return losses, {name: param.detach().numpy() for name, param in weights.items()}, sent, promised, squares
 

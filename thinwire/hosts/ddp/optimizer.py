@@ -87,7 +87,7 @@ def wrap_ddp(
         )
     wrapped = DDPOptimizer(model, optimizer, ranks, trained, ddp, reduction, rows, whole_step=strategy.whole_step)
     if not strategy.find_unused_parameters:
-        wrapped.settle_buckets(entry)
+        wrapped.settle_buckets()
     return ddp, wrapped
 
 
@@ -114,16 +114,29 @@ class DDPOptimizer(AgreeingOptimizer):
         )
         ddp.register_comm_hook(self, hand_over)
 
-    def settle_buckets(self, entry: WrappedModel) -> None:
+    def settle_buckets(self) -> None:
         """Let DDP lay out its buckets before the first step. By itself, DDP does so after the first backward.
 
         The rounding of a sum depends on an element's place in its bucket. Without this, the first step of a resumed run
         would differ from the same step of an uninterrupted run.
         """
-        self._reducer.is_idle = entry.only_touch = True
-        self.ddp().backward()
-        self._reducer.is_idle = entry.only_touch = False
+        self._reducer.is_idle = True
+        self._touch()
+        self._reducer.is_idle = False
         self.zero_grad()
+
+    def send_accumulated(self) -> None:
+        """DDP sends in a backward of its own forward: in one that adds zeros to all gradients."""
+        self._touch(0.0)
+
+    def _touch(self, factor: float = 1.0) -> None:
+        """A backward that gives every element of every parameter this gradient, without the model."""
+        entry: WrappedModel = self.ddp.module
+        entry.only_touch = True
+        try:
+            (self.ddp() * factor).backward()
+        finally:
+            entry.only_touch = False
 
     def launch(self, bucket: dist.GradBucket) -> None:
         """Average a complete bucket in the background; called by DDP's hook."""

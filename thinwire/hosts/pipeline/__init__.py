@@ -2,5 +2,6 @@
 
 from thinwire.hosts.pipeline.measured import measured
 from thinwire.hosts.pipeline.runner import Runner
+from thinwire.hosts.pipeline.tied import TiedWeights
 
-__all__ = ["Runner", "measured"]
+__all__ = ["Runner", "TiedWeights", "measured"]

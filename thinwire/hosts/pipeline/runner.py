@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from thinwire.collectives import Expected, Label, Mailbox
 from thinwire.errors import ConfigError
+from thinwire.hosts.pipeline.tied import TiedWeights
 from thinwire.hosts.pipeline.visits import VisitState
 from thinwire.methods.pipeline import Action, Plan, check
 from thinwire.methods.pipeline.border import Crossing
@@ -26,8 +27,7 @@ class Runner:
     plan: `check` must pass it. chunks: this rank's, by number: modules of (hidden state or None, micro-batch) that
     give the next hidden state, or, at the end of a path, the mean loss of the micro-batch. mailbox: over the plan's
     ranks in order. shape: of the output of (chunk, micro-batch); dtype: of all of these outputs, as they travel.
-    crossing: the codecs at borders between ranks. device: of the chunks. tied: by rank, weights of which that rank has
-    another copy, in the same order there: at the end of a step both have the sum of the two gradients.
+    crossing: the codecs at borders between ranks. device: of the chunks. tied: see TiedWeights.
 
     What a micro-batch is, only the chunks and `shape` know: each rank is given the same ones. Raises ConfigError for
     a plan that can't run, chunks that are not this rank's, and for normalisation that keeps statistics where the plan
@@ -37,19 +37,14 @@ class Runner:
     def __init__(
         self, plan: Plan, chunks: Mapping[int, nn.Module], mailbox: Mailbox, shape: Shape, *,
         dtype: torch.dtype = torch.float32, crossing: Crossing | None = None,
-        device: torch.device | str = "cpu", tied: Mapping[int, Sequence[nn.Parameter]] | None = None,
+        device: torch.device | str = "cpu", tied: TiedWeights | None = None,
     ) -> None:  # fmt: skip
         check(plan)
         self.plan, self.chunks, self.mailbox, self.shape = plan, dict(chunks), mailbox, shape
         self.dtype, self.device = dtype, torch.device(device)
         self.crossing = crossing or Crossing()
         self.order = plan.orders[mailbox.rank]
-        # A gradient of tied weights travels as if of a micro-batch after the last, each at a hop of its own.
-        self._tied = {
-            Label("backward", plan.num_micro_batches, hop): (peer, param)
-            for peer, params in (tied or {}).items()
-            for hop, param in enumerate(params)
-        }
+        self.tied = tied or TiedWeights(mailbox, {})
         self._recomputed = {action.visit for action in self.order if action.kind == RECOMPUTE}
         self._check_chunks()
         # Micro-batches that steps before had: codecs draw by the number of the micro-batch.
@@ -64,37 +59,38 @@ class Runner:
         the loss: only a rank at which paths end has one that is not zero. Raises ConfigError for another number of
         micro-batches than the plan's; PeerLostError and other errors of a mailbox.
         """
-        loss = self._play(self.order, micro_batches, shares, self.num_before, self._expected_of_tied())
-        self._add_tied()
+        gradients = self.tied.gradients_to_come(self.plan.num_micro_batches)
+        loss = self._play(self.order, micro_batches, shares, self.num_before, gradients)
+        self.tied.add_gradients(self.plan.num_micro_batches)
         self.mailbox.finish()
         self.num_before += len(micro_batches)
         return loss
 
     @torch.no_grad()
-    def evaluate(self, micro_batches: Sequence[Any], shares: Sequence[float] | None = None) -> Tensor:
-        """As `run`, forward alone; codecs draw as for the first micro-batch."""
+    def evaluate(
+        self, micro_batches: Sequence[Any], shares: Sequence[float] | None = None, first_number: int | None = None
+    ) -> Tensor:
+        """As `run`, forward alone; a chunk may end a path with another tensor than a loss.
+
+        first_number: of the first micro-batch, by which codecs draw; None: all draw as the first of the run.
+        """
         order = [action for action in self.order if action.kind == FORWARD]
-        loss = self._play(order, micro_batches, shares, None, [])
+        output = self._play(order, micro_batches, shares, first_number, [])
         self.mailbox.finish()
-        return loss
+        return output
 
     def squared_norm(self) -> Tensor:
-        """fp64: this rank's part of the squared 2-norm of all gradients; the parts of all ranks count each weight once.
-
-        Of tied weights the lower rank's copy counts.
-        """
+        """fp64: this rank's part of the squared 2-norm of all gradients; all ranks' parts count each weight once."""
         weights = {id(param): param for chunk in self.chunks.values() for param in chunk.parameters()}
-        elsewhere = {id(param) for peer, param in self._tied.values() if peer < self.mailbox.rank}
-        counted = [param.grad for key, param in weights.items() if key not in elsewhere and param.grad is not None]
         return sum(
-            (gradient.double().square().sum() for gradient in counted),
+            (param.grad.double().square().sum() for param in weights.values() if param.grad is not None),
             torch.zeros((), dtype=torch.float64, device=self.device),
         )
 
     def sent_bytes(self, micro_batches: Sequence[Any]) -> int:
         """Payload that this rank sends in `run`, by formula; the most it can be where a codec's packets vary."""
         given = [self.plan.routes.gives(action) for action in self.order]
-        return sum(param.nbytes for _, param in self._tied.values()) + sum(
+        return self.tied.sent_bytes + sum(
             self._num_bytes(arrival, micro_batches)
             for arrival in given
             if arrival is not None and self.plan.home[arrival.chunk] != self.mailbox.rank
@@ -134,8 +130,10 @@ class Runner:
             raise ConfigError(
                 f"{len(micro_batches)} micro-batches, {len(shares)} shares: the plan is for {num} of each"
             )
-        self.mailbox.begin([*self._expected(order, micro_batches), *at_the_end])
+        expected = self._expected(order, micro_batches)
+        self.mailbox.begin([*self.tied.weights_to_come(num), *expected, *at_the_end])
         step = _Step(self, micro_batches, shares, first_number)
+        self.tied.take_weights(num)
         start_s = time.perf_counter()
         self.spans = []
         for action in order:
@@ -143,22 +141,9 @@ class Runner:
             begun_s = time.perf_counter()
             step.do(action, arrived)
             self.spans.append((action, begun_s - start_s, time.perf_counter() - start_s))
+            if len(self.spans) == 1:
+                self.tied.send_weights(num)
         return step.loss
-
-    def _expected_of_tied(self) -> list[Expected]:
-        return [Expected(label, peer, param.nbytes) for label, (peer, param) in self._tied.items()]
-
-    def _add_tied(self) -> None:
-        for label, (peer, param) in self._tied.items():
-            if param.grad is None:
-                param.grad = torch.zeros_like(param)
-            # In memory of its own: the gradient changes while it travels.
-            gradient = param.grad.clone(memory_format=torch.contiguous_format)
-            self.mailbox.send(peer, label, gradient.view(-1).view(torch.uint8))
-        for label, (_, param) in self._tied.items():
-            theirs = self.mailbox.take(label).to(self.device)
-            assert param.grad is not None
-            param.grad += theirs.view(param.dtype).view(param.shape)
 
     def _expected(self, order: Sequence[Action], micro_batches: Sequence[Any]) -> list[Expected]:
         return [
@@ -171,24 +156,24 @@ class Runner:
     def sender(self, arrival: Arrival) -> int:
         """The rank that what arrives comes from."""
         routes = self.plan.routes
-        visit = (routes.before if arrival.direction == "forward" else routes.after)[arrival.visit]
+        visit = (routes.before if arrival.kind == "forward" else routes.after)[arrival.visit]
         assert visit is not None
         return self.plan.home[visit.chunk]
 
     def border(self, arrival: Arrival) -> int:
         """The chunk whose output, or its gradient, arrives."""
         before = self.plan.routes.before[arrival.visit]
-        if arrival.direction == "backward" or before is None:
+        if arrival.kind == "backward" or before is None:
             return arrival.chunk
         return before.chunk
 
     def label(self, arrival: Arrival) -> Label:
         """How the mailbox knows it."""
-        return Label(arrival.direction, arrival.micro_batch, self.plan.routes.hop[arrival.visit])
+        return Label(arrival.kind, arrival.micro_batch, self.plan.routes.hop[arrival.visit])
 
     def _num_bytes(self, arrival: Arrival, micro_batches: Sequence[Any]) -> int:
         shape = self.shape(self.border(arrival), micro_batches[arrival.micro_batch])
-        return self.crossing.packet_bytes(arrival.direction, torch.Size(shape).numel(), self.dtype)
+        return self.crossing.packet_bytes(arrival.kind, torch.Size(shape).numel(), self.dtype)
 
 
 class _Step:
@@ -212,7 +197,7 @@ class _Step:
             return None
         if arrival in self._handed:
             return self._handed.pop(arrival)
-        runner, direction = self.runner, arrival.direction
+        runner, direction = self.runner, arrival.kind
         packet = runner.mailbox.take(runner.label(arrival), lambda packet: runner.crossing.length(direction, packet))
         shape = torch.Size(runner.shape(runner.border(arrival), self.micro_batches[arrival.micro_batch]))
         return runner.crossing.unpack(direction, packet.to(runner.device), shape, runner.dtype)
@@ -259,5 +244,5 @@ class _Step:
             self._handed[arrival] = value
             return
         number = 0 if self.first_number is None else self.first_number + arrival.micro_batch
-        packet = runner.crossing.pack(arrival.direction, value, runner.border(arrival), number)
-        runner.mailbox.send(target, runner.label(arrival), packet, runner.crossing.length(arrival.direction, packet))
+        packet = runner.crossing.pack(arrival.kind, value, runner.border(arrival), number)
+        runner.mailbox.send(target, runner.label(arrival), packet, runner.crossing.length(arrival.kind, packet))

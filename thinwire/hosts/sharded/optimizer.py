@@ -27,7 +27,7 @@ from thinwire.hosts.sharded.state import ShardedState
 from thinwire.hosts.sharded.weights import Weights
 from thinwire.layout.buckets import Unit, sent_by
 from thinwire.methods.sharded import ShardedMethod
-from thinwire.state.agreement import Agreed, StepStatus, word_bytes
+from thinwire.state.agreement import StepStatus
 from thinwire.state.clipping import Clipping
 from thinwire.state.replicas import compare_replicas
 from thinwire.table import Row
@@ -217,18 +217,18 @@ class ShardedOptimizer(ParallelOptimizer, torch.optim.Optimizer):
     def _slots_of(self, comm: Communicator) -> list[Slot]:
         return [slot for slot in self._slots if slot.bucket.comm is comm]
 
-    def _speaks_on(self, comm: Communicator) -> Communicator:
-        """Where the word on a group's parameters is said: the main group's on the whole mesh."""
-        return self.ranks.everyone if comm is self.comm else comm
+    def _ranks_of(self, comm: Communicator) -> Ranks:
+        """Who agrees on a group's parameters: on the main group's the whole mesh."""
+        return self.ranks if comm is self.comm else Ranks(comm, comm)
 
     def _agree(self) -> Tensor:
         """The global norm; on the way, who has gradients, the mean loss, and whether to stop."""
         norm = math.nan
         for comm in self._comms:
-            speaks_on, slots = self._speaks_on(comm), self._slots_of(comm)
+            slots = self._slots_of(comm)
             squares = self._squares() if comm is self.comm else 0.0
             word = StepStatus(squares, self._loss, self._stop, [slot.name in self._gradients.used for slot in slots])
-            agreed = Agreed.of(speaks_on.wait(speaks_on.all_gather_exact(word.pack())), len(slots))
+            agreed = self._ranks_of(comm).agree(word)
             used = zip(slots, agreed.used, strict=True)
             self._gradients.used.update(slot.name for slot, is_used in used if is_used)
             if comm is self.comm:
@@ -250,9 +250,7 @@ class ShardedOptimizer(ParallelOptimizer, torch.optim.Optimizer):
     @property
     def bytes_per_step(self) -> int:
         """Payload this rank sends in a step of one micro-batch; the most it can be, if entropy-coded."""
-        words = sum(
-            (self._speaks_on(comm).world_size - 1) * word_bytes(len(self._slots_of(comm))) for comm in self._comms
-        )
+        words = sum(self._ranks_of(comm).word_bytes(len(self._slots_of(comm))) for comm in self._comms)
         return words + sum(sent_by([unit.unit for unit in self.units], 1).values())
 
     @property

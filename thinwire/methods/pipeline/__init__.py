@@ -3,6 +3,7 @@
 from thinwire.methods.pipeline.check import Limits, check, in_flight
 from thinwire.methods.pipeline.cut import Chunk, Cut, cut, token_shares
 from thinwire.methods.pipeline.fitted import fitted
+from thinwire.methods.pipeline.options import Pipeline
 from thinwire.methods.pipeline.orders import ORDERS, plan
 from thinwire.methods.pipeline.plan import Action, Plan
 from thinwire.methods.pipeline.recompute import recompute
@@ -15,6 +16,7 @@ __all__ = [
     "Costs",
     "Cut",
     "Limits",
+    "Pipeline",
     "Plan",
     "Timeline",
     "check",

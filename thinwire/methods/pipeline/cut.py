@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -33,8 +33,8 @@ class Cut:
     """A model and how many of its layers each chunk has, in order; the last may be the head alone.
 
     home: the rank of each chunk, a stage a rank. layers: the module list's name. front: what has parameters and runs
-    before the layers; back: the names of what runs after them. features: of the hidden state. returns: how many values
-    a layer returns, 0 for a tensor alone.
+    before the layers; back: the names of what runs after them. features, dtype: of the hidden state. returns: how many
+    values a layer returns, 0 for a tensor alone.
     """
 
     model: nn.Module
@@ -44,6 +44,7 @@ class Cut:
     front: tuple[InputModule, ...]
     back: tuple[str, ...]
     features: int
+    dtype: torch.dtype
     returns: int
 
     @property
@@ -51,8 +52,37 @@ class Cut:
         return len(self.sizes)
 
     def chunk(self, number: int) -> Chunk:
-        """A module with the weights of one chunk, which are the model's own; chunks of one model share tied weights."""
+        """A module with the layers of one chunk, which are the model's own; chunks of one model share tied weights."""
         return Chunk(self, number)
+
+    def names_of(self, chunk: int) -> list[str]:
+        """The modules of one chunk: its layers, what comes before the first, and what comes after the last."""
+        first = sum(self.sizes[:chunk])
+        names = [f"{self.layers}.{index}" for index in range(first, first + self.sizes[chunk])]
+        names += [front.name for front in self.front] if chunk == 0 else []
+        return names + (list(self.back) if chunk == self.num_chunks - 1 else [])
+
+    def stand_ins(self, kept: Collection[str]) -> dict[str, nn.Module]:
+        """Modules without weights for all that some chunk has, but those that are kept."""
+        names = [name for chunk in range(self.num_chunks) for name in self.names_of(chunk) if name not in kept]
+        fronts = {front.name: front for front in self.front}
+        found: dict[str, nn.Module] = {}
+        for name, module in ((name, self.model.get_submodule(name)) for name in names):
+            returns = 0 if name in self.back else self.returns
+            found[name] = _Zeros(module, fronts[name]) if name in fronts else _PassOn(module, returns)
+        return found
+
+    def reduce_to(self, chunks: Collection[int], borrowed: Collection[nn.Parameter] = ()) -> None:
+        """Drop, in the model itself, all weights but those of some chunks; these must have been made before.
+
+        borrowed: weights that are another rank's; a module that has no others stays in its chunk alone.
+        """
+        not_own = {id(param) for param in borrowed}
+        names = [name for chunk in chunks for name in self.names_of(chunk)]
+        own = {name: list(self.model.get_submodule(name).parameters()) for name in names}
+        kept = [name for name, params in own.items() if not params or any(id(param) not in not_own for param in params)]
+        for name, module in self.stand_ins(kept).items():
+            self.model.set_submodule(name, module)
 
     def shape(self, chunk: int, micro_batch: tuple[Tensor, Tensor | None]) -> tuple[int, int, int]:
         """Of the hidden state [batch, seq, features] behind a chunk."""
@@ -87,34 +117,27 @@ class Chunk(nn.Module):
 
     def __init__(self, cut: Cut, number: int) -> None:
         super().__init__()
-        tensors = [*cut.model.parameters(), *cut.model.buffers()]
-        self.model = copy.deepcopy(cut.model, {id(tensor): tensor for tensor in tensors})
         self.is_first, self.is_last = number == 0, number == cut.num_chunks - 1
-        first = sum(cut.sizes[:number])
-        own = range(first, first + cut.sizes[number])
+        own = cut.names_of(number)
+        self.model = _copy_of(cut.model, own, cut.stand_ins(own))
         layers = self.model.get_submodule(cut.layers)
         assert isinstance(layers, nn.ModuleList)
-        for index, layer in enumerate(layers):
-            if index not in own:
-                layers[index] = _PassOn(layer, cut.returns)
-        for front in () if self.is_first else cut.front:
-            self.model.set_submodule(front.name, _Zeros(self.model.get_submodule(front.name), front))
-        for name in () if self.is_last else cut.back:
-            self.model.set_submodule(name, _PassOn(self.model.get_submodule(name), 0))
+        first, size = sum(cut.sizes[:number]), cut.sizes[number]
         # A head alone takes what arrived from the last of the layers that pass on.
-        layers[own[0] if own else -1].register_forward_pre_hook(self._take, with_kwargs=True)
-        layers[own[-1] if own else -1].register_forward_hook(self._keep)
+        layers[first if size else -1].register_forward_pre_hook(self._take, with_kwargs=True)
+        layers[first + size - 1].register_forward_hook(self._keep)
+        self._runs = False
         self._arrived: Tensor | None = None
         self._left: Tensor | None = None
 
     def forward(self, hidden: Tensor | None, micro_batch: tuple[Tensor, Tensor | None]) -> Tensor:
         tokens, targets = micro_batch
-        self._arrived = hidden
+        self._runs, self._arrived = True, hidden
         try:
             output = self.model(tokens, targets) if self.is_last else self.model(tokens)
             left = self._left
         finally:
-            self._arrived = self._left = None
+            self._runs, self._arrived, self._left = False, None, None
         if self.is_last:
             return output
         assert left is not None
@@ -130,7 +153,16 @@ class Chunk(nn.Module):
         return args, kwargs | {_name_of_hidden(kwargs): self._arrived}
 
     def _keep(self, layer: nn.Module, args: Any, output: Any) -> None:
-        self._left = output[0] if isinstance(output, tuple) else output
+        # The layer is the whole model's, too.
+        if self._runs:
+            self._left = output[0] if isinstance(output, tuple) else output
+
+
+def _copy_of(model: nn.Module, shared: Sequence[str], others: Mapping[str, nn.Module]) -> nn.Module:
+    """The model with the same tensors in other modules: some are shared, others stand in for those of their names."""
+    same = [*model.parameters(), *model.buffers(), *map(model.get_submodule, shared)]
+    instead = {id(model.get_submodule(name)): module for name, module in others.items()}
+    return copy.deepcopy(model, {id(each): each for each in same} | instead)
 
 
 def token_shares(micro_batches: Sequence[tuple[Tensor, Tensor]]) -> list[float]:
@@ -154,28 +186,31 @@ def cut(model: nn.Module, stages: int, layers: str | Sequence[int] = "", head: s
     """
     if head not in HEADS:
         raise ConfigError(f"head {head!r} is unknown{nearest(head, HEADS)}")
-    name, found = _layers_of(model)
+    name, found = layers_of(model)
     if not 1 <= stages <= len(found):
         near = max(1, min(stages, len(found)))
         raise ConfigError(f"{stages} stages of {len(found)} layers: nearest that works: {near}")
-    stated = _stated(layers, stages, len(found)) if layers else None
+    stated = stated_sizes(layers, stages, len(found)) if layers else None
     probe = _Probe(model, name, found, 0 if head == "first" else -1)
     sizes, home = stated or balanced(probe.operations, probe.num_parameters, stages), tuple(range(stages))
     if head == "first":
         sizes, home = (*sizes, 0), (*home, 0)
-    made = Cut(model, sizes, home, name, probe.front, probe.back, probe.features, probe.returns)
-    _check_equal(made, probe)
+    made = Cut(model, sizes, home, name, probe.front, probe.back, probe.features, probe.dtype, probe.returns)
+    # On a copy, so that the model's own layers get no hooks.
+    _check_equal(replace(made, model=_copy_of(model, (), {})), probe)
     return made
 
 
-def _layers_of(model: nn.Module) -> tuple[str, nn.ModuleList]:
+def layers_of(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """The name and the module list of a model's layers: the list with the most parameters. Raises ConfigError."""
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     if not lists:
         raise ConfigError(f"{type(model).__name__} has no nn.ModuleList of layers: nothing to cut")
     return max(lists, key=lambda item: sum(param.numel() for param in item[1].parameters()))
 
 
-def _stated(layers: str | Sequence[int], stages: int, num_layers: int) -> tuple[int, ...]:
+def stated_sizes(layers: str | Sequence[int], stages: int, num_layers: int) -> tuple[int, ...]:
+    """How many layers each stage has. Raises ConfigError for what can't be read, or does not add up."""
     try:
         sizes = tuple(int(part) for part in (layers.split(",") if isinstance(layers, str) else layers))
     except ValueError:
@@ -220,7 +255,7 @@ class _Probe:
         front, self.back = self._sides(owners, name, len(layers))
         self.front = tuple(self._fronts[owner] for owner in front)
         hidden, self.returns = _hidden_of(self._outputs)
-        self.features = hidden.shape[-1]
+        self.features, self.dtype = hidden.shape[-1], hidden.dtype
         counts = {key.partition(".")[2]: sum(found.values()) for key, found in counter.get_flop_counts().items()}
         self.operations = [counts.get(f"{name}.{index}", 0) for index in range(len(layers))]
         self.operations[head] += sum(counts.get(owner, 0) for owner in self.back)

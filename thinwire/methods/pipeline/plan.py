@@ -24,8 +24,8 @@ class Visit(NamedTuple):
     micro_batch: int
 
 
-class Action(NamedTuple):
-    """One piece of a rank's work: kind is one of KINDS."""
+class Event(NamedTuple):
+    """Something that happens to one micro-batch at one chunk."""
 
     kind: str
     chunk: int
@@ -33,7 +33,14 @@ class Action(NamedTuple):
 
     @property
     def visit(self) -> Visit:
+        """Where it happens."""
         return Visit(self.chunk, self.micro_batch)
+
+
+class Action(Event):
+    """One piece of a rank's work: kind is one of KINDS."""
+
+    __slots__ = ()
 
     def __str__(self) -> str:
         """As torch writes it: chunk, kind, micro-batch."""
@@ -70,19 +77,16 @@ class Plan:
         return Routes(self.paths)
 
 
-class Arrival(NamedTuple):
-    """What a visit waits for from its neighbours: the hidden state forward, the gradient of its output backward."""
+class Arrival(Event):
+    """What a visit waits for from its neighbours: the hidden state forward, the gradient of its output backward.
 
-    direction: str
-    chunk: int
-    micro_batch: int
+    kind: "forward" or "backward".
+    """
 
-    @property
-    def visit(self) -> Visit:
-        return Visit(self.chunk, self.micro_batch)
+    __slots__ = ()
 
     def __str__(self) -> str:
-        what = "the input" if self.direction == "forward" else "the gradient of the output"
+        what = "the input" if self.kind == "forward" else "the gradient of the output"
         return f"{what} of micro-batch {self.micro_batch} at chunk {self.chunk}"
 
 

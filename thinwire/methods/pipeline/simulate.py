@@ -204,8 +204,8 @@ class Clock:
         if target == rank:
             self.done.add(given)
             return
-        sizes = self.costs.forward_bytes if given.direction == "forward" else self.costs.backward_bytes
+        sizes = self.costs.forward_bytes if given.kind == "forward" else self.costs.backward_bytes
         # Both messages of a border are of the size of the output that crosses it.
-        num_bytes = sizes[action.chunk if given.direction == "forward" else given.chunk]
+        num_bytes = sizes[action.chunk if given.kind == "forward" else given.chunk]
         self._link_bytes[rank, target] = self._link_bytes.get((rank, target), 0.0) + num_bytes
         self.traffic.send((rank, target), num_bytes, given)

@@ -1,0 +1,138 @@
+"""`--stages` on the command line: as one process, and checkpoints move between any stages, replicas and plans."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.workers import run_command
+from thinwire import cli
+from thinwire.checkpoint import Source, latest
+from thinwire.errors import ConfigError
+
+SAVED, STEPS = 3, 6
+SMALL = (
+    "--model", "tiny", "--seq-len", "16", "--micro-batch", "2", "--tokens-per-step", "128", "--lr", "0.003",
+    "--llama.num-hidden-layers", "4", "--llama.tie-word-embeddings", "True", "--dtype", "fp32",
+    "--eval-sequences", "8", "--sample-tokens", "8", "--timeout", "120", "--local-size", "1",
+)  # fmt: skip
+EXACT = "--pipeline.forward exact --pipeline.backward exact"
+STOP = f"--stop-at {SAVED}"
+# A step that changes no weight: what is saved after it is what was loaded.
+STILL = f"--stop-at {SAVED + 1} --lr 1e-30 --allow-resume-drift"
+
+
+def train(folder: Path, name: str, num_ranks: int, flags: str, origin: str = "") -> dict[str, Any]:
+    """A run: its steps, summary, and what it printed. origin: whose checkpoint it resumes."""
+    run_dir, text, log = folder / name, folder / "text.txt", folder / f"{name}.log"
+    text.write_text("".join(f"def f{n}(x):\n    return x * {n} + {n % 7}\n" for n in range(600)))
+    if origin:
+        shutil.copytree(folder / origin, run_dir)
+        flags += " --resume"
+    place = ("--data", str(text), "--cache-dir", str(folder / "cache"), "--run-dir", str(run_dir))
+    run_command(["train", *SMALL, *place, "--steps", str(STEPS), *flags.split()], num_ranks, log)
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    summary = json.loads((run_dir / "summary.json").read_text())
+    return summary | {"steps": {line["step"]: line for line in lines}, "printed": log.read_text(), "folder": run_dir}
+
+
+def weights(run: dict[str, Any]) -> dict[str, torch.Tensor]:
+    checkpoint = latest(run["folder"] / "checkpoints")
+    assert checkpoint is not None
+    return dict(Source(checkpoint, 0).weights())
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("stages")
+    rows: list[tuple[str, int, str, str]] = [
+        ("alone", 1, "--strategy zero", ""),
+        ("four", 4, f"--strategy zero --stages 4 {EXACT} {STOP}", ""),
+        ("zero", 2, "--strategy zero --stages 1", "four"),
+        ("ddp", 4, f"--strategy ddp --mesh pipeline=2,data=2 --pipeline.plan 1f1b {EXACT}", "four"),
+        ("lossy", 4, f"--strategy sdp4bit --stages 2 {STOP}", ""),
+        ("lossy-on", 4, "--strategy sdp4bit --stages 2", "lossy"),
+        ("kept", 4, f"--strategy sdp4bit --stages 2 {STILL}", "four"),
+        ("back", 2, f"--strategy zero --stages 1 {STILL}", "lossy"),
+        ("first", 2, f"--strategy zero --stages 2 --pipeline.head first --pipeline.plan fitted {STILL}", "lossy"),
+    ]
+    found: dict[str, dict[str, Any]] = {}
+    for name, num_ranks, flags, origin in rows:
+        found[name] = train(folder, name, num_ranks, flags, origin)
+    yield found
+
+
+def test_stages_change_no_loss_and_no_norm(runs: dict[str, dict[str, Any]]) -> None:
+    for name in ("four", "zero", "ddp"):
+        for step, found in runs[name]["steps"].items():
+            for key in ("loss", "grad_norm"):
+                assert found[key] == pytest.approx(runs["alone"]["steps"][step][key], rel=2e-5), (name, step, key)
+    for name in ("zero", "ddp"):
+        assert runs[name]["heldout_loss"] == pytest.approx(runs["alone"]["heldout_loss"], rel=1e-5)
+        assert "resume proven" in runs[name]["printed"]
+    assert runs["ddp"]["sample"]
+
+
+def test_a_pipeline_goes_on_as_it_was(runs: dict[str, dict[str, Any]]) -> None:
+    assert "resume: found all of it" in runs["lossy-on"]["printed"]
+    assert "a relative difference of 0\n" in runs["lossy-on"]["printed"]
+
+
+@pytest.mark.parametrize(("name", "origin"), [("kept", "four"), ("back", "lossy"), ("first", "lossy")])
+def test_checkpoints_move_between_stages_without_a_difference(
+    name: str, origin: str, runs: dict[str, dict[str, Any]]
+) -> None:
+    before, after = weights(runs[origin]), weights(runs[name])
+    assert runs[name]["stopped"] == f"--stop-at {SAVED + 1}"
+    assert before.keys() == after.keys() == weights(runs["alone"]).keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_what_a_run_says_of_its_pipeline(runs: dict[str, dict[str, Any]]) -> None:
+    run = runs["lossy-on"]
+    for said in ("layers by operations: 2, 2", "pipeline plan: fitted", "pipeline, measured and simulated:"):
+        assert said in run["printed"]
+    last = run["steps"][STEPS]
+    assert 0 < last["pipeline_s"] <= last["step_s"] and 0 <= last["bubble"] < 1
+    assert last["predicted_pipeline_s"] > 0 and 0 <= last["predicted_bubble"] < 1
+    assert run["predicted_pipeline_s"] == last["predicted_pipeline_s"]
+    # fp32 of whole models on 4 ranks.
+    assert run["uncompressed_bytes_per_step"] == 6 * run["parameters"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--stages", "3"), "--stages 3: must divide the 4 ranks; nearest: 2"),
+        (("--stages", "4", "--llama.num-hidden-layers", "3"), "4 stages: the model has 3 layers; nearest .* 3"),
+        (("--stages", "2", "--pipeline.layers", "3,2"), "must be 2 numbers .* that add up to the model's 4 layers"),
+        (("--stages", "4", "--pipeline.plan", "dualpipe-v"), "4 stages, 2 chunk"),
+        (("--stages", "2", "--pipeline.plan", "dualpipe-v", "--tokens-per-step", "128"), "nearest that works: 4"),
+        (("--stages", "2", "--strategy", "fsdp"), "fsdp can't train the stages of a pipeline: it would gather"),
+        (("--stages", "2", "--strategy", "one-byte"), "one-byte can't train the stages of a pipeline"),
+        (("--stages", "2", "--strategy", "diloco", "--local-size", "2"), "stages beside islands"),
+        (("--mesh", "pipeline=2,tensor=2"), "stages beside islands or a tensor axis"),
+        (("--mesh", "pipeline=2,data=2", "--stages", "4"), "--stages 4 and --mesh pipeline=2,data=2: give one"),
+        (("--stages", "2", "--pipeline.plan", "1f1b", "--pipeline.in-flight", "3"), "plan '1f1b' has its own"),
+        (("--stages", "2", "--pipeline.plan", "gpipe", "--pipeline.head", "first"), "nearest: plan 'fitted'"),
+        (("--stages", "2", "--pipeline.forward", "itn8"), "forward: codec 'itn8'"),
+    ],
+)
+def test_stages_that_do_not_fit_are_refused_before_a_process_starts(
+    tmp_path: Path, flags: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("a process would have been started")
+
+    monkeypatch.setattr("thinwire.launch.agent.make_agent", refuse)
+    (tmp_path / "text.txt").write_text("text " * 4000)
+    place = ["--data", str(tmp_path / "text.txt"), "--run-dir", str(tmp_path / "run")]
+    with pytest.raises(ConfigError, match=message):
+        cli.run(["train", "--workers", "4", *SMALL, *place, *flags])
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,59 @@
+"""What the links between neighbouring stages carry, measured."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from thinwire.collectives import Communicator, Expected, Label, Mailbox
+from thinwire.cost import Network
+
+# Long enough that the buffers of a link, which swallow the first part at once, do not decide.
+PROBE_S, SMALLEST_BYTES, LARGEST_BYTES = 0.15, 1 << 14, 1 << 25
+# Times that nothing measures, on one machine.
+LEAST_S = 1e-6
+
+
+def measured_links(comm: Communicator, mailbox: Mailbox) -> Network:
+    """Rates and delays between the ranks of a pipeline, equal on all of them; a collective.
+
+    All ranks send to the next one at once, the last one to the first: messages grow until the slowest takes PROBE_S.
+    The rate is that of what a long message takes beyond a short one, whose time is the delay. The way back is taken to
+    be as fast, and pairs that are no neighbours as slow as the slowest.
+    """
+    if comm.world_size == 1:
+        return Network.even(1)
+    short_s = took_s = _around(comm, mailbox, 1)
+    num_bytes = SMALLEST_BYTES
+    while True:
+        took_s = _around(comm, mailbox, num_bytes)
+        if float(took_s.max()) > PROBE_S or num_bytes >= LARGEST_BYTES:
+            break
+        num_bytes *= 4
+    size = comm.world_size
+    rates = [num_bytes / max(LEAST_S, float(long - short)) for long, short in zip(took_s, short_s, strict=True)]
+    delays = [float(short) for short in short_s]
+    nodes = tuple(mailbox.topology.node(rank) for rank in range(size))
+
+    def table(values: list[float], others: float) -> tuple[tuple[float, ...], ...]:
+        found = [[others] * size for _ in range(size)]
+        for rank, value in enumerate(values):
+            # What arrives at a rank comes from the one before.
+            found[rank - 1][rank] = found[rank][rank - 1] = value
+        return tuple(map(tuple, found))
+
+    return Network(nodes, table(rates, min(rates)), table(delays, max(delays)))
+
+
+def _around(comm: Communicator, mailbox: Mailbox, num_bytes: int) -> torch.Tensor:
+    """Seconds after which each rank has a message of the rank before it, fp64 [world_size]."""
+    label, size = Label("forward", 0, 0), comm.world_size
+    comm.barrier()
+    mailbox.begin([Expected(label, (comm.rank - 1) % size, num_bytes)])
+    start = time.perf_counter()
+    mailbox.send((comm.rank + 1) % size, label, torch.zeros(num_bytes, dtype=torch.uint8))
+    mailbox.take(label)
+    took_s = time.perf_counter() - start
+    mailbox.finish()
+    return comm.wait(comm.all_gather_exact(torch.tensor([took_s], dtype=torch.float64))).flatten()

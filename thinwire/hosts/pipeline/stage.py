@@ -1,0 +1,283 @@
+"""One rank's stage of a pipeline: its part of the model, and the steps and forwards that it takes with the others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from thinwire.collectives import Communicator, Mailbox
+from thinwire.cost import Network
+from thinwire.errors import ConfigError
+from thinwire.hosts.interface import ParallelOptimizer
+from thinwire.hosts.pipeline.links import measured_links
+from thinwire.hosts.pipeline.measured import measured
+from thinwire.hosts.pipeline.runner import Runner
+from thinwire.hosts.pipeline.tied import TiedWeights
+from thinwire.hosts.ranks import along
+from thinwire.methods.pipeline import Chunk, Cut, Plan, cut, in_flight, simulate, token_shares
+from thinwire.methods.pipeline.options import Pipeline
+from thinwire.methods.pipeline.plan import BACKWARD, FORWARD, ordered, straight
+from thinwire.table import Row
+
+# The first step warms up; this one is measured.
+MEASURED_STEP = 2
+Batch = tuple[Tensor, Tensor]
+Loss = Callable[[Any, Any], Tensor]
+
+
+def models_own(module: Any, batch: Any) -> Tensor:
+    """The loss that a model gives."""
+    return module(*batch)
+
+
+class StageChunk(nn.Module):
+    """A chunk as a training loop calls a model: through the loop's loss function, which may time or cast."""
+
+    def __init__(self, chunk: Chunk, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.chunk, self.dtype = chunk, dtype
+        self.loss: Loss = models_own
+
+    def forward(self, hidden: Tensor | None, micro_batch: tuple[Tensor, Tensor | None]) -> Tensor:
+        """As Chunk; a hidden state leaves in the pipeline's dtype."""
+        found: list[Tensor] = []
+
+        def module(*batch: Any) -> Tensor:
+            found.append(self.chunk(hidden, batch))
+            return found[-1]
+
+        output = self.loss(module, micro_batch)
+        if len(found) != 1 or output is not found[0]:
+            raise ConfigError(
+                "a stage of a pipeline has no loss of another function: `loss` must return what `module(*batch)` gives"
+            )
+        return output if self.chunk.is_last else output.to(self.dtype)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank keeps of a model. tied: by rank, weights that it uses too; sizes: layers of each chunk."""
+
+    options: Pipeline
+    made: Cut
+    chunks: dict[int, StageChunk]
+    tied: dict[int, list[nn.Parameter]]
+    num_parameters: int
+    num_names: int
+
+
+def take_part(model: nn.Module, optimizer: torch.optim.Optimizer, options: Pipeline, mesh: DeviceMesh) -> Part:
+    """Leave in the model, and in the optimizer, what the stage of this rank trains.
+
+    Names stay those of the whole model. Raises ConfigError, before anything is changed, for a model that can't be cut
+    so.
+    """
+    stages, rank = mesh.size(), mesh.get_local_rank()
+    made = cut(model, options.num_chunks(stages), options.layers, options.head)
+    made = replace(made, home=options.home(stages))
+    options.crossing(0).check(made.features)
+    own = [chunk for chunk, home in enumerate(made.home) if home == rank]
+    trained = [param for param in model.parameters() if param.requires_grad]
+    num_parameters, num_names = sum(param.numel() for param in trained), len(trained)
+    chunks = {number: StageChunk(made.chunk(number), made.dtype) for number in own}
+    tied = made.tied(made.home, rank)
+    made.reduce_to(own, [param for peer, params in tied.items() if peer < rank for param in params])
+    kept = {id(param) for param in model.parameters()}
+    for group in optimizer.param_groups:
+        dropped = [param for param in group["params"] if id(param) not in kept]
+        group["params"] = [param for param in group["params"] if id(param) in kept]
+        for param in dropped:
+            optimizer.state.pop(param, None)
+    return Part(options, made, chunks, tied, num_parameters, num_names)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a step's forwards and backwards take, simulated with what was measured.
+
+    step_s: seconds. bubbles: the part of them in which each rank computes nothing. in_flight: the most micro-batches
+    that each rank keeps activations of. link_bytes: by (from, to), in one step.
+    """
+
+    step_s: float
+    bubbles: tuple[float, ...]
+    in_flight: tuple[int, ...]
+    link_bytes: dict[tuple[int, int], float]
+
+    def __str__(self) -> str:
+        shown = ", ".join(f"{part:.0%}" for part in self.bubbles)
+        links = ", ".join(f"{a} to {b} {num / 1e6:.3f} MB" for (a, b), num in sorted(self.link_bytes.items()))
+        held = ", ".join(map(str, self.in_flight))
+        return f"{self.step_s:.3g} s a step, stages idle for {shown}, micro-batches in flight {held}; sent {links}"
+
+
+class LastLogits(nn.Module):
+    """A pipeline as the writer of a text calls a model, which needs the logits of the last token alone."""
+
+    def __init__(self, stage: PipelineStage, model: nn.Module) -> None:
+        super().__init__()
+        self.stage, self.model = stage, model
+        self.max_seq_len: Any = model.max_seq_len
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[batch, 1, vocab]; a collective over the pipeline."""
+        return self.stage.forward(tokens, last_only=True)
+
+
+class PipelineStage:
+    """Takes steps with the other stages. Its ranks see the same micro-batches, (tokens, targets), in the same order.
+
+    part: of this rank. mesh: the pipeline axis. optimizer: over the part's weights; its meter counts the messages.
+    local_size: ranks of a node, of all of the mesh.
+    """
+
+    def __init__(
+        self, part: Part, mesh: DeviceMesh, optimizer: ParallelOptimizer, *, seed: int, timeout_s: float, checked: bool
+    ) -> None:
+        self.part, self.optimizer = part, optimizer
+        everyone = optimizer.everyone
+        members = [everyone.global_ranks.index(rank) for rank in mesh.mesh.flatten().tolist()]
+        self.comm = Communicator(mesh, local_size=along(everyone.topology, members), timeout_s=timeout_s)
+        topology = self.comm.topology
+        self.mailbox = Mailbox(mesh, topology, timeout_s=timeout_s, checked=checked, meter=optimizer.meter)
+        # What is measured is no part of a step.
+        self._probe = Mailbox(mesh, topology, timeout_s=timeout_s)
+        self.crossing = part.options.crossing(seed)
+        self.tied = TiedWeights(self.mailbox, part.tied)
+        self.device = next(iter(part.made.model.parameters())).device
+        self.num_before = 0
+        self.num_steps = 0
+        # Of the last step: from the first action to the last, and in actions.
+        self.step_s = self.busy_s = 0.0
+        self.prediction: Prediction | None = None
+        self._runners: dict[int, Runner] = {}
+        self._forwards: dict[int, Runner] = {}
+
+    @property
+    def num_stages(self) -> int:
+        return self.comm.world_size
+
+    @property
+    def borders(self) -> str:
+        """Where and how hidden states are rounded; empty where they travel as they are."""
+        made, codec = self.part.made, self.crossing.forward
+        return "" if self.crossing.codec("forward") is None else f"{codec} behind {made.sizes} on {made.home}"
+
+    def forward_backward(self, batches: Sequence[Batch], loss: Loss = models_own) -> float:
+        """The gradients of the mean loss over all tokens of the batches; the loss where the head is, else 0.
+
+        Every rank's gradients leave as soon as its own last backward is done. Raises ConfigError for a number of
+        batches that the plan can't take.
+        """
+        runner = self._runner(len(batches))
+        runner.num_before = self.num_before
+        self._call_by(loss)
+        start = time.perf_counter()
+        with self.optimizer.no_sync():
+            part = runner.run(batches, token_shares(batches))
+        self.step_s = time.perf_counter() - start
+        self.busy_s = sum(ended - begun for _, begun, ended in runner.spans)
+        self.optimizer.send_accumulated()
+        self.num_before, self.num_steps = runner.num_before, self.num_steps + 1
+        # The mean over all ranks is that over the replicas of the whole.
+        self.optimizer.note_loss(float(part) * self.num_stages)
+        if self.num_steps == MEASURED_STEP:
+            self._fit(runner, batches)
+        return float(part)
+
+    def next_loss(self, batches: Sequence[Batch], loss: Loss = models_own) -> float:
+        """The loss that `forward_backward` would have, the mean over all replicas; a collective over all ranks."""
+        self._call_by(loss)
+        part = self._runner(len(batches)).evaluate(batches, token_shares(batches), self.num_before)
+        everyone = self.optimizer.everyone
+        own = torch.tensor([float(part) * self.num_stages], dtype=torch.float64)
+        return float(everyone.wait(everyone.all_gather_exact(own)).mean())
+
+    @torch.no_grad()
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, *, last_only: bool = False) -> Tensor:
+        """The logits of tokens [batch, seq], or the mean loss, on every rank of the pipeline; a collective over it.
+
+        Nothing can be trained with it. last_only: the logits of the last token alone.
+        """
+        self._call_by(models_own)
+        output = self._forward_runner().evaluate([(tokens, targets)], [1.0])
+        source = self.part.made.home[-1]
+        shape: list[int] = []
+        if targets is None:
+            output = output[:, -1:] if last_only and self.comm.rank == source else output
+            sizes = torch.tensor([*output.shape] if output.ndim else [0, 0, 0])
+            shape = self.comm.wait(self.comm.all_gather_exact(sizes)).view(-1, 3)[source].tolist()
+        # Autocast may have left it in another dtype where the head is.
+        dtype = self.part.made.dtype
+        whole = output.to(dtype).contiguous() if self.comm.rank == source else output.new_empty(shape, dtype=dtype)
+        self.comm.wait(self.comm.broadcast_(whole, source))
+        return whole
+
+    def restore(self, num_before: int) -> None:
+        """Go on after so many micro-batches; the copies of tied weights are brought anew."""
+        self.num_before, self.tied.is_stale = num_before, True
+
+    def describe(self) -> list[Row]:
+        """Rows of (asked for, in effect, why they differ or how it was found)."""
+        made = self.part.made
+        rows = self.part.options.describe(made.sizes, made.features, made.dtype.itemsize)
+        tied = sum(param.nbytes for params in self.part.tied.values() for param in params)
+        if tied:
+            effect = f"{tied / 1e6:.3f} MB a step between the two ranks, each way"
+            rows.append(("tied weights", effect, "the head's gradients go to the embedding, its weights come back"))
+        return rows
+
+    def close(self) -> None:
+        """Give the process groups back."""
+        for each in (self.comm, self.mailbox, self._probe):
+            each.close()
+
+    def _call_by(self, loss: Loss) -> None:
+        model = self.part.made.model
+        for chunk in self.part.chunks.values():
+            chunk.loss = loss
+            if chunk.training != model.training:
+                chunk.train(model.training)
+
+    def _runner(self, num: int) -> Runner:
+        if num not in self._runners:
+            self._runners[num] = self._running(self.part.options.plan_of(self.num_stages, num))
+        return self._runners[num]
+
+    def _forward_runner(self) -> Runner:
+        """Of a plan for one micro-batch, from which forwards alone are taken."""
+        if not self._forwards:
+            home = self.part.made.home
+            orders = [
+                ordered(
+                    [(FORWARD, chunk, 0) for chunk in range(len(home)) if home[chunk] == rank]
+                    + [(BACKWARD, chunk, 0) for chunk in reversed(range(len(home))) if home[chunk] == rank]
+                )
+                for rank in range(self.num_stages)
+            ]
+            self._forwards[1] = self._running(Plan(home, straight(len(home), 1), tuple(orders)))
+        return self._forwards[1]
+
+    def _running(self, plan: Plan) -> Runner:
+        made = self.part.made
+        return Runner(
+            plan, self.part.chunks, self.mailbox, made.shape, dtype=made.dtype, crossing=self.crossing,
+            device=self.device, tied=self.tied,
+        )  # fmt: skip
+
+    def _fit(self, runner: Runner, batches: Sequence[Batch]) -> None:
+        """Measure, and plan the steps that follow; all ranks make the same plan of the same numbers."""
+        costs = measured(runner, self.comm, batches)
+        network: Network = measured_links(self.comm, self._probe)
+        num = len(batches)
+        plan = self.part.options.plan_of(self.num_stages, num, costs, network)
+        self._runners[num] = self._running(plan)
+        found = simulate(plan, costs, network)
+        bubbles = tuple(idle / max(found.makespan_s, 1e-12) for idle in found.idle_s)
+        self.prediction = Prediction(found.makespan_s, bubbles, in_flight(plan), found.link_bytes)

@@ -1,0 +1,87 @@
+"""Weights that two ranks of a pipeline use: one of them steps the weight, the other sends its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.collectives import Expected, Label, Mailbox
+
+
+class TiedWeights:
+    """This rank's copies of weights that other ranks use too; the lower rank of two is the owner.
+
+    At the end of a step the owner has the sum of both gradients, and the other rank none. Before its next forward the
+    other rank takes the owner's weight as it is by then, so that copies are equal whatever has stepped the weight.
+
+    mailbox: of the pipeline. tied: by rank, weights that it uses too, in the same order there; the ranks must call the
+    same methods in the same order. is_stale: whether the owner's weight may have changed. A message is known as
+    if of a micro-batch after the last, each at a hop of its own.
+    """
+
+    def __init__(self, mailbox: Mailbox, tied: Mapping[int, Sequence[nn.Parameter]]) -> None:
+        self.mailbox = mailbox
+        self._owned = [(peer, p) for peer, params in tied.items() if peer > mailbox.rank for p in params]
+        self._borrowed = [(peer, p) for peer, params in tied.items() if peer < mailbox.rank for p in params]
+        self.is_stale = True
+
+    @property
+    def borrowed(self) -> list[nn.Parameter]:
+        """Weights that this rank uses and does not own."""
+        return [param for _, param in self._borrowed]
+
+    @property
+    def sent_bytes(self) -> int:
+        """Payload of the next step: weights of the owner, gradients of the other."""
+        owned = sum(param.nbytes for _, param in self._owned) if self.is_stale else 0
+        return owned + sum(param.nbytes for _, param in self._borrowed)
+
+    def weights_to_come(self, number: int) -> list[Expected]:
+        """The messages that `take_weights` will take; number: of micro-batches in the step."""
+        return self._expected("forward", self._borrowed, number) if self.is_stale else []
+
+    def gradients_to_come(self, number: int) -> list[Expected]:
+        """The messages that `add_gradients` will take."""
+        return self._expected("backward", self._owned, number)
+
+    @torch.no_grad()
+    def take_weights(self, number: int) -> None:
+        """Before this rank's first forward."""
+        for label, (_, param) in _labelled("forward", self._borrowed, number) if self.is_stale else ():
+            param.copy_(self._taken(label, param))
+
+    def send_weights(self, number: int) -> None:
+        """After this rank's first forward, when its own weights have arrived."""
+        for label, (peer, param) in _labelled("forward", self._owned, number) if self.is_stale else ():
+            self._send(peer, label, param.detach())
+        self.is_stale = False
+
+    @torch.no_grad()
+    def add_gradients(self, number: int) -> None:
+        """After this rank's last backward. The weights are to be stepped next."""
+        for label, (peer, param) in _labelled("backward", self._borrowed, number):
+            self._send(peer, label, torch.zeros_like(param) if param.grad is None else param.grad)
+            param.grad = None
+        for label, (_, param) in _labelled("backward", self._owned, number):
+            theirs = self._taken(label, param)
+            param.grad = theirs if param.grad is None else param.grad.add_(theirs)
+        self.is_stale = True
+
+    def _send(self, peer: int, label: Label, values: Tensor) -> None:
+        # In memory of its own: a weight or gradient changes while it travels.
+        packet = values.clone(memory_format=torch.contiguous_format)
+        self.mailbox.send(peer, label, packet.view(-1).view(torch.uint8))
+
+    def _taken(self, label: Label, param: nn.Parameter) -> Tensor:
+        return self.mailbox.take(label).to(param.device).view(param.dtype).view(param.shape)
+
+    def _expected(self, direction: str, held: Sequence[tuple[int, nn.Parameter]], number: int) -> list[Expected]:
+        return [Expected(label, peer, param.nbytes) for label, (peer, param) in _labelled(direction, held, number)]
+
+
+def _labelled(
+    direction: str, held: Sequence[tuple[int, nn.Parameter]], number: int
+) -> list[tuple[Label, tuple[int, nn.Parameter]]]:
+    return [(Label(direction, number, hop), each) for hop, each in enumerate(held)]

@@ -1,0 +1,151 @@
+"""What a pipeline is asked for: the plan, the codecs of its borders, the cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from thinwire.codecs import Codec
+from thinwire.cost import Network
+from thinwire.errors import ConfigError, Problems, nearest
+from thinwire.methods.options import check_types
+from thinwire.methods.pipeline.border import Crossing
+from thinwire.methods.pipeline.check import check
+from thinwire.methods.pipeline.cut import stated_sizes
+from thinwire.methods.pipeline.fitted import fitted
+from thinwire.methods.pipeline.orders import ORDERS, plan
+from thinwire.methods.pipeline.plan import Plan, straight
+from thinwire.methods.pipeline.recompute import MODES, recompute
+from thinwire.methods.pipeline.simulate import Costs
+from thinwire.table import Row
+
+FITTED = "fitted"
+# Chunks of layers that a rank may have in a fitted plan.
+FITTED_CHUNKS = range(1, 17)
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The layers of a model over the ranks of the pipeline axis, and micro-batches through them.
+
+    Raises ConfigError for values that no pipeline can have.
+    """
+
+    plan: str = FITTED
+    """Order of each rank's work: fitted to what the first steps measured, or gpipe, 1f1b, v-half, interleaved,
+    looped-bfs, interleaved-zb, zbv or dualpipe-v."""
+    chunks: int | None = None
+    """Chunks of layers on each rank; by default the fewest that the plan takes."""
+    in_flight: int | None = None
+    """Most micro-batches that a rank of a fitted plan has begun and not ended; by default twice the stages."""
+    forward: str = "int8/64:nearest"
+    """Codec of hidden states at borders, or exact."""
+    backward: str = "int4/64"
+    """Codec of the gradients of hidden states at borders, or exact."""
+    layers: str = ""
+    """How many layers each chunk has, such as 5,6,6,3; by default so that the slowest has as little to compute as can
+    be."""
+    head: Literal["last", "first"] = "last"
+    """Who has the head: the last stage, or the first, to which micro-batches then come back (fitted plans alone)."""
+    recompute: Literal["never", "except-last", "always"] = "never"
+    """Which activations are computed again instead of kept."""
+
+    def __post_init__(self) -> None:
+        problems = Problems()
+        with problems.collect():
+            check_types(self)
+            known = [FITTED, *ORDERS]
+            if self.plan not in known:
+                raise ConfigError(f"plan {self.plan!r} is unknown{nearest(self.plan, known)}")
+            allowed = FITTED_CHUNKS if self.plan == FITTED else ORDERS[self.plan][0]
+            if self.chunks is not None and self.chunks not in allowed:
+                near = min(max(self.chunks, allowed.start), allowed.stop - 1)
+                raise ConfigError(f"chunks {self.chunks}: plan {self.plan!r} takes others; nearest: {near}")
+        with problems.collect():
+            self.crossing(0)
+        if self.in_flight is not None and (self.plan != FITTED or self.in_flight < 1):
+            why = "must be at least 1" if self.plan == FITTED else f"plan {self.plan!r} has its own; nearest: 'fitted'"
+            problems.messages.append(f"in_flight {self.in_flight}: {why}")
+        if self.head == "first" and self.plan != FITTED:
+            problems.messages.append(
+                f"head 'first': micro-batches of plan {self.plan!r} do not come back to the first stage; nearest: plan "
+                f"{FITTED!r}, or head 'last'"
+            )
+        if self.recompute not in MODES:
+            problems.messages.append(f"recompute {self.recompute!r} is unknown{nearest(self.recompute, MODES)}")
+        problems.raise_any()
+
+    @property
+    def codecs(self) -> tuple[Codec, ...]:
+        """Whose kernels are compiled before the workers start."""
+        found = (self.crossing(0).codec(direction) for direction in ("forward", "backward"))
+        return tuple(codec for codec in found if codec is not None)
+
+    def crossing(self, seed: int) -> Crossing:
+        """What happens at borders."""
+        return Crossing(self.forward, self.backward, seed)
+
+    def num_chunks(self, stages: int) -> int:
+        """Chunks that have layers."""
+        fewest = 1 if self.plan == FITTED else ORDERS[self.plan][0].start
+        return stages * (self.chunks or fewest)
+
+    def home(self, stages: int) -> tuple[int, ...]:
+        """The rank of each chunk."""
+        if self.plan != FITTED:
+            # A number of micro-batches that every order takes.
+            return plan(self.plan, stages, 2 * self.num_chunks(stages), self.chunks).home
+        home = tuple(chunk % stages for chunk in range(self.num_chunks(stages)))
+        return (*home, 0) if self.head == "first" else home
+
+    def plan_of(
+        self, stages: int, micro_batches: int, costs: Costs | None = None, network: Network | None = None
+    ) -> Plan:
+        """The plan of a step; costs, network: what a fitted one is fitted to, all chunks alike until it is measured.
+
+        Raises ConfigError for a number of micro-batches that the plan can't take.
+        """
+        if self.plan == FITTED:
+            home = self.home(stages)
+            paths = straight(len(home), micro_batches)
+            made = fitted(home, paths, costs or Costs.even(len(home)), network, in_flight=self.in_flight)
+        else:
+            made = plan(self.plan, stages, micro_batches, self.chunks)
+        made = recompute(made, self.recompute)
+        check(made)
+        return made
+
+    def describe(self, sizes: Sequence[int], features: int, itemsize: int) -> list[Row]:
+        """Rows of (asked for, in effect, why); sizes: layers of each chunk; itemsize: bytes of an exact element."""
+        crossing, per_token = self.crossing(0), []
+        for direction in ("forward", "backward"):
+            codec = crossing.codec(direction)
+            num_bytes = features * itemsize if codec is None else codec.packet_bytes(features)
+            per_token.append(f"{direction} {getattr(self, direction)}, {num_bytes:,} bytes a token")
+        with_head = "the first stage, to which micro-batches come back" if self.head == "first" else "the last stage"
+        rows: list[Row] = [
+            ("pipeline plan", self.plan, "fitted to what the second step measures" if self.plan == FITTED else ""),
+            (f"layers {self.layers or 'by operations'}", ", ".join(map(str, sizes)), f"the head is on {with_head}"),
+            ("borders", "; ".join(per_token), f"of {features} features; beside what replicas send each other"),
+        ]
+        return rows + ([("recompute", self.recompute, MODES[self.recompute])] if self.recompute != "never" else [])
+
+
+def check_stages(
+    options: Pipeline, stages: int, num_layers: int | None = None, micro_batches: int | None = None
+) -> None:
+    """Raise ConfigError, with all that is wrong, for stages, layers and micro-batches that don't fit each other."""
+    problems = Problems()
+    chunks = options.num_chunks(stages)
+    if num_layers is not None and chunks > num_layers:
+        each = f", {chunks // stages} chunk(s) on each" if chunks > stages else ""
+        near = num_layers // (chunks // stages)
+        problems.messages.append(
+            f"{stages} stages{each}: the model has {num_layers} layers; nearest that works: {max(1, near)}"
+        )
+    elif num_layers is not None and options.layers:
+        problems.note(stated_sizes, options.layers, chunks, num_layers)
+    if micro_batches is not None:
+        problems.note(options.plan_of, stages, micro_batches)
+    problems.raise_any()

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import numpy as np
-from numba import njit, types
-from numba.extending import intrinsic
+from numba import njit
 
+from thinwire.codecs.kernels.vectors import product
 from thinwire.codecs.layout import LANES
 from thinwire.codecs.random import DITHER_BITS, GAMMA, MIX32_A, MIX32_B, MIX64_A, MIX64_B, PAIR_MASK
 from thinwire.codecs.reference import MAX_SCALE, TINY
@@ -53,13 +53,6 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
         return njit(**OPTIONS)(function)
 
 
-@intrinsic
-def _product(typing: Any, a: Any, b: Any) -> Any:
-    """a b modulo 2^32 of two uint32, which `*` makes a uint64 of, in vectors of half as many lanes."""
-    signature = types.uint32(types.uint32, types.uint32)
-    return signature, lambda context, builder, signature, arguments: builder.mul(*arguments)
-
-
 @inlined
 def _mix64(z: U64) -> U64:
     z = (z ^ (z >> R30)) * A64
@@ -96,8 +89,8 @@ def scale_bits(peak: I32, shift: I32) -> I32:
 def _hash32(x: Any, k0: Any, k1: Any) -> Any:
     """`random.hash32`."""
     x = np.uint32(x ^ k0)
-    x = _product(np.uint32(x ^ (x >> R16)), A32)
-    return _product(np.uint32(x ^ (x >> R13) ^ k1), B32)
+    x = product(np.uint32(x ^ (x >> R16)), A32)
+    return product(np.uint32(x ^ (x >> R13) ^ k1), B32)
 
 
 @inlined

@@ -13,8 +13,6 @@ from thinwire.codecs.kernels.common import (
     INF_BITS,
     LANE_BYTES,
     LANE_SHIFT,
-    MAGIC,
-    MAGIC_BITS,
     ONE,
     U64,
     ZERO,
@@ -29,6 +27,7 @@ from thinwire.codecs.kernels.common import (
     unpack,
 )
 from thinwire.codecs.kernels.hadamard import rotate, row_scale
+from thinwire.codecs.kernels.vectors import LANES, MAGIC, MAGIC_BITS, dither_4, round_4
 from thinwire.codecs.layout import Groups, Rounding
 
 # The sign bit of a scale.
@@ -92,10 +91,18 @@ def _encode_group(
     factor = np.float32(levels) / scale
     if is_stochastic:
         factor = np.float32(levels << DITHER_SHIFT) / scale
+        if bits == 4 and size == width + width and width % LANES == ZERO:
+            for j in range(ZERO, width, LANES):
+                dither_4(x, start + j, start + width + j, factor, out, at + j, dithers, first - start)
+            return
         if bits == 8:
             _round_dithered(x, start, size, factor, levels, out, at, dithers, first)
         else:
             _round_dithered(x, start, size, factor, levels, codes, ZERO, dithers, first)
+    elif bits == 4 and size == width + width and width % LANES == ZERO:
+        for j in range(ZERO, width, LANES):
+            round_4(x, start + j, start + width + j, factor, out, at + j)
+        return
     elif bits == 8:
         _round(x, start, size, factor, levels, out, at)
     else:

@@ -6,10 +6,10 @@ import numpy as np
 
 from thinwire.codecs.kernels.common import (
     ABS,
+    DITHER_SHIFT,
     F32,
     FOUR,
     I32,
-    DITHER_SHIFT,
     INF_BITS,
     LANE_BYTES,
     LANE_SHIFT,
@@ -161,7 +161,9 @@ def encode(
                     rows[j] = x[start + j] if start + j < np.uint64(x.size) else np.float32(0)
                 mark = MARK >> groups.shift
             stored = scale_bits(peak_bits(rows, ZERO, size), groups.shift)
-            _encode_group(rows, ZERO, size, width, stored, groups, out, at, codes, rounding.is_stochastic, dithers, first)
+            _encode_group(
+                rows, ZERO, size, width, stored, groups, out, at, codes, rounding.is_stochastic, dithers, first
+            )
             if stored == 0 or stored >= INF_BITS >> groups.shift:
                 mark = np.int32(0)
         else:

@@ -143,9 +143,9 @@ def _gather(x: Array, start: U64, size: U64, bound: I32, keys: Array, candidates
     for j in range(ZERO, whole, LANES):
         bits = reaching(x, start + j, bound)
         while bits:
-            i = j + np.uint64(lowest_bit(bits))
+            place = j + np.uint64(lowest_bit(bits))
             bits = np.uint32(bits & np.uint32(bits - LOWEST))
-            keys[num], candidates[num] = np.float32(x[start + i]).view(np.int32) & ABS, i
+            keys[num], candidates[num] = np.float32(x[start + place]).view(np.int32) & ABS, place
             num += ONE
     for i in range(whole, size):
         key = np.float32(x[start + i]).view(np.int32) & ABS

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
+from numba import extending, types
 from numba.np.arrayobj import make_array
 
 from thinwire.codecs.random import DITHER_BITS
@@ -21,6 +20,8 @@ LANES = np.uint64(32)
 MAGIC = np.float32(1.5 * 2**23)
 MAGIC_BITS = MAGIC.view(np.int32)
 I1, I32 = ir.IntType(1), ir.IntType(32)
+# Callers leave out the first argument, which type checkers are not told.
+intrinsic: Any = extending.intrinsic
 # What an intrinsic returns: its signature, and what writes its instructions.
 Generated = tuple[Any, Callable[[Any, Any, Any, Any], Any]]
 

@@ -45,9 +45,9 @@ def main() -> None:
     cells = list(rows(results.glob("*.json")))
     readme.write_text(with_table(readme.read_text(), table(cells)))
     print(f"README.md: {len(cells)} rows")
-    lines = json.loads((results / "loss.json").read_text())["table"]
-    methods.write_text(with_table(methods.read_text(), "\n".join(lines), LOSS_BEGIN, LOSS_END))
-    print(f"docs/methods.md: {len(lines) - 2} rows of losses")
+    if lines := json.loads((results / "loss.json").read_text()).get("table"):
+        methods.write_text(with_table(methods.read_text(), "\n".join(lines), LOSS_BEGIN, LOSS_END))
+        print(f"docs/methods.md: {len(lines) - 2} rows of losses")
 
 
 if __name__ == "__main__":

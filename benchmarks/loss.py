@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import platform
 import statistics
 import subprocess
 import sys
@@ -67,6 +69,10 @@ class Results:
         self.path = path
         lines = path.read_text().splitlines() if path.exists() else []
         self.found = {line["config"]: line for line in map(json.loads, lines)}
+
+    def finished(self, config: TrainConfig) -> dict | None:
+        """As `run`; None where it has not finished."""
+        return self.found.get(to_toml(config))
 
     def run(self, config: TrainConfig) -> dict:
         """{"config", "heldout_loss", "sent_bytes"} of a run, from the file or made now."""
@@ -140,22 +146,54 @@ def gap(own: dict[int, float], reference: dict[int, float]) -> tuple[float, floa
     return statistics.mean(gaps), error, len(gaps)
 
 
+def table(title: str, rows: dict[str, TrainConfig], results: Results, seeds: list[int]) -> Iterator[tuple[str, ...]]:
+    """Cells of the rows of which a run has finished: (model, what, seeds, loss, gap to the first row, bytes sent)."""
+    reference: dict[int, float] = {}
+    for name, config in rows.items():
+        runs = {seed: run for seed in seeds if (run := results.finished(replace(config, seed=seed)))}
+        losses = {seed: run["heldout_loss"] for seed, run in runs.items()}
+        reference = reference or losses
+        if not losses.keys() & reference.keys():
+            continue
+        mean, error, paired = gap(losses, reference)
+        cell = f"{mean:+.2%}" if paired == 1 else f"{mean:+.2%} ± {error:.2%}"
+        sent = max(run["sent_bytes"] for run in runs.values()) / 1e6
+        cell = "" if losses is reference else cell
+        yield title, name, str(len(losses)), f"{statistics.mean(losses.values()):.4f}", cell, f"{sent:.3f} MB"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--strategies", help="in place of the table of SDP4Bit")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     parser.add_argument("--runs", type=Path, default=Path("benchmarks/results/loss.jsonl"))
+    parser.add_argument("--finished", action="store_true", help="the table of the runs that have finished; run nothing")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="further flags for `thinwire train`")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     results = Results(arguments.runs)
+    cells: list[tuple[str, ...]] = []
     for title, rows in races(arguments):
         for name, config in rows.items():
-            for seed in arguments.seeds:
+            for seed in () if arguments.finished else arguments.seeds:
                 done = results.run(replace(config, seed=seed))
                 print(f"{title}, {name}, seed {seed}: held-out loss {done['heldout_loss']:.4f}", flush=True)
+        cells += table(title, rows, results, arguments.seeds)
+    lines = ["| model | what travels | seeds | held-out loss | to the first row | sent a step |", "|" + "---|" * 6]
+    lines += ["| " + " | ".join(row) + " |" for row in cells]
+    print("\n".join(lines))
+    if arguments.json:
+        machine = f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}"
+        readme = [
+            [f"sdp4bit: held-out loss over zero's, {model}, {seeds} seeds, mean and standard error",
+             f"{over}, {sent} sent a step"]
+            for model, name, seeds, _, over, sent in cells
+            if name == "`sdp4bit`" and over
+        ]  # fmt: skip
+        result = {"command": "python benchmarks/loss.py", "machine": machine, "table": lines, "readme": readme}
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
 

@@ -1,7 +1,8 @@
-"""Rewrite the results table of README.md from benchmarks/results/*.json.
+"""Rewrite the results table of README.md from benchmarks/results/*.json, and that of losses in docs/methods.md.
 
 Each file holds what one benchmark printed: {"command": how to repeat it, "machine": where it ran, "readme": rows of
-[what was compared, the ratio or figure measured]}. Files without "readme" are left out.
+[what was compared, the ratio or figure measured]}. Files without "readme" are left out. loss.json holds
+the lines of a table of its own.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+LOSS_BEGIN, LOSS_END = "<!-- loss:begin -->", "<!-- loss:end -->"
 
 
 def rows(results: Iterable[Path]) -> Iterator[tuple[str, str, str, str]]:
@@ -29,20 +31,23 @@ def table(cells: Iterable[tuple[str, ...]]) -> str:
     return "\n".join(lines)
 
 
-def with_table(readme: str, new_table: str) -> str:
+def with_table(text: str, new_table: str, begin: str = BEGIN, end: str = END) -> str:
     """The text with what lies between the markers replaced; raises ValueError without both markers."""
-    head, begin, rest = readme.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not (begin and end):
-        raise ValueError(f"README.md must hold the lines {BEGIN} and {END}, in this order")
-    return f"{head}{BEGIN}\n{new_table}\n{END}{tail}"
+    head, found, rest = text.partition(begin)
+    _, also_found, tail = rest.partition(end)
+    if not (found and also_found):
+        raise ValueError(f"the page must hold the lines {begin} and {end}, in this order")
+    return f"{head}{begin}\n{new_table}\n{end}{tail}"
 
 
 def main() -> None:
-    readme = ROOT / "README.md"
-    cells = list(rows((ROOT / "benchmarks/results").glob("*.json")))
+    readme, methods, results = ROOT / "README.md", ROOT / "docs/methods.md", ROOT / "benchmarks/results"
+    cells = list(rows(results.glob("*.json")))
     readme.write_text(with_table(readme.read_text(), table(cells)))
     print(f"README.md: {len(cells)} rows")
+    if lines := json.loads((results / "loss.json").read_text()).get("table"):
+        methods.write_text(with_table(methods.read_text(), "\n".join(lines), LOSS_BEGIN, LOSS_END))
+        print(f"docs/methods.md: {len(lines) - 2} rows of losses")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ from thinwire.codecs.random import MASK64, noise_keys
 
 # Device type -> the compiler of torch.compile there; eager mode makes a dozen passes over memory.
 COMPILED = {"cuda": "inductor"}
+# Drawn by one loop of a kernel; they stay in the first cache.
+DITHERS_AT_ONCE = 4096
 
 
 @functools.cache
@@ -112,11 +114,13 @@ def encode(x: Tensor, out: Tensor, groups: Groups, *, rotation: int, rounding: R
     scales, codes, rest = sections(out.numpy(), num, groups)
     rest[:] = 0
     scratch = (
-        np.empty(min(groups.size, num) + 128 if rotation else 0, np.float32),
-        np.empty(4 * max(rotation, 128) if rotation else 0, np.float32),
+        np.empty(min(groups.size, num) if rotation else 0, np.float32),
+        np.empty(3 * rotation, np.float32),
         np.empty(min(groups.size, num) + 8, np.uint8),
     )
-    kernels.encode(x.numpy(), scales, codes, groups, rotation, rounding, *scratch)
+    # A word more than half of them, as the first element may have the second dither of a word.
+    words = np.empty(max(min(groups.size, num), DITHERS_AT_ONCE) // 2 + 2 if rounding.is_stochastic else 0, np.uint32)
+    kernels.encode(x.numpy(), scales, codes, groups, rotation, rounding, *scratch, words, words.view(np.int16))
     return out
 
 
@@ -139,11 +143,11 @@ def decode(packet: Tensor, out: Tensor, groups: Groups, *, add: bool) -> Tensor:
 def rotate_(x: Tensor, block_size: int) -> Tensor:
     """x <- H x in place. Raises ValueError unless x is flat, contiguous, fp32 and of whole rows."""
     _check("x", x, -(-x.numel() // block_size) * block_size, torch.float32)
-    kernels = numba_module("integer", x.device)
+    kernels = numba_module("hadamard", x.device)
     if kernels is None:
         rows = x.view(-1, block_size)
         return x.copy_(_plain("hadamard", rows, block_size, block_size)(rows))
-    kernels.rotate_inplace(x.detach().numpy(), block_size, np.empty(4 * max(block_size, 128), np.float32))
+    kernels.rotate_inplace(x.detach().numpy(), block_size, np.empty(3 * block_size, np.float32))
     return x
 
 

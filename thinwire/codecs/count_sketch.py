@@ -58,5 +58,7 @@ class CountSketch(LinearSketch):
         random = self._random(seed, counter)
         kernels.uncount(sums.numpy(), out.detach().numpy(), self.group, self.ratio, *shrinks, add, *random)
 
-    def _random(self, seed: int, counter: int) -> tuple[np.uint64, np.uint64, np.ndarray]:
-        return np.uint64(seed & MASK64), np.uint64(counter & MASK64), np.empty(self.group, np.int32)
+    def _random(self, seed: int, counter: int) -> tuple[np.uint64, np.uint64, np.ndarray, np.ndarray, np.ndarray]:
+        """The kernels' seed, counter and scratch."""
+        scratch = (*np.empty((2, self.group), np.int32), np.empty(self.group, np.float32))
+        return np.uint64(seed & MASK64), np.uint64(counter & MASK64), *scratch

@@ -10,6 +10,8 @@ MASK32 = (1 << 32) - 1
 GAMMA = 0x9E3779B97F4A7C15
 MIX64_A, MIX64_B = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 MIX32_A, MIX32_B = 0x85EBCA6B, 0xC2B2AE35
+# Two dithers lie in the upper bits of a word's halves, moved down by one.
+DITHER_BITS, PAIR_MASK = 15, 0x7FFF7FFF
 
 
 def mix64(z: int) -> int:
@@ -72,17 +74,34 @@ def draws(keys: Tensor, low: Tensor, num_elements: int) -> Tensor:
 def noise(keys: Tensor, low: Tensor, num_elements: int) -> Tensor:
     """Uniform fp32 in (-1/2, 1/2), odd multiples of 2^-24: element i is a hash of the seed and counter + i.
 
-    With c = low + i: x = (c mod 2^32) xor k0, then xor-shift and multiply twice (the multipliers of
-    MurmurHash3's 32-bit finaliser), k1 entering between the multiplications; k0, k1 = keys[c >> 32]. Only the
-    upper 23 bits are used.
+    Only the upper 23 bits of `hash32` are used.
     """
     position = torch.arange(num_elements, dtype=torch.int64, device=keys.device) + low
-    row = position >> 32
-    x = (position & MASK32) ^ keys[row, 0]
-    x = ((x ^ (x >> 16)) * MIX32_A) & MASK32
-    x = ((x ^ (x >> 13) ^ keys[row, 1]) * MIX32_B) & MASK32
-    signed = (x ^ 0x80000000) - 0x80000000
+    signed = (hash32(keys, position >> 32, position & MASK32) ^ 0x80000000) - 0x80000000
     return (((signed >> 8) | 1) * keys[0, 2]).to(torch.float32) * 2.0**-24
+
+
+def dithers(keys: Tensor, low: Tensor, num_elements: int) -> Tensor:
+    """Uniform int32 in [0, 2^15): elements with counters 2c and 2c + 1 have a hash in common, that of c.
+
+    With h the hash and y = h xor (h >> 16): the upper 15 bits of y's lower half for the even one, and of its upper half
+    for the odd one. Halves of a uniform word are independent. keys, low: of `noise_keys`; sign -1 gives 2^15 - 1 - u.
+    """
+    position = torch.arange(num_elements, dtype=torch.int64, device=keys.device) + low
+    h = hash32(keys, position >> 32, (position & MASK32) >> 1)
+    u = (h ^ (h >> 16)) >> 1 + 16 * (position & 1) & (1 << DITHER_BITS) - 1
+    return torch.where(keys[0, 2] < 0, (1 << DITHER_BITS) - 1 - u, u).to(torch.int32)
+
+
+def hash32(keys: Tensor, row: Tensor, x: Tensor) -> Tensor:
+    """Uniform int64 in [0, 2^32) of x in [0, 2^32), int64; equal for no two x of a row of `keys`.
+
+    x xor k0, then xor-shift and multiply twice (the multipliers of MurmurHash3's 32-bit finaliser), k1 entering between
+    the multiplications; k0, k1 = keys[row].
+    """
+    x = x ^ keys[row, 0]
+    x = ((x ^ (x >> 16)) * MIX32_A) & MASK32
+    return ((x ^ (x >> 13) ^ keys[row, 1]) * MIX32_B) & MASK32
 
 
 def uniform(seed: int, counter: int, num_elements: int) -> Tensor:

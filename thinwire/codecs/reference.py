@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs.layout import LANES, Groups, group_bytes
-from thinwire.codecs.random import noise
+from thinwire.codecs.random import DITHER_BITS, dithers
 
 # Below this M/s would overflow (bits = 8) and s/M come near the denormals: such a group is zero on the wire.
 TINY = 2.0**-100
@@ -75,17 +75,19 @@ def scales_of(x: Tensor, bf16: bool) -> Tensor:
 def quantise(x: Tensor, dither: Tensor | None, bits: int, bf16: bool) -> tuple[Tensor, Tensor]:
     """Rows [rows, n] -> (scales fp32 [rows, 1], packed uint8 [rows, bytes]).
 
-    s = max|x|, M = 2^(bits-1) - 1, code = clamp(round(x*(M/s) + dither), -M, M), ties to even; dither is
-    uniform in (-1/2, 1/2) for stochastic rounding and absent for nearest. Rows with scale 0 or NaN have zero
-    codes.
+    s = max|x|, M = 2^(bits-1) - 1, code = clamp(round(x*(M/s)), -M, M), ties to even. With a dither u, uniform int32 in
+    [0, 2^15) for stochastic rounding: floor((round(x*(2^15 M/s)) + u) / 2^15), up with the probability of the remainder
+    to 15 bits. Rows with scale 0 or NaN have zero codes.
     """
     levels = (1 << bits - 1) - 1
     scales = scales_of(x, bf16)
     valid = scales > 0
-    scaled = torch.where(valid, x, 0.0) * (levels / torch.where(valid, scales, 1.0))
-    if dither is not None:
-        scaled = torch.where(valid, scaled + dither, 0.0)
-    return scales, pack(scaled.round().clamp(-levels, levels).to(torch.int32), bits)
+    x, divisors = torch.where(valid, x, 0.0), torch.where(valid, scales, 1.0)
+    if dither is None:
+        codes = (x * (levels / divisors)).round().to(torch.int32)
+    else:
+        codes = (x * ((levels << DITHER_BITS) / divisors)).round().to(torch.int32) + dither >> DITHER_BITS
+    return scales, pack(codes.clamp(-levels, levels), bits)
 
 
 def dequantise(scales: Tensor, packed: Tensor, num_elements: int, bits: int) -> Tensor:
@@ -107,7 +109,7 @@ def encode_rows(
     A row in which the rotation would blur zeros is left as it is, and has a negative scale. keys, low: what
     `random.noise_keys` gives, for stochastic rounding; None for nearest.
     """
-    dither = None if keys is None or low is None else noise(keys, low, x.numel()).view(x.shape)
+    dither = None if keys is None or low is None else dithers(keys, low, x.numel()).view(x.shape)
     if not rotation:
         return quantise(x, dither, bits, bf16)
     is_left = holds_zeros(x, rotation).view(x.shape[0], -1).any(dim=1, keepdim=True)

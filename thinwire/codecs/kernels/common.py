@@ -9,8 +9,9 @@ from typing import Any, TypeAlias
 import numpy as np
 from numba import njit
 
+from thinwire.codecs.kernels.vectors import product
 from thinwire.codecs.layout import LANES
-from thinwire.codecs.random import GAMMA, MIX32_A, MIX32_B, MIX64_A, MIX64_B
+from thinwire.codecs.random import DITHER_BITS, GAMMA, MIX32_A, MIX32_B, MIX64_A, MIX64_B, PAIR_MASK
 from thinwire.codecs.reference import MAX_SCALE, TINY
 
 ABS = np.int32(0x7FFFFFFF)
@@ -18,15 +19,13 @@ INF_BITS = np.int32(0x7F800000)
 NAN_BITS = np.int32(0x7FC00000)
 MAX_BITS = np.float32(MAX_SCALE).view(np.int32)
 TINY_BITS = np.float32(TINY).view(np.int32)
-MAGIC = np.float32(1.5 * 2**23)
-MAGIC_BITS = MAGIC.view(np.int32)
-NOISE_STEP = np.float32(2.0**-24)
 A32, B32 = np.uint32(MIX32_A), np.uint32(MIX32_B)
 A64, B64, GAMMA64 = np.uint64(MIX64_A), np.uint64(MIX64_B), np.uint64(GAMMA)
-R8, R9, R13, R16, ONE32 = np.int32(8), np.int32(9), np.uint32(13), np.uint32(16), np.int32(1)
+R9, R13, R16, ONE32 = np.int32(9), np.uint32(13), np.uint32(16), np.uint32(1)
 HALF_DRAWS, LAST_DRAW = np.int32(1 << 22), np.int32((1 << 23) - 1)
 R27, R30, R31, R32, R63 = np.uint64(27), np.uint64(30), np.uint64(31), np.uint64(32), np.uint64(63)
 LOW32 = np.uint64(0xFFFFFFFF)
+DITHER_SHIFT, TWO_DITHERS = np.int32(DITHER_BITS), np.uint32(PAIR_MASK)
 ZERO, ONE, THREE, FOUR = np.uint64(0), np.uint64(1), np.uint64(3), np.uint64(4)
 C32, C64, C96, C128, C192 = np.uint64(32), np.uint64(64), np.uint64(96), np.uint64(128), np.uint64(192)
 LANE_BYTES = tuple(LANES.get(bits, (1, 0))[1] for bits in range(9))
@@ -85,12 +84,18 @@ def scale_bits(peak: I32, shift: I32) -> I32:
 
 
 @inlined
+def _hash32(x: Any, k0: Any, k1: Any) -> Any:
+    """`random.hash32`."""
+    x = np.uint32(x ^ k0)
+    x = product(np.uint32(x ^ (x >> R16)), A32)
+    return product(np.uint32(x ^ (x >> R13) ^ k1), B32)
+
+
+@inlined
 def _draws_below(out: Array, start: U64, size: U64, key: U64, counter: U64, flip: I32) -> None:
     k0, k1, first = np.uint32(key), np.uint32(key >> R32), np.uint32(counter)
     for j in range(size):
-        h = np.uint32(np.uint32(first + np.uint32(j)) ^ k0)
-        h = np.uint32(np.uint32(h ^ (h >> R16)) * A32)
-        h = np.uint32(np.uint32(h ^ (h >> R13) ^ k1) * B32)
+        h = _hash32(np.uint32(first + np.uint32(j)), k0, k1)
         out[start + j] = ((np.int32(h) >> R9) + HALF_DRAWS) ^ flip
 
 
@@ -105,6 +110,28 @@ def fill_draws(out: Array, size: U64, seed: U64, counter: U64) -> None:
     _draws_below(out, ZERO, before, draw_key(seed, high), low, flip)
     if before < size:
         _draws_below(out, before, size - before, draw_key(seed, (high + ONE) & LOW32), ZERO, flip)
+
+
+@inlined
+def _dithers_below(out: Array, start: U64, size: U64, key: U64, counter: U64, flip: I32) -> None:
+    k0, k1, first = np.uint32(key), np.uint32(key >> R32), np.uint32(counter)
+    for j in range(size):
+        h = _hash32(np.uint32(first + np.uint32(j)), k0, k1)
+        out[start + j] = np.uint32(np.uint32(np.uint32(h ^ (h >> R16)) >> ONE32) & TWO_DITHERS) ^ flip
+
+
+@inlined
+def fill_dithers(out: Array, size: U64, seed: U64, counter: U64) -> None:
+    """`random.dithers` of elements counter .. counter + size - 1: uint32, two a word; the first may hold one before."""
+    mirrored = seed >> R63
+    flip = TWO_DITHERS if mirrored else np.uint32(0)
+    seed = seed ^ (ZERO - mirrored)
+    high, low = counter >> R32, counter & LOW32
+    words, left = (size + (low & ONE) + ONE) >> ONE, (LOW32 + ONE - low + ONE) >> ONE
+    before = min(words, left)
+    _dithers_below(out, ZERO, before, draw_key(seed, high), low >> ONE, flip)
+    if before < words:
+        _dithers_below(out, before, words - before, draw_key(seed, (high + ONE) & LOW32), ZERO, flip)
 
 
 @inlined

@@ -16,9 +16,28 @@ def _signed(value: F32, draw: U64) -> F32:
     return value * np.float32(np.int32(1) - np.int32((draw & LOWEST) << LOWEST))
 
 
+@inlined
+def _find_places(draws: Array, size: U64, buckets: U64, places: Array) -> None:
+    for j in range(size):
+        places[j] = np.int32((np.uint64(np.uint32(draws[j] >> LOWEST)) * buckets) >> BUCKET_SHIFT)
+
+
 @kernel
-def count(x: Array, sums: Array, group: U64, ratio: U64, seed: U64, counter: U64, draws: Array) -> None:
-    """sums = the count sketch of flat fp32 x. draws: int32 scratch, one group."""
+def count(
+    x: Array,
+    sums: Array,
+    group: U64,
+    ratio: U64,
+    seed: U64,
+    counter: U64,
+    draws: Array,
+    places: Array,
+    values: Array,
+) -> None:
+    """sums = the count sketch of flat fp32 x. Scratch, one group: draws, places, int32; values, fp32.
+
+    Only the additions can't be done side by side, as two may have one place.
+    """
     num, group, ratio, start, first = np.uint64(x.size), np.uint64(group), np.uint64(ratio), ZERO, ZERO
     while start < num:
         size = min(group, num - start)
@@ -26,9 +45,11 @@ def count(x: Array, sums: Array, group: U64, ratio: U64, seed: U64, counter: U64
         fill_draws(draws, size, seed, counter + start)
         for k in range(buckets):
             sums[first + k] = np.float32(0)
+        _find_places(draws, size, buckets, places)
         for j in range(size):
-            place = (np.uint64(draws[j] >> 1) * buckets) >> BUCKET_SHIFT
-            sums[first + place] += _signed(x[start + j], draws[j])
+            values[j] = _signed(x[start + j], draws[j])
+        for j in range(size):
+            sums[first + np.uint64(places[j])] += values[j]
         start, first = start + size, first + buckets
 
 
@@ -44,18 +65,25 @@ def uncount(
     seed: U64,
     counter: U64,
     draws: Array,
+    places: Array,
+    values: Array,
 ) -> None:
-    """out = the estimate from the sums, or out += it. draws: int32 scratch, one group."""
+    """out = the estimate from the sums, or out += it. Scratch as of `count`."""
     num, group, ratio, start, first = np.uint64(out.size), np.uint64(group), np.uint64(ratio), ZERO, ZERO
     while start < num:
         size = min(group, num - start)
         buckets = (size + ratio - ONE) // ratio
         factor = shrink if size == group else tail_shrink
         fill_draws(draws, size, seed, counter + start)
+        _find_places(draws, size, buckets, places)
         for j in range(size):
-            place = (np.uint64(draws[j] >> 1) * buckets) >> BUCKET_SHIFT
-            value = np.float32(_signed(sums[first + place], draws[j]) * factor)
-            out[start + j] = out[start + j] + value if add else value
+            values[j] = sums[first + np.uint64(places[j])]
+        if add:
+            for j in range(size):
+                out[start + j] += np.float32(_signed(values[j], draws[j]) * factor)
+        else:
+            for j in range(size):
+                out[start + j] = np.float32(_signed(values[j], draws[j]) * factor)
         start, first = start + size, first + buckets
 
 

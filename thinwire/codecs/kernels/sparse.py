@@ -19,6 +19,7 @@ from thinwire.codecs.kernels.common import (
     kernel,
     peak_bits,
 )
+from thinwire.codecs.kernels.vectors import LANES, lowest_bit, reaching
 
 LAST_KEY, LARGEST_FINITE = np.int32(0x7FFFFFFF), np.int32(MAX_KEY)
 SAMPLE_STRIDE, MARGIN = np.uint64(16), np.uint64(4)
@@ -26,6 +27,9 @@ NAN = NAN_BITS.view(np.float32)
 DRAW_BITS = np.uint64(23)
 THREE, SEVEN, EIGHT = np.uint64(3), np.uint64(7), np.uint64(8)
 SHRINK = np.float32(0.8)
+# Between the keys of a float and of a sixteenth of it.
+SIXTEENTH = np.int32(4 << 23)
+TWO, LOWEST = np.uint64(2), np.uint32(1)
 
 
 @inlined
@@ -67,66 +71,115 @@ def _kth_largest(keys: Array, size: U64, k: U64, low: I32) -> I32:
 
 
 @inlined
+def _loosely_kth_largest(keys: Array, size: U64, k: U64) -> I32:
+    """A key that at least k of keys[:size] reach, and seldom many more than k."""
+    peak = np.int32(0)
+    for j in range(size):
+        peak = max(peak, keys[j])
+    floor, ceiling = np.int64(max(peak - SIXTEENTH, np.int32(0))), np.int64(peak) + 1
+    if _num_reaching(keys, size, np.int32(floor)) < k:
+        floor, ceiling = np.int64(0), floor
+    while ceiling - floor > 1:
+        middle = (floor + ceiling) >> 1
+        count = _num_reaching(keys, size, np.int32(middle))
+        if count < k:
+            ceiling = middle
+        else:
+            floor = middle
+            if count <= k + (k >> TWO):
+                break
+    return np.int32(floor)
+
+
+@inlined
+def _num_larger(x: Array, start: U64, size: U64, bound: I32) -> U64:
+    """How many of x[start : start + size] reach the bound."""
+    count = np.int32(0)
+    for j in range(size):
+        count += np.int32((np.float32(x[start + j]).view(np.int32) & ABS) >= bound)
+    return np.uint64(count)
+
+
+@inlined
+def _fill_sample(x: Array, start: U64, size: U64, first: U64, stride: U64, sample: Array) -> U64:
+    """sample = the keys of x[start + first : start + size : stride]; how many."""
+    num = (size - first + stride - ONE) // stride
+    for j in range(num):
+        sample[j] = np.float32(x[start + first + j * stride]).view(np.int32) & ABS
+    return num
+
+
+@inlined
 def _sampled_threshold(
-    keys: Array, size: U64, start: U64, stride: U64, density: float, least: U64, sample: Array
+    x: Array, start: U64, size: U64, first: U64, stride: U64, density: float, least: U64, sample: Array
 ) -> I32:
     """`indices.sampled_threshold` of one group."""
-    num = (size - start + stride - ONE) // stride
-    for j in range(num):
-        sample[j] = keys[start + j * stride]
+    num = _fill_sample(x, start, size, first, stride, sample)
     rank = max(np.uint64(np.ceil(density * np.float64(num) - 1e-9)), ONE)
     bound = min(_kth_largest(sample, num, rank, np.int32(0)), LARGEST_FINITE)
     tries = 0
-    while tries < MAX_ADAPTATIONS and _num_reaching(keys, size, bound) < least:
+    while tries < MAX_ADAPTATIONS and _num_larger(x, start, size, bound) < least:
         bound = np.float32(np.int32(bound).view(np.float32) * SHRINK).view(np.int32)
         tries += 1
     return bound
 
 
 @inlined
-def _bound_of_candidates(keys: Array, size: U64, k: U64, sample: Array) -> I32:
-    """A key that at least k keys reach, and seldom many more: by a sample; 0 where the sample misleads."""
-    num = np.uint64(0)
-    for j in range(ZERO, size, SAMPLE_STRIDE):
-        sample[num] = keys[j]
-        num += ONE
+def _bound_of_candidates(x: Array, start: U64, size: U64, k: U64, sample: Array) -> I32:
+    """A key that most likely at least k elements reach, and seldom many more: by a sample."""
+    num = _fill_sample(x, start, size, ZERO, SAMPLE_STRIDE, sample)
     rank = num * k // size
     rank += (rank >> ONE) + MARGIN
-    if rank > num:
-        return np.int32(0)
-    bound = _kth_largest(sample, num, rank, np.int32(0))
-    return bound if _num_reaching(keys, size, bound) >= k else np.int32(0)
+    return np.int32(0) if rank > num else _loosely_kth_largest(sample, num, rank)
 
 
 @inlined
-def _select(keys: Array, size: U64, k: U64, bound: I32, candidates: Array, chosen: Array) -> None:
-    """chosen[:k] = ascending indices of the k largest keys, keys below `bound` all counted as equal.
+def _gather(x: Array, start: U64, size: U64, bound: I32, keys: Array, candidates: Array) -> U64:
+    """keys, candidates = the keys of x[start : start + size] that reach the bound, and their indices; how many.
 
-    Both loops store every element where the next chosen one belongs, and move on if it was one: no branch to guess.
+    Most are far below: 32 are compared at once, and only those that reach it are looked at.
     """
-    reaching = _num_reaching(keys, size, bound)
-    found = ZERO
-    if reaching < k:
-        fillers = np.int64(k - reaching)
-        for j in range(size):
+    num, whole = ZERO, size - size % LANES
+    for j in range(ZERO, whole, LANES):
+        bits = reaching(x, start + j, bound)
+        while bits:
+            place = j + np.uint64(lowest_bit(bits))
+            bits = np.uint32(bits & np.uint32(bits - LOWEST))
+            keys[num], candidates[num] = np.float32(x[start + place]).view(np.int32) & ABS, place
+            num += ONE
+    for i in range(whole, size):
+        key = np.float32(x[start + i]).view(np.int32) & ABS
+        if key >= bound:
+            keys[num], candidates[num] = key, i
+            num += ONE
+    return num
+
+
+@inlined
+def _select(keys: Array, candidates: Array, num: U64, k: U64, bound: I32, chosen: Array) -> None:
+    """chosen[:k] = ascending indices of the k largest keys, those below `bound`, which are not in `keys`, all equal."""
+    found, taken = ZERO, ZERO
+    if num < k:
+        fillers, j = k - num, ZERO
+        while fillers:
+            if taken < num and np.uint64(candidates[taken]) == j:
+                taken += ONE
+            else:
+                fillers -= ONE
             chosen[found] = j
-            reaches = np.int64(keys[j] >= bound)
-            fills = (np.int64(1) - reaches) & np.int64(fillers > 0)
-            fillers -= fills
-            found += np.uint64(reaches | fills)
+            found, j = found + ONE, j + ONE
+        for i in range(taken, num):
+            chosen[found] = candidates[i]
+            found += ONE
         return
-    num = ZERO
-    for j in range(size):
-        candidates[num], key = j, keys[j]
-        keys[num] = key
-        num += np.uint64(key >= bound)
     last = _kth_largest(keys, num, k, bound)
     ties = np.int64(k - _num_reaching(keys, num, last)) + _num_equal(keys, num, last)
-    for j in range(num):
-        chosen[found] = candidates[j]
-        ties_here = np.int64(keys[j] == last) & np.int64(ties > 0)
+    # Every candidate is stored where the next chosen one belongs: no branch to guess.
+    for i in range(num):
+        chosen[found] = candidates[i]
+        ties_here = np.int64(keys[i] == last) & np.int64(ties > 0)
         ties -= ties_here
-        found += np.uint64(ties_here | np.int64(keys[j] > last))
+        found += np.uint64(ties_here | np.int64(keys[i] > last))
 
 
 @inlined
@@ -204,15 +257,17 @@ def encode_largest(
     while start < num:
         row = 0 if num - start >= group else 1
         size, k, low, upper, num_bytes, least = layouts[row]
-        for j in range(size):
-            keys[j] = np.float32(x[start + j]).view(np.int32) & ABS
         if stride:
             fill_draws(draws, ONE, seed, counter + index)
             first = (np.uint64(draws[0]) * min(stride, size)) >> DRAW_BITS
-            bound = _sampled_threshold(keys, size, first, stride, density, least, sample)
+            bound = _sampled_threshold(x, start, size, first, stride, density, least, sample)
         else:
-            bound = _bound_of_candidates(keys, size, k, sample)
-        _select(keys, size, k, bound, candidates, chosen)
+            bound = _bound_of_candidates(x, start, size, k, sample)
+        num_candidates = _gather(x, start, size, bound, keys, candidates)
+        if num_candidates < k and not stride:
+            # The sample has misled.
+            bound, num_candidates = np.int32(0), _gather(x, start, size, np.int32(0), keys, candidates)
+        _select(keys, candidates, num_candidates, k, bound, chosen)
         for i in range(k):
             picked[value_at + i] = x[start + np.uint64(chosen[i])]
         _store(chosen, k, low, upper, num_bytes, stored, at)

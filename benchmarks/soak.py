@@ -33,8 +33,6 @@ PORT = 29411
 MESSAGE_FAULTS = ("corrupt", "drop")
 # The exit code of a run that did not end when it was told to.
 NOT_ENDED = -1
-# Workers of the same run belong to a process with this module in its command line.
-WORKER = "thinwire.launch.worker"
 
 
 @dataclass(frozen=True)
@@ -87,16 +85,14 @@ def command(args: argparse.Namespace, rng: random.Random) -> list[str]:
 
 def workers(run_dir: Path, num_islands: int) -> dict[int, int]:
     """The processes that train now, by island."""
-    configs = {str(run_dir.joinpath(f"island-{n}" if n else "", "config.toml")): n for n in range(num_islands)}
-    configs |= {str(run_dir / f"config.node{n}.toml"): n for n in range(num_islands)}
+    logs = {str(run_dir.joinpath(f"island-{n}" if n else "", "logs/rank0.log")): n for n in range(num_islands)}
+    logs |= {str(run_dir / f"logs/rank{n}.log"): n for n in range(num_islands)}
     found = {}
-    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+    for stderr in Path("/proc").glob("[0-9]*/fd/2"):
         with suppress(OSError):
-            words = entry.read_bytes().decode(errors="replace").split("\0")
-            if WORKER in words:
-                island = next((configs[word] for word in words if word in configs), None)
-                if island is not None:
-                    found[island] = int(entry.parent.name)
+            island = logs.get(os.readlink(stderr))
+            if island is not None:
+                found[island] = int(stderr.parent.parent.name)
     return found
 
 

@@ -88,9 +88,8 @@ def train_all(rank: int) -> Ends:
             wrapped(x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        held = optimizer.state_dict()
-        weights = held["shards"] if "shards" in held else held["weights"]
-        ends[name] = [*map(torch.clone, weights)], optimizer.meter.snapshot().sent_bytes
+        weights = [value for name, value in optimizer.state_dict()["tensors"].items() if name.startswith("weights/")]
+        ends[name] = weights, optimizer.meter.snapshot().sent_bytes
         optimizer.close()
     return ends
 

@@ -50,7 +50,11 @@ from thinwire.state.clipping import Clipping
         ("two-way", {"codec": "int5"}, "bits 5.*nearest is 4"),
         ("two-way", {"codec": "randomk90%"}, "randomk 90%: must be 1 of a whole number"),
         ("zero-compressed", {"gradients": "fp16"}, "'fp16' of ZeroCompressed: error feedback needs"),
-        ("zeropp", {"weights": "int8"}, "weights 'int8' of ZeroPP: .*rounded alike.*nearest: 'int8/128:nearest'"),
+        (
+            "zeropp",
+            {"weights": "int8"},
+            "weights 'int8' of ZeroPP: .*rounded the same way.*nearest: 'int8/128:nearest'",
+        ),
         ("frontier", {"weights": "int8/64+hadamard32"}, "nearest: 'int8/64:nearest.hadamard32'"),
         ("ef-integer", {"codec": "int4"}, "codec 'int4' of EFInteger: must be.*nearest: 'int4/128:nearest'"),
         ("ef-topk", {"codec": "sign"}, "codec 'sign' of EFTopK: must be topk.*nearest: 'topk1%/4096'"),

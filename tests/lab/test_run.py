@@ -103,7 +103,7 @@ def test_stop_is_no_failure(lab: LabNetwork) -> None:
         assert time.monotonic() < due
         time.sleep(0.02)
     assert job.poll() is None
-    with pytest.raises(TimeoutError, match=r"ranks \[0, 1, 2, 3\] still run"):
+    with pytest.raises(TimeoutError, match=r"ranks \[0, 1, 2, 3\] are still running"):
         job.wait(0.1)
     assert job.stop() == [0, 0, 0, 0] and job.failed is None
 

@@ -221,7 +221,7 @@ def late_and_lossy(rank: int, world_size: int) -> dict[str, Any]:
     joined = forward_only(model, inner, METHOD, log=log, announce=False)
     advance(model, joined, range(10, 14))
     again, its_inner = fresh()
-    SlopeLog.from_state_dict(joined.state_dict()["log"]).replay(again, its_inner)
+    SlopeLog.from_state_dict(joined.log.state_dict()).replay(again, its_inner)
     return {
         "caught_up": caught_up,
         "start": [row[1] for row in joined.describe() if row[0] == "equal replicas at start"],

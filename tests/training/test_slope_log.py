@@ -77,5 +77,5 @@ def test_a_file_that_is_no_log_is_refused(runner: CommandRunner) -> None:
         SlopeLog.load(broken)
     flags = runner.flags("broken", workers=1, **FLAGS)
     code, _, err = finish(runner.start("train", *flags, "--onebyte.log", str(broken)))
-    assert code == 2 and "broken.log is no readable log" in err and "Traceback" not in err
+    assert code == 2 and "broken.log is not a readable log" in err and "Traceback" not in err
     assert broken.read_bytes() == b"nothing of the kind"

@@ -12,7 +12,9 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 from typing import IO, Any, NoReturn, Self
 
 from thinwire.errors import ThinwireError
@@ -144,6 +146,9 @@ def _start(requests: socket.socket, files: list[int], words: list[str], env: dic
 def _become(files: list[int], words: list[str], env: dict[str, str]) -> NoReturn:
     """Be a process as `python -u -m MODULE ARGUMENTS` would make it."""
     code: Any = 0
+    with suppress(OSError):
+        # The command line is that of the launcher: this is what ps and top tell workers by.
+        Path("/proc/self/comm").write_text(f"thinwire rank {env['RANK']}" if "RANK" in env else "thinwire")
     try:
         for number, file in enumerate(files, start=1):
             os.dup2(file, number)

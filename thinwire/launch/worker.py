@@ -18,13 +18,13 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from thinwire.collectives import host_meeting
+from thinwire.collectives.store_gather import gather
 from thinwire.device import Device, choose, take
 from thinwire.errors import Problems, ThinwireError
 from thinwire.launch.start import Start
 from thinwire.training.clock import fix_steps
 from thinwire.training.config import with_derived
 from thinwire.training.effects import late_rows
-from thinwire.training.gathering import gather
 from thinwire.training.hardware import threads_per_worker
 from thinwire.training.place import IslandPlace, ProcessPlace
 from thinwire.training.run import Run, island_size

@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 from thinwire.checkpoint import CheckpointError, all_of, choose, latest, step_of, verify
 from thinwire.collectives.elastic import BEGUN, PATIENCE_S
+from thinwire.collectives.store_gather import of_all_ranks, told_by_first
 from thinwire.errors import ConfigError, ThinwireError
 from thinwire.table import Row
 from thinwire.training.config import PER_MACHINE, TrainConfig
-from thinwire.training.gathering import of_all_ranks, told_by_first
 from thinwire.training.place import IslandPlace
 from thinwire.training.run import tables_in_effect
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from thinwire.collectives.store_gather import told_by_first
 from thinwire.data.loader import count_sequences
 from thinwire.device import Device
 from thinwire.errors import ConfigError
@@ -20,7 +21,6 @@ from thinwire.training.agreement import agree
 from thinwire.training.config import TrainConfig, derive, with_derived
 from thinwire.training.effects import Row
 from thinwire.training.engine import Corpus, Engine
-from thinwire.training.gathering import told_by_first
 from thinwire.training.hardware import num_cores
 from thinwire.training.place import ProcessPlace
 from thinwire.training.run import Run

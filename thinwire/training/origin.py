@@ -10,9 +10,9 @@ from torch import Tensor
 
 from thinwire.checkpoint import WEIGHTS, CheckpointError, Piece, Source, latest, next_loss, verify
 from thinwire.checkpoint.folder import Manifest, verified_at
+from thinwire.collectives.store_gather import told_by_first
 from thinwire.hosts.interface import ParallelOptimizer
 from thinwire.table import Row
-from thinwire.training.gathering import told_by_first
 from thinwire.training.place import IslandPlace
 from thinwire.training.run_dir import RunDir
 

@@ -1,4 +1,4 @@
-"""What every rank states, told through the ranks' store: a rank that stays silent is named."""
+"""A gather through the ranks' store, which names a rank that stays silent."""
 
 from __future__ import annotations
 

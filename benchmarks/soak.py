@@ -90,7 +90,7 @@ def workers(run_dir: Path, num_islands: int) -> dict[int, int]:
     found = {}
     for stderr in Path("/proc").glob("[0-9]*/fd/2"):
         with suppress(OSError):
-            island = logs.get(os.readlink(stderr))
+            island = logs.get(str(stderr.readlink()))
             if island is not None:
                 found[island] = int(stderr.parent.parent.name)
     return found

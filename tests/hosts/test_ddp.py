@@ -50,7 +50,7 @@ from thinwire.state.clipping import Clipping
         ("two-way", {"codec": "int5"}, "bits 5.*nearest is 4"),
         ("two-way", {"codec": "randomk90%"}, "randomk 90%: must be 1 of a whole number"),
         ("zero-compressed", {"gradients": "fp16"}, "'fp16' of ZeroCompressed: error feedback needs"),
-        ("zeropp", {"weights": "int8"}, "weights 'int8' of ZeroPP: .*rounded the same .*nearest: 'int8/128:nearest'"),
+        (
             "zeropp",
             {"weights": "int8"},
             "weights 'int8' of ZeroPP: .*rounded the same way.*nearest: 'int8/128:nearest'",

@@ -6,7 +6,6 @@ import json
 import math
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import time
@@ -69,8 +68,8 @@ def test_an_island_that_died_comes_back_and_all_stop_at_the_same_step(tmp_path: 
     assert all(map(math.isfinite, losses))
     first, second = (runner.summary(name) for name in ("run", "run/island-1"))
     assert first["stopped"] == "SIGTERM" and first["steps"] == second["steps"]
-    sent = statistics.median(line["sent_bytes"] for line in lines("run", "loss"))
-    assert sent < 0.5 * first["uncompressed_bytes_per_step"]
+    # A step without an exchange has the inner strategy's bytes alone.
+    assert min(line["sent_bytes"] for line in lines("run", "loss")) < 0.1 * first["uncompressed_bytes_per_step"]
     # What export and generate take from a run: here the inner weights differ.
     weights = [dict(load_run(str(tmp_path / name)).model.named_parameters()) for name in ("run", "run/island-1")]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])

@@ -21,7 +21,9 @@ def test_only_those_are_beaten_that_another_equals_in_both_and_passes_in_one() -
 
 
 def test_the_sentence_names_the_frontier_from_the_fewest_bytes_on() -> None:
-    assert frontier_sentence([EXACT, WORSE, FEW]).endswith("than any of few (2.1000), exact (2.0000).")
+    assert frontier_sentence([EXACT, WORSE, FEW]).endswith(
+        "from the fewest bytes on: few (loss 2.1000), exact (loss 2.0000)."
+    )
     assert frontier_sentence([EXACT, FEW]) == ""
 
 
@@ -51,5 +53,5 @@ def test_the_page_of_a_race_shows_it(counted: bool, tmp_path: Path) -> None:
         lines = [f'{{"step": {step}, "loss": 3.0, "sent_bytes": {sent}}}\n' for step in range(1, 5)]
         (tmp_path / name / "seed0" / "metrics.jsonl").write_text("".join(lines if counted or name == "zero" else []))
     page = write_race_report(tmp_path).read_text()
-    assert "Loss over bytes" in page and "than any of sdp4bit (3.1000), zero (3.0000)." in page
+    assert "Loss over bytes" in page and "bytes on: sdp4bit (loss 3.1000), zero (loss 3.0000)." in page
     assert page.count('class="dot beaten"') == 1

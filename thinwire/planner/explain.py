@@ -115,7 +115,7 @@ def explain(config: ExplainConfig, problems: Problems) -> Explained:
         notes.append(tensor_note(model.config, config.seq_len, shape))
     return Explained(
         total, topology, config.micro_batches, plans, rate, local_rate, notes, vocabulary_of(config, model),
-        mean_over, whole,
+        {name: steps for name, steps in mean_over.items() if name in plans}, [name for name in whole if name in plans],
     )  # fmt: skip
 
 

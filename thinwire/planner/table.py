@@ -46,12 +46,14 @@ def print_explained(config: ExplainConfig, problems: Problems) -> None:
 def reasons(found: Explained) -> Iterator[str]:
     """Why figures of some strategies are not what a reader expects."""
     for every in sorted(set(found.mean_over.values())):
-        names = ", ".join(name for name, steps in found.mean_over.items() if steps == every)
-        yield f"* {names}: exchanges once in {every} steps, so the bytes of a step are the mean over {every} steps."
+        names = [name for name, steps in found.mean_over.items() if steps == every]
+        verb = "exchange" if len(names) > 1 else "exchanges"
+        mean = f"the bytes of a step are the mean over {every} steps"
+        yield f"* {', '.join(names)}: {verb} once in {every} steps, so {mean}."
     if found.whole:
-        names = ", ".join(found.whole)
+        whole = ", ".join(found.whole)
         why = "on a slow link a second gather would cost more than the memory"
-        yield f"{names}: weights are the rank's shard and the whole model, kept from forward to backward; {why}."
+        yield f"{whole}: weights are the rank's shard and the whole model, kept from forward to backward; {why}."
 
 
 def tables(found: Explained) -> list[Table]:

@@ -99,5 +99,5 @@ def frontier_sentence(outcomes: Sequence[Outcome]) -> str:
     if len(outcomes) < 3:
         return ""
     best = sorted((one for one in outcomes if one.name not in beaten(outcomes)), key=lambda one: one.sent_bytes)
-    names = ", ".join(f"{one.name} ({one.loss:.4f})" for one in best)
-    return f"No contestant has both fewer bytes and a lower held-out loss than any of {names}."
+    names = ", ".join(f"{one.name} (loss {one.loss:.4f})" for one in best)
+    return f"The lowest held-out loss for its bytes, from the fewest bytes on: {names}."

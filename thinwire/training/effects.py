@@ -86,4 +86,6 @@ def resume_rows(old: TrainConfig, new: TrainConfig) -> Iterator[Row]:
     for item in fields(TrainConfig):
         before, after = getattr(old, item.name), getattr(new, item.name)
         if before != after and item.name not in (*NOT_WRITTEN, *FIXED_ON_RESUME):
-            yield f"resume: {flag(item.name)} {after}", str(after), f"was {before} until the checkpoint"
+            # Such as a mesh: nothing was stated.
+            now, then = ("none" if value is None else str(value) for value in (after, before))
+            yield f"resume: {flag(item.name)} {now}", now, f"was {then} until the checkpoint"

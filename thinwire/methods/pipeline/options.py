@@ -140,10 +140,11 @@ def check_stages(
     chunks = options.num_chunks(stages)
     if num_layers is not None and chunks > num_layers:
         each = f", {chunks // stages} chunk(s) on each" if chunks > stages else ""
-        near = num_layers // (chunks // stages)
-        problems.messages.append(
-            f"{stages} stages{each}: the model has {num_layers} layers; nearest that works: {max(1, near)}"
-        )
+        # Ranks that so many stages fill are also filled by any divisor of that number.
+        able = [n for n in range(1, stages) if stages % n == 0 and options.num_chunks(n) <= num_layers]
+        near = max(able, default=1)
+        words = f"{stages} stages{each}: the model has {num_layers} layers; nearest that works: {near}"
+        problems.messages.append(words)
     elif num_layers is not None and options.layers:
         problems.note(stated_sizes, options.layers, chunks, num_layers)
     if micro_batches is not None:

@@ -110,7 +110,7 @@ def test_what_a_run_says_of_its_pipeline(runs: dict[str, dict[str, Any]]) -> Non
     ("flags", "message"),
     [
         (("--stages", "3"), "--stages 3: must divide the 4 ranks; nearest: 2"),
-        (("--stages", "4", "--llama.num-hidden-layers", "3"), "4 stages: the model has 3 layers; nearest .* 3"),
+        (("--stages", "4", "--llama.num-hidden-layers", "3"), "4 stages: the model has 3 layers; nearest .* 2"),
         (("--stages", "2", "--pipeline.layers", "3,2"), "must be 2 numbers .* that add up to the model's 4 layers"),
         (("--stages", "4", "--pipeline.plan", "dualpipe-v"), "4 stages, 2 chunk"),
         (("--stages", "2", "--pipeline.plan", "dualpipe-v", "--tokens-per-step", "128"), "nearest that works: 4"),

@@ -21,6 +21,7 @@ import thinwire
 from tests.hosts.islands.test_library import Net, adamw, batch
 from tests.workers import HANG_S, run_workers
 from thinwire.collectives import ElasticPeers, exchange, faults, headers, host_meeting
+from thinwire.collectives.elastic import BEGUN
 from thinwire.collectives.faults import parse
 from thinwire.errors import ConfigError, CorruptMessageError, PeerLostError, ThinwireError
 from thinwire.hosts.islands.recovery import COMMITTED, RECEIVED, UNSURE, IslandStatus, counting
@@ -263,7 +264,7 @@ def test_an_exchange_counts_where_anyone_knows_that_all_have_it(
     applied: tuple[int, int], status: tuple[int, int], count: int
 ) -> None:
     words = {
-        island: IslandStatus(0, 10, [7, applied[island]], [0, 10], [UNSURE, status[island]]) for island in range(2)
+        island: IslandStatus(0, 10, 0, [7, applied[island]], [0, 10], [UNSURE, status[island]]) for island in range(2)
     }
     assert counting(words) == [7, count]
 
@@ -352,6 +353,49 @@ def test_a_slow_island_is_waited_for_as_long_as_it_takes_steps() -> None:
     meeting = host_meeting()
     for changes in run_workers(slow_but_alive, 2, f"127.0.0.1:{meeting.port}"):
         assert not any(changes), changes
+
+
+def end_while_another_joins(rank: int, world_size: int, where: str, method: Any, options: Any, last: int) -> Any:
+    """Island 1 comes before step 10, after which the others take no further exchange that it could listen to."""
+    peers = ElasticPeers(where, rank, timeout_s=TIMEOUT_S, max_islands=3, min_islands=1 if rank == 1 else 2)
+    model = Net()
+    optimizer = adamw(model)
+    with method(model, optimizer, **options, peers=peers, announce=False) as islands:
+        while islands.steps < last:
+            if islands.steps == 9:
+                await_change(peers)
+            model(batch(3 * islands.steps + rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        islands.finish()
+        # What a run asks of all islands at its end.
+        count = islands.loop.sum_over_islands([1.0])
+    return islands.steps, count, [outer.fingerprint for outer in islands.loop.exchanges.outer]
+
+
+def await_change(peers: ElasticPeers) -> None:
+    due = time.monotonic() + HANG_S
+    while not peers.changed():
+        assert time.monotonic() < due
+        time.sleep(0.05)
+
+
+def join_late(rank: int, world_size: int, where: str, *story: Any) -> Any:
+    if rank == 1:
+        host, _, port = where.rpartition(":")
+        dist.TCPStore(host, int(port), is_master=False).wait([BEGUN], timedelta(seconds=HANG_S))
+    return end_while_another_joins(rank, world_size, where, *story)
+
+
+@pytest.mark.parametrize(
+    ("method", "last"),
+    [(DILOCO, 10), (DILOCO, 12), (STREAMING, 12)],
+    ids=["nothing-follows", "a-last-exchange-follows", "streaming"],
+)
+def test_who_joins_as_the_others_end_ends_with_them(method: Any, last: int) -> None:
+    meeting = host_meeting()
+    results = run_workers(join_late, 3, f"127.0.0.1:{meeting.port}", *method, last)
+    assert results == [(last, [3.0], results[0][2])] * 3
 
 
 def damage_again_and_again(rank: int, world_size: int, where: str) -> str:

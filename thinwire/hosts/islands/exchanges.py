@@ -64,6 +64,10 @@ class Exchanges:
         self.sent_through = 0
         self.weight = 1.0
         self.stop_agreed = False
+        # Islands that have joined and listen until they have the whole state; the same on all members.
+        self.catching_up: set[int] = set()
+        # 0 while islands train; in `finish` 1 and how many fragments have had their last exchange.
+        self.ending = 0
 
     @property
     def peers(self) -> Peers:
@@ -137,6 +141,7 @@ class Exchanges:
         """See apply; members: the islands that have exchanged it."""
         sync.check(members)
         total, weights = sync.total()
+        self.catching_up -= {one for one, header in zip(members, sync.headers(), strict=True) if header.weight}
         if any(header.is_last for header in sync.headers()):
             self.outer[number].take_mean(total, weights)
         else:
@@ -209,10 +214,12 @@ class Exchanges:
     def close(self) -> None:
         """Wait for what is under way, and leave the other islands."""
         self.drop_all()
-        if self.connected is not None:
+        # An island that still listens would take a barrier for its next exchange.
+        if self.connected is not None and not self.catching_up:
             # Whoever leaves breaks connections that a slower one may still wait on; if one is gone, that is over.
             with suppress(PeerLostError):
                 self.connected.comm.barrier()
+        if self.connected is not None:
             self.connected.close()
 
     def abandon(self) -> None:

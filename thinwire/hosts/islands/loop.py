@@ -91,15 +91,33 @@ class OuterLoop:
         """Take the mean of the islands' weights wherever they differ, and leave it in the model: the result.
 
         They differ after steps that no exchange has had yet, and by `mix` after one. A run that is shorter than a round
-        has its only exchange here.
+        has its only exchange here. An island that still catches up gets the state whole, and ends with the others.
         """
         self.drain()
+        self._end_together()
         just_sent = [] if self.method.mix else self.exchanges.schedule.due(self.steps)
-        for number in range(len(self.exchanges.fragments)):
+        for number in range(self.exchanges.ending - 1, len(self.exchanges.fragments)):
+            self.exchanges.ending = number + 2
             if self.steps and number not in just_sent:
                 self._send(number, is_last=True)
                 self.drain()
         self._adopt_outer()
+
+    def _end_together(self) -> None:
+        """Begin to end; meet anew where an island still listens, since nothing would tell it of the end."""
+
+        def meet() -> int:
+            self.exchanges.ending = self.exchanges.ending or 1
+            if not self.exchanges.catching_up:
+                return 0
+            self.changes.append(recovery.renew(self.exchanges, time.monotonic()))
+            return self.changes[-1].jump
+
+        jump = self.island.first_does(meet) or 0
+        ending, decision = self.island.share(torch.tensor([float(self.exchanges.ending)]), Decision(jump=jump))
+        self.exchanges.ending = int(ending)
+        if decision.jump:
+            self._jump(decision.jump)
 
     def go_on_from(self, step: int) -> None:
         """Count steps from there."""

@@ -54,23 +54,26 @@ class IslandStatus:
     """The word of one island to the others when they have met anew; lists are by fragment.
 
     options: stands for the model and the options. sent_through: the step whose exchanges were the last to be started.
-    applied: exchanges so far. pending: the step after which one was sent that is not applied; 0: none. status: of it.
+    ending: see Exchanges. applied: exchanges so far. pending: the step after which one was sent that is not applied; 0: none. status: of it.
     """
 
     options: int
     sent_through: int
+    ending: int
     applied: list[int]
     pending: list[int]
     status: list[int]
 
     def packed(self) -> Tensor:
-        return torch.tensor([self.options, self.sent_through, *self.applied, *self.pending, *self.status])
+        return torch.tensor(
+            [self.options, self.sent_through, self.ending, *self.applied, *self.pending, *self.status]
+        )
 
     @classmethod
     def unpacked(cls, numbers: list[int]) -> IslandStatus:
-        size = (len(numbers) - 2) // 3
-        lists = [numbers[2 + i * size : 2 + (i + 1) * size] for i in range(3)]
-        return cls(numbers[0], numbers[1], *lists)
+        options, sent_through, ending, *rest = numbers
+        size = len(rest) // 3
+        return cls(options, sent_through, ending, *(rest[i * size : (i + 1) * size] for i in range(3)))
 
 
 def join(exchanges: Exchanges) -> Change:
@@ -95,6 +98,8 @@ def renew(exchanges: Exchanges, start: float, has_met: bool = False) -> Change:
             say(f"thinwire: island {peers.island}: {error}; the islands meet once more")
             has_met = False
             continue
+        is_ending = any(word.ending for word in words.values())
+        exchanges.catching_up = set() if is_ending else set(peers.membership.joined)
         return Change(peers.membership, time.monotonic() - start, how, jump)
 
 
@@ -108,6 +113,7 @@ def exchange_words(exchanges: Exchanges) -> dict[int, IslandStatus]:
     mine = IslandStatus(
         options_digest(exchanges),
         exchanges.sent_through,
+        exchanges.ending,
         [outer.number for outer in exchanges.outer],
         [pending[number].step if number in pending else 0 for number in numbers],
         list(status.values()),
@@ -157,7 +163,8 @@ def settle(exchanges: Exchanges, words: Mapping[int, IslandStatus]) -> str:
 def catch_up(exchanges: Exchanges, words: Mapping[int, IslandStatus]) -> tuple[str, int]:
     """Get the state as of now while the others train on, listen to their exchanges, and apply those to it.
 
-    Ends right after an exchange; returns what was done, and the step at which the others go on from it.
+    Ends right after an exchange, or with the run where the others end theirs. Returns what was done, and the step at
+    which the others go on from it.
     """
     peers, start = exchanges.peers, time.monotonic()
     (donor, told), *_ = words.items()
@@ -170,20 +177,23 @@ def catch_up(exchanges: Exchanges, words: Mapping[int, IslandStatus]) -> tuple[s
     state = exchanges.outer_state()
     arriving = submit_hand_over(exchanges, donor, state)[peers.island]
     followed = []
-    for step, numbers in exchanges_after(exchanges, told, counts):
+    is_ending = any(word.ending for word in words.values())
+    step = told.sent_through
+    for step, numbers in exchanges_after(exchanges, told, counts, is_ending=is_ending):
         syncs = [listen(exchanges, number, step) for number in numbers]
         for number, sync in zip(numbers, syncs, strict=True):
             exchanges.wait_for(sync)
             followed.append((number, sync))
         if any(header.wishes_renewal for sync in syncs for header in sync.headers()):
             raise PeerLostError(f"island {peers.island}: others come or go before it has caught up")
-        if arriving.done():
+        if arriving.done() and not is_ending:
             break
     peers.comm.wait(arriving)
     exchanges.take_over(state, counts)
     for number, sync in followed:
         exchanges.apply_sync(number, sync, peers.members)
     peers.has_state = True
+    exchanges.ending = max(told.ending, is_ending)
     took_s = time.monotonic() - start
     return (
         f"{state.nbytes / 1e6:.3f} MB from island {donor}, {len(followed)} exchange(s) followed, {took_s:.1f} s",
@@ -191,13 +201,20 @@ def catch_up(exchanges: Exchanges, words: Mapping[int, IslandStatus]) -> tuple[s
     )
 
 
-def exchanges_after(exchanges: Exchanges, told: IslandStatus, counts: list[int]) -> Iterator[tuple[int, list[int]]]:
-    """Which fragments the others exchange after which step, from the first exchange that does not count yet."""
+def exchanges_after(
+    exchanges: Exchanges, told: IslandStatus, counts: list[int], *, is_ending: bool
+) -> Iterator[tuple[int, list[int]]]:
+    """Which fragments the others exchange after which step, from the first exchange that does not count yet.
+
+    Where a run ends, those are all that a newcomer listens to: it takes part in the rest.
+    """
     again: dict[int, list[int]] = {}
     for number, step in enumerate(told.pending):
         if step and told.applied[number] == counts[number]:
             again.setdefault(step, []).append(number)
     yield from sorted(again.items())
+    if is_ending:
+        return
     for step in itertools.count(told.sent_through + 1):
         if numbers := exchanges.schedule.due(step):
             yield step, numbers

@@ -1,12 +1,24 @@
-"""What ranks of tests would each load or compile, in the memory of the server that forks them; see `workers`."""
+"""What ranks and commands of tests would each load, compile or parse, in the memory of the server that forks them.
+
+See `workers`.
+"""
 
 import gc
 
 from torch.distributed.pipelining import _backward  # noqa: F401  (loaded with the first half of a backward)
 
 from tests.conformance import codec_suite, reduction_suite, strategy_suite  # noqa: F401
+from thinwire.cli import COMMANDS, loaded
 from thinwire.codecs import warm
+from thinwire.errors import Problems
 
 warm(case.codec for case in codec_suite.CASES)
+for command in COMMANDS.values():
+    loaded(command.run)
+    # tyro keeps what it has read of the classes behind the flags.
+    loaded(command.flags)().read([], Problems())
+import thinwire.launch.train  # noqa: E402, F401  (a command loads it only when it has read its flags)
+import thinwire.compare.run  # noqa: E402, F401  (the same)
+
 # The collector would write to every object, and so copy the memory that ranks share with the server.
 gc.freeze()

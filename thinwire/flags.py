@@ -194,11 +194,15 @@ class CommandLine:
 
         helps = [(name, Annotated[bool, tyro.conf.FlagCreatePairsOff, _aliases(name)], False) for name in self._helps]
         words = ("words", Annotated[tuple[str, ...], tyro.conf.Positional], ())
-        cls = make_dataclass("Flags", [words, *helps, *self._fields(reader)])
+        prefixes = {arg[2:].partition(".")[0] for arg in args if "." in arg and arg.startswith("--")}
+        tables = [table for table in self.tables if table in prefixes]
+        cls = make_dataclass("Flags", [words, *helps, *self._fields(reader, tables=tables)])
         return tyro.cli(cls, args=list(args), return_unknown_args=True, add_help=False, console_outputs=False)
 
-    def _fields(self, reader: Reader | None = None, *, everything: bool = True) -> Iterator[tuple[str, Any, Any]]:
-        """The fields that tyro reads: options in no group, then those of groups, then those of tables."""
+    def _fields(
+        self, reader: Reader | None = None, *, everything: bool = True, tables: Sequence[str] | None = None
+    ) -> Iterator[tuple[str, Any, Any]]:
+        """The fields that tyro reads: options in no group, then those of groups, then those of `tables`, or of all."""
         own = {option.name: option for option in self.tables[""] if not option.is_word}
         grouped = set(chain(*self.groups.values()))
         texts = {} if reader else help_of(self.classes[""])
@@ -207,7 +211,7 @@ class CommandLine:
         for title in list(self.groups)[: None if everything else 1]:
             inside = [self._field(own[name], "", texts, reader) for name in self.groups[title]]
             yield _nested(title, "", inside, tyro.conf.OmitArgPrefixes)
-        for table in self.tables if everything else ():
+        for table in (self.tables if tables is None else tables) if everything else ():
             if table:
                 texts = {} if reader else help_of(self.classes[table])
                 inside = [self._field(option, table, texts, reader) for option in self.tables[table]]
@@ -325,8 +329,8 @@ def _noting(option: Option, name: str, wrong: list[str], *, is_lenient: bool) ->
 def _nested(name: str, text: str, inside: list[tuple[str, Any, Any]], *markers: Any) -> tuple[str, Any, Any]:
     """A field that holds others, under a title of their own in --help."""
     cls = make_dataclass(name, inside)
-    cls.__doc__ = text
-    return name, Annotated[(cls, *markers)] if markers else cls, field(default_factory=cls)
+    # Stated, so that tyro does not read source for it, which takes longer than all else.
+    return name, Annotated[(cls, tyro.conf.arg(help=text), *markers)], field(default_factory=cls)
 
 
 def _aliases(name: str) -> Any:

@@ -7,6 +7,8 @@ import gc
 
 from torch.distributed.pipelining import _backward  # noqa: F401  (loaded with the first half of a backward)
 
+import thinwire.compare.run
+import thinwire.launch.train  # noqa: F401  (as the line above: a command loads it when it has read its flags)
 from tests.conformance import codec_suite, reduction_suite, strategy_suite  # noqa: F401
 from thinwire.cli import COMMANDS, loaded
 from thinwire.codecs import warm
@@ -17,8 +19,5 @@ for command in COMMANDS.values():
     loaded(command.run)
     # tyro keeps what it has read of the classes behind the flags.
     loaded(command.flags)().read([], Problems())
-import thinwire.launch.train  # noqa: E402, F401  (a command loads it only when it has read its flags)
-import thinwire.compare.run  # noqa: E402, F401  (the same)
-
 # The collector would write to every object, and so copy the memory that ranks share with the server.
 gc.freeze()

@@ -191,6 +191,7 @@ ROWS = {
         ZeroPP(inter_gradients="int4", intra_gradients="int4", loco=True), 0.2, ((4, 2),), range(1, STEPS, 2)
     ),
 }
+GRIDS = [(name, grid) for name in ROWS for grid in ROWS[name].grids]
 # One row of each kind of state, and of each way to average gradients.
 STATEFUL = [
     "zero", "zero-bf16", "sdp4bit", "sdp4bit-loco", "zero-compressed", "ddp", "powersgd", "powersgd-torch", "two-way",
@@ -328,6 +329,7 @@ def train(rank: int, world_size: int, name: str, local_size: int, micro_batches:
     replica = Replica(name, rank, world_size, seed=rank, local_size=local_size)
     optimizer = replica.optimizer
     hashes, sent = [], []
+    start = optimizer.meter.snapshot()
     for step in range(STEPS):
         before = optimizer.meter.snapshot()
         if (rank, step) == (world_size - 1, STEPS - 1):
@@ -335,13 +337,15 @@ def train(rank: int, world_size: int, name: str, local_size: int, micro_batches:
         assert not optimizer.stop_requested
         hashes.append(replica.step(step, micro_batches=micro_batches))
         sent.append((optimizer.meter.snapshot() - before).sent_bytes)
-        optimizer.check_replicas()
+    reading = optimizer.meter.snapshot() - start
+    optimizer.check_replicas()
     assert optimizer.stop_requested and optimizer.mean_loss == (world_size - 1) / 2
     assert optimizer.all_mean(rank) == (world_size - 1) / 2
     told = {
         "weights": {key: p.detach().clone() for key, p in replica.model.named_parameters()},
         "hashes": hashes,
         "norm": replica.norms[0],
+        "reading": reading,
         "sent": [sent[step] for step in ROWS[name].counted],
         "formula": optimizer.bytes_per_step,
         "uncompressed": optimizer.uncompressed_bytes_per_step,
@@ -412,7 +416,7 @@ def together(request: pytest.FixtureRequest, function: Callable[..., Any], world
 class StrategySuite:
     """Inherit, and every row is tested."""
 
-    @pytest.mark.parametrize(("name", "grid"), [(name, grid) for name in ROWS for grid in ROWS[name].grids])
+    @pytest.mark.parametrize(("name", "grid"), GRIDS)
     def test_follows_single_process_with_equal_replicas(
         self, request: pytest.FixtureRequest, name: str, grid: tuple[int, int]
     ) -> None:

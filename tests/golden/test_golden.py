@@ -1,26 +1,22 @@
-"""The code computes the bits and sends the bytes that golden.json records."""
+"""The code computes the bits and sends the bytes that golden.json records.
+
+Those of the strategies' suite are compared in tests/methods/test_suite.py, which trains them.
+"""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from tests.golden import found
-from tests.golden.record import read
+from tests.golden.compare import RECORD, compare
 
 pytestmark = pytest.mark.golden
-RECORD = read()
 GROUPS = found.groups()
 # What the entries told that shared a start of the processes, by the first name of their group.
 _told: dict[str, Callable[[str], found.Found]] = {}
-
-
-@functools.cache
-def machine() -> str:
-    return found.machine()
 
 
 def tell(request: pytest.FixtureRequest, name: str) -> found.Found:
@@ -33,25 +29,9 @@ def tell(request: pytest.FixtureRequest, name: str) -> found.Found:
     return _told[group.names[0]](name)
 
 
-def row_of(name: str) -> str:
-    """What the entry is about: `strategy/zero` of `strategy/zero/4x2`."""
-    return "/".join(name.split("/")[:2])
-
-
-@pytest.mark.parametrize("name", list(found.everything()))
+@pytest.mark.parametrize("name", [name for name in found.everything() if not name.startswith("strategy/")])
 def test_golden(request: pytest.FixtureRequest, name: str) -> None:
-    again = f"python -m tests.golden.record {name}"
-    if name not in RECORD["entries"] and row_of(name) not in map(row_of, RECORD["entries"]):
-        pytest.skip(f"{row_of(name)} is newer than the record: python -m tests.golden.record {row_of(name)}/")
-    assert name in RECORD["entries"], f"not recorded: {again}"
-    recorded, now = RECORD["entries"][name], tell(request, name)
-    assert now.sends_as(recorded["bytes"]), f"sends {now.bytes}, recorded {recorded['bytes']}"
-    if machine() not in recorded["bits"]:
-        pytest.skip(
-            f"only bytes were compared: this machine's arithmetic, {machine()}, is not recorded; on a commit that is "
-            f"known to be right: {again}"
-        )
-    assert now.bits == recorded["bits"][machine()], f"other bits than recorded; if it is meant to be: {again}"
+    compare(name, lambda: tell(request, name))
 
 
 def test_nothing_recorded_is_gone() -> None:

@@ -54,7 +54,8 @@ class IslandStatus:
     """The word of one island to the others when they have met anew; lists are by fragment.
 
     options: stands for the model and the options. sent_through: the step whose exchanges were the last to be started.
-    ending: see Exchanges. applied: exchanges so far. pending: the step after which one was sent that is not applied; 0: none. status: of it.
+    ending: see Exchanges. applied: exchanges so far. pending: the step after which one was sent that is not applied; 0:
+    none. status: of it.
     """
 
     options: int
@@ -65,9 +66,7 @@ class IslandStatus:
     status: list[int]
 
     def packed(self) -> Tensor:
-        return torch.tensor(
-            [self.options, self.sent_through, self.ending, *self.applied, *self.pending, *self.status]
-        )
+        return torch.tensor([self.options, self.sent_through, self.ending, *self.applied, *self.pending, *self.status])
 
     @classmethod
     def unpacked(cls, numbers: list[int]) -> IslandStatus:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.codecs import Codec
-from thinwire.collectives import gather, reduce, staging
+from thinwire.collectives import all_to_all, gather, reduce, staging
 from thinwire.collectives.exchange import Members, Wire
 from thinwire.collectives.groups import give_back, own_members
 from thinwire.collectives.link import Link
@@ -31,8 +31,9 @@ T = TypeVar("T")
 LABEL_BYTES = 64
 DEFAULT_TIMEOUT_S = 600.0
 EXIT_GRACE_S = 10.0
-# Jobs that may run at once, sending or packing. Two keep a link busy; more help where latency is high.
+# Jobs of each lane that may run at once, sending or packing. Two keep a link busy; more help where latency is high.
 NUM_SLOTS = 4
+LANES = NORMAL, URGENT = range(2)
 
 
 @dataclass(eq=False)
@@ -41,12 +42,17 @@ class CollectiveJob:
 
     start: Callable[[int], Rounds[Any]]
     future: Future
+    lane: int = NORMAL
     rounds: Rounds[Any] | None = None
     slot: int = -1
 
 
 class CommunicationThread:
     """Runs the jobs of all communicators of this process in the order of submission. NUM_SLOTS of them may overlap.
+
+    Urgent jobs are a lane of their own, with its own order and NUM_SLOTS slots: what a forward or backward pass waits
+    for never stands behind gradients. If both shared slots, a rank full of gradients and a rank full of urgent jobs
+    would wait for each other forever.
 
     While a job waits for its messages, the next one packs and posts its own, so that the link stays busy. All messages
     are posted from this thread: gloo groups that are used from several threads hang, abort or diverge silently. Other
@@ -59,23 +65,20 @@ class CommunicationThread:
         self._unfinished: set[Future] = set()
         # None ends a thread.
         self._inbox: queue.SimpleQueue[tuple[CollectiveJob, Exception | None] | None] = queue.SimpleQueue()
-        self._awaited: list[queue.SimpleQueue[tuple[CollectiveJob, Sequence[Awaited]] | None]] = [
-            queue.SimpleQueue() for _ in range(NUM_SLOTS)
-        ]
-        self._threads = [
-            threading.Thread(target=self._watch, args=(slot,), name=f"thinwire-arrivals-{slot}", daemon=True)
-            for slot in range(NUM_SLOTS)
-        ]
-        self._threads.append(threading.Thread(target=self._run, name="thinwire-communication", daemon=True))
-        for thread in self._threads:
-            thread.start()
+        self._awaited: dict[int, queue.SimpleQueue[tuple[CollectiveJob, Sequence[Awaited]] | None]] = {}
+        self._free_slots: dict[int, list[int]] = {lane: [] for lane in LANES}
+        self._threads = [threading.Thread(target=self._run, name="thinwire-communication", daemon=True)]
+        self._threads[0].start()
 
-    def submit(self, start: Callable[[int], Rounds[T]]) -> Future[T]:
-        """Run `start(slot)`, slot in range(NUM_SLOTS), after all jobs submitted before have started."""
+    def submit(self, start: Callable[[int], Rounds[T]], *, urgent: bool = False) -> Future[T]:
+        """Run `start(slot)` after all jobs that were submitted to its lane before have started.
+
+        slot: in range(len(LANES) * NUM_SLOTS).
+        """
         future: Future[T] = Future()
         self._unfinished.add(future)
         future.add_done_callback(self._unfinished.discard)
-        self._inbox.put((CollectiveJob(start, future), None))
+        self._inbox.put((CollectiveJob(start, future, URGENT if urgent else NORMAL), None))
         return future
 
     def end(self) -> None:
@@ -85,29 +88,45 @@ class CommunicationThread:
         """
         wait_for_all(list(self._unfinished), timeout=EXIT_GRACE_S)
         self._inbox.put(None)
-        for awaited in self._awaited:
+        # It is the one that adds slots.
+        self._threads[0].join(timeout=1.0)
+        for awaited in self._awaited.values():
             awaited.put(None)
         for thread in self._threads:
             thread.join(timeout=1.0)
 
+    def _add_slots(self, lane: int) -> None:
+        """Give a lane its slots, and a thread for each."""
+        for slot in range(lane * NUM_SLOTS, (lane + 1) * NUM_SLOTS):
+            self._awaited[slot] = queue.SimpleQueue()
+            watcher = threading.Thread(target=self._watch, args=(slot,), name=f"thinwire-arrivals-{slot}", daemon=True)
+            self._threads.append(watcher)
+            self._free_slots[lane].append(slot)
+            watcher.start()
+
     def _run(self) -> None:
-        submitted: deque[CollectiveJob] = deque()
-        free_slots = list(range(NUM_SLOTS))
+        submitted: dict[int, deque[CollectiveJob]] = {}
+        free_slots = self._free_slots
         while True:
             arrived = self._inbox.get()
             if arrived is None:
                 return
             job, error = arrived
             if job.rounds is None:
-                submitted.append(job)
+                # A lane without jobs has no threads.
+                if job.lane not in submitted:
+                    submitted[job.lane] = deque()
+                    self._add_slots(job.lane)
+                submitted[job.lane].append(job)
             elif self._ends(job, error):
-                free_slots.append(job.slot)
-            while submitted and free_slots:
-                started = submitted.popleft()
-                started.slot = free_slots.pop()
+                free_slots[job.lane].append(job.slot)
+            lane = job.lane
+            while submitted[lane] and free_slots[lane]:
+                started = submitted[lane].popleft()
+                started.slot = free_slots[lane].pop()
                 started.rounds = started.start(started.slot)
                 if self._ends(started, None):
-                    free_slots.append(started.slot)
+                    free_slots[lane].append(started.slot)
                 del started
             # A finished job's tensors must not live until the next job arrives.
             del arrived, job, error
@@ -197,7 +216,7 @@ class Communicator:
         self.rank = self._wire.rank
         self._num_jobs = 0
         self._unfinished: set[Future] = set()
-        self._memory: list[dict[str, Tensor]] = [{} for _ in range(NUM_SLOTS)]
+        self._memory: list[dict[str, Tensor]] = [{} for _ in range(len(LANES) * NUM_SLOTS)]
         # The grid is flat until the nodes are known; the exchange of node labels needs no more.
         self.topology = Topology(self.world_size, 1)
         self.topology, self.topology_reason = self._find_topology(local_size)
@@ -206,15 +225,16 @@ class Communicator:
     def meter(self) -> Meter:
         return self._wire.meter
 
-    def submit(self, job: Callable[[Link], Rounds[T]]) -> Future[T]:
+    def submit(self, job: Callable[[Link], Rounds[T]], *, urgent: bool = False) -> Future[T]:
         """Run `job(link)`, a generator of the messages it waits for, on the communication thread.
 
-        It starts after all jobs submitted before have started. Up to NUM_SLOTS jobs run at once.
+        It starts after all jobs submitted before have started. Up to NUM_SLOTS jobs run at once. urgent: in a lane of
+        its own, of which the same is true; for jobs that a forward or backward pass waits for.
         """
         self._num_jobs += 1
         number = self._num_jobs
         origin = staging.OriginStream.here()
-        future = communication_thread().submit(lambda slot: self._guarded(job, slot, number, origin))
+        future = communication_thread().submit(lambda slot: self._guarded(job, slot, number, origin), urgent=urgent)
         self._unfinished.add(future)
         future.add_done_callback(self._unfinished.discard)
         return future
@@ -280,6 +300,15 @@ class Communicator:
         """
         inter = inter or intra
         return self.submit(lambda link: reduce.all_reduce(link, x, intra, inter, gather or inter, seed=seed))
+
+    def all_to_all_rows(
+        self, rows: Tensor, counts: Sequence[int], receives: Sequence[int] | int, codec: Codec | None = None,
+        *, urgent: bool = True, **options: Any,
+    ) -> Future[tuple[Tensor, list[int]]]:  # fmt: skip
+        """Send any number of rows to every rank; see `all_to_all.all_to_all_rows`, which has the other options."""
+        return self.submit(
+            lambda link: all_to_all.all_to_all_rows(link, rows, counts, receives, codec, **options), urgent=urgent
+        )
 
     def broadcast_(self, x: Tensor, source: int = 0) -> Future[Tensor]:
         """Overwrite contiguous `x` with the bits of group rank `source`."""

@@ -32,6 +32,9 @@ STRATEGIES: dict[str, tuple[Any, str]] = {
     "fsdp": (FSDP(), "adamw"),
     "zeropp": (thinwire.ZeroPP(loco=True), "adamw"),
     "frontier": (thinwire.Frontier(), "adamw"),
+    "zero-muon": (Zero(), "muon"),
+    "fsdp-muon": (FSDP(), "muon"),
+    "ddp-muon": (thinwire.DDP(), "muon"),
 }
 
 
@@ -75,7 +78,12 @@ class Replica:
         strategy, kind = STRATEGIES[name]
         model = Net(seed)
         params = [param for param in model.parameters() if param.requires_grad]
-        make = {"adamw": torch.optim.AdamW, "dgc-sgd": thinwire.DGCSGD, "onebit-adam": thinwire.OneBitAdamW}[kind]
+        make = {
+            "adamw": torch.optim.AdamW,
+            "dgc-sgd": thinwire.DGCSGD,
+            "onebit-adam": thinwire.OneBitAdamW,
+            "muon": thinwire.Muon,
+        }[kind]
         optimizer = make([{"params": params[:1]}, {"params": params[1:]}], lr=3e-3)
         options: Any = {"seed": 3, "timeout_s": 60.0, "checked": False, "overlap": True}
         wrapped, parallel = apply(strategy, model, optimizer, local_size=local_size, **options)

@@ -23,6 +23,7 @@ STRATEGIES: dict[str, tuple[Any, str]] = {
     "sdp4bit": (thinwire.SDP4Bit(), "adamw"),
     "sdp4bit-loco": (thinwire.SDP4Bit(loco=True), "adamw"),
     "zero-compressed": (thinwire.ZeroCompressed(), "adamw"),
+    "zero-estimates": (thinwire.ZeroCompressed("topk10%", feedback="estimates", fresh=0.5), "adamw"),
     "ddp": (thinwire.DDP(), "adamw"),
     "powersgd": (thinwire.PowerSGD(start_step=0, rank=2), "adamw"),
     "two-way": (thinwire.TwoWay(min_bytes=0), "adamw"),

@@ -66,6 +66,9 @@ ROWS = {
     "zero": Row(Zero(), 0.0),
     "zero-bf16": Row(ZeroBF16(), 0.05),
     "zero-compressed": Row(ZeroCompressed(), 0.9, ((1, 1), (2, 1), (4, 2)), norm_error=0.5),
+    "zero-estimates": Row(
+        ZeroCompressed("topk20%/1024", feedback="estimates", fresh=0.9), 0.9, ((2, 1), (4, 2)), norm_error=1.0
+    ),
     "zero-topk": Row(
         ZeroCompressed("topk20%/1024", weights="bf16", vector_weights="bf16"), 0.6, ((4, 1),), norm_error=0.5
     ),
@@ -197,15 +200,13 @@ ROWS = {
 }
 # One row of each kind of state, and of each way to average gradients.
 STATEFUL = [
-    "zero", "zero-bf16", "zero-muon", "fsdp-muon", "ddp-muon", "sdp4bit", "sdp4bit-loco", "zero-compressed", "ddp",
-    "powersgd", "powersgd-torch", "two-way",
-    "dgc", "onebit-adam", "fsdp-bf16", "frontier", "zeropp-loco", "one-byte",
-    "lgreco-ef-topk", "lgreco-dgc", "ef-topk", "sketch",
+    "zero", "zero-bf16", "zero-muon", "fsdp-muon", "ddp-muon", "zero-estimates", "sdp4bit", "sdp4bit-loco",
+    "zero-compressed", "ddp", "powersgd", "powersgd-torch", "two-way", "dgc", "onebit-adam", "fsdp-bf16", "frontier",
+    "zeropp-loco", "one-byte", "lgreco-ef-topk", "lgreco-dgc", "ef-topk", "sketch",
 ]  # fmt: skip
 REDUCING = [
-    "sdp4bit", "sdp4bit-loco", "zero-compressed", "ddp", "powersgd", "powersgd-torch", "two-way", "dgc", "onebit-adam",
-    "fsdp",
-    "frontier", "zeropp-loco", "ef-topk", "sketch", "lgreco-dgc",
+    "zero-estimates", "sdp4bit", "sdp4bit-loco", "zero-compressed", "ddp", "powersgd", "powersgd-torch", "two-way",
+    "dgc", "onebit-adam", "fsdp", "frontier", "zeropp-loco", "ef-topk", "sketch", "lgreco-dgc",
 ]  # fmt: skip
 
 

@@ -58,6 +58,9 @@ class ShardedMethod(Method, ABC):
         num_pieces = sum(map(math.prod, layout.lossy_pieces.values()))
         if layout.wire.feedback:
             return 4 * num_pieces * layout.shard_numel
+        if fresh := layout.wire.fresh:
+            num_nodes = math.prod(layout.lossy_pieces.get("inter", (0,)))
+            return 4 * (num_nodes * (1 if fresh == 1 else 2) + bool(num_nodes)) * layout.shard_numel
         memory = self.gradient_memory([layout.shard_numel])
         return num_pieces * memory.piece_bytes if memory is not None else 0
 

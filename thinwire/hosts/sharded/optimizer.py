@@ -216,7 +216,7 @@ class ShardedOptimizer(ParallelOptimizer, torch.optim.Optimizer):
             bucket.shard_grad.mul_(factor)
 
     def _skip(self) -> None:
-        self.memory.state.forget()
+        self.memory.forget()
         grads = {slot.name: slot.param.grad for slot in self._slots if slot.param.grad is not None}
         bad = [name for name, grad in grads.items() if not bool(torch.isfinite(grad).all())]
         if bad:
@@ -299,8 +299,8 @@ class ShardedOptimizer(ParallelOptimizer, torch.optim.Optimizer):
         else:
             rows += self.method.describe(buckets[0].layout.levels, [unit.unit for unit in self.units])
             if held := self.memory.planned_bytes:
-                own = self.memory.own[0]
-                effect = "on" if own is None else str(own)
+                own, fresh = self.memory.own[0], max(bucket.layout.wire.fresh for bucket in buckets)
+                effect = str(own) if own is not None else "differences from estimates" if fresh else "on"
                 rows.append(("error feedback", effect, f"{held / 1e6:.3f} MB on this rank"))
             if self._matrices is not None:
                 rows += self._matrices.rows()

@@ -19,7 +19,7 @@ HOPS = ("intra", "inter")
 class Memory:
     """The feedback of each bucket's reduction, and the state that it lies in.
 
-    Error feedback is kept by hop, estimates by what they are, both under the number of the bucket, and go to any layout. A
+    Error feedback is kept by hop, estimates by what they are, both by the number of the bucket, and go to any layout. A
     method may bring a GradientMemory of its own.
     """
 

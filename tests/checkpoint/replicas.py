@@ -23,6 +23,7 @@ STRATEGIES: dict[str, tuple[Any, str]] = {
     "sdp4bit": (thinwire.SDP4Bit(), "adamw"),
     "sdp4bit-loco": (thinwire.SDP4Bit(loco=True), "adamw"),
     "zero-compressed": (thinwire.ZeroCompressed(), "adamw"),
+    "zero-estimates": (thinwire.ZeroCompressed("topk10%", feedback="estimates", fresh=0.5), "adamw"),
     "ddp": (thinwire.DDP(), "adamw"),
     "powersgd": (thinwire.PowerSGD(start_step=0, rank=2), "adamw"),
     "two-way": (thinwire.TwoWay(min_bytes=0), "adamw"),
@@ -32,6 +33,9 @@ STRATEGIES: dict[str, tuple[Any, str]] = {
     "fsdp": (FSDP(), "adamw"),
     "zeropp": (thinwire.ZeroPP(loco=True), "adamw"),
     "frontier": (thinwire.Frontier(), "adamw"),
+    "zero-muon": (Zero(), "muon"),
+    "fsdp-muon": (FSDP(), "muon"),
+    "ddp-muon": (thinwire.DDP(), "muon"),
 }
 
 
@@ -75,7 +79,12 @@ class Replica:
         strategy, kind = STRATEGIES[name]
         model = Net(seed)
         params = [param for param in model.parameters() if param.requires_grad]
-        make = {"adamw": torch.optim.AdamW, "dgc-sgd": thinwire.DGCSGD, "onebit-adam": thinwire.OneBitAdamW}[kind]
+        make = {
+            "adamw": torch.optim.AdamW,
+            "dgc-sgd": thinwire.DGCSGD,
+            "onebit-adam": thinwire.OneBitAdamW,
+            "muon": thinwire.Muon,
+        }[kind]
         optimizer = make([{"params": params[:1]}, {"params": params[1:]}], lr=3e-3)
         options: Any = {"seed": 3, "timeout_s": 60.0, "checked": False, "overlap": True}
         wrapped, parallel = apply(strategy, model, optimizer, local_size=local_size, **options)

@@ -19,9 +19,22 @@ CROSSINGS = [
     ("zero", "ddp"), ("ddp", "fsdp"), ("fsdp", "zero"), ("sdp4bit", "zero"), ("zero", "sdp4bit"),
     ("powersgd", "zero-compressed"), ("zero-compressed", "two-way"), ("ef-topk", "powersgd"), ("zeropp", "sdp4bit"),
     ("sdp4bit", "zeropp"), ("frontier", "zero"), ("ddp", "frontier"), ("ddp", "onebit-adam"),
+    ("zero-muon", "fsdp-muon"), ("fsdp-muon", "ddp-muon"), ("ddp-muon", "zero-muon"),
 ]  # fmt: skip
 # (from, to) by whom the first loss after must be the one before: codecs leave their weights alone.
-EXACT = {"zero", "ddp", "fsdp", "powersgd", "two-way", "ef-topk", "dgc", "onebit-adam"}
+EXACT = {
+    "zero",
+    "ddp",
+    "fsdp",
+    "powersgd",
+    "two-way",
+    "ef-topk",
+    "dgc",
+    "onebit-adam",
+    "zero-muon",
+    "fsdp-muon",
+    "ddp-muon",
+}
 
 
 def first_run(rank: int, world_size: int, folder: Path) -> dict[str, Any]:

@@ -66,6 +66,9 @@ ROWS = {
     "zero": Row(Zero(), 0.0),
     "zero-bf16": Row(ZeroBF16(), 0.05),
     "zero-compressed": Row(ZeroCompressed(), 0.9, ((1, 1), (2, 1), (4, 2)), norm_error=0.5),
+    "zero-estimates": Row(
+        ZeroCompressed("topk20%/1024", feedback="estimates", fresh=0.9), 0.9, ((2, 1), (4, 2)), norm_error=1.0
+    ),
     "zero-topk": Row(
         ZeroCompressed("topk20%/1024", weights="bf16", vector_weights="bf16"), 0.6, ((4, 1),), norm_error=0.5
     ),
@@ -97,6 +100,10 @@ ROWS = {
         ((4, 2),),
     ),
     "sdp4bit-loco": Row(thinwire.SDP4Bit(loco=True), 0.45, ((1, 1), (2, 1), (4, 2))),
+    # Directions are rounded to bf16, so that a sum in another order may flip a bit.
+    "zero-muon": Row(Zero(), 0.02, ((2, 1), (4, 2)), optimizer="muon", reference="torch-muon"),
+    "fsdp-muon": Row(FSDP(), 0.02, ((4, 2),), range(1, STEPS, 2), optimizer="muon", reference="torch-muon"),
+    "ddp-muon": Row(DDP(), 0.02, ((2, 1),), may_skip_parameters=False, optimizer="muon", reference="torch-muon"),
     "ddp": Row(DDP(), 0.0, FLAT_GRIDS, may_skip_parameters=False),
     "ddp-unused": Row(DDP(find_unused_parameters=True), 0.0, ((2, 1),)),
     "ddp-bf16": Row(DDP(codec="bf16"), 0.005, ((4, 1),), may_skip_parameters=False),
@@ -194,14 +201,13 @@ ROWS = {
 GRIDS = [(name, grid) for name in ROWS for grid in ROWS[name].grids]
 # One row of each kind of state, and of each way to average gradients.
 STATEFUL = [
-    "zero", "zero-bf16", "sdp4bit", "sdp4bit-loco", "zero-compressed", "ddp", "powersgd", "powersgd-torch", "two-way",
-    "dgc", "onebit-adam", "fsdp-bf16", "frontier", "zeropp-loco", "one-byte",
-    "lgreco-ef-topk", "lgreco-dgc", "ef-topk", "sketch",
+    "zero", "zero-bf16", "zero-muon", "fsdp-muon", "ddp-muon", "zero-estimates", "sdp4bit", "sdp4bit-loco",
+    "zero-compressed", "ddp", "powersgd", "powersgd-torch", "two-way", "dgc", "onebit-adam", "fsdp-bf16", "frontier",
+    "zeropp-loco", "one-byte", "lgreco-ef-topk", "lgreco-dgc", "ef-topk", "sketch",
 ]  # fmt: skip
 REDUCING = [
-    "sdp4bit", "sdp4bit-loco", "zero-compressed", "ddp", "powersgd", "powersgd-torch", "two-way", "dgc", "onebit-adam",
-    "fsdp",
-    "frontier", "zeropp-loco", "ef-topk", "sketch", "lgreco-dgc",
+    "zero-estimates", "sdp4bit", "sdp4bit-loco", "zero-compressed", "ddp", "powersgd", "powersgd-torch", "two-way",
+    "dgc", "onebit-adam", "fsdp", "frontier", "zeropp-loco", "ef-topk", "sketch", "lgreco-dgc",
 ]  # fmt: skip
 
 
@@ -235,7 +241,7 @@ def batch(step: int) -> torch.Tensor:
     return torch.randint(0, 37, (8, 9), generator=torch.Generator().manual_seed(step))
 
 
-def make_optimizer(model: nn.Module, kind: str = "adamw") -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, kind: str = "adamw") -> Any:
     decayed = [p for p in model.parameters() if p.dim() >= 2]
     plain = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
@@ -243,6 +249,10 @@ def make_optimizer(model: nn.Module, kind: str = "adamw") -> torch.optim.Optimiz
         return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
     if kind == "sgd-plain":
         return torch.optim.SGD(groups, lr=0.05)
+    if kind == "muon":
+        return thinwire.Muon(groups, lr=0.01, eps=1e-4)
+    if kind == "torch-muon":
+        return TorchMuon(decayed, plain)
     if kind == "dgc-sgd":
         return thinwire.DGCSGD(groups, lr=0.05)
     if kind == "onebit-adam":
@@ -253,6 +263,23 @@ def make_optimizer(model: nn.Module, kind: str = "adamw") -> torch.optim.Optimiz
         return torch.optim.Adam(groups, lr=3e-3, eps=1e-4, amsgrad=True)
     # With 1e-8 the first steps are the gradient's sign, which rounding alone can flip.
     return torch.optim.AdamW(groups, lr=3e-3, eps=1e-4)
+
+
+class TorchMuon:
+    """torch's own Muon for matrices, beside torch's AdamW."""
+
+    def __init__(self, matrices: list[nn.Parameter], vectors: list[nn.Parameter]) -> None:
+        muon = torch.optim.Muon(matrices, lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+        adamw = torch.optim.AdamW(vectors, lr=0.01, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.0)
+        self.both: list[torch.optim.Optimizer] = [muon, adamw]
+
+    def step(self) -> None:
+        for one in self.both:
+            one.step()
+
+    def zero_grad(self) -> None:
+        for one in self.both:
+            one.zero_grad()
 
 
 @functools.cache

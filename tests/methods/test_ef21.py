@@ -64,6 +64,49 @@ def test_differences_reach_the_minimum_where_error_feedback_does_not() -> None:
         torch.testing.assert_close(torch.stack(estimates).mean(0), means[0], rtol=0, atol=1e-5)
 
 
+def descend_on_shards(rank: int, world_size: int) -> dict[str, Any]:
+    """The same quadratics on the sharded host; off: the distance from the minimum of their mean."""
+    curvatures = [0.5 + torch.rand(16, 16, generator=torch.Generator().manual_seed(r)) for r in range(world_size)]
+    minima = [torch.randn(16, 16, generator=torch.Generator().manual_seed(10 + r)) for r in range(world_size)]
+    products = [curvature * minimum for curvature, minimum in zip(curvatures, minima, strict=True)]
+    target = torch.stack(products).sum(0) / torch.stack(curvatures).sum(0)
+    found: dict[str, Any] = {}
+    for feedback, fresh in (("error", 1.0), ("estimates", 0.5)):
+        method = thinwire.ZeroCompressed("topk5%/64", feedback=feedback, fresh=fresh, weights="fp32")
+        model = nn.Linear(16, 16, bias=False)
+        nn.init.zeros_(model.weight)
+        model, optimizer = thinwire.zero(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), method, local_size=1, announce=False
+        )
+        for _ in range(STEPS // 2):
+            off = model(torch.eye(16)).T - minima[rank]
+            (0.5 * curvatures[rank] * off.square()).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        state = optimizer.memory.state
+        found[f"{feedback} {fresh}"] = float((model.weight.detach() - target).norm() / target.norm())
+        planned = method.plan(nn.Linear(16, 16, bias=False), optimizer.comm.topology, 1).other["error feedback"]
+        assert planned == optimizer.memory.planned_bytes == sum(kept.planned_bytes for _, kept in state._all())
+        found["kept"] = state.state_dict()
+        state.take_over(lambda kind, name: torch.full((256,), 2.0))
+        found["taken"] = state.state_dict()
+        optimizer.close()
+    return found
+
+
+def test_the_same_on_shards() -> None:
+    world_size, per_node = 2, 1
+    results = run_workers(descend_on_shards, world_size, local_size=per_node)
+    off = results[0]
+    assert off["estimates 0.5"] < 5e-3 < off["error 1.0"], off
+    for state in ("kept", "taken"):
+        for rank, found in enumerate(results):
+            nodes = [results[other][state]["estimate"]["0"] for other in range(rank % per_node, world_size, per_node)]
+            total = sum(estimate[rank // per_node] for estimate in nodes)
+            torch.testing.assert_close(found[state]["mean"]["0"], total, rtol=0, atol=1e-5)
+    assert float(results[0]["taken"]["mean"]["0"].max()) == 2.0 * world_size
+
+
 def test_other_ranks_take_over_the_mean() -> None:
     place = Place({"weight": torch.Size([16, 16])}, thinwire.Topology(4, 1))
     state = EF21("sign", fresh=0.5).reduction(place, 0).state

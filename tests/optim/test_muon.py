@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import thinwire
+from tests.workers import run_workers
 from thinwire.errors import ConfigError
 from thinwire.hosts.tensor import cut_parameters
 from thinwire.optim import OPTIMIZERS, Muon, make_optimizer
@@ -95,16 +96,76 @@ def test_the_trainer_gives_it_the_matrices_of_layers() -> None:
     assert turned == ["layers.0.weight", "layers.1.weight"]
 
 
+class Held(nn.Module):
+    """A matrix that four ranks cut, one that fits, a stack of experts, and a vector; each has a gradient of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(7)
+        for name, shape in {"wide": (24, 50), "tall": (50, 24), "stack": (3, 10, 6), "bias": (24,)}.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape, generator=generator)))
+
+    def forward(self, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(step)
+        return sum((p * torch.randn(p.shape, generator=generator)).sum() for p in self.parameters())  # type: ignore
+
+
+def stepped(model: nn.Module, optimizer: Any, steps: range) -> dict[str, Tensor]:
+    """All ranks have the same gradients, of which the mean over two or four ranks is exact."""
+    for step in steps:
+        model(step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def shards(rank: int, world_size: int, local_size: int) -> dict[str, Any]:
+    """Six steps, with small buckets where nodes have several ranks."""
+    model, bucket_numel = Held(), 2048 if local_size > 1 else None
+    model, optimizer = thinwire.zero(
+        model, Muon(model.parameters(), 0.02), thinwire.Zero(), local_size=local_size, timeout_s=30,
+        bucket_numel=bucket_numel,
+    )  # fmt: skip
+    plan = thinwire.Zero().plan(Held(), optimizer.comm.topology, 1, orthogonal={"wide", "tall", "stack"})
+    found: dict[str, Any] = {"formula": optimizer.bytes_per_step, "plan": sum(plan.sent.values())}
+    before = optimizer.meter.snapshot()
+    stepped(model, optimizer, range(1))
+    found["sent"] = (optimizer.meter.snapshot() - before).sent_bytes
+    found["weights"] = stepped(model, optimizer, range(1, 6))
+    optimizer.close()
+    return found
+
+
+@pytest.mark.parametrize("world_size, local_size", [(4, 2), (2, 1)])
+def test_shards_step_as_one_process_to_the_bit(world_size: int, local_size: int) -> None:
+    alone = Held()
+    expected = stepped(alone, Muon(alone.parameters(), 0.02), range(6))
+    theirs = Held()
+    muon = torch.optim.Muon([*theirs.parameters()][:2], 0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    reference = stepped(theirs, muon, range(6))
+    ranks = run_workers(shards, world_size, local_size, local_size=local_size)
+    for found in ranks:
+        for name, value in expected.items():
+            assert torch.equal(found["weights"][name], value), name
+        for name in ("wide", "tall"):
+            torch.testing.assert_close(found["weights"][name], reference[name], rtol=0, atol=1e-6)
+        assert found["sent"] == found["formula"]
+    if local_size == 1:
+        assert max(found["sent"] for found in ranks) == ranks[0]["plan"]
+
+
 def test_who_cuts_tensors_refuses_it() -> None:
-    with pytest.raises(ConfigError, match="muon does not fit strategy zero"):
-        Run.of(TrainConfig(strategy="zero", optimizer="muon"))
+    with pytest.raises(ConfigError, match="lans does not fit strategy zero"):
+        Run.of(TrainConfig(strategy="zero", optimizer="lans"))
+    assert Run.of(TrainConfig(strategy="sdp4bit", optimizer="muon")).config.optimizer == "muon"
     with pytest.raises(ConfigError, match="mesh"):
         Run.of(TrainConfig(strategy="ddp", optimizer="muon", mesh="data=1,tensor=2", workers=2))
     model = torch.nn.Linear(4, 4)
     for optimizer in (Muon(model.parameters()), OPTIMIZERS["lans"](model.parameters())):
         with pytest.raises(ConfigError, match="whole tensors"):
             cut_parameters(model, optimizer, None)  # type: ignore[arg-type]
+    for cutting in (OPTIMIZERS["lans"](model.parameters()), torch.optim.Muon([model.weight])):
         with pytest.raises(ConfigError, match="can't be sharded"):
-            thinwire.zero(model, optimizer, thinwire.Zero())
+            thinwire.zero(model, cutting, thinwire.Zero())
     with pytest.raises(ConfigError, match=r"muon momentum 1\.0"):
         Muon(model.parameters(), momentum=1.0)

@@ -102,6 +102,45 @@ class Lost:
             self.gather.copy_(mean[node, local_rank]).mul_(grid.world_size)
 
 
+@dataclass(frozen=True)
+class Estimates:
+    """Differences from estimates, on the hop between nodes: each node's sums x have one that their receiver shares.
+
+        v <- v + fresh (x - v)               v = x where fresh is 1
+        C(v - h) is sent;  h <- h + C(v - h)
+        total = H + sum over nodes of C(v - h);  H <- total
+
+    As sums settle, what is sent becomes small, and the total exact. Written while messages travel, as Lost is.
+
+    Shape, fp32, for slices of n elements:
+        sent: h, [num_nodes, n], of this node's sums, by the node that receives them.
+        total: H, [n], the sum of all nodes' h for the slice that this rank owns.
+        momentum: v, as h; None where fresh is 1.
+    Source: EF21 (NeurIPS 2021), algorithm 2; with momentum: Fatkhullin et al. (NeurIPS 2023), algorithm 1.
+    """
+
+    sent: Tensor
+    total: Tensor
+    momentum: Tensor | None = None
+    fresh: float = 1.0
+
+    def encode(
+        self, codec: Codec, x: Tensor, piece: tuple[int, int], *, seed: int, counter: int, out: Tensor
+    ) -> Tensor:
+        """Encode how far `x`, or its momentum, is from its estimate; see Feedback."""
+        hop, number = piece
+        if hop != HOP_INTER:
+            return codec.encode(x, seed=seed, counter=counter, out=out)
+        wanted = x if self.momentum is None else self.momentum[number].lerp_(x, self.fresh)
+        codec.encode(wanted - self.sent[number], seed=seed, counter=counter, out=out)
+        self.sent[number].add_(codec.decode(out, x.numel()))
+        return out
+
+    def add_up(self, differences: Tensor) -> Tensor:
+        """The sum over nodes, of whose differences this is the sum."""
+        return self.total.add_(differences)
+
+
 def encode_with(codec: Codec, x: Tensor, lost: Tensor | None, seed: int, counter: int, out: Tensor) -> Tensor:
     """Write out = C(x). With error feedback, write out = C(x + lost) and set lost <- x + lost - C(x + lost)."""
     if lost is None:

@@ -23,7 +23,7 @@ class WireFormat:
 
     weights: codec of the all_gather; differences: send master - replica instead of the master itself.
     intra, inter: codecs of the gradient's hop inside a node and between nodes. feedback: what they lose is kept, and
-    added to the next gradient.
+    added to the next gradient. fresh: above 0, differences from estimates travel between nodes, see Estimates.
     Raises ConfigError for a combination that can't work.
     """
 
@@ -32,6 +32,7 @@ class WireFormat:
     intra: Codec
     inter: Codec
     feedback: bool = False
+    fresh: float = 0.0
 
     def __post_init__(self) -> None:
         for codec in (self.intra, self.inter):

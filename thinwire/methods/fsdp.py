@@ -24,7 +24,7 @@ from thinwire.methods.interface import (
     MethodPlan,
     agreement_sent,
 )
-from thinwire.optim import ELEMENTWISE
+from thinwire.optim import SHARDED
 
 AGAIN = "weights_again"
 
@@ -45,7 +45,7 @@ class FSDPMethod(Method):
 
     own_way: ClassVar[str] = "compress_fsdp"
     not_on_zero: ClassVar[str] = "belongs to torch's wrapper"
-    optimizers: ClassVar[tuple[str, ...]] = ELEMENTWISE
+    optimizers: ClassVar[tuple[str, ...]] = SHARDED
     optimizers_reason: ClassVar[str] = CUTS_TENSORS
     shards_optimizer: ClassVar[bool] = True
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from thinwire.codecs import Cast, Codec, Identity
@@ -22,7 +23,8 @@ from thinwire.methods.interface import (
     MethodPlan,
     agreement_sent,
 )
-from thinwire.optim import ELEMENTWISE
+from thinwire.methods.matrices import OPERATION, CutMatrices
+from thinwire.optim import SHARDED
 from thinwire.table import Row
 
 
@@ -40,7 +42,7 @@ class ShardedMethod(Method, ABC):
     """
 
     name: ClassVar[str]
-    optimizers: ClassVar[tuple[str, ...]] = ELEMENTWISE
+    optimizers: ClassVar[tuple[str, ...]] = SHARDED
     optimizers_reason: ClassVar[str] = CUTS_TENSORS
     shards_optimizer: ClassVar[bool] = True
 
@@ -56,6 +58,9 @@ class ShardedMethod(Method, ABC):
         num_pieces = sum(map(math.prod, layout.lossy_pieces.values()))
         if layout.wire.feedback:
             return 4 * num_pieces * layout.shard_numel
+        if fresh := layout.wire.fresh:
+            num_nodes = math.prod(layout.lossy_pieces.get("inter", (0,)))
+            return 4 * (num_nodes * (1 if fresh == 1 else 2) + bool(num_nodes)) * layout.shard_numel
         memory = self.gradient_memory([layout.shard_numel])
         return num_pieces * memory.piece_bytes if memory is not None else 0
 
@@ -95,8 +100,13 @@ class ShardedMethod(Method, ABC):
         """Rows of (asked for, in effect, why), of a group of more than one rank."""
         return describe_formats(self, levels.topology)
 
-    def plan(self, model: nn.Module, topology: Topology, micro_batches: int) -> MethodPlan:
-        """4 N/s1 of weights, gradients, 12 N/P of masters and moments, and whole units in passing."""
+    def plan(
+        self, model: nn.Module, topology: Topology, micro_batches: int, orthogonal: Collection[str] = ()
+    ) -> MethodPlan:
+        """4 N/s1 of weights, gradients, 12 N/P of masters and moments, and whole units in passing.
+
+        orthogonal: the parameters of which Muon, with a codec of bf16, makes the updates orthogonal.
+        """
         trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
         levels = self.levels(topology)
         units = self.units(model, trained, [levels], lambda _: 0, None)
@@ -112,11 +122,31 @@ class ShardedMethod(Method, ABC):
             gradients, passing = sum(param.numel() for param in trained.values()) + shard, 0
         passing += staying + sum(others) if levels.weights_over > 1 else 0
         lost = sum(map(self.memory_bytes, layouts))
+        sent = agreement_sent(topology, len(trained)) | sent_by(units, micro_batches)
+        if orthogonal:
+            cut = CutMatrices.of(cut_by(layouts, orthogonal), topology, Cast("bf16"))
+            sent |= {(OPERATION, level): num_bytes for level, num_bytes in cut.most_bytes().items()}
+        turned = sum(param.numel() for name, param in trained.items() if name in orthogonal)
         return MethodPlan(
             weights=sum(layout.numel * layout.dtype.itemsize for layout in layouts) // levels.weights_over,
             gradients=4 * gradients,
-            optimizer=12 * shard,
+            optimizer=12 * shard - 4 * turned // topology.world_size,
             passing=4 * passing,
-            sent=agreement_sent(topology, len(trained)) | sent_by(units, micro_batches),
+            sent=sent,
             other={"error feedback": lost} if lost else {},
         )
+
+
+def cut_by(
+    layouts: Iterable[BucketLayout], names: Collection[str]
+) -> dict[str, tuple[torch.Size, list[tuple[int, int]]]]:
+    """By parameter, its shape and the elements [first, last) whose masters each rank has; see CutMatrices."""
+    found: dict[str, tuple[torch.Size, list[tuple[int, int]]]] = {}
+    for layout in layouts:
+        for span in (span for span in layout.spans if span.name in names):
+            parts = []
+            for rank in range(layout.levels.topology.world_size):
+                own, start = layout.owned(span, rank), layout.shard_start(rank) - span.start
+                parts.append((start + own.start, start + own.stop))
+            found[span.name] = span.shape, parts
+    return found

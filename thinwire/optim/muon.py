@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from thinwire.codecs.grammar import read
 from thinwire.errors import ConfigError
 from thinwire.optim.parameterwise import Parameterwise
 
@@ -16,6 +18,21 @@ from thinwire.optim.parameterwise import Parameterwise
 QUINTIC = 3.4445, -4.775, 2.0315
 NUM_STEPS = 5
 LEAST_NORM = 1e-7
+
+
+@dataclass(frozen=True)
+class Shards:
+    """What Muon needs where it steps pieces of matrices, which a host gives it.
+
+    Args:
+        names: of the parameter that a piece belongs to, by piece.
+        shapes: of the whole parameters, by name.
+        turn: pieces of directions, flat, by name -> this rank's pieces of the orthogonalised whole; a collective.
+    """
+
+    names: Mapping[Tensor, str]
+    shapes: Mapping[str, torch.Size]
+    turn: Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 
 class Muon(Parameterwise):
@@ -30,13 +47,17 @@ class Muon(Parameterwise):
     `betas` and `eps`.
 
     params: tensors or groups, as for torch's optimizers. State: `momentum_buffer`, or AdamW's `step`, `exp_avg`,
-    `exp_avg_sq`. Not elementwise. Raises ConfigError for values outside of lr >= 0, 0 <= momentum, b < 1, eps > 0,
-    weight_decay >= 0.
+    `exp_avg_sq`. Not elementwise; where a host cuts tensors, each matrix becomes orthogonal on one rank, to which the
+    others send their pieces of U in `codec`. bf16 changes no bit, since the steps of the orthogonalisation begin in it.
+
+    Raises ConfigError for values outside of lr >= 0, 0 <= momentum, b < 1, eps > 0, weight_decay >= 0, and for a codec
+    of variable length.
     Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024); the factor: Liu et al.,
     "Muon is scalable for LLM training" (2025), section 2.2.
     """
 
     needs_whole_tensors = True
+    shards: Shards | None = None
 
     def __init__(
         self,
@@ -48,28 +69,50 @@ class Muon(Parameterwise):
         weight_decay: float = 0.1,
         *,
         orthogonal: bool = True,
+        codec: str = "bf16",
     ) -> None:
         given = {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**given, "orthogonal": orthogonal})
         for group in self.param_groups:
             _check(group)
+        self.codec = read(codec)
+        if self.codec.has_variable_length:
+            raise ConfigError(f"muon codec {codec}: its packets differ in length; leave zstd out")
+
+    @property
+    def matrices(self) -> list[Tensor]:
+        """The parameters whose updates become orthogonal."""
+        return [p for group in self.param_groups for p in group["params"] if group["orthogonal"] and p.dim() in (2, 3)]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient; where matrices are cut, a collective."""
+        self._cut: list[tuple[Tensor, dict[str, Any], str, Tensor]] = []
+        loss = super().step(closure)
+        if self.shards is not None:
+            turned = self.shards.turn({name: direction for _, _, name, direction in self._cut})
+            for param, group, name, _ in self._cut:
+                _move(param, turned[name].view_as(param), self.shards.shapes[name], group)
+        self._cut.clear()
+        return loss
 
     def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
-        if group["orthogonal"] and param.dim() in (2, 3):
-            self._step_matrix(param, grad, group)
+        if self.shards is not None and param in self.shards.names:
+            name = self.shards.names[param]
+            self._cut.append((param, group, name, self._direction(param, grad, group)))
+        elif self.shards is None and group["orthogonal"] and param.dim() in (2, 3):
+            _move(param, orthogonalised(self._direction(param, grad, group)), param.shape, group)
         else:
             self._step_adamw(param, grad, group)
 
-    def _step_matrix(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+    def _direction(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
+        """U, and the momentum in its place."""
         state = self.state[param]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(grad)
-        held = state["momentum_buffer"]
+        held: Tensor = state["momentum_buffer"]
         held.lerp_(grad, 1 - group["momentum"])
-        update = orthogonalised(grad.lerp(held, group["momentum"]))
-        rate = 0.2 * math.sqrt(max(param.shape[-2:])) * group["lr"]
-        param.mul_(1 - group["lr"] * group["weight_decay"])
-        param.add_(update, alpha=-rate)
+        return grad.lerp(held, group["momentum"])
 
     def _step_adamw(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         state, (beta1, beta2) = self.state[param], group["betas"]
@@ -81,6 +124,12 @@ class Muon(Parameterwise):
         state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
         spread = state["exp_avg_sq"].sqrt().div_(math.sqrt(1 - beta2 ** state["step"])).add_(group["eps"])
         param.addcdiv_(state["exp_avg"], spread, value=-group["lr"] / (1 - beta1 ** state["step"]))
+
+
+def _move(param: Tensor, update: Tensor, shape: torch.Size, group: dict[str, Any]) -> None:
+    """Take a step along `update`; shape: of the whole, of which `param` may be a piece."""
+    param.mul_(1 - group["lr"] * group["weight_decay"])
+    param.add_(update, alpha=-0.2 * math.sqrt(max(shape[-2:])) * group["lr"])
 
 
 def orthogonalised(x: Tensor) -> Tensor:

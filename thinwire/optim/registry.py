@@ -25,6 +25,8 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 # Elementwise optimizers: a tensor can be cut anywhere.
 ELEMENTWISE = ("adamw", "sgd", "sgd-plain")
+# Optimizers of methods that cut tensors: for Muon the ranks bring the pieces of each matrix together.
+SHARDED = (*ELEMENTWISE, "muon")
 # Optimizers that need whole tensors.
 WHOLE = ("lans", "muon")
 # Optimizers that take any gradient and have no communication of their own.

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from thinwire.errors import ConfigError
+from thinwire.optim import Muon
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     """Raise ConfigError unless two steps on halves of a tensor equal two steps on the whole, for every param group.
 
-    The halves have gradients of very different size, so any norm, factorisation or matrix step shows.
+    The halves have gradients of very different size, so any norm, factorisation or matrix step shows. thinwire's Muon
+    passes: hosts bring pieces of a matrix together for it.
     """
     name = type(optimizer).__name__
     # Flat pieces of a parameter, on which it is tried below, are no matrices.
-    if needs_whole_tensors(optimizer):
+    if needs_whole_tensors(optimizer) and not isinstance(optimizer, Muon):
+        nearest = "thinwire.Muon, " if isinstance(optimizer, torch.optim.Muon) else ""
         raise ConfigError(
-            f"{name} can't be sharded: its update of one element depends on others of the same tensor; take a method "
-            "with whole weights on every rank, such as DDP, or an elementwise optimizer such as AdamW or SGD"
+            f"{name} can't be sharded: its update of one element depends on others of the same tensor; take {nearest}a "
+            "method with whole weights on every rank, such as DDP, or an elementwise optimizer such as AdamW or SGD"
         )
     for group in optimizer.param_groups:
         try:
@@ -45,11 +49,23 @@ def needs_whole_tensors(optimizer: torch.optim.Optimizer) -> bool:
     return getattr(optimizer, "needs_whole_tensors", False) or isinstance(optimizer, torch.optim.Muon)
 
 
-def state_of_twin(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What `optimizer` holds of a parameter of a few elements after a step: by kind, what it looks like."""
-    group = optimizer.param_groups[0]
-    twin, params = _stepped_twin(optimizer, group, [slice(0, 8)])
-    return dict(twin.state[params[0]])
+def state_kinds(optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> list[dict[str, Any]]:
+    """What `optimizer` holds of each parameter after a step: by kind, what it looks like for a few elements."""
+    groups, shards = optimizer.param_groups, optimizer.shards if isinstance(optimizer, Muon) else None
+    number_of = {id(param): number for number, group in enumerate(groups) for param in group["params"]}
+    found: dict[tuple[int, bool], dict[str, Any]] = {}
+    keys: list[tuple[int, bool]] = []
+    for param in params:
+        key = 0, False
+        if needs_whole_tensors(optimizer):
+            key = number_of.get(id(param), 0), param.dim() in (2, 3) if shards is None else param in shards.names
+        if key not in found:
+            twin, pieces = _stepped_twin(
+                optimizer, groups[key[0]], [slice(0, 8)], torch.Size([2, 4]) if key[1] else None, param
+            )
+            found[key] = dict(twin.state[pieces[0]])
+        keys.append(key)
+    return [found[key] for key in keys]
 
 
 def _stepped(optimizer: torch.optim.Optimizer, group: dict, pieces: list[slice]) -> Tensor:
@@ -59,20 +75,31 @@ def _stepped(optimizer: torch.optim.Optimizer, group: dict, pieces: list[slice])
 
 
 def _stepped_twin(
-    optimizer: torch.optim.Optimizer, group: dict, pieces: list[slice]
+    optimizer: torch.optim.Optimizer,
+    group: dict,
+    pieces: list[slice],
+    shape: torch.Size | None = None,
+    like: Tensor | None = None,
 ) -> tuple[torch.optim.Optimizer, list[Tensor]]:
-    """A twin of `optimizer` that shares nothing with it, on its device, after two steps; and its parameters."""
+    """A twin of `optimizer` that shares nothing with it, on its device, after two steps; and its parameters.
+
+    shape: of the one piece; None: flat. like: a parameter of the group whose state the twin's resembles, if it has any;
+    by default the first.
+    """
     device = group["params"][0].device if group["params"] else None
     values = torch.linspace(-1.0, 1.0, 8, device=device)
     gradients = torch.tensor([1e-3, -2e-3, 3e-3, 1e-3, 2.0, -1.0, 4.0, 3.0], device=device)
+    if shape is not None:
+        values, gradients = values.view(shape), gradients.view(shape)
     params = [values[piece].clone() for piece in pieces]
     twin = object.__new__(type(optimizer))
-    # An instance attribute `step` is a scheduler's wrapper around the original, not part of the optimizer.
-    twin.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
+    # An instance attribute `step` is a scheduler's wrapper around the original, and `shards` are the original's own.
+    twin.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key not in ("step", "shards")})
     twin.state = defaultdict(dict)
-    if group["params"] and (held := optimizer.state.get(group["params"][0])):
+    first = like if like is not None else next(iter(group["params"]), None)
+    if first is not None and (held := optimizer.state.get(first)):
         # Some optimizers fill their state when they are made, and expect to find it.
-        twin.state.update({param: _state_like(held, group["params"][0], param) for param in params})
+        twin.state.update({param: _state_like(held, first, param) for param in params})
     # A schedule may start at a rate of zero, at which every update looks elementwise.
     twin.param_groups = [{**group, "params": params, "lr": 0.1}]
     for scale in (1.0, 0.5):

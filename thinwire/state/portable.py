@@ -13,7 +13,7 @@ from torch import Tensor
 
 from thinwire.checkpoint import WEIGHTS, Piece, Snapshot, Source
 from thinwire.errors import ConfigError
-from thinwire.state.elementwise import is_elementwise, state_of_twin
+from thinwire.state.elementwise import is_elementwise, state_kinds
 from thinwire.state.replicas import check_layout
 
 log = logging.getLogger("thinwire")
@@ -108,17 +108,17 @@ def restore_optimizer(source: Source, inner: torch.optim.Optimizer, held: Mappin
     A parameter keeps its place only where everything that the optimizer holds of it is there, but for flags, which are
     then those of a new one: it starts anew otherwise.
     """
-    kinds = state_of_twin(inner)
+    kinds_of = state_kinds(inner, [mine.tensor for mine in held.values()])
     pieces = {f"{WEIGHTS}/{name}": mine.piece() for name, mine in held.items()}
     inner.state.clear()
     fresh = 0
-    for name, mine in held.items():
+    for (name, mine), kinds in zip(held.items(), kinds_of, strict=True):
         state = _state_for(source, kinds, name, mine, pieces)
         if state:
             inner.state[mine.tensor] = state
         fresh += not state and bool(kinds)
     source.read(pieces)
-    _report(source, kinds, fresh, len(held))
+    _report(source, {kind for kinds in kinds_of for kind in kinds}, fresh, len(held))
 
 
 def _state_for(
@@ -147,13 +147,13 @@ def _state_for(
     return state
 
 
-def _report(source: Source, kinds: Mapping[str, Any], fresh: int, num_held: int) -> None:
+def _report(source: Source, kinds: set[str], fresh: int, num_held: int) -> None:
     source.note("weights", "carried", f"from {source.world_size} rank(s), in pieces")
     there = {*source.kinds(OPTIMIZER), *source.scalar_kinds}
-    carried = sorted(there & kinds.keys())
+    carried = sorted(there & kinds)
     if carried and fresh < num_held:
         source.note(f"optimizer: {', '.join(carried)}", "carried", "in pieces, by parameter")
     if fresh:
         source.note("optimizer", "starts anew", f"for {fresh} of {num_held} parameters, of which not all was saved")
-    if lost := sorted(there - kinds.keys()):
+    if lost := sorted(there - kinds):
         source.note(f"optimizer: {', '.join(lost)}", "dropped", "this optimizer does not hold it")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from thinwire.checkpoint import Piece
 from thinwire.codecs import Codec, Identity, derive_seed
 from thinwire.collectives import Communicator
-from thinwire.collectives.feedback import Feedback
+from thinwire.collectives.feedback import Estimates, Feedback
 from thinwire.collectives.gather import all_gather_packets
 from thinwire.collectives.link import Link
 from thinwire.collectives.reduce import reduce_scatter
@@ -139,12 +139,14 @@ class FlatBucket:
         flat = link.scratch("gradient", layout.numel, dtype=torch.float32, device=self.live.device)
         layout.pack(grads, flat)
         grads.clear()
-        once = layout.module is None
+        once, feedback = layout.module is None, self.feedback()
         total = yield from reduce_scatter(
             link.subgroup(levels.block(rank)), flat, wire.intra, wire.inter,
             seed=seed if once else derive_seed(seed, rank // levels.gradients_over), counter=counter,
-            operation="gradients", lost=self.feedback(),
+            operation="gradients", lost=feedback,
         )  # fmt: skip
+        if isinstance(feedback, Estimates):
+            total = feedback.add_up(total)
         if not once:
             self.sums.copy_(total) if first else self.sums.add_(total)
             if not last:

@@ -7,11 +7,11 @@ from functools import partial
 
 import torch
 
-from thinwire.collectives.feedback import Feedback, Lost
+from thinwire.collectives.feedback import Estimates, Feedback, Lost
 from thinwire.hosts.sharded.bucket import FlatBucket
 from thinwire.methods.interface import GradientMemory
 from thinwire.methods.sharded import ShardedMethod
-from thinwire.state.memory import KeptSpan, Place, Residual, State
+from thinwire.state.memory import KeptSpan, MeanMerge, Place, Residual, State
 
 HOPS = ("intra", "inter")
 
@@ -19,8 +19,8 @@ HOPS = ("intra", "inter")
 class Memory:
     """The feedback of each bucket's reduction, and the state that it lies in.
 
-    Error feedback is kept by hop, under the number of the bucket, and goes to any layout. A method may bring a
-    GradientMemory of its own.
+    Error feedback is kept by hop, estimates by what they are, both by the number of the bucket, and go to any layout. A
+    method may bring a GradientMemory of its own.
     """
 
     def __init__(self, method: ShardedMethod, buckets: Sequence[FlatBucket]) -> None:
@@ -34,6 +34,15 @@ class Memory:
             )
             for hop in HOPS
         }  # fmt: skip
+        # Of each bucket whose gradients travel as differences from an estimate; see Estimates.
+        row, device = "estimates of gradients", buckets[0].live.device
+        pieces, totals = self._estimated(is_total=False), self._estimated(is_total=True)
+        moving = {number: shape for number, shape in pieces.items() if buckets[int(number)].layout.wire.fresh < 1}
+        spans, own = partial(self._spans, "inter"), self._own_spans
+        self._sent = self.state.add("estimate", MeanMerge(row), spans_of=spans, shapes=pieces, device=device)
+        self._total = self.state.add("mean", MeanMerge(f"mean of {row}"), spans_of=own, shapes=totals, device=device)
+        merge = MeanMerge("momentum of gradients")
+        self._momentum = self.state.add("momentum", merge, spans_of=spans, shapes=moving, device=device)
         self.own: list[GradientMemory | None] = [method.gradient_memory([b.layout.row_numel]) for b in buckets]
         for number, (bucket, memory) in enumerate(zip(buckets, self.own, strict=True)):
             bucket.feedback = partial(self.feedback, number)
@@ -46,8 +55,33 @@ class Memory:
         if (memory := self.own[number]) is not None:
             return memory.of([0])
         key = str(number)
+        if key in self._sent.shapes():
+            # The first momentum is the gradient.
+            fresh = 1.0 if self._momentum.get(key) is None else self.buckets[number].layout.wire.fresh
+            momentum = self._momentum[key] if key in self._momentum.shapes() else None
+            return Estimates(self._sent[key], self._total[key], momentum, fresh)
         held = {hop: kept[key] for hop, kept in self._lost.items() if key in kept.shapes()}
         return Lost(**held) if held else None
+
+    def forget(self) -> None:
+        """A step was skipped, on all ranks: drop what is not finite, and estimates whole, on which ranks must agree."""
+        self.state.forget()
+        for kept in (self._sent, self._total, self._momentum):
+            kept.replace({})
+
+    def _estimated(self, *, is_total: bool) -> dict[str, torch.Size]:
+        layouts = {str(i): b.layout for i, b in enumerate(self.buckets) if b.layout.wire.fresh}
+        return {
+            number: torch.Size([*([] if is_total else layout.lossy_pieces["inter"]), layout.shard_numel])
+            for number, layout in layouts.items()
+            if "inter" in layout.lossy_pieces
+        }
+
+    def _own_spans(self, number: str, shape: torch.Size) -> Iterator[KeptSpan]:
+        bucket = self.buckets[int(number)]
+        first, ranks = bucket.layout.shard_start(bucket.comm.rank), bucket.comm.world_size
+        for span, start, last in bucket.layout.within(first, first + bucket.layout.shard_numel):
+            yield KeptSpan(start - first, start - span.start, last - start, ranks, 1, span.name)
 
     def _shapes(self, hop: str) -> dict[str, torch.Size]:
         feeding = {str(i): b.layout for i, b in enumerate(self.buckets) if b.layout.wire.feedback}

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from thinwire.checkpoint import Snapshot, Source
 from thinwire.collectives import Communicator
 from thinwire.hosts.interface import ParallelOptimizer
+from thinwire.hosts.matrices import JoinedMatrices
 from thinwire.hosts.ranks import Ranks
 from thinwire.hosts.sharded.bucket import FlatBucket, LiveUnit, Slot
 from thinwire.hosts.sharded.gradients import Gradients
@@ -26,7 +27,8 @@ from thinwire.hosts.sharded.seeds import Seeds
 from thinwire.hosts.sharded.state import ShardedState
 from thinwire.hosts.sharded.weights import Weights
 from thinwire.layout.buckets import Unit, sent_by
-from thinwire.methods.sharded import ShardedMethod
+from thinwire.methods.sharded import ShardedMethod, cut_by
+from thinwire.optim import Muon
 from thinwire.state.agreement import StepStatus
 from thinwire.state.clipping import Clipping
 from thinwire.state.replicas import compare_replicas
@@ -77,7 +79,10 @@ class ShardedOptimizer(ParallelOptimizer, torch.optim.Optimizer):
         self._frozen = [p for group in inner.param_groups for p in group["params"] if not p.requires_grad]
         self._clipping = Clipping()
         self._seeds = Seeds(seed)
+        turned = {id(param) for param in inner.matrices} if isinstance(inner, Muon) else set[int]()
+        orthogonal = {slot.name for slot in self._slots if id(slot.param) in turned}
         self._owned = take_over(inner, self.buckets)
+        self._matrices = self._join_matrices(inner, orthogonal) if isinstance(inner, Muon) else None
         self.memory = Memory(method, self.buckets)
         self._saved = ShardedState(method, inner, self.comm, self.buckets, self._owned, self.memory.state)
         # The base class gives step hooks and profiling; params and state stay the inner optimizer's.
@@ -94,6 +99,11 @@ class ShardedOptimizer(ParallelOptimizer, torch.optim.Optimizer):
         self._gradients = Gradients(self.units, self._weights, self._seeds)
         if overlap or is_cut:
             self._guard_weights()
+
+    def _join_matrices(self, muon: Muon, names: Collection[str]) -> JoinedMatrices:
+        held = {owned.slot.name: owned.master for owned in self._owned if owned.slot.name in names}
+        parts = [(c, cut_by((b.layout for b in self.buckets if b.comm is c), names)) for c in self._comms]
+        return JoinedMatrices.of(muon, held, parts, self._seeds.updates)
 
     def _guard_weights(self) -> None:
         unit_of = {id(slot.param): unit for unit in self.units for slot in unit.slots}
@@ -206,7 +216,7 @@ class ShardedOptimizer(ParallelOptimizer, torch.optim.Optimizer):
             bucket.shard_grad.mul_(factor)
 
     def _skip(self) -> None:
-        self.memory.state.forget()
+        self.memory.forget()
         grads = {slot.name: slot.param.grad for slot in self._slots if slot.param.grad is not None}
         bad = [name for name, grad in grads.items() if not bool(torch.isfinite(grad).all())]
         if bad:
@@ -251,7 +261,8 @@ class ShardedOptimizer(ParallelOptimizer, torch.optim.Optimizer):
     def bytes_per_step(self) -> int:
         """Payload this rank sends in a step of one micro-batch; the most it can be, if entropy-coded."""
         words = sum(self._ranks_of(comm).word_bytes(len(self._slots_of(comm))) for comm in self._comms)
-        return words + sum(sent_by([unit.unit for unit in self.units], 1).values())
+        sent = sum(sent_by([unit.unit for unit in self.units], 1).values())
+        return words + sent + (self._matrices.bytes_per_step if self._matrices is not None else 0)
 
     @property
     def uncompressed_bytes_per_step(self) -> float:
@@ -288,9 +299,11 @@ class ShardedOptimizer(ParallelOptimizer, torch.optim.Optimizer):
         else:
             rows += self.method.describe(buckets[0].layout.levels, [unit.unit for unit in self.units])
             if held := self.memory.planned_bytes:
-                own = self.memory.own[0]
-                effect = "on" if own is None else str(own)
+                own, fresh = self.memory.own[0], max(bucket.layout.wire.fresh for bucket in buckets)
+                effect = str(own) if own is not None else "differences from estimates" if fresh else "on"
                 rows.append(("error feedback", effect, f"{held / 1e6:.3f} MB on this rank"))
+            if self._matrices is not None:
+                rows += self._matrices.rows()
             device = buckets[0].live.device
             kernels = {codec.backend(device) for bucket in buckets for codec in bucket.layout.wire.codecs}
             rows.append(("codec kernels", ", ".join(sorted(kernels)), f"on {device}"))

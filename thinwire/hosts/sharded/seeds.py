@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from thinwire.codecs import derive_seed
 from thinwire.layout.buckets import BucketLayout
 
-GRADIENTS, WEIGHTS = 0, 1
+GRADIENTS, WEIGHTS, UPDATES = 0, 1, 2
 
 
 @dataclass
@@ -25,3 +25,7 @@ class Seeds:
     def weights(self, layout: BucketLayout) -> int:
         """The seed of a layout's updated weights."""
         return derive_seed(self.base, self.step, layout.stream, WEIGHTS)
+
+    def updates(self) -> int:
+        """The seed of pieces of matrices on their way to those who make them orthogonal, and back."""
+        return derive_seed(self.base, self.step, 0, UPDATES)

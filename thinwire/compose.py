@@ -97,6 +97,11 @@ class Stage:
         """What `zero` would send in fp32 on all ranks of the mesh."""
         return self.optimizer.uncompressed_bytes_per_step
 
+    @property
+    def lr_factor(self) -> float:
+        """What this rank's learning rate is multiplied with: above 1 where a stage was recovered."""
+        return 1.0
+
     def reduce(self) -> Tensor:
         """Wait for the mean gradient, and agree with all ranks of the mesh on its norm, the loss and stopping.
 
@@ -180,6 +185,15 @@ class PipelinedStage(Stage):
 
     def next_loss(self, batches: Sequence[Any], loss: Callable[[Any, Any], Tensor] = models_own) -> float:
         return self.pipeline.next_loss(batches, loss)
+
+    def update(self, max_norm: float = math.inf) -> Tensor:
+        norm = super().update(max_norm)
+        self.pipeline.keep_copies()
+        return norm
+
+    @property
+    def lr_factor(self) -> float:
+        return self.pipeline.lr_factor
 
     @property
     def uncompressed_bytes_per_step(self) -> float:
@@ -368,7 +382,7 @@ def pipeline_problems(
         problems.messages.append(f"a pipeline axis beside {beside[0]}: not served; nearest: pipeline and data alone")
     options = (*pipelines, Pipeline())[0]
     with problems.collect():
-        check_stages(options, sizes["pipeline"], len(layers_of(model)[1]))
+        check_stages(options, sizes["pipeline"], len(layers_of(model)[1]), replicas=sizes.get("data", 1))
     if method is not None:
         problems.note(check_inside, method, sizes.get("data", 1))
     return problems.messages

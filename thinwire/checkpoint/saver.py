@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,6 @@ from thinwire.checkpoint.state import Piece, Snapshot
 POLL_S = 0.02
 # Let the training thread return to tensors first: both need the interpreter, which switches only every 5 ms.
 HEAD_START_S = 0.01
-# Number of savers that this process has made: each uses its own keys in the store.
-_numbers = count()
 Gather = Callable[[int], list[int]]
 
 
@@ -110,7 +107,9 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="thinwire-checkpoint")
         self._saving: Future[str] | None = None
         self._staged: dict[str, Tensor] = {}
-        self._number, self._num_saves = next(_numbers), 0
+        # Savers that share a store use keys of their own.
+        self._number, self._num_saves = store.add(f"checkpoint/savers/{disk.rank}", 1), 0
+        self._is_abandoned = False
         self._problems: list[str] = []
         self.last_step = -1
 
@@ -149,6 +148,11 @@ class Saver:
     def close(self) -> None:
         """Finish a running save and stop."""
         self.wait()
+        self._thread.shutdown()
+
+    def abandon(self) -> None:
+        """Stop after a loss: a save that waits for other ranks is given up."""
+        self._is_abandoned = True
         self._thread.shutdown()
 
     def _note(self, problem: str) -> None:
@@ -226,6 +230,8 @@ class Saver:
         due = time.monotonic() + self.timeout_s
         for key in keys:
             while not self._store.check([key]):
+                if self._is_abandoned:
+                    return [{"problem": "a rank was lost", "files": {}}]
                 if time.monotonic() > due:
                     return [{"problem": f"nothing was reported under {key} in {self.timeout_s:g} s", "files": {}}]
                 time.sleep(POLL_S)

@@ -333,15 +333,17 @@ class Communicator:
             give_back(self._wire.members)
         self._broken = self._broken or RuntimeError("this communicator is closed")
 
+    def break_off(self) -> None:
+        """End running jobs with errors, here and on the peers, after a loss. No job can be run afterwards."""
+        self._broken = self._broken or RuntimeError("this communicator is closed")
+        # The rank that breaks off knows the reason, so it does not wait for reports of missing ranks.
+        self._wire.abandon()
+        wait_for_all(list(self._unfinished))
+
     def abort(self) -> None:
         """End running jobs with errors, and release the sockets and threads of a group outside the default world."""
         assert self._is_outside, "a group of the default world is kept for the next communicator"
-        self._broken = self._broken or RuntimeError("this communicator is closed")
-        # The rank that aborts knows the reason, so it does not wait for reports of missing ranks.
-        self._wire.members = replace(self._wire.members, grace_s=0.0)
-        if self._wire.group is not None:
-            self._wire.break_off()
-        wait_for_all(list(self._unfinished))
+        self.break_off()
         # An error keeps its frames alive, and the frames keep the group alive.
         error: BaseException | None = self._broken
         while error is not None:

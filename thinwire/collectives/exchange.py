@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -85,6 +85,12 @@ class Wire:
                 with suppress(RuntimeError):
                     never = self.group.recv([torch.empty(1, dtype=torch.uint8)], self.positions[peer], NEVER_SENT)
                     never.wait(timedelta(milliseconds=1))
+
+    def abandon(self) -> None:
+        """Break off after a loss whose cause is known: errors that follow are not traced to a rank."""
+        self.members = replace(self.members, grace_s=0.0)
+        if self.group is not None:
+            self.break_off()
 
     def subgroup(self, members: Sequence[int]) -> Wire:
         """The same wire restricted to some of its ranks, this one included. A rank is its position in `members`."""

@@ -37,7 +37,7 @@ class Fault:
 
     Args:
         kind: one of KINDS.
-        rank, island: numbers of the process; None: any.
+        rank, island, stage: numbers of the process; None: any.
         step: the optimizer step, from 1, at whose beginning the fault fires.
         operation: a collective's name as in the meter and in error messages. With it, the fault fires at the first
             message of that operation that the process sends from `step` on.
@@ -52,16 +52,17 @@ class Fault:
     step: int | None = None
     operation: str | None = None
     seconds: float | None = None
+    stage: int | None = None
 
     def __post_init__(self) -> None:
         _check_kind(self.kind)
-        if self.rank is None and self.island is None:
-            raise ConfigError(f"{self}: say which process it hits, such as rank=1 or island=1")
+        if self.rank is None and self.island is None and self.stage is None:
+            raise ConfigError(f"{self}: say which process it hits, such as rank=1, island=1 or stage=1")
         if self.step is None and self.operation is None:
             raise ConfigError(f"{self}: say when it fires, such as step=10")
         if self.kind in OF_A_MESSAGE and self.operation is None:
             raise ConfigError(f"{self}: say which message it hits, such as operation=outer")
-        for name, lowest in (("rank", 0), ("island", 0), ("step", 1)):
+        for name, lowest in (("rank", 0), ("island", 0), ("stage", 0), ("step", 1)):
             value = getattr(self, name)
             if value is not None and value < lowest:
                 raise ConfigError(f"{self}: {name} must be at least {lowest}")
@@ -75,9 +76,9 @@ class Fault:
         stated = ((item.name, getattr(self, item.name)) for item in fields(self)[1:])
         return " ".join([self.kind, *(f"{name}={_shown(value)}" for name, value in stated if value is not None)])
 
-    def befalls(self, rank: int, island: int | None) -> bool:
+    def befalls(self, rank: int, island: int | None, stage: int | None = None) -> bool:
         """Whether the fault applies to the process with these numbers."""
-        return self.rank in (None, rank) and self.island in (None, island)
+        return self.rank in (None, rank) and self.island in (None, island) and self.stage in (None, stage)
 
 
 def _check_kind(kind: str) -> None:
@@ -94,7 +95,7 @@ def parse(text: str) -> Fault:
     kind, *pairs = text.split() or [""]
     _check_kind(kind)
     convert: dict[str, Callable[[str], Any]] = {
-        "rank": int, "island": int, "step": int, "operation": str, "seconds": float,
+        "rank": int, "island": int, "stage": int, "step": int, "operation": str, "seconds": float,
     }  # fmt: skip
     values: dict[str, Any] = {}
     for pair in pairs:
@@ -122,12 +123,17 @@ _announce: Callable[[str], None] = say
 
 
 def arm(
-    faults: Iterable[Fault], *, rank: int, island: int | None = None, announce: Callable[[str], None] = say
+    faults: Iterable[Fault],
+    *,
+    rank: int,
+    island: int | None = None,
+    stage: int | None = None,
+    announce: Callable[[str], None] = say,
 ) -> list[Fault]:
     """Arm the faults that apply to the process with these numbers. Return them."""
     global _announce
     _announce = announce
-    _armed[:] = [fault for fault in faults if fault.befalls(rank, island)]
+    _armed[:] = [fault for fault in faults if fault.befalls(rank, island, stage)]
     return list(_armed)
 
 

@@ -56,3 +56,8 @@ def give_back(members: Members) -> None:
     """Return a group from `own_members`, on which nothing failed, for the next user among these ranks."""
     if members.group is not None and dist.is_initialized():
         _idle_groups.setdefault((dist.group.WORLD, tuple(members.names)), []).append(members.group)
+
+
+def forget_groups() -> None:
+    """Drop the free groups, before their world is destroyed."""
+    _idle_groups.clear()

@@ -147,6 +147,10 @@ class Mailbox:
         """Leave the process group to its next user. Call it between steps."""
         give_back(self._wire.members)
 
+    def break_off(self) -> None:
+        """Close all connections after a loss, so that peers who wait for a message get an error at once."""
+        self._wire.abandon()
+
     def _post(self) -> None:
         """Post the receive of the next message, or of its header."""
         expected = self._coming.popleft()

@@ -115,7 +115,12 @@ def check_pipeline(config: TrainConfig, run: Run, model: nn.Module | None) -> No
     num_layers = None if model is None else len(layer_list(model)[1])
     with problems.collect():
         accumulation = derive(config, config.num_shares).accumulation
-        check_stages(run.pipeline, shape.pipeline, num_layers, accumulation)
+        check_stages(run.pipeline, shape.pipeline, num_layers, accumulation, shape.sizes["data"])
+    if run.recovers and config.minutes is not None:
+        problems.messages.append(
+            f"--minutes {config.minutes:g} with recover: a process that is started anew would choose another number of "
+            f"steps; nearest: --steps {config.steps}"
+        )
     with problems.collect():
         if not run.has_islands:
             check_inside(run.strategy, shape.sizes["data"])
@@ -185,7 +190,9 @@ def check_minutes(config: TrainConfig, run: Run) -> None:
 
 def check_fault(text: str, config: TrainConfig) -> None:
     """Raise ConfigError for a fault that can't be read, or can't fire in this run."""
-    fault, num_ranks = faults.parse(text), config.world_size
+    fault, num_ranks, stages = faults.parse(text), config.world_size, config.mesh_shape.pipeline
+    if fault.stage is not None and fault.stage >= stages:
+        raise ConfigError(f"--inject {text!r}: stages are numbered from 0 to {stages - 1}")
     if not has_islands(config.strategy):
         if fault.island is not None:
             raise ConfigError(f"--inject {text!r}: strategy {config.strategy} has no islands; name a rank")

@@ -13,7 +13,7 @@ from thinwire.training.place import IslandPlace
 class Start:
     """dtype: the compute type that is fast here. effects: rows of the start-up table. first_gpu: of the first worker.
     began: when the command was started, as time.time() has it; None: the time until all machines have met does not
-    count. The rest: as in TrainConfig.
+    count. meet: HOST:PORT where ranks meet again after a loss; empty: they do not. The rest: as in TrainConfig.
     """
 
     dtype: str | None = None
@@ -25,16 +25,17 @@ class Start:
     island: IslandPlace | None = None
     first_gpu: int = 0
     began: float | None = None
+    meet: str = ""
 
     def to_json(self) -> str:
         return json.dumps([
             self.dtype, self.threads, self.effects, self.stop_at, self.inject, self.allow_resume_drift, self.island,
-            self.first_gpu, self.began,
+            self.first_gpu, self.began, self.meet,
         ])  # fmt: skip
 
     @classmethod
     def from_json(cls, text: str) -> Start:
-        dtype, threads, effects, stop_at, inject, allow_resume_drift, island, first_gpu, began = json.loads(text)
+        dtype, threads, effects, stop_at, inject, allow_resume_drift, island, first_gpu, began, meet = json.loads(text)
         rows = [(asked, effect, reason) for asked, effect, reason in effects]
         place = IslandPlace(*island) if island else None
-        return cls(dtype, threads, rows, stop_at, tuple(inject), allow_resume_drift, place, first_gpu, began)
+        return cls(dtype, threads, rows, stop_at, tuple(inject), allow_resume_drift, place, first_gpu, began, meet)

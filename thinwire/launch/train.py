@@ -14,10 +14,12 @@ from thinwire.launch.islands import launch_islands
 from thinwire.launch.line import configured
 from thinwire.launch.machine import interface_towards, process_age_s
 from thinwire.launch.prepare import dry_run, keep_chosen, prepare
+from thinwire.launch.stages import launch_stages, watch_stage
+from thinwire.launch.start import Start
 from thinwire.launch.worker import exit_after
 from thinwire.training.config import TrainConfig
 from thinwire.training.place import ProcessPlace
-from thinwire.training.run import Run
+from thinwire.training.run import Run, recovers
 
 
 def train(stated: Stated, problems: Problems) -> int:
@@ -32,6 +34,8 @@ def train(stated: Stated, problems: Problems) -> int:
     if config.model == "auto":
         raise ConfigError("--model auto: torchrun's workers would choose for themselves; nearest: --model demo")
     asked, config = config.workers, replace(config, workers=place.world_size, nodes=1, node=0, join=None)
+    if recovers(config):
+        return stage(config, problems, place)
     if place.rank:
         # Rank 0 alone checks and prepares: one error is said once.
         exit_after(Run.of(keep_chosen(config)[0]), place, None, trace=False)
@@ -39,6 +43,18 @@ def train(stated: Stated, problems: Problems) -> int:
     if asked not in (1, place.world_size):
         start.effects.append((f"--workers {asked}", f"{place.world_size}", "torchrun started them"))
     exit_after(run, place, start, trace=False)
+
+
+def stage(config: TrainConfig, problems: Problems, place: ProcessPlace) -> int:
+    """Watch over the worker that this process was started for; rank 0 checks and prepares."""
+    with ForkServer("thinwire.launch.preload") as server:
+        start = Start(stop_at=config.stop_at, inject=config.inject, allow_resume_drift=config.allow_resume_drift)
+        if place.rank == 0:
+            run, start = prepare(config, problems)
+            config = run.config
+        else:
+            config, _ = keep_chosen(config)
+        return watch_stage(config, start, server, place)
 
 
 def launch(config: TrainConfig, problems: Problems, began: float) -> int:
@@ -54,6 +70,8 @@ def launch(config: TrainConfig, problems: Problems, began: float) -> int:
             start = replace(start, began=began)
         os.environ["OMP_NUM_THREADS"] = str(start.threads)
         start.effects.append(choose_interface((config.join or LOOPBACK).rsplit(":", 1)[0], config.nodes))
+        if run.recovers:
+            return launch_stages(run.config, start, server)
         if run.has_islands and (run.config.local_size or 1) < config.world_size:
             return launch_islands(run.config, start, server)
         return run_workers(run.config, start, server, relay)

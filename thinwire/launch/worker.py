@@ -18,20 +18,26 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from thinwire.collectives import host_meeting
+from thinwire.collectives.groups import forget_groups
+from thinwire.collectives.incarnations import Incarnations, connect
 from thinwire.collectives.store_gather import gather
 from thinwire.device import Device, choose, take
-from thinwire.errors import Problems, ThinwireError
+from thinwire.errors import PeerLostError, Problems, ThinwireError
 from thinwire.launch.start import Start
 from thinwire.training.clock import fix_steps
 from thinwire.training.config import with_derived
 from thinwire.training.effects import late_rows
 from thinwire.training.hardware import threads_per_worker
 from thinwire.training.place import IslandPlace, ProcessPlace
+from thinwire.training.recovery import Survivor
 from thinwire.training.run import Run, island_size
 from thinwire.training.run_dir import RunDir
-from thinwire.training.settings import read_toml, to_toml
+from thinwire.training.settings import parse_toml, read_toml, to_toml
 from thinwire.training.signals import StopFlag
 from thinwire.training.trainer import Trainer
+
+# Losses without a step between them after which a stage gives up.
+MOST_LOSSES = 5
 
 
 def work(run: Run, place: ProcessPlace, start: Start | None) -> int:
@@ -43,10 +49,14 @@ def work(run: Run, place: ProcessPlace, start: Start | None) -> int:
     run = replace(run, config=with_derived(run.config)).with_island_size()
     # Only rank 0 has what was found out before torchrun started the others.
     start, number = start or Start(), place.local_rank
-    run, place, start, device, held = join_world(run, place, start, number)
+    if run.recovers:
+        return work_on(run, place, start)
+    timeout = timedelta(seconds=run.config.timeout)
+    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    run, place, start, device, held = join_world(run, place, start, number, store)
     # Only now: SIGTERM must end a worker that still waits for others, who may never come.
     stop = StopFlag(is_replaced=start.island is not None)
-    dtype = start.dtype or (None if run.config.dtype == "auto" else run.config.dtype) or device.fast_dtype
+    dtype = dtype_of(run, start, device)
     rows = start.effects
     if run.config.minutes is not None:
         run, more = fix_steps(run, place, device, dtype, start.began or time.time())
@@ -64,6 +74,47 @@ def work(run: Run, place: ProcessPlace, start: Start | None) -> int:
     dist.destroy_process_group()
     del held
     return stop.signum
+
+
+def work_on(run: Run, place: ProcessPlace, start: Start) -> int:
+    """The same for a stage of a pipeline that goes on when other stages are lost, or in the place of a lost one."""
+    timeout_s = run.config.timeout
+    meetings = Incarnations(connect(start.meet, timeout_s), place.rank, place.world_size, timeout_s)
+    survivor: Survivor | None = None
+    stop: StopFlag | None = None
+    num_losses, last_step = 0, -1
+    while True:
+        store = meetings.meet()
+        trainer: Trainer | None = None
+        try:
+            _, _, told, device, _ = join_world(run, place, start, place.local_rank, store)
+            stop = stop or StopFlag()
+            dtype = dtype_of(run, told, device)
+            trainer = Trainer(run, place, stop, dtype, told.effects, device, survivor, meetings.number)
+            survivor = None
+            trainer.run()
+        except (PeerLostError, dist.DistError) as error:
+            print(f"thinwire: rank {place.rank}: {error}", file=sys.stderr, flush=True)
+            if trainer is not None:
+                survivor = trainer.survivor()
+            elif dist.is_initialized():
+                forget_groups()
+                dist.destroy_process_group()
+            step = survivor.start.step if survivor is not None else -1
+            num_losses, last_step = num_losses + 1 if step == last_step else 0, step
+            if num_losses == MOST_LOSSES:
+                raise
+            continue
+        assert stop is not None
+        if trainer.reporter is not None:
+            trainer.reporter.close()
+        dist.destroy_process_group()
+        return stop.signum
+
+
+def dtype_of(run: Run, start: Start, device: Device) -> str | None:
+    """What is known of the compute type that is fast here."""
+    return start.dtype or (None if run.config.dtype == "auto" else run.config.dtype) or device.fast_dtype
 
 
 def keep_config(run: Run, place: ProcessPlace) -> None:
@@ -88,16 +139,15 @@ def find_device(run: Run, place: ProcessPlace, start: Start, store: dist.Store, 
 
 
 def join_world(
-    run: Run, place: ProcessPlace, start: Start, number: int
+    run: Run, place: ProcessPlace, start: Start, number: int, store: dist.Store
 ) -> tuple[Run, ProcessPlace, Start, Device, object]:
     """Make the default process group: all ranks, or those of this one's island.
 
-    number: of this worker on its machine. Returns the run, the place, what was found out, the device, and an object to
-    hold for as long as others may still meet here.
+    number: of this worker on its machine. store: of all ranks. Returns the run, the place, what was found out, the
+    device, and an object to hold for as long as others may still meet here.
     """
     config = run.config
     timeout = timedelta(seconds=config.timeout)
-    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
     own_device, start = find_device(run, place, start, store, number)
     is_one_machine = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == place.world_size
     # NCCL between the GPUs of one machine, and where a tensor axis needs it.
@@ -168,14 +218,14 @@ class Stamped(io.TextIOBase):
 
 
 def main() -> NoReturn:
-    """With CONFIG.toml and START as arguments, as the launcher has it started."""
+    """With CONFIG.toml, or its text, and START as arguments, as the launcher has it started."""
     sys.stderr = Stamped(sys.stderr)
-    config_path, start = sys.argv[1:]
+    given, start = sys.argv[1:]
     place = ProcessPlace.from_environment()
     if place is None:
         raise SystemExit("a worker is started by `thinwire train`, not by hand")
     problems = Problems()
-    config = read_toml(Path(config_path), problems)
+    config = parse_toml(given, "CONFIG", problems) if "\n" in given else read_toml(Path(given), problems)
     problems.raise_any()
     found = Start.from_json(start)
     config = replace(

@@ -109,9 +109,9 @@ class Engine:
         return self._forward_s
 
     def set_lr(self, lr: float) -> None:
-        """Of the next update."""
+        """Of the next update; that of a recovered stage is larger."""
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * self.stage.lr_factor
 
     def update(self) -> None:
         """Clip, and update the weights."""
@@ -154,6 +154,11 @@ class Engine:
         self.model.train()
         # A rank may have fewer sequences than others, or none.
         return self.optimizer.all_mean(total) / self.optimizer.all_mean(num_sequences)
+
+    @property
+    def ends_are_tied(self) -> bool:
+        """Whether the first and the last stage share a weight."""
+        return self.stage.pipeline is not None and bool(self.stage.pipeline.part.holdings.tied)
 
     @property
     def writes_sample(self) -> bool:

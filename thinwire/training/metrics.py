@@ -49,10 +49,10 @@ class StepMetrics:
 
 @dataclass(frozen=True)
 class MembershipEvent:
-    """The islands that train together have changed; a line of its own between those of the steps.
+    """The islands, or stages, that train together have changed; a line of its own between those of the steps.
 
     after_step: the last step that was taken before. members, lost, joined: numbers of islands. cost_s: seconds that
-    this island stood still for it. how: what was done in that time.
+    this island stood still for it. how: what was done in that time. noun: island or stage.
     """
 
     event: str = field(default="membership", kw_only=True)
@@ -63,6 +63,7 @@ class MembershipEvent:
     joined: list[int]
     cost_s: float
     how: str = ""
+    noun: str = "island"
 
 
 class MetricsWriter:

@@ -53,13 +53,14 @@ class Reporter:
         self.trackers.log(record.step, {k: v for k, v in asdict(record).items() if k != "step"})
 
     def membership(self, event: MembershipEvent) -> None:
-        """Record and say that the islands which train together have changed."""
+        """Record and say that the islands, or stages, which train together have changed."""
         self._write(event)
-        changes = [f"island {island} is lost" for island in event.lost]
-        changes += [f"island {island} joins" for island in event.joined]
+        noun = event.noun
+        changes = [f"{noun} {number} is lost" for number in event.lost]
+        changes += [f"{noun} {number} joins" for number in event.joined]
         members = ", ".join(map(str, event.members))
         self.progress.say(
-            f"generation {event.generation}: {'; '.join(changes) or 'as before'}; islands {members} go on after step "
+            f"generation {event.generation}: {'; '.join(changes) or 'as before'}; {noun}s {members} go on after step "
             f"{event.after_step}; it took {event.cost_s:.1f} s ({event.how})"
         )
 

@@ -12,6 +12,7 @@ from thinwire.data import TokenFile, Tokenizer, prepare
 from thinwire.errors import ConfigError, nearest
 from thinwire.methods.interface import Method
 from thinwire.methods.pipeline.options import Pipeline
+from thinwire.methods.pipeline.recover import NONE
 from thinwire.optim import ELEMENTWISE, OPTIMIZERS, WHOLE
 from thinwire.options import DEFAULT_INNER, LLAMA, PIPELINE, build_strategy, has_islands, used_tables
 from thinwire.training.config import TrainConfig
@@ -66,6 +67,11 @@ class Run:
         return has_islands(self.config.strategy)
 
     @property
+    def recovers(self) -> bool:
+        """Whether it goes on after the loss of a stage."""
+        return recovers(self.config)
+
+    @property
     def codecs(self) -> tuple[Codec, ...]:
         """Whose kernels are compiled before the workers start."""
         return (*self.strategy.codecs, *(self.pipeline.codecs if self.pipeline is not None else ()))
@@ -86,6 +92,11 @@ def tokens_of(config: TrainConfig, tokenizer: Tokenizer, data: str | None = None
     """The tokens of a run's data, or of other `data`; made once. Raises ConfigError for a source that can't be read."""
     cache_dir = Path(config.cache_dir) if config.cache_dir else None
     return prepare(data or config.data, tokenizer, text_field=config.text_field, cache_dir=cache_dir)
+
+
+def recovers(config: TrainConfig) -> bool:
+    """Whether a run goes on after the loss of a stage."""
+    return PIPELINE in tables_in_effect(config) and config.tables.get(PIPELINE, {}).get("recover", NONE) != NONE
 
 
 def tables_in_effect(config: TrainConfig) -> set[str]:

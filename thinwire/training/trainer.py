@@ -6,6 +6,7 @@ import math
 import os
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from thinwire.training.origin import ISLANDS, Origin, folder_to_read, is_verifie
 from thinwire.training.place import ProcessPlace
 from thinwire.training.progress import Progress
 from thinwire.training.proof import Proof, circumstances
+from thinwire.training.recovery import Reunion, StepStart, Survivor, fallback
 from thinwire.training.reporter import Reporter, versions
 from thinwire.training.run import Run
 from thinwire.training.run_dir import RunDir
@@ -40,13 +42,15 @@ from thinwire.training.signals import StopFlag
 class Trainer:
     """Builds what a run needs, takes the steps, measures at the end; `stop` is asked before every update.
 
-    Every rank makes one. Raises ConfigError where ranks disagree about the run.
+    Every rank makes one. generation: above 0 after a loss; survivor: what this rank brings along from before it. Raises
+    ConfigError where ranks disagree about the run.
     """
 
     def __init__(
         self, run: Run, place: ProcessPlace, stop: StopFlag, dtype: str | None, rows: Sequence[Row],
-        device: Device | None = None,
+        device: Device | None = None, survivor: Survivor | None = None, generation: int = 0,
     ) -> None:  # fmt: skip
+        began = time.monotonic()
         self.config, self.place, self.stop = run.config, place, stop
         self.device = device or Device()
         config = run.config
@@ -57,10 +61,18 @@ class Trainer:
         folder = folder_to_read(self.run_dir, place.island)
         # The launcher has verified the first island's checkpoints on the first machine, unless none was sound.
         verifies = place.local_rank == 0 and (place.number > 0 or not is_verified(folder))
-        saved, saved_rows = agree_on_start(folder, verifies=verifies, island=place.island)
+        find_start = partial(agree_on_start, folder, verifies=verifies, island=place.island)
+        saved, saved_rows = (None, []) if generation else find_start()
         self.engine = Engine(run, place, self.device, corpus, self.dtype)
         self.model, self.batch, self.loader = self.engine.model, self.engine.batch, self.engine.loader
         self.stage, self.optimizer = self.engine.stage, self.engine.optimizer
+        reunion = Reunion.of(survivor, generation, tied=self.engine.ends_are_tied) if generation else None
+        if reunion is not None and reunion.why_not:
+            saved, saved_rows = find_start()
+            saved_rows = [*saved_rows, ("recover", fallback(reunion, step_of(saved)), "")]
+            if survivor is not None and survivor.reporter is not None:
+                survivor.reporter.close()
+            reunion = survivor = None
         # On every rank: they measure together.
         advice = () if self.stage.pipeline is not None else advise(
             self.optimizer, config.strategy, self.engine.num_parameters,
@@ -88,7 +100,9 @@ class Trainer:
         self.step = 0
         self._follow()
         # An island that has joined others has their state; its own older checkpoint is of no use.
-        if saved and not self.step:
+        if reunion is not None:
+            self.step = reunion.restore(survivor, self.engine, self._seed_after)
+        elif saved and not self.step:
             self.step, load_report = self._load(saved)
         elif not self.step:
             self.step = self._catch_up()
@@ -97,7 +111,9 @@ class Trainer:
         self.reporter: Reporter | None = None
         self.onlooker: Progress | None = None
         rows = [*self._device_rows(), *rows]
-        if place.rank == 0:
+        if survivor is not None and survivor.reporter is not None:
+            self.reporter = survivor.reporter
+        elif place.rank == 0:
             data_row = (f"data {config.data}", f"{corpus.num_tokens:,} tokens", f"tokenizer {config.tokenizer}")
             self.reporter = Reporter(
                 config, first_step=self.step, world_size=place.num_ranks,
@@ -108,7 +124,22 @@ class Trainer:
             self.onlooker = Progress(config.steps, self.batch.tokens_per_step, self.stage.uncompressed_bytes_per_step)
             self.onlooker.start_table([*rows, ("metrics, summary and report", "on node 0", "where rank 0 is")])
         self._report_changes()
-        self._arm_faults()
+        if reunion is not None and self.reporter is not None:
+            how, num_stages = run.pipeline.recover if run.pipeline else "", place.world_size
+            self.reporter.membership(reunion.event(how, num_stages, survivor.lost_at if survivor else began))
+        if not generation:
+            self._arm_faults()
+        self._step_start = self._note_start()
+
+    def survivor(self) -> Survivor:
+        """What this rank takes along after the loss of another; the trainer is of no use any more."""
+        assert self._step_start is not None
+        return Survivor.of(self._step_start, self.engine, self.saver, self.reporter)
+
+    def _note_start(self) -> StepStart | None:
+        """Where the next step begins, for a run that may have to take it again."""
+        pipeline = self.stage.pipeline
+        return StepStart.of(self.step, self.engine) if pipeline is not None and pipeline.ends is not None else None
 
     def _device_rows(self) -> list[Row]:
         """What a GPU computes in, which the launcher has left open."""
@@ -180,7 +211,8 @@ class Trainer:
         if not int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
             island = self.place.island.number if self.optimizer.has_islands else None
             told = map(faults.parse, self.config.inject)
-            faults.arm(told, rank=self.place.rank, island=island, announce=self._tell_of_fault)
+            stage = None if self.stage.pipeline is None else self.stage.pipeline.number
+            faults.arm(told, rank=self.place.rank, island=island, stage=stage, announce=self._tell_of_fault)
 
     def _tell_of_fault(self, text: str) -> None:
         """Show it on the terminal, which rank 0 has; other ranks write it to a file, which the launcher shows."""
@@ -230,6 +262,7 @@ class Trainer:
             # Messages between islands are sent and awaited at the end of a step.
             traffic = optimizer.meter.snapshot()
         self.step += 1
+        self._step_start = self._note_start()
         spent = optimizer.meter.snapshot() - before
         sent, self._traffic = traffic - self._traffic, traffic
         step_s = time.perf_counter() - start

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,12 +17,14 @@ from thinwire.errors import ConfigError
 from thinwire.hosts.interface import ParallelOptimizer
 from thinwire.hosts.pipeline.links import measured_links
 from thinwire.hosts.pipeline.measured import measured
+from thinwire.hosts.pipeline.recovery import EndCopies, Holdings, first_copies, recovered
 from thinwire.hosts.pipeline.runner import Runner
 from thinwire.hosts.pipeline.tied import TiedWeights
 from thinwire.hosts.ranks import along
 from thinwire.methods.pipeline import Chunk, Cut, Plan, cut, in_flight, simulate, token_shares
 from thinwire.methods.pipeline.options import Pipeline
 from thinwire.methods.pipeline.plan import BACKWARD, FORWARD, ordered, straight
+from thinwire.methods.pipeline.recover import NONE, RECOVERIES, lr_factor
 from thinwire.table import Row
 
 # The first step warms up; this one is measured.
@@ -62,7 +64,11 @@ class StageChunk(nn.Module):
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank keeps of a model. tied: by rank, weights that it uses too; sizes: layers of each chunk."""
+    """What a rank keeps of a model.
+
+    tied: by rank, weights that it uses too. holdings: what all ranks have; copies: what this one keeps of others' ends,
+    where a lost stage is recovered.
+    """
 
     options: Pipeline
     made: Cut
@@ -70,6 +76,8 @@ class Part:
     tied: dict[int, list[nn.Parameter]]
     num_parameters: int
     num_names: int
+    holdings: Holdings
+    copies: dict[int, Tensor]
 
 
 def take_part(model: nn.Module, optimizer: torch.optim.Optimizer, options: Pipeline, mesh: DeviceMesh) -> Part:
@@ -87,6 +95,8 @@ def take_part(model: nn.Module, optimizer: torch.optim.Optimizer, options: Pipel
     num_parameters, num_names = sum(param.numel() for param in trained), len(trained)
     chunks = {number: StageChunk(made.chunk(number), made.dtype) for number in own}
     tied = made.tied(made.home, rank)
+    holdings = Holdings.of(made)
+    copies = first_copies(holdings, model, rank) if options.recover != NONE else {}
     made.reduce_to(own, [param for peer, params in tied.items() if peer < rank for param in params])
     kept = {id(param) for param in model.parameters()}
     for group in optimizer.param_groups:
@@ -94,7 +104,7 @@ def take_part(model: nn.Module, optimizer: torch.optim.Optimizer, options: Pipel
         group["params"] = [param for param in group["params"] if id(param) in kept]
         for param in dropped:
             optimizer.state.pop(param, None)
-    return Part(options, made, chunks, tied, num_parameters, num_names)
+    return Part(options, made, chunks, tied, num_parameters, num_names, holdings, copies)
 
 
 @dataclass(frozen=True)
@@ -151,6 +161,14 @@ class PipelineStage:
         self.crossing = part.options.crossing(seed)
         self.tied = TiedWeights(self.mailbox, part.tied)
         self.device = next(iter(part.made.model.parameters())).device
+        # Of what no neighbour has the like of, where a lost stage is recovered.
+        self.ends: EndCopies | None = None
+        if part.options.recover != NONE:
+            box = Mailbox(mesh, topology, timeout_s=timeout_s, checked=checked, meter=optimizer.meter)
+            self.ends = EndCopies(box, part.holdings, part.copies)
+        # The norm of the last gradient of this stage's layers, and how often each stage was recovered.
+        self.norm = 0.0
+        self.recoveries: dict[int, int] = {}
         self.num_before = 0
         self.num_steps = 0
         # Of the last step: from the first action to the last, and in actions.
@@ -158,6 +176,11 @@ class PipelineStage:
         self.prediction: Prediction | None = None
         self._runners: dict[int, Runner] = {}
         self._forwards: dict[int, Runner] = {}
+
+    @property
+    def number(self) -> int:
+        """Of this stage, from 0."""
+        return self.comm.rank
 
     @property
     def num_stages(self) -> int:
@@ -183,6 +206,8 @@ class PipelineStage:
             part = runner.run(batches, token_shares(batches))
         self.step_s = time.perf_counter() - start
         self.busy_s = sum(ended - begun for _, begun, ended in runner.spans)
+        if self.ends is not None:
+            self.norm = self._norm_of_layers()
         self.optimizer.send_accumulated()
         self.num_before, self.num_steps = runner.num_before, self.num_steps + 1
         # The mean over all ranks is that over the replicas of the whole.
@@ -220,14 +245,70 @@ class PipelineStage:
         return whole
 
     def restore(self, num_before: int) -> None:
-        """Go on after so many micro-batches; the copies of tied weights are brought anew."""
+        """Go on after so many micro-batches; the copies of weights on other ranks are brought anew."""
         self.num_before, self.tied.is_stale = num_before, True
+        self.keep_copies()
+
+    def keep_copies(self) -> None:
+        """After an update: the neighbours get what they keep of this stage. Waits for the copies before alone."""
+        if self.ends is not None:
+            self.optimizer.synchronize()
+            self.ends.send(self.weights)
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """This rank's, by name; a tied one by that of its owner."""
+        found = dict(self.part.made.model.named_parameters())
+        for params in self.part.tied.values():
+            found.update(zip(self.part.holdings.tied, params, strict=True))
+        return found
+
+    @property
+    def lr_factor(self) -> float:
+        """What the learning rate of this stage is multiplied with."""
+        return lr_factor(self.recoveries.get(self.comm.rank, 0))
+
+    def recover(
+        self, lost: Collection[int], norms: Sequence[float], copies: Mapping[int, Tensor], recoveries: Mapping[int, int]
+    ) -> None:
+        """Give lost stages weights again, in a new pipeline; a collective over it. Moments of these begin anew.
+
+        Afterwards every rank calls `restore`.
+
+        Args:
+            lost: stages of which no process has the state; the others have restored theirs.
+            norms: by stage, `norm` before the loss; of a lost one any number.
+            copies: what this rank kept of others, `EndCopies.rescue()`; of a lost one empty.
+            recoveries: by stage, how often it was recovered before; equal on all ranks.
+        """
+        assert self.ends is not None
+        self.ends.held |= copies
+        values = recovered(
+            self.ends.mailbox, self.part.holdings, self.part.options.recover, lost, norms, self.weights, self.ends.held
+        )
+        if values:
+            self.optimizer.adopt_weights(values)
+        self.recoveries = {stage: recoveries.get(stage, 0) + (stage in lost) for stage in {*recoveries, *lost}}
+
+    def break_off(self) -> None:
+        """Close all connections after a loss: whoever waits for this rank learns of it at once."""
+        for each in (self.comm, self.mailbox, self._probe, *([self.ends.mailbox] if self.ends is not None else [])):
+            each.break_off()
+
+    def _norm_of_layers(self) -> float:
+        model = self.part.made.model
+        names = self.part.holdings.within(self.comm.rank)
+        grads = [grad for name in names if (grad := model.get_parameter(name).grad) is not None]
+        return float(nn.utils.get_total_norm(grads)) if grads else 0.0
 
     def describe(self) -> list[Row]:
         """Rows of (asked for, in effect, why they differ or how it was found)."""
         made = self.part.made
         rows = self.part.options.describe(made.sizes, made.features, made.dtype.itemsize)
         tied = sum(param.nbytes for params in self.part.tied.values() for param in params)
+        if self.ends is not None:
+            sent = f"; {self.ends.sent_bytes / 1e6:.3f} MB of this stage's ends a step go to its neighbour"
+            rows.append((f"recover {self.part.options.recover}", RECOVERIES[self.part.options.recover], sent[2:]))
         if tied:
             effect = f"{tied / 1e6:.3f} MB a step between the two ranks, each way"
             rows.append(("tied weights", effect, "the head's gradients go to the embedding, its weights come back"))
@@ -235,6 +316,9 @@ class PipelineStage:
 
     def close(self) -> None:
         """Give the process groups back."""
+        if self.ends is not None:
+            self.ends.take()
+            self.ends.mailbox.close()
         for each in (self.comm, self.mailbox, self._probe):
             each.close()
 

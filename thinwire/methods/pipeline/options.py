@@ -17,6 +17,7 @@ from thinwire.methods.pipeline.fitted import fitted
 from thinwire.methods.pipeline.orders import ORDERS, plan
 from thinwire.methods.pipeline.plan import Plan, straight
 from thinwire.methods.pipeline.recompute import MODES, recompute
+from thinwire.methods.pipeline.recover import FEWEST_STAGES, NONE, RECOVERIES
 from thinwire.methods.pipeline.simulate import Costs
 from thinwire.table import Row
 
@@ -50,6 +51,9 @@ class Pipeline:
     """Who has the head: the last stage, or the first, to which micro-batches then come back (fitted plans alone)."""
     recompute: Literal["never", "except-last", "always"] = "never"
     """Which activations are computed again instead of kept."""
+    recover: Literal["none", "average", "uniform", "copy", "random"] = "none"
+    """What the layers of a lost stage begin with, for a run that goes on without a checkpoint: the average of the
+    layers before and after, weighted by their gradients, a uniform mean, a copy of those before, or random."""
 
     def __post_init__(self) -> None:
         problems = Problems()
@@ -71,6 +75,13 @@ class Pipeline:
             problems.messages.append(
                 f"head 'first': micro-batches of plan {self.plan!r} do not come back to the first stage; nearest: plan "
                 f"{FITTED!r}, or head 'last'"
+            )
+        if self.recover not in RECOVERIES:
+            problems.messages.append(f"recover {self.recover!r} is unknown{nearest(self.recover, RECOVERIES)}")
+        elif self.recover != NONE and self.num_chunks(1) > 1:
+            problems.messages.append(
+                f"recover {self.recover!r}: the neighbours of a lost chunk must be on other ranks, and plan "
+                f"{self.plan!r} has {self.num_chunks(1)} chunks on each; nearest: plan {FITTED!r} with 1"
             )
         if self.recompute not in MODES:
             problems.messages.append(f"recompute {self.recompute!r} is unknown{nearest(self.recompute, MODES)}")
@@ -133,9 +144,13 @@ class Pipeline:
 
 
 def check_stages(
-    options: Pipeline, stages: int, num_layers: int | None = None, micro_batches: int | None = None
-) -> None:
-    """Raise ConfigError, with all that is wrong, for stages, layers and micro-batches that don't fit each other."""
+    options: Pipeline, stages: int, num_layers: int | None = None, micro_batches: int | None = None,
+    replicas: int = 1,
+) -> None:  # fmt: skip
+    """Raise ConfigError, with all that is wrong, for stages, layers and micro-batches that don't fit each other.
+
+    replicas: of each stage.
+    """
     problems = Problems()
     chunks = options.num_chunks(stages)
     if num_layers is not None and chunks > num_layers:
@@ -147,6 +162,16 @@ def check_stages(
         problems.messages.append(words)
     elif num_layers is not None and options.layers:
         problems.note(stated_sizes, options.layers, chunks, num_layers)
+    if options.recover != NONE and stages < FEWEST_STAGES:
+        problems.messages.append(
+            f"recover {options.recover!r} with {stages} stages: none lies between two others; nearest: "
+            f"{FEWEST_STAGES} stages, or recover {NONE!r}"
+        )
+    if options.recover != NONE and replicas > 1:
+        problems.messages.append(
+            f"recover {options.recover!r} with {replicas} replicas of each stage: not served; nearest: {stages} ranks "
+            f"for {stages} stages, or recover {NONE!r}"
+        )
     if micro_batches is not None:
         problems.note(options.plan_of, stages, micro_batches)
     problems.raise_any()

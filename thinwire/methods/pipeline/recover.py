@@ -1,0 +1,65 @@
+"""CheckFree: a lost stage from the stages beside it, without a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+NONE = "none"
+# How the layers of a lost stage begin, by name.
+RECOVERIES = {
+    NONE: "a lost stage ends the run",
+    "average": "the mean of the layers before and after, weighted by the norms of their last gradients",
+    "uniform": "the mean of the layers before and after",
+    "copy": "the layers before",
+    "random": "as a new model's",
+}
+# The mean needs a stage between two others.
+FEWEST_STAGES = 3
+# What each recovery of a stage multiplies its learning rate with, so that it moves away from its neighbours; at most.
+LR_FACTOR, MOST_LR_FACTOR = 1.1, 1.5
+# Added to each norm: a mean of stages without a gradient is even.
+NORM_FLOOR = 1e-4
+
+
+def neighbours(stage: int, num_stages: int) -> tuple[int, ...]:
+    """The stages before and after: two, or one of an end."""
+    return tuple(other for other in (stage - 1, stage + 1) if 0 <= other < num_stages)
+
+
+def sources(how: str, stage: int, num_stages: int) -> tuple[int, ...]:
+    """The stages whose layers a lost one begins with. An end has one neighbour, whose layers are copied."""
+    beside = neighbours(stage, num_stages)
+    return {"random": (), "copy": beside[:1]}.get(how, beside)
+
+
+def beyond_recovery(lost: Collection[int], num_stages: int, *, tied: bool) -> str:
+    """Why a run can't go on from what is left; empty: it can. tied: whether the ends share a weight."""
+    gone = sorted(lost)
+    if together := [stage for stage in gone if stage + 1 in lost]:
+        return f"stages {together[0]} and {together[0] + 1} were lost together, and each is the other's neighbour"
+    if tied and {0, num_stages - 1} <= set(gone):
+        return "the first and the last stage were lost together, and with them the weight that they share"
+    return ""
+
+
+def between(before: Tensor, after: Tensor, norm_before: float, norm_after: float) -> Tensor:
+    """(n_b W_b + n_a W_a) / (n_b + n_a): weights of a lost stage from those of its neighbours.
+
+    W_b, W_a: the neighbours' weights, of equal shape; n_b, n_a: the 2-norms of their last gradients, plus 1e-4 each.
+    Source: "All is Not Lost: LLM Recovery without Checkpoints", Algorithm 1.
+    """
+    n_before, n_after = norm_before + NORM_FLOOR, norm_after + NORM_FLOOR
+    return torch.lerp(before, after, n_after / (n_before + n_after))
+
+
+def counterpart(layer: int, num_layers: int, of: int) -> int:
+    """The layer, of so many, at the same place in a stage with `of` layers as `layer` in one with num_layers."""
+    return layer * of // num_layers
+
+
+def lr_factor(num_recoveries: int) -> float:
+    """What the learning rate of a stage is multiplied with after so many recoveries."""
+    return min(LR_FACTOR**num_recoveries, MOST_LR_FACTOR)

@@ -118,6 +118,8 @@ def exact_pairs(rank: int, world_size: int, variants: list[str]) -> None:
         plain = sharded(Net(), **VARIANTS[variant])
         ours = sharded(Net(), **VARIANTS[variant])
         compressed = compress_fsdp(ours, EXACT, local_size=2, checked=True, announce=False)
+        shown = {row[0]: row[1] for row in compressed.describe()}["reshard after forward"]
+        assert (shown == "off") == (variant == "keep"), shown
         expected, norms = follow(plain, rank, variant)
         got, our_norms = follow(ours, rank, variant)
         # gloo sums in another order than we do.
@@ -404,6 +406,8 @@ def resumed(rank: int, world_size: int, strategy: Any) -> None:
 
     net, compressed, optimizer = fresh()
     steps(net, optimizer, range(3))
+    held = [packet.nbytes for r in compressed.reductions for m in r.memories if m for packet in m.errors.values()]
+    assert sum(held) == strategy.plan(Net(), compressed.comm.topology, 1).other.get("error feedback", 0)
     file = io.BytesIO()
     torch.save((net.state_dict(), compressed.state_dict()), file)
     steps(net, optimizer, range(3, 9))

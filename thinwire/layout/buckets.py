@@ -68,13 +68,7 @@ class BucketLayout(Layout):
     @property
     def lossy_pieces(self) -> dict[str, tuple[int, ...]]:
         """The numbers of pieces, of a shard's elements each, that gradients' codecs lose something of, by hop."""
-        grid, wire = self.levels.topology, self.wire
-        pieces: dict[str, tuple[int, ...]] = {}
-        if grid.local_size > 1 and not wire.intra.traits.lossless:
-            pieces["intra"] = grid.num_nodes, grid.local_size
-        if grid.num_nodes > 1 and not wire.inter.traits.lossless:
-            pieces["inter"] = (grid.num_nodes,)
-        return pieces
+        return self.wire.lossy_pieces(self.levels.topology)
 
     @property
     def has_replica(self) -> bool:

@@ -58,6 +58,15 @@ class WireFormat:
     def codecs(self) -> tuple[Codec, ...]:
         return self.weights, self.intra, self.inter
 
+    def lossy_pieces(self, grid: Topology) -> dict[str, tuple[int, ...]]:
+        """The numbers of pieces, of a rank's part each, that gradients' codecs lose something of, by hop."""
+        pieces: dict[str, tuple[int, ...]] = {}
+        if grid.local_size > 1 and not self.intra.traits.lossless:
+            pieces["intra"] = grid.num_nodes, grid.local_size
+        if grid.num_nodes > 1 and not self.inter.traits.lossless:
+            pieces["inter"] = (grid.num_nodes,)
+        return pieces
+
 
 @functools.cache
 def _lost_energy(codec: Codec) -> float:

@@ -78,9 +78,9 @@ class FSDPMethod(Method):
         inside = {param for module in modules for param in module.parameters()}
         rest = [param for param in model.parameters() if param not in inside]
         sent: Counter[tuple[str, str]] = Counter(agreement_sent(topology))
-        whole = shard = largest = kept = 0
+        whole = shard = largest = kept = lost = 0
         for unit in [*(list(module.parameters()) for module in modules), rest]:
-            unit_numel = 0
+            unit_numel, numels, pieces = 0, [], {}
             for shape in [param.shape for param in unit if param.requires_grad]:
                 wire, n = vector if len(shape) < 2 else matrix, -(-shape[0] // world_size) * math.prod(shape[1:])
                 packet = wire.weights.packet_bytes(n)
@@ -95,15 +95,20 @@ class FSDPMethod(Method):
                 for level, num_bytes in reduce_bytes(topology, n, wire.intra, wire.inter).items():
                     sent["gradients", level] += num_bytes
                 unit_numel += n
+                numels.append(n)
+                pieces |= wire.lossy_pieces(topology)
+            if memory := self.gradient_memory(numels):
+                lost += sum(map(math.prod, pieces.values())) * memory.piece_bytes
             shard += 4 * unit_numel
             whole += 4 * unit_numel * world_size
             largest = max(largest, 4 * unit_numel * world_size)
         is_cut = self.reshard_after_forward and micro_batches == 1
+        held = {"secondary partition": kept, "error feedback": lost}
         return MethodPlan(
             weights=shard if is_cut else whole + shard,
             gradients=shard if micro_batches == 1 else whole,
             optimizer=2 * shard,
             passing=2 * largest if is_cut else largest,
             sent=dict(sent),
-            other={"secondary partition": kept} if kept else {},
+            other={name: size for name, size in held.items() if size},
         )

@@ -25,7 +25,7 @@ def rows_of(compressed: CompressedFSDP) -> list[Row]:
     if comm.world_size == 1:
         return [*rows, ("compression", "none", "a group of one sends nothing and stays exact")]
     rows += [*_mesh(compressed), *describe_formats(method, compressed.shards.grid), *_raw(compressed)]
-    rows += [*_replicas(compressed), _secondary(compressed), _memory(compressed), *_overlap(compressed)]
+    rows += [*_replicas(compressed), _reshard(compressed), _secondary(compressed), _memory(compressed), *_overlap(compressed)]
     sent, plain = compressed.bytes_per_step / 1e6, compressed.uncompressed_bytes_per_step / 1e6
     return [*rows, _watch(compressed), ("sent per rank and step", f"{sent:.3f} MB", f"{plain:.3f} MB in fp32")]
 
@@ -63,6 +63,13 @@ def _raw(compressed: CompressedFSDP) -> list[Row]:
     if any(unit.gradient_dtype == torch.float64 for unit in compressed.units):
         rows.append(("gradients in float64", "summed in fp32", "codecs take at most 32 bits"))
     return rows
+
+
+def _reshard(compressed: CompressedFSDP) -> Row:
+    dropping = sum(unit.group.backward_group_size(compressed.model) > 0 for unit in compressed.units)
+    shown = f"in {dropping} of {len(compressed.units)} modules" if dropping else "off"
+    gathers = "as fully_shard was told: gathered for forward and for backward" if dropping else "one gather a step"
+    return "reshard after forward", shown, gathers
 
 
 def _secondary(compressed: CompressedFSDP) -> Row:

@@ -65,10 +65,8 @@ def wrap_fsdp(
     compressed.start_or_wait()
     kind = type(modules[-1]).__name__.removeprefix("FSDP")
     cut = f"the root and {len(modules) - 1} x {kind}" if len(modules) > 1 else "the root alone"
-    gathers = "gathered for forward and for backward" if strategy.reshard_after_forward else "one gather a step"
     rows: list[Row] = [
         ("FSDP2 modules", cut, "children of ModuleLists"),
-        ("reshard after forward", "on" if strategy.reshard_after_forward else "off", gathers),
         ("collectives", "thinwire's, through FSDP2's plug-ins", "gloo's reduce_scatter moves twice the bytes"),
         start,
     ]

@@ -35,8 +35,8 @@ class ZeroPP(LoCoOptions, FSDPMethod):
     secondary: bool = True
     """Keep what a gather brought from other nodes: backward and unchanged weights need nothing from outside."""
     reshard_after_forward: bool = True
-    """Drop whole weights after forward and gather them again for backward. In the trainer only: in a loop of one's
-    own, fully_shard has an option of this name."""
+    """Drop whole weights after forward and gather them again for backward. `compress_fsdp` leaves that as fully_shard
+    was told, and prints it."""
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -406,8 +406,9 @@ def resumed(rank: int, world_size: int, strategy: Any) -> None:
 
     net, compressed, optimizer = fresh()
     steps(net, optimizer, range(3))
-    held = [packet.nbytes for r in compressed.reductions for m in r.memories if m for packet in m.errors.values()]
-    assert sum(held) == strategy.plan(Net(), compressed.comm.topology, 1).other.get("error feedback", 0)
+    memories: list[Any] = [memory for r in compressed.reductions for memory in r.memories if memory is not None]
+    held = sum(packet.nbytes for memory in memories for packet in memory.errors.values())
+    assert held == strategy.plan(Net(), compressed.comm.topology, 1).other.get("error feedback", 0)
     file = io.BytesIO()
     torch.save((net.state_dict(), compressed.state_dict()), file)
     steps(net, optimizer, range(3, 9))

@@ -80,7 +80,8 @@ class FSDPMethod(Method):
         sent: Counter[tuple[str, str]] = Counter(agreement_sent(topology))
         whole = shard = largest = kept = lost = 0
         for unit in [*(list(module.parameters()) for module in modules), rest]:
-            unit_numel, numels, pieces = 0, [], {}
+            unit_numel, numels = 0, list[int]()
+            pieces: dict[str, tuple[int, ...]] = {}
             for shape in [param.shape for param in unit if param.requires_grad]:
                 wire, n = vector if len(shape) < 2 else matrix, -(-shape[0] // world_size) * math.prod(shape[1:])
                 packet = wire.weights.packet_bytes(n)

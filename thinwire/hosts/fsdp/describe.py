@@ -25,7 +25,13 @@ def rows_of(compressed: CompressedFSDP) -> list[Row]:
     if comm.world_size == 1:
         return [*rows, ("compression", "none", "a group of one sends nothing and stays exact")]
     rows += [*_mesh(compressed), *describe_formats(method, compressed.shards.grid), *_raw(compressed)]
-    rows += [*_replicas(compressed), _reshard(compressed), _secondary(compressed), _memory(compressed), *_overlap(compressed)]
+    rows += [
+        *_replicas(compressed),
+        _reshard(compressed),
+        _secondary(compressed),
+        _memory(compressed),
+        *_overlap(compressed),
+    ]
     sent, plain = compressed.bytes_per_step / 1e6, compressed.uncompressed_bytes_per_step / 1e6
     return [*rows, _watch(compressed), ("sent per rank and step", f"{sent:.3f} MB", f"{plain:.3f} MB in fp32")]
 

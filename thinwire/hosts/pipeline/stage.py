@@ -17,7 +17,7 @@ from thinwire.errors import ConfigError
 from thinwire.hosts.interface import ParallelOptimizer
 from thinwire.hosts.pipeline.links import measured_links
 from thinwire.hosts.pipeline.measured import measured
-from thinwire.hosts.pipeline.recovery import EndCopies, Holdings, first_copies, recovered
+from thinwire.hosts.pipeline.recovery import EndCopies, Holdings, first_copies, packed, recovered
 from thinwire.hosts.pipeline.runner import Runner
 from thinwire.hosts.pipeline.tied import TiedWeights
 from thinwire.hosts.ranks import along
@@ -268,6 +268,15 @@ class PipelineStage:
         """What the learning rate of this stage is multiplied with."""
         return lr_factor(self.recoveries.get(self.comm.rank, 0))
 
+    def rescue(self) -> dict[int, Tensor]:
+        """What this rank keeps of others and no optimizer has the state of, by rank; under its own, a borrowed weight.
+
+        Call it after a loss: what had come by then counts.
+        """
+        assert self.ends is not None
+        own = {self.number: packed(self.weights, self.part.holdings.tied).cpu()} if self.tied.borrowed else {}
+        return self.ends.rescue() | own
+
     def recover(
         self, lost: Collection[int], norms: Sequence[float], copies: Mapping[int, Tensor], recoveries: Mapping[int, int]
     ) -> None:
@@ -278,11 +287,16 @@ class PipelineStage:
         Args:
             lost: stages of which no process has the state; the others have restored theirs.
             norms: by stage, `norm` before the loss; of a lost one any number.
-            copies: what this rank kept of others, `EndCopies.rescue()`; of a lost one empty.
+            copies: what `rescue` gave on this rank before the loss; of a lost one empty.
             recoveries: by stage, how often it was recovered before; equal on all ranks.
         """
         assert self.ends is not None
-        self.ends.held |= copies
+        for rank, copy in copies.items():
+            if rank == self.number:
+                for param, value in zip(self.tied.borrowed, self._split_tied(copy), strict=True):
+                    param.data.copy_(value)
+            else:
+                self.ends.held[rank] = copy
         values = recovered(
             self.ends.mailbox, self.part.holdings, self.part.options.recover, lost, norms, self.weights, self.ends.held
         )
@@ -294,6 +308,10 @@ class PipelineStage:
         """Close all connections after a loss: whoever waits for this rank learns of it at once."""
         for each in (self.comm, self.mailbox, self._probe, *([self.ends.mailbox] if self.ends is not None else [])):
             each.break_off()
+
+    def _split_tied(self, packet: Tensor) -> list[Tensor]:
+        holdings = self.part.holdings
+        return list(holdings.split(packet, holdings.tied).values())
 
     def _norm_of_layers(self) -> float:
         model = self.part.made.model

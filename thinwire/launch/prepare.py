@@ -113,6 +113,9 @@ def check_pipeline(config: TrainConfig, run: Run, model: nn.Module | None) -> No
     if config.compile:
         problems.messages.append("--compile: the layers of a pipeline's stages are not compiled; leave it out")
     num_layers = None if model is None else len(layer_list(model)[1])
+    num_chunks = run.pipeline.num_chunks(shape.pipeline)
+    if num_layers is not None and LLAMA in run.used_tables and num_chunks > num_layers:
+        problems.messages.append(f"model {config.model} with more layers: --llama.num-hidden-layers {num_chunks}")
     with problems.collect():
         accumulation = derive(config, config.num_shares).accumulation
         check_stages(run.pipeline, shape.pipeline, num_layers, accumulation, shape.sizes["data"])
@@ -261,7 +264,7 @@ def resolve(run: Run, asked: TrainConfig, threads: int) -> tuple[Run, list[Row]]
         dtype, reason = choose_dtype(asked.dtype, threads)
     rows: list[Row] = [(f"--device {asked.device}", device, why_device)]
     rows += [(f"dtype {asked.dtype}", dtype, reason), batch_row(asked, batch, asked.num_shares)]
-    rows += [*pipeline_rows(asked, batch), *model_rows(asked), *unused_rows(run), *late_rows(run)]
+    rows += [*pipeline_rows(run, batch), *model_rows(asked), *unused_rows(run), *late_rows(run)]
     resolved = run.with_island_size()
     if run.has_islands:
         size = resolved.config.local_size or 1

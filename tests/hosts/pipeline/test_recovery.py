@@ -129,12 +129,9 @@ def test_the_layers_of_a_lost_stage_are_the_mean_of_its_neighbours(
     # In the uneven row stage 1 has layers 1 and 2, its neighbours one each.
     own, before, after = ((1, 2), 0, 3) if name == "uneven" else ((2,), 1, 3)
     for number in own:
-        found, first, second = (
-            layer(told[rank][when], at)
-            for rank, when, at in (
-                (stage, "after", number), (stage - 1, "before", before), (stage + 1, "before", after),
-            )  # fmt: skip
-        )
+        found = layer(told[stage]["after"], number)
+        first = layer(told[stage - 1]["before"], before)
+        second = layer(told[stage + 1]["before"], after)
         assert found and found.keys() == first.keys()
         for key, value in found.items():
             expected = between(torch.from_numpy(first[key]), torch.from_numpy(second[key]), *norms)

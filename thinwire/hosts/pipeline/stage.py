@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -318,6 +320,27 @@ class PipelineStage:
         names = self.part.holdings.within(self.comm.rank)
         grads = [grad for name in names if (grad := model.get_parameter(name).grad) is not None]
         return float(nn.utils.get_total_norm(grads)) if grads else 0.0
+
+    def sent_bytes(self, batches: Sequence[Batch]) -> list[int]:
+        """Payload of each rank in a step of these micro-batches, by formula, without what replicas send each other.
+
+        The most that it can be where a codec's packets vary in length.
+        """
+        made = self.part.made
+        found = [0] * self.num_stages
+        for chunk, (source, target) in enumerate(pairwise(made.home)):
+            for batch in batches if source != target else ():
+                numel = math.prod(made.shape(chunk, batch))
+                found[source] += self.crossing.packet_bytes("forward", numel, made.dtype)
+                found[target] += self.crossing.packet_bytes("backward", numel, made.dtype)
+        holdings = self.part.holdings
+        tied = holdings.num_bytes(holdings.tied)
+        for rank in {made.home[0], made.home[-1]} if tied else ():
+            found[rank] += tied
+        if self.ends is not None:
+            for rank in range(self.num_stages):
+                found[rank] += holdings.num_bytes(holdings.ends[rank])
+        return found
 
     def describe(self) -> list[Row]:
         """Rows of (asked for, in effect, why they differ or how it was found)."""

@@ -217,6 +217,9 @@ class PipelinedStage(Stage):
 
     def restore(self, source: Source) -> None:
         super().restore(source)
+        if self.pipeline.part.options.delta:
+            source.is_same = source.is_exact = False
+            source.note("last messages of sequences", "dropped", "differences at borders begin anew")
         self.pipeline.restore(source.common.get("micro_batches", 0))
 
     def close(self) -> None:

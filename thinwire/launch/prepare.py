@@ -19,6 +19,7 @@ from thinwire.codecs import warm
 from thinwire.collectives import faults
 from thinwire.collectives.topology import Topology
 from thinwire.data import documents, load_tokenizer
+from thinwire.data.loader import count_sequences
 from thinwire.device import choose as choose_device
 from thinwire.errors import ConfigError, Problems
 from thinwire.launch.machine import free_port, port_is_free
@@ -338,11 +339,24 @@ def prepare(config: TrainConfig, problems: Problems) -> tuple[Run, Start]:
     """
     run, start = plan(config, problems)
     config = run.config
-    tokens_of(config, load_tokenizer(config.tokenizer)).split(config.seq_len)
+    train, _ = tokens_of(config, load_tokenizer(config.tokenizer)).split(config.seq_len)
+    check_returns(run, count_sequences(train, config.seq_len))
     logging.getLogger("numba").setLevel(logging.WARNING)
     warm(run.codecs)
     RunDir(config.run_dir).claim(config.node, to_toml(config), overwrite=config.overwrite)
     return run, start
+
+
+def check_returns(run: Run, num_sequences: int) -> None:
+    """Raise ConfigError for differences to a sequence's last message where none comes twice."""
+    config = run.config
+    taken = config.steps * (config.tokens_per_step or 0) // config.seq_len
+    if run.pipeline is not None and run.pipeline.delta and config.minutes is None and taken <= num_sequences:
+        steps = num_sequences // max(1, taken // config.steps) + 1
+        raise ConfigError(
+            f"delta: no sequence returns in {config.steps} steps, which take {taken:,} of {num_sequences:,} sequences; "
+            f"nearest: no delta, or more than --steps {steps}"
+        )
 
 
 def dry_run(config: TrainConfig, problems: Problems) -> int:

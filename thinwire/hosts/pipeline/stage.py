@@ -24,6 +24,7 @@ from thinwire.hosts.pipeline.runner import Runner
 from thinwire.hosts.pipeline.tied import TiedWeights
 from thinwire.hosts.ranks import along
 from thinwire.methods.pipeline import Chunk, Cut, Plan, cut, in_flight, simulate, token_shares
+from thinwire.methods.pipeline.border import LastMessages, sequence_keys
 from thinwire.methods.pipeline.options import Pipeline
 from thinwire.methods.pipeline.plan import BACKWARD, FORWARD, ordered, straight
 from thinwire.methods.pipeline.recover import NONE, RECOVERIES, lr_factor
@@ -38,6 +39,11 @@ Loss = Callable[[Any, Any], Tensor]
 def models_own(module: Any, batch: Any) -> Tensor:
     """The loss that a model gives."""
     return module(*batch)
+
+
+def keys_of(micro_batch: Batch) -> list[bytes]:
+    """Of its sequences."""
+    return sequence_keys(micro_batch[0])
 
 
 class StageChunk(nn.Module):
@@ -162,6 +168,9 @@ class PipelineStage:
         self._probe = Mailbox(mesh, topology, timeout_s=timeout_s)
         self.crossing = part.options.crossing(seed)
         self.tied = TiedWeights(self.mailbox, part.tied)
+        self._runners: dict[int, Runner] = {}
+        self.last: dict[int, LastMessages] = {}
+        self._forget_messages()
         self.device = next(iter(part.made.model.parameters())).device
         # Of what no neighbour has the like of, where a lost stage is recovered.
         self.ends: EndCopies | None = None
@@ -176,7 +185,6 @@ class PipelineStage:
         # Of the last step: from the first action to the last, and in actions.
         self.step_s = self.busy_s = 0.0
         self.prediction: Prediction | None = None
-        self._runners: dict[int, Runner] = {}
         self._forwards: dict[int, Runner] = {}
 
     @property
@@ -191,7 +199,7 @@ class PipelineStage:
     @property
     def borders(self) -> str:
         """Where and how hidden states are rounded; empty where they travel as they are."""
-        made, codec = self.part.made, self.crossing.forward
+        made, codec = self.part.made, self.crossing.forward + (", differences" if self.part.options.delta else "")
         return "" if self.crossing.codec("forward") is None else f"{codec} behind {made.sizes} on {made.home}"
 
     def forward_backward(self, batches: Sequence[Batch], loss: Loss = models_own) -> float:
@@ -249,7 +257,16 @@ class PipelineStage:
     def restore(self, num_before: int) -> None:
         """Go on after so many micro-batches; the copies of weights on other ranks are brought anew."""
         self.num_before, self.tied.is_stale = num_before, True
+        self._forget_messages()
         self.keep_copies()
+
+    def _forget_messages(self) -> None:
+        """Differences refer to zeros again, as on all ranks."""
+        home, options = self.part.made.home, self.part.options
+        if options.delta:
+            own = [n for n, ends in enumerate(pairwise(home)) if ends[0] != ends[1] and self.comm.rank in ends]
+            self.last = {border: LastMessages(1e6 * options.delta_mb) for border in own}
+            self._runners.clear()
 
     def keep_copies(self) -> None:
         """After an update: the neighbours get what they keep of this stage. Waits for the copies before alone."""
@@ -393,7 +410,7 @@ class PipelineStage:
         made = self.part.made
         return Runner(
             plan, self.part.chunks, self.mailbox, made.shape, dtype=made.dtype, crossing=self.crossing,
-            device=self.device, tied=self.tied,
+            device=self.device, tied=self.tied, last=self.last, keys=keys_of,
         )  # fmt: skip
 
     def _fit(self, runner: Runner, batches: Sequence[Batch]) -> None:

@@ -355,7 +355,7 @@ def check_returns(run: Run, num_sequences: int) -> None:
         steps = num_sequences // max(1, taken // config.steps) + 1
         raise ConfigError(
             f"delta: no sequence returns in {config.steps} steps, which take {taken:,} of {num_sequences:,} sequences; "
-            f"nearest: no delta, or more than --steps {steps}"
+            f"nearest: no delta, or --steps {steps}"
         )
 
 

@@ -104,7 +104,7 @@ class Reunion:
     @classmethod
     def of(cls, survivor: Survivor | None, generation: int, *, tied: bool) -> Reunion:
         """Exchange what the ranks bring along; a collective over the default group. tied: see `beyond_recovery`."""
-        mine = survivor and (survivor.start, survivor.norm, survivor.recoveries)
+        mine = None if survivor is None else (survivor.start, survivor.norm, survivor.recoveries)
         told = of_all_ranks(mine, "what it brings along")
         there = {stage: word for stage, word in enumerate(told) if word is not None}
         lost = [stage for stage in range(len(told)) if stage not in there]

@@ -34,7 +34,7 @@ def _row(rank: int, recover: str, lost: tuple[int, ...], tied: bool, layers: str
     mesh = init_device_mesh("cpu", (STAGES, 1), mesh_dim_names=("pipeline", "data"))
     num_layers = sum(map(int, layers.split(",")))
 
-    def built(recover: str) -> thinwire.PipelinedStage:
+    def built(recover: Any) -> thinwire.PipelinedStage:
         whole = build_model("tiny", 64, 16, overrides={"tie_word_embeddings": tied, "num_hidden_layers": num_layers})
         options = thinwire.Pipeline(plan="1f1b", layers=layers, recover=recover)
         stage = thinwire.parallelize(
@@ -75,7 +75,7 @@ def _row(rank: int, recover: str, lost: tuple[int, ...], tied: bool, layers: str
     sent = again.optimizer.meter.snapshot().sent_bytes
     again.pipeline.recover(lost, norms, {} if is_lost else copies, {1: 1})
     sent = again.optimizer.meter.snapshot().sent_bytes - sent
-    after, moments = weights_of(again), len(again.optimizer.state)
+    after, moments = weights_of(again), len(again.optimizer.state_dict()["numbers"]["scalars"])
     again.optimizer.steps = 2
     again.pipeline.restore(num_before)
     loss = train(again, range(2, 3))

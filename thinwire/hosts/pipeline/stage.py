@@ -277,7 +277,7 @@ class PipelineStage:
     @property
     def weights(self) -> dict[str, Tensor]:
         """This rank's, by name; a tied one by that of its owner."""
-        found = dict(self.part.made.model.named_parameters())
+        found: dict[str, Tensor] = dict(self.part.made.model.named_parameters())
         for params in self.part.tied.values():
             found.update(zip(self.part.holdings.tied, params, strict=True))
         return found
@@ -325,8 +325,10 @@ class PipelineStage:
 
     def break_off(self) -> None:
         """Close all connections after a loss: whoever waits for this rank learns of it at once."""
-        for each in (self.comm, self.mailbox, self._probe, *([self.ends.mailbox] if self.ends is not None else [])):
-            each.break_off()
+        self.comm.break_off()
+        boxes = [self.mailbox, self._probe] + ([self.ends.mailbox] if self.ends is not None else [])
+        for box in boxes:
+            box.break_off()
 
     def _split_tied(self, packet: Tensor) -> list[Tensor]:
         holdings = self.part.holdings

@@ -195,6 +195,14 @@ class PipelinedStage(Stage):
     def lr_factor(self) -> float:
         return self.pipeline.lr_factor
 
+    def describe(self) -> list[Row]:
+        """As Stage's; what the method of the data axis says is of the replicas of a stage."""
+        own, num = self.optimizer.describe(), self.optimizer.comm.world_size
+        if num == 1:
+            name, effect, _ = own[0]
+            return [*self._rows, (name, effect, "one replica of each stage: it averages and sends nothing")]
+        return [*self._rows, own[0], *((f"{num} replicas: {asked}", effect, why) for asked, effect, why in own[1:])]
+
     @property
     def uncompressed_bytes_per_step(self) -> float:
         return 8 * self.pipeline.part.num_parameters * (1 - 1 / self.optimizer.everyone.world_size)
@@ -209,6 +217,9 @@ class PipelinedStage(Stage):
 
     def restore(self, source: Source) -> None:
         super().restore(source)
+        if self.pipeline.part.options.delta:
+            source.is_same = source.is_exact = False
+            source.note("last messages of sequences", "dropped", "differences at borders begin anew")
         self.pipeline.restore(source.common.get("micro_batches", 0))
 
     def close(self) -> None:

@@ -37,5 +37,6 @@ def describe(checkpoint: Path, *, verifies: bool) -> tuple[str, bool]:
     loss = "" if manifest.loss is None else f"{manifest.loss:.4f}"
     when = verified_at(checkpoint)
     state = f"verified {when}" if when else "not verified"
-    by = f"{manifest.about.get('strategy', '?')} on {manifest.world_size} rank(s)"
+    cut = f", {manifest.about['mesh']}" if "mesh" in manifest.about else ""
+    by = f"{manifest.about.get('strategy', '?')} on {manifest.world_size} rank(s){cut}"
     return f"{manifest.step:>9,}  {manifest.num_bytes / 1e6:>10.2f}  {loss:>9}  {by}, {state}", True

@@ -14,7 +14,7 @@ CURRENT = "thinwire/incarnation"
 OVER = "thinwire/over"
 
 
-def connect(meet: str, timeout_s: float) -> dist.Store:
+def connect(meet: str, timeout_s: float) -> dist.TCPStore:
     """The store at HOST:PORT, in which ranks meet. Raises ThinwireError if it does not answer."""
     host, _, port = meet.rpartition(":")
     try:

@@ -19,6 +19,7 @@ from thinwire.codecs import warm
 from thinwire.collectives import faults
 from thinwire.collectives.topology import Topology
 from thinwire.data import documents, load_tokenizer
+from thinwire.data.loader import count_sequences
 from thinwire.device import choose as choose_device
 from thinwire.errors import ConfigError, Problems
 from thinwire.launch.machine import free_port, port_is_free
@@ -113,6 +114,9 @@ def check_pipeline(config: TrainConfig, run: Run, model: nn.Module | None) -> No
     if config.compile:
         problems.messages.append("--compile: the layers of a pipeline's stages are not compiled; leave it out")
     num_layers = None if model is None else len(layer_list(model)[1])
+    num_chunks = run.pipeline.num_chunks(shape.pipeline)
+    if num_layers is not None and LLAMA in run.used_tables and num_chunks > num_layers:
+        problems.messages.append(f"model {config.model} with more layers: --llama.num-hidden-layers {num_chunks}")
     with problems.collect():
         accumulation = derive(config, config.num_shares).accumulation
         check_stages(run.pipeline, shape.pipeline, num_layers, accumulation, shape.sizes["data"])
@@ -261,7 +265,7 @@ def resolve(run: Run, asked: TrainConfig, threads: int) -> tuple[Run, list[Row]]
         dtype, reason = choose_dtype(asked.dtype, threads)
     rows: list[Row] = [(f"--device {asked.device}", device, why_device)]
     rows += [(f"dtype {asked.dtype}", dtype, reason), batch_row(asked, batch, asked.num_shares)]
-    rows += [*pipeline_rows(asked, batch), *model_rows(asked), *unused_rows(run), *late_rows(run)]
+    rows += [*pipeline_rows(run, batch), *model_rows(asked), *unused_rows(run), *late_rows(run)]
     resolved = run.with_island_size()
     if run.has_islands:
         size = resolved.config.local_size or 1
@@ -335,11 +339,24 @@ def prepare(config: TrainConfig, problems: Problems) -> tuple[Run, Start]:
     """
     run, start = plan(config, problems)
     config = run.config
-    tokens_of(config, load_tokenizer(config.tokenizer)).split(config.seq_len)
+    train, _ = tokens_of(config, load_tokenizer(config.tokenizer)).split(config.seq_len)
+    check_returns(run, count_sequences(train, config.seq_len))
     logging.getLogger("numba").setLevel(logging.WARNING)
     warm(run.codecs)
     RunDir(config.run_dir).claim(config.node, to_toml(config), overwrite=config.overwrite)
     return run, start
+
+
+def check_returns(run: Run, num_sequences: int) -> None:
+    """Raise ConfigError for differences to a sequence's last message where none comes twice."""
+    config = run.config
+    taken = config.steps * (config.tokens_per_step or 0) // config.seq_len
+    if run.pipeline is not None and run.pipeline.delta and config.minutes is None and taken <= num_sequences:
+        steps = num_sequences // max(1, taken // config.steps) + 1
+        raise ConfigError(
+            f"delta: no sequence returns in {config.steps} steps, which take {taken:,} of {num_sequences:,} sequences; "
+            f"nearest: no delta, or --steps {steps}"
+        )
 
 
 def dry_run(config: TrainConfig, problems: Problems) -> int:

@@ -56,6 +56,8 @@ def figures(run: RunFiles) -> list[Figure]:
     if not run.steps:
         return []
     found = [loss_figure(run), bytes_figure(run), time_figure(run)]
+    if run.last("predicted_pipeline_s") > 0:
+        found.append(pipeline_figure(run))
     return [*found, optimizer_figure(run)] if any({"lr", "grad_norm"} <= row.keys() for row in run.steps) else found
 
 
@@ -149,6 +151,29 @@ def time_figure(run: RunFiles) -> Figure:
     if "other" in drawn:
         legend.append(("other", "other"))
     return Figure("Time per step", legend, chart.svg(), [note] if note else [])
+
+
+def pipeline_figure(run: RunFiles) -> Figure:
+    """Seconds of forwards and backwards in a pipeline, measured and as simulated for the plan in effect."""
+    bins = bins_of(run.steps)
+    measured = [(number(row["step"]), number(row.get("pipeline_s"))) for row in run.steps]
+    predicted = [(x, y if y > 0 else math.nan) for x, y in run.series("predicted_pipeline_s")]
+    top, note = time_scale([bin.mean("pipeline_s") for bin in bins], [y for _, y in measured])
+    highest = max([top, *(y for _, y in predicted if math.isfinite(y))])
+    chart = Chart("seconds in the pipeline", across(bins), around([highest], zero=True), "step", "seconds per step")
+    for bin in bins:
+        seconds = bin.mean("pipeline_s")
+        chart.bar(bin.left, bin.right, 0, min(seconds, highest), "compute")
+        words = f"{seconds_text(seconds)} measured, {seconds_text(bin.mean('predicted_pipeline_s'))} predicted"
+        chart.hover(bin.left, bin.right, f"{bin.name}: {words}")
+    chart.line(thin_out(predicted), "heldout")
+    legend = [
+        ("compute", f"measured: median {seconds_text(run.typical('pipeline_s'))}"),
+        ("heldout", f"predicted: {seconds_text(run.last('predicted_pipeline_s'))}"),
+    ]
+    idle, expected = run.typical("bubble"), run.last("predicted_bubble")
+    notes = [f"Rank 0 computed nothing for {idle:.0%} of it; {expected:.0%} were predicted."]
+    return Figure("Seconds in the pipeline", legend, chart.svg(), [*notes, *([note] if note else [])])
 
 
 def optimizer_figure(run: RunFiles) -> Figure:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from thinwire.flags import flag
+from thinwire.methods.pipeline import Costs, simulate
 from thinwire.options import LLAMA, PIPELINE
 from thinwire.table import Row
 from thinwire.training.config import DEFAULTS, FIXED_ON_RESUME, NOT_WRITTEN, Batch, TrainConfig
@@ -18,20 +19,25 @@ MOST_IDLE = 0.25
 
 def batch_row(config: TrainConfig, batch: Batch, world_size: int) -> Row:
     asked = f"--tokens-per-step {config.tokens_per_step or 'by default'}, --micro-batch {config.micro_batch}"
+    stages = config.mesh_shape.pipeline
+    who, passes = (f"{world_size} pipeline(s)", "micro-batches") if stages > 1 else (f"{world_size} ranks", "passes")
     effect = (
-        f"{batch.tokens_per_step} tokens = {world_size} ranks x {batch.accumulation} passes x {batch.micro_batch} "
+        f"{batch.tokens_per_step} tokens = {who} x {batch.accumulation} {passes} x {batch.micro_batch} "
         f"sequences x {config.seq_len} tokens"
     )
     return asked, effect, "of one optimizer step"
 
 
-def pipeline_rows(config: TrainConfig, batch: Batch) -> Iterator[Row]:
+def pipeline_rows(run: Run, batch: Batch) -> Iterator[Row]:
     """One row on how many micro-batches fill a pipeline."""
-    stages, num = config.mesh_shape.pipeline, batch.accumulation
-    if stages > 1:
-        idle = (stages - 1) / (num + stages - 1)
+    stages, num = run.config.mesh_shape.pipeline, batch.accumulation
+    if run.pipeline is not None and stages > 1:
+        plan = run.pipeline.plan_of(stages, num)
+        found = simulate(plan, Costs.even(len(plan.home)))
+        idle = sum(found.idle_s) / (stages * found.makespan_s)
         advice = "a smaller --micro-batch, or more --tokens-per-step, fills it better" if idle > MOST_IDLE else ""
-        yield f"--stages {stages}", f"{num} micro-batches a step: idle for {idle:.0%} of it at least with 1f1b", advice
+        effect = f"{num} micro-batches a step: stages of equal speed are idle for {idle:.0%} of it with plan "
+        yield f"--stages {stages}", f"{effect}{run.pipeline.plan}, before any link takes time", advice
 
 
 def unused_rows(run: Run) -> Iterator[Row]:

@@ -22,9 +22,14 @@ MB = 1e6
 
 
 class Progress:
-    """Shows steps as they happen. num_steps: of the whole run. uncompressed_bytes: of one step, in fp32."""
+    """Shows steps as they happen.
 
-    def __init__(self, num_steps: int, tokens_per_step: int, uncompressed_bytes: float) -> None:
+    num_steps: of the whole run. uncompressed_bytes: of one step, in fp32. sender: whose bytes are shown where ranks
+    send different amounts; empty: each rank's.
+    """
+
+    def __init__(self, num_steps: int, tokens_per_step: int, uncompressed_bytes: float, sender: str = "") -> None:
+        self.sent_by = f"sent by {sender}" if sender else "sent"
         self.num_steps = num_steps
         self.tokens_per_step = tokens_per_step
         self.uncompressed_bytes = uncompressed_bytes
@@ -52,7 +57,7 @@ class Progress:
             self._show_live(record)
         elif record.step == self.num_steps or time.monotonic() >= self._line_due:
             self._line_due = time.monotonic() + LINE_EVERY_S
-            names = ("step", "loss", "tokens/s", "sent", "waiting", "left")
+            names = ("step", "loss", "tokens/s", self.sent_by, "waiting", "left")
             pairs = zip(names, self._cells(record), strict=True)
             self.console.print("  ".join(f"{name} {cell}" for name, cell in pairs), markup=False)
 
@@ -85,7 +90,9 @@ class Progress:
 
     def _show_live(self, record: StepMetrics) -> None:
         self._rows.append(self._cells(record))
-        table = Table("step", "loss", "tokens/s", "sent, of fp32's", "waiting for communication", "time left")
+        table = Table(
+            "step", "loss", "tokens/s", f"{self.sent_by}, of fp32's", "waiting for communication", "time left"
+        )
         for row in self._rows:
             table.add_row(*row)
         if self._live is None:

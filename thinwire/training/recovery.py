@@ -65,7 +65,7 @@ class Survivor:
         """Take all of it from a run that can't go on, and leave its process groups."""
         lost_at, pipeline, optimizer = time.monotonic(), engine.stage.pipeline, engine.optimizer
         assert pipeline is not None and pipeline.ends is not None
-        copies = pipeline.ends.rescue()
+        copies = pipeline.rescue()
         leave(pipeline, optimizer, saver)
         if optimizer.steps > start.step:
             # The loss came between the update and the end of its step.
@@ -104,7 +104,7 @@ class Reunion:
     @classmethod
     def of(cls, survivor: Survivor | None, generation: int, *, tied: bool) -> Reunion:
         """Exchange what the ranks bring along; a collective over the default group. tied: see `beyond_recovery`."""
-        mine = survivor and (survivor.start, survivor.norm, survivor.recoveries)
+        mine = None if survivor is None else (survivor.start, survivor.norm, survivor.recoveries)
         told = of_all_ranks(mine, "what it brings along")
         there = {stage: word for stage, word in enumerate(told) if word is not None}
         lost = [stage for stage in range(len(told)) if stage not in there]
@@ -139,7 +139,7 @@ class Reunion:
     def event(self, how: str, num_stages: int, lost_at: float) -> MembershipEvent:
         """For the metrics file. how: the recovery's name."""
         assert self.start is not None
-        told = [f"stage {stage}: {how} of {shown(sources(how, stage, num_stages))}" for stage in self.lost]
+        told = [f"stage {stage} {described(how, sources(how, stage, num_stages))}" for stage in self.lost]
         told += [f"stage {stage} has missed the last update" for stage in self.behind]
         return MembershipEvent(
             self.start.step, self.generation, list(range(num_stages)), self.lost, self.lost,
@@ -147,10 +147,11 @@ class Reunion:
         )  # fmt: skip
 
 
-def shown(stages: Sequence[int]) -> str:
-    """Such as stages 1 and 3."""
-    names = " and ".join(map(str, stages))
-    return f"stage{'s' * (len(stages) > 1)} {names}" if stages else "none"
+def described(how: str, stages: Sequence[int]) -> str:
+    """How a stage begins whose layers come from others."""
+    if not stages:
+        return "begins as a new model's"
+    return f"is a copy of {stages[0]}" if len(stages) == 1 else f"is the {how} of {stages[0]} and {stages[1]}"
 
 
 def fallback(reunion: Reunion, step: int) -> str:

@@ -41,7 +41,9 @@ class Reporter:
         self.tokens_per_step = config.tokens_per_step or 0
         self.run_dir = RunDir(config.run_dir)
         self.metrics = MetricsWriter(self.run_dir.metrics, first_step)
-        self.progress = Progress(config.steps, self.tokens_per_step, uncompressed_bytes)
+        self.has_stages = config.mesh_shape.pipeline > 1
+        sender = "rank 0" if self.has_stages else ""
+        self.progress = Progress(config.steps, self.tokens_per_step, uncompressed_bytes, sender)
         self.trackers = open_trackers(config.track, self.run_dir.path, asdict(config), self.progress.warn)
         self._is_full = False
         self.progress.start_table(self.rows)
@@ -141,9 +143,15 @@ class Reporter:
         sent, plain = summary["sent_bytes_per_step"], summary["uncompressed_bytes_per_step"]
         if sent:
             ratio = f"{plain / sent:.1f} times fewer bytes"
-            say(f"sent per step: {sent / 1e6:.3f} MB, in fp32 {plain / 1e6:.3f} MB: {ratio}")
+            by, instead = ("by rank 0 ", "whole models that average gradients in ") if self.has_stages else ("", "in ")
+            say(f"sent {by}per step: {sent / 1e6:.3f} MB, {instead}fp32 {plain / 1e6:.3f} MB: {ratio}")
         if predicted := summary["predicted_pipeline_s"]:
-            say(f"a step through the pipeline: {summary['pipeline_s']:.3g} s, predicted {predicted:.3g} s")
+            found = summary["pipeline_s"]
+            say(
+                f"a step through the pipeline: measured {found:.3g} s, predicted {predicted:.3g} s: "
+                f"{abs(found / predicted - 1):.0%} {'more' if found > predicted else 'less'}; the whole step took "
+                f"{summary['step_s']:.3g} s"
+            )
         if summary["skipped_steps"]:
             self.progress.warn(f"{summary['skipped_steps']} steps were skipped: their gradients were not finite")
         loss = summary["heldout_loss"]

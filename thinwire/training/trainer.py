@@ -18,7 +18,7 @@ from thinwire.codecs import derive_seed
 from thinwire.collectives import faults
 from thinwire.device import Device
 from thinwire.errors import ConfigError
-from thinwire.hosts.pipeline.stage import Prediction
+from thinwire.hosts.pipeline.stage import PipelineStage, Prediction
 from thinwire.optim.schedule import lr_at
 from thinwire.state.watchdog import Watchdog
 from thinwire.table import Row
@@ -92,6 +92,8 @@ class Trainer:
             ISLANDS: place.island.num_islands,
             "config": to_toml(config),
         }
+        if config.mesh_shape.pipeline * config.mesh_shape.tensor > 1:
+            self._about["mesh"] = str(config.mesh_shape)
         self._proof: Proof | None = None
         self._prediction: Prediction | None = None
         # A checkpoint of this step has its next loss already, or another layout's loss would follow.
@@ -111,6 +113,8 @@ class Trainer:
         self.reporter: Reporter | None = None
         self.onlooker: Progress | None = None
         rows = [*self._device_rows(), *rows]
+        if self.stage.pipeline is not None:
+            link_rows.append(self._border_row(self.stage.pipeline))
         if survivor is not None and survivor.reporter is not None:
             self.reporter = survivor.reporter
         elif place.rank == 0:
@@ -121,7 +125,10 @@ class Trainer:
                 rows=[data_row, *rows, *saved_rows, *load_report, *self.stage.describe(), *link_rows],
             )  # fmt: skip
         elif place.is_first_of_machine:
-            self.onlooker = Progress(config.steps, self.batch.tokens_per_step, self.stage.uncompressed_bytes_per_step)
+            sender = f"rank {place.rank}" if self.stage.pipeline is not None else ""
+            self.onlooker = Progress(
+                config.steps, self.batch.tokens_per_step, self.stage.uncompressed_bytes_per_step, sender
+            )
             self.onlooker.start_table([*rows, ("metrics, summary and report", "on node 0", "where rank 0 is")])
         self._report_changes()
         if reunion is not None and self.reporter is not None:
@@ -140,6 +147,15 @@ class Trainer:
         """Where the next step begins, for a run that may have to take it again."""
         pipeline = self.stage.pipeline
         return StepStart.of(self.step, self.engine) if pipeline is not None and pipeline.ends is not None else None
+
+    def _border_row(self, pipeline: PipelineStage) -> Row:
+        """What stages send each other in a step."""
+        tokens = torch.empty(self.batch.micro_batch, self.config.seq_len, device="meta")
+        sent = pipeline.sent_bytes([(tokens, tokens)] * self.batch.accumulation)
+        shown = ", ".join(f"{num / 1e6:.3f}" for num in sent)
+        whole = self.stage.uncompressed_bytes_per_step / 1e6
+        why = f"whole models on all ranks that average gradients in fp32 would send {whole:.3f} MB each"
+        return "stages send each other, a step", f"{shown} MB, by rank of a pipeline", why
 
     def _device_rows(self) -> list[Row]:
         """What a GPU computes in, which the launcher has left open."""

@@ -15,7 +15,7 @@ from thinwire.errors import ConfigError
 from thinwire.hosts.pipeline.tied import TiedWeights
 from thinwire.hosts.pipeline.visits import VisitState
 from thinwire.methods.pipeline import Action, Plan, check
-from thinwire.methods.pipeline.border import Crossing
+from thinwire.methods.pipeline.border import Crossing, LastMessages
 from thinwire.methods.pipeline.plan import BACKWARD, FORWARD, INPUT, RECOMPUTE, WEIGHT, Arrival, Visit
 
 Shape = Callable[[int, Any], Sequence[int]]
@@ -27,17 +27,19 @@ class Runner:
     plan: `check` must pass it. chunks: this rank's, by number: modules of (hidden state or None, micro-batch) that
     give the next hidden state, or, at the end of a path, the mean loss of the micro-batch. mailbox: over the plan's
     ranks in order. shape: of the output of (chunk, micro-batch); dtype: of all of these outputs, as they travel.
-    crossing: the codecs at borders between ranks. device: of the chunks. tied: see TiedWeights.
+    crossing: the codecs at borders between ranks. device: of the chunks. tied: see TiedWeights. last: by chunk, what
+    crossed the border behind it, where differences to that cross; keys: of a micro-batch's sequences.
 
     What a micro-batch is, only the chunks and `shape` know: each rank is given the same ones. Raises ConfigError for
     a plan that can't run, chunks that are not this rank's, and for normalisation that keeps statistics where the plan
-    computes forwards twice.
+    computes forwards twice, or orders in which both sides of a border with differences do not see the same.
     """
 
     def __init__(
         self, plan: Plan, chunks: Mapping[int, nn.Module], mailbox: Mailbox, shape: Shape, *,
         dtype: torch.dtype = torch.float32, crossing: Crossing | None = None,
         device: torch.device | str = "cpu", tied: TiedWeights | None = None,
+        last: Mapping[int, LastMessages] | None = None, keys: Callable[[Any], Sequence[bytes]] | None = None,
     ) -> None:  # fmt: skip
         check(plan)
         self.plan, self.chunks, self.mailbox, self.shape = plan, dict(chunks), mailbox, shape
@@ -46,6 +48,7 @@ class Runner:
         self.order = plan.orders[mailbox.rank]
         self.tied = tied or TiedWeights(mailbox, {})
         self._recomputed = {action.visit for action in self.order if action.kind == RECOMPUTE}
+        self.last, self.keys = dict(last or {}), keys
         self._check_chunks()
         # Micro-batches that steps before had: codecs draw by the number of the micro-batch.
         self.num_before = 0
@@ -119,6 +122,14 @@ class Runner:
                 f"{counting[0]} keeps statistics of each forward, and the plan computes forwards twice: "
                 "use recompute 'never', or track_running_stats=False"
             )
+
+        for chunk in self.chunks if self.last else ():
+            numbers = [one.visit.micro_batch for one in self.order if one.kind == FORWARD and one.chunk == chunk]
+            if numbers != sorted(numbers):
+                raise ConfigError(
+                    f"differences to last messages: chunk {chunk} takes micro-batches in the order {numbers}, other "
+                    "chunks in another; nearest: a plan that takes them in order, such as 1f1b, or no delta"
+                )
 
     def _play(
         self, order: Sequence[Action], micro_batches: Sequence[Any], shares: Sequence[float] | None,
@@ -199,8 +210,19 @@ class _Step:
             return self._handed.pop(arrival)
         runner, direction = self.runner, arrival.kind
         packet = runner.mailbox.take(runner.label(arrival), lambda packet: runner.crossing.length(direction, packet))
-        shape = torch.Size(runner.shape(runner.border(arrival), self.micro_batches[arrival.micro_batch]))
-        return runner.crossing.unpack(direction, packet.to(runner.device), shape, runner.dtype)
+        micro_batch, border = self.micro_batches[arrival.micro_batch], runner.border(arrival)
+        shape, packet = torch.Size(runner.shape(border, micro_batch)), packet.to(runner.device)
+        if (last := self._last(direction, border)) is not None:
+            return last.unpack(runner.crossing, packet, shape, runner.dtype, self._keys(micro_batch))
+        return runner.crossing.unpack(direction, packet, shape, runner.dtype)
+
+    def _last(self, direction: str, border: int) -> LastMessages | None:
+        """What differences over a border refer to, in training."""
+        return self.runner.last.get(border) if direction == "forward" and torch.is_grad_enabled() else None
+
+    def _keys(self, micro_batch: Any) -> Sequence[bytes]:
+        assert self.runner.keys is not None
+        return self.runner.keys(micro_batch)
 
     def do(self, action: Action, arrived: Tensor | None) -> None:
         """One action, and what others need of it sent to them."""
@@ -244,5 +266,12 @@ class _Step:
             self._handed[arrival] = value
             return
         number = 0 if self.first_number is None else self.first_number + arrival.micro_batch
-        packet = runner.crossing.pack(arrival.kind, value, runner.border(arrival), number)
+        border = runner.border(arrival)
+        if (last := self._last(arrival.kind, border)) is not None:
+            keys = self._keys(self.micro_batches[arrival.micro_batch])
+            packet = last.pack(runner.crossing, value, border, number, keys)
+            # As the other side has it.
+            last.unpack(runner.crossing, packet, value.shape, value.dtype, keys)
+        else:
+            packet = runner.crossing.pack(arrival.kind, value, border, number)
         runner.mailbox.send(target, runner.label(arrival), packet, runner.crossing.length(arrival.kind, packet))

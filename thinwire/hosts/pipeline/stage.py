@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,11 +19,12 @@ from thinwire.errors import ConfigError
 from thinwire.hosts.interface import ParallelOptimizer
 from thinwire.hosts.pipeline.links import measured_links
 from thinwire.hosts.pipeline.measured import measured
-from thinwire.hosts.pipeline.recovery import EndCopies, Holdings, first_copies, recovered
+from thinwire.hosts.pipeline.recovery import EndCopies, Holdings, first_copies, packed, recovered
 from thinwire.hosts.pipeline.runner import Runner
 from thinwire.hosts.pipeline.tied import TiedWeights
 from thinwire.hosts.ranks import along
 from thinwire.methods.pipeline import Chunk, Cut, Plan, cut, in_flight, simulate, token_shares
+from thinwire.methods.pipeline.border import LastMessages, sequence_keys
 from thinwire.methods.pipeline.options import Pipeline
 from thinwire.methods.pipeline.plan import BACKWARD, FORWARD, ordered, straight
 from thinwire.methods.pipeline.recover import NONE, RECOVERIES, lr_factor
@@ -36,6 +39,11 @@ Loss = Callable[[Any, Any], Tensor]
 def models_own(module: Any, batch: Any) -> Tensor:
     """The loss that a model gives."""
     return module(*batch)
+
+
+def keys_of(micro_batch: Batch) -> list[bytes]:
+    """Of its sequences."""
+    return sequence_keys(micro_batch[0])
 
 
 class StageChunk(nn.Module):
@@ -160,6 +168,9 @@ class PipelineStage:
         self._probe = Mailbox(mesh, topology, timeout_s=timeout_s)
         self.crossing = part.options.crossing(seed)
         self.tied = TiedWeights(self.mailbox, part.tied)
+        self._runners: dict[int, Runner] = {}
+        self.last: dict[int, LastMessages] = {}
+        self._forget_messages()
         self.device = next(iter(part.made.model.parameters())).device
         # Of what no neighbour has the like of, where a lost stage is recovered.
         self.ends: EndCopies | None = None
@@ -174,7 +185,6 @@ class PipelineStage:
         # Of the last step: from the first action to the last, and in actions.
         self.step_s = self.busy_s = 0.0
         self.prediction: Prediction | None = None
-        self._runners: dict[int, Runner] = {}
         self._forwards: dict[int, Runner] = {}
 
     @property
@@ -189,7 +199,7 @@ class PipelineStage:
     @property
     def borders(self) -> str:
         """Where and how hidden states are rounded; empty where they travel as they are."""
-        made, codec = self.part.made, self.crossing.forward
+        made, codec = self.part.made, self.crossing.forward + (", differences" if self.part.options.delta else "")
         return "" if self.crossing.codec("forward") is None else f"{codec} behind {made.sizes} on {made.home}"
 
     def forward_backward(self, batches: Sequence[Batch], loss: Loss = models_own) -> float:
@@ -247,7 +257,16 @@ class PipelineStage:
     def restore(self, num_before: int) -> None:
         """Go on after so many micro-batches; the copies of weights on other ranks are brought anew."""
         self.num_before, self.tied.is_stale = num_before, True
+        self._forget_messages()
         self.keep_copies()
+
+    def _forget_messages(self) -> None:
+        """Differences refer to zeros again, as on all ranks."""
+        home, options = self.part.made.home, self.part.options
+        if options.delta:
+            own = [n for n, ends in enumerate(pairwise(home)) if ends[0] != ends[1] and self.comm.rank in ends]
+            self.last = {border: LastMessages(1e6 * options.delta_mb) for border in own}
+            self._runners.clear()
 
     def keep_copies(self) -> None:
         """After an update: the neighbours get what they keep of this stage. Waits for the copies before alone."""
@@ -258,7 +277,7 @@ class PipelineStage:
     @property
     def weights(self) -> dict[str, Tensor]:
         """This rank's, by name; a tied one by that of its owner."""
-        found = dict(self.part.made.model.named_parameters())
+        found: dict[str, Tensor] = dict(self.part.made.model.named_parameters())
         for params in self.part.tied.values():
             found.update(zip(self.part.holdings.tied, params, strict=True))
         return found
@@ -267,6 +286,15 @@ class PipelineStage:
     def lr_factor(self) -> float:
         """What the learning rate of this stage is multiplied with."""
         return lr_factor(self.recoveries.get(self.comm.rank, 0))
+
+    def rescue(self) -> dict[int, Tensor]:
+        """What this rank keeps of others and no optimizer has the state of, by rank; under its own, a borrowed weight.
+
+        Call it after a loss: what had come by then counts.
+        """
+        assert self.ends is not None
+        own = {self.number: packed(self.weights, self.part.holdings.tied).cpu()} if self.tied.borrowed else {}
+        return self.ends.rescue() | own
 
     def recover(
         self, lost: Collection[int], norms: Sequence[float], copies: Mapping[int, Tensor], recoveries: Mapping[int, int]
@@ -278,11 +306,16 @@ class PipelineStage:
         Args:
             lost: stages of which no process has the state; the others have restored theirs.
             norms: by stage, `norm` before the loss; of a lost one any number.
-            copies: what this rank kept of others, `EndCopies.rescue()`; of a lost one empty.
+            copies: what `rescue` gave on this rank before the loss; of a lost one empty.
             recoveries: by stage, how often it was recovered before; equal on all ranks.
         """
         assert self.ends is not None
-        self.ends.held |= copies
+        for rank, copy in copies.items():
+            if rank == self.number:
+                for param, value in zip(self.tied.borrowed, self._split_tied(copy), strict=True):
+                    param.data.copy_(value)
+            else:
+                self.ends.held[rank] = copy
         values = recovered(
             self.ends.mailbox, self.part.holdings, self.part.options.recover, lost, norms, self.weights, self.ends.held
         )
@@ -292,14 +325,41 @@ class PipelineStage:
 
     def break_off(self) -> None:
         """Close all connections after a loss: whoever waits for this rank learns of it at once."""
-        for each in (self.comm, self.mailbox, self._probe, *([self.ends.mailbox] if self.ends is not None else [])):
-            each.break_off()
+        self.comm.break_off()
+        boxes = [self.mailbox, self._probe] + ([self.ends.mailbox] if self.ends is not None else [])
+        for box in boxes:
+            box.break_off()
+
+    def _split_tied(self, packet: Tensor) -> list[Tensor]:
+        holdings = self.part.holdings
+        return list(holdings.split(packet, holdings.tied).values())
 
     def _norm_of_layers(self) -> float:
         model = self.part.made.model
         names = self.part.holdings.within(self.comm.rank)
         grads = [grad for name in names if (grad := model.get_parameter(name).grad) is not None]
         return float(nn.utils.get_total_norm(grads)) if grads else 0.0
+
+    def sent_bytes(self, batches: Sequence[Batch]) -> list[int]:
+        """Payload of each rank in a step of these micro-batches, by formula, without what replicas send each other.
+
+        The most that it can be where a codec's packets vary in length.
+        """
+        made = self.part.made
+        found = [0] * self.num_stages
+        for chunk, (source, target) in enumerate(pairwise(made.home)):
+            for batch in batches if source != target else ():
+                numel = math.prod(made.shape(chunk, batch))
+                found[source] += self.crossing.packet_bytes("forward", numel, made.dtype)
+                found[target] += self.crossing.packet_bytes("backward", numel, made.dtype)
+        holdings = self.part.holdings
+        tied = holdings.num_bytes(holdings.tied)
+        for rank in {made.home[0], made.home[-1]} if tied else ():
+            found[rank] += tied
+        if self.ends is not None:
+            for rank in range(self.num_stages):
+                found[rank] += holdings.num_bytes(holdings.ends[rank])
+        return found
 
     def describe(self) -> list[Row]:
         """Rows of (asked for, in effect, why they differ or how it was found)."""
@@ -352,7 +412,7 @@ class PipelineStage:
         made = self.part.made
         return Runner(
             plan, self.part.chunks, self.mailbox, made.shape, dtype=made.dtype, crossing=self.crossing,
-            device=self.device, tied=self.tied,
+            device=self.device, tied=self.tied, last=self.last, keys=keys_of,
         )  # fmt: skip
 
     def _fit(self, runner: Runner, batches: Sequence[Batch]) -> None:

@@ -10,7 +10,7 @@ from thinwire.codecs import Codec
 from thinwire.cost import Network
 from thinwire.errors import ConfigError, Problems, nearest
 from thinwire.methods.options import check_types
-from thinwire.methods.pipeline.border import Crossing
+from thinwire.methods.pipeline.border import EXACT, Crossing
 from thinwire.methods.pipeline.check import check
 from thinwire.methods.pipeline.cut import stated_sizes
 from thinwire.methods.pipeline.fitted import fitted
@@ -44,6 +44,11 @@ class Pipeline:
     """Codec of hidden states at borders, or exact."""
     backward: str = "int4/64"
     """Codec of the gradients of hidden states at borders, or exact."""
+    delta: bool = False
+    """Round the difference to what crossed when the same sequence came last, in place of the hidden state itself. Its
+    error shrinks where sequences return."""
+    delta_mb: int = 256
+    """Megabytes that a rank may keep of each of its borders for delta: of the sequences that come first."""
     layers: str = ""
     """How many layers each chunk has, such as 5,6,6,3; by default so that the slowest has as little to compute as can
     be."""
@@ -68,6 +73,12 @@ class Pipeline:
                 raise ConfigError(f"chunks {self.chunks}: plan {self.plan!r} takes others; nearest: {near}")
         with problems.collect():
             self.crossing(0)
+        if self.delta and self.forward == EXACT:
+            problems.messages.append(
+                "delta: nothing is rounded forward; nearest: forward 'int8/64:nearest', or no delta"
+            )
+        if self.delta_mb < 1:
+            problems.messages.append(f"delta_mb {self.delta_mb}: must be at least 1")
         if self.in_flight is not None and (self.plan != FITTED or self.in_flight < 1):
             why = "must be at least 1" if self.plan == FITTED else f"plan {self.plan!r} has its own; nearest: 'fitted'"
             problems.messages.append(f"in_flight {self.in_flight}: {why}")
@@ -140,6 +151,9 @@ class Pipeline:
             (f"layers {self.layers or 'by operations'}", ", ".join(map(str, sizes)), f"the head is on {with_head}"),
             ("borders", "; ".join(per_token), f"of {features} features; beside what replicas send each other"),
         ]
+        if self.delta:
+            effect = f"to each sequence's last message, in at most {self.delta_mb} MB of memory for a border and side"
+            rows.append(("differences forward", effect, "the first sequences are kept; others cross whole"))
         return rows + ([("recompute", self.recompute, MODES[self.recompute])] if self.recompute != "never" else [])
 
 

@@ -1,0 +1,153 @@
+"""A lost stage begins with its neighbours' layers and with copies of its ends; the others are as they were."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import thinwire
+from tests.hosts.pipeline.test_stage import adamw, batches
+from tests.workers import run_workers
+from thinwire.methods.pipeline.recover import between
+from thinwire.models import build_model
+
+STAGES = 4
+# recover, the stages that are lost, tied ends, layers.
+ROWS: dict[str, tuple[str, tuple[int, ...], bool, str]] = {
+    "middle": ("average", (2,), False, "1,1,1,1"),
+    "ends": ("average", (0, 3), False, "1,1,1,1"),
+    "uneven": ("uniform", (1,), False, "1,2,1,1"),
+    "tied": ("average", (0, 2), True, "1,1,1,1"),
+}
+Weights = dict[str, np.ndarray]
+
+
+def weights_of(stage: thinwire.PipelinedStage) -> Weights:
+    return {name: value.detach().clone().numpy() for name, value in stage.pipeline.weights.items()}
+
+
+def _row(rank: int, recover: str, lost: tuple[int, ...], tied: bool, layers: str) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (STAGES, 1), mesh_dim_names=("pipeline", "data"))
+    num_layers = sum(map(int, layers.split(",")))
+
+    def built(recover: Any) -> thinwire.PipelinedStage:
+        whole = build_model("tiny", 64, 16, overrides={"tie_word_embeddings": tied, "num_hidden_layers": num_layers})
+        options = thinwire.Pipeline(plan="1f1b", layers=layers, recover=recover)
+        stage = thinwire.parallelize(
+            whole, adamw(whole), mesh, [options, thinwire.Zero()], local_size=1, timeout_s=60, announce=False
+        )
+        assert isinstance(stage, thinwire.PipelinedStage)
+        return stage
+
+    def train(stage: thinwire.PipelinedStage, steps: range) -> float:
+        for step in steps:
+            stage.forward_backward(batches(step, STAGES))
+            stage.step(1.0)
+        return stage.optimizer.mean_loss
+
+    found: dict[str, Any] = {}
+    if len(lost) == 1:
+        plain = built("none")
+        train(plain, range(2))
+        found["plain"] = weights_of(plain)
+        plain.close()
+    stage = built(recover)
+    train(stage, range(2))
+    before, found["norm"] = weights_of(stage), stage.pipeline.norm
+    ends = stage.pipeline.ends
+    assert ends is not None
+    copies, state = stage.pipeline.rescue(), stage.optimizer.state_dict()
+    kept = {other: ends.holdings.split(copy, ends.holdings.ends[other]) for other, copy in ends.held.items()}
+    found["kept"] = {other: {name: value.numpy() for name, value in each.items()} for other, each in kept.items()}
+    norms = [float(norm) for norm in stage.pipeline.comm.wait(
+        stage.pipeline.comm.all_gather_exact(torch.tensor(stage.pipeline.norm, dtype=torch.float64))
+    )]  # fmt: skip
+    num_before = stage.pipeline.num_before
+    stage.close()
+    again = built(recover)
+    is_lost = rank in lost
+    if not is_lost:
+        again.optimizer.load_state_dict(state)
+    sent = again.optimizer.meter.snapshot().sent_bytes
+    again.pipeline.recover(lost, norms, {} if is_lost else copies, {1: 1})
+    sent = again.optimizer.meter.snapshot().sent_bytes - sent
+    after, moments = weights_of(again), len(again.optimizer.state_dict()["numbers"]["scalars"])
+    again.optimizer.steps = 2
+    again.pipeline.restore(num_before)
+    loss = train(again, range(2, 3))
+    finite = all(bool(value.isfinite().all()) for value in again.pipeline.weights.values())
+    result = found | {
+        "before": before, "after": after, "sent": sent, "moments": moments, "loss": loss,
+        "lr": again.lr_factor, "finite": finite,
+    }  # fmt: skip
+    again.close()
+    return result
+
+
+def _rows(rank: int, world_size: int) -> dict[str, Any]:
+    return {name: _row(rank, *row) for name, row in ROWS.items()}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return run_workers(_rows, STAGES, local_size=1)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_only_lost_stages_change_and_moments_begin_anew(name: str, ranks: list[dict[str, Any]]) -> None:
+    _, lost, _, _ = ROWS[name]
+    for rank, found in ((rank, told[name]) for rank, told in enumerate(ranks)):
+        assert same(found.get("plain", found["before"]), found["before"]), "until a loss it trains as without recovery"
+        assert found["finite"] and np.isfinite(found["loss"])
+        assert found["lr"] == pytest.approx(1.1 ** ((rank in lost) + (rank == 1)))
+        if rank not in lost:
+            assert same(found["before"], found["after"]) and found["moments"]
+        else:
+            assert not same(found["before"], found["after"]) and not found["moments"]
+
+
+def same(one: Weights, other: Weights) -> bool:
+    return one.keys() == other.keys() and all(np.array_equal(one[key], other[key]) for key in one)
+
+
+def layer(weights: Weights, number: int) -> Weights:
+    prefix = f"layers.{number}."
+    return {name.partition(prefix)[2]: value for name, value in weights.items() if prefix in name}
+
+
+@pytest.mark.parametrize(("name", "stage"), [("middle", 2), ("tied", 2), ("uneven", 1)])
+def test_the_layers_of_a_lost_stage_are_the_mean_of_its_neighbours(
+    name: str, stage: int, ranks: list[dict[str, Any]]
+) -> None:
+    told = [rank[name] for rank in ranks]
+    norms = (0.0, 0.0) if name == "uneven" else (told[stage - 1]["norm"], told[stage + 1]["norm"])
+    assert all(one["norm"] > 0 for one in told)
+    # In the uneven row stage 1 has layers 1 and 2, its neighbours one each.
+    own, before, after = ((1, 2), 0, 3) if name == "uneven" else ((2,), 1, 3)
+    for number in own:
+        found = layer(told[stage]["after"], number)
+        first = layer(told[stage - 1]["before"], before)
+        second = layer(told[stage + 1]["before"], after)
+        assert found and found.keys() == first.keys()
+        for key, value in found.items():
+            expected = between(torch.from_numpy(first[key]), torch.from_numpy(second[key]), *norms)
+            assert np.array_equal(value, expected.numpy())
+    if name == "middle":
+        assert sum(one["sent"] for one in told) == 2 * sum(value.nbytes for value in told[2]["after"].values())
+
+
+def test_ends_come_back_from_copies_and_layers_from_the_one_neighbour(ranks: list[dict[str, Any]]) -> None:
+    told = [rank["ends"] for rank in ranks]
+    for end, beside, at, theirs in ((0, 1, 0, 1), (3, 2, 3, 2)):
+        outside = {name: value for name, value in told[end]["after"].items() if "layers." not in name}
+        before = {name: told[end]["before"][name] for name in outside}
+        assert outside and same(outside, before) and same(outside, told[beside]["kept"][end])
+        assert same(layer(told[end]["after"], at), layer(told[beside]["before"], theirs))
+    first, last = ranks[0]["tied"], ranks[3]["tied"]
+    (shared,) = [name for name in first["after"] if "layers." not in name]
+    # The last rank has the tied weight as it was before the update: it comes back before the next forward.
+    assert np.array_equal(first["after"][shared], last["before"][shared])

@@ -4,8 +4,8 @@
 
 Each stage sleeps for its computing, so that stages on few cores don't take turns: 50 ms forward and 100 ms backward for
 a micro-batch, messages of 0.52 MB. Prints for each order the median seconds of a step, what `simulate` said, and how
-many times as fast it is as the 1F1B of torch.distributed.pipelining. The lab's links are token buckets, which `simulate`
-knows: a link that has rested lets the bytes of 20 ms pass at once.
+many times as fast it is as the 1F1B of torch.distributed.pipelining. The lab's links are token buckets, which$
+`simulate` knows: a link that has rested lets the bytes of 20 ms pass at once.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ class _Buckets:
     def __init__(self, network: Network, port_rates: dict[Port, float]) -> None:
         crossing = {pair: ports for pair in network.pairs if (ports := network.ports(pair))} if network.burst_s else {}
         self.on_the_way: dict[Pair, list[Port | Pair]] = {pair: [pair, *ports] for pair, ports in crossing.items()}
-        self.rates: dict[Port | Pair, float] = {**port_rates}
+        self.rates: dict[Port | Pair, float] = dict(port_rates.items())
         self.rates |= {(source, target): network.rates[source][target] for source, target in crossing}
         self.size_s = network.burst_s
         self.left_s = dict.fromkeys(self.rates, self.size_s)

@@ -56,11 +56,30 @@ def test_a_share_grows_when_another_message_has_left() -> None:
     assert found == {0: 1.0, 1: 1.5}
 
 
+def test_a_link_that_has_rested_lets_its_bucket_pass_at_once() -> None:
+    network = Network.even(2, rate=10.0, burst_s=0.5)
+    # 5 bytes at once, the rest at 10 a second; the second follows an empty bucket, the fourth one half full.
+    sends = [(0.0, (0, 1), 15.0), (1.0, (0, 1), 10.0), (3.0, (0, 1), 5.0), (3.25, (0, 1), 5.0)]
+    assert arrivals(network, sends) == {0: 1.0, 1: 2.0, 2: 3.0, 3: 3.5}
+
+
+def test_ranks_that_share_a_port_share_its_bucket() -> None:
+    network = Network.even(4, rate=10.0, local_size=2, burst_s=0.5)
+    found = arrivals(network, [(0.0, (0, 2), 5.0), (0.0, (1, 3), 5.0), (0.0, (2, 3), 1e9)])
+    assert found == {2: 0.0, 0: 0.0, 1: 0.5}
+    # A pair that is slower than its ports has a bucket of its own, which its ports' do not fill.
+    rates = ((0.0, 10.0, 2.0), (10.0, 0.0, 10.0), (10.0, 10.0, 0.0))
+    slow = Network((0, 1, 2), rates, ((0.0,) * 3,) * 3, burst_s=0.5)
+    assert arrivals(slow, [(0.0, (0, 2), 5.0), (1.0, (0, 1), 5.0)]) == {0: 2.0, 1: 1.0}
+
+
 @pytest.mark.parametrize(
     ("rate", "delay_s", "message"), [(0.0, 0.0, "must be above 0"), (1.0, -1.0, "at least 0"), (math.nan, 0.0, "above")]
 )
 def test_impossible_networks_are_refused(rate: float, delay_s: float, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Network.even(2, rate=rate, delay_s=delay_s)
+    with pytest.raises(ConfigError, match="burst_s -1: at least 0"):
+        Network.even(2, rate=1.0, burst_s=-1.0)
     with pytest.raises(ConfigError, match="2 rows of 2"):
         Network((0, 1), ((0.0, 1.0),), ((0.0, 0.0),) * 2)

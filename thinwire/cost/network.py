@@ -12,6 +12,7 @@ from thinwire.errors import ConfigError
 
 T = TypeVar("T")
 Pair = tuple[int, int]
+Port = tuple[str, int]
 
 
 @dataclass(frozen=True)
@@ -21,12 +22,15 @@ class Network:
     nodes: the node of each rank. rates, delays_s: [from][to], of one message that is alone; the diagonal is not read.
     The ranks of a node share one uplink and one downlink, as fast as the fastest pair that crosses it. Links are full
     duplex: what is sent does not slow what is received. Ranks of one node reach each other without them.
-    Raises ConfigError for a rate that is not above 0, a negative delay, or a table of another size.
+    burst_s: what limits a rate is a token bucket, which holds this many seconds of it: after a rest that long the first
+    rate * burst_s bytes pass at once. Limits of cloud networks, of routers and of the lab are such buckets.
+    Raises ConfigError for a rate that is not above 0, a negative delay or burst, or a table of another size.
     """
 
     nodes: tuple[int, ...]
     rates: tuple[tuple[float, ...], ...]
     delays_s: tuple[tuple[float, ...], ...]
+    burst_s: float = 0.0
 
     def __post_init__(self) -> None:
         num_ranks = len(self.nodes)
@@ -38,6 +42,8 @@ class Network:
                 raise ConfigError(f"rate {self.rates[source][target]:g} from {source} to {target}: must be above 0")
             if not self.delays_s[source][target] >= 0:
                 raise ConfigError(f"delay {self.delays_s[source][target]:g} s from {source} to {target}: at least 0")
+        if not self.burst_s >= 0:
+            raise ConfigError(f"burst_s {self.burst_s:g}: at least 0")
 
     @property
     def pairs(self) -> list[Pair]:
@@ -48,21 +54,21 @@ class Network:
     @classmethod
     def even(
         cls, num_ranks: int, rate: float = math.inf, delay_s: float = 0.0, *, local_size: int = 1,
-        local_rate: float = math.inf,
+        local_rate: float = math.inf, burst_s: float = 0.0,
     ) -> Network:  # fmt: skip
         """Nodes of local_size ranks, all as far from each other; inside a node nothing is delayed."""
         nodes = tuple(rank // local_size for rank in range(num_ranks))
         rates = tuple(tuple(local_rate if a == b else rate for b in nodes) for a in nodes)
-        return cls(nodes, rates, tuple(tuple(0.0 if a == b else delay_s for b in nodes) for a in nodes))
+        return cls(nodes, rates, tuple(tuple(0.0 if a == b else delay_s for b in nodes) for a in nodes), burst_s)
 
-    def ports(self, pair: Pair) -> list[tuple[str, int]]:
+    def ports(self, pair: Pair) -> list[Port]:
         """What a message shares with others: its sender's uplink, its receiver's downlink; nothing inside a node."""
         source, target = (self.nodes[rank] for rank in pair)
         return [("up", source), ("down", target)] if source != target else []
 
-    def port_rates(self) -> dict[tuple[str, int], float]:
+    def port_rates(self) -> dict[Port, float]:
         """Bytes per second of each port."""
-        fastest: dict[tuple[str, int], float] = {}
+        fastest: dict[Port, float] = {}
         for source, target in self.pairs:
             for port in self.ports((source, target)):
                 fastest[port] = max(fastest.get(port, 0.0), self.rates[source][target])
@@ -91,10 +97,12 @@ class Traffic(Generic[T]):
 
     def __post_init__(self) -> None:
         self._port_rates = self.network.port_rates()
+        self._buckets = _Buckets(self.network, self._port_rates)
 
     def send(self, pair: Pair, num_bytes: float, what: T) -> None:
         """Queue a message now."""
         self._queues.setdefault(pair, deque()).append(_Message(what, num_bytes))
+        self._burst()
 
     def next_s(self) -> float:
         """When something changes next if nothing more is sent; infinity if nothing is under way."""
@@ -113,6 +121,7 @@ class Traffic(Generic[T]):
             arrival_s = departure_s + self.network.delays_s[pair[0]][pair[1]]
             self._landing.append((arrival_s, self._num_sent, message.what))
             self._num_sent += 1
+            self._burst()
         self._progress(to_s, rates)
         landed = sorted(item for item in self._landing if item[0] <= to_s)
         self._landing = [item for item in self._landing if item[0] > to_s]
@@ -123,7 +132,13 @@ class Traffic(Generic[T]):
             if to_s > self.now_s:
                 head = self._queues[pair][0]
                 head.left_bytes = 0.0 if rate == math.inf else head.left_bytes - rate * (to_s - self.now_s)
+        self._buckets.fill(to_s - self.now_s, rates)
         self.now_s = max(self.now_s, to_s)
+
+    def _burst(self) -> None:
+        """Let the first message of each pair take what the buckets on its way have."""
+        for pair, queue in self._queues.items():
+            queue[0].left_bytes -= self._buckets.take(pair, queue[0].left_bytes)
 
     def _departure(self) -> tuple[float, Pair | None, dict[Pair, float]]:
         """When the next message has left its sender, which pair's, and at which rates all are sent until then."""
@@ -135,7 +150,40 @@ class Traffic(Generic[T]):
         return end_s, first, rates
 
 
-def fair_rates(network: Network, port_rates: dict[tuple[str, int], float], pairs: Sequence[Pair]) -> dict[Pair, float]:
+class _Buckets:
+    """The token buckets of a network, full at first: one of each port, and one of each pair that crosses ports."""
+
+    def __init__(self, network: Network, port_rates: dict[Port, float]) -> None:
+        crossing = {pair: ports for pair in network.pairs if (ports := network.ports(pair))} if network.burst_s else {}
+        self.on_the_way: dict[Pair, list[Port | Pair]] = {pair: [pair, *ports] for pair, ports in crossing.items()}
+        self.rates: dict[Port | Pair, float] = dict(port_rates.items())
+        self.rates |= {(source, target): network.rates[source][target] for source, target in crossing}
+        self.size_s = network.burst_s
+        self.left_s = dict.fromkeys(self.rates, self.size_s)
+
+    def take(self, pair: Pair, num_bytes: float) -> float:
+        """How many of these bytes pass at once."""
+        buckets = self.on_the_way.get(pair, [])
+        if not buckets:
+            return 0.0
+        taken = min(max(0.0, num_bytes), *(self.left_s[each] * self.rates[each] for each in buckets))
+        for each in buckets:
+            self.left_s[each] -= taken / self.rates[each]
+        return taken
+
+    def fill(self, seconds: float, sending: dict[Pair, float]) -> None:
+        """Let time pass while pairs send at these rates: what a rate leaves unused fills its bucket."""
+        if seconds <= 0 or not self.size_s:
+            return
+        used: Counter[Port | Pair] = Counter()
+        for pair, rate in sending.items():
+            used.update(dict.fromkeys(self.on_the_way.get(pair, []), rate))
+        for each, rate in self.rates.items():
+            unused = max(0.0, 1.0 - used[each] / rate) if rate < math.inf else 1.0
+            self.left_s[each] = min(self.size_s, self.left_s[each] + seconds * unused)
+
+
+def fair_rates(network: Network, port_rates: dict[Port, float], pairs: Sequence[Pair]) -> dict[Pair, float]:
     """Bytes per second of each pair that sends: the max-min fair shares of the ports, at most the pair's own rate."""
     left, rates, unsettled = dict(port_rates), {}, list(pairs)
     while unsettled:

@@ -4,9 +4,9 @@
     python benchmarks/frontier.py --models tiny --steps 500     # a slice of another length
     python benchmarks/frontier.py --report                      # run nothing; write the table and the plot anew
 
-Four ranks, each a node or an island of its own, train on the standard library's sources. Every method takes its learning
-rate from one grid of five: that of the lowest held-out loss after a quarter of the steps, with a seed of its own. Then it
-trains once with each seed. All methods so have the same number of trials and of tokens.
+Four ranks, each a node or an island of its own, train on the standard library's sources. Every method takes its
+learning rate from one grid of five: that of the lowest held-out loss after a quarter of the steps, with a seed of its
+own. Then it trains once with each seed. All methods so have the same number of trials and of tokens.
 
 A run that has finished is a line of benchmarks/results/frontier.jsonl and is not repeated, so the benchmark may be
 broken off, or run in parts; no run begins after --minutes. Delete the lines of a method when its numerics change. What
@@ -128,7 +128,7 @@ def asked(name: str, config: TrainConfig) -> dict[str, Any]:
 
 
 def trained(config: TrainConfig) -> dict[str, Any]:
-    """{"heldout_loss", "compute_s", "curve"} of a run; curve: (step, loss, bytes sent until then) at NUM_POINTS steps."""
+    """{"heldout_loss", "compute_s", "curve"} of a run; curve: (step, loss, bytes sent so far) at NUM_POINTS steps."""
     try:
         told = train_here(config)
         losses, sent, heldout, compute_s = told.losses, told.sent, told.heldout_loss, told.compute_s
@@ -136,9 +136,7 @@ def trained(config: TrainConfig) -> dict[str, Any]:
         losses, sent, heldout, compute_s = train_by_processes(config)
     window = max(1, config.steps // (NUM_POINTS // 2))
     steps = sorted({round(config.steps * point / NUM_POINTS) for point in range(1, NUM_POINTS + 1)} - {0})
-    curve = [
-        (step, round(statistics.fmean(losses[max(0, step - window) : step]), 4), sent[step - 1]) for step in steps
-    ]
+    curve = [(step, round(statistics.fmean(losses[max(0, step - window) : step]), 4), sent[step - 1]) for step in steps]
     return {"heldout_loss": heldout, "compute_s": round(compute_s, 5), "curve": curve}
 
 
@@ -211,7 +209,7 @@ def points(model: str, steps: int, runs: Runs) -> list[dict[str, Any]]:
         for rate in RATES:
             each = [minutes_to(own[seed], NEAR * exact[seed]["curve"][-1][1], rate) for seed in seeds]
             known = [one for one in each if one is not None]
-            minutes[f"{rate:g}"] = statistics.fmean(known) if len(known) == len(each) else None
+            minutes[f"{rate / 1e6:g}"] = statistics.fmean(known) if len(known) == len(each) else None
         found.append({
             "model": model, "steps": steps, "method": name, "text": METHODS[name], "lr": lr, "seeds": len(seeds),
             "loss": statistics.fmean(losses), "loss_error": standard_error(losses),
@@ -236,7 +234,7 @@ def table(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         is_exact, is_one = row["method"] == EXACT, row["seeds"] == 1
         gap = f"{row['gap']:+.2%}" + ("" if is_one else f" ± {row['gap_error']:.2%}")
         loss = f"{row['loss']:.4f}" + ("" if is_one else f" ± {row['loss_error']:.4f}")
-        minutes = [f"{found:.1f} min" if (found := row["minutes"][f"{rate:g}"]) is not None else "–" for rate in RATES]
+        minutes = ["-" if one is None else f"{one:.1f} min" for one in row["minutes"].values()]
         name = f"{row['method']} (beaten)" if row["method"] in grey else f"**{row['method']}**"
         star = "*" if row["lr"] in (GRID[0], GRID[-1]) else ""
         cells = [
@@ -261,7 +259,12 @@ def report(runs: Runs) -> None:
         recorded += found
         picture = Path(f"docs/frontier-{model}.svg")
         (ROOT / picture).write_text(frontier_svg(outcomes(found)))
-        parts += [f"### {model}, {found[0]['steps']:,} steps", "", f"![Held-out loss over bytes sent]({picture.name})", ""]
+        parts += [
+            f"### {model}, {found[0]['steps']:,} steps",
+            "",
+            f"![Held-out loss over bytes sent]({picture.name})",
+            "",
+        ]
         parts += [*table(found), ""]
     page = ROOT / "docs/methods.md"
     page.write_text(with_table(page.read_text(), "\n".join(parts).rstrip() or "No run has finished.", BEGIN, END))

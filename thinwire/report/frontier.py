@@ -117,22 +117,16 @@ def recommended(rate: float, recorded: Path = RECORDED) -> str:
     The nearest recorded rate counts, within a factor of 4. Empty if nothing was recorded for it.
     """
     found = json.loads(recorded.read_text()) if recorded.is_file() else []
-    near = min(RATES, key=lambda one: abs(math.log(one / rate))) if rate > 0 else 0.0
-    if not near or not 0.25 <= rate / near <= 4:
-        return ""
+    near = min(RATES, key=lambda one: abs(math.log(one / rate)))
     # Of the longest recorded runs.
-    known = [row for row in found if row["minutes"][f"{near:g}"] is not None]
-    if not known:
+    steps = max((row["steps"] for row in found), default=0)
+    at = f"{near / 1e6:g}"
+    known = [row for row in found if row["steps"] == steps and row["minutes"][at] is not None]
+    if not known or not 0.25 <= rate / near <= 4:
         return ""
-    last = max(known, key=lambda row: row["steps"])
-    soonest = min(
-        (row for row in known if (row["model"], row["steps"]) == (last["model"], last["steps"])),
-        key=lambda row: row["minutes"][f"{near:g}"],
-    )
-    return (
-        f"soonest within 1% of the exact run's loss at {near / 1e6:g} Mbit/s, of all that were measured: {soonest['method']} "
-        f"({soonest['model']}, {soonest['steps']:,} steps, {soonest['gap']:+.2%} held-out loss)"
-    )
+    soonest = min(known, key=lambda row: row["minutes"][at])
+    length = f"{soonest['model']}, {steps:,} steps, {soonest['gap']:+.2%} held-out loss"
+    return f"soonest within 1% of the exact run's loss at {at} Mbit/s, where measured: {soonest['method']} ({length})"
 
 
 def frontier_sentence(outcomes: Sequence[Outcome]) -> str:

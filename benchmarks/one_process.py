@@ -156,7 +156,7 @@ class LocalCommunicator(Communicator):
         super().__init__(members, local_size=local_size)
         self.world = world
 
-    def submit(self, job: Callable[[Link], Rounds[T]]) -> Future[T]:
+    def submit(self, job: Callable[[Link], Rounds[T]], *, urgent: bool = False) -> Future[T]:
         self._num_jobs += 1
         link = Link(self._wire, self.topology, self._num_jobs, self._memory[0])
         return self.world.submit(self._num_jobs, job(link))

@@ -17,7 +17,7 @@ help:
 	@echo 'make test    run every test'
 	@echo 'make lint    ruff, mypy and the floors of the house'
 	@echo 'make check   the same, and the tests of the documentation'
-	@echo 'make bench   run the benchmarks and write their figures into README.md and docs/methods.md; takes a day'
+	@echo 'make bench   run the benchmarks and write their figures into README.md and the docs; takes days, in parts'
 	@echo 'make format  let ruff format and fix what it can'
 	@echo 'make docs    build the documentation into site/'
 	@echo 'make clean   remove .venv and everything built (runs/ stays)'
@@ -44,6 +44,7 @@ bench: $(STAMP)
 	@mkdir -p benchmarks/results
 	$(BIN)/python benchmarks/codecs.py --json benchmarks/results/codecs.json
 	$(BIN)/python benchmarks/loss.py --json benchmarks/results/loss.json
+	$(BIN)/python benchmarks/frontier.py
 	$(BIN)/python benchmarks/readme_table.py
 
 format: $(STAMP)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -155,7 +156,7 @@ class LocalCommunicator(Communicator):
         super().__init__(members, local_size=local_size)
         self.world = world
 
-    def submit(self, job: Callable[[Link], Rounds[T]]) -> Future[T]:
+    def submit(self, job: Callable[[Link], Rounds[T]], *, urgent: bool = False) -> Future[T]:
         self._num_jobs += 1
         link = Link(self._wire, self.topology, self._num_jobs, self._memory[0])
         return self.world.submit(self._num_jobs, job(link))
@@ -166,11 +167,17 @@ class LocalCommunicator(Communicator):
 
 @dataclass(frozen=True)
 class Trained:
-    """losses: the mean over ranks of every step's; sent_bytes: by a rank in a step, once compression has begun."""
+    """losses: the mean over ranks of every step's; sent_bytes: by a rank in a step, once compression has begun.
+
+    sent: bytes that rank 0 had sent at the end of every step, by its meter. compute_s: a rank's processor time of a
+    step, codecs included, the mean over ranks and steps.
+    """
 
     losses: list[float]
     heldout_loss: float
     sent_bytes: int
+    sent: list[int]
+    compute_s: float
 
 
 class LocalDDP:
@@ -292,7 +299,8 @@ def train(config: TrainConfig) -> Trained:
     corpus, world = Corpus.of(config), World(config.workers)
     ranks = world.run(lambda rank: _train(run, corpus, world, rank))
     heldout = sum(trained.heldout_loss for trained, _ in ranks) / sum(num_sequences for _, num_sequences in ranks)
-    return replace(ranks[0][0], heldout_loss=heldout)
+    compute_s = sum(trained.compute_s for trained, _ in ranks) / len(ranks)
+    return replace(ranks[0][0], heldout_loss=heldout, compute_s=compute_s)
 
 
 def _train(run: Run, corpus: Corpus, world: World, rank: int) -> tuple[Trained, int]:
@@ -307,7 +315,8 @@ def _train(run: Run, corpus: Corpus, world: World, rank: int) -> tuple[Trained, 
         rank=rank, world_size=num_ranks, seed=config.seed,
     )  # fmt: skip
     autocast = Device().autocast(config.dtype)
-    losses = []
+    losses, sent, first_s = [], [], time.thread_time()
+    before = optimizer.meter.snapshot().sent_bytes
     for step in range(1, config.steps + 1):
         for group in optimizer.param_groups:
             group["lr"] = lr_at(step, peak=config.lr, num_warmup_steps=config.num_warmup_steps, num_steps=config.steps)
@@ -327,7 +336,10 @@ def _train(run: Run, corpus: Corpus, world: World, rank: int) -> tuple[Trained, 
         optimizer.step()
         optimizer.zero_grad()
         losses.append(optimizer.mean_loss)
+        sent.append(optimizer.meter.snapshot().sent_bytes - before)
     optimizer.finish()
+    compute_s = (time.thread_time() - first_s) / config.steps
+    sent[-1] = optimizer.meter.snapshot().sent_bytes - before
     optimizer.check_replicas()
     model.eval()
     heldout, num_sequences = 0.0, 0
@@ -338,7 +350,7 @@ def _train(run: Run, corpus: Corpus, world: World, rank: int) -> tuple[Trained, 
         ):  # fmt: skip
             heldout += float(model(tokens, targets)) * len(tokens)
             num_sequences += len(tokens)
-    return Trained(losses, heldout, optimizer.bytes_per_step), num_sequences
+    return Trained(losses, heldout, optimizer.bytes_per_step, sent, compute_s), num_sequences
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Rewrite the results table of README.md from benchmarks/results/*.json, and that of losses in docs/methods.md.
+"""Rewrite the results table of README.md from benchmarks/results/*.json, and that of losses in docs/methods/sdp4bit.md.
 
 Each file holds what one benchmark printed: {"command": how to repeat it, "machine": where it ran, "readme": rows of
 [what was compared, the ratio or figure measured]}. Files without "readme" are left out. loss.json holds
@@ -41,13 +41,13 @@ def with_table(text: str, new_table: str, begin: str = BEGIN, end: str = END) ->
 
 
 def main() -> None:
-    readme, methods, results = ROOT / "README.md", ROOT / "docs/methods.md", ROOT / "benchmarks/results"
+    readme, page, results = ROOT / "README.md", ROOT / "docs/methods/sdp4bit.md", ROOT / "benchmarks/results"
     cells = list(rows(results.glob("*.json")))
     readme.write_text(with_table(readme.read_text(), table(cells)))
     print(f"README.md: {len(cells)} rows")
     if lines := json.loads((results / "loss.json").read_text()).get("table"):
-        methods.write_text(with_table(methods.read_text(), "\n".join(lines), LOSS_BEGIN, LOSS_END))
-        print(f"docs/methods.md: {len(lines) - 2} rows of losses")
+        page.write_text(with_table(page.read_text(), "\n".join(lines), LOSS_BEGIN, LOSS_END))
+        print(f"docs/methods/sdp4bit.md: {len(lines) - 2} rows of losses")
 
 
 if __name__ == "__main__":

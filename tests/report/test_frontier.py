@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from tests.report.test_race import FIGURES, row, write_race
 from thinwire.report import write_race_report
-from thinwire.report.frontier import Outcome, beaten, frontier_figure, frontier_sentence
-from thinwire.report.svg import LogScale
+from thinwire.report.frontier import Outcome, beaten, frontier_figure, frontier_sentence, frontier_svg, recommended
+from thinwire.report.svg import LogScale, Scale
 
 EXACT, FEW, WORSE = Outcome("exact", 8e9, 2.0, 0.01), Outcome("few", 8e7, 2.1), Outcome("worse", 9e7, 2.2)
 
@@ -55,3 +56,28 @@ def test_the_page_of_a_race_shows_it(counted: bool, tmp_path: Path) -> None:
     page = write_race_report(tmp_path).read_text()
     assert "Loss over bytes" in page and "bytes on: sdp4bit (loss 3.1000), zero (loss 3.0000)." in page
     assert page.count('class="dot beaten"') == 1
+
+
+def test_a_plot_of_its_own_brings_its_colours_and_names_only_the_best_of_many() -> None:
+    crowd = [EXACT, FEW, *(Outcome(f"behind {n}", 9e7 + n, 3.0) for n in range(20))]
+    svg = frontier_svg(crowd)
+    assert "http://www.w3.org/2000/svg" in svg.splitlines()[0] and "--c0" in svg
+    assert "few" in svg and ">behind" not in svg and svg.count('class="dot beaten"') == 20
+
+
+def test_the_method_that_is_soonest_at_a_rate_is_recommended(tmp_path: Path) -> None:
+    def row(method: str, at_20: float | None, steps: int = 100) -> dict[str, object]:
+        minutes = {"10": 9.0, "20": at_20, "50": None, "100": None}
+        return {"model": "tiny", "steps": steps, "method": method, "gap": 0.005, "minutes": minutes}
+
+    recorded = tmp_path / "frontier.json"
+    recorded.write_text(json.dumps([row("slow", 5.0), row("never", None), row("fast", 2.0), row("short", 1.0, 10)]))
+    assert "at 20 Mbit/s" in recommended(25e6, recorded) and ": fast (tiny, 100 steps, +0.50%" in recommended(
+        25e6, recorded
+    )
+    assert recommended(60e6, recorded) == recommended(1e9, recorded) == recommended(20e6, tmp_path / "none") == ""
+
+
+def test_a_short_axis_has_ticks_that_differ() -> None:
+    labels = [text for _, text in Scale(0.0, 0.0043, 0.0, 300.0, whole=True).labels(6)]
+    assert len(set(labels)) == len(labels) > 3 and "0.000000" not in labels

@@ -185,7 +185,7 @@ def test_plain_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[st
     shown = capsys.readouterr().out
     assert "dtype auto: bf16 (measured [1])" in shown
     assert "step 1/3  loss 2.0000" in shown and "step 3/3" in shown and "step 2/3" not in shown
-    assert "of 8.00 MB" in shown and "waiting 0.200 of 1.500 s" in shown
+    assert "MB, fp32 8.00" in shown and "waiting 0.200 of 1.500 s" in shown
 
 
 def test_options_without_effect_are_rows() -> None:

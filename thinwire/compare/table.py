@@ -33,13 +33,16 @@ class Board:
         self._live: Live | None = None
         self._states: dict[str, list[str]] = {}
         self._current = ""
-        self._num_legs = self._num_done = self._num_steps = self._num_rounds = 0
+        self._num_legs = self._num_done = self._num_steps = self._turn = 0
+        self._stops: tuple[int, ...] = ()
+        # The part of the turn under way that is done.
+        self._share = 0.0
         self._began = self._line_due = time.monotonic()
 
     def start(self, plan: RacePlan, num_legs: int) -> None:
         """Print what is in effect. num_legs: number of remaining starts."""
         self._num_legs, self._began = num_legs, time.monotonic()
-        self._num_rounds = len(plan.stops)
+        self._stops = plan.stops
         table = Table("asked for", "in effect", "why", title=f"race in {plan.lab}", title_justify="left")
         for row in plan.rows:
             table.add_row(*row)
@@ -47,20 +50,24 @@ class Board:
 
     def leg(self, name: str, seed: int, turn: int, num_steps: int) -> None:
         """Note that a contestant starts. num_steps: steps of its whole run."""
-        self._current, self._num_steps = name, num_steps
-        self._states[name] = [name, str(seed), f"{turn}/{self._num_rounds}", "starts", "", ""]
+        self._current, self._num_steps, self._turn, self._share = name, num_steps, turn, 0.0
+        self._states[name] = [name, str(seed), f"{turn}/{len(self._stops)}", "starts", "", ""]
         self._show(is_due=False)
 
     def step(self, row: dict[str, Any]) -> None:
         """Note that the running contestant has finished a step."""
         loss, step_s = number(row.get("loss")), number(row.get("step_s"))
+        first, last = 0, self._num_steps
+        if self._num_steps == self._stops[-1]:
+            first, last = [0, *self._stops][self._turn - 1 : self._turn + 1]
+        self._share = min(max((row["step"] - first) / max(last - first, 1), 0.0), 1.0)
         step = f"{row['step']}/{self._num_steps}"
         self._states[self._current][3:] = [step, f"{loss:.4f}", seconds_text(step_s)]
         self._show(is_due=time.monotonic() >= self._line_due)
 
     def leg_done(self, failed: str) -> None:
         """Note that the running contestant has ended. failed: why it is out of the race."""
-        self._num_done += 1
+        self._num_done, self._share = self._num_done + 1, 0.0
         self._show(is_due=not failed)
         if failed:
             self.console.print(f"{self._current} is out of the race: {failed}", style="bold red", markup=False)
@@ -89,8 +96,8 @@ class Board:
     def _left(self) -> str:
         if not self._num_done:
             return f"turn 1 of {self._num_legs}"
-        each_s = (time.monotonic() - self._began) / self._num_done
-        left = timedelta(seconds=round(each_s * (self._num_legs - self._num_done)))
+        done = self._num_done + self._share
+        left = timedelta(seconds=round((time.monotonic() - self._began) * (self._num_legs - done) / done))
         return f"{self._num_done} of {self._num_legs} turns done, about {left} left"
 
     def _show(self, is_due: bool) -> None:

@@ -1,10 +1,12 @@
-"""The frontier of a race: held-out loss over all bytes sent, and who is beaten in both."""
+"""The frontier: held-out loss over all bytes sent, and who is beaten in both; of a race, and of the recorded runs."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -14,6 +16,11 @@ from thinwire.report.run import number, read_run
 from thinwire.report.svg import Chart, around
 
 FINISHED = "finished"
+# What benchmarks/frontier.py has measured, and the rates of its links in bit/s.
+RECORDED = Path(__file__).with_name("frontier.json")
+RATES = (10e6, 20e6, 50e6, 100e6)
+# In a plot of more points, only those that nobody beats have names.
+MOST_NAMES = 12
 
 
 @dataclass(frozen=True)
@@ -81,17 +88,45 @@ def frontier_figure(outcomes: Sequence[Outcome], styles: Mapping[str, str]) -> F
         "held-out loss (nats per token)", names=[one.name for one in outcomes], log_x=True,
     )  # fmt: skip
     named = []
-    for outcome in outcomes:
+    for outcome in sorted(outcomes, key=lambda one: one.name not in grey):
         style = "beaten" if outcome.name in grey else styles[outcome.name]
         point = outcome.sent_bytes, outcome.loss
         if outcome.error:
             chart.error_bar(point, outcome.error, style)
         chart.dot(point, style)
-        named.append((outcome.name, style, point))
+        if len(outcomes) <= MOST_NAMES or outcome.name not in grey:
+            named.append((outcome.name, style, point))
     chart.end_labels(named)
     notes = ["Grey: another contestant sent no more and has no higher loss."] if grey else []
     notes += ["Lines: one standard error over the seeds."] if any(one.error for one in outcomes) else []
     return Figure("Loss over bytes", [], chart.svg(), notes)
+
+
+def frontier_svg(outcomes: Sequence[Outcome]) -> str:
+    """The plot as a picture of its own."""
+    best = [one.name for one in outcomes if one.name not in beaten(outcomes)]
+    styles = {name: f"c{number % 8}" for number, name in enumerate(best)}
+    style = files("thinwire.report").joinpath("style.css").read_text(encoding="utf-8")
+    head, rest = frontier_figure(outcomes, styles).svg.split(">", 1)
+    return f'{head} xmlns="http://www.w3.org/2000/svg"><style>{style}</style>{rest}\n'
+
+
+def recommended(rate: float, recorded: Path = RECORDED) -> str:
+    """A sentence that names the recorded method that is soonest near the exact run's loss on links of `rate` bit/s.
+
+    The nearest recorded rate counts, within a factor of 4. Empty if nothing was recorded for it.
+    """
+    found = json.loads(recorded.read_text()) if recorded.is_file() else []
+    near = min(RATES, key=lambda one: abs(math.log(one / rate)))
+    # Of the longest recorded runs.
+    steps = max((row["steps"] for row in found), default=0)
+    at = f"{near / 1e6:g}"
+    known = [row for row in found if row["steps"] == steps and row["minutes"][at] is not None]
+    if not known or not 0.25 <= rate / near <= 4:
+        return ""
+    soonest = min(known, key=lambda row: row["minutes"][at])
+    length = f"{soonest['model']}, {steps:,} steps, {soonest['gap']:+.2%} held-out loss"
+    return f"soonest within 1% of the exact run's loss at {at} Mbit/s, where measured: {soonest['method']} ({length})"
 
 
 def frontier_sentence(outcomes: Sequence[Outcome]) -> str:

@@ -178,6 +178,14 @@ def notes(values: Mapping[str, Any]) -> list[str]:
     return [words for words in found if words]
 
 
+# Fewer timed steps are a matter of luck on a busy machine.
+FEW_TIMED = 10
+FEW_NOTE = (
+    f"WARNING: with fewer than {FEW_TIMED} timed steps a busy moment decides; state more --steps or"
+    " --timed-steps before you compare times."
+)
+
+
 def reference_note(values: Mapping[str, Any]) -> str:
     if not values["reference"]:
         return "No contestant finished, so there are no ratios."
@@ -209,7 +217,8 @@ def seconds_note(values: Mapping[str, Any]) -> str:
     timed_text = (
         f"{timed} of {values['steps']} steps were timed in the slow network; step times are {values['average']}s."
     )
-    return timed_text + (to_target if stated else "")
+    few = f" {FEW_NOTE}" if least < FEW_TIMED else ""
+    return timed_text + few + (to_target if stated else "")
 
 
 def bound_note(values: Mapping[str, Any]) -> str:

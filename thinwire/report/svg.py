@@ -19,7 +19,7 @@ LETTER_WIDTH, LINE_HEIGHT, LONGEST_LABEL = 7.5, 16, 18
 
 @dataclass(frozen=True)
 class Scale:
-    """A linear scale from data (low to high) to pixels (start to end); `whole`: ticks at integers only."""
+    """A linear scale from data (low to high) to pixels (start to end); `whole`: ticks at integers only, if any."""
 
     low: float
     high: float
@@ -35,7 +35,7 @@ class Scale:
     def ticks(self, count: int = 5) -> list[float]:
         """About `count` round values inside the scale."""
         step = nice_step((self.high - self.low) / count)
-        if self.whole:
+        if self.whole and self.high - self.low >= 1:
             step = max(1.0, math.ceil(step))
         first = math.ceil(self.low / step - 1e-9)
         return [n * step for n in range(first, math.floor(self.high / step + 1e-9) + 1)]

@@ -83,7 +83,7 @@ class Progress:
             f"{record.step}/{self.num_steps}",
             f"{record.loss:.4f}",
             f"{self.tokens_per_step / typical_s:,.0f}",
-            f"{sent:.2f} of {plain:.2f} MB",
+            f"{sent:.2f} MB, fp32 {plain:.2f}",
             f"{record.exposed_comm_s:.3f} of {record.step_s:.3f} s",
             str(left),
         ]
@@ -91,7 +91,7 @@ class Progress:
     def _show_live(self, record: StepMetrics) -> None:
         self._rows.append(self._cells(record))
         table = Table(
-            "step", "loss", "tokens/s", f"{self.sent_by}, of fp32's", "waiting for communication", "time left"
+            "step", "loss", "tokens/s", f"{self.sent_by}, and in fp32", "waiting for communication", "time left"
         )
         for row in self._rows:
             table.add_row(*row)

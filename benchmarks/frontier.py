@@ -1,0 +1,294 @@
+"""The frontier of the house: held-out loss over all bytes sent, at equal tokens, of every method.
+
+    python benchmarks/frontier.py [--models demo tiny] [--methods zero demo ...] [--seeds 0 1 2] [--minutes 60]
+    python benchmarks/frontier.py --models tiny --steps 500     # a slice of another length
+    python benchmarks/frontier.py --report                      # run nothing; write the table and the plot anew
+
+Four ranks, each a node or an island of its own, train on the standard library's sources. Every method takes its
+learning rate from one grid of five: that of the lowest held-out loss after a quarter of the steps, with a seed of its
+own. Then it trains once with each seed. All methods so have the same number of trials and of tokens.
+
+A run that has finished is a line of benchmarks/results/frontier.jsonl and is not repeated, so the benchmark may be
+broken off, or run in parts; no run begins after --minutes. Delete the lines of a method when its numerics change. What
+can't train in one process (benchmarks/one_process.py) trains by `thinwire train`.
+
+It writes what docs/methods.md shows between two marks, its plots, and thinwire/report/frontier.json, from which
+`thinwire explain` recommends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from loss import MODELS, contestants
+from one_process import train as train_here
+from readme_table import with_table
+
+from thinwire.errors import ConfigError
+from thinwire.report.frontier import RATES, RECORDED, Outcome, beaten, frontier_svg
+from thinwire.report.run import read_run
+from thinwire.report.units import bytes_text
+from thinwire.training.config import TrainConfig
+from thinwire.training.settings import to_toml
+
+ROOT = Path(__file__).parents[1]
+BEGIN, END = "<!-- frontier:begin -->", "<!-- frontier:end -->"
+STEPS = {"demo": 1000, "tiny": 5000}
+GRID = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
+# Not one of those that are reported.
+TUNING_SEED, TUNING_SHARE = 1000, 4
+# Points of the curve of a run, each the mean loss of two of as many parts.
+NUM_POINTS = 100
+NEAR = 1.01
+EXACT = "zero"
+# As contestants of `thinwire compare`. All others in the house are these with another wrapper, pace or purpose.
+METHODS = {
+    EXACT: "zero",
+    "zero, muon": "zero[optimizer=muon]",
+    "zero-bf16": "zero-bf16",
+    "sdp4bit": "sdp4bit",
+    "sdp4bit, loco": "sdp4bit[loco=true]",
+    "sdp4bit, muon": "sdp4bit[optimizer=muon]",
+    "zero-compressed, signs": "zero-compressed",
+    "zero-compressed, 1% of differences": "zero-compressed[gradients=topk1%/1024,feedback=estimates]",
+    "powersgd, rank 16, int8": "powersgd[rank=16,codec=int8/128:bf16:nearest,start_step=0]",
+    "powersgd, rank 4, int8": "powersgd[rank=4,codec=int8/128:bf16:nearest,start_step=0]",
+    "powersgd-torch, rank 4": "powersgd-torch[start_step=2]",
+    "onebit-adam": "onebit-adam",
+    "ef-integer": "ef-integer",
+    "ef-topk": "ef-topk",
+    "ef21": "ef21",
+    "two-way": "two-way[min_bytes=4096]",
+    "lgreco-ef-topk": "lgreco-ef-topk",
+    "dgc": "dgc[density=0.01]",
+    "sketch": "sketch",
+    "demo": "demo",
+    "demo, signs": "demo[values=sign/32:bf16]",
+    "dion": "dion",
+    "zeropp": "zeropp",
+    "frontier": "frontier",
+    "diloco, H 15": "diloco[sync_every=15]",
+    "diloco, H 50": "diloco[sync_every=50]",
+    "streaming-diloco": "streaming-diloco",
+    "sparseloco, H 15": "sparseloco",
+    "sparseloco, H 50": "sparseloco[sync_every=50]",
+    "muloco, H 15, 2.5 bits": "diloco[sync_every=15,codec=sign/64:bf16+twice,error_decay=0.9,optimizer=muon]",
+    "sparseloco, H 15, muon": "sparseloco[optimizer=muon]",
+}
+
+
+class Runs:
+    """The finished runs in a file of lines, by model, steps, method, learning rate and seed."""
+
+    def __init__(self, path: Path, deadline: float) -> None:
+        self.path, self.deadline = path, deadline
+        lines = path.read_text().splitlines() if path.exists() else []
+        self.found = {self.key(line): line for line in map(json.loads, lines)}
+
+    @staticmethod
+    def key(line: Mapping[str, Any]) -> tuple[Any, ...]:
+        return tuple(line[name] for name in ("model", "steps", "method", "text", "lr", "seed"))
+
+    def get(self, name: str, config: TrainConfig) -> dict[str, Any] | None:
+        return self.found.get(self.key(asked(name, config)))
+
+    def run(self, name: str, config: TrainConfig) -> dict[str, Any] | None:
+        """A run, from the file or made now; None after the deadline."""
+        if (found := self.get(name, config)) is not None:
+            return found
+        if time.monotonic() > self.deadline:
+            return None
+        line = asked(name, config) | trained(config)
+        self.found[self.key(line)] = line
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        print(f"{config.model}, {config.steps} steps, {name}, lr {config.lr:g}, seed {config.seed}: "
+              f"held-out loss {line['heldout_loss']:.4f}", flush=True)  # fmt: skip
+        return line
+
+
+def asked(name: str, config: TrainConfig) -> dict[str, Any]:
+    """What a line of the file is found by."""
+    return {
+        "model": config.model, "steps": config.steps, "method": name, "text": METHODS[name], "lr": config.lr,
+        "seed": config.seed,
+    }  # fmt: skip
+
+
+def trained(config: TrainConfig) -> dict[str, Any]:
+    """{"heldout_loss", "compute_s", "curve"} of a run; curve: (step, loss, bytes sent so far) at NUM_POINTS steps."""
+    try:
+        told = train_here(config)
+        losses, sent, heldout, compute_s = told.losses, told.sent, told.heldout_loss, told.compute_s
+    except ConfigError:
+        losses, sent, heldout, compute_s = train_by_processes(config)
+    window = max(1, config.steps // (NUM_POINTS // 2))
+    steps = sorted({round(config.steps * point / NUM_POINTS) for point in range(1, NUM_POINTS + 1)} - {0})
+    curve = [(step, round(statistics.fmean(losses[max(0, step - window) : step]), 4), sent[step - 1]) for step in steps]
+    return {"heldout_loss": heldout, "compute_s": round(compute_s, 5), "curve": curve}
+
+
+def train_by_processes(config: TrainConfig) -> tuple[list[float], list[int], float, float]:
+    """Losses, bytes sent so far, held-out loss and a step's seconds of computing, by `thinwire train`."""
+    with tempfile.TemporaryDirectory() as folder:
+        path, run_dir = Path(folder) / "config.toml", Path(folder) / "run"
+        path.write_text(to_toml(replace(config, run_dir=str(run_dir))))
+        command = [sys.executable, "-m", "thinwire", "train", str(path)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        run = read_run(run_dir)
+        sent: list[int] = []
+        for row in run.steps:
+            sent.append(int(row["sent_bytes"]) + (sent[-1] if sent else 0))
+        compute_s = statistics.median(row["step_s"] - row["exposed_comm_s"] for row in run.steps)
+        return [row["loss"] for row in run.steps], sent, run.summary["heldout_loss"], compute_s
+
+
+def configs(model: str, steps: int, names: Sequence[str]) -> dict[str, TrainConfig]:
+    """The training of each method, with the rate and the seed of the preset."""
+    base = replace(MODELS[model], steps=steps)
+    return {name: next(iter(contestants(METHODS[name], base).values())) for name in names}
+
+
+def tuned_lr(name: str, config: TrainConfig, runs: Runs, *, is_asked: bool) -> float | None:
+    """The best rate of the grid in the short runs; None unless all of them have finished."""
+    short = replace(config, steps=max(1, config.steps // TUNING_SHARE), seed=TUNING_SEED)
+    found = {}
+    for lr in GRID:
+        line = runs.run(name, replace(short, lr=lr)) if is_asked else runs.get(name, replace(short, lr=lr))
+        if line is None:
+            return None
+        found[lr] = line["heldout_loss"] if line["heldout_loss"] == line["heldout_loss"] else float("inf")
+    return min(found, key=lambda lr: found[lr])
+
+
+def run_all(models: Sequence[str], names: Sequence[str], seeds: Sequence[int], steps: int | None, runs: Runs) -> None:
+    """Every run that is missing: one seed of all methods before the next."""
+    for model in models:
+        rows = configs(model, steps or STEPS[model], names)
+        for seed in seeds:
+            for name, config in rows.items():
+                if (lr := tuned_lr(name, config, runs, is_asked=True)) is not None:
+                    runs.run(name, replace(config, lr=lr, seed=seed))
+
+
+def minutes_to(run: Mapping[str, Any], target: float, rate: float) -> float | None:
+    """Minutes of computing and sending, one after the other, until the training loss is at most `target`."""
+    for step, loss, sent in run["curve"]:
+        if loss <= target:
+            return (step * run["compute_s"] + 8 * sent / rate) / 60
+    return None
+
+
+def points(model: str, steps: int, runs: Runs) -> list[dict[str, Any]]:
+    """What is known of each method: means over the seeds, paired with the exact run's; the exact one first."""
+    found: list[dict[str, Any]] = []
+    exact: dict[int, dict[str, Any]] = {}
+    for name, config in configs(model, steps, list(METHODS)).items():
+        lr = tuned_lr(name, config, runs, is_asked=False)
+        own = {line["seed"]: line for line in runs.found.values() if Runs.key(line)[:5] == (
+            model, steps, name, METHODS[name], lr)}  # fmt: skip
+        exact = exact or (own if name == EXACT else {})
+        seeds = sorted(own.keys() & exact.keys())
+        if not seeds:
+            continue
+        losses = [own[seed]["heldout_loss"] for seed in seeds]
+        gaps = [own[seed]["heldout_loss"] / exact[seed]["heldout_loss"] - 1 for seed in seeds]
+        minutes: dict[str, float | None] = {}
+        for rate in RATES:
+            each = [minutes_to(own[seed], NEAR * exact[seed]["curve"][-1][1], rate) for seed in seeds]
+            known = [one for one in each if one is not None]
+            minutes[f"{rate / 1e6:g}"] = statistics.fmean(known) if len(known) == len(each) else None
+        found.append({
+            "model": model, "steps": steps, "method": name, "text": METHODS[name], "lr": lr, "seeds": len(seeds),
+            "loss": statistics.fmean(losses), "loss_error": standard_error(losses),
+            "gap": statistics.fmean(gaps), "gap_error": standard_error(gaps),
+            "sent_bytes": statistics.fmean(own[seed]["curve"][-1][2] for seed in seeds), "minutes": minutes,
+        })  # fmt: skip
+    return found
+
+
+def standard_error(values: Sequence[float]) -> float:
+    return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
+
+
+def table(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """The lines of one model's table, fewest bytes last; a rate at an end of the grid has a star."""
+    head = ["method", "sent in all", "fewer", "lr", "seeds", "held-out loss", f"to `{EXACT}`"]
+    head += [f"at {rate / 1e6:g} Mbit/s" for rate in RATES]
+    yield "| " + " | ".join(head) + " |"
+    yield "|" + "---|" * len(head)
+    grey = beaten(outcomes(found))
+    for row in sorted(found, key=lambda row: -row["sent_bytes"]):
+        is_exact, is_one = row["method"] == EXACT, row["seeds"] == 1
+        gap = f"{row['gap']:+.2%}" + ("" if is_one else f" ± {row['gap_error']:.2%}")
+        loss = f"{row['loss']:.4f}" + ("" if is_one else f" ± {row['loss_error']:.4f}")
+        minutes = ["-" if one is None else f"{one:.1f} min" for one in row["minutes"].values()]
+        name = f"{row['method']} (beaten)" if row["method"] in grey else f"**{row['method']}**"
+        star = "*" if row["lr"] in (GRID[0], GRID[-1]) else ""
+        cells = [
+            name, bytes_text(row["sent_bytes"]), f"{found[0]['sent_bytes'] / row['sent_bytes']:.3g}x",
+            f"{row['lr']:g}{star}", str(row["seeds"]), loss, "" if is_exact else gap, *minutes,
+        ]  # fmt: skip
+        yield "| " + " | ".join(cells) + " |"
+
+
+def outcomes(found: Sequence[Mapping[str, Any]]) -> list[Outcome]:
+    return [Outcome(row["method"], row["sent_bytes"], row["loss"], row["loss_error"]) for row in found]
+
+
+def report(runs: Runs) -> None:
+    """Write the tables and the plots of all that has finished, the longest runs of each model."""
+    parts, recorded = [], []
+    for model in STEPS:
+        lengths = sorted({line["steps"] for line in runs.found.values() if line["model"] == model}, reverse=True)
+        found = next((found for steps in lengths if len(found := points(model, steps, runs)) > 1), [])
+        if not found:
+            continue
+        recorded += found
+        picture = Path(f"docs/frontier-{model}.svg")
+        (ROOT / picture).write_text(frontier_svg(outcomes(found)))
+        parts += [
+            f"### {model}, {found[0]['steps']:,} steps",
+            "",
+            f"![Held-out loss over bytes sent]({picture.name})",
+            "",
+        ]
+        parts += [*table(found), ""]
+    page = ROOT / "docs/methods.md"
+    page.write_text(with_table(page.read_text(), "\n".join(parts).rstrip() or "No run has finished.", BEGIN, END))
+    RECORDED.write_text(json.dumps(recorded, indent=1) + "\n")
+    print(f"docs/methods.md: {len(recorded)} rows of the frontier")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--models", nargs="+", choices=list(STEPS), default=list(STEPS))
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, help="in place of 1,000 for demo and 5,000 for tiny")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no run after so many minutes")
+    parser.add_argument("--runs", type=Path, default=ROOT / "benchmarks/results/frontier.jsonl")
+    parser.add_argument("--report", action="store_true", help="run nothing; write the page anew")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    runs = Runs(arguments.runs, time.monotonic() + 60 * arguments.minutes)
+    if not arguments.report:
+        run_all(arguments.models, arguments.methods, arguments.seeds, arguments.steps, runs)
+    report(runs)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

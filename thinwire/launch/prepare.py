@@ -6,6 +6,7 @@ import logging
 import os
 from contextlib import suppress
 from dataclasses import replace
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from thinwire.collectives.topology import Topology
 from thinwire.data import documents, load_tokenizer
 from thinwire.device import choose as choose_device
 from thinwire.errors import ConfigError, Problems
+from thinwire.hosts.sequence.seams import heads_of
 from thinwire.launch.machine import free_port, port_is_free
 from thinwire.launch.start import Start
 from thinwire.layout.mesh import MeshShape

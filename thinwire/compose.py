@@ -39,7 +39,7 @@ from thinwire.methods.outer.base import Connected, IslandsMethod
 from thinwire.methods.pipeline.cut import layers_of
 from thinwire.methods.pipeline.inside import check_inside
 from thinwire.methods.pipeline.options import Pipeline, check_stages
-from thinwire.methods.sequence import SequenceParallel, Shape, check_strategy, choose
+from thinwire.methods.sequence import SequenceParallel, Shape, check_strategy, choose_layout
 from thinwire.registry import check_on_mesh
 from thinwire.table import Row, announce as announce_table
 
@@ -277,8 +277,8 @@ def parallelize(
     optimizer. On the data axis any method works beside it but those that say why not. On the island axis a method such
     as DiLoCo exchanges whole parameters in some of the updates; the islands are those of the mesh from the start to the
     end. On the pipeline axis, each rank has some of the layers; see PipelinedStage. On the sequence axis, each rank has
-    some of a sequence's tokens; the data axis' method then averages over the ranks of both. The norm that clips is that of the
-    whole model, and ranks that hold the same elements stay equal bit for bit.
+    some of a sequence's tokens; the data axis' method then averages over the ranks of both. The norm that clips is that
+    of the whole model, and ranks that hold the same elements stay equal bit for bit.
 
     Args:
         model: on every rank of the mesh; its parameters are plain tensors, or DTensors on the tensor axis.
@@ -311,13 +311,13 @@ def parallelize(
     part = None
     if "pipeline" in names:
         part = take_part(model, optimizer, (options_of_pipeline or [Pipeline()])[0], mesh["pipeline"])
-    if mesh.ndim > 1 or mesh.size() < dist.get_world_size():
+    # Ranks of a sequence have the same weights: to the data axis' method they are like all others.
+    is_flat = set(names) <= {"data", "sequence"}
+    if not is_flat or mesh.size() < dist.get_world_size():
         inside = mesh[tuple(name for name in names if name != "island")]
         whole = _compat.flattened(inside) if inside.ndim > 1 else inside
         num_names = part.num_names if part is not None else 0
-        # Ranks of a sequence have the same weights: to a strategy they are like any others.
-        averaging = mesh["data"] if inside.ndim > 1 and "sequence" not in names else whole
-        options["axis"] = Axis(averaging, whole, tensor, num_names)
+        options["axis"] = Axis(whole if is_flat or inside.ndim == 1 else mesh["data"], whole, tensor, num_names)
         options["local_size"] = node_inside(mesh, inside, local_size)
     if "island" in names and isinstance(method, IslandsMethod):
         method = method.connected_to(lambda: other_islands(mesh, timeout_s, checked))
@@ -332,7 +332,7 @@ def parallelize(
         if "sequence" in names:
             asked = (*options_of_sequence, SequenceParallel())[0]
             sequence = sequence_parallel(
-                model, replace(asked, parallel=mesh["sequence"].size()), None if mesh.ndim == 1 else whole_of(mesh),
+                model, replace(asked, parallel=mesh["sequence"].size()), group_of(mesh),
                 local_size=options["local_size"], seed=seed, timeout_s=timeout_s, checked=checked,
                 meter=parallel.meter,
             )  # fmt: skip
@@ -344,7 +344,10 @@ def parallelize(
 
 
 def checked_method(
-    model: nn.Module, mesh: DeviceMesh, methods: Sequence[Method | Connected], pipelines: Sequence[Pipeline] = (),
+    model: nn.Module,
+    mesh: DeviceMesh,
+    methods: Sequence[Method | Connected],
+    pipelines: Sequence[Pipeline] = (),
     sequences: Sequence[SequenceParallel] = (),
 ) -> Method | Connected:
     """The method of the data axis, inside that of the island axis where there is one.
@@ -425,7 +428,7 @@ def sequence_problems(
         asked = replace((*options, SequenceParallel())[0], parallel=sizes["sequence"])
         heads, kv_heads, width, _ = heads_of(model)
         # How the ranks lie on nodes is found later; only stated methods depend on it.
-        choose(asked, Shape(heads, kv_heads, width, 1), 1)
+        choose_layout(asked, Shape(heads, kv_heads, width, 1), 1)
     if method is not None:
         problems.note(check_strategy, method)
     return problems.messages
@@ -483,6 +486,13 @@ def node_inside(mesh: DeviceMesh, inside: DeviceMesh, local_size: int | None) ->
     ranks = mesh.mesh.flatten().tolist()
     members = [ranks.index(rank) for rank in inside.mesh.flatten().tolist()]
     return along(Topology.stated(len(ranks), local_size), members)
+
+
+def group_of(mesh: DeviceMesh) -> DeviceMesh | None:
+    """All ranks of a mesh as a group; None: the world."""
+    if mesh.size() == dist.get_world_size():
+        return None
+    return _compat.flattened(mesh) if mesh.ndim > 1 else mesh
 
 
 def names_of(mesh: DeviceMesh) -> tuple[str, ...]:

@@ -154,7 +154,9 @@ def test_blocks_by_plain_products_are_those_of_the_kernel() -> None:
 
 
 def test_fewer_heads_than_ranks_name_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"4 heads on 8 ranks.*nearest that works: method 'ring' or 'ulysses=4,ring=2'"):
+    with pytest.raises(
+        ConfigError, match=r"4 heads on 8 ranks.*nearest that works: method 'ring' or 'ulysses=4,ring=2'"
+    ):
         HeadExchange(Wire(_Eight()), range(8), 4, 4)  # type: ignore[arg-type]
 
 

@@ -20,7 +20,7 @@ from thinwire.hosts.ranks import along
 from thinwire.hosts.sequence.attention import Attend, sequence_attention
 from thinwire.hosts.sequence.seams import heads_of, replace
 from thinwire.hosts.sequence.wire import Wire
-from thinwire.methods.sequence import Layout, SequenceParallel, Shape, choose, tokens_of
+from thinwire.methods.sequence import Layout, SequenceParallel, Shape, choose_layout, tokens_of
 from thinwire.table import Row
 
 IGNORED = -100
@@ -166,7 +166,7 @@ def sequence_parallel(
         options: such as SequenceParallel(4). A group of n ranks has n / 4 sequences at a time.
         group: all ranks that train the model; None: the world.
         local_size: ranks of a node; None: found from the launcher or host names.
-        network: what the ranks of a sequence can send each other, for method "auto"; see `choose`.
+        network: what the ranks of a sequence can send each other, for method "auto"; see `choose_layout`.
         seed: of what the codecs draw. timeout_s, checked, meter: see Communicator.
 
     Raises ConfigError for a number of ranks that does not divide the group's, heads that do not go around, dropout in
@@ -180,7 +180,7 @@ def sequence_parallel(
     first = everyone.rank - everyone.rank % ranks
     members = list(range(first, first + ranks))
     topology = Topology.stated(ranks, along(everyone.topology, members))
-    layout, why = choose(options, Shape(heads, kv_heads, width, TYPICAL_TOKENS), topology.local_size, network)
+    layout, why = choose_layout(options, Shape(heads, kv_heads, width, TYPICAL_TOKENS), topology.local_size, network)
     comm = everyone
     if ranks < world_size:
         own = [everyone.global_ranks[rank] for rank in members]

@@ -78,10 +78,8 @@ def head_shares(heads: int, ranks: int) -> list[slice]:
     Raises ConfigError where a rank would get none.
     """
     if heads < ranks:
-        near = nearest_layout(heads, ranks)
-        raise ConfigError(
-            f"{heads} heads on {ranks} ranks: each needs a head; nearest that works: method {str(near)!r}"
-        )
+        which = " or ".join(dict.fromkeys([repr(RING), repr(str(nearest_layout(heads, ranks)))]))
+        raise ConfigError(f"{heads} heads on {ranks} ranks: each needs a head; nearest that works: method {which}")
     few, more = divmod(heads, ranks)
     ends = [few * (rank + 1) + min(rank + 1, more) for rank in range(ranks)]
     return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]

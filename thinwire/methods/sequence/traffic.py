@@ -93,7 +93,7 @@ def candidates(shape: Shape, ranks: int, local_size: int) -> list[Layout]:
     ]
 
 
-def choose(
+def choose_layout(
     options: SequenceParallel, shape: Shape, local_size: int, network: Network | None = None
 ) -> tuple[Layout, str]:
     """The layout in effect, and why. Raises ConfigError for a stated one that can't work.
@@ -123,9 +123,9 @@ def choose(
 def facts(options: SequenceParallel, shape: Shape, local_size: int, network: Network | None = None) -> list[Row]:
     """Rows of (asked for, in effect, why): the attention, what a rank sends in a step of `shape`.
 
-    Raises ConfigError as `choose`. shape.tokens: of a step, of one sequence rank group.
+    Raises ConfigError as `choose_layout`. shape.tokens: of a step, of one sequence rank group.
     """
-    layout, why = choose(options, shape, local_size, network)
+    layout, why = choose_layout(options, shape, local_size, network)
     by_rank: dict[int, int] = defaultdict(int)
     for (rank, _), num_bytes in sent(layout, shape, options.codec("wire"), options.codec("gradients")).items():
         by_rank[rank] += num_bytes * shape.layers

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from thinwire.codecs import Codec
 from thinwire.errors import ConfigError, Problems
-from thinwire.methods.options import REPEATABLE, check_types, codec_of
+from thinwire.methods.options import REPEATABLE, CodecRule, check_types, codec_of
 from thinwire.methods.sequence.layout import AUTO, Layout
 
 EXACT = "exact"
+SAME_EACH_TIME = CodecRule(REPEATABLE.holds, "a forward that is recomputed must be rounded the same way, not at random")
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class SequenceParallel:
         if getattr(self, name) == EXACT:
             return None
         try:
-            codec = codec_of(self, name, REPEATABLE if name == "wire" else None)
+            codec = codec_of(self, name, SAME_EACH_TIME if name == "wire" else None)
         except ConfigError as error:
             raise ConfigError(f"{error}, or {EXACT!r}") from None
         if codec.has_variable_length:

@@ -44,6 +44,12 @@ from thinwire.hosts.ddp.attach import CompressedDDP as CompressedDDP, compress_d
 from thinwire.hosts.forward.optimizer import ForwardOptimizer as ForwardOptimizer, forward_only as forward_only
 from thinwire.hosts.fsdp.compress import CompressedFSDP as CompressedFSDP, compress_fsdp as compress_fsdp
 from thinwire.hosts.islands.library import Islands as Islands
+from thinwire.hosts.sequence import (
+    SequenceRanks as SequenceRanks,
+    ring_attention as ring_attention,
+    sequence_parallel as sequence_parallel,
+    ulysses_attention as ulysses_attention,
+)
 from thinwire.hosts.sharded.optimizer import ShardedOptimizer as ShardedOptimizer
 from thinwire.hosts.sharded.wrap import zero as zero
 from thinwire.layout.formats import Strategy as Strategy
@@ -51,6 +57,7 @@ from thinwire.methods.interface import Method as Method
 from thinwire.methods.pipeline.border import Border as Border
 from thinwire.methods.pipeline.options import Pipeline as Pipeline
 from thinwire.methods.plain_ddp import DDP as DDP
+from thinwire.methods.sequence import SequenceParallel as SequenceParallel
 from thinwire.methods.sharded import ShardedMethod as ShardedMethod
 from thinwire.methods.slope_log import SlopeLog as SlopeLog
 from thinwire.optim import DGCSGD as DGCSGD, LANS as LANS, Muon as Muon, OneBitAdamW as OneBitAdamW

@@ -17,6 +17,7 @@
 - no_record_checksums: whether an option of torch.save can be set for one thread, as in 2.13, only a private name tells.
 - input_gradients, weight_gradients: torch.distributed.pipelining._backward, private: the halves of a backward that
   torch's own schedules use.
+- cpu_flash_forward, cpu_flash_backward: aten's attention of the CPU, private: alone gives the softmax's sums.
 - pipeline_table: torch.distributed.pipelining._schedule_visualizer.get_schedule_ops, private; 2.11 to 2.13 have it.
 """
 
@@ -467,3 +468,17 @@ def weight_gradients(weights: list[nn.Parameter], groups: list[dict[str, Any]]) 
     from torch.distributed.pipelining._backward import stage_backward_weight
 
     stage_backward_weight(iter(weights), groups)
+
+
+def cpu_flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention on the CPU, and the logarithm of the softmax's sums."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, scale=scale)
+
+
+def cpu_flash_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v of `cpu_flash_forward`, whose results are `out` and `sums`."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, out, sums, 0.0, is_causal, scale=scale
+    )

@@ -30,6 +30,8 @@ from thinwire.errors import ConfigError, Problems
 from thinwire.hosts.interface import ParallelOptimizer, apply
 from thinwire.hosts.pipeline.stage import PipelineStage, models_own, take_part
 from thinwire.hosts.ranks import Axis, along
+from thinwire.hosts.sequence import SequenceRanks, sequence_parallel
+from thinwire.hosts.sequence.seams import heads_of
 from thinwire.hosts.tensor import TensorAxis, check_same_copies, cut_parameters, misfits
 from thinwire.layout.mesh import AXES, check_axis
 from thinwire.methods.interface import Method
@@ -37,6 +39,7 @@ from thinwire.methods.outer.base import Connected, IslandsMethod
 from thinwire.methods.pipeline.cut import layers_of
 from thinwire.methods.pipeline.inside import check_inside
 from thinwire.methods.pipeline.options import Pipeline, check_stages
+from thinwire.methods.sequence import SequenceParallel, Shape, check_strategy, choose_layout
 from thinwire.registry import check_on_mesh
 from thinwire.table import Row, announce as announce_table
 
@@ -47,8 +50,10 @@ class Stage:
     """A model in training on a mesh; made by `parallelize`.
 
     A step is `forward_backward`, `reduce`, `update`, or `forward_backward` and `step`. module: what to call in
-    training. optimizer: what steps it, a ParallelOptimizer. pipeline: see PipelinedStage. borders: where and how hidden
-    states are rounded on their way, by which a loss depends on more than the weights; empty: nowhere.
+    training. optimizer: what steps it, a ParallelOptimizer. pipeline: see PipelinedStage. sequence: the ranks that
+    share this rank's sequences, see SequenceRanks; such a model is called with whole sequences, alike on all of them.
+    borders: where and how hidden states are rounded on their way, by which a loss depends on more than the weights;
+    empty: nowhere.
     """
 
     pipeline: PipelineStage | None = None
@@ -60,9 +65,13 @@ class Stage:
         optimizer: ParallelOptimizer,
         rows: Sequence[Row] = (),
         tensor: TensorAxis | None = None,
+        sequence: SequenceRanks | None = None,
     ) -> None:
-        self.module, self.optimizer, self.tensor = module, optimizer, tensor
+        self.module, self.optimizer, self.tensor, self.sequence = module, optimizer, tensor, sequence
         self._rows = list(rows)
+        if sequence is not None:
+            self.borders = sequence.rounds
+            self._rows += sequence.describe()
 
     def forward_backward(
         self, batches: Sequence[Any], loss: Callable[[nn.Module, Any], Tensor] = lambda module, batch: module(*batch)
@@ -138,6 +147,8 @@ class Stage:
             shares = map(self.tensor.share_of_whole, snapshot.shares)
             snapshot.shares = [share for share in shares if share is not None]
         snapshot.common |= {"borders": self.borders}
+        if self.sequence is not None:
+            snapshot.common |= {"sequence_draws": self.sequence.wire.num_drawn}
         return snapshot
 
     def restore(self, source: Source) -> None:
@@ -148,6 +159,8 @@ class Stage:
         self.optimizer.restore(source)
         if source.common.get("borders", "") != self.borders:
             source.is_same = source.is_exact = False
+        if self.sequence is not None:
+            self.sequence.wire.num_drawn = source.common.get("sequence_draws", 0)
 
     def finish(self) -> None:
         """Leave the result in the model: with islands, the mean of their weights. Training can't go on from there."""
@@ -155,6 +168,8 @@ class Stage:
 
     def close(self) -> None:
         """Wait for all communication and give the process groups back."""
+        if self.sequence is not None:
+            self.sequence.close()
         self.optimizer.close()
 
 
@@ -272,7 +287,7 @@ def parallelize(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     mesh: DeviceMesh,
-    methods: Iterable[Method | Connected | Pipeline],
+    methods: Iterable[Method | Connected | Pipeline | SequenceParallel],
     *,
     local_size: int | None = None,
     overlap: bool = False,
@@ -286,15 +301,17 @@ def parallelize(
     The tensor axis is torch's: give the model to `parallelize_module(model, mesh["tensor"], plan)` first, then make the
     optimizer. On the data axis any method works beside it but those that say why not. On the island axis a method such
     as DiLoCo exchanges whole parameters in some of the updates; the islands are those of the mesh from the start to the
-    end. On the pipeline axis, each rank has some of the layers; see PipelinedStage. The norm that clips is that of the
-    whole model, and ranks that hold the same elements stay equal bit for bit.
+    end. On the pipeline axis, each rank has some of the layers; see PipelinedStage. On the sequence axis, each rank has
+    some of a sequence's tokens; the data axis' method then averages over the ranks of both. The norm that clips is that
+    of the whole model, and ranks that hold the same elements stay equal bit for bit.
 
     Args:
         model: on every rank of the mesh; its parameters are plain tensors, or DTensors on the tensor axis.
         optimizer: over its parameters; an elementwise one where a method shards it.
         mesh: with names of AXES for its dimensions, such as ("data", "tensor").
         methods: at most one for each axis, such as [thinwire.DiLoCo(), thinwire.SDP4Bit()]. Without one for the data
-            axis, an islands method's own `inner` works there. The pipeline axis has options, `thinwire.Pipeline()`.
+            axis, an islands method's own `inner` works there. The pipeline axis has options, `thinwire.Pipeline()`, and
+            so has the sequence axis, `thinwire.SequenceParallel()`, whose `parallel` follows from the mesh.
         local_size: ranks of a node; None: found from the launcher or host names.
         overlap: weights may arrive during the next forward.
         seed: of all randomness. timeout_s: seconds that one message may take.
@@ -307,8 +324,9 @@ def parallelize(
     if not isinstance(methods, Sequence) or isinstance(methods, str):
         raise ConfigError(f"methods must be a list, such as [{methods!r}]")
     options_of_pipeline = [method for method in methods if isinstance(method, Pipeline)]
-    others = [method for method in methods if not isinstance(method, Pipeline)]
-    method = checked_method(model, mesh, others, options_of_pipeline)
+    options_of_sequence = [method for method in methods if isinstance(method, SequenceParallel)]
+    others = [method for method in methods if not isinstance(method, Pipeline | SequenceParallel)]
+    method = checked_method(model, mesh, others, options_of_pipeline, options_of_sequence)
     options: dict[str, Any] = {"local_size": local_size, "seed": seed, "timeout_s": timeout_s, "checked": checked}
     rows: list[Row] = [("mesh", shape_of(mesh), "axes from the outside in")]
     names, tensor = names_of(mesh), None
@@ -318,11 +336,13 @@ def parallelize(
     part = None
     if "pipeline" in names:
         part = take_part(model, optimizer, (options_of_pipeline or [Pipeline()])[0], mesh["pipeline"])
-    if mesh.ndim > 1 or mesh.size() < dist.get_world_size():
+    # Ranks of a sequence have the same weights: to the data axis' method they are like all others.
+    is_flat = set(names) <= {"data", "sequence"}
+    if not is_flat or mesh.size() < dist.get_world_size():
         inside = mesh[tuple(name for name in names if name != "island")]
         whole = _compat.flattened(inside) if inside.ndim > 1 else inside
         num_names = part.num_names if part is not None else 0
-        options["axis"] = Axis(mesh["data"] if inside.ndim > 1 else whole, whole, tensor, num_names)
+        options["axis"] = Axis(whole if is_flat or inside.ndim == 1 else mesh["data"], whole, tensor, num_names)
         options["local_size"] = node_inside(mesh, inside, local_size)
     if "island" in names and isinstance(method, IslandsMethod):
         method = method.connected_to(lambda: other_islands(mesh, timeout_s, checked))
@@ -333,14 +353,27 @@ def parallelize(
         own = PipelineStage(part, mesh["pipeline"], parallel, seed=seed, timeout_s=timeout_s, checked=checked)
         stage: Stage = PipelinedStage(model, parallel, rows, own)
     else:
-        stage = Stage(module, parallel, rows, tensor)
+        sequence = None
+        if "sequence" in names:
+            asked = (*options_of_sequence, SequenceParallel())[0]
+            sequence = sequence_parallel(
+                model, replace(asked, parallel=mesh["sequence"].size()), group_of(mesh),
+                local_size=options["local_size"], seed=seed, timeout_s=timeout_s, checked=checked,
+                meter=parallel.meter,
+            )  # fmt: skip
+            model.forward = sequence.forward_of(model)
+        stage = Stage(module, parallel, rows, tensor, sequence)
     if announce and mesh.get_rank() == 0:
         announce_table(stage.describe())
     return stage
 
 
 def checked_method(
-    model: nn.Module, mesh: DeviceMesh, methods: Sequence[Method | Connected], pipelines: Sequence[Pipeline] = ()
+    model: nn.Module,
+    mesh: DeviceMesh,
+    methods: Sequence[Method | Connected],
+    pipelines: Sequence[Pipeline] = (),
+    sequences: Sequence[SequenceParallel] = (),
 ) -> Method | Connected:
     """The method of the data axis, inside that of the island axis where there is one.
 
@@ -361,6 +394,7 @@ def checked_method(
         with problems.collect():
             check_on_mesh(method.method if isinstance(method, Connected) else method)
     problems.messages += pipeline_problems(model, mesh, method, pipelines)
+    problems.messages += sequence_problems(model, mesh, method, sequences)
     if "tensor" in names:
         problems.messages += misfits(model, mesh["tensor"])
     elif foreign := next((name for name, param in model.named_parameters() if isinstance(param, DTensor)), None):
@@ -396,6 +430,32 @@ def pipeline_problems(
         check_stages(options, sizes["pipeline"], len(layers_of(model)[1]), replicas=sizes.get("data", 1))
     if method is not None:
         problems.note(check_inside, method, sizes.get("data", 1))
+    return problems.messages
+
+
+def sequence_problems(
+    model: nn.Module, mesh: DeviceMesh, method: Method | Connected | None, options: Sequence[SequenceParallel]
+) -> list[str]:
+    """Why a sequence axis does not fit model, mesh and method, one message for each reason; empty: it does."""
+    problems, sizes = Problems(), dict(zip(names_of(mesh), mesh.mesh.shape, strict=False))
+    if "sequence" not in sizes:
+        if options:
+            problems.messages.append(
+                f"SequenceParallel works on the sequence axis, and the mesh {shape_of(mesh)} has none; nearest: "
+                f"{shape_of(mesh)},sequence={options[0].parallel}"
+            )
+        return problems.messages
+    if len(options) > 1:
+        problems.messages.append("the sequence axis takes one SequenceParallel")
+    if beside := sorted({"island", "pipeline", "tensor"} & sizes.keys()):
+        problems.messages.append(f"a sequence axis beside {beside[0]}: not served; nearest: sequence and data alone")
+    with problems.collect():
+        asked = replace((*options, SequenceParallel())[0], parallel=sizes["sequence"])
+        heads, kv_heads, width, _ = heads_of(model)
+        # How the ranks lie on nodes is found later; only stated methods depend on it.
+        choose_layout(asked, Shape(heads, kv_heads, width, 1), 1)
+    if method is not None:
+        problems.note(check_strategy, method)
     return problems.messages
 
 
@@ -451,6 +511,13 @@ def node_inside(mesh: DeviceMesh, inside: DeviceMesh, local_size: int | None) ->
     ranks = mesh.mesh.flatten().tolist()
     members = [ranks.index(rank) for rank in inside.mesh.flatten().tolist()]
     return along(Topology.stated(len(ranks), local_size), members)
+
+
+def group_of(mesh: DeviceMesh) -> DeviceMesh | None:
+    """All ranks of a mesh as a group; None: the world."""
+    if mesh.size() == dist.get_world_size():
+        return None
+    return _compat.flattened(mesh) if mesh.ndim > 1 else mesh
 
 
 def names_of(mesh: DeviceMesh) -> tuple[str, ...]:

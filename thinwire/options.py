@@ -14,6 +14,7 @@ from thinwire.methods.interface import Method, PlannedByRun
 from thinwire.methods.options import fits
 from thinwire.methods.outer.base import IslandsMethod
 from thinwire.methods.pipeline.options import Pipeline
+from thinwire.methods.sequence import SequenceParallel
 from thinwire.models.llama import LlamaConfig
 from thinwire.registry import STRATEGIES, class_of
 
@@ -22,15 +23,16 @@ Tables = Mapping[str, Mapping[str, Any]]
 # The fields of a strategy that hold another one: the one that it stands on, or the one inside its islands.
 BASE, INNER = "base", "inner"
 DEFAULT_INNER = "ddp"
-LLAMA, PIPELINE = "llama", "pipeline"
+LLAMA, PIPELINE, SEQUENCE = "llama", "pipeline", "sequence"
 
 
 @functools.cache
 def option_tables() -> Mapping[str, type]:
-    """The dataclass behind each table of options: [llama], [pipeline], and one for every strategy that has options."""
+    """The dataclass behind each table of options: [llama], [pipeline], [sequence], and one for every strategy."""
     strategies = {class_of(strategy) for strategy in STRATEGIES}
     with_options = sorted((cls for cls in strategies if options_of(cls)), key=lambda cls: cls.__name__)
-    return MappingProxyType({LLAMA: LlamaConfig, PIPELINE: Pipeline} | {table_name(cls): cls for cls in with_options})
+    others = {LLAMA: LlamaConfig, PIPELINE: Pipeline, SEQUENCE: SequenceParallel}
+    return MappingProxyType(others | {table_name(cls): cls for cls in with_options})
 
 
 def table_name(cls: type) -> str:

@@ -64,7 +64,8 @@ def test_every_row_arrives_with_its_own_rounding_and_its_bytes() -> None:
         assert doubles.flatten().tolist() == [100 * r + 2 * rank + i for r in range(4) for i in range(2)]
         for case, (got, came, sent) in found.items():
             _, name, known = case.split()
-            codec = Codec.parse(CODECS[name]) if CODECS[name] else None
+            text = CODECS[name]
+            codec = Codec.parse(text) if text else None
             parts = []
             for source in range(4):
                 part = block(source, rank)

@@ -6,6 +6,7 @@ import logging
 import os
 from contextlib import suppress
 from dataclasses import replace
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from thinwire.data import documents, load_tokenizer
 from thinwire.data.loader import count_sequences
 from thinwire.device import choose as choose_device
 from thinwire.errors import ConfigError, Problems
+from thinwire.hosts.sequence.seams import heads_of
 from thinwire.launch.machine import free_port, port_is_free
 from thinwire.launch.start import Start
 from thinwire.layout.mesh import MeshShape
@@ -29,10 +31,11 @@ from thinwire.methods.interface import Method
 from thinwire.methods.pipeline.cut import layers_of as layer_list
 from thinwire.methods.pipeline.inside import check_inside
 from thinwire.methods.pipeline.options import check_stages
+from thinwire.methods.sequence import Shape, check_strategy, choose_layout
 from thinwire.models import build_model
 from thinwire.models.hf import check_hf, look_into
 from thinwire.models.llama import Llama, check_cut
-from thinwire.options import LLAMA, PIPELINE, has_islands
+from thinwire.options import LLAMA, PIPELINE, SEQUENCE, has_islands
 from thinwire.registry import check_on_mesh
 from thinwire.report.trackers import check_trackers
 from thinwire.table import Row
@@ -75,6 +78,8 @@ def check(config: TrainConfig, problems: Problems) -> Run | None:
             check_cut(model.config, config.mesh_shape.tensor)
         if run is not None and not wrong_numbers:
             check_pipeline(config, run, model)
+        if run is not None and not wrong_numbers and model is not None:
+            check_sequence(config, run, model)
     return run
 
 
@@ -128,6 +133,23 @@ def check_pipeline(config: TrainConfig, run: Run, model: nn.Module | None) -> No
     with problems.collect():
         if not run.has_islands:
             check_inside(run.strategy, shape.sizes["data"])
+    problems.raise_any()
+
+
+def check_sequence(config: TrainConfig, run: Run, model: nn.Module) -> None:
+    """Raise ConfigError, with all that is wrong, for sequences over ranks that do not fit model, mesh or strategy."""
+    shape, problems = config.mesh_shape, Problems()
+    if run.sequence is None:
+        return
+    if shape.tensor * shape.pipeline > 1 or "island" in shape.sizes or run.has_islands:
+        problems.messages.append("sequences beside islands, stages or a tensor axis: not served; nearest: data alone")
+    with problems.collect():
+        heads, kv_heads, width, _ = heads_of(model)
+        machine = config.local_size or config.workers
+        choose_layout(run.sequence, Shape(heads, kv_heads, width, config.seq_len), gcd(machine, shape.sequence))
+    with problems.collect():
+        if not run.has_islands:
+            check_strategy(run.strategy)
     problems.raise_any()
 
 
@@ -411,7 +433,7 @@ def check_resume(config: TrainConfig, run_dir: RunDir) -> list[Row]:
             problems.messages.append(f"--resume: {name} was {before} and can't become {after}; start a new run for it")
     saved = saved_config(chosen) or old
     # A checkpoint knows nothing of how the model was cut.
-    for table in (tables_in_effect(config) & tables_in_effect(saved)) - {PIPELINE}:
+    for table in (tables_in_effect(config) & tables_in_effect(saved)) - {PIPELINE, SEQUENCE}:
         if saved.tables.get(table, {}) != config.tables.get(table, {}):
             problems.messages.append(f"--resume: the options [{table}] can't change; start a new run for that")
     problems.raise_any()

@@ -21,7 +21,7 @@ ALSO = {
     "ep": "expert",
 }
 # Those that a method, or torch, serves today.
-SERVED = ("island", "pipeline", "data", "tensor")
+SERVED = ("island", "pipeline", "data", "sequence", "tensor")
 
 
 def check_axis(name: str) -> None:
@@ -76,6 +76,16 @@ class MeshShape:
     def pipeline(self) -> int:
         """Ranks among which layers are cut."""
         return self.sizes.get("pipeline", 1)
+
+    @property
+    def sequence(self) -> int:
+        """Ranks among which the tokens of a sequence are split."""
+        return self.sizes.get("sequence", 1)
+
+    @property
+    def shared(self) -> int:
+        """Ranks that see the same data."""
+        return self.tensor * self.pipeline * self.sequence
 
     def __str__(self) -> str:
         return ",".join(f"{name}={size}" for name, size in self.sizes.items())

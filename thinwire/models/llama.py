@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
@@ -67,16 +68,20 @@ class LlamaConfig:
         return self.hidden_size // self.num_attention_heads
 
 
-def rotary_table(config: LlamaConfig, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosine and sine, fp32 [length, head_size / 2], of position * theta^(-2i / head_size).
+def rotary_table(config: LlamaConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine, fp32 [length, head_size / 2], of position * theta^(-2i / head_size); positions: [length].
 
     Computed anew in every forward: microseconds, and a buffer would lose precision in `model.bfloat16()`.
     Source: Su et al., RoFormer, section 3.2.2.
     """
-    exponents = torch.arange(0, config.head_size, 2, device=device, dtype=torch.float32) / config.head_size
-    positions = torch.arange(length, device=device, dtype=torch.float32)
-    angles = positions[:, None] * config.rope_theta**-exponents
+    exponents = torch.arange(0, config.head_size, 2, device=positions.device, dtype=torch.float32) / config.head_size
+    angles = positions.float()[:, None] * config.rope_theta**-exponents
     return angles.cos(), angles.sin()
+
+
+def positions_in(tokens: Tensor) -> Tensor:
+    """Positions of the tokens [batch, seq] of whole sequences: int64 [seq]."""
+    return torch.arange(tokens.shape[1], device=tokens.device)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -124,10 +129,14 @@ class Embedding(nn.Embedding):
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention with rotary positions. Source: Ainslie et al. 2023 (GQA)."""
+    """Causal grouped-query attention with rotary positions. Source: Ainslie et al. 2023 (GQA).
+
+    attend: of q, k and v, `attend` itself unless tokens of a sequence lie on several ranks.
+    """
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
+        self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = attend
         self.head_size = config.head_size
         kv_size = config.num_key_value_heads * config.head_size
         self.q_proj = Linear(config.hidden_size, config.hidden_size)
@@ -142,7 +151,7 @@ class Attention(nn.Module):
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        y = attend(q, k, v)
+        y = self.attend(q, k, v)
         return self.o_proj(y.transpose(1, 2).flatten(-2))
 
 
@@ -177,18 +186,22 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, the decoder layers and the last norm; exists so that names match Hugging Face's `model.*`."""
+    """Embedding, the decoder layers and the last norm; exists so that names match Hugging Face's `model.*`.
+
+    positions: of the tokens given, in their sequences.
+    """
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
+        self.positions: Callable[[Tensor], Tensor] = positions_in
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Maps tokens [batch, seq] to hidden states [batch, seq, hidden]."""
-        cos, sin = rotary_table(self.config, tokens.shape[1], tokens.device)
+        cos, sin = rotary_table(self.config, self.positions(tokens))
         x = self.embed_tokens(tokens)
         for layer in self.layers:
             x = layer(x, cos, sin)

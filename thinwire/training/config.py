@@ -139,7 +139,18 @@ class TrainConfig:
             shape = MeshShape.parse(self.mesh)
             if self.stages not in (None, shape.pipeline):
                 raise ConfigError(f"--stages {self.stages} and --mesh {self.mesh}: give one of them")
+            if self.sequence not in (None, shape.sequence):
+                raise ConfigError(f"--sequence.parallel {self.sequence} and --mesh {self.mesh}: give one of them")
             return shape
+        if self.sequence is not None and self.sequence > 1:
+            if self.world_size % self.sequence or (self.stages or 1) > 1:
+                fits = [n for n in range(1, self.world_size + 1) if self.world_size % n == 0]
+                near = min(fits, key=lambda n: abs(n - (self.sequence or 1)))
+                raise ConfigError(
+                    f"--sequence.parallel {self.sequence}: must divide the {self.world_size} ranks, without --stages; "
+                    f"nearest: {near}"
+                )
+            return MeshShape({"data": self.world_size // self.sequence, "sequence": self.sequence})
         if self.stages is None or self.stages < 2:
             return MeshShape({"data": self.world_size})
         if self.world_size % self.stages:
@@ -149,9 +160,14 @@ class TrainConfig:
         return MeshShape({"pipeline": self.stages, "data": self.world_size // self.stages})
 
     @property
+    def sequence(self) -> int | None:
+        """The ranks that the options of sequences state; None: none are stated."""
+        return self.tables.get("sequence", {}).get("parallel")
+
+    @property
     def num_shares(self) -> int:
         """Ranks that see different data."""
-        return self.world_size // self.mesh_shape.tensor // self.mesh_shape.pipeline
+        return self.world_size // self.mesh_shape.shared
 
     @property
     def num_warmup_steps(self) -> int:

@@ -7,7 +7,7 @@ from dataclasses import fields
 
 from thinwire.flags import flag
 from thinwire.methods.pipeline import Costs, simulate
-from thinwire.options import LLAMA, PIPELINE
+from thinwire.options import LLAMA, PIPELINE, SEQUENCE
 from thinwire.table import Row
 from thinwire.training.config import DEFAULTS, FIXED_ON_RESUME, NOT_WRITTEN, Batch, TrainConfig
 from thinwire.training.run import Run
@@ -46,7 +46,10 @@ def unused_rows(run: Run) -> Iterator[Row]:
     for table in sorted(config.tables.keys() - run.used_tables):
         owner = f"model {config.model}" if table == LLAMA else f"strategy {config.strategy}"
         owner = "a model without --stages" if table == PIPELINE else owner
+        owner = "a run without --sequence.parallel" if table == SEQUENCE else owner
         for option in config.tables[table]:
+            if (table, option, config.sequence) == (SEQUENCE, "parallel", 1):
+                continue
             yield flag(f"{table}.{option}"), NONE, f"{owner} does not use it"
     reads_fields = config.data.startswith("hf:") or config.data.endswith((".jsonl", ".parquet"))
     clips_nothing = not run.strategy.has_mean_gradient

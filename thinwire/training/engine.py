@@ -64,12 +64,13 @@ class Engine:
         config = self.config = run.config
         self.place, self.device, self.corpus, self.dtype = place, device, corpus, dtype
         shape = config.mesh_shape
-        # Ranks of the tensor axis, and of a pipeline, see the same data.
-        self.num_shares = place.num_ranks // shape.tensor // shape.pipeline
-        self.share = place.number // shape.tensor % self.num_shares
+        # Ranks of the tensor axis, of a sequence and of a pipeline see the same data.
+        self.num_shares = place.num_ranks // shape.shared
+        inner = shape.tensor * shape.sequence
+        self.share = place.number // inner % self.num_shares
         # The same among the ranks of an island.
-        num_replicas = place.world_size // shape.tensor // shape.pipeline
-        self.replica = place.rank // shape.tensor % num_replicas, num_replicas
+        num_replicas = place.world_size // shape.shared
+        self.replica = place.rank // inner % num_replicas, num_replicas
         self.batch = derive(config, self.num_shares)
         fields = config.tables.get(LLAMA) if LLAMA in run.used_tables else None
         model = build_model(config.model, corpus.tokenizer.vocab_size, config.seq_len, config.seed, fields)
@@ -88,7 +89,7 @@ class Engine:
             run.strategy, partial(meet_others, config, place), lambda: common_options(config, corpus.digest)
         )
         # Compiled code does not wait for weights that are still on their way.
-        methods = [strategy] if run.pipeline is None else [run.pipeline, strategy]
+        methods = [each for each in (run.pipeline, run.sequence, strategy) if each is not None]
         self.stage = parallelize(
             self.model, optimizer, mesh, methods, local_size=config.local_size, seed=config.seed,
             timeout_s=config.timeout, checked=config.checked, overlap=not config.compile, announce=False,
@@ -98,8 +99,18 @@ class Engine:
             corpus.train, seq_len=config.seq_len, micro_batch=self.batch.micro_batch,
             accumulation=self.batch.accumulation, rank=self.share, world_size=self.num_shares, seed=config.seed,
         )  # fmt: skip
-        torch.manual_seed(derive_seed(config.seed, self.share) >> 1)
+        torch.manual_seed(derive_seed(config.seed, self.share, *self._place_in_sequence) >> 1)
         self._forward_s = 0.0
+
+    @property
+    def _place_in_sequence(self) -> tuple[int, ...]:
+        """What tells the random numbers of a sequence's ranks apart: their tokens differ."""
+        ranks = self.config.mesh_shape.sequence
+        return (self.place.rank % ranks,) if ranks > 1 else ()
+
+    def seed_after(self, step: int) -> int:
+        """Of the random generators of a rank that has no state of its own to go on from."""
+        return derive_seed(self.config.seed, self.share, step, *self._place_in_sequence) >> 1
 
     def forward_backward(self) -> float:
         """Take the next batches through the model; the seconds of the forward passes, waiting for weights included."""
@@ -186,7 +197,7 @@ class Engine:
 def mesh_of(shape: MeshShape, device: Device) -> DeviceMesh:
     """The mesh of this process group, an island's where there are several: the data axis alone where nothing is cut."""
     inside = {name: size for name, size in shape.sizes.items() if name != "island"}
-    sizes = inside if shape.tensor * shape.pipeline > 1 else {"data": dist.get_world_size()}
+    sizes = inside if shape.shared > 1 else {"data": dist.get_world_size()}
     return init_device_mesh(device.kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 
 from thinwire.codecs import Codec
@@ -13,8 +14,9 @@ from thinwire.errors import ConfigError, nearest
 from thinwire.methods.interface import Method
 from thinwire.methods.pipeline.options import Pipeline
 from thinwire.methods.pipeline.recover import NONE
+from thinwire.methods.sequence import SequenceParallel
 from thinwire.optim import ELEMENTWISE, OPTIMIZERS, WHOLE
-from thinwire.options import DEFAULT_INNER, LLAMA, PIPELINE, build_strategy, has_islands, used_tables
+from thinwire.options import DEFAULT_INNER, LLAMA, PIPELINE, SEQUENCE, build_strategy, has_islands, used_tables
 from thinwire.training.config import TrainConfig
 
 
@@ -23,12 +25,13 @@ class Run:
     """A configuration and its strategy, which is built once in every process.
 
     config: with the optimizer that is in effect. strategy: with its options, for a run of this length. pipeline: of the
-    model's stages, where it has several.
+    model's stages, where it has several; sequence: of sequences that lie on several ranks.
     """
 
     config: TrainConfig
     strategy: Method
     pipeline: Pipeline | None = None
+    sequence: SequenceParallel | None = None
 
     @classmethod
     def of(cls, config: TrainConfig) -> Run:
@@ -43,6 +46,10 @@ class Run:
         pipeline = None
         if PIPELINE in tables_in_effect(config):
             pipeline = Pipeline(**config.tables.get(PIPELINE, {}))
+        sequence = None
+        if SEQUENCE in tables_in_effect(config):
+            ranks = config.mesh_shape.sequence
+            sequence = SequenceParallel(**{**config.tables.get(SEQUENCE, {}), "parallel": ranks})
         name = config.optimizer or strategy.optimizers[0]
         if name not in OPTIMIZERS:
             raise ConfigError(f"--optimizer {name}: no such optimizer{nearest(name, strategy.optimizers)}")
@@ -55,7 +62,7 @@ class Run:
             raise ConfigError(
                 f"--optimizer {name} needs whole tensors, which --mesh {config.mesh} cuts{nearest(name, ELEMENTWISE)}"
             )
-        return cls(replace(config, optimizer=name), strategy, pipeline)
+        return cls(replace(config, optimizer=name), strategy, pipeline, sequence)
 
     def but(self, **changes: object) -> Run:
         """The same run where these values, on which no strategy depends, are others."""
@@ -74,7 +81,8 @@ class Run:
     @property
     def codecs(self) -> tuple[Codec, ...]:
         """Whose kernels are compiled before the workers start."""
-        return (*self.strategy.codecs, *(self.pipeline.codecs if self.pipeline is not None else ()))
+        others = (each.codecs for each in (self.pipeline, self.sequence) if each is not None)
+        return (*self.strategy.codecs, *chain.from_iterable(others))
 
     @cached_property
     def used_tables(self) -> set[str]:
@@ -103,7 +111,8 @@ def tables_in_effect(config: TrainConfig) -> set[str]:
     """The tables of options that have an effect in this run."""
     model = set() if config.model.startswith("hf:") else {LLAMA}
     stages = {PIPELINE} if (config.stages or 1) > 1 or "pipeline" in (config.mesh or "") else set()
-    return model | stages | used_tables(config.strategy, config.inner)
+    sequences = {SEQUENCE} if (config.sequence or 1) > 1 or "sequence" in (config.mesh or "") else set()
+    return model | stages | sequences | used_tables(config.strategy, config.inner)
 
 
 def island_size(config: TrainConfig) -> int:

@@ -14,7 +14,6 @@ import torch
 
 from thinwire.checkpoint import FROZEN, Disk, Keep, Piece, Saver, Source, store_of_ranks
 from thinwire.checkpoint.folder import latest, step_of
-from thinwire.codecs import derive_seed
 from thinwire.collectives import faults
 from thinwire.device import Device
 from thinwire.errors import ConfigError
@@ -88,7 +87,7 @@ class Trainer:
         self._about: dict[str, Any] = {
             "strategy": config.strategy,
             "versions": versions(),
-            "circumstances": circumstances(self.batch, place.world_size, self.dtype, self.device.name),
+            "circumstances": circumstances(self.batch, place.world_size, self.dtype, self.device.name) | self._layout,
             ISLANDS: place.island.num_islands,
             "config": to_toml(config),
         }
@@ -156,6 +155,12 @@ class Trainer:
         whole = self.stage.uncompressed_bytes_per_step / 1e6
         why = f"whole models on all ranks that average gradients in fp32 would send {whole:.3f} MB each"
         return "stages send each other, a step", f"{shown} MB, by rank of a pipeline", why
+
+    @property
+    def _layout(self) -> dict[str, str]:
+        """How the ranks of a sequence share it: sums are in another order in each layout."""
+        sequence = self.stage.sequence
+        return {} if sequence is None else {"sequence": str(sequence.layout)}
 
     def _device_rows(self) -> list[Row]:
         """What a GPU computes in, which the launcher has left open."""
@@ -411,17 +416,13 @@ class Trainer:
         if is_same_world:
             torch.set_rng_state(own["rng"])
             return self._restore_device_random_state(own, step)
-        torch.manual_seed(self._seed_after(step))
+        torch.manual_seed(self.engine.seed_after(step))
         ranks = f"{source.world_size} ranks had them and there are {place.world_size}"
         if max(before, count) > 1:
             ranks = f"{before} x {source.world_size} ranks had them and there are {count} x {place.world_size}"
         source.note("random states", "dropped", f"{ranks}: seeded anew from --seed, rank and step")
         source.note("data position", "carried", "counted in sequences over all ranks")
         return []
-
-    def _seed_after(self, step: int) -> int:
-        """Of the random generators of a rank that has no state of its own to go on from."""
-        return derive_seed(self.config.seed, self.engine.share, step) >> 1
 
     def _restore_device_random_state(self, own: dict[str, Any], step: int) -> list[Row]:
         """Restore a GPU's random state; what was saved by a CPU has none."""
@@ -430,7 +431,7 @@ class Trainer:
         if "device_rng" in own:
             self.device.set_random_state(own["device_rng"])
             return []
-        self.device.seed(self._seed_after(step))
+        self.device.seed(self.engine.seed_after(step))
         return [("random state of the GPU", "new", "the CPU had none: seeded from --seed, rank and step")]
 
     def _compare_losses(self, loss: float) -> None:

@@ -1,0 +1,171 @@
+"""Attention over several ranks equals that of one process, outputs and gradients, for every way to share it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tests.workers import run_workers
+from thinwire.codecs import Codec
+from thinwire.collectives import Communicator
+from thinwire.errors import ConfigError
+from thinwire.hosts.sequence import blocks
+from thinwire.hosts.sequence.attention import HeadExchange, sequence_attention, ulysses_attention
+from thinwire.hosts.sequence.wire import Wire
+from thinwire.methods.sequence import Layout, Shape, sent, tokens_of
+
+RANKS, BATCH, WIDTH = 4, 2, 16
+# Layout, heads, key heads, whether the mask is causal.
+CASES = [
+    (Layout(4, 1), 8, 8, True), (Layout(4, 1), 7, 7, True), (Layout(4, 1), 8, 2, True), (Layout(4, 1), 6, 2, True),
+    (Layout(4, 1), 4, 4, False), (Layout(1, 4), 4, 2, True), (Layout(1, 4), 2, 1, False), (Layout(2, 2), 4, 2, True),
+    (Layout(2, 2), 3, 3, False),
+]  # fmt: skip
+LENGTH = 48
+
+
+def inputs(heads: int, kv_heads: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
+    """q, k, v and the gradient of the output, of whole sequences."""
+    draw = torch.Generator().manual_seed(heads)
+    sizes = (heads, kv_heads, kv_heads, heads)
+    return tuple(torch.randn(BATCH, n, LENGTH, WIDTH, generator=draw, dtype=torch.float64).to(dtype) for n in sizes)
+
+
+def alone(heads: int, kv_heads: int, is_causal: bool) -> list[Tensor]:
+    """Output and gradients of one process, by plain products."""
+    q, k, v, grad = (x.requires_grad_() for x in inputs(heads, kv_heads))
+    group = heads // kv_heads
+    scores = q @ k.repeat_interleave(group, 1).transpose(-1, -2) / WIDTH**0.5
+    if is_causal:
+        scores = scores.masked_fill(torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1), -torch.inf)
+    out = scores.softmax(-1) @ v.repeat_interleave(group, 1)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad.detach())]
+
+
+def share(rank: int, world_size: int) -> dict[str, Any]:
+    # Checked: both sides of a message must agree on its operation, level and size.
+    comm = Communicator(local_size=2, timeout_s=120, checked=True)
+    found: dict[str, Any] = {"cases": []}
+    for number, (layout, heads, kv_heads, is_causal) in enumerate(CASES):
+        own = tokens_of(layout, rank, LENGTH)
+        q, k, v, grad = (x[:, :, own].requires_grad_() for x in inputs(heads, kv_heads))
+        before = comm.meter.snapshot().sent_bytes
+        out = sequence_attention(q, k, v, Wire(comm), layout, is_causal=is_causal)
+        grads = torch.autograd.grad(out, (q, k, v), grad.detach())
+        spent = comm.meter.snapshot().sent_bytes - before
+        found["cases"].append((number, own, [out.detach(), *grads], spent))
+    found["lossy"] = lossy(comm, rank)
+    found["bytes"] = dossier_bytes(comm, rank)
+    comm.close()
+    return found
+
+
+def lossy(comm: Communicator, rank: int) -> dict[str, Any]:
+    results = {}
+    wire = Wire(comm, Codec.parse("int8/64:nearest"), Codec.parse("int8/64"))
+    for layout in (Layout(4, 1), Layout(1, 4)):
+        own = tokens_of(layout, rank, LENGTH)
+        q, k, v, grad = (x[:, :, own].float().requires_grad_() for x in inputs(4, 4))
+        before = comm.meter.snapshot().sent_bytes
+        out = sequence_attention(q, k, v, wire, layout)
+        again = sequence_attention(q, k, v, wire, layout)
+        assert torch.equal(out, again), "a recomputed forward must be the same"
+        grads = torch.autograd.grad(out, (q, k, v), grad.detach())
+        spent = comm.meter.snapshot().sent_bytes - before
+        results[str(layout)] = own, [out.detach(), *grads], spent
+    return results
+
+
+def dossier_bytes(comm: Communicator, rank: int) -> dict[str, Any]:
+    """4 ranks, 256 tokens, 2 sequences, hidden 64, fp32; q says token * 1000 + head."""
+    heads = 4
+    positions = torch.arange(rank * 64, rank * 64 + 64, dtype=torch.float32)
+    probe = positions.view(1, 1, -1, 1) * 1000 + torch.arange(float(heads)).view(1, -1, 1, 1)
+    q = probe.expand(2, heads, 64, 16).contiguous()
+    exchange = HeadExchange(Wire(comm), range(4), heads, heads)
+    before = comm.meter.snapshot()
+    (whole,) = exchange.to_heads([q], is_backward=False)
+    (back,) = exchange.to_tokens([whole], is_backward=False)
+    spent = (comm.meter.snapshot() - before).sent_bytes
+    before = comm.meter.snapshot()
+    q.requires_grad_()
+    out = ulysses_attention(q, q, q, comm)
+    forward = (comm.meter.snapshot() - before).sent_by("sequence")
+    out.sum().backward()
+    backward = (comm.meter.snapshot() - before).sent_by("sequence_gradients")
+    return {"whole": whole, "is_back": torch.equal(back, q), "bytes": spent, "layer": (forward, backward)}
+
+
+@pytest.fixture(scope="module")
+def shared() -> list[dict[str, Any]]:
+    return run_workers(share, RANKS)
+
+
+def test_outputs_and_gradients_are_those_of_one_process(shared: list[dict[str, Any]]) -> None:
+    for number, (layout, heads, kv_heads, is_causal) in enumerate(CASES):
+        truth = alone(heads, kv_heads, is_causal)
+        shape = Shape(heads, kv_heads, WIDTH, BATCH * LENGTH, itemsize=8)
+        told = sent(layout, shape)
+        for rank, found in enumerate(shared):
+            _, own, results, spent = found["cases"][number]
+            for name, result, expected in zip(("out", "dq", "dk", "dv"), results, truth, strict=True):
+                torch.testing.assert_close(
+                    result, expected[:, :, own], rtol=0, atol=1e-12, msg=lambda m, n=name, c=layout: f"{c} {n}: {m}"
+                )
+            assert spent == sum(n for (source, _), n in told.items() if source == rank), (str(layout), heads)
+
+
+def test_heads_arrive_whole_and_go_back_bit_for_bit(shared: list[dict[str, Any]]) -> None:
+    for rank, found in enumerate(shared):
+        told = found["bytes"]
+        assert told["is_back"]
+        expected = torch.arange(256.0) * 1000 + rank
+        assert torch.equal(told["whole"], expected.view(1, 1, -1, 1).expand(2, 1, 256, 16))
+        assert told["bytes"] == 2 * 24_576
+        assert told["layer"] == (4 * 24_576, 4 * 24_576)
+
+
+def test_codecs_send_less_and_stay_close(shared: list[dict[str, Any]]) -> None:
+    truth = alone(4, 4, True)
+    codec = Codec.parse("int8/64")
+    for rank, found in enumerate(shared):
+        for method, (own, results, spent) in found["lossy"].items():
+            for result, expected in zip(results, truth, strict=True):
+                error = (result - expected[:, :, own]).norm() / expected[:, :, own].norm()
+                assert 1e-4 < error < 0.03, (method, float(error))
+            layout = Layout.parse(method, RANKS)
+            shape = Shape(4, 4, WIDTH, BATCH * LENGTH)
+            once = sum(n for (source, _), n in sent(layout, shape, codec, codec).items() if source == rank)
+            assert once < spent < 2 * once
+
+
+def test_blocks_by_plain_products_are_those_of_the_kernel() -> None:
+    q, k, v, grad = inputs(4, 2)
+    for is_causal in (False, True):
+        out, sums = blocks.forward(q, k, v, is_causal, 0.3)
+        kernel = blocks.backward(grad, q, k, v, out, sums, is_causal, 0.3)
+        torch.testing.assert_close(blocks.plain_forward(q, k, v, is_causal, 0.3), (out, sums), rtol=0, atol=1e-12)
+        plain = blocks.plain_backward(grad, q, k, v, out, sums, is_causal, 0.3)
+        torch.testing.assert_close(plain, kernel, rtol=0, atol=1e-12)
+
+
+def test_fewer_heads_than_ranks_name_the_nearest() -> None:
+    with pytest.raises(
+        ConfigError, match=r"4 heads on 8 ranks.*nearest that works: method 'ring' or 'ulysses=4,ring=2'"
+    ):
+        HeadExchange(Wire(_Eight()), range(8), 4, 4)  # type: ignore[arg-type]
+
+
+class _Eight:
+    """As much of a communicator as is read before anything is sent."""
+
+    rank, world_size = 0, 8
+
+
+def test_the_reference_is_torchs_own() -> None:
+    q, k, v, _ = inputs(4, 4)
+    torch.testing.assert_close(alone(4, 4, True)[0], F.scaled_dot_product_attention(q, k, v, is_causal=True))

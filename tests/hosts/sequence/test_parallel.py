@@ -1,0 +1,198 @@
+"""Training with sequences over several ranks equals training in one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+
+import thinwire
+from tests.workers import run_workers
+from thinwire.hosts.sequence.parallel import IGNORED
+from thinwire.models.llama import Llama, LlamaConfig
+
+STEPS, BATCH, LENGTH = 20, 2, 30
+CONFIG = LlamaConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=LENGTH,
+)  # fmt: skip
+
+
+def batch_of(step: int, replica: int) -> tuple[Tensor, Tensor]:
+    """Tokens and what follows them; in odd steps, only a few early tokens of one sequence count."""
+    draw = torch.Generator().manual_seed(100 * step + replica)
+    tokens = torch.randint(CONFIG.vocab_size, (BATCH, LENGTH + 1), generator=draw)
+    targets = tokens[:, 1:].clone()
+    if step % 2:
+        targets[:, 3 + replica :], targets[1:] = IGNORED, IGNORED
+    return tokens[:, :-1], targets
+
+
+def total_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum", ignore_index=IGNORED)
+
+
+def alone(num_replicas: int) -> tuple[list[float], dict[str, Tensor]]:
+    """One process takes the tokens of all replicas: the mean is over all that count."""
+    model = Llama(CONFIG)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
+    for step in range(STEPS):
+        tokens, targets = (torch.cat(x) for x in zip(*(batch_of(step, r) for r in range(num_replicas)), strict=True))
+        loss = total_loss(model(tokens), targets) / (targets != IGNORED).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses, {name: value.detach().clone() for name, value in model.named_parameters()}
+
+
+def train(rank: int, world_size: int, ranks: int, method: str, local_positions: bool) -> Any:
+    """By hand: split, mean_loss, and a strategy over all ranks."""
+    model = Llama(CONFIG)
+    options = thinwire.SequenceParallel(ranks, method=method)
+    seq = thinwire.sequence_parallel(model, options, local_size=2, timeout_s=120)
+    if local_positions:
+        model.model.positions = lambda tokens: torch.arange(tokens.shape[1])
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    module, optimizer = thinwire.zero(model, inner, thinwire.Zero(), local_size=2, timeout_s=120)
+    losses = []
+    for step in range(STEPS):
+        tokens, targets = seq.split(*batch_of(step, rank // ranks))
+        loss = seq.mean_loss(total_loss(module(tokens), targets), (targets != IGNORED).sum())
+        loss.backward()
+        optimizer.note_loss(float(loss.detach()))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(optimizer.mean_loss)
+    optimizer.check_replicas()
+    weights = optimizer.masters([name for name, _ in model.named_parameters()])
+    seq.close()
+    optimizer.close()
+    return losses, weights
+
+
+def saved_bytes(model: Llama, tokens: Tensor) -> int:
+    """Bytes that a forward keeps for the backward, weights aside."""
+    weights = {param.untyped_storage().data_ptr() for param in model.parameters()}
+    kept: dict[int, int] = {}
+    held = []
+
+    def keep(x: Tensor) -> Tensor:
+        held.append(x)
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        model(tokens)
+    return sum(size for at, size in kept.items() if at not in weights)
+
+
+def memory(method: str) -> float:
+    """What a rank keeps, as a part of what one process does."""
+    tokens = batch_of(0, 0)[0][:, :24]
+    config = replace(CONFIG, num_key_value_heads=4, hidden_size=64)
+    whole = saved_bytes(Llama(config), tokens)
+    model = Llama(config)
+    options = thinwire.SequenceParallel(4, method=method)
+    seq = thinwire.sequence_parallel(model, options, local_size=2, timeout_s=120)
+    part = saved_bytes(model, seq.split(tokens)[0])
+    seq.close()
+    return part / whole
+
+
+def several(rank: int, world_size: int) -> list[Any]:
+    return [
+        memory("ulysses"), memory("ring"),
+        train(rank, world_size, 4, "ulysses", False), train(rank, world_size, 2, "ring", False),
+        train(rank, world_size, 4, "ulysses=2,ring=2", False), train(rank, world_size, 4, "ulysses", True)[0][:3],
+    ]  # fmt: skip
+
+
+def close_to(found: tuple[list[float], dict[str, Tensor]], truth: tuple[list[float], dict[str, Tensor]]) -> None:
+    torch.testing.assert_close(found[0], truth[0], rtol=1e-5, atol=0)
+    for name, value in truth[1].items():
+        torch.testing.assert_close(found[1][name], value, rtol=0, atol=2e-4, msg=name)
+
+
+def test_twenty_steps_are_those_of_one_process_with_very_unequal_tokens() -> None:
+    four, pairs = alone(1), alone(2)
+    for heads, ring, whole, two, both, misplaced in run_workers(several, 4, local_size=2):
+        # The ring keeps no weights of the attention, which one process does for so few tokens.
+        assert 0.9 / 4 < heads < 1.1 / 4 and ring < 1.1 / 4
+        close_to(whole, four)
+        close_to(two, pairs)
+        close_to(both, four)
+        # Positions that count from 0 on each rank train something else.
+        with pytest.raises(AssertionError):
+            torch.testing.assert_close(misplaced, four[0][:3], rtol=1e-5, atol=0)
+
+
+def on_meshes(rank: int, world_size: int, method: thinwire.Method, sizes: dict[str, int]) -> list[float]:
+    """A Stage on the mesh: called with whole sequences."""
+    model = Llama(CONFIG)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    stage = thinwire.parallelize(model, optimizer, mesh, [method], local_size=2, timeout_s=120, announce=False)
+    replica = rank // sizes.get("sequence", 1)
+    losses = []
+    for step in range(0, 8, 2):
+        stage.forward_backward([batch_of(step, replica), batch_of(step + 100, replica)])
+        stage.step(1.0)
+        losses.append(stage.optimizer.mean_loss)
+    with torch.no_grad():
+        logits = model(batch_of(0, replica)[0])
+        losses.append(float(total_loss(logits, batch_of(0, replica)[1])))
+    stage.close()
+    return losses
+
+
+def each_strategy(rank: int, world_size: int) -> list[Any]:
+    found = []
+    for method in (thinwire.SDP4Bit(), thinwire.Zero(), thinwire.FSDP(), thinwire.DDP()):
+        found.append(on_meshes(rank, world_size, method, {"data": 2, "sequence": 2}))
+    return found
+
+
+def as_pairs(rank: int, world_size: int) -> tuple[list[float], list[Any]]:
+    return on_meshes(rank, world_size, thinwire.Zero(), {"data": 2}), [hugging_face(way) for way in ("ulysses", "ring")]
+
+
+def hugging_face(method: str) -> Any:
+    """The gradients of a model of transformers: of one process, and of this one with another."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=LENGTH,
+    )  # fmt: skip
+    tokens, targets = batch_of(1, 0)
+    results = []
+    for ranks in (1, 2):
+        torch.manual_seed(0)
+        model = transformers.LlamaForCausalLM(config)
+        seq = thinwire.sequence_parallel(model, thinwire.SequenceParallel(ranks, method=method), timeout_s=120)
+        part, aims = seq.split(tokens, targets)
+        logits = model(input_ids=part, use_cache=False).logits
+        seq.mean_loss(total_loss(logits, aims), (aims != IGNORED).sum()).backward()
+        grads = [param.grad for param in model.parameters()]
+        if ranks == 2:
+            # What a strategy does.
+            grads = [seq.comm.wait(seq.comm.all_gather_exact(grad)).mean(0) for grad in grads]
+        results.append([seq.whole(logits), *grads])
+        seq.close()
+    return results
+
+
+def test_every_strategy_sees_all_ranks_and_so_do_models_of_transformers() -> None:
+    truth, models = zip(*run_workers(as_pairs, 2), strict=True)
+    for whole, parts in (pair for of_rank in models for pair in of_rank):
+        for expected, found in zip(whole, parts, strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    for rank, (fourbit, *exact) in enumerate(run_workers(each_strategy, 4, local_size=2)):
+        for losses in exact:
+            torch.testing.assert_close(losses, truth[rank // 2], rtol=1e-5, atol=0)
+        torch.testing.assert_close(fourbit, truth[rank // 2], rtol=0.05, atol=0)

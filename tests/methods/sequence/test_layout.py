@@ -1,0 +1,99 @@
+"""Who has which tokens and heads, what each attention sends, and which one `auto` takes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from thinwire.cost import Network
+from thinwire.errors import ConfigError
+from thinwire.methods.sequence import (
+    Layout,
+    SequenceParallel,
+    Shape,
+    choose_layout,
+    facts,
+    head_shares,
+    kv_share,
+    sent,
+    tokens_of,
+    visible,
+)
+
+
+@pytest.mark.parametrize("layout", [Layout(4, 1), Layout(1, 4), Layout(2, 2), Layout(2, 3)])
+def test_every_pair_of_tokens_meets_once_under_a_causal_mask(layout: Layout) -> None:
+    length = 2 * layout.unit
+    positions = [tokens_of(layout, rank, length) for rank in range(layout.size)]
+    assert torch.equal(torch.cat(positions).sort().values, torch.arange(length))
+    groups = [torch.cat([positions[r] for r in layout.heads_group(k * layout.ulysses)]) for k in range(layout.ring)]
+    met, work = torch.zeros(length, length, dtype=torch.int64), []
+    for group, queries in enumerate(groups):
+        assert torch.equal(queries, queries.sort().values)
+        products = 0
+        for source, keys in enumerate(groups):
+            for rows, columns, masked in visible(group, source, len(queries), True):
+                block = torch.ones(len(queries[rows]), len(keys[columns]), dtype=torch.int64)
+                products += block.numel() // (1 + masked)
+                met[queries[rows][:, None], keys[columns][None]] += block.tril() if masked else block
+        work.append(products)
+    assert torch.equal(met, torch.ones_like(met).tril())
+    assert len(set(work)) == 1, "all groups of a ring compute alike"
+
+
+def test_heads_go_around() -> None:
+    assert [share.stop - share.start for share in head_shares(7, 4)] == [2, 2, 2, 1]
+    # 8 queries read 2 key heads: ranks 0 and 1 the first, ranks 2 and 3 the second.
+    assert [kv_share(share, 8, 2) for share in head_shares(8, 4)] == [slice(0, 1)] * 2 + [slice(1, 2)] * 2
+    # 6 queries on 4 ranks, in groups of 3: rank 1's heads 2 and 3 read both.
+    assert [kv_share(share, 6, 2) for share in head_shares(6, 4)][1] == slice(0, 2)
+    with pytest.raises(ConfigError, match="4 heads on 8 ranks"):
+        head_shares(4, 8)
+
+
+def test_bytes_are_the_papers() -> None:
+    shape = Shape(heads=8, kv_heads=8, head_size=16, tokens=1024)
+    for ranks in (2, 4, 8):
+        of_first = sum(n for (a, _), n in sent(Layout(ranks, 1), shape).items() if a == 0)
+        assert of_first == 2 * 4 * 4 * (ranks - 1) * 1024 * 128 // ranks**2
+        of_first = sum(n for (a, _), n in sent(Layout(1, ranks), shape).items() if a == 0)
+        assert of_first == 3 * 4 * (ranks - 1) * 2 * 128 * 1024 // ranks
+
+
+def test_auto_takes_what_the_links_carry_soonest() -> None:
+    auto = SequenceParallel(4)
+    few_keys, many = Shape(32, 4, 128, 4096), Shape(32, 32, 128, 4096)
+    # On one switch: keys and values are few, or all heads are.
+    assert str(choose_layout(auto, few_keys, 1)[0]) == "ring"
+    assert str(choose_layout(auto, many, 1)[0]) == "ulysses"
+    # Two nodes of two ranks: few keys and values cross, heads are exchanged inside a node.
+    assert str(choose_layout(auto, few_keys, 2)[0]) == "ulysses=2,ring=2"
+    assert str(choose_layout(auto, many, 2)[0]) == "ulysses"
+    # Each round waits: latency makes the ring dear.
+    slow = Network.even(4, 125e9, 0.05)
+    assert str(choose_layout(auto, few_keys, 1, slow)[0]) == "ulysses"
+    # Where ranks have no head of their own, keys must travel.
+    assert choose_layout(SequenceParallel(8), Shape(4, 4, 64, 4096), 1)[0].ulysses <= 4
+    rows = facts(auto, few_keys, 1)
+    assert rows[0][:2] == ("sequence method auto", "ring") and "12.583 MB" in rows[1][1]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"parallel": 0}, "nearest: 1"),
+        ({"parallel": 4, "method": "ulysses=2"}, "nearest: 'ulysses=2,ring=2'"),
+        ({"parallel": 4, "method": "rings"}, "must be auto, ulysses, ring"),
+        ({"parallel": 4, "wire": "int8/64"}, "nearest: 'int8/64:nearest', or 'exact'"),
+        ({"parallel": 4, "gradients": "bf17"}, "bf17"),
+        ({"parallel": "4"}, "must be"),
+    ],
+)
+def test_options_that_can_not_work_name_the_nearest(options: dict, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        SequenceParallel(**options)
+
+
+def test_groups_fill_nodes_or_lie_inside_one() -> None:
+    with pytest.raises(ConfigError, match=r"must fill nodes of 2 ranks.*nearest: method 'ring'"):
+        choose_layout(SequenceParallel(6, method="ulysses=3,ring=2"), Shape(6, 6, 16, 60), 2)

@@ -1,0 +1,6 @@
+"""Runs models on parts of sequences: the attentions' messages, the model's seams, the loss over all ranks."""
+
+from thinwire.hosts.sequence.attention import ring_attention, ulysses_attention
+from thinwire.hosts.sequence.parallel import SequenceRanks, sequence_parallel
+
+__all__ = ["SequenceRanks", "ring_attention", "sequence_parallel", "ulysses_attention"]

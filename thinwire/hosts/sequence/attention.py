@@ -1,0 +1,242 @@
+"""Attention over a sequence whose tokens lie on several ranks: exchange heads, or pass keys and values on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from thinwire.collectives import Communicator
+from thinwire.errors import ConfigError
+from thinwire.hosts.sequence import blocks
+from thinwire.hosts.sequence.wire import Wire, pack, unpack
+from thinwire.methods.sequence import Layout, head_shares, kv_share, visible
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def ulysses_attention(
+    q: Tensor, k: Tensor, v: Tensor, wire: Wire | Communicator, *, is_causal: bool = True, attend: Attend | None = None,
+    members: Sequence[int] | None = None,
+) -> Tensor:  # fmt: skip
+    """Attention over the whole sequence: each rank gets all tokens of some heads, attends, and sends the outputs back.
+
+    Heads that do not divide go to the first ranks, one more each. Key heads that several ranks read go to each of them.
+    Ranks have the tokens of the sequence in their order, equally many. One message to each rank carries q, k and v.
+
+    Args:
+        q: this rank's tokens, [batch, heads, tokens, d]; k, v: [batch, kv_heads, tokens, d].
+        wire: ranks of the sequence, with the codecs; a Communicator: exact.
+        is_causal: tokens attend to those before them.
+        attend: attention of whole sequences; by default torch's, with is_causal.
+        members: ranks of `wire` that exchange heads; by default all.
+
+    Returns this rank's tokens of the output, in the shape of q. A collective. Raises ConfigError for fewer heads than
+    ranks.
+    Source: Jacobs et al., "DeepSpeed Ulysses" (2023), section 3.
+    """
+    wire = Wire(wire) if isinstance(wire, Communicator) else wire
+    exchange = HeadExchange(wire, members or range(wire.comm.world_size), q.shape[1], k.shape[1])
+    attend = attend or partial(whole_attention, is_causal=is_causal)
+    whole_q, whole_k, whole_v = _ToHeads.apply(exchange, q, k, v)
+    out = attend(whole_q, exchange.for_queries(whole_k), exchange.for_queries(whole_v))
+    return _ToTokens.apply(exchange, out)
+
+
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, wire: Wire | Communicator, *, is_causal: bool = True, scale: float | None = None,
+    members: Sequence[int] | None = None,
+) -> Tensor:  # fmt: skip
+    """Attention over the whole sequence: keys and values pass from rank to rank while the block before is computed.
+
+    Outputs of blocks merge by the logarithms of their softmax's sums. In the backward, keys and values pass once more,
+    and each block's gradients of them go straight home. With a codec, a block is rounded once, by its owner.
+
+    Args:
+        q: this rank's tokens, [batch, heads, tokens, d]; k, v: [batch, kv_heads, tokens, d].
+        wire, members: see ulysses_attention.
+        is_causal: tokens attend to those before them. Then the ranks' tokens are those of `Layout(1, ranks)`, see
+            `tokens_of`: of 2 P chunks, rank r has chunks r and 2 P - 1 - r, so that all compute alike.
+        scale: of q k^T; by default 1 / sqrt(d).
+
+    Returns this rank's tokens of the output, in the shape of q. A collective. Raises ConfigError for an odd number of
+    tokens under a causal mask.
+    Source: Liu et al., "Ring Attention with Blockwise Transformers" (2023).
+    """
+    wire = Wire(wire) if isinstance(wire, Communicator) else wire
+    members = list(members or range(wire.comm.world_size))
+    if is_causal and len(members) > 1 and q.shape[2] % 2:
+        raise ConfigError(f"{q.shape[2]} tokens on a rank of a causal ring: must be even; pad to {q.shape[2] + 1}")
+    return _Ring.apply(q, k, v, wire, members, is_causal, q.shape[-1] ** -0.5 if scale is None else scale)
+
+
+def sequence_attention(
+    q: Tensor, k: Tensor, v: Tensor, wire: Wire, layout: Layout, *, is_causal: bool = True, scale: float | None = None,
+    attend: Attend | None = None,
+) -> Tensor:  # fmt: skip
+    """Attention of a layout: heads are exchanged inside each group, keys and values travel between the groups.
+
+    attend: of whole sequences, where nothing travels in a ring.
+    """
+    rank = wire.comm.rank
+    if layout.ring > 1:
+        ring = layout.ring_group(rank)
+        attend = partial(ring_attention, wire=wire, is_causal=is_causal, scale=scale, members=ring)
+    if layout.ulysses == 1 and attend is not None:
+        return attend(q, k, v)
+    attend = attend or partial(whole_attention, is_causal=is_causal, scale=scale)
+    return ulysses_attention(q, k, v, wire, attend=attend, members=layout.heads_group(rank))
+
+
+def whole_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | None = None) -> Tensor:
+    """torch's attention, with groups of query heads for each key head."""
+    return F.scaled_dot_product_attention(
+        q, k, v, is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+class HeadExchange:
+    """Tokens of all heads on each rank, to all tokens of some heads, and back. members: the ranks that exchange."""
+
+    def __init__(self, wire: Wire, members: Sequence[int], heads: int, kv_heads: int) -> None:
+        self.wire, self.members = wire, list(members)
+        self.own = self.members.index(wire.comm.rank)
+        self.queries = head_shares(heads, len(self.members))
+        self.keys = [kv_share(share, heads, kv_heads) for share in self.queries]
+        self.group = heads // kv_heads
+
+    def shares(self, num_tensors: int) -> list[list[slice]]:
+        """For each rank, its heads of q, or of q, k and v."""
+        return [[queries, keys, keys][:num_tensors] for queries, keys in zip(self.queries, self.keys, strict=True)]
+
+    def to_heads(self, tensors: Sequence[Tensor], *, is_backward: bool) -> list[Tensor]:
+        """[batch, all heads, own tokens, d] of q, or of q, k and v, to [batch, own heads, all tokens, d]."""
+        shares = self.shares(len(tensors))
+        batch, _, tokens, width = tensors[0].shape
+        sends = [
+            torch.cat([x[:, share].transpose(0, 1).reshape(-1, width) for x, share in zip(tensors, each, strict=True)])
+            for each in shares
+        ]
+        numbers = [share.stop - share.start for share in shares[self.own]]
+        receives = [batch * tokens * sum(numbers)] * len(self.members)
+        rows = self._send(sends, receives, is_backward)
+        parts = rows.view(len(self.members), sum(numbers), batch, tokens, width).split(numbers, 1)
+        return [part.permute(2, 1, 0, 3, 4).reshape(batch, -1, len(self.members) * tokens, width) for part in parts]
+
+    def to_tokens(self, tensors: Sequence[Tensor], *, is_backward: bool) -> list[Tensor]:
+        """The transpose of `to_heads`: what several ranks give for one head is added."""
+        shares = self.shares(len(tensors))
+        batch, _, tokens, width = tensors[0].shape
+        tokens //= len(self.members)
+        sends = [
+            torch.cat([x.narrow(2, at * tokens, tokens).transpose(0, 1).reshape(-1, width) for x in tensors])
+            for at in range(len(self.members))
+        ]
+        numbers = [[share.stop - share.start for share in each] for each in shares]
+        rows = self._send(sends, [batch * tokens * sum(each) for each in numbers], is_backward)
+        results = [
+            rows.new_zeros(batch, max(each[i].stop for each in shares), tokens, width) for i in range(len(tensors))
+        ]
+        for came, each in zip(rows.split([batch * tokens * sum(n) for n in numbers]), shares, strict=True):
+            parts = came.view(-1, batch, tokens, width).split([share.stop - share.start for share in each])
+            for result, share, part in zip(results, each, parts, strict=True):
+                result[:, share] += part.transpose(0, 1)
+        return results
+
+    def for_queries(self, x: Tensor) -> Tensor:
+        """Key or value heads that this rank's queries read, in equal groups of them."""
+        share, first = self.queries[self.own], self.keys[self.own].start
+        heads = [head // self.group - first for head in range(share.start, share.stop)]
+        each, rest = divmod(len(heads), x.shape[1])
+        if not rest and heads == [number // each for number in range(len(heads))]:
+            return x
+        return x[:, heads]
+
+    def _send(self, sends: Sequence[Tensor], receives: Sequence[int], is_backward: bool) -> Tensor:
+        wire = self.wire
+        codec, seed = (wire.gradients, wire.draw()) if is_backward else (wire.codec, wire.seed)
+        name = "sequence_gradients" if is_backward else "sequence"
+        return wire.rows(self.members, torch.cat(list(sends)), list(map(len, sends)), receives, codec, seed, name)
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: HeadExchange, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchange = exchange
+        return tuple(exchange.to_heads([x.detach() for x in tensors], is_backward=False))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.exchange.to_tokens(grads, is_backward=True)
+
+
+class _ToTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: HeadExchange, out: Tensor) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.to_tokens([out.detach()], is_backward=False)[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, ctx.exchange.to_heads(grads, is_backward=True)[0]
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, wire: Wire, members: list[int], is_causal: bool, scale: float
+    ) -> Tensor:
+        rank, tokens = members.index(wire.comm.rank), q.shape[2]
+        own = torch.stack((k, v)).detach()
+        out, sums = blocks.forward(q, k, v, is_causal, scale)
+        out = out.to(sums.dtype)
+        for source, (keys, values) in _passing(own, wire, members):
+            for queries, read, masked in visible(rank, source, tokens, is_causal):
+                found = blocks.forward(q[:, :, queries], keys[:, :, read], values[:, :, read], masked, scale)
+                merged = blocks.merge(out[:, :, queries], sums[:, :, queries], *found)
+                out[:, :, queries], sums[:, :, queries] = merged
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, own, out, sums)
+        ctx.how = wire, members, is_causal, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, own, out, sums = ctx.saved_tensors
+        wire, members, is_causal, scale = ctx.how
+        rank, tokens, size = members.index(wire.comm.rank), q.shape[2], len(members)
+        grad = grads[0].contiguous()
+        wide = sums.dtype
+        dq, *dkv = (x.to(wide) for x in blocks.backward(grad, q, *own, out, sums, is_causal, scale))
+        total = torch.stack(dkv)
+        home = []
+        for source, kv in _passing(own, wire, members):
+            part = torch.zeros_like(own)
+            for queries, read, masked in visible(rank, source, tokens, is_causal):
+                cut = (grad[:, :, queries], q[:, :, queries], *kv[:, :, :, read], out[:, :, queries])
+                found = blocks.backward(*cut, sums[:, :, queries], masked, scale)
+                dq[:, :, queries] += found[0]
+                part[:, :, :, read] = torch.stack(found[1:]).to(part.dtype)
+            packet = pack(part, wire.gradients, wire.draw())
+            home.append(wire.shift(members, packet, (source - rank) % size, "sequence_gradients"))
+        for future in home:
+            total += unpack(wire.comm.wait(future), own, wire.gradients)
+        dk, dv = total.to(q.dtype)
+        return dq.to(q.dtype), dk, dv, None, None, None, None
+
+
+def _passing(own: Tensor, wire: Wire, members: list[int]) -> Iterator[tuple[int, Tensor]]:
+    """(rank, its keys and values [2, batch, kv_heads, tokens, d]) of all others in turn; the next is under way."""
+    rank, size = members.index(wire.comm.rank), len(members)
+    if size == 1:
+        return
+    following = wire.shift(members, pack(own, wire.codec, wire.seed), 1, "sequence")
+    for step in range(1, size):
+        packet = wire.comm.wait(following)
+        if step < size - 1:
+            following = wire.shift(members, packet, 1, "sequence")
+        yield (rank - step) % size, unpack(packet, own, wire.codec)

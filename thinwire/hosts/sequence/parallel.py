@@ -1,0 +1,199 @@
+"""Splits sequences over neighbouring ranks of a group, and brings their losses together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
+
+from thinwire.collectives import Communicator, Meter, Topology
+from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
+from thinwire.collectives.gather import all_gather_exact
+from thinwire.cost import Network
+from thinwire.errors import ConfigError
+from thinwire.hosts.ranks import along
+from thinwire.hosts.sequence.attention import Attend, sequence_attention
+from thinwire.hosts.sequence.seams import heads_of, replace
+from thinwire.hosts.sequence.wire import Wire
+from thinwire.methods.sequence import Layout, SequenceParallel, Shape, choose_layout, tokens_of
+from thinwire.table import Row
+
+IGNORED = -100
+# What `auto` weighs: all layers are alike, and both attentions send in proportion to the tokens.
+TYPICAL_TOKENS = 4096
+
+
+class SequenceRanks:
+    """A rank's place among those that share its sequences; made by `sequence_parallel`.
+
+    Attributes:
+        layout: which ranks exchange heads, and among which keys and values travel.
+        comm: ranks of this rank's sequences. everyone: all ranks that train the model.
+    """
+
+    def __init__(self, layout: Layout, why: str, options: SequenceParallel, wire: Wire, everyone: Communicator) -> None:
+        self.layout, self.options, self.wire, self._why = layout, options, wire, why
+        self.comm, self.everyone = wire.comm, everyone
+        self._length = 0
+
+    def split(self, tokens: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """This rank's tokens and targets, of sequences that all ranks of the sequence give alike.
+
+        Sequences are padded to a multiple of layout.unit: by token 0 and target -100, which counts for nothing.
+
+        Shape:
+            tokens: int64 [batch, length]. targets: the same; targets[:, i] is what follows tokens[:, i]: they are
+            shifted before they are split, or the last token of a rank would have none. None: all -100.
+            results: [batch, padded length / ranks].
+        """
+        targets = torch.full_like(tokens, IGNORED) if targets is None else targets
+        if tokens.shape != targets.shape or tokens.ndim != 2:
+            raise ConfigError(f"tokens {list(tokens.shape)} and targets {list(targets.shape)}: both [batch, length]")
+        self._length = tokens.shape[1]
+        more = -self._length % self.layout.unit
+        own = tokens_of(self.layout, self.comm.rank, self._length + more).to(tokens.device)
+        return F.pad(tokens, (0, more))[:, own], F.pad(targets, (0, more), value=IGNORED)[:, own]
+
+    def positions(self, tokens: Tensor) -> Tensor:
+        """Positions of this rank's tokens [batch, n] in the whole sequence that was split last: int64 [n].
+
+        Padding has the position of the last token: a model may know no later one.
+        """
+        found = tokens_of(self.layout, self.comm.rank, tokens.shape[1] * self.layout.size).to(tokens.device)
+        return found.clamp(max=max(self._length - 1, 0)) if self._length else found
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = True, scale: float | None = None,
+        attend: Attend | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Attention of this rank's tokens over the whole sequence, see `sequence_attention`. A collective."""
+        return sequence_attention(q, k, v, self.wire, self.layout, is_causal=is_causal, scale=scale, attend=attend)
+
+    def mean_loss(self, total: Tensor, num_valid: Tensor | int) -> Tensor:
+        """The loss to call backward on, where gradients are averaged over all ranks that train the model.
+
+        With T_r the sum of rank r's token losses and n_r its tokens that count, R T_r / sum(n): the mean of it over
+        the R ranks is the mean over all tokens, however unequal the n_r are. A collective over all ranks.
+
+        Args:
+            total: sum of the losses of this rank's tokens. num_valid: how many tokens it sums.
+        """
+        return self._mean_over(self.everyone, total, num_valid)
+
+    def mean_loss_of_sequences(self, total: Tensor, num_valid: Tensor | int) -> Tensor:
+        """The same over the ranks of this rank's sequences alone: the mean over all ranks is one of means."""
+        return self._mean_over(self.comm, total, num_valid)
+
+    def whole(self, x: Tensor) -> Tensor:
+        """x [batch, n, ...] of all ranks' tokens, in their order and without padding, on every rank. No gradient."""
+        parts = self._gathered(self.comm, x.detach().contiguous())
+        length = x.shape[1] * self.layout.size
+        order = torch.cat([tokens_of(self.layout, rank, length) for rank in range(self.layout.size)])
+        joined = parts.transpose(0, 1).reshape(x.shape[0], length, *x.shape[2:])
+        return joined[:, order.argsort().to(x.device)][:, : self._length]
+
+    def forward_of(self, model: nn.Module) -> Callable[..., Tensor]:
+        """The forward of a causal language model, called with whole sequences: model(tokens, targets=None).
+
+        It returns the logits of the whole sequences, without gradient, or `mean_loss_of_sequences`.
+        """
+        own, longest = model.forward, getattr(model, "max_seq_len", None)
+
+        def forward(tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+            if longest is not None and tokens.shape[1] > longest:
+                raise ConfigError(f"sequence of {tokens.shape[1]} tokens: the model holds at most {longest}")
+            part, aims = self.split(tokens, targets)
+            logits = own(part)
+            if targets is None:
+                return self.whole(logits)
+            total = F.cross_entropy(logits.flatten(0, 1).float(), aims.flatten(), reduction="sum")
+            return self.mean_loss_of_sequences(total, (aims != IGNORED).sum())
+
+        return forward
+
+    @property
+    def rounds(self) -> str:
+        """Where and how activations are rounded, by which a loss depends on more than the weights; empty: nowhere."""
+        return "" if self.wire.codec is None else f"sequence {self.options.wire} over {self.layout}"
+
+    def describe(self) -> list[Row]:
+        """Rows of (asked for, in effect, why they differ or how it was found)."""
+        ranks = f"{self.comm.world_size} ranks a sequence, {self.comm.topology}"
+        codecs = f"forward {self.options.wire}, backward {self.options.gradients}"
+        return [
+            (f"sequence method {self.options.method}", str(self.layout), self._why),
+            ("sequence", ranks, f"padded to a multiple of {self.layout.unit} tokens; {codecs}"),
+        ]
+
+    def close(self) -> None:
+        """Wait for all communication and give the process groups back."""
+        for comm in dict.fromkeys([self.comm, self.everyone]):
+            comm.close()
+
+    def _mean_over(self, comm: Communicator, total: Tensor, num_valid: Tensor | int) -> Tensor:
+        own = torch.as_tensor(num_valid).detach().to("cpu", torch.int64).reshape(1)
+        count = int(self._gathered(comm, own).sum())
+        return total * (comm.world_size / max(count, 1))
+
+    def _gathered(self, comm: Communicator, x: Tensor) -> Tensor:
+        return comm.wait(comm.submit(lambda link: all_gather_exact(link, x), urgent=True))
+
+
+def sequence_parallel(
+    model: nn.Module,
+    options: SequenceParallel,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+    *,
+    local_size: int | None = None,
+    network: Network | None = None,
+    seed: int = 0,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    checked: bool = False,
+    meter: Meter | None = None,
+) -> SequenceRanks:
+    """Have a causal language model attend over sequences that are split over neighbouring ranks; a collective.
+
+    The model keeps its weights, the same on all ranks, and takes what `split` gives. Every strategy then averages
+    gradients over all ranks of the group, as without.
+
+    Args:
+        model: a model of thinwire, or a causal language model of transformers.
+        options: such as SequenceParallel(4). A group of n ranks has n / 4 sequences at a time.
+        group: all ranks that train the model; None: the world.
+        local_size: ranks of a node; None: found from the launcher or host names.
+        network: what the ranks of a sequence can send each other, for method "auto"; see `choose_layout`.
+        seed: of what the codecs draw. timeout_s, checked, meter: see Communicator.
+
+    Raises ConfigError for a number of ranks that does not divide the group's, heads that do not go around, dropout in
+    the attention, and models whose attention can't be replaced.
+    """
+    heads, kv_heads, width, _ = heads_of(model)
+    make = partial(Communicator, timeout_s=timeout_s, checked=checked)
+    everyone = make(group, local_size=local_size, meter=meter)
+    ranks, world_size = options.parallel, everyone.world_size
+    check_ranks(options, world_size)
+    first = everyone.rank - everyone.rank % ranks
+    members = list(range(first, first + ranks))
+    topology = Topology.stated(ranks, along(everyone.topology, members))
+    layout, why = choose_layout(options, Shape(heads, kv_heads, width, TYPICAL_TOKENS), topology.local_size, network)
+    comm = everyone
+    if ranks < world_size:
+        own = [everyone.global_ranks[rank] for rank in members]
+        comm = make(own, local_size=topology.local_size, meter=everyone.meter)
+    wire = Wire(comm, options.codec("wire"), options.codec("gradients"), seed)
+    found = SequenceRanks(layout, why, options, wire, everyone)
+    replace(model, found.attention, found.positions)
+    return found
+
+
+def check_ranks(options: SequenceParallel, world_size: int) -> None:
+    """Raise ConfigError for a number of ranks that does not divide those of the group."""
+    if world_size % options.parallel:
+        fits = [n for n in range(1, world_size + 1) if world_size % n == 0]
+        near = min(fits, key=lambda n: abs(n - options.parallel))
+        raise ConfigError(f"sequences over {options.parallel} ranks of {world_size}: must divide them; nearest: {near}")

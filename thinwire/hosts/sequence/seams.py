@@ -1,0 +1,91 @@
+"""Where a model lets its attention and the positions of its tokens be replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.errors import ConfigError
+from thinwire.models.llama import Attention, Decoder, attend
+
+NAME = "thinwire-sequence"
+
+
+class Exchanged(Protocol):
+    """Attention of tokens that lie on several ranks. attend: of whole sequences; None: torch's own."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = True, scale: float | None = None, attend: Any = None
+    ) -> Tensor: ...
+
+
+def config_of(model: nn.Module) -> Any:
+    """The configuration that states a model's heads. Raises ConfigError for a model without the seams."""
+    for module in model.modules():
+        if isinstance(module, Decoder) or is_hugging_face(module):
+            return module.config
+    raise ConfigError(
+        f"{type(model).__name__} can't be split along its sequences: its attention can't be replaced; nearest: a "
+        "preset such as demo, a model of transformers, or thinwire.ulysses_attention in its own attention"
+    )
+
+
+def heads_of(model: nn.Module) -> tuple[int, int, int, int]:
+    """Query heads, key heads, a head's width, layers. Raises ConfigError for what can't be split along sequences."""
+    config = config_of(model)
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    for name in ("attention_dropout", "attn_pdrop"):
+        if getattr(config, name, 0):
+            raise ConfigError(f"{name} {getattr(config, name)}: parts of a sequence can't share a mask; nearest: 0.0")
+    window = getattr(config, "sliding_window", None)
+    if window is not None and getattr(config, "use_sliding_window", True):
+        raise ConfigError(f"sliding_window {window}: every token must see all before it; nearest: no sliding_window")
+    return heads, kv_heads, width, config.num_hidden_layers
+
+
+def replace(model: nn.Module, attention: Exchanged, positions: Callable[[Tensor], Tensor]) -> None:
+    """Have a model attend by `attention`, and place its tokens at `positions(tokens)`, int64 [tokens]."""
+    for module in model.modules():
+        if isinstance(module, Attention):
+            # Compiled layers leave their code for it.
+            module.attend = torch.compiler.disable(lambda q, k, v: attention(q, k, v, attend=attend))
+        elif isinstance(module, Decoder):
+            module.positions = positions
+        elif is_hugging_face(module):
+            replace_in_hugging_face(module, attention, positions)
+
+
+def is_hugging_face(module: nn.Module) -> bool:
+    """Whether it is a language model of transformers, which is optional here."""
+    return hasattr(module, "set_attn_implementation") and module.get_output_embeddings() is not None
+
+
+def replace_in_hugging_face(model: Any, attention: Exchanged, positions: Callable[[Tensor], Tensor]) -> None:
+    """The same for a language model of transformers, by its own registry of attentions."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    def forward(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+        scaling: float | None = None, dropout: float = 0.0, **others: Any,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        if attention_mask is not None or dropout:
+            raise ConfigError("attention over several ranks takes no mask but the causal one, and no dropout")
+        out = attention(query, key, value, is_causal=getattr(module, "is_causal", True), scale=scaling)
+        return out.transpose(1, 2), None
+
+    def place(
+        module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        tokens = given["input_ids"] if "input_ids" in given else args[0]
+        return args, {"position_ids": positions(tokens)[None], **given}
+
+    # Each model has its own ranks.
+    name = f"{NAME}-{id(model)}"
+    ALL_ATTENTION_FUNCTIONS.register(name, torch.compiler.disable(forward))
+    model.set_attn_implementation(name)
+    model.register_forward_pre_hook(place, with_kwargs=True)

@@ -1,0 +1,74 @@
+"""Tensors of an attention as they travel between the ranks of a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs import Codec, derive_seed
+from thinwire.collectives import Communicator
+from thinwire.collectives.all_to_all import all_to_all_rows
+from thinwire.collectives.link import Link
+from thinwire.collectives.rounds import Rounds
+from thinwire.collectives.shift import shift
+
+T = TypeVar("T")
+
+
+@dataclass
+class Wire:
+    """The codecs of an attention, and some ranks of a sequence; its jobs are urgent.
+
+    comm: of all ranks of the sequence. codec, gradients: None is exact. seed: of what codecs draw: forward the same in
+    each pass, so that a recomputed one is the same; backward another each time, counted in `num_drawn`.
+    """
+
+    comm: Communicator
+    codec: Codec | None = None
+    gradients: Codec | None = None
+    seed: int = 0
+    num_drawn: int = 0
+
+    def draw(self) -> int:
+        """A seed for the gradients of one message round; another on each rank."""
+        self.num_drawn += 1
+        return derive_seed(self.seed, self.comm.rank, self.num_drawn)
+
+    def rows(
+        self, members: Sequence[int], rows: Tensor, counts: Sequence[int], receives: Sequence[int],
+        codec: Codec | None, seed: int, operation: str,
+    ) -> Tensor:  # fmt: skip
+        """Rows to each of some ranks; see all_to_all_rows."""
+
+        def job(link: Link) -> Rounds[Tensor]:
+            inside = link.subgroup(members)
+            found, _ = yield from all_to_all_rows(inside, rows, counts, receives, codec, seed=seed, operation=operation)
+            return found
+
+        return self.comm.wait(self._submit(job))
+
+    def shift(self, members: Sequence[int], packet: Tensor, by: int, operation: str) -> Future[Tensor]:
+        """The packet goes `by` places on among some ranks; see `shift`."""
+        return self._submit(lambda link: shift(link.subgroup(members), packet, by, operation=operation))
+
+    def _submit(self, job: Callable[[Link], Rounds[T]]) -> Future[T]:
+        return self.comm.submit(job, urgent=True)
+
+
+def pack(x: Tensor, codec: Codec | None, seed: int = 0) -> Tensor:
+    """uint8: a tensor as it travels."""
+    if codec is None:
+        return x.contiguous().view(-1).view(torch.uint8)
+    return codec.encode(x.contiguous().view(-1).float(), seed=seed)
+
+
+def unpack(packet: Tensor, like: Tensor, codec: Codec | None) -> Tensor:
+    """What `pack` gave, in the shape and dtype of `like`."""
+    if codec is None:
+        return packet.view(like.dtype).view(like.shape)
+    return codec.decode(packet, like.numel()).view(like.shape).to(like.dtype)

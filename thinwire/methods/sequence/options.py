@@ -1,0 +1,63 @@
+"""What sequence parallelism is asked for: the ranks of a sequence, the attention, the codecs of both directions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from thinwire.codecs import Codec
+from thinwire.errors import ConfigError, Problems
+from thinwire.methods.options import REPEATABLE, CodecRule, check_types, codec_of
+from thinwire.methods.sequence.layout import AUTO, Layout
+
+EXACT = "exact"
+SAME_EACH_TIME = CodecRule(REPEATABLE.holds, "a forward that is recomputed must be rounded the same way, not at random")
+
+
+@dataclass(frozen=True)
+class SequenceParallel:
+    """The tokens of a sequence over neighbouring ranks with the same weights, which exchange heads, or keys and values.
+
+    Raises ConfigError for values that can't work.
+    """
+
+    parallel: int = 1
+    """Ranks that share a sequence."""
+    method: str = AUTO
+    """ulysses: exchange heads; ring: pass keys and values on; both, such as ulysses=2,ring=2; or auto: what takes the
+    fewest seconds on the links."""
+    wire: str = EXACT
+    """Codec of queries, keys, values and outputs, such as bf16 or int8/64:nearest, or exact. It must round the same way
+    each time."""
+    gradients: str = EXACT
+    """Codec of their gradients, such as bf16 or int8/64, or exact."""
+
+    def __post_init__(self) -> None:
+        problems = Problems()
+        with problems.collect():
+            check_types(self)
+            if self.parallel < 1:
+                raise ConfigError(f"parallel {self.parallel}: a sequence has at least 1 rank; nearest: 1")
+            if self.method != AUTO:
+                Layout.parse(self.method, self.parallel)
+        for name in ("wire", "gradients"):
+            problems.note(self.codec, name)
+        problems.raise_any()
+
+    def codec(self, name: str) -> Codec | None:
+        """The codec of `wire` or `gradients`; None for exact: the tensor's own bytes in its own dtype."""
+        if getattr(self, name) == EXACT:
+            return None
+        try:
+            codec = codec_of(self, name, SAME_EACH_TIME if name == "wire" else None)
+        except ConfigError as error:
+            raise ConfigError(f"{error}, or {EXACT!r}") from None
+        if codec.has_variable_length:
+            raise ConfigError(
+                f"{name} {getattr(self, name)!r}: its packets have no fixed size; nearest: 'int8/64:nearest'"
+            )
+        return codec
+
+    @property
+    def codecs(self) -> tuple[Codec, ...]:
+        """Whose kernels are compiled before the workers start."""
+        return tuple(codec for codec in map(self.codec, ("wire", "gradients")) if codec is not None)

@@ -1,0 +1,143 @@
+"""What each attention sends, and which of them takes the fewest seconds on given links."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from thinwire.codecs import Codec
+from thinwire.cost import Network
+from thinwire.errors import ConfigError
+from thinwire.methods.sequence.layout import AUTO, Layout, head_shares, kv_share, layouts
+from thinwire.methods.sequence.options import SequenceParallel
+from thinwire.table import Row
+
+# What `auto` assumes of links that nobody has measured: 1 Gbit/s and 0.1 ms between nodes, 10 Gbit/s inside one.
+RATE, LOCAL_RATE, DELAY_S = 125e6, 1250e6, 1e-4
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One layer's attention. tokens: of the whole sequence times the sequences. itemsize: bytes of an exact element."""
+
+    heads: int
+    kv_heads: int
+    head_size: int
+    tokens: int
+    layers: int = 1
+    itemsize: int = 4
+
+    def bytes_of(self, rows: int, codec: Codec | None) -> int:
+        """Bytes of so many rows of a head's width in one message."""
+        numel = rows * self.head_size
+        return numel * self.itemsize if codec is None else codec.packet_bytes(numel)
+
+
+def sent(layout: Layout, shape: Shape, wire: Codec | None = None, gradients: Codec | None = None) -> dict[Pair, int]:
+    """Bytes from rank to rank for one layer, forward and backward.
+
+    Exchanging heads, a rank sends (P-1)/P (2 h + 2 h_kv) d N/P elements forward and as many backward, where ranks do
+    not share key heads; passing keys and values on, (P-1) 2 h_kv d N/P forward, and as many twice backward: they travel
+    again, and their gradients go home.
+    Source: Jacobs et al., "DeepSpeed Ulysses" (2023), section 3; Liu et al., "Ring Attention" (2023).
+    """
+    found: dict[Pair, int] = defaultdict(int)
+    queries = head_shares(shape.heads, layout.ulysses)
+    keys = [kv_share(share, shape.heads, shape.kv_heads) for share in queries]
+    tokens = shape.tokens // layout.size
+    for rank in range(layout.size):
+        own = rank % layout.ulysses
+        for peer in layout.heads_group(rank):
+            if peer != rank:
+                theirs = peer % layout.ulysses
+                to_heads = _len(queries[theirs]) + 2 * _len(keys[theirs])
+                from_heads = _len(queries[own])
+                found[rank, peer] += shape.bytes_of(to_heads * tokens, wire)
+                found[rank, peer] += shape.bytes_of(from_heads * tokens, wire)
+                found[rank, peer] += shape.bytes_of(_len(queries[theirs]) * tokens, gradients)
+                found[rank, peer] += shape.bytes_of((_len(queries[own]) + 2 * _len(keys[own])) * tokens, gradients)
+        ring = layout.ring_group(rank)
+        at, rows = ring.index(rank), 2 * _len(keys[own]) * tokens * layout.ulysses
+        for step in range(1, layout.ring):
+            found[rank, ring[(at + 1) % layout.ring]] += 2 * shape.bytes_of(rows, wire)
+            found[rank, ring[(at - step) % layout.ring]] += shape.bytes_of(rows, gradients)
+    return dict(found)
+
+
+def link_seconds(layout: Layout, sent_bytes: dict[Pair, int], network: Network) -> float:
+    """Seconds of one layer where links alone take time: that of the fullest link, and the delay of each round."""
+    ports: dict[object, float] = defaultdict(float)
+    rates = network.port_rates()
+    slowest = 0.0
+    for pair, num_bytes in sent_bytes.items():
+        slowest = max(slowest, num_bytes / network.rates[pair[0]][pair[1]])
+        for port in network.ports(pair):
+            ports[port] += num_bytes / rates[port]
+    rounds = 4 * (layout.ulysses > 1) + 2 * (layout.ring - 1) + (layout.ring > 1)
+    delay_s = max((network.delays_s[a][b] for a, b in sent_bytes), default=0.0)
+    return max([slowest, *ports.values()]) + rounds * delay_s
+
+
+def assumed(ranks: int, local_size: int) -> Network:
+    """Links that nobody has measured; see RATE. local_size: ranks of a node, among those of a sequence."""
+    return Network.even(ranks, RATE, DELAY_S, local_size=local_size, local_rate=LOCAL_RATE)
+
+
+def candidates(shape: Shape, ranks: int, local_size: int) -> list[Layout]:
+    """Layouts in which each rank has a head, and whose groups fill nodes or lie inside of one."""
+    return [
+        each
+        for each in layouts(ranks)
+        if each.ulysses <= shape.heads and (each.ulysses % local_size == 0 or local_size % each.ulysses == 0)
+    ]
+
+
+def choose_layout(
+    options: SequenceParallel, shape: Shape, local_size: int, network: Network | None = None
+) -> tuple[Layout, str]:
+    """The layout in effect, and why. Raises ConfigError for a stated one that can't work.
+
+    local_size: ranks of a node, among those of a sequence. network: what the ranks of a sequence can send each other.
+    """
+    ranks, codecs = options.parallel, (options.codec("wire"), options.codec("gradients"))
+    if options.method != AUTO:
+        layout = Layout.parse(options.method, ranks)
+        head_shares(shape.heads, layout.ulysses)
+        if layout not in candidates(shape, ranks, local_size):
+            raise ConfigError(
+                f"method {options.method!r}: {layout.ulysses} ranks that exchange heads must fill nodes of "
+                f"{local_size} ranks, or lie inside of one; nearest: method 'ring'"
+            )
+        return layout, "stated"
+    network = network or assumed(ranks, local_size)
+    seconds = {
+        each: link_seconds(each, sent(each, shape, *codecs), network)
+        for each in candidates(shape, ranks, local_size)[::-1]
+    }
+    best = min(seconds, key=lambda each: seconds[each])
+    shown = ", ".join(f"{each} {1e3 * s:.3g} ms" for each, s in seconds.items())
+    return best, f"seconds of a layer on its links: {shown}"
+
+
+def facts(options: SequenceParallel, shape: Shape, local_size: int, network: Network | None = None) -> list[Row]:
+    """Rows of (asked for, in effect, why): the attention, what a rank sends in a step of `shape`.
+
+    Raises ConfigError as `choose_layout`. shape.tokens: of a step, of one sequence rank group.
+    """
+    layout, why = choose_layout(options, shape, local_size, network)
+    by_rank: dict[int, int] = defaultdict(int)
+    for (rank, _), num_bytes in sent(layout, shape, options.codec("wire"), options.codec("gradients")).items():
+        by_rank[rank] += num_bytes * shape.layers
+    most = max(by_rank.values(), default=0)
+    return [
+        (f"sequence method {options.method}", str(layout), why),
+        (
+            f"sequence of {options.parallel} ranks", f"{most / 1e6:.3f} MB sent a rank and step",
+            f"in {shape.layers} layers; forward {options.wire}, backward {options.gradients}",
+        ),
+    ]  # fmt: skip
+
+
+def _len(share: slice) -> int:
+    return share.stop - share.start

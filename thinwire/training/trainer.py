@@ -102,7 +102,7 @@ class Trainer:
         self._follow()
         # An island that has joined others has their state; its own older checkpoint is of no use.
         if reunion is not None:
-            self.step = reunion.restore(survivor, self.engine, self._seed_after)
+            self.step = reunion.restore(survivor, self.engine, self.engine.seed_after)
         elif saved and not self.step:
             self.step, load_report = self._load(saved)
         elif not self.step:

@@ -122,6 +122,9 @@ def test_what_a_run_says_of_its_pipeline(runs: dict[str, dict[str, Any]]) -> Non
         (("--stages", "2", "--pipeline.plan", "1f1b", "--pipeline.in-flight", "3"), "plan '1f1b' has its own"),
         (("--stages", "2", "--pipeline.plan", "gpipe", "--pipeline.head", "first"), "nearest: plan 'fitted'"),
         (("--stages", "2", "--pipeline.forward", "itn8"), "forward: codec 'itn8'"),
+        (("--stages", "4", "--inject", "kill stage=4 step=2"), "stages are numbered from 0 to 3"),
+        (("--stages", "4", "--pipeline.recover", "average", "--minutes", "1"), "recover: .* nearest: --steps"),
+        (("--stages", "4", "--pipeline.delta", "True", "--steps", "2"), "no sequence returns in 2 steps"),
     ],
 )
 def test_stages_that_do_not_fit_are_refused_before_a_process_starts(

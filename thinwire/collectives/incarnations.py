@@ -11,6 +11,7 @@ from thinwire.errors import PeerLostError, ThinwireError
 
 POLL_S = 0.05
 CURRENT = "thinwire/incarnation"
+HERE = "thinwire/incarnation/{}/{}"
 OVER = "thinwire/over"
 
 
@@ -50,10 +51,10 @@ class Incarnations:
         due = time.monotonic() + self._timeout_s
         while True:
             number = self._current()
-            here = f"thinwire/incarnation/{number}/{{}}".format
-            self._store.set(here(self._rank), "")
+            self._store.set(HERE.format(number, self._rank), "")
             while self._current() == number:
-                silent = [rank for rank in range(self._world_size) if not self._store.check([here(rank)])]
+                ranks = range(self._world_size)
+                silent = [rank for rank in ranks if not self._store.check([HERE.format(number, rank)])]
                 if not silent:
                     self.number = number
                     return dist.PrefixStore(f"thinwire/incarnation/{number}", self._store)
@@ -73,6 +74,12 @@ class Incarnations:
 
     def _current(self) -> int:
         return self._store.add(CURRENT, 0)
+
+
+def is_awaited(store: dist.Store, rank: int) -> tuple[int, bool]:
+    """The number of the newest incarnation, and whether a rank has not come to it yet."""
+    number = store.add(CURRENT, 0)
+    return number, not store.check([HERE.format(number, rank)])
 
 
 def end(store: dist.Store, why: str) -> None:

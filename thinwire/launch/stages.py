@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from thinwire.collectives import host_meeting
-from thinwire.collectives.incarnations import connect, end
+from thinwire.collectives.incarnations import connect, end, is_awaited
 from thinwire.launch.agent import LOOPBACK, await_node_0, passing_on
 from thinwire.launch.failures import failure
 from thinwire.launch.fork_server import Forked, ForkServer
@@ -61,6 +61,8 @@ def watch_stage(config: TrainConfig, start: Start, server: ForkServer, place: Pr
 class Watch:
     """The workers of one launcher. One that a signal has killed is started again, at most `config.restarts` times.
 
+    One that others wait for, and that does not come to their meeting in half of the timeout, has hung and is killed.
+
     store: in which the ranks meet, at `meet`. local_size: workers of this machine. logs: where workers write; None: to
     this process's output.
     """
@@ -74,6 +76,8 @@ class Watch:
         self._running: dict[ProcessPlace, Forked] = {}
         self._num_restarts: dict[ProcessPlace, int] = {}
         self._received: int | None = None
+        # Of each worker, the incarnation that it has not come to, and since when.
+        self._awaited: dict[ProcessPlace, tuple[int, float]] = {}
         self._errors = Path(tempfile.mkdtemp(prefix="thinwire-"))
 
     def run(self, places: Sequence[ProcessPlace]) -> int:
@@ -94,6 +98,7 @@ class Watch:
                         del self._running[place]
                     if code and not self._starts_again(place, worker.pid, code):
                         failures[place.rank] = self._failure(place, worker.pid, code)
+                self._end_hung()
                 time.sleep(POLL_S)
         if self._received is not None:
             raise StoppedError(self._received)
@@ -103,6 +108,7 @@ class Watch:
 
     def _launch(self, place: ProcessPlace) -> None:
         again = self._num_restarts.get(place, 0)
+        self._awaited.pop(place, None)
         host, _, port = self.start.meet.rpartition(":")
         numbers = {
             "RANK": place.rank, "LOCAL_RANK": place.local_rank, "WORLD_SIZE": place.world_size,
@@ -123,6 +129,19 @@ class Watch:
             )
             # The first one has the terminal.
             self._running[place] = self._server.start(words, env, out if place.local_rank else None, err)
+
+    def _end_hung(self) -> None:
+        """Kill workers that have hung while others wait for them; those that were started again may take their time."""
+        with suppress(dist.DistError):
+            for place, worker in self._running.items():
+                number, is_missing = is_awaited(self._store, place.rank)
+                before, since = self._awaited.get(place, (-1, 0.0))
+                if not is_missing or number != before:
+                    self._awaited[place] = number, time.monotonic()
+                elif number and time.monotonic() > since + self.config.timeout / 2:
+                    print(f"thinwire: rank {place.rank} (pid {worker.pid}) has hung, and is ended", file=sys.stderr)
+                    worker.send_signal(signal.SIGKILL)
+                    self._awaited[place] = number, time.monotonic()
 
     def _starts_again(self, place: ProcessPlace, pid: int, code: int) -> bool:
         """Start a worker again that was killed; have the others end if it can't be."""

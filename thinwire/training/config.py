@@ -122,7 +122,8 @@ class TrainConfig:
     checked: bool = False
     """Send operation, number, length and checksum in front of every message, and compare them on arrival."""
     restarts: int = 3
-    """How often a failed island is started again, to join the others; 0: never."""
+    """How often a failed island is started again, to join the others, or a killed stage of a pipeline with recover; 0:
+    never."""
     inject: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """A fault to inject, such as "kill rank=2 step=40"; may be repeated."""
     tables: Annotated[Mapping[str, Mapping[str, Any]], tyro.conf.Suppress] = field(default_factory=dict)

@@ -57,7 +57,10 @@ def unused_rows(run: Run) -> Iterator[Row]:
         "text_field": (not reads_fields and not folder_like(config.data), f"data {config.data} has no fields"),
         "join": (config.nodes == 1, "there is one machine"),
         "inner": (not run.has_islands, f"strategy {config.strategy} has no islands"),
-        "restarts": (not run.has_islands, f"strategy {config.strategy} has no islands"),
+        "restarts": (
+            not run.has_islands and not run.recovers,
+            f"{config.strategy} has no islands, and no stage recovers",
+        ),
         "prompt": (config.sample_tokens == 0, "no tokens are generated"),
         "grad_clip": (clips_nothing, f"no rank of {config.strategy} has the mean gradient, whose norm clips"),
         "weight_decay": (config.lr == 0, "the learning rate is 0"),

@@ -1,0 +1,48 @@
+"""The arithmetic of CheckFree: means of neighbours, what can't be recovered, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from thinwire import ConfigError, Pipeline
+from thinwire.methods.pipeline.options import check_stages
+from thinwire.methods.pipeline.recover import between, beyond_recovery, counterpart, lr_factor, sources
+
+
+def test_a_larger_gradient_weighs_more_and_none_divides_by_zero() -> None:
+    before, after = torch.ones(4), torch.full((4,), 3.0)
+    assert torch.allclose(between(before, after, 1.0, 3.0), torch.full((4,), 2.5), atol=1e-3)
+    assert torch.equal(between(before, after, 0.0, 0.0), torch.full((4,), 2.0))
+    assert torch.equal(between(before, after, 5.0, 5.0), torch.full((4,), 2.0))
+
+
+def test_neighbours_and_layers_are_paired_by_place() -> None:
+    assert [sources("average", stage, 4) for stage in range(4)] == [(1,), (0, 2), (1, 3), (2,)]
+    assert sources("copy", 2, 4) == (1,) and sources("copy", 0, 4) == (1,) and sources("random", 2, 4) == ()
+    assert [counterpart(layer, 4, 2) for layer in range(4)] == [0, 0, 1, 1]
+    assert [counterpart(layer, 2, 3) for layer in range(2)] == [0, 1]
+    assert lr_factor(0) == 1 and lr_factor(2) == pytest.approx(1.21) and lr_factor(50) == 1.5
+
+
+@pytest.mark.parametrize(
+    ("lost", "tied", "why"),
+    [
+        ({1}, True, ""), ({0, 2}, True, ""), ({0, 3}, False, ""), ({0, 3}, True, "the weight that they share"),
+        ({1, 2}, False, "stages 1 and 2 were lost together"), ({0, 1, 3}, False, "stages 0 and 1"),
+    ],
+)  # fmt: skip
+def test_neighbours_lost_together_are_beyond_recovery(lost: set[int], tied: bool, why: str) -> None:
+    assert why in beyond_recovery(lost, 4, tied=tied) and bool(why) == bool(beyond_recovery(lost, 4, tied=tied))
+
+
+def test_what_does_not_fit_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_stages(Pipeline(recover="average"), 2, 2, replicas=2)
+    assert len(refused.value.problems) == 2 and "nearest: 3 stages" in str(refused.value)
+    with pytest.raises(ConfigError, match="has 2 chunks on each; nearest: plan 'fitted'"):
+        Pipeline(recover="average", plan="zbv")
+    with pytest.raises(ConfigError, match="recover 'mean' is unknown"):
+        Pipeline(recover="mean")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="delta: nothing is rounded forward"):
+        Pipeline(delta=True, forward="exact")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import nn
@@ -17,20 +16,23 @@ from thinwire.flags import flag
 from thinwire.lab.spec import read_rate
 from thinwire.layout.mesh import MeshShape
 from thinwire.methods.interface import Method, MethodPlan
-from thinwire.methods.pipeline.balance import balanced
-from thinwire.methods.pipeline.cut import stated_sizes
 from thinwire.methods.pipeline.inside import check_inside, why_not_inside
-from thinwire.methods.pipeline.options import Pipeline, check_stages
+from thinwire.methods.pipeline.options import Pipeline
 from thinwire.models import PRESETS, Llama, build_skeleton
 from thinwire.models.llama import LlamaConfig, cut_skeleton
 from thinwire.options import LLAMA, PIPELINE, build_strategy, strategy_table
-from thinwire.planner.options import ExplainConfig, range_errors
+from thinwire.planner.candidates import Candidate, candidates
+from thinwire.planner.options import AUTO, ExplainConfig, range_errors
+from thinwire.planner.search import Search, search
+from thinwire.planner.stages import Grid, Stages, measured_flops, stages_of
 from thinwire.registry import STRATEGIES, check_on_mesh
-from thinwire.report.units import bytes_text, short
+from thinwire.report.units import bytes_text, percent_text, seconds_text, short
 
 NUM_LAYERS, WIDTH = 32, 1024
 # Steps and warm-up steps of the run that strategies are planned for.
 NUM_STEPS, NUM_WARMUP_STEPS = 1000, 100
+# Strategies among which --stages auto looks unless others are named.
+SEARCHED = ("zero", "sdp4bit")
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,9 @@ class Explained:
         vocabulary: why a preset has fewer or more parameters than its name says; empty if it has not.
         mean_over: for strategies that do not exchange in every step, number of steps over which the bytes are a mean.
         whole: strategies that hold whole weights beside their shard.
+        stages: of a pipeline; the plan of a strategy is then that of the stage that needs the most memory with it.
+        heaviest: that stage, by strategy.
+        search: what was priced to find the stages.
     """
 
     num_parameters: int
@@ -54,11 +59,16 @@ class Explained:
     vocabulary: str = ""
     mean_over: Mapping[str, int] = field(default_factory=dict)
     whole: Sequence[str] = ()
+    stages: Stages | None = None
+    heaviest: Mapping[str, int] = field(default_factory=dict)
+    grid: Grid | None = None
+    search: Search | None = None
 
     def link_s(self, found: MethodPlan) -> float | None:
         """Seconds of a step's messages between nodes on one node's link, all ranks of the node together."""
         sent = self.topology.local_size * found.sent_on("inter") if found.crossing is None else found.crossing
-        return None if self.rate is None else 8 * sent / self.rate
+        borders = self.stages.crossing_bytes(self.grid) if self.stages and self.grid else 0
+        return None if self.rate is None else 8 * (sent + borders) / self.rate
 
     def local_s(self, found: MethodPlan) -> float | None:
         """Seconds of a step's messages inside a node on one rank's link."""
@@ -69,54 +79,83 @@ class Explained:
 def explain(config: ExplainConfig, problems: Problems) -> Explained:
     """Plans of all strategies. Raises ConfigError with all problems at once."""
     problems.messages += range_errors(config)
-    names = chosen(config.strategy, problems)
     rate = read(config.rate, problems)
     local_rate = read(config.local_rate, problems)
-    model = whole_model = shape = None
-    stage_notes: list[tuple[str, str, str]] = []
+    searched_all = config.stages == AUTO and config.strategy == "all"
+    if searched_all:
+        config = replace(config, strategy=",".join(SEARCHED))
+    names = chosen(config.strategy, problems)
+    model = whole_model = shape = grid = None
+    stages: Stages | None = None
+    result: Search | None = None
+    notes: list[tuple[str, str, str]] = []
     total = 0
     if not any(True for _ in range_errors(config)):
         with problems.collect():
             shape = mesh_of(config)
-            model = model_of(config)
+            model = whole_model = model_of(config)
             total = sum(param.numel() for param in model.parameters() if param.requires_grad)
+            if config.stages is not None:
+                grid = grid_of(config, rate, local_rate)
+            if config.stages == AUTO and grid is not None:
+                config, result = found_stages(check_can_cut(model, shape), config, names, grid)
+                names, shape = [config.strategy], mesh_of(config)
             if shape.tensor > 1:
                 model = cut(model, shape.tensor)
-            whole_model = model
             if shape.pipeline > 1:
-                model, stage_notes = stage_of(model, config, shape)
+                llama, grid = check_can_cut(model, shape), grid or grid_of(config, rate, local_rate)
+                options, num = Pipeline(**config.tables.get(PIPELINE, {})), config.micro_batches
+                stages = stages_of(llama, options, shape.pipeline, num, config.micro_batch, config.seq_len, grid)
+                notes += notes_on_stages(stages, llama, config, grid)
     plans: dict[str, MethodPlan] = {}
     replicas = shape.sizes["data"] if shape is not None else 1
-    mean_over, whole, left_out = {}, [], []
+    mean_over, whole, heaviest = {}, [], {}
     for name in names:
         with problems.collect():
-            strategy = build_strategy(name, config.tables, num_steps=NUM_STEPS, num_warmup_steps=NUM_WARMUP_STEPS)
+            strategy = strategy_of(name, config)
             if strategy.exchanges_every > 1:
                 mean_over[name] = strategy.exchanges_every
             if strategy.keeps_whole_weights:
                 whole.append(name)
             if model is not None and whole_model is not None and shape is not None:
                 if shape.tensor > 1 and strategy.not_on_mesh and config.strategy == "all":
-                    left_out.append((f"strategy {name}", "left out", f"on a tensor axis it {strategy.not_on_mesh}"))
+                    notes.append((f"strategy {name}", "left out", f"on a tensor axis it {strategy.not_on_mesh}"))
                     continue
                 if shape.tensor > 1:
                     check_on_mesh(strategy)
                 if shape.pipeline > 1 and (reason := why_not_inside(strategy, replicas)):
                     if config.strategy != "all":
                         check_inside(strategy, replicas)
-                    left_out.append((f"strategy {name}", "left out", f"with --stages it {reason}"))
+                    notes.append((f"strategy {name}", "left out", f"with --stages it {reason}"))
                     continue
-                plans[name] = plan_on(strategy, model, whole_model, config, shape)
+                if stages is None:
+                    plans[name] = plan_on(strategy, model, whole_model, config, shape)
+                else:
+                    of_stage = {
+                        stage: plan_on(strategy, stages.parts[stage], whole_model, config, shape)
+                        for stage in stages.heaviest
+                    }
+                    heaviest[name] = max(of_stage, key=lambda stage: stages.memory_bytes(stage, of_stage[stage]))
+                    plans[name] = of_stage[heaviest[name]]
     problems.raise_any()
     assert model is not None
     topology = Topology(config.nodes, config.local_size)
-    notes = [*notes_on(config, names), *stage_notes, *left_out]
+    if searched_all:
+        why = "other methods change what a step learns; name those to be tried"
+        notes.insert(0, ("--strategy all", f"{' and '.join(SEARCHED)} are tried", why))
+    notes = [*notes_on(config, names), *notes]
     if shape is not None and isinstance(model, Llama) and shape.tensor > 1:
         notes.append(tensor_note(model.config, config.seq_len, shape))
     return Explained(
         total, topology, config.micro_batches, plans, rate, local_rate, notes, vocabulary_of(config, model),
         {name: steps for name, steps in mean_over.items() if name in plans}, [name for name in whole if name in plans],
+        stages, heaviest, grid, result,
     )  # fmt: skip
+
+
+def strategy_of(name: str, config: ExplainConfig) -> Method:
+    """A strategy with its options. Raises ConfigError."""
+    return build_strategy(name, config.tables, num_steps=NUM_STEPS, num_warmup_steps=NUM_WARMUP_STEPS)
 
 
 def vocabulary_of(config: ExplainConfig, model: nn.Module) -> str:
@@ -159,13 +198,16 @@ def mesh_of(config: ExplainConfig) -> MeshShape:
     """The axes of the ranks. Raises ConfigError for a mesh that does not match the number of ranks."""
     num_ranks = config.nodes * config.local_size
     shape = MeshShape({"data": num_ranks}) if config.mesh is None else MeshShape.parse(config.mesh)
-    if config.stages is not None and config.stages != shape.pipeline:
-        if config.mesh is not None or num_ranks % config.stages:
+    stages = config.num_stages
+    if config.stages == AUTO and config.mesh is not None:
+        raise ConfigError(f"--stages {AUTO} finds the mesh: leave --mesh {config.mesh} out")
+    if stages is not None and stages != shape.pipeline:
+        if config.mesh is not None or num_ranks % stages:
             raise ConfigError(
-                f"--stages {config.stages}: must divide the {num_ranks} ranks, and leave --mesh out; nearest: "
-                f"--nodes {config.stages} --local-size 1"
+                f"--stages {stages}: must divide the {num_ranks} ranks, and leave --mesh out; nearest: "
+                f"--nodes {stages} --local-size 1"
             )
-        shape = MeshShape({"pipeline": config.stages, "data": num_ranks // config.stages})
+        shape = MeshShape({"pipeline": stages, "data": num_ranks // stages})
     if shape.island_size is not None:
         raise ConfigError(
             f"--mesh {config.mesh}: here every node is an island of strategies that have any; nearest: "
@@ -187,45 +229,60 @@ def cut(model: nn.Module, size: int) -> nn.Module:
     return model
 
 
-def stage_of(model: nn.Module, config: ExplainConfig, shape: MeshShape) -> tuple[nn.Module, list[tuple[str, str, str]]]:
-    """The part of the model on its largest stage, and notes on the cut and on what crosses a border."""
-    stages = shape.pipeline
+def check_can_cut(model: nn.Module, shape: MeshShape) -> Llama:
+    """The model, if its layers are known here. Raises ConfigError."""
     if not isinstance(model, Llama) or shape.tensor > 1:
-        raise ConfigError(f"{stages} stages: only presets such as demo, without a tensor axis, can be cut here")
-    options = Pipeline(**config.tables.get(PIPELINE, {}))
-    check_stages(options, stages, len(model.model.layers), config.micro_batches)
-    chunks, home, layers = options.num_chunks(stages), options.home(stages), list(model.model.layers)
-    numels = [sum(param.numel() for param in layer.parameters()) for layer in layers]
-    embedding, head = model.model.embed_tokens, model.lm_head
-    operations = list(map(float, numels))
-    operations[0 if options.head == "first" else -1] += head.weight.numel()
-    sizes = (
-        stated_sizes(options.layers, chunks, len(layers))
-        if options.layers
-        else balanced(operations, list(map(float, numels)), chunks)
-    )
-    parts = [nn.ModuleDict() for _ in range(stages)]
-    ends = list(accumulate(sizes))
-    for chunk, (size, end) in enumerate(zip(sizes, ends, strict=True)):
-        parts[home[chunk]][f"layers{chunk}"] = nn.ModuleList(layers[end - size : end])
-    parts[home[0]]["embedding"] = embedding
-    if home[-1] == home[0] or head.weight is not embedding.weight:
-        parts[home[-1]]["head"] = head
-    parts[home[-1]]["norm"] = model.model.norm
-    largest = max(parts, key=lambda part: sum(param.numel() for param in part.parameters()))
-    notes = options.describe(sizes, model.config.hidden_size, 4)
-    crossing, num = options.crossing(0), config.seq_len * model.config.hidden_size
-    sent = {way: crossing.packet_bytes(way, num, torch.float32) for way in ("forward", "backward")}
-    per_step = config.micro_batches * sum(sent.values())
-    each = ", ".join(f"{bytes_text(count)} {way}" for way, count in sent.items())
-    effect = f"{bytes_text(per_step)} a step both ways, in {config.micro_batches} micro-batch(es) of one sequence"
-    notes.append(
-        ("each border between two stages", effect, f"{each}; not in the table, and as much for each sequence more")
-    )
-    if head.weight is embedding.weight and home[-1] != home[0]:
-        tied = bytes_text(4 * head.weight.numel())
-        notes.append(("tied embedding and head", f"{tied} a step each way", "between the first and the last stage"))
-    return largest, notes
+        raise ConfigError("stages: only presets such as demo, without a tensor axis, can be cut here")
+    return model
+
+
+def grid_of(config: ExplainConfig, rate: float | None, local_rate: float | None) -> Grid:
+    """The machines; their speed is that of this process unless it is stated."""
+    flops = measured_flops() if config.gflops is None else config.gflops * 1e9
+    bytes_per_s = (None if each is None else each / 8 for each in (rate, local_rate))
+    return Grid(config.nodes, config.local_size, flops, *bytes_per_s)
+
+
+def found_stages(model: Llama, config: ExplainConfig, names: Sequence[str], grid: Grid) -> tuple[ExplainConfig, Search]:
+    """The configuration with the fastest candidate in place of "auto". Raises ConfigError if none fits."""
+
+    def planned(candidate: Candidate, stages: Stages, stage: int) -> MethodPlan:
+        own = replace(config, stages=str(candidate.stages), micro_batches=candidate.num_micro_batches)
+        if candidate.stages > 1:
+            check_inside(made[candidate.strategy], candidate.replicas)
+        return plan_on(made[candidate.strategy], stages.parts[stage], model, own, mesh_of(own))
+
+    made = {name: strategy_of(name, config) for name in names}
+    num_sequences = grid.num_ranks * config.micro_batches * config.micro_batch
+    listed = candidates(grid.num_ranks, len(model.model.layers), num_sequences, names, config.tables.get(PIPELINE, {}))
+    memory = None if config.memory_gb is None else config.memory_gb * 1e9
+    result = search(model, listed, planned, grid, config.seq_len, memory)
+    if not result.fastest:
+        floor = f"the least is {bytes_text(result.too_large[0].memory_bytes)}" if result.too_large else "none can run"
+        raise ConfigError(f"--memory-gb {config.memory_gb}: no way to train fits; {floor}", *result.refused)
+    best = result.fastest[0].candidate
+    options = {item.name: getattr(best.pipeline, item.name) for item in fields(Pipeline)}
+    tables = {**config.tables, PIPELINE: options} if best.stages > 1 else config.tables
+    chosen_one = replace(
+        config, stages=str(best.stages), strategy=best.strategy, tables=tables, micro_batch=best.micro_batch,
+        micro_batches=best.num_micro_batches,
+    )  # fmt: skip
+    return chosen_one, result
+
+
+def notes_on_stages(found: Stages, model: Llama, config: ExplainConfig, grid: Grid) -> Iterator[tuple[str, str, str]]:
+    """Rows about the cut, the borders and the step."""
+    yield from found.options.describe(found.sizes, model.config.hidden_size, 4)
+    num = config.micro_batches
+    sent = sorted(found.link_bytes.items())
+    effect = ", ".join(f"{source} to {target} {bytes_text(num_bytes)}" for (source, target), num_bytes in sent)
+    yield "stages send in a step", effect, f"{num} micro-batch(es) of {config.micro_batch} sequence(s)"
+    effect = f"{seconds_text(found.step_s)}, of which {percent_text(found.bubble)} idle in the busiest stage"
+    how = "measured here" if config.gflops is None else "stated"
+    yield "forwards, backwards and borders", effect, f"simulated; a rank does {short(grid.flops)} FLOP/s, {how}"
+    if found.tied_bytes:
+        tied = bytes_text(found.tied_bytes)
+        yield "tied embedding and head", f"{tied} a step each way", "between the first and the last stage"
 
 
 def plan_on(
@@ -289,12 +346,17 @@ def notes_on(config: ExplainConfig, names: list[str]) -> Iterator[tuple[str, str
     """Rows about options without an effect."""
     used = {strategy_table(name) for name in names}
     used |= {LLAMA} if config.parameters is None and not config.model.startswith("hf:") else set()
+    used |= {PIPELINE} if config.stages is not None or "pipeline" in (config.mesh or "") else set()
     for table in sorted(config.tables.keys() - used):
         for option in config.tables[table]:
             yield flag(f"{table}.{option}"), "no effect", "nothing that is explained uses it"
     for name in ("model", "tokenizer", "seq_len") if config.parameters is not None else ():
         if getattr(config, name) != getattr(ExplainConfig(), name):
             yield f"{flag(name)} {getattr(config, name)}", "no effect", "--parameters stands for the model"
+    if config.stages is None:
+        for name in ("micro_batch", "gflops", "memory_gb"):
+            if getattr(config, name) != getattr(ExplainConfig(), name):
+                yield f"{flag(name)} {getattr(config, name)}", "no effect", "it is for --stages"
     if config.rate is not None and config.nodes == 1:
         yield f"--rate {config.rate}", "no effect", "there is one node"
     if config.local_rate is not None and config.local_size == 1:

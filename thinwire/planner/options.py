@@ -14,8 +14,10 @@ from thinwire.flags import CommandLine, flag
 
 LIMITS = {
     "nodes": (1, 10**6), "local_size": (1, 10**4), "parameters": (1, 10**15), "seq_len": (1, 10**9),
-    "micro_batches": (1, 10**6), "stages": (1, 10**4),
+    "micro_batches": (1, 10**6), "micro_batch": (1, 10**6), "gflops": (1e-3, 1e9), "memory_gb": (1e-3, 1e6),
 }  # fmt: skip
+MOST_STAGES = 10**4
+AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,8 @@ class ExplainConfig:
     """Preset (tiny, demo, 125m, 350m, 1b), or hf:DIR, whose weights are not read."""
     mesh: str | None = None
     """Axes of the ranks, such as data=2,tensor=2, as for `thinwire train`; by default all ranks are the data axis."""
-    stages: int | None = None
-    """Stages of a pipeline, as for `thinwire train`: figures are those of a rank of the largest stage."""
+    stages: str | None = None
+    """Stages of a pipeline, as for `thinwire train`, or auto: those of the fastest way to train that is found."""
     tokenizer: str = "bytes"
     """bytes, or the path of a tokenizer.json; it sets the size of the vocabulary."""
     seq_len: int = 256
@@ -45,11 +47,22 @@ class ExplainConfig:
     """Number of parameters, such as 7e9, instead of a model; 32 equal layers of one matrix each."""
     micro_batches: int = 1
     """Forward and backward passes of one optimizer step."""
+    micro_batch: int = 1
+    """Sequences of one such pass through the stages of a pipeline."""
     rate: str | None = None
     """Rate of one machine's link to the others, which its ranks share, such as 10gbit; adds a column of seconds."""
     local_rate: str | None = None
     """Rate of one rank's link inside its machine; adds a column of seconds."""
+    gflops: float | None = None
+    """Billions of operations per second that one rank reaches, for stages; by default measured here in a moment."""
+    memory_gb: float | None = None
+    """Memory of one rank in GB, for --stages auto."""
     tables: Annotated[Mapping[str, Mapping[str, Any]], tyro.conf.Suppress] = field(default_factory=dict)
+
+    @property
+    def num_stages(self) -> int | None:
+        """The stages that are stated; None where they are not, or are to be found."""
+        return int(self.stages) if self.stages is not None and self.stages != AUTO else None
 
 
 def command_line() -> CommandLine:
@@ -78,6 +91,9 @@ def range_errors(config: ExplainConfig) -> Iterator[str]:
         if value is not None and not lowest <= value <= highest:
             close = highest if value > highest else lowest
             yield f"{flag(name)} {value:,}: must be from {lowest} to {highest:,}; nearest: {close:,}"
+    stages = config.stages
+    if stages not in (None, AUTO) and not (str(stages).isdecimal() and 1 <= int(str(stages)) <= MOST_STAGES):
+        yield f"--stages {stages}: must be a whole number from 1 to {MOST_STAGES:,}, or {AUTO}; nearest: {AUTO}"
     parameters = config.parameters
     if parameters is not None and parameters > 1 and math.isfinite(parameters) and not parameters.is_integer():
         yield f"--parameters {parameters}: must be a whole number; nearest: {round(parameters)}"

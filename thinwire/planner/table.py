@@ -11,7 +11,9 @@ from thinwire.errors import Problems
 from thinwire.methods.interface import MethodPlan
 from thinwire.planner.explain import Explained, explain
 from thinwire.planner.options import ExplainConfig
-from thinwire.report.units import bytes_text, seconds_text, short
+from thinwire.planner.search import Search
+from thinwire.planner.stages import Stages
+from thinwire.report.units import bytes_text, percent_text, seconds_text, short
 
 # Width of the table where the output is not a terminal.
 PLAIN_WIDTH = 160
@@ -23,9 +25,11 @@ MEANINGS = {
     "passing": "weights and gradients gathered for the part of the model that computes; at most",
 }
 FOOT = (
-    "fp32, AdamW. Not counted: activations, and scratch memory for the packets of a few buckets. Bytes are payload "
-    "that one rank sends in a step."
+    "fp32, AdamW. Not counted: {}scratch memory for the packets of a few buckets. Bytes are payload that one rank "
+    "sends in a step."
 )
+# Candidates that are shown.
+MOST_SHOWN = 8
 
 
 def print_explained(config: ExplainConfig, problems: Problems) -> None:
@@ -36,7 +40,7 @@ def print_explained(config: ExplainConfig, problems: Problems) -> None:
         console.width = max(PLAIN_WIDTH, console.width)
     for table in tables(found):
         console.print(table)
-    console.print(FOOT)
+    console.print(FOOT.format("" if found.stages else "activations, and "))
     for line in reasons(found):
         console.print(line)
     for asked, effect, why in found.notes:
@@ -45,6 +49,14 @@ def print_explained(config: ExplainConfig, problems: Problems) -> None:
 
 def reasons(found: Explained) -> Iterator[str]:
     """Why figures of some strategies are not what a reader expects."""
+    if found.search is not None:
+        yield from reasons_of(found.search)
+    if found.stages is not None:
+        at = " or ".join(map(str, sorted(set(found.heaviest.values()))))
+        yield (
+            f"Memory is that of the fullest stage, {at}. Bytes are those between a stage's replicas; "
+            "seconds on the link are the busiest node's, borders between stages included."
+        )
     for every in sorted(set(found.mean_over.values())):
         names = [name for name, steps in found.mean_over.items() if steps == every]
         verb = "exchange" if len(names) > 1 else "exchanges"
@@ -58,7 +70,9 @@ def reasons(found: Explained) -> Iterator[str]:
 
 def tables(found: Explained) -> list[Table]:
     """All strategies side by side; of one alone also every part."""
-    made = [side_by_side(found)]
+    made = [] if found.search is None else [ranking(found.search)]
+    made += [side_by_side(found)]
+    made += [] if found.stages is None else [stage_by_stage(found.stages)]
     if len(found.plans) == 1:
         (plan,) = found.plans.values()
         (steps,) = found.mean_over.values() or (1,)
@@ -78,17 +92,83 @@ def side_by_side(found: Explained) -> Table:
     memory = ("weights", "gradients", "optimizer", "passing")
     seconds = [("on the link", found.link_s, found.rate), ("inside", found.local_s, found.local_rate)]
     seconds = [entry for entry in seconds if entry[2] is not None]
-    heads = [*memory, "other", "memory", *(LEVELS[level] for level in levels), *(head for head, _, _ in seconds)]
+    activations = ["activations"] if found.stages else []
+    heads = [
+        *memory,
+        "other",
+        *activations,
+        "memory",
+        *(LEVELS[level] for level in levels),
+        *(head for head, _, _ in seconds),
+    ]
     table = Table("strategy", title=title, title_justify="left")
     for head in heads:
         table.add_column(head, justify="right")
     for name, plan in found.plans.items():
-        held = [getattr(plan, part) for part in memory] + [sum(plan.other.values())]
+        held: list[float] = [getattr(plan, part) for part in memory] + [sum(plan.other.values())]
+        held += [found.stages.timeline.peak_bytes[found.heaviest[name]]] if found.stages else []
         sent = [plan.sent_on(level) for level in levels]
         times = [seconds_text(value) for _, of, _ in seconds if (value := of(plan)) is not None]
         marked = f"{name} *" if name in found.mean_over else name
         table.add_row(marked, *map(bytes_text, [*held, sum(held), *sent]), *times)
     return table
+
+
+def stage_by_stage(stages: Stages) -> Table:
+    """One row a stage of a pipeline."""
+    heads = ("layers", "parameters", "in flight", "activations", "sent to others", "idle")
+    table = Table("stage", title="a step of the pipeline", title_justify="left")
+    for head in heads:
+        table.add_column(head, justify="right")
+    home = stages.options.home(len(stages.parts))
+    for stage, part in enumerate(stages.parts):
+        layers = "+".join(str(size) for size, at in zip(stages.sizes, home, strict=False) if at == stage)
+        idle = stages.timeline.idle_s[stage] / stages.timeline.makespan_s
+        table.add_row(
+            str(stage), layers, short(sum(param.numel() for param in part.parameters())), str(stages.held[stage]),
+            bytes_text(stages.timeline.peak_bytes[stage]), bytes_text(stages.sent_bytes(stage)), percent_text(idle),
+        )  # fmt: skip
+    return table
+
+
+def ranking(found: Search) -> Table:
+    """The fastest ways to train, best first."""
+    title = f"ways to train, fastest first: {len(found.fastest)} fit"
+    table = Table("a step", title=title, title_justify="left")
+    for head in ("memory", "idle", "on the link", "stages x replicas", "micro-batches", "strategy"):
+        table.add_column(head, justify="right")
+    for head in ("plan", "borders", "recompute"):
+        table.add_column(head)
+    for priced in found.fastest[:MOST_SHOWN]:
+        way = priced.candidate
+        table.add_row(
+            seconds_text(priced.step_s), bytes_text(priced.memory_bytes), percent_text(priced.bubble),
+            seconds_text(priced.link_s), f"{way.stages} x {way.replicas}",
+            f"{way.num_micro_batches} of {way.micro_batch}", way.strategy if way.replicas > 1 else "",
+            *((way.pipeline.plan, way.borders, way.pipeline.recompute) if way.stages > 1 else ("", "", "")),
+        )  # fmt: skip
+    return table
+
+
+def reasons_of(found: Search) -> Iterator[str]:
+    """Why the first is the first, and what is not in the table."""
+    best = found.fastest[0]
+    yield f"Fastest, by the simulation: {best.candidate.flags}"
+    for stages in sorted({priced.candidate.stages for priced in found.fastest} - {best.candidate.stages}):
+        other = next(priced for priced in found.fastest if priced.candidate.stages == stages)
+        ratio = other.step_s / best.step_s
+        yield (
+            f"With {stages} stage(s) a step takes {ratio:.2f} times as long: the link needs "
+            f"{seconds_text(other.link_s)} of {seconds_text(other.step_s)}, in place of {seconds_text(best.link_s)}."
+        )
+    if found.too_large:
+        least = found.too_large[0]
+        yield (
+            f"{len(found.too_large)} more do not fit into a rank's memory; the smallest needs "
+            f"{bytes_text(least.memory_bytes)}: {least.candidate.flags}"
+        )
+    for reason, num in found.refused.items():
+        yield f"{num} can't run: {reason}"
 
 
 def parts_of_memory(plan: MethodPlan) -> Table:

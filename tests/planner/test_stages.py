@@ -1,0 +1,115 @@
+"""Stages before they run: their activations, bytes and seconds, and which ways to train are found."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from thinwire.errors import ConfigError, Problems
+from thinwire.models import Llama
+from thinwire.models.llama import PRESETS
+from thinwire.planner.candidates import candidates
+from thinwire.planner.command import run_explain
+from thinwire.planner.explain import Explained, explain
+from thinwire.planner.forward import forward_of, layer_and_ends
+from thinwire.planner.options import read_explain
+from thinwire.planner.stages import Grid
+
+ARGS = ["--model", "demo", "--seq-len", "64", "--nodes", "4", "--rate", "20mbit", "--gflops", "40"]
+
+
+def explained(*args: str) -> Explained:
+    problems = Problems()
+    return explain(read_explain([*ARGS, *args], problems), problems)
+
+
+def test_activations_are_those_that_torch_keeps() -> None:
+    config, tokens = PRESETS["tiny"], torch.zeros(2, 64, dtype=torch.int64)
+    model, kept = Llama(config), {}
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), tokens)}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        loss = model(tokens, tokens)
+    assert loss.requires_grad
+    found = sum(tensor.untyped_storage().nbytes() for key, tensor in kept.items() if key not in own)
+    assert forward_of(config, 2, 64).kept_bytes == found
+    layer, ends = layer_and_ends(config, 64)
+    assert 2 * (config.num_hidden_layers * layer.kept_bytes + ends.kept_bytes) == pytest.approx(found, rel=0.01)
+    matrices = sum(param.numel() for param in model.model.layers[0].parameters() if param.dim() == 2)
+    attention = 2 * 64 * config.hidden_size
+    assert layer.operations == 2 * 64 * (matrices + attention)
+
+
+def test_a_step_of_stages_counts_borders_and_the_stage_that_holds_most() -> None:
+    found = explained("--stages", "4", "--micro-batches", "8", "--strategy", "zero", "--pipeline.plan", "1f1b")
+    assert found.stages is not None and found.grid is not None
+    forward, backward = 64 * 544 + 16, 64 * 288 + 16
+    assert found.stages.link_bytes[1, 2] == pytest.approx(8 * forward, rel=0.01)
+    assert found.stages.link_bytes[2, 1] == pytest.approx(8 * backward, rel=0.01)
+    # An inner stage sends both ways; ranks tell each other little beside.
+    link_s = found.link_s(found.plans["zero"])
+    assert link_s == pytest.approx(8 * (found.stages.sent_bytes(1) + 66) / 20e6, rel=0.01)
+    assert found.stages.held == (4, 3, 2, 1) and found.heaviest == {"zero": 0}
+    layer, _ = layer_and_ends(PRESETS["demo"], 64)
+    assert found.stages.timeline.peak_bytes[:3] == tuple(held * layer.kept_bytes for held in (4, 3, 2))
+    # Micro-batches beyond those that are simulated cost what each one more does.
+    longer = explained("--stages", "4", "--micro-batches", "128", "--strategy", "zero", "--pipeline.plan", "1f1b")
+    half = explained("--stages", "4", "--micro-batches", "64", "--strategy", "zero", "--pipeline.plan", "1f1b")
+    assert longer.stages is not None and half.stages is not None
+    assert longer.stages.step_s == pytest.approx(2 * half.stages.step_s, rel=0.1)
+    assert longer.stages.link_bytes[0, 1] == 2 * half.stages.link_bytes[0, 1]
+
+
+def test_replicas_on_one_node_share_its_link() -> None:
+    links = Grid(2, 4, 1e9, rate=8.0).links(4)
+    assert links.nodes == (0, 0, 1, 1)
+    assert links.rates[1][2] == 4.0 and links.rates[0][1] == float("inf")
+
+
+def test_candidates_are_the_ways_that_exist() -> None:
+    found = list(candidates(8, 4, 32, ["zero", "sdp4bit"], {"plan": "1f1b"}))
+    assert len(set(found)) == len(found)
+    assert {each.stages for each in found} == {1, 2, 4}
+    for each in found:
+        assert each.stages * each.replicas == 8
+        assert each.replicas * each.micro_batch * each.num_micro_batches == 32
+        assert each.pipeline.plan == "1f1b"
+
+
+def test_auto_ranks_what_fits_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["--stages", "auto", "--micro-batches", "2", "--pipeline.plan", "1f1b"]
+    assert run_explain([*ARGS, *args]) == 0
+    out = capsys.readouterr().out
+    assert "Fastest, by the simulation: --stages 4 --micro-batch 1" in out and "times as long" in out
+    assert "--strategy all: zero and sdp4bit are tried" in out and "no effect" not in out
+    found = explained(*args)
+    assert found.search is not None
+    steps = [priced.step_s for priced in found.search.fastest]
+    assert steps == sorted(steps) and {priced.candidate.stages for priced in found.search.fastest} == {1, 2, 4}
+    # Half way between the smallest and the largest some are left out, and only then is anything computed twice.
+    sizes = sorted(priced.memory_bytes for priced in found.search.fastest)
+    assert {priced.candidate.pipeline.recompute for priced in found.search.fastest} == {"never"}
+    limited = explained(*args, "--memory-gb", str(sizes[len(sizes) // 2] / 1e9)).search
+    assert limited is not None and limited.too_large
+    assert all(priced.memory_bytes <= sizes[len(sizes) // 2] for priced in limited.fastest)
+    # On a fast link nothing is gained by rounding, and exact comes first.
+    fast = explained(*args, "--rate", "100gbit").search
+    assert fast is not None and fast.fastest[0].candidate.pipeline.forward == "exact"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--stages", "auto", "--memory-gb", "0.001"], r"no way to train fits; the least is .* MB"),
+        (["--stages", "five"], "--stages five: must be a whole number from 1 to 10,000, or auto"),
+        (["--stages", "auto", "--mesh", "data=4"], "leave --mesh data=4 out"),
+        (["--stages", "auto", "--parameters", "1e6"], "only presets such as demo"),
+    ],
+)
+def test_what_can_not_be_planned_is_refused(args: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        explained(*args)

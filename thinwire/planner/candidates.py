@@ -1,0 +1,82 @@
+"""The ways in which a model can be trained on some machines: one list, for all who choose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from thinwire.errors import ConfigError
+from thinwire.methods.pipeline.border import EXACT
+from thinwire.methods.pipeline.options import FITTED, Pipeline
+
+# Orders that some case makes the fastest; the others hold more, or wait longer on a link.
+PLANS = (FITTED, "1f1b", "zbv")
+RECOMPUTE = ("never", "except-last", "always")
+# Sequences of a micro-batch at most.
+LARGEST_MICRO_BATCH = 32
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to train.
+
+    replicas: ranks that share the work of each stage by `strategy`. micro_batch: its sequences; num_micro_batches: of
+    one pipeline in a step.
+    """
+
+    strategy: str
+    stages: int
+    replicas: int
+    micro_batch: int
+    num_micro_batches: int
+    pipeline: Pipeline
+
+    @property
+    def borders(self) -> str:
+        """The codecs of hidden states and of their gradients."""
+        return f"{self.pipeline.forward}, {self.pipeline.backward}" if self.stages > 1 else ""
+
+    @property
+    def flags(self) -> str:
+        """What `thinwire train` is told."""
+        options = {"plan": self.pipeline.plan, "forward": self.pipeline.forward, "backward": self.pipeline.backward}
+        options |= {"recompute": self.pipeline.recompute} if self.pipeline.recompute != "never" else {}
+        table = [f"--pipeline.{name} {value}" for name, value in options.items()] if self.stages > 1 else []
+        stages = [f"--stages {self.stages}"] if self.stages > 1 else []
+        return " ".join([*stages, f"--micro-batch {self.micro_batch}", f"--strategy {self.strategy}", *table])
+
+
+def candidates(
+    num_ranks: int, num_layers: int, num_sequences: int, strategies: Sequence[str], stated: Mapping[str, Any]
+) -> Iterator[Candidate]:
+    """All that train `num_sequences` in a step, those that change less of what is learned or kept before the others.
+
+    stated: options of the pipeline that are not free. Where one rank has a stage, no method sends anything: the first
+    strategy stands for all.
+    """
+    default = (Pipeline.forward, Pipeline.backward)
+    codecs = [(EXACT, EXACT), default]
+    free: dict[str, tuple[str, ...]] = {"plan": PLANS, "recompute": RECOMPUTE}
+    free.update({name: (stated[name],) for name in free if name in stated})
+    if "forward" in stated or "backward" in stated:
+        codecs = [(stated.get("forward", default[0]), stated.get("backward", default[1]))]
+    rest = {name: value for name, value in stated.items() if name not in (*free, "forward", "backward")}
+    for stages in (n for n in range(1, min(num_ranks, num_layers) + 1) if num_ranks % n == 0):
+        replicas = num_ranks // stages
+        if num_sequences % replicas:
+            continue
+        each = num_sequences // replicas
+        sizes = [size for size in range(1, min(each, LARGEST_MICRO_BATCH) + 1) if each % size == 0]
+        names = strategies if replicas > 1 else strategies[:1]
+        plans = free["plan"] if stages > 1 else ("1f1b",)
+        borders = codecs if stages > 1 else codecs[:1]
+        modes = free["recompute"] if stages > 1 else ("never",)
+        for name, size, plan, (forward, backward), mode in product(names, sizes, plans, borders, modes):
+            options: dict[str, Any] = {"plan": plan, "forward": forward, "backward": backward, "recompute": mode}
+            # What an order or a cut can't take is no candidate.
+            with suppress(ConfigError):
+                pipeline = Pipeline(**(rest if stages > 1 else {}), **options)
+                yield Candidate(name, stages, replicas, size, each // size, pipeline)

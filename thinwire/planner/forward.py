@@ -1,0 +1,48 @@
+"""What a forward computes, and what it keeps for its backward, without computing it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from thinwire.models import Llama
+from thinwire.models.llama import LlamaConfig
+
+
+@dataclass(frozen=True)
+class Forward:
+    """operations: floating-point operations of a forward. kept_bytes: activations that its backward needs."""
+
+    operations: float
+    kept_bytes: float
+
+
+def forward_of(config: LlamaConfig, batch: int, seq_len: int) -> Forward:
+    """Of the loss of `batch` sequences, counted by torch on tensors without memory; the kernels are those of a CPU."""
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.setdefault(tensor.untyped_storage()._cdata, tensor)
+        return tensor
+
+    with FakeTensorMode():
+        model = Llama(config)
+        tokens = torch.zeros(batch, seq_len, dtype=torch.int64)
+        given = {each.untyped_storage()._cdata for each in (*model.parameters(), tokens)}
+        with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            model(tokens, tokens)
+        num_bytes = sum(tensor.untyped_storage().nbytes() for key, tensor in kept.items() if key not in given)
+    return Forward(counter.get_total_flops(), num_bytes)
+
+
+@cache
+def layer_and_ends(config: LlamaConfig, seq_len: int) -> tuple[Forward, Forward]:
+    """One sequence: in one of the layers, which are all alike, and in embedding, head and loss together."""
+    one, two = (forward_of(replace(config, num_hidden_layers=num), 1, seq_len) for num in (1, 2))
+    layer = Forward(two.operations - one.operations, two.kept_bytes - one.kept_bytes)
+    return layer, Forward(one.operations - layer.operations, one.kept_bytes - layer.kept_bytes)

@@ -1,0 +1,92 @@
+"""The fastest of all candidates that fit, by the simulated step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import cache
+
+from thinwire.errors import ConfigError
+from thinwire.methods.interface import MethodPlan
+from thinwire.models import Llama
+from thinwire.planner.candidates import Candidate
+from thinwire.planner.stages import Grid, Stages, stages_of
+
+# (candidate, stage) -> what the method holds and sends on one rank of it.
+Planned = Callable[[Candidate, Stages, int], MethodPlan]
+
+
+@dataclass(frozen=True)
+class Priced:
+    """What one candidate costs.
+
+    step_s: seconds of forwards, backwards and borders, then of what replicas send, none of it hidden. memory_bytes: of
+    the fullest stage, activations included. link_s: of the busiest node's link alone.
+    """
+
+    candidate: Candidate
+    step_s: float
+    bubble: float
+    memory_bytes: float
+    link_s: float
+
+
+@dataclass(frozen=True)
+class Search:
+    """All that was priced.
+
+    fastest: what fits, fastest first; those that are as fast in the order of `candidates`. too_large: what does not
+    fit, smallest first. refused: how many candidates can't run, by reason.
+    """
+
+    fastest: tuple[Priced, ...]
+    too_large: tuple[Priced, ...]
+    refused: dict[str, int]
+
+
+def search(
+    model: Llama, found: Iterable[Candidate], planned: Planned, grid: Grid, seq_len: int,
+    memory_bytes: float | None = None,
+) -> Search:  # fmt: skip
+    """Price candidates, and rank those of which the fullest stage fits into a rank's memory.
+
+    A candidate that recomputes is priced only where the same one that keeps more does not fit.
+    """
+    simulated = cache(lambda pipeline, stages, num, size: stages_of(model, pipeline, stages, num, size, seq_len, grid))
+    fits: list[Priced] = []
+    too_large: list[Priced] = []
+    refused: dict[str, int] = {}
+    fitting: set[Candidate] = set()
+    for candidate in found:
+        as_kept = replace(candidate, pipeline=replace(candidate.pipeline, recompute="never"))
+        if as_kept in fitting:
+            continue
+        try:
+            stages = simulated(candidate.pipeline, candidate.stages, candidate.num_micro_batches, candidate.micro_batch)
+            priced = price(candidate, stages, planned, grid)
+        except ConfigError as error:
+            refused[str(error)] = refused.get(str(error), 0) + 1
+            continue
+        if memory_bytes is not None and priced.memory_bytes > memory_bytes:
+            too_large.append(priced)
+        else:
+            fitting.add(as_kept)
+            fits.append(priced)
+    fits.sort(key=lambda priced: priced.step_s)
+    return Search(tuple(fits), tuple(sorted(too_large, key=lambda priced: priced.memory_bytes)), refused)
+
+
+def price(candidate: Candidate, stages: Stages, planned: Planned, grid: Grid) -> Priced:
+    """One candidate, whose pipeline has been simulated."""
+    plans = {stage: planned(candidate, stages, stage) for stage in stages.heaviest}
+    memory = max(stages.memory_bytes(stage, plan) for stage, plan in plans.items())
+    method_s = max(exchange_s(plan, grid) for plan in plans.values())
+    borders_s = stages.crossing_bytes(grid) / (grid.rate or float("inf"))
+    return Priced(candidate, stages.step_s + method_s, stages.bubble, memory, borders_s + method_s)
+
+
+def exchange_s(plan: MethodPlan, grid: Grid) -> float:
+    """Seconds of a method's messages on one node's link, or inside a node where that takes longer."""
+    sent = grid.local_size * plan.sent_on("inter") if plan.crossing is None else plan.crossing
+    inside = plan.sent_on("intra") + plan.sent_on("pair")
+    return max(sent / (grid.rate or float("inf")), inside / (grid.local_rate or float("inf")))

@@ -1,0 +1,194 @@
+"""A step of a pipeline before it runs: what each stage holds and sends, and how long the step takes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import nn
+
+from thinwire.cost import Network
+from thinwire.methods.interface import MethodPlan
+from thinwire.methods.pipeline import Costs, Timeline, in_flight, simulate
+from thinwire.methods.pipeline.balance import balanced
+from thinwire.methods.pipeline.cut import stated_sizes
+from thinwire.methods.pipeline.options import Pipeline, check_stages
+from thinwire.models import Llama
+from thinwire.planner.forward import layer_and_ends
+
+# Side of the matrices whose product measures a rank's speed, and for how long.
+SIDE, PROBE_S = 512, 0.1
+# Micro-batches of a simulated step at most: from there on each one more costs the same.
+LONGEST = 64
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Machines of local_size ranks each, and what they do in a second.
+
+    flops: floating-point operations of one rank. rate, local_rate: bytes on one node's link, which its ranks share, and
+    on one rank's link inside its node; None: links are free.
+    """
+
+    nodes: int
+    local_size: int
+    flops: float
+    rate: float | None = None
+    local_rate: float | None = None
+
+    @property
+    def num_ranks(self) -> int:
+        return self.nodes * self.local_size
+
+    def links(self, stages: int) -> Network:
+        """Between the ranks of one of the pipelines, which all send at once. A stage's replicas are neighbours."""
+        replicas = self.num_ranks // stages
+        nodes = tuple(stage * replicas // self.local_size for stage in range(stages))
+        # Replicas of a stage that lie on one node share its link.
+        share = (self.rate or float("inf")) / min(self.local_size, replicas)
+        local = self.local_rate or float("inf")
+        rates = tuple(tuple(local if a == b else share for b in nodes) for a in nodes)
+        return Network(nodes, rates, ((0.0,) * stages,) * stages)
+
+
+@dataclass(frozen=True)
+class Stages:
+    """A model over the stages of a pipeline, and one step of it.
+
+    parts: of the model, by stage. sizes: layers of each chunk. timeline: of forwards, backwards and borders.
+    held: visits of a chunk whose activations each stage keeps at once, at most. tied_bytes: of a weight that the first
+    and the last stage share.
+    """
+
+    options: Pipeline
+    parts: tuple[nn.ModuleDict, ...]
+    sizes: tuple[int, ...]
+    timeline: Timeline
+    held: tuple[int, ...]
+    num_micro_batches: int
+    more_s: float
+    tied_bytes: int
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of forwards, backwards and borders."""
+        return self.timeline.makespan_s + self.more_s
+
+    @property
+    def bubble(self) -> float:
+        """The part of the step in which the stage that computes most has nothing to do."""
+        return min(self.timeline.idle_s) / self.timeline.makespan_s
+
+    @property
+    def link_bytes(self) -> dict[tuple[int, int], float]:
+        """Bytes of a step, by (from stage, to stage)."""
+        scale = self.num_micro_batches / min(self.num_micro_batches, LONGEST)
+        found = {pair: num_bytes * scale for pair, num_bytes in self.timeline.link_bytes.items()}
+        last = len(self.parts) - 1
+        for pair in ((0, last), (last, 0)) if self.tied_bytes else ():
+            found[pair] = found.get(pair, 0.0) + self.tied_bytes
+        return found
+
+    def sent_bytes(self, stage: int) -> float:
+        """What a rank of a stage sends to other stages in a step."""
+        return sum(num_bytes for (source, _), num_bytes in self.link_bytes.items() if source == stage)
+
+    def crossing_bytes(self, grid: Grid) -> float:
+        """The most that one node's ranks together send to stages on other nodes in a step."""
+        nodes = grid.links(len(self.parts)).nodes
+        sent = dict.fromkeys(nodes, 0.0)
+        for (source, target), num_bytes in self.link_bytes.items():
+            if nodes[source] != nodes[target]:
+                sent[nodes[source]] += num_bytes
+        return min(grid.local_size, grid.num_ranks // len(self.parts)) * max(sent.values())
+
+    def memory_bytes(self, stage: int, plan: MethodPlan) -> float:
+        """What one rank of a stage holds: by its method's plan, and activations."""
+        return sum(plan.memory.values()) + self.timeline.peak_bytes[stage]
+
+    @property
+    def heaviest(self) -> set[int]:
+        """The stages of which one needs the most memory: that with most parameters, and that with most activations."""
+        numels = [sum(param.numel() for param in part.parameters()) for part in self.parts]
+        return {numels.index(max(numels)), self.timeline.peak_bytes.index(max(self.timeline.peak_bytes))}
+
+
+def stages_of(
+    model: Llama, options: Pipeline, stages: int, num_micro_batches: int, batch: int, seq_len: int, grid: Grid
+) -> Stages:
+    """Cut the model, and simulate a step of `num_micro_batches` with `batch` sequences each.
+
+    Raises ConfigError for stages, layers and micro-batches that do not fit each other.
+    """
+    check_stages(options, stages, len(model.model.layers), min(num_micro_batches, LONGEST))
+    parts, sizes = cut_parts(model, options, stages)
+    costs = costs_of(model, options, sizes, options.home(stages), batch, seq_len, grid.flops)
+    links = grid.links(stages)
+    num = min(num_micro_batches, LONGEST)
+    plan = options.plan_of(stages, num, costs, links)
+    timeline = simulate(plan, costs, links)
+    more_s = 0.0
+    if num < num_micro_batches:
+        half = options.plan_of(stages, num // 2, costs, links)
+        slope = (timeline.makespan_s - simulate(half, costs, links).makespan_s) / (num - num // 2)
+        more_s = slope * (num_micro_batches - num)
+    head, embedding, home = model.lm_head.weight, model.model.embed_tokens.weight, options.home(stages)
+    tied_bytes = head.nbytes if head is embedding and home[-1] != home[0] else 0
+    return Stages(options, tuple(parts), sizes, timeline, in_flight(plan), num_micro_batches, more_s, tied_bytes)
+
+
+def cut_parts(model: Llama, options: Pipeline, stages: int) -> tuple[list[nn.ModuleDict], tuple[int, ...]]:
+    """What each stage has of the model, and how many layers each chunk has."""
+    chunks, home, layers = options.num_chunks(stages), options.home(stages), list(model.model.layers)
+    numels = [sum(param.numel() for param in layer.parameters()) for layer in layers]
+    embedding, head = model.model.embed_tokens, model.lm_head
+    operations = list(map(float, numels))
+    operations[0 if options.head == "first" else -1] += head.weight.numel()
+    sizes = (
+        stated_sizes(options.layers, chunks, len(layers))
+        if options.layers
+        else balanced(operations, list(map(float, numels)), chunks)
+    )
+    parts = [nn.ModuleDict() for _ in range(stages)]
+    for chunk, (size, end) in enumerate(zip(sizes, accumulate(sizes), strict=True)):
+        parts[home[chunk]][f"layers{chunk}"] = nn.ModuleList(layers[end - size : end])
+    parts[home[0]]["embedding"] = embedding
+    if home[-1] == home[0] or head.weight is not embedding.weight:
+        parts[home[-1]]["head"] = head
+    parts[home[-1]]["norm"] = model.model.norm
+    return parts, tuple(sizes)
+
+
+def costs_of(
+    model: Llama, options: Pipeline, sizes: Sequence[int], home: Sequence[int], batch: int, seq_len: int, flops: float
+) -> Costs:
+    """Of one micro-batch; a backward computes twice what the forward does."""
+    layer, ends = layer_and_ends(model.config, seq_len)
+    # A head that is first in the pipeline is a chunk of its own.
+    numbers = [*sizes, *[0] * (len(home) - len(sizes))]
+    work = [num * layer.operations for num in numbers]
+    kept = [num * layer.kept_bytes for num in numbers]
+    work[-1] += ends.operations
+    kept[-1] += ends.kept_bytes
+    num_elements = batch * seq_len * model.config.hidden_size
+    seconds = tuple(batch * each / flops for each in work)
+    crossing = options.crossing(0)
+    forward, backward = (
+        (float(crossing.packet_bytes(way, num_elements, torch.float32)),) * len(home) for way in ("forward", "backward")
+    )
+    held, inputs = tuple(batch * each for each in kept), (4.0 * num_elements,) * len(home)
+    return Costs(seconds, seconds, seconds, forward, backward, held, inputs)
+
+
+def measured_flops() -> float:
+    """Operations per second of this process, fp32: the best product of two matrices in a tenth of a second."""
+    a = torch.ones(SIDE, SIDE)
+    fastest_s, end = float("inf"), time.perf_counter() + PROBE_S
+    while time.perf_counter() < end or fastest_s == float("inf"):
+        start = time.perf_counter()
+        a @ a
+        fastest_s = min(fastest_s, time.perf_counter() - start)
+    return 2 * SIDE**3 / fastest_s

@@ -307,7 +307,7 @@ def parallelize(
 
     Args:
         model: on every rank of the mesh; its parameters are plain tensors, or DTensors on the tensor axis.
-        optimizer: over its parameters; an elementwise one where a method shards it.
+        optimizer: over its parameters; an elementwise one, or thinwire.Muon, where a method shards it.
         mesh: with names of AXES for its dimensions, such as ("data", "tensor").
         methods: at most one for each axis, such as [thinwire.DiLoCo(), thinwire.SDP4Bit()]. Without one for the data
             axis, an islands method's own `inner` works there. The pipeline axis has options, `thinwire.Pipeline()`, and

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from thinwire.codecs import derive_seed
 from thinwire.collectives import Communicator
+from thinwire.hosts.tensor import TensorAxis
 from thinwire.methods.matrices import CutMatrices
 from thinwire.optim.muon import Muon, Shards, orthogonalised
 from thinwire.table import Row
@@ -22,12 +23,14 @@ Parts = Mapping[str, tuple[torch.Size, Sequence[tuple[int, int]]]]
 class JoinedMatrices:
     """The matrices that each of some groups of ranks has cut, of which this rank is a member.
 
-    held: this rank's pieces of the parameters, by name. seed: of the step under way.
+    held: this rank's pieces of the parameters, by name. seed: of the step under way. tensor: the axis that cuts what
+    these ranks see as a whole, if any.
     """
 
     groups: Sequence[tuple[Communicator, CutMatrices]]
     held: Mapping[str, Tensor]
     seed: Callable[[], int]
+    tensor: TensorAxis | None = None
 
     @classmethod
     def of(
@@ -36,11 +39,14 @@ class JoinedMatrices:
         held: Mapping[str, Tensor],
         parts: Sequence[tuple[Communicator, Parts]],
         seed: Callable[[], int],
+        tensor: TensorAxis | None = None,
     ) -> JoinedMatrices:
         """Let `muon` step pieces. parts: of the parameters that each group has cut; see CutMatrices."""
         groups = [(comm, CutMatrices.of(own, comm.topology, muon.codec)) for comm, own in parts]
-        joined = cls(groups, held, seed)
+        joined = cls(groups, held, seed, tensor)
         shapes = {name: shape for _, own in parts for name, (shape, _) in own.items()}
+        if tensor is not None:
+            shapes |= {name: cut.shape for name, cut in tensor.cuts.items() if name in shapes}
         muon.shards = Shards({piece: name for name, piece in held.items()}, shapes, joined.turn)
         return joined
 
@@ -54,9 +60,15 @@ class JoinedMatrices:
                 name: directions[name] if name in directions else torch.zeros_like(self.held[name]) for name in own
             }
             wholes = comm.wait(comm.submit(partial(cut.collect, held=pieces, seed=seed)))
-            results = {number: orthogonalised(whole) for number, whole in wholes.items()}
+            # In the order of all ranks of a tensor axis, on which the same matrices have the same owners.
+            results = {
+                number: self._orthogonalised(cut.matrices[number].name, wholes[number]) for number in sorted(wholes)
+            }
             turned |= comm.wait(comm.submit(partial(cut.spread, wholes=results, held=pieces, seed=derive_seed(seed))))
         return turned
+
+    def _orthogonalised(self, name: str, whole: Tensor) -> Tensor:
+        return orthogonalised(whole) if self.tensor is None else self.tensor.orthogonalised(name, whole)
 
     @property
     def bytes_per_step(self) -> int:

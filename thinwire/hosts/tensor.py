@@ -15,6 +15,8 @@ from torch.distributed.tensor.placement_types import Placement
 from thinwire.checkpoint import Piece, Share
 from thinwire.collectives import Communicator
 from thinwire.errors import ConfigError
+from thinwire.optim import Muon
+from thinwire.optim.muon import Shards, orthogonalised
 from thinwire.state.elementwise import needs_whole_tensors
 from thinwire.state.replicas import digest, odd_ranks
 
@@ -115,6 +117,21 @@ class TensorAxis:
             for name, value in values.items()
         }
 
+    def orthogonalised(self, name: str, x: Tensor) -> Tensor:
+        """This rank's part of the orthogonalised matrix, or stack of them, of which `x` is a part. A collective."""
+        cut = self.cuts.get(name)
+        # From the end, so that a stack's matrices may come one by one; a stack cut into whole ones needs nobody else.
+        dim = None if cut is None or cut.dim is None else cut.dim - len(cut.shape)
+        if dim not in (-1, -2):
+            return orthogonalised(x)
+        at = x.dim() + dim
+        whole = DTensor.from_local(x.contiguous(), self.mesh, [Shard(at)], run_check=False).full_tensor()
+        return orthogonalised(whole).chunk(self.mesh.size(), at)[self.rank]
+
+    def turn(self, directions: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's parts of the orthogonalised directions, by parameter; a collective. See Shards."""
+        return {name: self.orthogonalised(name, direction) for name, direction in directions.items()}
+
     def part(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """This rank's part of whole tensors."""
         found: dict[str, Tensor] = {}
@@ -133,13 +150,17 @@ class TensorAxis:
 def cut_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> TensorAxis:
     """Replace the model's DTensors by local tensors, in modules and optimizer; see TensorAxis.
 
-    mesh: the tensor axis; `misfits` must be empty for it. Raises ConfigError for an optimizer that needs whole tensors.
+    mesh: the tensor axis; `misfits` must be empty for it. Raises ConfigError for an optimizer that needs whole tensors,
+    other than Muon.
     """
-    if needs_whole_tensors(optimizer):
+    if needs_whole_tensors(optimizer) and not isinstance(optimizer, Muon):
+        nearest = "thinwire.Muon or " if isinstance(optimizer, torch.optim.Muon) else ""
         raise ConfigError(
-            f"{type(optimizer).__name__} needs whole tensors, which a tensor axis cuts: take an elementwise optimizer, "
-            "such as AdamW or SGD"
+            f"{type(optimizer).__name__} needs whole tensors, which a tensor axis cuts: take {nearest}an elementwise "
+            "optimizer, such as AdamW or SGD"
         )
+    turned = {id(param) for param in optimizer.matrices} if isinstance(optimizer, Muon) else set[int]()
+    orthogonal = {name: param.shape for name, param in model.named_parameters() if id(param) in turned}
     axis = TensorAxis(mesh)
     leaves: dict[int, tuple[str, nn.Parameter]] = {}
     for prefix, module in model.named_modules():
@@ -161,6 +182,10 @@ def cut_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Dev
         optimizer.state[leaves[id(param)][1]] = {
             key: value.to_local() if isinstance(value, DTensor) else value for key, value in held.items()
         }
+    if isinstance(optimizer, Muon):
+        # Hosts that cut the parts further put their own in its place.
+        local = dict(model.named_parameters())
+        optimizer.shards = Shards({local[name]: name for name in orthogonal}, orthogonal, axis.turn)
     for module in axis.places:
         module.register_forward_pre_hook(lambda module, *_: axis.show_whole(module))
         module.register_forward_hook(lambda module, *_: axis.show_local(module), always_call=True)

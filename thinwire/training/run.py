@@ -15,7 +15,7 @@ from thinwire.methods.interface import Method
 from thinwire.methods.pipeline.options import Pipeline
 from thinwire.methods.pipeline.recover import NONE
 from thinwire.methods.sequence import SequenceParallel
-from thinwire.optim import ELEMENTWISE, OPTIMIZERS, WHOLE
+from thinwire.optim import OPTIMIZERS, SHARDED, WHOLE
 from thinwire.options import DEFAULT_INNER, LLAMA, PIPELINE, SEQUENCE, build_strategy, has_islands, used_tables
 from thinwire.training.config import TrainConfig
 
@@ -58,9 +58,9 @@ class Run:
                 f"--optimizer {name} does not fit strategy {strategy.name}, which {strategy.optimizers_reason}"
                 f"{nearest(name, strategy.optimizers)}"
             )
-        if name in WHOLE and config.mesh_shape.tensor > 1:
+        if name in WHOLE and name not in SHARDED and config.mesh_shape.tensor > 1:
             raise ConfigError(
-                f"--optimizer {name} needs whole tensors, which --mesh {config.mesh} cuts{nearest(name, ELEMENTWISE)}"
+                f"--optimizer {name} needs whole tensors, which --mesh {config.mesh} cuts{nearest(name, SHARDED)}"
             )
         return cls(replace(config, optimizer=name), strategy, pipeline, sequence)
 

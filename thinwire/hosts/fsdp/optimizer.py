@@ -21,6 +21,7 @@ from thinwire.hosts.fsdp.compress import CompressedFSDP, groups_of
 from thinwire.hosts.interface import ParallelOptimizer, RankOptions, apply
 from thinwire.hosts.matrices import JoinedMatrices
 from thinwire.hosts.ranks import Axis, Ranks, open_ranks
+from thinwire.hosts.tensor import TensorAxis
 from thinwire.layout.layers import layers_of
 from thinwire.methods.fsdp import FSDPMethod, ShardingStrategy
 from thinwire.optim import Muon
@@ -71,8 +72,9 @@ def wrap_fsdp(
         start,
     ]
     return model, FSDPOptimizer(
-        model, optimizer, ranks, compressed, shards, modules, strategy.reshard_after_forward, rows, orthogonal, seed
-    )
+        model, optimizer, ranks, compressed, shards, modules, strategy.reshard_after_forward, rows, orthogonal, seed,
+        axis.tensor if axis is not None else None,
+    )  # fmt: skip
 
 
 def shard_modules(model: nn.Module, mesh: DeviceMesh, reshard_after_forward: bool) -> list[nn.Module]:
@@ -120,6 +122,7 @@ class FSDPOptimizer(AgreeingOptimizer):
         rows: list[Row],
         orthogonal: Mapping[str, torch.Size],
         seed: int,
+        tensor: TensorAxis | None,
     ) -> None:
         """orthogonal: shapes of the whole parameters whose updates Muon makes orthogonal. seed: of their codec."""
         super().__init__(model, inner, ranks, shards, compressed.num_parameters, rows)
@@ -131,7 +134,9 @@ class FSDPOptimizer(AgreeingOptimizer):
         if isinstance(inner, Muon):
             held = {name: shards[name] for name in orthogonal if shards[name].numel()}
             parts = {name: (shape, cut_by_rows(shape, self.comm.world_size)) for name, shape in orthogonal.items()}
-            self._matrices = JoinedMatrices.of(inner, held, [(self.comm, parts)], lambda: derive_seed(seed, self.steps))
+            self._matrices = JoinedMatrices.of(
+                inner, held, [(self.comm, parts)], lambda: derive_seed(seed, self.steps), tensor
+            )
             self._rows += self._matrices.rows()
 
     @property

@@ -26,6 +26,7 @@ from thinwire.hosts.sharded.passing import PassingWeights
 from thinwire.hosts.sharded.seeds import Seeds
 from thinwire.hosts.sharded.state import ShardedState
 from thinwire.hosts.sharded.weights import Weights
+from thinwire.hosts.tensor import TensorAxis
 from thinwire.layout.buckets import Unit, sent_by
 from thinwire.methods.sharded import ShardedMethod, cut_by
 from thinwire.optim import Muon
@@ -68,6 +69,7 @@ class ShardedOptimizer(ParallelOptimizer, torch.optim.Optimizer):
         overlap: bool,
         seed: int,
         notes: list[Row],
+        tensor: TensorAxis | None = None,
     ) -> None:
         """Move the model's parameters into buckets. comms: the groups that layouts name by number; first all ranks."""
         params = dict(model.named_parameters())
@@ -82,7 +84,7 @@ class ShardedOptimizer(ParallelOptimizer, torch.optim.Optimizer):
         turned = {id(param) for param in inner.matrices} if isinstance(inner, Muon) else set[int]()
         orthogonal = {slot.name for slot in self._slots if id(slot.param) in turned}
         self._owned = take_over(inner, self.buckets)
-        self._matrices = self._join_matrices(inner, orthogonal) if isinstance(inner, Muon) else None
+        self._matrices = self._join_matrices(inner, orthogonal, tensor) if isinstance(inner, Muon) else None
         self.memory = Memory(method, self.buckets)
         self._saved = ShardedState(method, inner, self.comm, self.buckets, self._owned, self.memory.state)
         # The base class gives step hooks and profiling; params and state stay the inner optimizer's.
@@ -100,10 +102,10 @@ class ShardedOptimizer(ParallelOptimizer, torch.optim.Optimizer):
         if overlap or is_cut:
             self._guard_weights()
 
-    def _join_matrices(self, muon: Muon, names: Collection[str]) -> JoinedMatrices:
+    def _join_matrices(self, muon: Muon, names: Collection[str], tensor: TensorAxis | None) -> JoinedMatrices:
         held = {owned.slot.name: owned.master for owned in self._owned if owned.slot.name in names}
         parts = [(c, cut_by((b.layout for b in self.buckets if b.comm is c), names)) for c in self._comms]
-        return JoinedMatrices.of(muon, held, parts, self._seeds.updates)
+        return JoinedMatrices.of(muon, held, parts, self._seeds.updates, tensor)
 
     def _guard_weights(self) -> None:
         unit_of = {id(slot.param): unit for unit in self.units for slot in unit.slots}

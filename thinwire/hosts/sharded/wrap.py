@@ -49,7 +49,7 @@ def zero(
 
     Args:
         model: the same on all ranks; parameters in fp32, bf16 or fp16.
-        optimizer: elementwise, such as AdamW; it then steps flat fp32 pieces of the parameters.
+        optimizer: elementwise, such as AdamW, or thinwire.Muon; it then steps flat fp32 pieces of the parameters.
         method: what travels and how, such as `thinwire.SDP4Bit()`.
         group: the ranks that hold replicas of this model: a process group, one dimension of a DeviceMesh, None for all.
         local_size: ranks per node; None: found.
@@ -94,7 +94,10 @@ def zero(
     notes = _same_start(model, named, method, comms, chosen)
     notes += _notes_on_parameters(model, named, overlap)
     units = method.units(model, named, levels, chosen.__getitem__, bucket_numel)
-    sharded = ShardedOptimizer(model, optimizer, method, units, ranks, comms, overlap=overlap, seed=seed, notes=notes)
+    sharded = ShardedOptimizer(
+        model, optimizer, method, units, ranks, comms, overlap=overlap, seed=seed, notes=notes,
+        tensor=axis.tensor if axis is not None else None,
+    )  # fmt: skip
     if announce and ranks.comm.rank == 0:
         announce_table(sharded.describe())
     return model, sharded

@@ -33,6 +33,7 @@ from thinwire.methods.data.dgc import DGC
 from thinwire.methods.data.onebit_adam import OneBitAdam
 from thinwire.methods.data.sdp4bit import SDP4Bit
 from thinwire.methods.pipeline import Pipeline
+from thinwire.methods.sequence import SequenceParallel
 from thinwire.planner.explain import explain
 from thinwire.planner.options import ExplainConfig, read_explain
 from thinwire.registry import STRATEGIES, Frontier, ZeroPP
@@ -248,6 +249,11 @@ def test_every_option_is_documented(strategy: Any) -> None:
 def test_every_option_of_a_pipeline_is_documented() -> None:
     documented = [row[0] for row in table_rows(ROOT / "docs/tasks/cut-the-model.md", "In the trainer")]
     assert documented == [item.name for item in fields(Pipeline)]
+
+
+def test_every_option_of_sequences_is_documented() -> None:
+    documented = [row[0] for row in table_rows(ROOT / "docs/tasks/long-sequences.md", "In the trainer")]
+    assert documented == [item.name for item in fields(SequenceParallel)]
 
 
 def test_every_option_of_islands_is_documented() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from tests.workers import run_command
 from thinwire import cli
+from thinwire.errors import ConfigError
 
 STEPS, SAVED = 6, 3
 # Five held-out sequences: the replicas have unequal numbers of batches.
@@ -84,11 +86,14 @@ def test_rounded_sequences_resume_bit_for_bit(runs: dict[str, dict[str, Any]]) -
     ],
 )
 def test_what_can_not_work_is_told_before_anything_starts(
-    flags: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    flags: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("a process would have been started")
+
+    monkeypatch.setattr("thinwire.launch.agent.make_agent", refuse)
     strategy = "" if "--strategy" in flags else "--strategy zero"
     place = f"--model tiny --data {__file__} --run-dir {tmp_path / 'run'} --seq-len 16 {strategy}"
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["train", *place.split(), *flags.split()])
-    assert ended.value.code == 2
-    assert words in capsys.readouterr().err.replace("\n", " ")
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        cli.run(["train", *place.split(), *flags.split()])
+    assert not (tmp_path / "run").exists()

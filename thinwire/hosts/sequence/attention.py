@@ -211,16 +211,18 @@ class _Ring(torch.autograd.Function):
         rank, tokens, size = members.index(wire.comm.rank), q.shape[2], len(members)
         grad = grads[0].contiguous()
         wide = sums.dtype
-        dq, *dkv = (x.to(wide) for x in blocks.backward(grad, q, *own, out, sums, is_causal, scale))
+        dq, *dkv = (x.to(wide) for x in blocks.backward(grad, q, own[0], own[1], out, sums, is_causal, scale))
         total = torch.stack(dkv)
         home = []
-        for source, kv in _passing(own, wire, members):
+        for source, (keys, values) in _passing(own, wire, members):
             part = torch.zeros_like(own)
             for queries, read, masked in visible(rank, source, tokens, is_causal):
-                cut = (grad[:, :, queries], q[:, :, queries], *kv[:, :, :, read], out[:, :, queries])
-                found = blocks.backward(*cut, sums[:, :, queries], masked, scale)
-                dq[:, :, queries] += found[0]
-                part[:, :, :, read] = torch.stack(found[1:]).to(part.dtype)
+                more, *of_block = blocks.backward(
+                    grad[:, :, queries], q[:, :, queries], keys[:, :, read], values[:, :, read], out[:, :, queries],
+                    sums[:, :, queries], masked, scale,
+                )  # fmt: skip
+                dq[:, :, queries] += more
+                part[:, :, :, read] = torch.stack(of_block).to(part.dtype)
             packet = pack(part, wire.gradients, wire.draw())
             home.append(wire.shift(members, packet, (source - rank) % size, "sequence_gradients"))
         for future in home:

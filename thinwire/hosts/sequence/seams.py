@@ -60,7 +60,7 @@ def replace(model: nn.Module, attention: Exchanged, positions: Callable[[Tensor]
             replace_in_hugging_face(module, attention, positions)
 
 
-def is_hugging_face(module: nn.Module) -> bool:
+def is_hugging_face(module: Any) -> bool:
     """Whether it is a language model of transformers, which is optional here."""
     return hasattr(module, "set_attn_implementation") and module.get_output_embeddings() is not None
 

@@ -10,6 +10,7 @@ held-out losses, means over seeds: right before losses, right after, and at the 
 from __future__ import annotations
 
 import argparse
+from itertools import chain
 from statistics import fmean
 
 import torch
@@ -98,8 +99,8 @@ def main() -> None:
     print(f"{'recover':>8}  {'before':>7}  {'after':>7}  {'end':>7}  each seed's end")
     for how in RECOVERIES:
         found = [run(how, seed, args.steps, args.every) for seed in range(args.seeds)]
-        told = [f"{fmean(x for one in found for x in one[at]):.4f}" if found[0][at] else "" for at in (0, 1)]
-        ends = [one[2] for one in found]
+        befores, afters, ends = zip(*found, strict=True)
+        told = [f"{fmean(chain(*losses)):.4f}" if losses[0] else "" for losses in (befores, afters)]
         each = " ".join(f"{end:.4f}" for end in ends)
         print(f"{how:>8}  {told[0]:>7}  {told[1]:>7}  {fmean(ends):7.4f}  {each}", flush=True)
 

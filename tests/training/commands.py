@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import pytest
+
 from tests.workers import HANG_S, Command, run_command
+from thinwire import cli
+from thinwire.errors import ConfigError
 
 THINWIRE = [sys.executable, "-m", "thinwire"]
 Started: TypeAlias = "Command | subprocess.Popen[str]"
@@ -92,6 +98,37 @@ class CommandRunner:
             process.communicate()
             if isinstance(process, Command):
                 process.close()
+
+
+def train_ranks(folder: Path, name: str, num_ranks: int, flags: Sequence[str], origin: str = "") -> dict[str, Any]:
+    """A run of ranks that torchrun seems to start: its summary, its metrics by step, what it printed and its folder.
+
+    origin: the run whose checkpoint it resumes.
+    """
+    run_dir, text, log = folder / name, folder / "text.txt", folder / f"{name}.log"
+    text.write_text("".join(f"def f{n}(x):\n    return x * {n} + {n % 7}\n" for n in range(600)))
+    if origin:
+        shutil.copytree(folder / origin, run_dir)
+        flags = (*flags, "--resume")
+    place = ("--data", str(text), "--cache-dir", str(folder / "cache"), "--run-dir", str(run_dir))
+    run_command(["train", *place, *flags], num_ranks, log)
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    summary = json.loads((run_dir / "summary.json").read_text())
+    return summary | {"steps": {line["step"]: line for line in lines}, "printed": log.read_text(), "folder": run_dir}
+
+
+def check_refused(folder: Path, flags: Sequence[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`thinwire train` with these flags says `message` before a process starts, and leaves no folder."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a process would have been started")
+
+    monkeypatch.setattr("thinwire.launch.agent.make_agent", refuse)
+    (folder / "text.txt").write_text("text " * 4000)
+    place = ["--data", str(folder / "text.txt"), "--run-dir", str(folder / "run")]
+    with pytest.raises(ConfigError, match=message):
+        cli.run(["train", *place, *flags])
+    assert not (folder / "run").exists()
 
 
 def finish(process: Started) -> tuple[int, str, str]:

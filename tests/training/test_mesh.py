@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.workers import run_command
-from thinwire import cli
+from tests.training.commands import check_refused, train_ranks
 from thinwire.errors import ConfigError, Problems
 from thinwire.planner.explain import explain
 from thinwire.planner.options import read_explain
@@ -20,7 +17,7 @@ from thinwire.planner.options import read_explain
 SAVED, STEPS = 3, 6
 SMALL = (
     "--model", "tiny", "--seq-len", "16", "--micro-batch", "2", "--tokens-per-step", "128", "--lr", "0.003",
-    "--dtype", "fp32", "--eval-sequences", "8", "--sample-tokens", "8", "--timeout", "120",
+    "--dtype", "fp32", "--eval-sequences", "8", "--sample-tokens", "8", "--timeout", "120", "--steps", str(STEPS),
 )  # fmt: skip
 MESH = ("--mesh", "data=2,tensor=2")
 FP32 = tuple(f"--frontier.{option}=fp32" for option in ("weights", "intra-gradients", "inter-gradients", "refresh"))
@@ -28,19 +25,10 @@ DILOCO = ("--strategy", "diloco", "--diloco.sync-every", "2", "--inner", "zero")
 
 
 def train(folder: Path, name: str, num_ranks: int, *flags: str, origin: str = "") -> dict[str, Any]:
-    """A run: its losses and norms by step, its summary, and what it printed. origin: whose checkpoint it resumes."""
-    run_dir, text, log = folder / name, folder / "text.txt", folder / f"{name}.log"
-    text.write_text("".join(f"def f{n}(x):\n    return x * {n} + {n % 7}\n" for n in range(600)))
-    if origin:
-        shutil.copytree(folder / origin, run_dir)
-        flags = (*flags, "--resume")
-    if "diloco" not in flags:
-        flags = (*flags, "--local-size", "1")
-    place = ("--data", str(text), "--cache-dir", str(folder / "cache"), "--run-dir", str(run_dir))
-    run_command(["train", *SMALL, *place, "--steps", str(STEPS), *flags], num_ranks, log)
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    steps = {line["step"]: (line["loss"], line["grad_norm"]) for line in lines if "loss" in line}
-    return json.loads((run_dir / "summary.json").read_text()) | {"by_step": steps, "printed": log.read_text()}
+    """See train_ranks; with losses and norms by step."""
+    place = () if "diloco" in flags else ("--local-size", "1")
+    run = train_ranks(folder, name, num_ranks, [*SMALL, *flags, *place], origin)
+    return run | {"by_step": {step: (line["loss"], line["grad_norm"]) for step, line in run["steps"].items()}}
 
 
 @pytest.fixture(scope="module")
@@ -124,12 +112,4 @@ def test_explain_knows_the_bytes_of_a_mesh(name: str, runs: dict[str, dict[str, 
 def test_a_mesh_that_does_not_fit_is_refused_before_a_process_starts(
     tmp_path: Path, flags: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> None:
-        raise AssertionError("a process would have been started")
-
-    monkeypatch.setattr("thinwire.launch.agent.make_agent", refuse)
-    (tmp_path / "text.txt").write_text("text " * 4000)
-    place = ["--data", str(tmp_path / "text.txt"), "--run-dir", str(tmp_path / "run")]
-    with pytest.raises(ConfigError, match=message):
-        cli.run(["train", "--workers", "4", *SMALL, *place, *flags])
-    assert not (tmp_path / "run").exists()
+    check_refused(tmp_path, ["--workers", "4", *SMALL, *flags], message, monkeypatch)

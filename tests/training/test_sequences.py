@@ -2,40 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.workers import run_command
-from thinwire import cli
-from thinwire.errors import ConfigError
+from tests.training.commands import check_refused, train_ranks
 
 STEPS, SAVED = 6, 3
 # Five held-out sequences: the replicas have unequal numbers of batches.
 SMALL = (
     "--model", "tiny", "--seq-len", "22", "--micro-batch", "2", "--tokens-per-step", "176", "--lr", "0.003",
     "--llama.num-hidden-layers", "2", "--dtype", "fp32", "--eval-sequences", "5", "--sample-tokens", "8",
-    "--timeout", "120", "--local-size", "1",
+    "--timeout", "120", "--local-size", "1", "--steps", str(STEPS),
 )  # fmt: skip
 LOSSY = "--strategy sdp4bit --sequence.parallel 2 --sequence.wire int8/64:nearest --sequence.gradients int8/64"
-
-
-def train(folder: Path, name: str, num_ranks: int, flags: str, origin: str = "") -> dict[str, Any]:
-    """A run: its steps, summary, and what it printed. origin: whose checkpoint it resumes."""
-    run_dir, text, log = folder / name, folder / "text.txt", folder / f"{name}.log"
-    text.write_text("".join(f"def f{n}(x):\n    return x * {n} + {n % 7}\n" for n in range(300)))
-    if origin:
-        shutil.copytree(folder / origin, run_dir)
-        flags += " --resume"
-    place = ("--data", str(text), "--cache-dir", str(folder / "cache"), "--run-dir", str(run_dir))
-    run_command(["train", *SMALL, *place, "--steps", str(STEPS), *flags.split()], num_ranks, log)
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    summary = json.loads((run_dir / "summary.json").read_text())
-    return summary | {"losses": [line["loss"] for line in lines], "printed": log.read_text()}
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +33,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
         ("lossy-part", 2, f"{LOSSY} {stop}", ""),
         ("lossy-on", 2, LOSSY, "lossy-part"),
     ]
-    return {name: train(folder, name, ranks, flags, origin) for name, ranks, flags, origin in rows}
+    found: dict[str, dict[str, Any]] = {}
+    for name, num_ranks, flags, origin in rows:
+        run = train_ranks(folder, name, num_ranks, [*SMALL, *flags.split()], origin)
+        found[name] = run | {"losses": [line["loss"] for line in run["steps"].values()]}
+    return found
 
 
 def test_sequences_train_as_one_process_and_move_to_others(runs: dict[str, dict[str, Any]]) -> None:
@@ -88,12 +74,5 @@ def test_rounded_sequences_resume_bit_for_bit(runs: dict[str, dict[str, Any]]) -
 def test_what_can_not_work_is_told_before_anything_starts(
     flags: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> None:
-        raise AssertionError("a process would have been started")
-
-    monkeypatch.setattr("thinwire.launch.agent.make_agent", refuse)
     strategy = "" if "--strategy" in flags else "--strategy zero"
-    place = f"--model tiny --data {__file__} --run-dir {tmp_path / 'run'} --seq-len 16 {strategy}"
-    with pytest.raises(ConfigError, match=re.escape(words)):
-        cli.run(["train", *place.split(), *flags.split()])
-    assert not (tmp_path / "run").exists()
+    check_refused(tmp_path, f"--model tiny --seq-len 16 {strategy} {flags}".split(), re.escape(words), monkeypatch)

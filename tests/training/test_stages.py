@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,35 +9,20 @@ from typing import Any
 import pytest
 import torch
 
-from tests.workers import run_command
-from thinwire import cli
+from tests.training.commands import check_refused, train_ranks
 from thinwire.checkpoint import Source, latest
-from thinwire.errors import ConfigError
 
 SAVED, STEPS = 3, 6
 SMALL = (
     "--model", "tiny", "--seq-len", "16", "--micro-batch", "2", "--tokens-per-step", "128", "--lr", "0.003",
     "--llama.num-hidden-layers", "4", "--llama.tie-word-embeddings", "True", "--dtype", "fp32",
     "--eval-sequences", "8", "--sample-tokens", "8", "--timeout", "120", "--local-size", "1",
+    "--steps", str(STEPS),
 )  # fmt: skip
 EXACT = "--pipeline.forward exact --pipeline.backward exact"
 STOP = f"--stop-at {SAVED}"
 # A step that changes no weight: what is saved after it is what was loaded.
 STILL = f"--stop-at {SAVED + 1} --lr 1e-30 --allow-resume-drift"
-
-
-def train(folder: Path, name: str, num_ranks: int, flags: str, origin: str = "") -> dict[str, Any]:
-    """A run: its steps, summary, and what it printed. origin: whose checkpoint it resumes."""
-    run_dir, text, log = folder / name, folder / "text.txt", folder / f"{name}.log"
-    text.write_text("".join(f"def f{n}(x):\n    return x * {n} + {n % 7}\n" for n in range(600)))
-    if origin:
-        shutil.copytree(folder / origin, run_dir)
-        flags += " --resume"
-    place = ("--data", str(text), "--cache-dir", str(folder / "cache"), "--run-dir", str(run_dir))
-    run_command(["train", *SMALL, *place, "--steps", str(STEPS), *flags.split()], num_ranks, log)
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    summary = json.loads((run_dir / "summary.json").read_text())
-    return summary | {"steps": {line["step"]: line for line in lines}, "printed": log.read_text(), "folder": run_dir}
 
 
 def weights(run: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -64,7 +47,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[st
     ]
     found: dict[str, dict[str, Any]] = {}
     for name, num_ranks, flags, origin in rows:
-        found[name] = train(folder, name, num_ranks, flags, origin)
+        found[name] = train_ranks(folder, name, num_ranks, [*SMALL, *flags.split()], origin)
     yield found
 
 
@@ -130,12 +113,4 @@ def test_what_a_run_says_of_its_pipeline(runs: dict[str, dict[str, Any]]) -> Non
 def test_stages_that_do_not_fit_are_refused_before_a_process_starts(
     tmp_path: Path, flags: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> None:
-        raise AssertionError("a process would have been started")
-
-    monkeypatch.setattr("thinwire.launch.agent.make_agent", refuse)
-    (tmp_path / "text.txt").write_text("text " * 4000)
-    place = ["--data", str(tmp_path / "text.txt"), "--run-dir", str(tmp_path / "run")]
-    with pytest.raises(ConfigError, match=message):
-        cli.run(["train", "--workers", "4", *SMALL, *place, *flags])
-    assert not (tmp_path / "run").exists()
+    check_refused(tmp_path, ["--workers", "4", *SMALL, *flags], message, monkeypatch)

@@ -98,11 +98,15 @@ class Traffic(Generic[T]):
     def __post_init__(self) -> None:
         self._port_rates = self.network.port_rates()
         self._buckets = _Buckets(self.network, self._port_rates)
+        # What comes next stays so until a message is queued or has left.
+        self._next: tuple[float, Pair | None, dict[Pair, float]] | None = None
+        self._rates_of: dict[tuple[Pair, ...], dict[Pair, float]] = {}
 
     def send(self, pair: Pair, num_bytes: float, what: T) -> None:
         """Queue a message now."""
         self._queues.setdefault(pair, deque()).append(_Message(what, num_bytes))
         self._burst()
+        self._next = None
 
     def next_s(self) -> float:
         """When something changes next if nothing more is sent; infinity if nothing is under way."""
@@ -122,6 +126,7 @@ class Traffic(Generic[T]):
             self._landing.append((arrival_s, self._num_sent, message.what))
             self._num_sent += 1
             self._burst()
+            self._next = None
         self._progress(to_s, rates)
         landed = sorted(item for item in self._landing if item[0] <= to_s)
         self._landing = [item for item in self._landing if item[0] > to_s]
@@ -142,12 +147,14 @@ class Traffic(Generic[T]):
 
     def _departure(self) -> tuple[float, Pair | None, dict[Pair, float]]:
         """When the next message has left its sender, which pair's, and at which rates all are sent until then."""
-        rates = fair_rates(self.network, self._port_rates, list(self._queues))
-        ends = [
-            (self.now_s + max(0.0, queue[0].left_bytes) / rates[pair], pair) for pair, queue in self._queues.items()
-        ]
-        end_s, first = min(ends, default=(math.inf, None))
-        return end_s, first, rates
+        if self._next is None:
+            pairs = tuple(self._queues)
+            if pairs not in self._rates_of:
+                self._rates_of[pairs] = fair_rates(self.network, self._port_rates, pairs)
+            rates = self._rates_of[pairs]
+            ends = [(self.now_s + max(0.0, self._queues[pair][0].left_bytes) / rates[pair], pair) for pair in pairs]
+            self._next = (*min(ends, default=(math.inf, None)), rates)
+        return self._next
 
 
 class _Buckets:

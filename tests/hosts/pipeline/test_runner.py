@@ -17,6 +17,7 @@ from thinwire.collectives import Mailbox, Topology
 from thinwire.errors import ConfigError, PeerLostError
 from thinwire.hosts.pipeline import Runner
 from thinwire.methods.pipeline import Costs, Plan, check, fitted, plan, recompute
+from thinwire.methods.pipeline.skip import skipping
 
 # "order ranks micro-batches chunks", and what else is done to the plan.
 PLANS: dict[str, list[str]] = {
@@ -27,7 +28,7 @@ PLANS: dict[str, list[str]] = {
     ],
     "4": [
         "gpipe 1", "gpipe 4", "1f1b 4", "1f1b 3 always", "v-half 2", "interleaved 4", "interleaved-zb 4", "zbv 4",
-        "dualpipe-v 8", "fitted 4", "halves 4", "skips 4",
+        "dualpipe-v 8", "fitted 4", "halves 4", "skips 4", "skipping 6",
     ],
 }  # fmt: skip
 
@@ -43,6 +44,8 @@ def made(text: str, num_ranks: int) -> Plan:
         # Skips and swaps, and back to rank 0 for the head.
         paths = [(0, 1, 3, 4), (0, 2, 1, 4), (0, 3, 2, 4), (0, 1, 2, 3, 4)]
         return fitted((0, 1, 2, 3, 0), paths, Costs.even(5))
+    if order == "skipping":
+        return skipping(num_ranks, num, 0.33)
     result = plan(order, num_ranks, num)
     return recompute(result, mode[0]) if mode else result
 

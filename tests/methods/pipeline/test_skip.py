@@ -1,0 +1,162 @@
+"""Skipping stages: the rules of paths, what nodes take, collisions, and how much faster a step is."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from dataclasses import replace
+from itertools import combinations, permutations, product
+
+import pytest
+
+from thinwire.cost import Network
+from thinwire.errors import ConfigError
+from thinwire.methods.pipeline import Costs, Pipeline, check, simulate
+from thinwire.methods.pipeline.conflicts import Busy, Forbidden, found_paths, shortest
+from thinwire.methods.pipeline.ground import Ground, problem_of
+from thinwire.methods.pipeline.placement import _Placement, placed
+from thinwire.methods.pipeline.skip import full_paths, path_length, planned_paths, random_paths, skipping, waves
+
+
+def world(seed: int, sizes: list[int], memory: int | None = 3) -> Ground:
+    """Nodes with delays of 1 to 150 ms and rates of 0.01 to 0.5 GiB/s."""
+    draws, num = random.Random(seed), sum(sizes)
+    delays, rates = ([[0.0] * num for _ in range(num)] for _ in range(2))
+    for a, b in combinations(range(num), 2):
+        delays[a][b] = delays[b][a] = math.exp(draws.uniform(math.log(0.001), math.log(0.15)))
+        rates[a][b] = rates[b][a] = 2**30 * math.exp(draws.uniform(math.log(0.01), math.log(0.5)))
+    stages = tuple(stage for stage, size in enumerate(sizes) for _ in range(size))
+    forward = (1.76,) * num + (0.44,) * sizes[0]
+    half = (1.32,) * num + (0.0,) * sizes[0]
+    costs = replace(Costs.even(num + sizes[0], forward_bytes=2**24), forward_s=forward, input_s=half, weight_s=half)
+    links = Network(tuple(range(num)), tuple(map(tuple, rates)), tuple(map(tuple, delays)))
+    return Ground(stages, costs, links, memory)
+
+
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [
+        ([0, 1, 2, 3], ""),
+        ([0, 2, 1, 3], ""),
+        ([0, 2, 1, 4, 3, 5], ""),
+        ([0, 4, 5], ""),
+        ([0, 3, 1, 2], "goes back by 2"),
+        ([0, 2, 1, 4, 3, 6, 5], "swaps stages 3 times"),
+        ([0, 5], "jumps over 4 stages"),
+        ([0, 1, 1], "twice"),
+        ([1, 2], "start at stage 0"),
+    ],
+)
+def test_rules_of_a_path(path: list[int], problem: str) -> None:
+    assert (problem in problem_of(path)) if problem else not problem_of(path)
+
+
+@pytest.mark.parametrize(("num_stages", "length"), [(3, 2), (4, 3), (6, 4)])
+def test_paths_keep_the_rules_and_what_nodes_take(num_stages: int, length: int) -> None:
+    ground = world(num_stages, [2] * num_stages, memory=2)
+    num_paths, num_found = 4, 0
+    for paths in found_paths(ground, num_paths, length):
+        num_found += 1
+        assert len(paths) == num_paths and [path[0] for path in paths] == [0, 1, 0, 1]
+        for path in paths:
+            stages = [ground.stages[node] for node in path]
+            assert len(stages) == length and not problem_of(stages)
+        nodes = Counter(node for path in paths for node in path[1:])
+        assert max(nodes.values()) <= 2
+        stages_used = Counter(ground.stages[node] for node in nodes.elements())
+        assert all(num <= 4 for num in stages_used.values())
+    assert num_found
+
+
+def test_a_path_is_the_one_that_is_done_first() -> None:
+    ground = world(1, [1, 2, 2, 2])
+    found = shortest(ground, 0, 0.0, 3, Forbidden())
+    assert found is not None
+
+    def alone_s(path: tuple[int, ...]) -> float:
+        return simulate(ground.plan_of([path]), ground.costs, ground.network).makespan_s
+
+    nodes = [(0, *way) for way in permutations(range(1, 7), 2) if not problem_of([ground.stages[n] for n in (0, *way)])]
+    best = min(nodes, key=alone_s)
+    assert found.finish_s == pytest.approx(alone_s(best)) == pytest.approx(alone_s(found.path))
+    # A node that is taken is waited for, and one that is forbidden left out.
+    taken = Busy(0, "forward", 0.0, 5.0)
+    later = shortest(ground, 0, 0.0, 3, Forbidden(times=(taken,)))
+    assert later is not None and later.finish_s == pytest.approx(found.finish_s + 5.0)
+    other = shortest(ground, 0, 0.0, 3, Forbidden(nodes=frozenset(found.path[1:])))
+    assert other is not None and not set(other.path[1:]) & set(found.path[1:])
+    assert shortest(ground, 0, 0.0, 3, Forbidden(stages=frozenset([1, 2, 3]))) is None
+
+
+def test_paths_that_avoid_collisions_never_need_a_node_at_once() -> None:
+    ground = world(2, [2, 2, 2, 2], memory=2)
+    from thinwire.methods.pipeline.conflicts import _collision, _root, _search
+
+    root = _root(ground, 4, 3)
+    assert root is not None and _collision(ground, root)[0]
+    clear = list(_search(ground, [root], lambda found: _collision(ground, found), 2))
+    assert clear
+    for solution in clear:
+        for one, two in combinations(solution.routes, 2):
+            for a, b in product(one.busy, two.busy):
+                apart = a.end_s <= b.start_s + 1e-9 or b.end_s <= a.start_s + 1e-9
+                assert a.node != b.node or apart or a.kind == b.kind == "backward"
+
+
+def test_skipping_nothing_is_the_pipeline_and_skipping_a_third_a_third_less_work() -> None:
+    costs = replace(
+        Costs.even(5), forward_s=(1.0,) * 4 + (0.0,), input_s=(1.0,) * 4 + (0.0,), weight_s=(1.0,) * 4 + (0.0,)
+    )
+    whole = skipping(4, 8, 0.0, costs)
+    assert whole == Pipeline(head="first").plan_of(4, 8, costs)
+    # Heads wait for what the first rank is doing: more than the 33 of a head on the last rank.
+    assert simulate(whole, costs).makespan_s == 38.0
+    assert path_length(6, 0.33) == 4 and path_length(4, 0.33) == 3
+    made = skipping(4, 12, 0.33, costs)
+    check(made)
+    visits = Counter(chunk for path in made.paths for chunk in path)
+    # Nobody starves: each stage but the first has its even share.
+    assert visits == {0: 12, 1: 8, 2: 8, 3: 8, 4: 12}
+    assert all(path[0] == 0 and path[-1] == 4 and not problem_of(path[:-1]) for path in made.paths)
+    assert made == skipping(4, 12, 0.33, costs)
+    work = sum(end - start for span in simulate(made, costs).spans for _, start, end in span)
+    assert (
+        work
+        == sum(end - start for span in simulate(skipping(4, 12, 0.0, costs), costs).spans for _, start, end in span)
+        * 3
+        / 4
+    )
+
+
+def test_planned_paths_beat_random_ones_and_these_the_whole_pipeline() -> None:
+    wins = 0
+    for seed in range(5):
+        ground = world(seed, [2, 2, 2, 2], memory=3)
+        full, drawn = full_paths(ground, 6), random_paths(ground, 6, 3, seed)
+        planned = planned_paths(ground, 6, 3, 12)
+        steps = [ground.makespan_s(paths) for paths in (planned, waves(drawn, 12), waves(full, 12))]
+        wins += steps == sorted(steps)
+    assert wins == 5
+
+
+def test_stages_are_placed_as_well_as_can_be() -> None:
+    ground = world(3, [2, 2, 2])
+    found = placed(ground.network, [2, 2, 2], 2**24, 2**28, 0.05, seed=1)
+    assert sorted(found) == [0, 0, 1, 1, 2, 2]
+    costs = _Placement(ground.network, 2**24, 2**28, 0.05)
+
+    def total(stages: tuple[int, ...]) -> float:
+        return costs.total(tuple(tuple(n for n in range(6) if stages[n] == stage) for stage in range(3)))
+
+    assert total(found) == min(map(total, set(permutations([0, 0, 1, 1, 2, 2]))))
+    assert found == placed(ground.network, [2, 2, 2], 2**24, 2**28, 0.05, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("stages", "skip", "message"),
+    [(4, 1.0, "below 1; nearest: 0.33"), (4, -0.5, "nearest: 0"), (4, 0.8, "visits at least 2; nearest: 0.5")],
+)
+def test_shares_that_leave_no_path_are_refused(stages: int, skip: float, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        skipping(stages, 8, skip)

@@ -1,0 +1,102 @@
+"""SkipPipe: each micro-batch visits some of the stages, on a path that keeps clear of slow links and of others.
+
+Source: "SkipPipe: Partial and Reordered Pipelining Framework for Training LLMs in Heterogeneous Networks" (2025),
+sections 3 and 4.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import islice
+
+from thinwire.cost import Network
+from thinwire.errors import ConfigError
+from thinwire.methods.pipeline.conflicts import found_paths
+from thinwire.methods.pipeline.ground import Ground, problem_of
+from thinwire.methods.pipeline.plan import Plan
+from thinwire.methods.pipeline.simulate import Costs
+
+# Paths of one start that are planned together, for each other stage; the micro-batches of a step take them in turn.
+WAVE = 4
+# Solutions of the search that are replayed.
+REPLAYED = 16
+
+
+def path_length(num_stages: int, skip: float) -> int:
+    """How many stages a path visits, the first included. Raises ConfigError for a share that leaves no choice."""
+    if not 0 <= skip < 1:
+        raise ConfigError(f"skip {skip:g}: must be at least 0 and below 1; nearest: {0 if skip < 0 else 0.33}")
+    length = round(num_stages * (1 - skip))
+    if length < 2 <= num_stages:
+        most = 1 - 2 / num_stages
+        raise ConfigError(f"skip {skip:g} of {num_stages} stages: a path visits at least 2; nearest: {most:.3g}")
+    return min(length, num_stages)
+
+
+def waves(paths: Sequence[Sequence[int]], num_micro_batches: int) -> list[tuple[int, ...]]:
+    """The path of each micro-batch: all of them in turn."""
+    return [tuple(paths[number % len(paths)]) for number in range(num_micro_batches)]
+
+
+def full_paths(ground: Ground, num_paths: int) -> list[tuple[int, ...]]:
+    """Paths through all stages in order, over the nodes of each in turn: the pipeline without skipping."""
+    nodes = [[node for node, at in enumerate(ground.stages) if at == stage] for stage in range(ground.num_stages)]
+    return [tuple(each[number % len(each)] for each in nodes) for number in range(num_paths)]
+
+
+def random_paths(ground: Ground, num_paths: int, length: int, seed: int) -> list[tuple[int, ...]]:
+    """Full paths without stages that are drawn: what a plan has to be better than."""
+    draws = random.Random(seed)
+    found = []
+    for path in full_paths(ground, num_paths):
+        kept = sorted(draws.sample(range(1, len(path)), length - 1))
+        while problem_of([0, *kept]):
+            kept = sorted(draws.sample(range(1, len(path)), length - 1))
+        found.append((path[0], *(path[stage] for stage in kept)))
+    return found
+
+
+def spread(paths: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """The same paths of each start, those that are equal as far apart as can be."""
+    numbered = [(paths[:number].count(path), path) for number, path in enumerate(paths)]
+    by_start = {
+        start: sorted(each for each in numbered if each[1][0] == start) for start in {path[0] for path in paths}
+    }
+    return [by_start[path[0]].pop(0)[1] for path in paths]
+
+
+def planned_paths(ground: Ground, num_paths: int, length: int, num_micro_batches: int) -> list[tuple[int, ...]]:
+    """The paths of a step's micro-batches: of those that the search finds, the fastest in `simulate`.
+
+    num_paths: that are planned together, the starts in turn; a step repeats them.
+    """
+    replayed = max(2 * num_paths, min(num_micro_batches, 4 * num_paths))
+    found: list[Sequence[tuple[int, ...]]] = list(islice(found_paths(ground, num_paths, length), REPLAYED))
+    if not found:
+        raise ConfigError(
+            f"no {num_paths} paths of {length} of {ground.num_stages} stages keep within what nodes take: more memory, "
+            "or less to skip"
+        )
+    found += [spread(paths) for paths in found]
+    best = min(found, key=lambda paths: ground.makespan_s(waves(paths, replayed)))
+    return waves(best, num_micro_batches)
+
+
+def skipping(
+    num_stages: int, num_micro_batches: int, skip: float, costs: Costs | None = None, network: Network | None = None,
+    in_flight: int | None = None,
+) -> Plan:  # fmt: skip
+    """The plan of a pipeline of one rank a stage in which each micro-batch skips a share of the stages.
+
+    Chunk s is stage s on rank s, chunk `num_stages` the head on rank 0: micro-batches come back to it. costs: of these
+    chunks. What is measured fits paths and orders; the same numbers give the same plan. skip=0: all stages in order.
+    Raises ConfigError for a share or a number of stages that leaves no path.
+    """
+    length = path_length(num_stages, skip)
+    given = costs or Costs.even(num_stages + 1)
+    ground = Ground(tuple(range(num_stages)), given, network or Network.even(num_stages))
+    if length == num_stages:
+        return ground.plan_of(full_paths(ground, num_micro_batches), in_flight)
+    num_paths = min(num_micro_batches, WAVE * (num_stages - 1))
+    return ground.plan_of(planned_paths(ground, num_paths, length, num_micro_batches), in_flight)

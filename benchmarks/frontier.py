@@ -5,7 +5,7 @@
     python benchmarks/frontier.py --report                      # run nothing; write the table and the plot anew
 
 Four ranks, each a node or an island of its own, train on the standard library's sources. Every method takes its
-learning rate from one grid of five: that of the lowest held-out loss after a quarter of the steps, with a seed of its
+learning rate from one grid of five: that of the lowest held-out loss in runs of the same length, with a seed of their
 own. Then it trains once with each seed. All methods so have the same number of trials and of tokens.
 
 A run that has finished is a line of benchmarks/results/frontier.jsonl and is not repeated, so the benchmark may be
@@ -36,7 +36,7 @@ from one_process import train as train_here
 from readme_table import with_table
 
 from thinwire.errors import ConfigError
-from thinwire.report.frontier import RATES, RECORDED, Outcome, beaten, frontier_svg
+from thinwire.report.frontier import LEAST_STEPS, RATES, RECORDED, Outcome, beaten, frontier_svg
 from thinwire.report.run import read_run
 from thinwire.report.units import bytes_text
 from thinwire.training.config import TrainConfig
@@ -46,10 +46,10 @@ ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- frontier:begin -->", "<!-- frontier:end -->"
 STEPS = {"demo": 1000, "tiny": 5000}
 GRID = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
-# Not one of those that are reported.
-TUNING_SEED, TUNING_SHARE = 1000, 4
-# Points of the curve of a run, each the mean loss of two of as many parts.
-NUM_POINTS = 100
+# Of the runs by which rates are chosen; not one of those that are reported.
+TUNING_SEED = 1000
+# Points of the curve of a run: the mean training loss of a fiftieth of the steps, and of at least MIN_WINDOW.
+NUM_POINTS, MIN_WINDOW = 100, 20
 NEAR = 1.01
 EXACT = "zero"
 # As contestants of `thinwire compare`. All others in the house are these with another wrapper, pace or purpose.
@@ -134,7 +134,7 @@ def trained(config: TrainConfig) -> dict[str, Any]:
         losses, sent, heldout, compute_s = told.losses, told.sent, told.heldout_loss, told.compute_s
     except ConfigError:
         losses, sent, heldout, compute_s = train_by_processes(config)
-    window = max(1, config.steps // (NUM_POINTS // 2))
+    window = max(MIN_WINDOW, config.steps // (NUM_POINTS // 2))
     steps = sorted({round(config.steps * point / NUM_POINTS) for point in range(1, NUM_POINTS + 1)} - {0})
     curve = [(step, round(statistics.fmean(losses[max(0, step - window) : step]), 4), sent[step - 1]) for step in steps]
     return {"heldout_loss": heldout, "compute_s": round(compute_s, 5), "curve": curve}
@@ -162,11 +162,11 @@ def configs(model: str, steps: int, names: Sequence[str]) -> dict[str, TrainConf
 
 
 def tuned_lr(name: str, config: TrainConfig, runs: Runs, *, is_asked: bool) -> float | None:
-    """The best rate of the grid in the short runs; None unless all of them have finished."""
-    short = replace(config, steps=max(1, config.steps // TUNING_SHARE), seed=TUNING_SEED)
+    """The best rate of the grid; None unless all of its runs have finished."""
+    trial = replace(config, seed=TUNING_SEED)
     found = {}
     for lr in GRID:
-        line = runs.run(name, replace(short, lr=lr)) if is_asked else runs.get(name, replace(short, lr=lr))
+        line = runs.run(name, replace(trial, lr=lr)) if is_asked else runs.get(name, replace(trial, lr=lr))
         if line is None:
             return None
         found[lr] = line["heldout_loss"] if line["heldout_loss"] == line["heldout_loss"] else float("inf")
@@ -198,7 +198,7 @@ def points(model: str, steps: int, runs: Runs) -> list[dict[str, Any]]:
     for name, config in configs(model, steps, list(METHODS)).items():
         lr = tuned_lr(name, config, runs, is_asked=False)
         own = {line["seed"]: line for line in runs.found.values() if Runs.key(line)[:5] == (
-            model, steps, name, METHODS[name], lr)}  # fmt: skip
+            model, steps, name, METHODS[name], lr) and line["seed"] != TUNING_SEED}  # fmt: skip
         exact = exact or (own if name == EXACT else {})
         seeds = sorted(own.keys() & exact.keys())
         if not seeds:
@@ -209,7 +209,8 @@ def points(model: str, steps: int, runs: Runs) -> list[dict[str, Any]]:
         for rate in RATES:
             each = [minutes_to(own[seed], NEAR * exact[seed]["curve"][-1][1], rate) for seed in seeds]
             known = [one for one in each if one is not None]
-            minutes[f"{rate / 1e6:g}"] = statistics.fmean(known) if len(known) == len(each) else None
+            is_known = len(known) == len(each) and steps >= LEAST_STEPS
+            minutes[f"{rate / 1e6:g}"] = statistics.fmean(known) if is_known else None
         found.append({
             "model": model, "steps": steps, "method": name, "text": METHODS[name], "lr": lr, "seeds": len(seeds),
             "loss": statistics.fmean(losses), "loss_error": standard_error(losses),

@@ -66,15 +66,17 @@ def test_a_plot_of_its_own_brings_its_colours_and_names_only_the_best_of_many() 
 
 
 def test_the_method_that_is_soonest_at_a_rate_is_recommended(tmp_path: Path) -> None:
-    def row(method: str, at_20: float | None, steps: int = 100) -> dict[str, object]:
+    def row(method: str, at_20: float | None, steps: int = 1000) -> dict[str, object]:
         minutes = {"10": 9.0, "20": at_20, "50": None, "100": None}
         return {"model": "tiny", "steps": steps, "method": method, "gap": 0.005, "minutes": minutes}
 
     recorded = tmp_path / "frontier.json"
     recorded.write_text(json.dumps([row("slow", 5.0), row("never", None), row("fast", 2.0), row("short", 1.0, 10)]))
-    assert "at 20 Mbit/s" in recommended(25e6, recorded) and ": fast (tiny, 100 steps, +0.50%" in recommended(
+    assert "at 20 Mbit/s" in recommended(25e6, recorded) and ": fast (tiny, 1,000 steps, +0.50%" in recommended(
         25e6, recorded
     )
+    recorded.with_name("short").write_text(json.dumps([row("short", 1.0, 999)]))
+    assert recommended(20e6, recorded.with_name("short")) == ""
     assert recommended(60e6, recorded) == recommended(1e9, recorded) == recommended(20e6, tmp_path / "none") == ""
 
 

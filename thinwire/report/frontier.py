@@ -19,6 +19,7 @@ FINISHED = "finished"
 # What benchmarks/frontier.py has measured, and the rates of its links in bit/s.
 RECORDED = Path(__file__).with_name("frontier.json")
 RATES = (10e6, 20e6, 50e6, 100e6)
+LEAST_STEPS = 1000
 # In a plot of more points, only those that nobody beats have names.
 MOST_NAMES = 12
 
@@ -114,15 +115,15 @@ def frontier_svg(outcomes: Sequence[Outcome]) -> str:
 def recommended(rate: float, recorded: Path = RECORDED) -> str:
     """A sentence that names the recorded method that is soonest near the exact run's loss on links of `rate` bit/s.
 
-    The nearest recorded rate counts, within a factor of 4. Empty if nothing was recorded for it.
+    The longest recorded runs and the nearest rate count. Empty if that rate is more than 4 times off, and for runs of
+    fewer than LEAST_STEPS steps, of which no order of methods follows.
     """
     found = json.loads(recorded.read_text()) if recorded.is_file() else []
     near = min(RATES, key=lambda one: abs(math.log(one / rate)))
-    # Of the longest recorded runs.
     steps = max((row["steps"] for row in found), default=0)
     at = f"{near / 1e6:g}"
     known = [row for row in found if row["steps"] == steps and row["minutes"][at] is not None]
-    if not known or not 0.25 <= rate / near <= 4:
+    if steps < LEAST_STEPS or not known or not 0.25 <= rate / near <= 4:
         return ""
     soonest = min(known, key=lambda row: row["minutes"][at])
     length = f"{soonest['model']}, {steps:,} steps, {soonest['gap']:+.2%} held-out loss"

@@ -356,8 +356,9 @@ def parallelize(
         sequence = None
         if "sequence" in names:
             asked = (*options_of_sequence, SequenceParallel())[0]
+            axis = options.get("axis")
             sequence = sequence_parallel(
-                model, replace(asked, parallel=mesh["sequence"].size()), group_of(mesh),
+                model, replace(asked, parallel=mesh["sequence"].size()), None if axis is None else axis.whole,
                 local_size=options["local_size"], seed=seed, timeout_s=timeout_s, checked=checked,
                 meter=parallel.meter,
             )  # fmt: skip
@@ -511,13 +512,6 @@ def node_inside(mesh: DeviceMesh, inside: DeviceMesh, local_size: int | None) ->
     ranks = mesh.mesh.flatten().tolist()
     members = [ranks.index(rank) for rank in inside.mesh.flatten().tolist()]
     return along(Topology.stated(len(ranks), local_size), members)
-
-
-def group_of(mesh: DeviceMesh) -> DeviceMesh | None:
-    """All ranks of a mesh as a group; None: the world."""
-    if mesh.size() == dist.get_world_size():
-        return None
-    return _compat.flattened(mesh) if mesh.ndim > 1 else mesh
 
 
 def names_of(mesh: DeviceMesh) -> tuple[str, ...]:

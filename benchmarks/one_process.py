@@ -39,10 +39,10 @@ from thinwire.data import BatchLoader, heldout_batches
 from thinwire.device import Device
 from thinwire.errors import ConfigError, Problems
 from thinwire.hosts.ddp.optimizer import DDPOptimizer
-from thinwire.hosts.islands.loop import OuterLoop
-from thinwire.hosts.islands.optimizer import IslandsOptimizer
 from thinwire.hosts.ranks import Ranks
 from thinwire.hosts.sharded.optimizer import ShardedOptimizer
+from thinwire.islands.loop import OuterLoop
+from thinwire.islands.optimizer import IslandsOptimizer
 from thinwire.methods.ddp import DDPMethod
 from thinwire.methods.outer.base import IslandsMethod
 from thinwire.methods.sharded import ShardedMethod

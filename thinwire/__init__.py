@@ -26,7 +26,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "thinwire.fronts": (
         "DADAO", "DiLoCo", "FedFix", "Gossip", "LocalSGD", "SparseLoCo", "StreamingDiLoCo",
     ),
-    "thinwire.hosts.islands.library": ("Islands",),
+    "thinwire.islands.library": ("Islands",),
     "thinwire.methods.slope_log": ("SlopeLog",),
     "thinwire.hosts.forward.optimizer": ("ForwardOptimizer", "forward_only"),
     "thinwire.hosts.sequence": ("SequenceRanks", "ring_attention", "sequence_parallel", "ulysses_attention"),

@@ -43,7 +43,6 @@ from thinwire.errors import (
 from thinwire.hosts.ddp.attach import CompressedDDP as CompressedDDP, compress_ddp as compress_ddp
 from thinwire.hosts.forward.optimizer import ForwardOptimizer as ForwardOptimizer, forward_only as forward_only
 from thinwire.hosts.fsdp.compress import CompressedFSDP as CompressedFSDP, compress_fsdp as compress_fsdp
-from thinwire.hosts.islands.library import Islands as Islands
 from thinwire.hosts.sequence import (
     SequenceRanks as SequenceRanks,
     ring_attention as ring_attention,
@@ -52,6 +51,7 @@ from thinwire.hosts.sequence import (
 )
 from thinwire.hosts.sharded.optimizer import ShardedOptimizer as ShardedOptimizer
 from thinwire.hosts.sharded.wrap import zero as zero
+from thinwire.islands.library import Islands as Islands
 from thinwire.layout.formats import Strategy as Strategy
 from thinwire.methods.interface import Method as Method
 from thinwire.methods.pipeline.border import Border as Border

@@ -15,13 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 # A host registers itself for its kind of method.
-import thinwire.hosts.ddp.optimizer
-import thinwire.hosts.forward.optimizer
-import thinwire.hosts.fsdp.optimizer
-import thinwire.hosts.islands.library
-import thinwire.hosts.islands.optimizer
-import thinwire.hosts.islands.own_pace
-import thinwire.hosts.sharded.wrap  # noqa: F401
 from thinwire import _compat
 from thinwire.checkpoint import Snapshot, Source
 from thinwire.collectives import Communicator, Peers, Topology, WorldPeers

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import thinwire.hosts.islands.library
-import thinwire.hosts.islands.meetings
-import thinwire.hosts.islands.ticks  # noqa: F401
+import thinwire.islands.library
+import thinwire.islands.meetings
+import thinwire.islands.ticks  # noqa: F401
 from thinwire.methods.islands.dadao import DADAO
 from thinwire.methods.islands.diloco import DiLoCo
 from thinwire.methods.islands.fedfix import FedFix

@@ -45,7 +45,7 @@ BY_THE_CLOCK = {"fedfix", "gossip", "dadao"}
 
 
 def rows() -> list[tuple[str, dict[str, Any]]]:
-    """Strategies with their options. Islands are worlds of their own, which tests/hosts/islands has; the clock decides
+    """Strategies with their options. Islands are worlds of their own, which tests/islands has; the clock decides
     what others send."""
     names = (name for name in STRATEGIES if not has_islands(name) and name not in BY_THE_CLOCK)
     return [*((name, OPTIONS.get(name, {})) for name in names), *TEXTS]

@@ -12,7 +12,7 @@ from thinwire.checkpoint import Source, choose, nearest_run, step_of
 from thinwire.checkpoint.folder import Manifest, folder_of
 from thinwire.data import Tokenizer, load_tokenizer
 from thinwire.errors import ConfigError, Problems
-from thinwire.hosts.islands.optimizer import OUTER
+from thinwire.islands.optimizer import OUTER
 from thinwire.methods.outer.parameters import parameters_in
 from thinwire.models import build_model
 from thinwire.options import LLAMA

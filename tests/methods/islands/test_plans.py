@@ -7,7 +7,7 @@ from torch import nn
 
 import thinwire
 from thinwire.collectives import Topology
-from thinwire.hosts.islands.correction import Correction
+from thinwire.islands.correction import Correction
 from thinwire.methods.interface import Method
 from thinwire.methods.outer.correction import ProximalCorrection
 

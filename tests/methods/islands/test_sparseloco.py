@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 import thinwire
-from tests.hosts.islands.test_library import Net, adamw, batch, interrupted, outer_hash, train, weights_of
+from tests.islands.test_library import Net, adamw, batch, interrupted, outer_hash, train, weights_of
 from tests.workers import run_workers
 from thinwire.codecs import Codec, derive_seed
 from thinwire.collectives import Topology
 from thinwire.errors import ConfigError
-from thinwire.hosts.islands.exchanges import Exchanges
+from thinwire.islands.exchanges import Exchanges
 from thinwire.layout.fragments import cut
 from thinwire.methods.outer.exchange import message_bytes
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import thinwire
 from tests.workers import run_workers
 from thinwire.errors import ConfigError
-from thinwire.hosts.islands.loop import OuterLoop
+from thinwire.islands.loop import OuterLoop
 from thinwire.layout.fragments import cut
 from thinwire.layout.layout import Layout
 from thinwire.methods.outer.exchange import message_bytes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from thinwire.hosts.islands.loop import OuterLoop
+from thinwire.islands.loop import OuterLoop
 from thinwire.layout.layout import Layout
 from thinwire.layout.zeros import describe_zeros
 from thinwire.methods.outer.exchange import sent_bytes

@@ -15,7 +15,7 @@ from tests.workers import run_workers
 from thinwire.collectives import Topology
 from thinwire.compose import apply
 from thinwire.errors import ConfigError
-from thinwire.hosts.islands.own_pace import OwnPaceOptimizer
+from thinwire.islands.own_pace import OwnPaceOptimizer
 from thinwire.registry import strategy_named
 
 STEPS, STEP_S, LR = 12, 0.002, 0.1

@@ -22,7 +22,7 @@ from tests.workers import run_workers
 from thinwire.collectives import ElasticPeers, Topology, host_meeting
 from thinwire.compose import apply
 from thinwire.errors import ConfigError
-from thinwire.hosts.islands.optimizer import IslandsOptimizer
+from thinwire.islands.optimizer import IslandsOptimizer
 from thinwire.methods.outer.base import IslandsMethod
 from thinwire.registry import strategy_named
 

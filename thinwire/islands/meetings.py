@@ -22,7 +22,7 @@ from thinwire.collectives.link import Link
 from thinwire.collectives.reduce import all_reduce
 from thinwire.collectives.rounds import Rounds
 from thinwire.errors import ConfigError
-from thinwire.hosts.islands.background import Background, FlatModel
+from thinwire.islands.background import Background, FlatModel
 from thinwire.methods.front import around
 from thinwire.methods.own_pace.graph import Meeting
 from thinwire.methods.own_pace.pairs import GradientLaw, PairsMethod, meeting_bytes

@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 
 import thinwire
-from tests.hosts.islands.test_library import Net, adamw, batch
+from tests.islands.test_library import Net, adamw, batch
 from tests.workers import HANG_S, run_workers
 from thinwire.collectives import ElasticPeers, exchange, faults, headers, host_meeting
 from thinwire.collectives.elastic import BEGUN
 from thinwire.collectives.faults import parse
 from thinwire.errors import ConfigError, CorruptMessageError, PeerLostError, ThinwireError
-from thinwire.hosts.islands.recovery import COMMITTED, RECEIVED, UNSURE, IslandStatus, counting
+from thinwire.islands.recovery import COMMITTED, RECEIVED, UNSURE, IslandStatus, counting
 from thinwire.methods.outer.exchange import COMMIT, OPERATION
 
 TIMEOUT_S = 8.0

@@ -22,7 +22,7 @@ from thinwire.collectives.faults import say
 from thinwire.collectives.link import Link
 from thinwire.collectives.rounds import Rounds
 from thinwire.errors import ConfigError, CorruptMessageError, PeerLostError
-from thinwire.hosts.islands.exchanges import Exchanges
+from thinwire.islands.exchanges import Exchanges
 from thinwire.methods.outer.exchange import Header, Sync
 from thinwire.state.replicas import digest
 

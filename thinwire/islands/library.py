@@ -17,9 +17,9 @@ from thinwire.collectives import Communicator, Meter, Peers, WorldPeers
 from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
 from thinwire.collectives.peers import Meters
 from thinwire.errors import ConfigError
-from thinwire.hosts.islands.island import Host, ShardedHost
-from thinwire.hosts.islands.loop import OuterLoop
-from thinwire.hosts.islands.traffic import LoopTraffic
+from thinwire.islands.island import Host, ShardedHost
+from thinwire.islands.loop import OuterLoop
+from thinwire.islands.traffic import LoopTraffic
 from thinwire.methods.front import around
 from thinwire.methods.outer.base import IslandsMethod
 from thinwire.state.replicas import fitting_parameters

@@ -15,10 +15,10 @@ from thinwire.collectives import Peers
 from thinwire.collectives.faults import say
 from thinwire.collectives.peers import alone
 from thinwire.errors import CorruptMessageError, PeerLostError
-from thinwire.hosts.islands import levelling, recovery
-from thinwire.hosts.islands.correction import Correction
-from thinwire.hosts.islands.exchanges import Exchanges, Flight, shapes_of
-from thinwire.hosts.islands.island import Decision, Host, Island
+from thinwire.islands import levelling, recovery
+from thinwire.islands.correction import Correction
+from thinwire.islands.exchanges import Exchanges, Flight, shapes_of
+from thinwire.islands.island import Decision, Host, Island
 from thinwire.layout.fragments import cut
 from thinwire.methods.outer.method import OuterMethod
 from thinwire.methods.outer.parameters import merged

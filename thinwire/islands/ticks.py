@@ -21,7 +21,7 @@ from thinwire.collectives.gather import all_gather_exact, broadcast_
 from thinwire.collectives.link import Link
 from thinwire.collectives.rounds import Rounds
 from thinwire.errors import ConfigError
-from thinwire.hosts.islands.background import Background, FlatModel
+from thinwire.islands.background import Background, FlatModel
 from thinwire.layout.sections import Sections
 from thinwire.methods.front import around
 from thinwire.methods.own_pace.rounds import RoundsMethod

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import ConfigError
-from thinwire.hosts.islands.exchanges import Exchanges
+from thinwire.islands.exchanges import Exchanges
 from thinwire.state.replicas import digest, odd_ranks
 
 

@@ -20,7 +20,7 @@ from tests.conformance.strategy_suite import hash_of
 from tests.workers import run_workers
 from thinwire import ConfigError, PeerLostError
 from thinwire.codecs import derive_seed
-from thinwire.hosts.islands.meetings import GradientNode
+from thinwire.islands.meetings import GradientNode
 from thinwire.methods.islands.dadao import DADAO, Z_TILDE, DadaoLaw, X, Z
 from thinwire.methods.islands.gossip import A2CiD2
 from thinwire.methods.own_pace.graph import Graph, Meeting, Mixing

@@ -11,10 +11,10 @@ from torch import nn
 from thinwire.checkpoint import Snapshot, Source
 from thinwire.collectives.peers import Meters
 from thinwire.hosts.interface import ParallelOptimizer, RankOptions, apply
-from thinwire.hosts.islands.island import TensorHost
-from thinwire.hosts.islands.loop import OuterLoop
-from thinwire.hosts.islands.recovery import Change
-from thinwire.hosts.islands.traffic import LoopTraffic
+from thinwire.islands.island import TensorHost
+from thinwire.islands.loop import OuterLoop
+from thinwire.islands.recovery import Change
+from thinwire.islands.traffic import LoopTraffic
 from thinwire.methods.outer.base import Connected, IslandsMethod
 from thinwire.table import Row
 

@@ -16,7 +16,7 @@ from tests.conformance.strategy_suite import hash_of
 from tests.workers import run_workers
 from thinwire.codecs import Integer
 from thinwire.errors import ConfigError, PeerLostError
-from thinwire.hosts.islands.ticks import CLOCK, CLOCK_BYTES, WORD_BYTES, RoundsIsland, Tick
+from thinwire.islands.ticks import CLOCK, CLOCK_BYTES, WORD_BYTES, RoundsIsland, Tick
 from thinwire.methods.islands.fedfix import FedFix
 
 LR, JOB, SLOW, SLOW_TICKS = 0.1, 2, 3, 8

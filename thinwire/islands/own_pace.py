@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 # The contexts, which register themselves with `around`.
-import thinwire.hosts.islands.meetings
-import thinwire.hosts.islands.ticks  # noqa: F401
+import thinwire.islands.meetings
+import thinwire.islands.ticks  # noqa: F401
 from thinwire import _compat
 from thinwire.checkpoint import Source
 from thinwire.hosts.agreeing import AgreeingOptimizer

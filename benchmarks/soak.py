@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from thinwire.training.metrics import MembershipEvent, StepMetrics, read_events, read_metrics
+from thinwire.report.metrics import MembershipEvent, StepMetrics, read_events, read_metrics
 
 FREEZE_S = 10.0
 PORT = 29411

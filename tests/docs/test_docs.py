@@ -37,8 +37,8 @@ from thinwire.methods.sequence import SequenceParallel
 from thinwire.planner.explain import explain
 from thinwire.planner.options import ExplainConfig, read_explain
 from thinwire.registry import STRATEGIES, Frontier, ZeroPP
+from thinwire.report.metrics import MembershipEvent, StepMetrics
 from thinwire.training.config import TrainConfig
-from thinwire.training.metrics import MembershipEvent, StepMetrics
 
 CONVERSIONS: dict[str, Any] = {"export": ExportConfig, "import": ImportConfig, "generate": GenerateConfig}
 CLI_PAGE = ROOT / "docs/reference/cli.md"

@@ -19,12 +19,12 @@ from thinwire.errors import ConfigError
 from thinwire.launch import machine
 from thinwire.launch.prepare import check_fault
 from thinwire.optim.schedule import lr_at
+from thinwire.report.metrics import MembershipEvent, MetricsWriter, StepMetrics, medians, read_events, read_metrics
+from thinwire.report.progress import Progress
 from thinwire.report.run import read_run
 from thinwire.training import hardware
 from thinwire.training.config import TrainConfig
 from thinwire.training.effects import late_rows, resume_rows, unused_rows
-from thinwire.training.metrics import MembershipEvent, MetricsWriter, StepMetrics, medians, read_events, read_metrics
-from thinwire.training.progress import Progress
 from thinwire.training.proof import Proof, ResumeDriftError
 from thinwire.training.reporter import Reporter
 from thinwire.training.run import Run

@@ -24,11 +24,11 @@ from thinwire.data import load_tokenizer
 from thinwire.errors import Problems
 from thinwire.flags import flag
 from thinwire.lab import LabSpec
+from thinwire.launch.machine import choose_dtype, threads_per_worker
 from thinwire.launch.prepare import check
 from thinwire.table import Row
 from thinwire.training.config import DEFAULTS, TrainConfig, with_derived
 from thinwire.training.effects import late_rows, unused_rows
-from thinwire.training.hardware import choose_dtype, threads_per_worker
 from thinwire.training.run import Run, tables_in_effect, tokens_of
 
 DEFAULT_SMOOTH = 20

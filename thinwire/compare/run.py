@@ -23,9 +23,9 @@ from thinwire.compare.table import Board
 from thinwire.errors import ConfigError, Problems
 from thinwire.lab import LabNetwork
 from thinwire.report import write_race_report
+from thinwire.report.metrics import read_metrics
 from thinwire.report.run import number
 from thinwire.training.config import TrainConfig
-from thinwire.training.metrics import read_metrics
 from thinwire.training.run_dir import RunDir
 
 

@@ -12,7 +12,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from thinwire.checkpoint import latest, step_of
 from thinwire.collectives import faults
 from thinwire.errors import ConfigError, ThinwireError, UnsavedError
-from thinwire.training.metrics import read_metrics
+from thinwire.report.metrics import read_metrics
 from thinwire.training.run_dir import RunDir
 
 # Half of the time that torchrun's agent gives workers between asking them to end and killing them.

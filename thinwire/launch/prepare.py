@@ -24,7 +24,7 @@ from thinwire.data.loader import count_sequences
 from thinwire.device import choose as choose_device
 from thinwire.errors import ConfigError, Problems
 from thinwire.hosts.sequence.seams import heads_of
-from thinwire.launch.machine import free_port, port_is_free
+from thinwire.launch.machine import choose_dtype, free_port, port_is_free, threads_per_worker
 from thinwire.launch.start import Start
 from thinwire.layout.mesh import MeshShape
 from thinwire.methods.interface import Method
@@ -37,14 +37,13 @@ from thinwire.models.hf import check_hf, look_into
 from thinwire.models.llama import Llama, check_cut
 from thinwire.options import LLAMA, PIPELINE, SEQUENCE, has_islands
 from thinwire.registry import check_on_mesh
+from thinwire.report.metrics import read_metrics
+from thinwire.report.progress import Progress
 from thinwire.report.trackers import check_trackers
 from thinwire.table import Row
 from thinwire.training.clock import choose_model
 from thinwire.training.config import FIXED_ON_RESUME, TrainConfig, derive, range_errors, with_derived
 from thinwire.training.effects import batch_row, late_rows, pipeline_rows, resume_rows, unused_rows
-from thinwire.training.hardware import choose_dtype, threads_per_worker
-from thinwire.training.metrics import read_metrics
-from thinwire.training.progress import Progress
 from thinwire.training.run import Run, island_size, tables_in_effect, tokens_of
 from thinwire.training.run_dir import RunDir
 from thinwire.training.settings import parse_toml, read_toml, to_toml

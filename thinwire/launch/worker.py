@@ -23,11 +23,11 @@ from thinwire.collectives.incarnations import Incarnations, connect
 from thinwire.collectives.store_gather import gather
 from thinwire.device import Device, choose, take
 from thinwire.errors import PeerLostError, Problems, ThinwireError
+from thinwire.launch.machine import threads_per_worker
 from thinwire.launch.start import Start
 from thinwire.training.clock import fix_steps
 from thinwire.training.config import with_derived
 from thinwire.training.effects import late_rows
-from thinwire.training.hardware import threads_per_worker
 from thinwire.training.place import IslandPlace, ProcessPlace
 from thinwire.training.recovery import Survivor
 from thinwire.training.run import Run, island_size

@@ -1,9 +1,11 @@
-"""Description of the machine on which figures were measured."""
+"""The machine on which figures were measured, and what a process has taken of it."""
 
 from __future__ import annotations
 
 import os
 import platform
+import resource
+import sys
 from pathlib import Path
 
 
@@ -21,3 +23,13 @@ def machine() -> dict[str, str | int]:
 def num_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def peak_rss_bytes() -> int:
+    """The most memory that this process has held at once (VmHWM); elsewhere than on Linux, what getrusage says."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        (line,) = [line for line in status.read_text().splitlines() if line.startswith("VmHWM:")]
+        return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

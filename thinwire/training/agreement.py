@@ -13,6 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from thinwire.checkpoint import CheckpointError, all_of, choose, latest, step_of, verify
@@ -163,3 +164,10 @@ def _sound(checkpoints: Path) -> Iterator[Path]:
         with suppress(CheckpointError):
             verify(path)
             yield path
+
+
+def max_over_ranks(value: int) -> int:
+    """The largest of the ranks' numbers; a collective on the default group."""
+    largest = torch.tensor(value)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return int(largest)

@@ -17,11 +17,11 @@ from thinwire.data.loader import count_sequences
 from thinwire.device import Device
 from thinwire.errors import ConfigError
 from thinwire.models import build_model, generate
+from thinwire.report.machine import num_cores
 from thinwire.training.agreement import agree
 from thinwire.training.config import TrainConfig, derive, with_derived
 from thinwire.training.effects import Row
 from thinwire.training.engine import Corpus, Engine
-from thinwire.training.hardware import num_cores
 from thinwire.training.place import ProcessPlace
 from thinwire.training.run import Run
 

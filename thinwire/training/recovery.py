@@ -18,8 +18,8 @@ from thinwire.errors import ThinwireError
 from thinwire.hosts.interface import ParallelOptimizer
 from thinwire.hosts.pipeline.stage import PipelineStage
 from thinwire.methods.pipeline.recover import beyond_recovery, sources
+from thinwire.report.metrics import MembershipEvent
 from thinwire.training.engine import Engine
-from thinwire.training.metrics import MembershipEvent
 from thinwire.training.reporter import Reporter
 
 

@@ -18,11 +18,11 @@ from thinwire.data import printable
 from thinwire.errors import UnsavedError
 from thinwire.options import has_islands
 from thinwire.report import write_report
+from thinwire.report.metrics import MembershipEvent, MetricsWriter, StepMetrics, medians
+from thinwire.report.progress import Progress
 from thinwire.report.trackers import open_trackers
 from thinwire.table import Row
 from thinwire.training.config import TrainConfig
-from thinwire.training.metrics import MembershipEvent, MetricsWriter, StepMetrics, medians
-from thinwire.training.progress import Progress
 from thinwire.training.run_dir import RunDir
 
 

@@ -19,16 +19,16 @@ from thinwire.device import Device
 from thinwire.errors import ConfigError
 from thinwire.hosts.pipeline.stage import PipelineStage, Prediction
 from thinwire.optim.schedule import lr_at
+from thinwire.report.machine import peak_rss_bytes
+from thinwire.report.metrics import MembershipEvent, StepMetrics
+from thinwire.report.progress import Progress
 from thinwire.state.watchdog import Watchdog
 from thinwire.table import Row
 from thinwire.training.advice import advise
-from thinwire.training.agreement import agree, agree_on_start
+from thinwire.training.agreement import agree, agree_on_start, max_over_ranks
 from thinwire.training.engine import Corpus, Engine
-from thinwire.training.hardware import max_over_ranks, peak_rss_bytes
-from thinwire.training.metrics import MembershipEvent, StepMetrics
 from thinwire.training.origin import ISLANDS, Origin, folder_to_read, is_verified, leave_islands, num_islands
 from thinwire.training.place import ProcessPlace
-from thinwire.training.progress import Progress
 from thinwire.training.proof import Proof, circumstances
 from thinwire.training.recovery import Reunion, StepStart, Survivor, fallback
 from thinwire.training.reporter import Reporter, versions

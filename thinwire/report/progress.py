@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from thinwire.report.metrics import StepMetrics
 from thinwire.table import Row
-from thinwire.training.metrics import StepMetrics
 
 LINE_EVERY_S = 5.0
 NUM_ROWS = 10

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,7 +38,7 @@ from thinwire.models.moe import (
 SMALL = replace(MIXTURES["moe-tiny"], hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_local_experts=4)
 
 
-def small(**changes: int | float | str | bool) -> MoELlama:
+def small(**changes: Any) -> MoELlama:
     return MoELlama(replace(SMALL, **changes))
 
 
@@ -104,7 +106,7 @@ def per_token(experts: Experts, x: Tensor, index: Tensor, weights: Tensor) -> Te
 @pytest.mark.parametrize("router", ["linear", "noisy", "cosine", "sigmoid"])
 def test_a_layer_equals_a_loop_over_tokens(router: str) -> None:
     model = small(router=router).double()
-    layer = model.model.layers[0].mlp
+    layer: Any = model.model.layers[0].mlp
     x = torch.randn(10, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     layer.eval()
     choice = layer.gate(x)
@@ -159,8 +161,12 @@ def test_the_mean_gradient_of_ranks_is_that_of_the_global_loss(loss: Callable[[T
     expected = torch.autograd.grad(loss(parts[0] + parts[1]), parts)
     for part, gradient in zip(parts, expected, strict=True):
         every = torch.stack([each.detach() for each in parts])
-        (found,) = torch.autograd.grad(loss(summed_over_ranks(part, lambda _, every=every: every)), part)
+        (found,) = torch.autograd.grad(loss(summed_over_ranks(part, partial(told_all, every))), part)
         torch.testing.assert_close(found / 2, gradient, rtol=0, atol=1e-12)
+
+
+def told_all(every: Tensor, sums: Tensor) -> Tensor:
+    return every
 
 
 def test_ranks_with_halves_of_a_batch_have_the_gradients_of_the_whole() -> None:
@@ -177,7 +183,7 @@ def test_ranks_with_halves_of_a_batch_have_the_gradients_of_the_whole() -> None:
         half(tokens[part::2], targets[part::2])
     every, found = torch.stack(told), []
     for part, half in enumerate(halves):
-        half.gather = lambda _: every
+        half.gather = partial(told_all, every)
         found.append(trained(half, (tokens[part::2], targets[part::2])))
     for name, gradient in whole.items():
         torch.testing.assert_close((found[0][name] + found[1][name]) / 2, gradient, rtol=0, atol=1e-12)
@@ -194,7 +200,7 @@ def test_ranks_with_halves_of_a_batch_have_the_gradients_of_the_whole() -> None:
         ({"num_local_experts": 0}, "above zero"),
     ],
 )
-def test_wrong_options_are_refused(changes: dict[str, int | float | str], message: str) -> None:
+def test_wrong_options_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         replace(SMALL, **changes)
 

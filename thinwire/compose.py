@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from thinwire.methods.pipeline.cut import layers_of
 from thinwire.methods.pipeline.inside import check_inside
 from thinwire.methods.pipeline.options import Pipeline, check_stages
 from thinwire.methods.sequence import SequenceParallel, Shape, check_strategy, choose_layout
+from thinwire.models.moe import MoELlama, check_axes
 from thinwire.registry import check_on_mesh
 from thinwire.table import Row, announce as announce_table
 
@@ -340,6 +342,8 @@ def parallelize(
     if "island" in names and isinstance(method, IslandsMethod):
         method = method.connected_to(lambda: other_islands(mesh, timeout_s, checked))
     module, parallel = apply(method, model, optimizer, overlap=overlap, **options)
+    if isinstance(model, MoELlama) and parallel.comm.world_size > 1:
+        model.gather = partial(gathered, parallel.comm)
     if overlap and not parallel.overlaps:
         rows.append(("overlap", "no effect", "weights are whole when a step ends"))
     if part is not None:
@@ -360,6 +364,11 @@ def parallelize(
     if announce and mesh.get_rank() == 0:
         announce_table(stage.describe())
     return stage
+
+
+def gathered(comm: Communicator, sums: Tensor) -> Tensor:
+    """The `sums` of all ranks, one below the other."""
+    return comm.wait(comm.all_gather_exact(sums.cpu())).to(sums.device)
 
 
 def checked_method(
@@ -388,6 +397,7 @@ def checked_method(
         with problems.collect():
             check_on_mesh(method.method if isinstance(method, Connected) else method)
     problems.messages += pipeline_problems(model, mesh, method, pipelines)
+    problems.note(check_axes, model, dict(zip(names, mesh.mesh.shape, strict=False)))
     problems.messages += sequence_problems(model, mesh, method, sequences)
     if "tensor" in names:
         problems.messages += misfits(model, mesh["tensor"])

@@ -16,6 +16,7 @@ from thinwire.methods.outer.base import IslandsMethod
 from thinwire.methods.pipeline.options import Pipeline
 from thinwire.methods.sequence import SequenceParallel
 from thinwire.models.llama import LlamaConfig
+from thinwire.models.moe import MIXTURES, MoEConfig
 from thinwire.registry import STRATEGIES, class_of
 
 Tables = Mapping[str, Mapping[str, Any]]
@@ -23,16 +24,23 @@ Tables = Mapping[str, Mapping[str, Any]]
 # The fields of a strategy that hold another one: the one that it stands on, or the one inside its islands.
 BASE, INNER = "base", "inner"
 DEFAULT_INNER = "ddp"
-LLAMA, PIPELINE, SEQUENCE = "llama", "pipeline", "sequence"
+LLAMA, MOE, PIPELINE, SEQUENCE = "llama", "moe", "pipeline", "sequence"
 
 
 @functools.cache
 def option_tables() -> Mapping[str, type]:
-    """The dataclass behind each table of options: [llama], [pipeline], [sequence], and one for every strategy."""
+    """The dataclass behind each table: [llama], [moe], [pipeline], [sequence], and one for every strategy."""
     strategies = {class_of(strategy) for strategy in STRATEGIES}
     with_options = sorted((cls for cls in strategies if options_of(cls)), key=lambda cls: cls.__name__)
-    others = {LLAMA: LlamaConfig, PIPELINE: Pipeline, SEQUENCE: SequenceParallel}
+    others = {LLAMA: LlamaConfig, MOE: MoEConfig, PIPELINE: Pipeline, SEQUENCE: SequenceParallel}
     return MappingProxyType(others | {table_name(cls): cls for cls in with_options})
+
+
+def model_table(model: str) -> str | None:
+    """The name of the table that a preset takes its sizes from; None for a model of transformers."""
+    if model.startswith("hf:"):
+        return None
+    return MOE if model in MIXTURES else LLAMA
 
 
 def table_name(cls: type) -> str:

@@ -77,7 +77,7 @@ def alone_command(plan: RacePlan, seed: int) -> list[str]:
     config = replace(
         plan.train, strategy="zero", workers=1, local_size=1, seed=seed, steps=num_alone_steps(plan),
         tokens_per_step=plan.tokens_per_step // plan.lab.world_size, run_dir=str(files.run_dir), eval_sequences=0,
-        checkpoint_every=0, track=(), tables={k: v for k, v in plan.train.tables.items() if k == "llama"},
+        checkpoint_every=0, track=(), tables={k: v for k, v in plan.train.tables.items() if k in ("llama", "moe")},
     )  # fmt: skip
     files.config.write_text(to_toml(config))
     train = [sys.executable, "-m", "thinwire", "train", str(files.config), "--overwrite"]

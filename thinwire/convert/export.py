@@ -20,7 +20,8 @@ from thinwire.convert.tokenizer import write_tokenizer
 from thinwire.convert.verify import Fidelity, UnfaithfulError, compare
 from thinwire.data import Tokenizer, heldout_batches
 from thinwire.errors import ConfigError
-from thinwire.models import HFCausalLM, Llama
+from thinwire.models import HFCausalLM, Llama, MoELlama
+from thinwire.models.moe import mixtral_config, mixtral_weights
 from thinwire.training.run import tokens_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -84,8 +85,11 @@ def write_model(run: SavedRun, dtype: torch.dtype, folder: Path) -> None:
         settings = llama_config(model, run.tokenizer)
     settings["torch_dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
-    tied, state = tied_names(model), model.state_dict()
-    write_weights(folder, ((name, as_dtype(tensor, dtype)) for name, tensor in state.items() if name not in tied))
+    tied = tied_names(model)
+    state = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    if isinstance(model, MoELlama):
+        state = mixtral_weights(state)
+    write_weights(folder, ((name, as_dtype(tensor, dtype)) for name, tensor in state.items()))
 
 
 def as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -100,10 +104,13 @@ def tied_names(model: nn.Module) -> set[str]:
 
 def llama_config(model: Llama, tokenizer: Tokenizer) -> dict[str, Any]:
     """Contents of `config.json` for our Llama-shaped model, in a form for old and new versions of transformers."""
+    kind, sizes = "llama", asdict(model.config)
+    if isinstance(model, MoELlama):
+        kind, sizes = "mixtral", mixtral_config(model.config)
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        **asdict(model.config),
+        "architectures": [f"{kind.capitalize()}ForCausalLM"],
+        "model_type": kind,
+        **sizes,
         "head_dim": model.config.head_size,
         "hidden_act": "silu",
         "attention_bias": False,

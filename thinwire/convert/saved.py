@@ -15,9 +15,8 @@ from thinwire.errors import ConfigError, Problems
 from thinwire.islands.optimizer import OUTER
 from thinwire.methods.outer.parameters import parameters_in
 from thinwire.models import build_model
-from thinwire.options import LLAMA
+from thinwire.options import model_table
 from thinwire.training.config import TrainConfig
-from thinwire.training.run import tables_in_effect
 from thinwire.training.run_dir import RunDir
 from thinwire.training.settings import read_toml
 
@@ -41,7 +40,7 @@ def load_run(path: str) -> SavedRun:
     config = read_toml(run_dir.config(), problems)
     problems.raise_any()
     tokenizer = load_tokenizer(config.tokenizer)
-    fields = config.tables.get(LLAMA) if LLAMA in tables_in_effect(config) else None
+    fields = config.tables.get(model_table(config.model) or "")
     model = build_model(config.model, tokenizer.vocab_size, config.seq_len, config.seed, fields)
     step, weights = full_weights(run_dir)
     wanted = {name: param.shape for name, param in model.named_parameters()}

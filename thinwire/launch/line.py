@@ -41,7 +41,11 @@ class TrainLine(TrainConfig):
 def command_line() -> CommandLine:
     """The flags of `thinwire train`: those of TrainConfig, and a prefix such as --sdp4bit. for each table."""
     return CommandLine(
-        "thinwire train", TrainLine, tables=option_tables, presets={"llama": "the preset's"}, groups=GROUPS
+        "thinwire train",
+        TrainLine,
+        tables=option_tables,
+        presets=dict.fromkeys(("llama", "moe"), "the preset's"),
+        groups=GROUPS,
     )
 
 

@@ -35,7 +35,8 @@ from thinwire.methods.sequence import Shape, check_strategy, choose_layout
 from thinwire.models import build_model
 from thinwire.models.hf import check_hf, look_into
 from thinwire.models.llama import Llama, check_cut
-from thinwire.options import LLAMA, PIPELINE, SEQUENCE, has_islands
+from thinwire.models.moe import check_axes
+from thinwire.options import LLAMA, PIPELINE, SEQUENCE, has_islands, model_table
 from thinwire.registry import check_on_mesh
 from thinwire.report.metrics import read_metrics
 from thinwire.report.progress import Progress
@@ -73,6 +74,8 @@ def check(config: TrainConfig, problems: Problems) -> Run | None:
         model = check_model(config)
         if run is not None and model is not None:
             run.strategy.check_model(model)
+        if model is not None:
+            check_axes(model, config.mesh_shape.sizes)
         if isinstance(model, Llama) and config.mesh is not None:
             check_cut(model.config, config.mesh_shape.tensor)
         if run is not None and not wrong_numbers:
@@ -249,7 +252,13 @@ def check_model(config: TrainConfig) -> nn.Module | None:
         check_hf(config.model.removeprefix("hf:"), tokenizer.vocab_size, config.seq_len, {})
         return None
     with torch.device("meta"):
-        return build_model(config.model, tokenizer.vocab_size, config.seq_len, config.seed, config.tables.get(LLAMA))
+        return build_model(
+            config.model,
+            tokenizer.vocab_size,
+            config.seq_len,
+            config.seed,
+            config.tables.get(model_table(config.model) or ""),
+        )
 
 
 def check_join(config: TrainConfig) -> None:

@@ -1,15 +1,18 @@
-"""A small Llama-shaped reference model, models from a Hugging Face folder, and a sampler."""
+"""A small Llama-shaped reference model, a mixture of experts, models from a Hugging Face folder, and a sampler."""
 
-from thinwire.models.build import build_model, build_skeleton
+from thinwire.models.build import PRESETS, build_model, build_skeleton
 from thinwire.models.generation import generate, generate_tokens
 from thinwire.models.hf import HFCausalLM
-from thinwire.models.llama import PRESETS, Llama, LlamaConfig
+from thinwire.models.llama import Llama, LlamaConfig
+from thinwire.models.moe import MoEConfig, MoELlama
 
 __all__ = [
     "PRESETS",
     "HFCausalLM",
     "Llama",
     "LlamaConfig",
+    "MoEConfig",
+    "MoELlama",
     "build_model",
     "build_skeleton",
     "generate",

@@ -9,9 +9,11 @@ from torch import nn
 
 from thinwire.errors import ConfigError, nearest
 from thinwire.models.hf import build_hf, skeleton_hf
-from thinwire.models.llama import PRESETS, Llama, LlamaConfig
+from thinwire.models.llama import PRESETS as LLAMAS, Llama, LlamaConfig
+from thinwire.models.moe import MIXTURES, MoEConfig, MoELlama
 
-Overrides = Mapping[str, int | float | bool]
+Overrides = Mapping[str, int | float | bool | str]
+PRESETS: dict[str, LlamaConfig] = LLAMAS | MIXTURES
 
 
 def build_model(
@@ -27,7 +29,7 @@ def build_model(
         vocab_size: of the tokenizer; a preset's vocabulary.
         seq_len: a preset's longest sequence.
         seed: of fresh weights.
-        overrides: replaces fields of the preset's LlamaConfig or of the folder's config.
+        overrides: replaces fields of the preset's LlamaConfig or MoEConfig, or of the folder's config.
 
     Raises ConfigError for an unknown name or field, a vocabulary smaller than the tokenizer's, a context that is too
     short.
@@ -37,13 +39,15 @@ def build_model(
         return build_hf(name.removeprefix("hf:"), vocab_size, seq_len, seed, overrides)
     if name not in PRESETS:
         raise ConfigError(f"model {name!r}: no such preset, nor hf:DIR{nearest(name, PRESETS)}")
-    sizes: dict[str, Any] = {"vocab_size": vocab_size, "max_position_embeddings": seq_len} | checked(overrides)
+    sizes: dict[str, Any] = {"vocab_size": vocab_size, "max_position_embeddings": seq_len} | checked(
+        type(PRESETS[name]), overrides
+    )
     config = replace(PRESETS[name], **sizes)
     if config.vocab_size < vocab_size:
         raise ConfigError(f"vocab_size={config.vocab_size}: the tokenizer needs at least {vocab_size}")
     if config.max_position_embeddings < seq_len:
         raise ConfigError(f"max_position_embeddings={config.max_position_embeddings}: must be at least {seq_len}")
-    model = Llama(config)
+    model = MoELlama(config) if isinstance(config, MoEConfig) else Llama(config)
     model.init_weights(torch.Generator().manual_seed(seed))
     return model
 
@@ -56,9 +60,9 @@ def build_skeleton(name: str, vocab_size: int, seq_len: int, overrides: Override
         return build_model(name, vocab_size, seq_len, overrides=overrides)
 
 
-def checked(overrides: Overrides) -> dict[str, int | float | bool]:
-    """The overrides, if each is a field of LlamaConfig and has its type; else ConfigError."""
-    kinds = {field.name: str(field.type) for field in fields(LlamaConfig)}
+def checked(cls: type[LlamaConfig], overrides: Overrides) -> dict[str, int | float | bool | str]:
+    """The overrides, if each is a field of `cls` and has its type; else ConfigError."""
+    kinds = {field.name: str(field.type) for field in fields(cls)}
     for key, value in overrides.items():
         if key not in kinds:
             raise ConfigError(f"model option {key!r}: no such field{nearest(key, kinds)}")

@@ -32,13 +32,25 @@ class HFCausalLM(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Logits [batch, seq, vocab] of tokens [batch, seq], or the mean fp32 loss if targets are given."""
-        logits = self.model(input_ids=tokens, use_cache=False).logits
-        return logits if targets is None else next_token_loss(logits, targets)
+        """Logits [batch, seq, vocab] of tokens [batch, seq], or the mean fp32 loss if targets are given.
+
+        In training, the loss of a mixture of experts has its router_aux_loss_coef times transformers' balance loss.
+        """
+        if targets is None or not self.training or not self.balance_weight:
+            logits = self.model(input_ids=tokens, use_cache=False).logits
+            return logits if targets is None else next_token_loss(logits, targets)
+        found = self.model(input_ids=tokens, use_cache=False, output_router_logits=True)
+        return next_token_loss(found.logits, targets) + self.balance_weight * found.aux_loss
+
+    @property
+    def balance_weight(self) -> float:
+        """Of the balance loss; 0 for a model without experts."""
+        config = self.model.config
+        return getattr(config, "router_aux_loss_coef", 0.0) if hasattr(config, "output_router_logits") else 0.0
 
 
 def build_hf(
-    folder: str, vocab_size: int, seq_len: int, seed: int, overrides: Mapping[str, int | float | bool]
+    folder: str, vocab_size: int, seq_len: int, seed: int, overrides: Mapping[str, int | float | bool | str]
 ) -> HFCausalLM:
     """The causal LM of a local folder: with its safetensors weights if present, else with fresh weights of this seed.
 
@@ -54,7 +66,9 @@ def build_hf(
     return HFCausalLM(model.float(), longest(config) or seq_len)
 
 
-def skeleton_hf(folder: str, vocab_size: int, seq_len: int, overrides: Mapping[str, int | float | bool]) -> HFCausalLM:
+def skeleton_hf(
+    folder: str, vocab_size: int, seq_len: int, overrides: Mapping[str, int | float | bool | str]
+) -> HFCausalLM:
     """The model of `build_hf` without memory for its weights, on the device "meta". Raises the same ConfigErrors."""
     config = check_hf(folder, vocab_size, seq_len, overrides)
     import transformers
@@ -63,7 +77,7 @@ def skeleton_hf(folder: str, vocab_size: int, seq_len: int, overrides: Mapping[s
         return HFCausalLM(fresh(transformers, config), longest(config) or seq_len)
 
 
-def check_hf(folder: str, vocab_size: int, seq_len: int, overrides: Mapping[str, int | float | bool]) -> Any:
+def check_hf(folder: str, vocab_size: int, seq_len: int, overrides: Mapping[str, int | float | bool | str]) -> Any:
     """The folder's transformers config, checked without building the model. Raises ConfigError."""
     try:
         import transformers
@@ -111,7 +125,7 @@ def refuse_pickles(path: Path) -> None:
         )
 
 
-def apply_overrides(config: Any, overrides: Mapping[str, int | float | bool]) -> None:
+def apply_overrides(config: Any, overrides: Mapping[str, int | float | bool | str]) -> None:
     """Sets fields of a transformers config; ConfigError if it has no such field."""
     known = config.to_dict()
     for key, value in overrides.items():

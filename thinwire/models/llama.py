@@ -44,7 +44,7 @@ class LlamaConfig:
     """Use the embedding's weights for the output layer too."""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
+        for field in fields(LlamaConfig):
             value = getattr(self, field.name)
             if not isinstance(value, bool) and value <= 0:
                 raise ConfigError(f"{field.name}={value}: must be above zero")
@@ -172,12 +172,12 @@ class MLP(nn.Module):
 class DecoderLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, mlp: nn.Module) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = mlp
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Maps `x` [batch, seq, hidden] to the same shape."""
@@ -191,12 +191,12 @@ class Decoder(nn.Module):
     positions: of the tokens given, in their sequences.
     """
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, make_mlp: Callable[[], nn.Module]) -> None:
         super().__init__()
         self.config = config
         self.positions: Callable[[Tensor], Tensor] = positions_in
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(DecoderLayer(config, make_mlp()) for _ in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -222,11 +222,15 @@ class Llama(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
-        self.model = Decoder(config)
+        self.model = Decoder(config, self.make_mlp)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
         self.init_weights(torch.Generator().manual_seed(0))
+
+    def make_mlp(self) -> nn.Module:
+        """What a layer has after its attention."""
+        return MLP(self.config)
 
     @property
     def max_seq_len(self) -> int:
@@ -249,7 +253,7 @@ class Llama(nn.Module):
             if parameter.ndim == 1:
                 parameter.fill_(1.0)
                 continue
-            std = residual_std if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
+            std = residual_std if name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj")) else 0.02
             draw = torch.randn(parameter.shape, generator=generator, device=generator.device)
             parameter.copy_(draw.mul_(std))
 

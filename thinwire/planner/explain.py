@@ -20,7 +20,7 @@ from thinwire.methods.pipeline.inside import check_inside, why_not_inside
 from thinwire.methods.pipeline.options import Pipeline
 from thinwire.models import PRESETS, Llama, build_skeleton
 from thinwire.models.llama import LlamaConfig, cut_skeleton
-from thinwire.options import LLAMA, PIPELINE, build_strategy, strategy_table
+from thinwire.options import PIPELINE, build_strategy, model_table, strategy_table
 from thinwire.planner.candidates import Candidate, candidates
 from thinwire.planner.options import AUTO, ExplainConfig, range_errors
 from thinwire.planner.search import Search, search
@@ -163,7 +163,7 @@ def vocabulary_of(config: ExplainConfig, model: nn.Module) -> str:
     own = PRESETS.get(config.model)
     if own is None or not isinstance(model, Llama) or model.config.vocab_size == own.vocab_size:
         return ""
-    overrides = {**(config.tables.get(LLAMA) or {}), "vocab_size": own.vocab_size}
+    overrides = {**(config.tables.get(model_table(config.model) or "") or {}), "vocab_size": own.vocab_size}
     usual = build_skeleton(config.model, own.vocab_size, config.seq_len, overrides)
     return (
         f"the vocabulary is the {model.config.vocab_size:,} tokens of --tokenizer {config.tokenizer}; with the "
@@ -321,7 +321,7 @@ def model_of(config: ExplainConfig) -> nn.Module:
     if config.parameters is not None:
         return stand_in(int(config.parameters))
     tokenizer = load_tokenizer(config.tokenizer)
-    overrides = None if config.model.startswith("hf:") else config.tables.get(LLAMA)
+    overrides = config.tables.get(model_table(config.model) or "")
     return build_skeleton(config.model, tokenizer.vocab_size, config.seq_len, overrides)
 
 
@@ -345,7 +345,7 @@ def matrix(shape: tuple[int, int]) -> nn.Module:
 def notes_on(config: ExplainConfig, names: list[str]) -> Iterator[tuple[str, str, str]]:
     """Rows about options without an effect."""
     used = {strategy_table(name) for name in names}
-    used |= {LLAMA} if config.parameters is None and not config.model.startswith("hf:") else set()
+    used |= {model_table(config.model)} if config.parameters is None else set()
     used |= {PIPELINE} if config.stages is not None or "pipeline" in (config.mesh or "") else set()
     for table in sorted(config.tables.keys() - used):
         for option in config.tables[table]:

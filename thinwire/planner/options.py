@@ -67,7 +67,9 @@ class ExplainConfig:
 
 def command_line() -> CommandLine:
     """The flags of `thinwire explain`, and a prefix such as --sdp4bit. for each table."""
-    return CommandLine("thinwire explain", ExplainConfig, tables=option_tables, presets={"llama": "the preset's"})
+    return CommandLine(
+        "thinwire explain", ExplainConfig, tables=option_tables, presets=dict.fromkeys(("llama", "moe"), "the preset's")
+    )
 
 
 def option_tables() -> Mapping[str, type]:

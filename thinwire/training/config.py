@@ -23,8 +23,8 @@ class TrainConfig:
     """
 
     model: str = "demo"
-    """Preset (tiny, demo, 125m, 350m, 1b), hf:DIR for a causal LM that transformers builds from a folder, or auto:
-    demo or tiny, by what --minutes leaves time for."""
+    """Preset (tiny, demo, 125m, 350m, 1b; with experts moe-tiny, moe-demo), hf:DIR for a causal LM that transformers
+    builds from a folder, or auto: demo or tiny, by what --minutes leaves time for."""
     data: str = "stdlib"
     """Text to train on: a file or folder, .jsonl, .parquet, hf:NAME, or stdlib: the sources of this Python."""
     text_field: str = "text"

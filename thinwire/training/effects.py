@@ -7,7 +7,7 @@ from dataclasses import fields
 
 from thinwire.flags import flag
 from thinwire.methods.pipeline import Costs, simulate
-from thinwire.options import LLAMA, PIPELINE, SEQUENCE
+from thinwire.options import LLAMA, MOE, PIPELINE, SEQUENCE
 from thinwire.table import Row
 from thinwire.training.config import DEFAULTS, FIXED_ON_RESUME, NOT_WRITTEN, Batch, TrainConfig
 from thinwire.training.run import Run
@@ -44,7 +44,7 @@ def unused_rows(run: Run) -> Iterator[Row]:
     """One row for every option that was stated and changes nothing."""
     config = run.config
     for table in sorted(config.tables.keys() - run.used_tables):
-        owner = f"model {config.model}" if table == LLAMA else f"strategy {config.strategy}"
+        owner = f"model {config.model}" if table in (LLAMA, MOE) else f"strategy {config.strategy}"
         owner = "a model without --stages" if table == PIPELINE else owner
         owner = "a run without --sequence.parallel" if table == SEQUENCE else owner
         for option in config.tables[table]:

@@ -26,7 +26,7 @@ from thinwire.methods.outer.base import connect
 from thinwire.models import build_model, generate
 from thinwire.models.llama import Llama, cut_over
 from thinwire.optim import make_optimizer
-from thinwire.options import LLAMA
+from thinwire.options import model_table
 from thinwire.training.config import PER_MACHINE, TrainConfig, derive
 from thinwire.training.place import ProcessPlace
 from thinwire.training.run import Run, tokens_of
@@ -72,7 +72,7 @@ class Engine:
         num_replicas = place.world_size // shape.shared
         self.replica = place.rank // inner % num_replicas, num_replicas
         self.batch = derive(config, self.num_shares)
-        fields = config.tables.get(LLAMA) if LLAMA in run.used_tables else None
+        fields = config.tables.get(model_table(config.model) or "")
         model = build_model(config.model, corpus.tokenizer.vocab_size, config.seq_len, config.seed, fields)
         self.model = device.place(model)
         self.shapes = {name: list(param.shape) for name, param in self.model.named_parameters()}

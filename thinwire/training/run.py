@@ -16,7 +16,7 @@ from thinwire.methods.pipeline.options import Pipeline
 from thinwire.methods.pipeline.recover import NONE
 from thinwire.methods.sequence import SequenceParallel
 from thinwire.optim import OPTIMIZERS, SHARDED, WHOLE
-from thinwire.options import DEFAULT_INNER, LLAMA, PIPELINE, SEQUENCE, build_strategy, has_islands, used_tables
+from thinwire.options import DEFAULT_INNER, PIPELINE, SEQUENCE, build_strategy, has_islands, model_table, used_tables
 from thinwire.training.config import TrainConfig
 
 
@@ -109,7 +109,8 @@ def recovers(config: TrainConfig) -> bool:
 
 def tables_in_effect(config: TrainConfig) -> set[str]:
     """The tables of options that have an effect in this run."""
-    model = set() if config.model.startswith("hf:") else {LLAMA}
+    table = model_table(config.model)
+    model = {table} if table else set()
     stages = {PIPELINE} if (config.stages or 1) > 1 or "pipeline" in (config.mesh or "") else set()
     sequences = {SEQUENCE} if (config.sequence or 1) > 1 or "sequence" in (config.mesh or "") else set()
     return model | stages | sequences | used_tables(config.strategy, config.inner)

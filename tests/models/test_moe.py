@@ -1,0 +1,255 @@
+"""A mixture of experts: its routing, its kernels, its losses, and transformers' Mixtral with the same weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.workers import run_workers
+from thinwire import Zero, compose
+from thinwire.errors import ConfigError
+from thinwire.models import HFCausalLM, MoELlama, build_model
+from thinwire.models.moe import (
+    MIXTURES,
+    Experts,
+    Order,
+    Router,
+    capacity,
+    check_axes,
+    drop,
+    from_mixtral,
+    grouped_product,
+    gshard_loss,
+    importance_load_loss,
+    loop_product,
+    mixtral_config,
+    mixtral_weights,
+    summed_over_ranks,
+)
+
+SMALL = replace(MIXTURES["moe-tiny"], hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_local_experts=4)
+
+
+def small(**changes: Any) -> MoELlama:
+    return MoELlama(replace(SMALL, **changes))
+
+
+def text(rows: int = 4) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(256, (rows, 17), generator=torch.Generator().manual_seed(1))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def sums_of(first: list[int], scores: Tensor) -> Tensor:
+    counts = torch.bincount(torch.tensor(first), minlength=scores.shape[1])
+    return torch.stack([scores.sum(0), counts.float(), torch.zeros(scores.shape[1])])
+
+
+def test_capacities_are_those_of_tutel() -> None:
+    assert capacity(1, 64, 8, 2, most=30) == 16
+    assert capacity(1.25, 64, 8, 2, most=30) == 20
+    assert capacity(0, 64, 8, 1, most=64) == 64
+    assert capacity(-1, 64, 8, 2, most=64) == 16
+    assert capacity(-1, 64, 8, 2, most=9) == 9
+
+
+def test_rows_above_the_capacity_are_dropped_in_order_or_by_priority() -> None:
+    index, limit = torch.zeros(64, 1, dtype=torch.int64), capacity(1, 64, 8, 1, most=64)
+    kept = drop(index, 8, limit)[:, 0] == 0
+    assert kept.nonzero().flatten().tolist() == list(range(8))
+    priority = torch.rand(64, generator=torch.Generator().manual_seed(0))
+    kept = drop(index, 8, limit, priority)[:, 0] == 0
+    assert set(kept.nonzero().flatten().tolist()) == set(priority.topk(8).indices.tolist())
+    order = Order.of(drop(index, 8, limit), 8)
+    out = order.decode(order.encode(torch.ones(64, 3)), 64)
+    assert int(out.any(1).sum()) == 8
+
+
+def test_first_choices_come_before_second_ones() -> None:
+    index = torch.tensor([[1, 0], [0, 1]])
+    assert drop(index, 2, 1).tolist() == [[1, 2], [0, 2]]
+
+
+def test_encode_and_decode_have_the_gradients_of_finite_differences() -> None:
+    index = drop(torch.tensor([[0, 2], [0, 1], [2, 0], [1, 0]]), 3, 2)
+    order = Order.of(index, 3)
+    draws = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 3, generator=draws, dtype=torch.float64, requires_grad=True)
+    gates = torch.rand(4, 2, generator=draws, dtype=torch.float64, requires_grad=True)
+
+    def there_and_back(x: Tensor, gates: Tensor) -> Tensor:
+        rows = order.encode(x).square() * gates.flatten()[order.choices, None]
+        return order.decode(rows, 4)
+
+    assert torch.autograd.gradcheck(there_and_back, (x, gates))
+
+
+def per_token(experts: Experts, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    rows = []
+    for token, chosen, own in zip(x, index, weights, strict=True):
+        total = torch.zeros_like(token)
+        for expert, weight in zip(chosen.tolist(), own, strict=True):
+            if expert < experts.num_experts:
+                gate, up = experts.gate_proj[expert] @ token, experts.up_proj[expert] @ token
+                total = total + weight * ((nn.functional.silu(gate) * up) @ experts.down_proj[expert])
+        rows.append(total)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("router", ["linear", "noisy", "cosine", "sigmoid"])
+def test_a_layer_equals_a_loop_over_tokens(router: str) -> None:
+    model = small(router=router).double()
+    layer: Any = model.model.layers[0].mlp
+    x = torch.randn(10, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    layer.eval()
+    choice = layer.gate(x)
+    index = drop(choice.index, 4, 3)
+    found = layer.experts(x, index, choice.weights)
+    expected = per_token(layer.experts, x, index, choice.weights)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    for a, b in zip(
+        *(torch.autograd.grad(y.square().sum(), layer.experts.parameters()) for y in (found, expected)), strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def test_the_grouped_kernel_equals_the_loop() -> None:
+    draws = torch.Generator().manual_seed(0)
+    counts = torch.tensor([3, 0, 9, 4])
+    rows, weights = torch.randn(16, 8, generator=draws), torch.randn(4, 12, 8, generator=draws).transpose(1, 2)
+    out: list[list[Tensor]] = []
+    for product in (grouped_product, loop_product):
+        leaves = rows.clone().requires_grad_(), weights.clone().requires_grad_()
+        y = product(*leaves, counts)
+        out.append([y, *torch.autograd.grad(y.square().sum(), leaves)])
+    for a, b in zip(*out, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_an_even_router_has_balance_loss_one_and_a_router_of_one_expert_the_number_of_experts() -> None:
+    even = sums_of([0, 1, 2, 3], torch.full((4, 4), 0.25))
+    alone = sums_of([0, 0, 0, 0], torch.tensor([[1.0, 0, 0, 0]]).repeat(4, 1))
+    assert gshard_loss(even).item() == 1
+    assert gshard_loss(alone).item() == 4
+
+
+def test_a_router_is_fp32_under_autocast() -> None:
+    router = Router(SMALL)
+    nn.init.normal_(router.weight)
+    x = torch.randn(6, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(router(x).weights, router(x.clone()).weights)
+        assert router(x).weights.dtype == torch.float32
+
+
+def trained(model: MoELlama, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+    model(*batch).backward()
+    return {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+
+
+@pytest.mark.parametrize("loss", [gshard_loss, importance_load_loss])
+def test_the_mean_gradient_of_ranks_is_that_of_the_global_loss(loss: Callable[[Tensor], Tensor]) -> None:
+    draws = torch.Generator().manual_seed(0)
+    parts = [torch.rand(3, 4, generator=draws, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    expected = torch.autograd.grad(loss(parts[0] + parts[1]), parts)
+    for part, gradient in zip(parts, expected, strict=True):
+        every = torch.stack([each.detach() for each in parts])
+        (found,) = torch.autograd.grad(loss(summed_over_ranks(part, partial(told_all, every))), part)
+        torch.testing.assert_close(found / 2, gradient, rtol=0, atol=1e-12)
+
+
+def told_all(every: Tensor, sums: Tensor) -> Tensor:
+    return every
+
+
+def test_ranks_with_halves_of_a_batch_have_the_gradients_of_the_whole() -> None:
+    tokens, targets = text()
+    whole = trained(small(router_aux_loss_coef=1.0).double(), (tokens, targets))
+    halves, told = [small(router_aux_loss_coef=1.0).double() for _ in range(2)], list[Tensor]()
+
+    def tell(sums: Tensor) -> Tensor:
+        told.append(sums)
+        return sums[None]
+
+    for part, half in enumerate(halves):
+        half.gather = tell
+        half(tokens[part::2], targets[part::2])
+    every, found = torch.stack(told), []
+    for part, half in enumerate(halves):
+        half.gather = partial(told_all, every)
+        found.append(trained(half, (tokens[part::2], targets[part::2])))
+    for name, gradient in whole.items():
+        torch.testing.assert_close((found[0][name] + found[1][name]) / 2, gradient, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts_per_tok": 5}, "nearest is 4"),
+        ({"router": "expert-choice"}, "tokens that come later"),
+        ({"router": "cosin"}, "did you mean 'cosine'"),
+        ({"balance": "importance-load"}, "nearest: gshard"),
+        ({"router_aux_loss_coef": -1.0}, "nearest is 0"),
+        ({"num_local_experts": 0}, "above zero"),
+    ],
+)
+def test_wrong_options_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        replace(SMALL, **changes)
+
+
+def test_axes_that_would_lose_the_balance_loss_are_refused() -> None:
+    with pytest.raises(ConfigError, match="a pipeline axis"):
+        check_axes(small(), {"data": 2, "pipeline": 2})
+    check_axes(small(), {"data": 4})
+
+
+def test_transformers_mixtral_has_equal_logits_and_its_balance_loss_here(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    from safetensors.torch import save_file
+
+    ours = small().eval()
+    tokens, targets = text()
+    settings = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "bos_token_id": None}
+    (tmp_path / "config.json").write_text(json.dumps(mixtral_config(ours.config) | settings))
+    weights = mixtral_weights(ours.state_dict())
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    theirs = build_model(f"hf:{tmp_path}", 256, 16)
+    assert isinstance(theirs, HFCausalLM) and isinstance(theirs.model, transformers.MixtralForCausalLM)
+    torch.testing.assert_close(theirs.eval()(tokens), ours(tokens), rtol=0, atol=1e-5)
+    back = from_mixtral(weights, 4)
+    assert all(torch.equal(back[name], tensor) for name, tensor in ours.state_dict().items())
+    plain = theirs(tokens, targets)
+    theirs.train()
+    gain = theirs(tokens, targets) - plain
+    assert gain.item() == pytest.approx(2 * ours.config.router_aux_loss_coef, rel=0.2)
+
+
+def step(rank: int, world_size: int) -> list[Tensor]:
+    """The weights after two SGD steps of a rank's part of the text."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    model = small(router_aux_loss_coef=1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("data",))
+    stage = compose.parallelize(model, optimizer, mesh, [Zero()], announce=False)
+    tokens, targets = text()
+    for _ in range(2):
+        stage.forward_backward([(tokens[rank::world_size], targets[rank::world_size])])
+        stage.step()
+    found = [param.detach().clone() for param in model.parameters()]
+    stage.close()
+    return found
+
+
+def test_two_ranks_train_as_one() -> None:
+    one, two = run_workers(step, 1)[0], run_workers(step, 2)[0]
+    for a, b in zip(one, two, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=2e-6)

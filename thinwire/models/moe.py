@@ -1,0 +1,417 @@
+"""A Mixtral-shaped mixture of experts: the model of `Llama`, whose MLP is a router and several experts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from thinwire.errors import ConfigError, nearest
+from thinwire.models.hf import HFCausalLM
+from thinwire.models.llama import Linear, Llama, LlamaConfig, next_token_loss
+
+ROUTERS = ("linear", "noisy", "cosine", "sigmoid")
+# Their choice for a token depends on tokens after it.
+NOT_CAUSAL = ("expert-choice", "softmoe")
+BALANCES = ("gshard", "importance-load")
+# Of the cosine router: the temperature starts at 2, and is at most 100.
+FIRST_LOG_TEMPERATURE, MOST_LOG_TEMPERATURE = math.log(2), math.log(100)
+
+
+@dataclass(frozen=True)
+class MoEConfig(LlamaConfig):
+    """Sizes of a Mixtral-shaped decoder; the fields carry the names of a Hugging Face `config.json`.
+
+    Raises ConfigError as LlamaConfig does, and for what the fields below rule out.
+    """
+
+    intermediate_size: int = 512
+    """Inner width of one expert."""
+    num_local_experts: int = 8
+    """Experts of a layer, on all ranks together."""
+    num_experts_per_tok: int = 2
+    """Experts that work on one token; at most num_local_experts."""
+    router_aux_loss_coef: float = 0.01
+    """Weight of the loss that balances the experts, in training; 0: no such loss."""
+    router: str = "linear"
+    """How tokens choose experts: linear, noisy (normal noise on the logits in training), cosine (of a low-rank
+    projection), or sigmoid."""
+    router_noise: float = 1.0
+    """Of the noisy router: the noise's standard deviation is this over num_local_experts; above 0."""
+    router_rank: int = 32
+    """Of the cosine router: width that tokens are projected to."""
+    balance: str = "gshard"
+    """The loss that balances: gshard, or importance-load, which needs the noisy router."""
+    norm_topk_prob: bool = True
+    """Divide the weights of a token's experts by their sum."""
+    weigh_inputs: bool = False
+    """Multiply an expert's input by its weight, in place of its output."""
+    capacity_factor: float = 0.0
+    """Most rows of an expert on a rank, num_experts_per_tok * int(f * ceil(tokens / num_local_experts)) for |f|; the
+    rows above it are dropped. 0: none is dropped."""
+    batch_priority: bool = False
+    """With a capacity, the tokens with the highest weights come first, in place of the first tokens."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("num_local_experts", "num_experts_per_tok", "router_noise", "router_rank"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name}={getattr(self, name)}: must be above zero")
+        if self.num_experts_per_tok > self.num_local_experts:
+            raise ConfigError(
+                f"num_experts_per_tok={self.num_experts_per_tok}: must be at most num_local_experts="
+                f"{self.num_local_experts}; nearest is {self.num_local_experts}"
+            )
+        if self.router_aux_loss_coef < 0:
+            raise ConfigError(f"router_aux_loss_coef={self.router_aux_loss_coef}: must be at least 0; nearest is 0")
+        if self.router in NOT_CAUSAL:
+            raise ConfigError(
+                f"router={self.router!r} chooses by tokens that come later, which a causal model can't; nearest: linear"
+            )
+        for name, known in (("router", ROUTERS), ("balance", BALANCES)):
+            if getattr(self, name) not in known:
+                hint = nearest(getattr(self, name), known) or f"; one of {', '.join(known)}"
+                raise ConfigError(f"{name}={getattr(self, name)!r}: no such choice{hint}")
+        if self.balance == "importance-load" and self.router != "noisy":
+            raise ConfigError(
+                f"balance='importance-load' needs the noise of router='noisy', not {self.router!r}; nearest: gshard"
+            )
+
+
+def capacity(factor: float, num_tokens: int, num_experts: int, top_k: int, most: int) -> int:
+    """Most rows that an expert takes, if the fullest one is asked for `most`.
+
+    k * int(f * ceil(T / E)) for f > 0; `most` for f = 0; the smaller of `most` and the first with -f for f < 0.
+    Source: Hwang et al., "Tutel" (MLSys 2023), section 3.
+    """
+    bound = top_k * int(abs(factor) * math.ceil(num_tokens / num_experts))
+    if factor > 0:
+        return bound
+    return min(most, bound) if factor < 0 else most
+
+
+@dataclass(frozen=True)
+class Order:
+    """The rows that experts work on, sorted by expert.
+
+    Shape:
+        tokens: int64 [rows], whose input each row is.
+        choices: int64 [rows], the row's place in the flat [tokens, k] choices.
+        counts: int64 [experts], rows of each.
+    """
+
+    tokens: Tensor
+    choices: Tensor
+    counts: Tensor
+
+    @classmethod
+    def of(cls, index: Tensor, num_experts: int, priority: Tensor | None = None) -> Order:
+        """The order of int64 choices [tokens, k]: an expert's rows are all first choices, then the second ones.
+
+        A choice of expert `num_experts` is no row. priority: fp32 [tokens]; of equal choices, the highest come first.
+        """
+        num_tokens, top_k = index.shape
+        device = index.device
+        tokens = torch.arange(num_tokens, device=device)
+        if priority is not None:
+            tokens = priority.argsort(descending=True, stable=True)
+        chosen = index[tokens].t().reshape(-1)
+        order = chosen.argsort(stable=True)
+        counts = torch.bincount(chosen, minlength=num_experts + 1)[:num_experts]
+        order = order[: int(counts.sum())]
+        token, choice = tokens.repeat(top_k)[order], order // max(num_tokens, 1)
+        return cls(token, token * top_k + choice, counts)
+
+    def encode(self, x: Tensor) -> Tensor:
+        """The rows [rows, width] of inputs [tokens, width]."""
+        return x.index_select(0, self.tokens)
+
+    def decode(self, rows: Tensor, num_tokens: int) -> Tensor:
+        """The sum [tokens, width] of each token's rows; zero for a token without one."""
+        return rows.new_zeros(num_tokens, rows.shape[1]).index_add(0, self.tokens, rows)
+
+
+def drop(index: Tensor, num_experts: int, limit: int, priority: Tensor | None = None) -> Tensor:
+    """The choices [tokens, k], with `num_experts` for those that come after an expert's first `limit` rows."""
+    order = Order.of(index, num_experts, priority)
+    starts = order.counts.cumsum(0) - order.counts
+    places = torch.arange(len(order.choices), device=index.device) - starts.repeat_interleave(order.counts)
+    flat = index.flatten().clone()
+    flat[order.choices[places >= limit]] = num_experts
+    return flat.view_as(index)
+
+
+def loop_product(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+    """The product of each expert's rows [rows, a] with its own matrix of `weights` [experts, a, b], one by one."""
+    blocks = zip(rows.split(counts.tolist()), weights, strict=True)
+    return torch.cat([block @ weight for block, weight in blocks])
+
+
+def grouped_product(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+    """`loop_product` by torch's grouped kernel, where it takes these tensors.
+
+    On the CPU it has no float64, and every row must be a multiple of 16 bytes.
+    """
+    sizes = (rows.shape[1] * rows.element_size(), weights.shape[2] * weights.element_size())
+    fits = rows.dtype in (torch.float32, torch.bfloat16) and not any(size % 16 for size in sizes)
+    if not (fits and len(rows) and hasattr(F, "grouped_mm")):
+        return loop_product(rows, weights, counts)
+    return F.grouped_mm(rows, weights, offs=counts.cumsum(0).to(torch.int32))
+
+
+class Experts(nn.Module):
+    """SwiGLU experts. A range of one expert's hidden units is one range of memory in each of the three tensors.
+
+    Called as experts of transformers are: experts(x, top_k_index, top_k_weights).
+    """
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        self.num_experts, self.weigh_inputs = config.num_local_experts, config.weigh_inputs
+        shape = (config.num_local_experts, config.intermediate_size, config.hidden_size)
+        self.gate_proj, self.up_proj, self.down_proj = (nn.Parameter(torch.empty(shape)) for _ in range(3))
+
+    def forward(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """The weighted sum [tokens, hidden] over each token's experts.
+
+        Shape:
+            x: [tokens, hidden]. top_k_index: int64 [tokens, k]; `num_experts` stands for none. top_k_weights:
+            [tokens, k].
+        """
+        order = Order.of(top_k_index, self.num_experts)
+        weights = top_k_weights.flatten()[order.choices, None]
+        rows = order.encode(x)
+        if self.weigh_inputs:
+            return order.decode(self.work((rows * weights).to(x.dtype), order.counts), len(x)).to(x.dtype)
+        return order.decode(self.work(rows, order.counts) * weights, len(x)).to(x.dtype)
+
+    def work(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """down(silu(gate(x)) * up(x)) of rows [rows, hidden] that are sorted by expert, `counts` [experts] of each."""
+        kind = rows.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.gate_proj.dtype
+        gate, up, down = (weight.to(dtype) for weight in (self.gate_proj, self.up_proj, self.down_proj))
+        rows = rows.to(dtype)
+        hidden = F.silu(grouped_product(rows, gate.transpose(1, 2), counts))
+        return grouped_product(hidden * grouped_product(rows, up.transpose(1, 2), counts), down, counts)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a router chose: index int64 [tokens, k], weights [tokens, k], sums [3, experts] for the balance loss.
+
+    The rows of `sums`: scores, first choices, and the smooth load of the noisy router; sums over tokens.
+    """
+
+    index: Tensor
+    weights: Tensor
+    sums: Tensor
+
+
+class Router(nn.Module):
+    """Chooses k experts for each token, in fp32 or, in a model of fp64, in fp64.
+
+    linear: softmax(x W). noisy: the same with noise / E. cosine: softmax(t cos(x P, W)). sigmoid: sigmoid(x W).
+    Sources: Shazeer et al. 2017 (noisy), Chi et al. 2022 (cosine), Lewis et al. 2021 (sigmoid).
+    """
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        self.config = config
+        is_cosine = config.router == "cosine"
+        width = config.router_rank if is_cosine else config.hidden_size
+        self.weight = nn.Parameter(torch.empty(config.num_local_experts, width))
+        self.proj = Linear(config.hidden_size, width) if is_cosine else None
+        self.log_temperature = nn.Parameter(torch.empty(1)) if is_cosine else None
+
+    def forward(self, x: Tensor) -> Choice:
+        """The choices for inputs [tokens, hidden]."""
+        with torch.autocast(x.device.type, enabled=False):
+            return self._choose(x if x.dtype == torch.float64 else x.float())
+
+    def _choose(self, x: Tensor) -> Choice:
+        config, top_k = self.config, self.config.num_experts_per_tok
+        clean = logits = self._logits(x)
+        deviation = config.router_noise / config.num_local_experts
+        if config.router == "noisy" and self.training:
+            logits = clean + deviation * torch.randn_like(clean)
+        scores = logits.sigmoid() if config.router == "sigmoid" else logits.softmax(-1)
+        weights, index = scores.topk(top_k, dim=-1)
+        first = F.one_hot(index[:, 0], config.num_local_experts).to(scores.dtype)
+        load = torch.zeros_like(first)
+        if config.balance == "importance-load":
+            # The chance that an expert is among the k if its own noise were drawn anew.
+            least = logits.gather(1, index[:, -1:])
+            load = torch.special.ndtr((clean - least) / deviation)
+        if config.norm_topk_prob:
+            weights = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
+        return Choice(index, weights, torch.stack([scores.sum(0), first.sum(0), load.sum(0)]))
+
+    def _logits(self, x: Tensor) -> Tensor:
+        if self.proj is None or self.log_temperature is None:
+            return F.linear(x, self.weight.to(x.dtype))
+        low = F.normalize(F.linear(x, self.proj.weight.to(x.dtype)), dim=-1)
+        cosine = F.linear(low, F.normalize(self.weight.to(x.dtype), dim=-1))
+        return cosine * self.log_temperature.clamp_max(MOST_LOG_TEMPERATURE).exp()
+
+
+class MoE(nn.Module):
+    """A router and its experts. sums: what the last forward in training left for the balance loss, see Choice."""
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.gate, self.experts = Router(config), Experts(config)
+        self.sums: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps `x` [batch, seq, hidden] to the same shape."""
+        flat, config = x.flatten(0, -2), self.config
+        choice = self.gate(flat)
+        self.sums = choice.sums if self.training else None
+        index = choice.index
+        if config.capacity_factor and len(flat):
+            sizes = len(flat), config.num_local_experts, config.num_experts_per_tok
+            limit = capacity(config.capacity_factor, *sizes, most=len(flat))
+            priority = choice.weights.amax(-1) if config.batch_priority else None
+            index = drop(index, config.num_local_experts, limit, priority)
+        return self.experts(flat, index, choice.weights).view_as(x)
+
+
+def gshard_loss(sums: Tensor) -> Tensor:
+    """E * sum_e mean(score_e) * (share of tokens whose first choice is e); 1 for an even router, at most E.
+
+    Shape:
+        sums: [..., 3, experts], see Choice; over all tokens of the batch. result: [...].
+    Source: Lepikhin et al., "GShard" (2020), algorithm 1.
+    """
+    scores, first, _ = sums.unbind(-2)
+    num_tokens = first.sum(-1, keepdim=True)
+    return scores.shape[-1] * (scores / num_tokens * (first / num_tokens)).sum(-1)
+
+
+def importance_load_loss(sums: Tensor) -> Tensor:
+    """(CV(importance)^2 + CV(load)^2) / 2, the squared coefficients of variation over experts; shapes as gshard_loss.
+
+    Source: Shazeer et al., "Outrageously large neural networks" (2017), section 4.
+    """
+    scores, _, load = sums.unbind(-2)
+    parts = [part.var(-1, correction=0) / part.mean(-1).square() for part in (scores, load)]
+    return (parts[0] + parts[1]) / 2
+
+
+def summed_over_ranks(sums: Tensor, gather: Callable[[Tensor], Tensor]) -> Tensor:
+    """The sum of all ranks' `sums`; the mean over ranks of what each one's backward gives is the sum's own gradient.
+
+    gather: a tensor to those of all ranks, [ranks, ...].
+    """
+    every = gather(sums.detach())
+    return every.sum(0) + len(every) * (sums - sums.detach())
+
+
+class MoELlama(Llama):
+    """A Mixtral-shaped causal language model; `mixtral_weights` are those of transformers' MixtralForCausalLM.
+
+    In training its loss has, beside the cross-entropy, router_aux_loss_coef times the layers' mean balance loss.
+    gather: if set, brings the sums of all ranks together in training, so that the loss is that of the global batch; a
+    collective. Source: Jiang et al., "Mixtral of experts" (2024).
+    """
+
+    config: MoEConfig
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__(config)
+        self.gather: Callable[[Tensor], Tensor] | None = None
+
+    def make_mlp(self) -> nn.Module:
+        return MoE(self.config)
+
+    @torch.no_grad()
+    def init_weights(self, generator: torch.Generator) -> None:
+        super().init_weights(generator)
+        for module in self.modules():
+            if isinstance(module, Router) and module.log_temperature is not None:
+                module.log_temperature.fill_(FIRST_LOG_TEMPERATURE)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        logits = super().forward(tokens)
+        if targets is None:
+            return logits
+        loss = next_token_loss(logits, targets)
+        if not self.training or not self.config.router_aux_loss_coef:
+            return loss
+        return loss + self.config.router_aux_loss_coef * self.balance_loss()
+
+    def balance_loss(self) -> Tensor:
+        """The mean over layers of the loss of the last forward in training."""
+        found = [block.sums for block in self.modules() if isinstance(block, MoE) and block.sums is not None]
+        sums = torch.stack(found)
+        if self.gather is not None:
+            sums = summed_over_ranks(sums, self.gather)
+        of_layers = gshard_loss(sums) if self.config.balance == "gshard" else importance_load_loss(sums)
+        return of_layers.mean()
+
+
+def mixtral_config(config: MoEConfig) -> dict[str, Any]:
+    """Sizes for a `config.json` of transformers. Raises ConfigError for what a Mixtral does not have."""
+    plain = MoEConfig()
+    for name in ("router", "norm_topk_prob", "weigh_inputs", "capacity_factor"):
+        # In evaluation a noisy router adds no noise.
+        if getattr(config, name) != getattr(plain, name) and getattr(config, name) != "noisy":
+            raise ConfigError(
+                f"{name}={getattr(config, name)!r}: transformers' Mixtral has only {getattr(plain, name)!r}"
+            )
+    own = {"router", "router_noise", "router_rank", "balance", "norm_topk_prob", "weigh_inputs", "capacity_factor"}
+    return {name: value for name, value in asdict(config).items() if name not in own | {"batch_priority"}}
+
+
+def mixtral_weights(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The state dict of a MoELlama by the names and shapes of a Mixtral's files: w1 gate, w3 up, w2 down transposed."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        prefix, is_expert, kind = name.partition(".mlp.experts.")
+        if not is_expert:
+            found[name.replace(".mlp.gate.", ".block_sparse_moe.gate.")] = tensor
+            continue
+        number = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}[kind]
+        for expert, weight in enumerate(tensor):
+            own = weight.t().contiguous() if number == "w2" else weight
+            found[f"{prefix}.block_sparse_moe.experts.{expert}.{number}.weight"] = own
+    return found
+
+
+def from_mixtral(weights: dict[str, Tensor], num_experts: int) -> dict[str, Tensor]:
+    """The inverse of `mixtral_weights`."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in weights.items():
+        prefix, is_expert, rest = name.partition(".block_sparse_moe.experts.")
+        if not is_expert:
+            found[name.replace(".block_sparse_moe.gate.", ".mlp.gate.")] = tensor
+        elif rest.startswith("0."):
+            number = rest.split(".")[1]
+            kind = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}[number]
+            parts = [weights[f"{prefix}.block_sparse_moe.experts.{n}.{number}.weight"] for n in range(num_experts)]
+            found[f"{prefix}.mlp.experts.{kind}"] = torch.stack([p.t() if number == "w2" else p for p in parts])
+    return found
+
+
+def check_axes(model: nn.Module, sizes: Mapping[str, int]) -> None:
+    """Raise ConfigError for a mixture of experts on an axis that would lose its balance loss; sizes: of axes."""
+    cut = [axis for axis in ("pipeline", "sequence", "tensor") if sizes.get(axis, 1) > 1]
+    if cut and (isinstance(model, MoELlama) or (isinstance(model, HFCausalLM) and model.balance_weight)):
+        raise ConfigError(
+            f"a mixture of experts on a {cut[0]} axis: not served, its balance loss is of whole "
+            "sequences and all layers; nearest: the data axis alone"
+        )
+
+
+MIXTURES: dict[str, MoEConfig] = {
+    "moe-tiny": MoEConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2
+    ),
+    "moe-demo": MoEConfig(),
+}

@@ -22,7 +22,6 @@ from thinwire.optim.schedule import lr_at
 from thinwire.report.metrics import MembershipEvent, MetricsWriter, StepMetrics, medians, read_events, read_metrics
 from thinwire.report.progress import Progress
 from thinwire.report.run import read_run
-from thinwire.training import hardware
 from thinwire.training.config import TrainConfig
 from thinwire.training.effects import late_rows, resume_rows, unused_rows
 from thinwire.training.proof import Proof, ResumeDriftError
@@ -219,23 +218,23 @@ def test_changes_on_resume_are_rows() -> None:
 
 
 def test_threads_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "num_cores", lambda: 8)
+    monkeypatch.setattr(machine, "num_cores", lambda: 8)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert hardware.threads_per_worker(3)[0] == 2
-    assert hardware.threads_per_worker(99)[0] == 1
+    assert machine.threads_per_worker(3)[0] == 2
+    assert machine.threads_per_worker(99)[0] == 1
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    assert hardware.threads_per_worker(3) == (5, "OMP_NUM_THREADS is set")
+    assert machine.threads_per_worker(3) == (5, "OMP_NUM_THREADS is set")
 
 
 @pytest.mark.parametrize(("speedup", "chosen"), [(1.5, "bf16"), (1.02, "fp32"), (0.4, "fp32")])
 def test_dtype_follows_the_measurement(monkeypatch: pytest.MonkeyPatch, speedup: float, chosen: str) -> None:
-    monkeypatch.setattr(hardware, "bf16_speedup", lambda threads: speedup)
-    assert hardware.choose_dtype("auto", 1)[0] == chosen
-    assert hardware.choose_dtype("fp32", 1) == ("fp32", "")
+    monkeypatch.setattr(machine, "bf16_speedup", lambda threads: speedup)
+    assert machine.choose_dtype("auto", 1)[0] == chosen
+    assert machine.choose_dtype("fp32", 1) == ("fp32", "")
 
 
 def test_dtype_is_measured() -> None:
-    assert 0 < hardware.bf16_speedup(1, repeats=1) < 1000
+    assert 0 < machine.bf16_speedup(1, repeats=1) < 1000
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells when a process was started")

@@ -16,6 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 # A host registers itself for its kind of method.
+import thinwire.hosts.ddp.optimizer
+import thinwire.hosts.forward.optimizer
+import thinwire.hosts.fsdp.optimizer
+import thinwire.hosts.sharded.wrap
+import thinwire.islands.library
+import thinwire.islands.optimizer
+import thinwire.islands.own_pace  # noqa: F401
 from thinwire import _compat
 from thinwire.checkpoint import Snapshot, Source
 from thinwire.collectives import Communicator, Peers, Topology, WorldPeers

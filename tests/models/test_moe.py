@@ -226,10 +226,18 @@ def test_transformers_mixtral_has_equal_logits_and_its_balance_loss_here(tmp_pat
     torch.testing.assert_close(theirs.eval()(tokens), ours(tokens), rtol=0, atol=1e-5)
     back = from_mixtral(weights, 4)
     assert all(torch.equal(back[name], tensor) for name, tensor in ours.state_dict().items())
+    # The loss is the text's; the gradient is that of the balance loss too.
     plain = theirs(tokens, targets)
+    (router,) = [param for name, param in theirs.named_parameters() if name.endswith("layers.0.mlp.gate.weight")]
+    (of_text,) = torch.autograd.grad(plain, router)
     theirs.train()
-    gain = theirs(tokens, targets) - plain
-    assert gain.item() == pytest.approx(2 * ours.config.router_aux_loss_coef, rel=0.2)
+    loss = theirs(tokens, targets)
+    (of_both,) = torch.autograd.grad(loss, router, retain_graph=True)
+    found = theirs.model(input_ids=tokens, output_router_logits=True, use_cache=False)
+    (of_balance,) = torch.autograd.grad(ours.config.router_aux_loss_coef * found.aux_loss, router)
+    assert torch.equal(loss, plain)
+    torch.testing.assert_close(of_both, of_text + of_balance)
+    assert float(of_balance.norm()) > 0
 
 
 def step(rank: int, world_size: int) -> list[Tensor]:

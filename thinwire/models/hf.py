@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from thinwire.errors import ConfigError, nearest
-from thinwire.models.llama import next_token_loss
+from thinwire.models.llama import next_token_loss, with_gradient_of
 
 log = logging.getLogger(__name__)
 
@@ -34,13 +34,14 @@ class HFCausalLM(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Logits [batch, seq, vocab] of tokens [batch, seq], or the mean fp32 loss if targets are given.
 
-        In training, the loss of a mixture of experts has its router_aux_loss_coef times transformers' balance loss.
+        In training, the gradient of a mixture of experts has router_aux_loss_coef times that of transformers' balance
+        loss too; the loss is that of the text.
         """
-        if targets is None or not self.training or not self.balance_weight:
+        if targets is None or not self.training or not torch.is_grad_enabled() or not self.balance_weight:
             logits = self.model(input_ids=tokens, use_cache=False).logits
             return logits if targets is None else next_token_loss(logits, targets)
         found = self.model(input_ids=tokens, use_cache=False, output_router_logits=True)
-        return next_token_loss(found.logits, targets) + self.balance_weight * found.aux_loss
+        return with_gradient_of(next_token_loss(found.logits, targets), self.balance_weight * found.aux_loss)
 
     @property
     def balance_weight(self) -> float:

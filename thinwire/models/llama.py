@@ -213,6 +213,11 @@ def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
+def with_gradient_of(loss: Tensor, other: Tensor) -> Tensor:
+    """The value of `loss`, with the gradient of both."""
+    return loss + (other - other.detach())
+
+
 class Llama(nn.Module):
     """A Llama-shaped causal language model; its state dict loads into Hugging Face's LlamaForCausalLM unchanged.
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from thinwire.errors import ConfigError, nearest
 from thinwire.models.hf import HFCausalLM
-from thinwire.models.llama import Linear, Llama, LlamaConfig, next_token_loss
+from thinwire.models.llama import Linear, Llama, LlamaConfig, next_token_loss, with_gradient_of
 
 ROUTERS = ("linear", "noisy", "cosine", "sigmoid")
 # Their choice for a token depends on tokens after it.
@@ -316,7 +316,8 @@ def summed_over_ranks(sums: Tensor, gather: Callable[[Tensor], Tensor]) -> Tenso
 class MoELlama(Llama):
     """A Mixtral-shaped causal language model; `mixtral_weights` are those of transformers' MixtralForCausalLM.
 
-    In training its loss has, beside the cross-entropy, router_aux_loss_coef times the layers' mean balance loss.
+    In training its loss is that of the text, and its gradient has router_aux_loss_coef times that of the layers' mean
+    balance loss too: what is shown stays comparable on any number of ranks and micro-batches.
     gather: if set, brings the sums of all ranks together in training, so that the loss is that of the global batch; a
     collective. Source: Jiang et al., "Mixtral of experts" (2024).
     """
@@ -342,9 +343,9 @@ class MoELlama(Llama):
         if targets is None:
             return logits
         loss = next_token_loss(logits, targets)
-        if not self.training or not self.config.router_aux_loss_coef:
+        if not self.training or not torch.is_grad_enabled() or not self.config.router_aux_loss_coef:
             return loss
-        return loss + self.config.router_aux_loss_coef * self.balance_loss()
+        return with_gradient_of(loss, self.config.router_aux_loss_coef * self.balance_loss())
 
     def balance_loss(self) -> Tensor:
         """The mean over layers of the loss of the last forward in training."""

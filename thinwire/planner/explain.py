@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
@@ -18,14 +19,16 @@ from thinwire.layout.mesh import MeshShape
 from thinwire.methods.interface import Method, MethodPlan
 from thinwire.methods.pipeline.inside import check_inside, why_not_inside
 from thinwire.methods.pipeline.options import Pipeline
+from thinwire.methods.sequence import SequenceParallel, Shape, facts
 from thinwire.models import PRESETS, Llama, build_skeleton
 from thinwire.models.llama import LlamaConfig, cut_skeleton
-from thinwire.options import PIPELINE, build_strategy, model_table, strategy_table
+from thinwire.options import PIPELINE, SEQUENCE, build_strategy, model_table, strategy_table
 from thinwire.planner.candidates import Candidate, candidates
 from thinwire.planner.options import AUTO, ExplainConfig, range_errors
 from thinwire.planner.search import Search, search
 from thinwire.planner.stages import Grid, Stages, measured_flops, stages_of
 from thinwire.registry import STRATEGIES, check_on_mesh
+from thinwire.report.frontier import recommended
 from thinwire.report.units import bytes_text, percent_text, seconds_text, short
 
 NUM_LAYERS, WIDTH = 32, 1024
@@ -144,6 +147,12 @@ def explain(config: ExplainConfig, problems: Problems) -> Explained:
         why = "other methods change what a step learns; name those to be tried"
         notes.insert(0, ("--strategy all", f"{' and '.join(SEARCHED)} are tried", why))
     notes = [*notes_on(config, names), *notes]
+    if shape is not None and isinstance(model, Llama):
+        with problems.collect():
+            notes += sequence_notes(config, model.config, shape)
+    problems.raise_any()
+    if rate is not None and (soonest := recommended(rate)):
+        notes.append(("lowest loss for its bytes", soonest, "docs/methods.md"))
     if shape is not None and isinstance(model, Llama) and shape.tensor > 1:
         notes.append(tensor_note(model.config, config.seq_len, shape))
     return Explained(
@@ -306,6 +315,20 @@ def plan_on(
     word = strategy.plan(whole, Topology(num_told + 1, 1), 1).sent["all_gather_exact", "inter"] // num_told
     words = {("all_gather_exact", level): sent for level, sent in gather_bytes(grid, word).items()}
     return replace(plan, sent={**plan.sent, **words})
+
+
+def sequence_notes(config: ExplainConfig, llama: LlamaConfig, shape: MeshShape) -> list[tuple[str, str, str]]:
+    """Rows about the ranks that share a sequence, whose messages the plans do not count. Raises ConfigError."""
+    asked = config.tables.get(SEQUENCE, {})
+    size = shape.sizes["sequence"] if "sequence" in (config.mesh or "") else asked.get("parallel", 1)
+    options = SequenceParallel(**{**asked, "parallel": size})
+    if size == 1:
+        return []
+    heads, kv_heads = llama.num_attention_heads, llama.num_key_value_heads
+    tokens = config.micro_batches * config.micro_batch * config.seq_len
+    attention = Shape(heads, kv_heads, llama.hidden_size // heads, tokens, llama.num_hidden_layers)
+    # Links of the usual rates, as a run assumes too, whatever --rate says.
+    return facts(options, attention, math.gcd(config.local_size, size))
 
 
 def tensor_note(config: LlamaConfig, seq_len: int, shape: MeshShape) -> tuple[str, str, str]:

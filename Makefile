@@ -26,10 +26,10 @@ demo: $(STAMP)
 	$(BIN)/thinwire train --model auto --minutes $(DEMO_MINUTES) --data stdlib --strategy sdp4bit --workers 4 --local-size 1 \
 	  --micro-batch 4 --lr 1e-3 --run-dir $(DEMO_RUN) --overwrite $(DEMO_FLAGS)
 
-# Kernels first, into numba's cache. Then two files at a time: a test has up to eight processes, and often all wait.
+# Kernels first, into numba's cache. Then three files at a time: a test has up to eight processes, and often all wait.
 test: $(STAMP)
 	$(BIN)/python -m tests.preloaded
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 3 --dist loadfile
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -44,6 +44,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[st
         ("kept", 4, f"--strategy sdp4bit --stages 2 {STILL}", "four"),
         ("back", 2, f"--strategy zero --stages 1 {STILL}", "lossy"),
         ("first", 2, f"--strategy zero --stages 2 --pipeline.head first --pipeline.plan fitted {STILL}", "lossy"),
+        ("skip", 4, "--strategy zero --stages 4 --pipeline.head first --pipeline.skip 0.25", ""),
+        ("skip-again", 4, "--strategy zero --stages 4 --pipeline.head first --pipeline.skip 0.25", ""),
     ]
     found: dict[str, dict[str, Any]] = {}
     for name, num_ranks, flags, origin in rows:
@@ -89,6 +91,14 @@ def test_what_a_run_says_of_its_pipeline(runs: dict[str, dict[str, Any]]) -> Non
     assert run["uncompressed_bytes_per_step"] == 6 * run["parameters"]
 
 
+def test_stages_that_are_skipped_are_the_same_in_each_run(runs: dict[str, dict[str, Any]]) -> None:
+    once, again, whole = runs["skip"], runs["skip-again"], runs["alone"]
+    losses = [[line["loss"] for line in run["steps"].values()] for run in (once, again, whole)]
+    assert losses[0] == losses[1] and losses[0] != pytest.approx(losses[2], rel=1e-3)
+    assert losses[0][-1] < losses[0][0]
+    assert "3 of 4 stages for each micro-batch" in once["printed"]
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -105,6 +115,8 @@ def test_what_a_run_says_of_its_pipeline(runs: dict[str, dict[str, Any]]) -> Non
         (("--stages", "2", "--pipeline.plan", "1f1b", "--pipeline.in-flight", "3"), "plan '1f1b' has its own"),
         (("--stages", "2", "--pipeline.plan", "gpipe", "--pipeline.head", "first"), "nearest: plan 'fitted'"),
         (("--stages", "2", "--pipeline.forward", "itn8"), "forward: codec 'itn8'"),
+        (("--stages", "4", "--pipeline.skip", "0.25"), "skip 0.25: micro-batches come back .*head 'first'"),
+        (("--stages", "4", "--pipeline.head", "first", "--pipeline.skip", "0.9"), "skip 0.9 of 4 .*nearest: 0.5"),
         (("--stages", "4", "--inject", "kill stage=4 step=2"), "stages are numbered from 0 to 3"),
         (("--stages", "4", "--pipeline.recover", "average", "--minutes", "1"), "recover: .* nearest: --steps"),
         (("--stages", "4", "--pipeline.delta", "True", "--steps", "2"), "no sequence returns in 2 steps"),

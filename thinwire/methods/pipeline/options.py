@@ -19,6 +19,7 @@ from thinwire.methods.pipeline.plan import Plan, straight
 from thinwire.methods.pipeline.recompute import MODES, recompute
 from thinwire.methods.pipeline.recover import FEWEST_STAGES, NONE, RECOVERIES
 from thinwire.methods.pipeline.simulate import Costs
+from thinwire.methods.pipeline.skip import path_length, skipping
 from thinwire.table import Row
 
 FITTED = "fitted"
@@ -54,6 +55,8 @@ class Pipeline:
     be."""
     head: Literal["last", "first"] = "last"
     """Who has the head: the last stage, or the first, to which micro-batches then come back (fitted plans alone)."""
+    skip: float = 0.0
+    """Share of the stages that each micro-batch leaves out, such as 0.33, by SkipPipe (fitted plans, head 'first')."""
     recompute: Literal["never", "except-last", "always"] = "never"
     """Which activations are computed again instead of kept."""
     recover: Literal["none", "average", "uniform", "copy", "random"] = "none"
@@ -86,6 +89,15 @@ class Pipeline:
             problems.messages.append(
                 f"head 'first': micro-batches of plan {self.plan!r} do not come back to the first stage; nearest: plan "
                 f"{FITTED!r}, or head 'last'"
+            )
+        if self.skip and (self.head != "first" or self.num_chunks(1) > 1):
+            problems.messages.append(
+                f"skip {self.skip:g}: micro-batches come back to the first stage, and each rank has one chunk; "
+                "nearest: plan 'fitted', 1 chunk, head 'first'"
+            )
+        if self.skip and self.delta:
+            problems.messages.append(
+                "skip and delta: a sequence does not cross the same borders each time; nearest: no delta"
             )
         if self.recover not in RECOVERIES:
             problems.messages.append(f"recover {self.recover!r} is unknown{nearest(self.recover, RECOVERIES)}")
@@ -128,7 +140,10 @@ class Pipeline:
 
         Raises ConfigError for a number of micro-batches that the plan can't take.
         """
-        if self.plan == FITTED:
+        if self.skip:
+            # Not fitted: what is left out, and in which order gradients are added, must not hang on a clock.
+            made = skipping(stages, micro_batches, self.skip, in_flight=self.in_flight)
+        elif self.plan == FITTED:
             home = self.home(stages)
             paths = straight(len(home), micro_batches)
             made = fitted(home, paths, costs or Costs.even(len(home)), network, in_flight=self.in_flight)
@@ -151,6 +166,10 @@ class Pipeline:
             (f"layers {self.layers or 'by operations'}", ", ".join(map(str, sizes)), f"the head is on {with_head}"),
             ("borders", "; ".join(per_token), f"of {features} features; beside what replicas send each other"),
         ]
+        if self.skip:
+            stages = sum(size > 0 for size in sizes)
+            visited = f"{path_length(stages, self.skip)} of {stages} stages for each micro-batch"
+            rows.append((f"skip {self.skip:g}", visited, "paths and order are planned for equal stages and links"))
         if self.delta:
             effect = f"to each sequence's last message, in at most {self.delta_mb} MB of memory for a border and side"
             rows.append(("differences forward", effect, "the first sequences are kept; others cross whole"))

@@ -103,8 +103,8 @@ def describe_formats(method: Strategy, grid: Topology) -> list[Row]:
             ("inside a node", wire.intra, grid.local_size),
             ("between nodes", wire.inter, grid.num_nodes),
         ):
-            effect = f"{codec}" if partners > 1 else "no such hop"
-            why = f"{codec.bits_per_element:.4g} bits an element" if partners > 1 else f"the grid is {grid}"
+            effect = f"{codec}" if partners > 1 else "not sent"
+            why = f"{codec.bits_per_element:.4g} bits an element" if partners > 1 else f"there are {grid}"
             rows.append((f"{kind}: gradients {hop}", effect, why))
     wires = method.matrix(), method.vector()
     inside = [wire.intra for wire in wires if grid.local_size > 1]

@@ -99,6 +99,6 @@ def advise(
     yield (
         f"compression by {strategy}",
         verdict,
-        f"16 bits are {bytes_text(half_bytes)} a step, {seconds_text(link_s)} on the link; "
-        f"computing takes about {seconds_text(compute_s)} to hide them in",
+        f"at 16 bits an element a step sends {bytes_text(half_bytes)}, which take {seconds_text(link_s)}; "
+        f"computing takes about {seconds_text(compute_s)} and can go on meanwhile",
     )

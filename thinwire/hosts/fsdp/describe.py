@@ -23,7 +23,7 @@ def rows_of(compressed: CompressedFSDP) -> list[Row]:
         ("topology", str(comm.topology), comm.topology_reason),
     ]
     if comm.world_size == 1:
-        return [*rows, ("compression", "none", "a group of one sends nothing and stays exact")]
+        return [*rows, ("compression", "none", "a single rank sends nothing: weights and gradients stay exact")]
     rows += [*_mesh(compressed), *describe_formats(method, compressed.shards.grid), *_raw(compressed)]
     rows += [
         *_replicas(compressed),

@@ -297,7 +297,7 @@ class ShardedOptimizer(ParallelOptimizer, torch.optim.Optimizer):
         grid, name, buckets = self.comm.topology, self.method.name, self.buckets
         rows: list[Row] = [(f"strategy {name}", name, ""), ("topology", str(grid), self.comm.topology_reason)]
         if grid.world_size == 1:
-            rows.append(("compression", "none", "a group of one sends nothing and stays exact"))
+            rows.append(("compression", "none", "a single rank sends nothing: weights and gradients stay exact"))
         else:
             rows += self.method.describe(buckets[0].layout.levels, [unit.unit for unit in self.units])
             if held := self.memory.planned_bytes:

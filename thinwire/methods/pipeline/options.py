@@ -161,8 +161,9 @@ class Pipeline:
             num_bytes = features * itemsize if codec is None else codec.packet_bytes(features)
             per_token.append(f"{direction} {getattr(self, direction)}, {num_bytes:,} bytes a token")
         with_head = "the first stage, to which micro-batches come back" if self.head == "first" else "the last stage"
+        why = "fitted to what the second step measures" if self.plan == FITTED and not self.skip else ""
         rows: list[Row] = [
-            ("pipeline plan", self.plan, "fitted to what the second step measures" if self.plan == FITTED else ""),
+            ("pipeline plan", self.plan, why),
             (f"layers {self.layers or 'by operations'}", ", ".join(map(str, sizes)), f"the head is on {with_head}"),
             ("borders", "; ".join(per_token), f"of {features} features; beside what replicas send each other"),
         ]

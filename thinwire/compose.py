@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -27,7 +27,7 @@ from thinwire import _compat
 from thinwire.checkpoint import Snapshot, Source
 from thinwire.collectives import Communicator, Peers, Topology, WorldPeers
 from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
-from thinwire.errors import ConfigError, Problems
+from thinwire.errors import ConfigError, Problems, nearest_divisor
 from thinwire.hosts.interface import ParallelOptimizer, apply
 from thinwire.hosts.pipeline.stage import PipelineStage, models_own, take_part
 from thinwire.hosts.ranks import Axis, along
@@ -43,7 +43,7 @@ from thinwire.methods.pipeline.options import Pipeline, check_stages
 from thinwire.methods.sequence import SequenceParallel, Shape, check_strategy, choose_layout
 from thinwire.models.moe import MoELlama, check_axes
 from thinwire.registry import check_on_mesh
-from thinwire.table import Row, announce as announce_table
+from thinwire.table import SENT, Row, announce as announce_table
 
 __all__ = ["PipelinedStage", "Stage", "apply", "parallelize", "pipeline"]
 
@@ -137,7 +137,11 @@ class Stage:
 
     def describe(self) -> list[Row]:
         """Rows of (asked for, in effect, why they differ or how it was found)."""
-        return [*self._rows, *self.optimizer.describe()]
+        rows = self.optimizer.describe()
+        if self.sequence is not None:
+            own = f"gradients and weights: {SENT}"
+            rows = [(own if asked == SENT else asked, effect, why) for asked, effect, why in rows]
+        return [*self._rows, *rows]
 
     def snapshot(self) -> Snapshot:
         """This rank's state between two steps, in pieces of whole parameters: any mesh can take them."""
@@ -273,7 +277,7 @@ def pipeline(
     """
     world_size = dist.get_world_size()
     if stages < 1 or world_size % stages:
-        near = min((n for n in range(1, world_size + 1) if world_size % n == 0), key=lambda n: abs(n - stages))
+        near = nearest_divisor(stages, world_size)
         raise ConfigError(f"{stages} stages on {world_size} ranks: must divide them; nearest: {near}")
     device = next(iter(model.parameters())).device
     mesh = init_device_mesh(device.type, (stages, world_size // stages), mesh_dim_names=("pipeline", "data"))
@@ -420,22 +424,30 @@ def checked_method(
     return method
 
 
+def axis_problems(axis: str, options: Sequence[object], mesh: DeviceMesh, with_axis: str) -> Iterator[str]:
+    """Why the options of an axis that cuts the model's work do not fit a mesh; with_axis: the mesh that has it."""
+    names = names_of(mesh)
+    if axis not in names:
+        if options:
+            yield (
+                f"{type(options[0]).__name__} works on the {axis} axis, and the mesh {shape_of(mesh)} has none; "
+                f"nearest: {with_axis}"
+            )
+        return
+    if len(options) > 1:
+        yield f"the {axis} axis takes one {type(options[0]).__name__}"
+    if beside := next((name for name in names if name in AXES and name not in (axis, "data")), None):
+        yield f"a {axis} axis beside {beside}: not served; nearest: {axis} and data alone"
+
+
 def pipeline_problems(
     model: nn.Module, mesh: DeviceMesh, method: Method | Connected | None, pipelines: Sequence[Pipeline]
 ) -> list[str]:
     """Why a pipeline axis does not fit model, mesh and method, one message for each reason; empty: it does."""
-    problems, sizes = Problems(), dict(zip(names_of(mesh), mesh.mesh.shape, strict=False))
+    sizes = dict(zip(names_of(mesh), mesh.mesh.shape, strict=False))
+    problems = Problems(axis_problems("pipeline", pipelines, mesh, f"pipeline=1,{shape_of(mesh)}"))
     if "pipeline" not in sizes:
-        if pipelines:
-            problems.messages.append(
-                f"Pipeline works on the pipeline axis, and the mesh {shape_of(mesh)} has none; nearest: "
-                f"pipeline=1,{shape_of(mesh)}"
-            )
         return problems.messages
-    if len(pipelines) > 1:
-        problems.messages.append("the pipeline axis takes one Pipeline")
-    if beside := sorted({"island", "tensor"} & sizes.keys()):
-        problems.messages.append(f"a pipeline axis beside {beside[0]}: not served; nearest: pipeline and data alone")
     options = (*pipelines, Pipeline())[0]
     with problems.collect():
         check_stages(options, sizes["pipeline"], len(layers_of(model)[1]), replicas=sizes.get("data", 1))
@@ -448,18 +460,10 @@ def sequence_problems(
     model: nn.Module, mesh: DeviceMesh, method: Method | Connected | None, options: Sequence[SequenceParallel]
 ) -> list[str]:
     """Why a sequence axis does not fit model, mesh and method, one message for each reason; empty: it does."""
-    problems, sizes = Problems(), dict(zip(names_of(mesh), mesh.mesh.shape, strict=False))
+    sizes, ranks = dict(zip(names_of(mesh), mesh.mesh.shape, strict=False)), (*options, SequenceParallel())[0].parallel
+    problems = Problems(axis_problems("sequence", options, mesh, f"{shape_of(mesh)},sequence={ranks}"))
     if "sequence" not in sizes:
-        if options:
-            problems.messages.append(
-                f"SequenceParallel works on the sequence axis, and the mesh {shape_of(mesh)} has none; nearest: "
-                f"{shape_of(mesh)},sequence={options[0].parallel}"
-            )
         return problems.messages
-    if len(options) > 1:
-        problems.messages.append("the sequence axis takes one SequenceParallel")
-    if beside := sorted({"island", "pipeline", "tensor"} & sizes.keys()):
-        problems.messages.append(f"a sequence axis beside {beside[0]}: not served; nearest: sequence and data alone")
     with problems.collect():
         asked = replace((*options, SequenceParallel())[0], parallel=sizes["sequence"])
         heads, kv_heads, width, _ = heads_of(model)

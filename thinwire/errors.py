@@ -57,6 +57,11 @@ class Problems:
             raise ConfigError(*dict.fromkeys(self.messages))
 
 
+def nearest_divisor(size: int, total: int) -> int:
+    """The divisor of `total` that is nearest to `size`, the smaller of two."""
+    return min((n for n in range(1, total + 1) if total % n == 0), key=lambda n: abs(n - size))
+
+
 class UnsavedError(ThinwireError):
     """A run has ended, but its results could not be written. Starting it again would not help."""
 

@@ -25,6 +25,8 @@ Tables = Mapping[str, Mapping[str, Any]]
 BASE, INNER = "base", "inner"
 DEFAULT_INNER = "ddp"
 LLAMA, MOE, PIPELINE, SEQUENCE = "llama", "moe", "pipeline", "sequence"
+# Of axes that cut the model's work. No checkpoint depends on them, so a resumed run may change them.
+AXIS_TABLES: Mapping[str, type] = {PIPELINE: Pipeline, SEQUENCE: SequenceParallel}
 
 
 @functools.cache
@@ -32,7 +34,7 @@ def option_tables() -> Mapping[str, type]:
     """The dataclass behind each table: [llama], [moe], [pipeline], [sequence], and one for every strategy."""
     strategies = {class_of(strategy) for strategy in STRATEGIES}
     with_options = sorted((cls for cls in strategies if options_of(cls)), key=lambda cls: cls.__name__)
-    others = {LLAMA: LlamaConfig, MOE: MoEConfig, PIPELINE: Pipeline, SEQUENCE: SequenceParallel}
+    others = {LLAMA: LlamaConfig, MOE: MoEConfig, **AXIS_TABLES}
     return MappingProxyType(others | {table_name(cls): cls for cls in with_options})
 
 

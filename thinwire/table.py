@@ -6,6 +6,12 @@ import sys
 from collections.abc import Iterable
 
 Row = tuple[str, str, str]
+SENT = "sent per rank and step"
+
+
+def sent_row(num_bytes: float, plain: float, bound: str = "") -> Row:
+    """What the ranks send in a step, beside what they would send in fp32; bytes. bound: such as "at most "."""
+    return SENT, f"{bound}{num_bytes / 1e6:.3f} MB", f"{plain / 1e6:.3f} MB in fp32"
 
 
 def announce(rows: Iterable[Row]) -> None:

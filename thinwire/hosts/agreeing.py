@@ -16,7 +16,7 @@ from thinwire.hosts.ranks import Ranks
 from thinwire.state.agreement import Agreed, StepStatus
 from thinwire.state.portable import REPLICA, Held, add_optimizer, restore_optimizer
 from thinwire.state.replicas import compare_replicas, shapes_digest
-from thinwire.table import Row
+from thinwire.table import Row, sent_row
 
 log = logging.getLogger("thinwire")
 
@@ -132,9 +132,8 @@ class AgreeingOptimizer(ParallelOptimizer):
         return 0, 0
 
     def describe(self) -> list[Row]:
-        sent, plain = self.bytes_per_step / 1e6, self.uncompressed_bytes_per_step / 1e6
         topology = ("topology", str(self.comm.topology), self.comm.topology_reason)
-        return [topology, *self._rows, ("sent per rank and step", f"{sent:.3f} MB", f"{plain:.3f} MB in fp32")]
+        return [topology, *self._rows, sent_row(self.bytes_per_step, self.uncompressed_bytes_per_step)]
 
     def snapshot(self) -> Snapshot:
         common = {"steps": self.steps, "skipped_steps": self.skipped_steps, "lossy_weights": self._lossy_weights}

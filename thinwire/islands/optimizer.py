@@ -91,7 +91,7 @@ class IslandsOptimizer:
             (f"strategy {self.method.name}", f"{self.method.inner.name} inside each island", ""),
             *self.traffic.rows(),
             ("sent for exchanges per step", *shown),
-            *self.inner.describe(),
+            *((f"inside an island: {asked}", effect, why) for asked, effect, why in self.inner.describe()),
         ]
 
     def snapshot(self) -> Snapshot:

@@ -36,7 +36,7 @@ from thinwire.models import build_model
 from thinwire.models.hf import check_hf, look_into
 from thinwire.models.llama import Llama, check_cut
 from thinwire.models.moe import check_axes
-from thinwire.options import LLAMA, PIPELINE, SEQUENCE, has_islands, model_table
+from thinwire.options import AXIS_TABLES, LLAMA, has_islands, model_table
 from thinwire.registry import check_on_mesh
 from thinwire.report.metrics import read_metrics
 from thinwire.report.progress import Progress
@@ -121,12 +121,10 @@ def check_pipeline(config: TrainConfig, run: Run, model: nn.Module | None) -> No
     if config.compile:
         problems.messages.append("--compile: the layers of a pipeline's stages are not compiled; leave it out")
     num_layers = None if model is None else len(layer_list(model)[1])
-    num_chunks = run.pipeline.num_chunks(shape.pipeline)
-    if num_layers is not None and LLAMA in run.used_tables and num_chunks > num_layers:
-        problems.messages.append(f"model {config.model} with more layers: --llama.num-hidden-layers {num_chunks}")
+    more_layers = "--llama.num-hidden-layers" if LLAMA in run.used_tables else ""
     with problems.collect():
         accumulation = derive(config, config.num_shares).accumulation
-        check_stages(run.pipeline, shape.pipeline, num_layers, accumulation, shape.sizes["data"])
+        check_stages(run.pipeline, shape.pipeline, num_layers, accumulation, shape.sizes["data"], more_layers)
     if run.recovers and config.minutes is not None:
         problems.messages.append(
             f"--minutes {config.minutes:g} with recover: a process that is started anew would choose another number of "
@@ -440,8 +438,7 @@ def check_resume(config: TrainConfig, run_dir: RunDir) -> list[Row]:
         if before != after:
             problems.messages.append(f"--resume: {name} was {before} and can't become {after}; start a new run for it")
     saved = saved_config(chosen) or old
-    # A checkpoint knows nothing of how the model was cut.
-    for table in (tables_in_effect(config) & tables_in_effect(saved)) - {PIPELINE, SEQUENCE}:
+    for table in (tables_in_effect(config) & tables_in_effect(saved)) - AXIS_TABLES.keys():
         if saved.tables.get(table, {}) != config.tables.get(table, {}):
             problems.messages.append(f"--resume: the options [{table}] can't change; start a new run for that")
     problems.raise_any()

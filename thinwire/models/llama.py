@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, nearest_divisor
 
 LONGEST_PLAIN_ATTENTION = 512
 
@@ -56,8 +56,7 @@ class LlamaConfig:
                 f"nearest is {valid}"
             )
         if heads % kv_heads:
-            divisors = [n for n in range(1, heads + 1) if heads % n == 0]
-            valid = min(divisors, key=lambda n: abs(n - kv_heads))
+            valid = nearest_divisor(kv_heads, heads)
             raise ConfigError(
                 f"num_key_value_heads={kv_heads}: must divide num_attention_heads={heads}; nearest is {valid}"
             )

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, nearest_divisor
 from thinwire.flags import Also, flag
 from thinwire.layout.mesh import MeshShape
 
@@ -143,22 +143,21 @@ class TrainConfig:
             if self.sequence not in (None, shape.sequence):
                 raise ConfigError(f"--sequence.parallel {self.sequence} and --mesh {self.mesh}: give one of them")
             return shape
-        if self.sequence is not None and self.sequence > 1:
-            if self.world_size % self.sequence or (self.stages or 1) > 1:
-                fits = [n for n in range(1, self.world_size + 1) if self.world_size % n == 0]
-                near = min(fits, key=lambda n: abs(n - (self.sequence or 1)))
-                raise ConfigError(
-                    f"--sequence.parallel {self.sequence}: must divide the {self.world_size} ranks, without --stages; "
-                    f"nearest: {near}"
-                )
-            return MeshShape({"data": self.world_size // self.sequence, "sequence": self.sequence})
-        if self.stages is None or self.stages < 2:
-            return MeshShape({"data": self.world_size})
-        if self.world_size % self.stages:
-            fits = [n for n in range(1, self.world_size + 1) if self.world_size % n == 0]
-            near = min(fits, key=lambda n: abs(n - (self.stages or 1)))
-            raise ConfigError(f"--stages {self.stages}: must divide the {self.world_size} ranks; nearest: {near}")
-        return MeshShape({"pipeline": self.stages, "data": self.world_size // self.stages})
+        stages, ranks = self.stages or 1, self.sequence or 1
+        if min(stages, ranks) > 1:
+            raise ConfigError(
+                f"--stages {stages} --sequence.parallel {ranks}: one run can't have both; nearest: --stages 1, or "
+                "--sequence.parallel 1"
+            )
+        for option, size in (("--stages", stages), ("--sequence.parallel", ranks)):
+            if self.world_size % max(1, size):
+                near = nearest_divisor(size, self.world_size)
+                raise ConfigError(f"{option} {size}: must divide the {self.world_size} ranks; nearest: {option} {near}")
+        if ranks > 1:
+            return MeshShape({"data": self.world_size // ranks, "sequence": ranks})
+        if stages > 1:
+            return MeshShape({"pipeline": stages, "data": self.world_size // stages})
+        return MeshShape({"data": self.world_size})
 
     @property
     def sequence(self) -> int | None:

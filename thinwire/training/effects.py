@@ -7,7 +7,7 @@ from dataclasses import fields
 
 from thinwire.flags import flag
 from thinwire.methods.pipeline import Costs, simulate
-from thinwire.options import LLAMA, MOE, PIPELINE, SEQUENCE
+from thinwire.options import AXIS_TABLES, LLAMA, MOE, PIPELINE, SEQUENCE
 from thinwire.table import Row
 from thinwire.training.config import DEFAULTS, FIXED_ON_RESUME, NOT_WRITTEN, Batch, TrainConfig
 from thinwire.training.run import Run
@@ -19,8 +19,12 @@ MOST_IDLE = 0.25
 
 def batch_row(config: TrainConfig, batch: Batch, world_size: int) -> Row:
     asked = f"--tokens-per-step {config.tokens_per_step or 'by default'}, --micro-batch {config.micro_batch}"
-    stages = config.mesh_shape.pipeline
-    who, passes = (f"{world_size} pipeline(s)", "micro-batches") if stages > 1 else (f"{world_size} ranks", "passes")
+    shape = config.mesh_shape
+    who, passes = f"{world_size} ranks", "passes"
+    if shape.pipeline > 1:
+        who, passes = f"{world_size} pipeline(s)", "micro-batches"
+    elif shape.shared > 1:
+        who = f"{world_size} group(s) of {shape.shared} ranks"
     effect = (
         f"{batch.tokens_per_step} tokens = {who} x {batch.accumulation} {passes} x {batch.micro_batch} "
         f"sequences x {config.seq_len} tokens"
@@ -101,3 +105,10 @@ def resume_rows(old: TrainConfig, new: TrainConfig) -> Iterator[Row]:
             # Such as a mesh: nothing was stated.
             now, then = ("none" if value is None else str(value) for value in (after, before))
             yield f"resume: {flag(item.name)} {now}", now, f"was {then} until the checkpoint"
+    for table, kind in AXIS_TABLES.items():
+        stated = old.tables.get(table, {}), new.tables.get(table, {})
+        for name in sorted({*stated[0], *stated[1]}):
+            before, after = (each.get(name, getattr(kind(), name)) for each in stated)
+            if before != after:
+                option = flag(f"{table}.{name}")
+                yield f"resume: {option} {after}", f"{after}", f"was {before} until the checkpoint"

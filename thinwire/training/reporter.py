@@ -42,6 +42,8 @@ class Reporter:
         self.run_dir = RunDir(config.run_dir)
         self.metrics = MetricsWriter(self.run_dir.metrics, first_step)
         self.has_stages = config.mesh_shape.pipeline > 1
+        # Ranks then send more than gradients and weights.
+        self.cuts_work = self.has_stages or config.mesh_shape.sequence > 1
         sender = "rank 0" if self.has_stages else ""
         self.progress = Progress(config.steps, self.tokens_per_step, uncompressed_bytes, sender)
         self.trackers = open_trackers(config.track, self.run_dir.path, asdict(config), self.progress.warn)
@@ -142,9 +144,10 @@ class Reporter:
             say(f"\n--- the model goes on from {self.config.prompt!r} ---\n{printable(summary['sample'])}\n---")
         sent, plain = summary["sent_bytes_per_step"], summary["uncompressed_bytes_per_step"]
         if sent:
-            ratio = f"{plain / sent:.1f} times fewer bytes"
-            by, instead = ("by rank 0 ", "whole models that average gradients in ") if self.has_stages else ("", "in ")
-            say(f"sent {by}per step: {sent / 1e6:.3f} MB, {instead}fp32 {plain / 1e6:.3f} MB: {ratio}")
+            ratio = f"{plain / sent:.1f} times fewer" if sent < plain else f"{sent / plain:.1f} times as many"
+            by = "by rank 0 " if self.has_stages else ""
+            instead = "whole models that average gradients in " if self.cuts_work else "in "
+            say(f"sent {by}per step: {sent / 1e6:.3f} MB, {instead}fp32 {plain / 1e6:.3f} MB: {ratio} bytes")
         if predicted := summary["predicted_pipeline_s"]:
             found = summary["pipeline_s"]
             say(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from thinwire.codecs import Codec
 from thinwire.data import TokenFile, Tokenizer, prepare
-from thinwire.errors import ConfigError, nearest
+from thinwire.errors import ConfigError, nearest, nearest_divisor
 from thinwire.methods.interface import Method
 from thinwire.methods.pipeline.options import Pipeline
 from thinwire.methods.pipeline.recover import NONE
@@ -126,6 +126,6 @@ def island_size(config: TrainConfig) -> int:
     if machine % size:
         raise ConfigError(
             f"islands of {size} ranks: an island lies on one machine, which has {machine} workers; nearest: "
-            f"{min((n for n in range(1, machine + 1) if machine % n == 0), key=lambda n: abs(n - size))}"
+            f"{nearest_divisor(size, machine)}"
         )
     return size

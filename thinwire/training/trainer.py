@@ -18,6 +18,10 @@ from thinwire.collectives import faults
 from thinwire.device import Device
 from thinwire.errors import ConfigError
 from thinwire.hosts.pipeline.stage import PipelineStage, Prediction
+from thinwire.hosts.sequence import SequenceRanks
+from thinwire.hosts.sequence.seams import heads_of
+from thinwire.methods.sequence import Shape
+from thinwire.methods.sequence.traffic import most_sent
 from thinwire.optim.schedule import lr_at
 from thinwire.report.machine import peak_rss_bytes
 from thinwire.report.metrics import MembershipEvent, StepMetrics
@@ -114,6 +118,8 @@ class Trainer:
         rows = [*self._device_rows(), *rows]
         if self.stage.pipeline is not None:
             link_rows.append(self._border_row(self.stage.pipeline))
+        if self.stage.sequence is not None:
+            link_rows.append(self._sequence_row(self.stage.sequence))
         if survivor is not None and survivor.reporter is not None:
             self.reporter = survivor.reporter
         elif place.rank == 0:
@@ -155,6 +161,15 @@ class Trainer:
         whole = self.stage.uncompressed_bytes_per_step / 1e6
         why = f"whole models on all ranks that average gradients in fp32 would send {whole:.3f} MB each"
         return "stages send each other, a step", f"{shown} MB, by rank of a pipeline", why
+
+    def _sequence_row(self, sequence: SequenceRanks) -> Row:
+        """What ranks of a sequence send each other in a step."""
+        length = -(-self.config.seq_len // sequence.layout.unit) * sequence.layout.unit
+        heads, kv_heads, width, layers = heads_of(self.engine.model)
+        tokens = self.batch.micro_batch * self.batch.accumulation * length
+        shape = Shape(heads, kv_heads, width, tokens, layers, itemsize=2 if self.dtype == "bf16" else 4)
+        most = most_sent(sequence.layout, shape, sequence.options)
+        return "ranks of a sequence send each other, a step", f"{most / 1e6:.3f} MB a rank", f"in {layers} layers"
 
     @property
     def _layout(self) -> dict[str, str]:

@@ -20,7 +20,7 @@ from thinwire.methods.ddp import DDPMethod
 from thinwire.state.clipping import clip_factor
 from thinwire.state.memory import Place
 from thinwire.state.replicas import check_agreement, check_layout, check_updates, optimizer_options, unwrapped
-from thinwire.table import Row, announce as announce_table
+from thinwire.table import Row, announce as announce_table, sent_row
 
 log = logging.getLogger("thinwire")
 # Options of DDP that keep some gradients from reaching its hook as fp32 buckets, and whether each is set.
@@ -170,14 +170,14 @@ class CompressedDDP:
 
     def describe(self) -> list[Row]:
         """Rows of (asked for, in effect, why they differ or how it was found)."""
-        plain = 8e-6 * sum(shape.numel() for shape in self._shapes.values()) * (1 - 1 / self.comm.world_size)
+        plain = 8 * sum(shape.numel() for shape in self._shapes.values()) * (1 - 1 / self.comm.world_size)
         return [
             ("topology", str(self.comm.topology), self.comm.topology_reason),
             (f"method {self.method.name}", "hook of DistributedDataParallel", ""),
             *self.reduction.rows(),
             *self._rows_on_learning_rates(),
             ("overlap", "buckets travel while backward goes on", "backward ends when all have arrived"),
-            ("sent per rank and step", f"{self.bytes_per_step / 1e6:.3f} MB", f"{plain:.3f} MB in fp32"),
+            sent_row(self.bytes_per_step, plain),
         ]
 
     def _rows_on_learning_rates(self) -> list[Row]:

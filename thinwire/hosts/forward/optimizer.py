@@ -27,7 +27,7 @@ from thinwire.methods.directions import Directions
 from thinwire.methods.forward import WORD_BYTES, ForwardMethod
 from thinwire.methods.slope_log import Entry, SlopeLog
 from thinwire.state.replicas import check_layout, fitting_parameters, same_options, same_start, shapes_digest
-from thinwire.table import Row, announce as announce_table
+from thinwire.table import SENT, Row, announce as announce_table
 
 logger = logging.getLogger("thinwire")
 
@@ -265,7 +265,7 @@ class ForwardOptimizer(AgreeingOptimizer):
             ),
             ("replicas compared", checks, ""),
             (
-                "sent per rank and step",
+                SENT,
                 f"{self.bytes_per_step} bytes",
                 f"{self.uncompressed_bytes_per_step / 1e6:.3f} MB in fp32",
             ),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from thinwire.layout.formats import describe_formats
-from thinwire.table import Row
+from thinwire.table import Row, sent_row
 
 # `compress` defines it and imports this file.
 CompressedFSDP = Any
@@ -32,8 +32,7 @@ def rows_of(compressed: CompressedFSDP) -> list[Row]:
         _memory(compressed),
         *_overlap(compressed),
     ]
-    sent, plain = compressed.bytes_per_step / 1e6, compressed.uncompressed_bytes_per_step / 1e6
-    return [*rows, _watch(compressed), ("sent per rank and step", f"{sent:.3f} MB", f"{plain:.3f} MB in fp32")]
+    return [*rows, _watch(compressed), sent_row(compressed.bytes_per_step, compressed.uncompressed_bytes_per_step)]
 
 
 def _mesh(compressed: CompressedFSDP) -> list[Row]:

@@ -15,7 +15,7 @@ from thinwire.collectives import Communicator, Meter, Topology
 from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
 from thinwire.collectives.gather import all_gather_exact
 from thinwire.cost import Network
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, nearest_divisor
 from thinwire.hosts.ranks import along
 from thinwire.hosts.sequence.attention import Attend, sequence_attention
 from thinwire.hosts.sequence.seams import heads_of, replace
@@ -194,6 +194,5 @@ def sequence_parallel(
 def check_ranks(options: SequenceParallel, world_size: int) -> None:
     """Raise ConfigError for a number of ranks that does not divide those of the group."""
     if world_size % options.parallel:
-        fits = [n for n in range(1, world_size + 1) if world_size % n == 0]
-        near = min(fits, key=lambda n: abs(n - options.parallel))
+        near = nearest_divisor(options.parallel, world_size)
         raise ConfigError(f"sequences over {options.parallel} ranks of {world_size}: must divide them; nearest: {near}")

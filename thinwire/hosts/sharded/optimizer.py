@@ -33,7 +33,7 @@ from thinwire.optim import Muon
 from thinwire.state.agreement import StepStatus
 from thinwire.state.clipping import Clipping
 from thinwire.state.replicas import compare_replicas
-from thinwire.table import Row
+from thinwire.table import Row, sent_row
 
 log = logging.getLogger("thinwire")
 
@@ -312,10 +312,9 @@ class ShardedOptimizer(ParallelOptimizer, torch.optim.Optimizer):
             padded, true = sum(b.layout.numel for b in buckets), sum(slot.span.numel for slot in self._slots)
             padding = f"{padded / max(true, 1) - 1:.2%} padding"
             rows.append(("flat tensors", f"{len(buckets)}, {true:,} parameters", padding))
-        sent, plain = self.bytes_per_step / 1e6, self.uncompressed_bytes_per_step / 1e6
         varies = any(codec.has_variable_length for bucket in buckets for codec in bucket.layout.wire.codecs)
         bound = "at most " if varies else ""
-        rows.append(("sent per rank and step", f"{bound}{sent:.3f} MB", f"{plain:.3f} MB in fp32"))
+        rows.append(sent_row(self.bytes_per_step, self.uncompressed_bytes_per_step, bound))
         return [*rows, *self._notes]
 
     def snapshot(self) -> Snapshot:

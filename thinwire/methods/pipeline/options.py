@@ -179,11 +179,11 @@ class Pipeline:
 
 def check_stages(
     options: Pipeline, stages: int, num_layers: int | None = None, micro_batches: int | None = None,
-    replicas: int = 1,
+    replicas: int = 1, more_layers: str = "",
 ) -> None:  # fmt: skip
     """Raise ConfigError, with all that is wrong, for stages, layers and micro-batches that don't fit each other.
 
-    replicas: of each stage.
+    replicas: of each stage. more_layers: the flag that gives the model more of them; empty: there is none.
     """
     problems = Problems()
     chunks = options.num_chunks(stages)
@@ -192,8 +192,11 @@ def check_stages(
         # Ranks that so many stages fill are also filled by any divisor of that number.
         able = [n for n in range(1, stages) if stages % n == 0 and options.num_chunks(n) <= num_layers]
         near = max(able, default=1)
-        words = f"{stages} stages{each}: the model has {num_layers} layers; nearest that works: {near}"
-        problems.messages.append(words)
+        or_more = f", or {more_layers} {chunks}" if more_layers else ""
+        problems.messages.append(
+            f"{stages} stages{each}: the model has {num_layers} layers, and each stage needs its own; nearest divisor "
+            f"of {stages} that works: {near}{or_more}"
+        )
     elif num_layers is not None and options.layers:
         problems.note(stated_sizes, options.layers, chunks, num_layers)
     if options.recover != NONE and stages < FEWEST_STAGES:

@@ -65,6 +65,14 @@ def sent(layout: Layout, shape: Shape, wire: Codec | None = None, gradients: Cod
     return dict(found)
 
 
+def most_sent(layout: Layout, shape: Shape, options: SequenceParallel) -> int:
+    """Bytes that the busiest rank sends in all layers, forward and backward."""
+    by_rank: dict[int, int] = defaultdict(int)
+    for (rank, _), num_bytes in sent(layout, shape, options.codec("wire"), options.codec("gradients")).items():
+        by_rank[rank] += num_bytes * shape.layers
+    return max(by_rank.values(), default=0)
+
+
 def link_seconds(layout: Layout, sent_bytes: dict[Pair, int], network: Network) -> float:
     """Seconds of one layer where links alone take time: that of the fullest link, and the delay of each round."""
     ports: dict[object, float] = defaultdict(float)
@@ -126,15 +134,12 @@ def facts(options: SequenceParallel, shape: Shape, local_size: int, network: Net
     Raises ConfigError as `choose_layout`. shape.tokens: of a step, of one sequence rank group.
     """
     layout, why = choose_layout(options, shape, local_size, network)
-    by_rank: dict[int, int] = defaultdict(int)
-    for (rank, _), num_bytes in sent(layout, shape, options.codec("wire"), options.codec("gradients")).items():
-        by_rank[rank] += num_bytes * shape.layers
-    most = max(by_rank.values(), default=0)
+    most = most_sent(layout, shape, options)
     return [
         (f"sequence method {options.method}", str(layout), why),
         (
             f"sequence of {options.parallel} ranks", f"{most / 1e6:.3f} MB sent a rank and step",
-            f"in {shape.layers} layers; forward {options.wire}, backward {options.gradients}",
+            f"not in the table; {shape.layers} layers, forward {options.wire}, backward {options.gradients}",
         ),
     ]  # fmt: skip
 

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pickle
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,31 @@ def test_a_truncated_shard_is_named(tmp_path: Path) -> None:
     (tmp_path / "x.pt").write_bytes(buffer.getvalue()[:-200])
     with pytest.raises(ThinwireError, match=r"x.pt is damaged"):
         load_pt(tmp_path / "x.pt")
+
+
+class EarlierPickler(pickle.Pickler):
+    """Writes members of enums as Python before 3.11.4 does."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        return (getattr, (type(obj), obj.name)) if isinstance(obj, Enum) else NotImplemented
+
+
+def test_metadata_that_an_earlier_python_wrote_is_read(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save({"a": torch.arange(5.0)}, checkpoint_id=tmp_path, no_dist=True)
+    written = load_metadata(tmp_path / ".metadata")
+    with (tmp_path / ".metadata").open("wb") as file:
+        EarlierPickler(file).dump(written)
+    assert b"getattr" in (tmp_path / ".metadata").read_bytes()
+    assert load_metadata(tmp_path / ".metadata") == written
+    with (tmp_path / ".metadata").open("wb") as file:
+        pickle.dump((written, os.path.join), file)
+    with pytest.raises(ConfigError, match=r"asks for posixpath.join, which could run code"):
+        load_metadata(tmp_path / ".metadata")
+    (tmp_path / ".metadata").write_bytes(b"cbuiltins\ngetattr\n(cbuiltins\nstr\nS'mro'\ntR.")
+    with pytest.raises(ConfigError, match="which could run code"):
+        load_metadata(tmp_path / ".metadata")
 
 
 def test_incomplete_checkpoints_are_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +63,20 @@ def is_harmless(name: str) -> bool:
     return name.partition(".")[0] in BESIDE_WEIGHTS or name in ALSO_BESIDE_WEIGHTS
 
 
+def enum_member(kind: type, name: str) -> Enum:
+    """The member of an enum, which Python before 3.11.4 pickles as getattr(kind, name). Raises UnpicklingError."""
+    if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
+        raise pickle.UnpicklingError("builtins.getattr")
+    return kind[name]
+
+
 class MetadataUnpickler(pickle.Unpickler):
     """Unpickler that knows only the classes of torch.distributed.checkpoint's metadata."""
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the class if it is one of the known classes; else raise UnpicklingError."""
+        if (module, name) == ("builtins", "getattr"):
+            return enum_member
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and (module, name) not in DCP_METADATA_CLASSES:
             raise pickle.UnpicklingError(f"{module}.{name}")

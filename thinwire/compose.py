@@ -334,7 +334,8 @@ def parallelize(
     others = [method for method in methods if not isinstance(method, Pipeline | SequenceParallel)]
     method = checked_method(model, mesh, others, options_of_pipeline, options_of_sequence)
     options: dict[str, Any] = {"local_size": local_size, "seed": seed, "timeout_s": timeout_s, "checked": checked}
-    rows: list[Row] = [("mesh", shape_of(mesh), "axes from the outside in")]
+    of_island = " of this island" if isinstance(method, Connected) else ""
+    rows: list[Row] = [(f"mesh{of_island}", shape_of(mesh), "axes from the outside in")]
     names, tensor = names_of(mesh), None
     if "tensor" in names:
         tensor = cut_parameters(model, optimizer, mesh["tensor"])

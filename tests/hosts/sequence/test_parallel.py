@@ -13,7 +13,9 @@ from torch.nn import functional as F
 
 import thinwire
 from tests.workers import run_workers
+from thinwire.errors import ConfigError
 from thinwire.hosts.sequence.parallel import IGNORED
+from thinwire.hosts.sequence.probe import check_sharing
 from thinwire.models.llama import Llama, LlamaConfig
 
 STEPS, BATCH, LENGTH = 20, 2, 30
@@ -196,3 +198,35 @@ def test_every_strategy_sees_all_ranks_and_so_do_models_of_transformers() -> Non
         for losses in exact:
             torch.testing.assert_close(losses, truth[rank // 2], rtol=1e-5, atol=0)
         torch.testing.assert_close(fourbit, truth[rank // 2], rtol=0.05, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "words"),
+    [
+        ("llama", {}, ""),
+        ("gpt2", {}, ""),
+        ("bloom", {}, "its attention is not one that transformers lets others replace"),
+        ("mamba", {}, "its attention is not one that transformers lets others replace"),
+        (
+            "falcon_h1",
+            {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8},
+            "tokens meet outside of its attention",
+        ),
+    ],
+)
+def test_models_whose_tokens_meet_elsewhere_are_refused(kind: str, more: dict[str, Any], words: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8,
+        "num_key_value_heads": 2, "intermediate_size": 48, "pad_token_id": 0,
+    }  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **sizes | more))
+    model.train()
+    named, attention = model.state_dict(), model.config._attn_implementation
+    if words:
+        with pytest.raises(ConfigError, match=words):
+            check_sharing(model)
+    else:
+        check_sharing(model)
+    assert model.training and model.config._attn_implementation == attention and not model._forward_pre_hooks
+    assert named.keys() == model.state_dict().keys()

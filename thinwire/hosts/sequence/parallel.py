@@ -18,6 +18,7 @@ from thinwire.cost import Network
 from thinwire.errors import ConfigError, nearest_divisor
 from thinwire.hosts.ranks import along
 from thinwire.hosts.sequence.attention import Attend, sequence_attention
+from thinwire.hosts.sequence.probe import check_sharing
 from thinwire.hosts.sequence.seams import heads_of, replace
 from thinwire.hosts.sequence.wire import Wire
 from thinwire.methods.sequence import Layout, SequenceParallel, Shape, choose_layout, tokens_of
@@ -170,9 +171,10 @@ def sequence_parallel(
         seed: of what the codecs draw. timeout_s, checked, meter: see Communicator.
 
     Raises ConfigError for a number of ranks that does not divide the group's, heads that do not go around, dropout in
-    the attention, and models whose attention can't be replaced.
+    the attention, models whose attention can't be replaced, and those whose tokens meet elsewhere too.
     """
     heads, kv_heads, width, _ = heads_of(model)
+    check_sharing(model)
     make = partial(Communicator, timeout_s=timeout_s, checked=checked)
     everyone = make(group, local_size=local_size, meter=meter)
     ranks, world_size = options.parallel, everyone.world_size

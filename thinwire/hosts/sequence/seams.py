@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +13,11 @@ from thinwire.errors import ConfigError
 from thinwire.models.llama import Attention, Decoder, attend
 
 NAME = "thinwire-sequence"
+# What a model of transformers hands to its attention, and no rank could do with the others.
+OWN_RULES = {
+    "softcap": "a soft cap of scores", "sliding_window": "a window on earlier tokens", "s_aux": "attention sinks",
+    "position_bias": "a bias by distance",
+}  # fmt: skip
 
 
 class Exchanged(Protocol):
@@ -65,8 +71,10 @@ def is_hugging_face(module: Any) -> bool:
     return hasattr(module, "set_attn_implementation") and module.get_output_embeddings() is not None
 
 
-def replace_in_hugging_face(model: Any, attention: Exchanged, positions: Callable[[Tensor], Tensor]) -> None:
-    """The same for a language model of transformers, by its own registry of attentions."""
+def replace_in_hugging_face(
+    model: Any, attention: Exchanged, positions: Callable[[Tensor], Tensor]
+) -> Callable[[], None]:
+    """The same for a language model of transformers, by its own registry of attentions; returns what undoes it."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     def forward(
@@ -75,6 +83,8 @@ def replace_in_hugging_face(model: Any, attention: Exchanged, positions: Callabl
     ) -> tuple[Tensor, None]:  # fmt: skip
         if attention_mask is not None or dropout:
             raise ConfigError("attention over several ranks takes no mask but the causal one, and no dropout")
+        if rule := next((words for name, words in OWN_RULES.items() if others.get(name) is not None), None):
+            raise ConfigError(f"{type(module).__name__} has {rule}, which attention over several ranks does not serve")
         out = attention(query, key, value, is_causal=getattr(module, "is_causal", True), scale=scaling)
         return out.transpose(1, 2), None
 
@@ -84,8 +94,22 @@ def replace_in_hugging_face(model: Any, attention: Exchanged, positions: Callabl
         tokens = given["input_ids"] if "input_ids" in given else args[0]
         return args, {"position_ids": positions(tokens)[None], **given}
 
-    # Each model has its own ranks.
-    name = f"{NAME}-{id(model)}"
+    # Each model has its own ranks. Another one of the same configuration must not attend over these.
+    name, config = f"{NAME}-{id(model)}", model.config
+    holders = [module for module in model.modules() if getattr(module, "config", None) is config]
+    give(copy.deepcopy(config), holders)
     ALL_ATTENTION_FUNCTIONS.register(name, torch.compiler.disable(forward))
     model.set_attn_implementation(name)
-    model.register_forward_pre_hook(place, with_kwargs=True)
+    hook = model.register_forward_pre_hook(place, with_kwargs=True)
+
+    def undo() -> None:
+        give(config, holders)
+        hook.remove()
+
+    return undo
+
+
+def give(config: Any, modules: Iterable[Any]) -> None:
+    """Have all of these modules of one model share a configuration."""
+    for module in modules:
+        module.config = config

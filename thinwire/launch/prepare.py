@@ -128,7 +128,7 @@ def check_pipeline(config: TrainConfig, run: Run, model: nn.Module | None) -> No
     more_layers = "--llama.num-hidden-layers" if LLAMA in run.used_tables else ""
     with problems.collect():
         accumulation = derive(config, config.num_shares).accumulation
-        check_stages(run.pipeline, shape.pipeline, num_layers, accumulation, shape.sizes["data"], more_layers)
+        check_stages(run.pipeline, shape.pipeline, num_layers, accumulation, more_layers)
     if run.recovers and config.minutes is not None:
         problems.messages.append(
             f"--minutes {config.minutes:g} with recover: a process that is started anew would choose another number of "

@@ -85,9 +85,9 @@ def _row(rank: int, recover: str, lost: tuple[int, ...], tied: bool, layers: str
     again.pipeline.restore(num_before)
     loss = train(again, range(2, 3))
     finite = all(bool(value.isfinite().all()) for value in again.pipeline.weights.values())
-    kept = state_dict_of(again.snapshot(), again.optimizer.param_groups)
+    saved = state_dict_of(again.snapshot(), again.optimizer.param_groups)
     again.pipeline.recoveries = {}
-    again.restore(StateDict(kept))
+    again.restore(StateDict(saved))
     result = found | {
         "before": before, "after": after, "sent": sent, "moments": moments, "loss": loss,
         "lr": again.lr_factor, "finite": finite,
@@ -220,8 +220,8 @@ def test_a_live_replica_is_copied_bit_for_bit_and_only_whole_stages_are_averaged
         # The norms of the first rank of each stage that is left.
         norms = ranks[0]["norm"], ranks[5 if 4 in lost else 4]["norm"]
         for key, value in layer(ranks[2]["after"], 1).items() if averaged else ():
-            around = (torch.from_numpy(layer(ranks[at]["before"], number)[key]) for at, number in ((0, 0), (5, 2)))
-            assert np.array_equal(value, between(*around, *norms).numpy())
+            first, last = (torch.from_numpy(layer(ranks[at]["before"], number)[key]) for at, number in ((0, 0), (5, 2)))
+            assert np.array_equal(value, between(first, last, *norms).numpy())
     assert told[0]["replica"]["how"] == "replica 1 of stage 1 is a copy of replica 0"
     both = "stage 1 is the average of 0 and 2; replica 0 of stage 2 is a copy of replica 1"
     assert told[0]["both"]["how"] == both and list(told[0]["both"]["lost"]) == [1, 2]

@@ -38,7 +38,7 @@ from thinwire.layout.mesh import AXES, check_axis
 from thinwire.methods.interface import Method
 from thinwire.methods.outer.base import Connected, IslandsMethod
 from thinwire.methods.pipeline.cut import layers_of
-from thinwire.methods.pipeline.inside import check_inside
+from thinwire.methods.pipeline.inside import check_inside, check_recovers
 from thinwire.methods.pipeline.options import Pipeline, check_stages
 from thinwire.methods.sequence import SequenceParallel, Shape, check_strategy, choose_layout
 from thinwire.models.moe import MoELlama, check_axes
@@ -233,7 +233,8 @@ class PipelinedStage(Stage):
         # Of what replicas of a stage all hold, other stages hold nothing.
         holders = tuple(self.optimizer.comm.global_ranks)
         snapshot.pieces = {name: replace(piece, holders=holders) for name, piece in snapshot.pieces.items()}
-        snapshot.common |= {"micro_batches": self.pipeline.num_before}
+        times = [self.pipeline.recoveries.get(stage, 0) for stage in range(self.pipeline.num_stages)]
+        snapshot.common |= {"micro_batches": self.pipeline.num_before, "recoveries": times}
         return snapshot
 
     def restore(self, source: Source) -> None:
@@ -241,6 +242,11 @@ class PipelinedStage(Stage):
         if self.pipeline.part.options.delta:
             source.is_same = source.is_exact = False
             source.note("last messages of sequences", "dropped", "differences at borders begin anew")
+        times = source.common.get("recoveries", [])
+        if len(times) == self.pipeline.num_stages:
+            self.pipeline.recoveries = dict(enumerate(times))
+        elif any(times):
+            source.note("larger learning rates of recovered stages", "dropped", "the stages are others")
         self.pipeline.restore(source.common.get("micro_batches", 0))
 
     def close(self) -> None:
@@ -409,6 +415,10 @@ def checked_method(
         with problems.collect():
             check_on_mesh(method.method if isinstance(method, Connected) else method)
     problems.messages += pipeline_problems(model, mesh, method, pipelines)
+    if method is not None and "pipeline" in names:
+        problems.note(
+            check_recovers, (*pipelines, Pipeline())[0], method, mesh["data"].size() if "data" in names else 1
+        )
     problems.note(check_axes, model, dict(zip(names, mesh.mesh.shape, strict=False)))
     problems.messages += sequence_problems(model, mesh, method, sequences)
     if "tensor" in names:
@@ -451,7 +461,7 @@ def pipeline_problems(
         return problems.messages
     options = (*pipelines, Pipeline())[0]
     with problems.collect():
-        check_stages(options, sizes["pipeline"], len(layers_of(model)[1]), replicas=sizes.get("data", 1))
+        check_stages(options, sizes["pipeline"], len(layers_of(model)[1]))
     if method is not None:
         problems.note(check_inside, method, sizes.get("data", 1))
     return problems.messages

@@ -6,6 +6,7 @@ are handled in `collectives`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import torch
@@ -48,6 +49,10 @@ class Device:
 
     def synchronize(self) -> None:
         """Wait until all queued work is done."""
+
+    def memory_bytes(self, num_local: int) -> float:
+        """Memory for one of the num_local processes of this machine: an equal share of the machine's."""
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / num_local
 
     def peak_bytes(self) -> int:
         """Peak bytes of tensors in the device's memory; 0 on the CPU, whose peak is the process's RSS."""
@@ -92,6 +97,10 @@ class Cuda(Device):
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch)
+
+    def memory_bytes(self, num_local: int) -> float:
+        """That of this process's own GPU."""
+        return torch.cuda.get_device_properties(self.torch).total_memory
 
     def peak_bytes(self) -> int:
         return torch.cuda.max_memory_allocated(self.torch)

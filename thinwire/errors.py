@@ -115,8 +115,9 @@ def type_name(hint: Any) -> str:
     if get_origin(hint) in (Union, UnionType):
         return " or ".join(type_name(option) for option in get_args(hint) if option is not NoneType)
     if get_origin(hint) is Literal:
-        return "one of " + ", ".join(map(str, get_args(hint)))
+        names = ", ".join(map(str, get_args(hint)))
+        return names if len(get_args(hint)) == 1 else f"one of {names}"
     if get_origin(hint) is tuple:
         return f"a list of {type_name(get_args(hint)[0]).removeprefix('a ')}s"
-    names = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
-    return names.get(hint) or f"a {hint.__name__}"
+    types = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
+    return types.get(hint) or f"a {hint.__name__}"

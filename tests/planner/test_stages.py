@@ -15,7 +15,20 @@ from thinwire.planner.forward import forward_of, layer_and_ends
 from thinwire.planner.options import read_explain
 from thinwire.planner.stages import Grid
 
-ARGS = ["--model", "demo", "--seq-len", "64", "--nodes", "4", "--rate", "20mbit", "--gflops", "40"]
+ARGS = [
+    "--model",
+    "demo",
+    "--seq-len",
+    "64",
+    "--nodes",
+    "4",
+    "--rate",
+    "20mbit",
+    "--gflops",
+    "40",
+    "--micro-batch",
+    "1",
+]
 
 
 def explained(*args: str) -> Explained:
@@ -78,6 +91,12 @@ def test_candidates_are_the_ways_that_exist() -> None:
         assert each.stages * each.replicas == 8
         assert each.replicas * each.micro_batch * each.num_micro_batches == 32
         assert each.pipeline.plan == "1f1b"
+
+
+def test_a_step_has_as_many_micro_batches_as_in_training() -> None:
+    assert explained("--stages", "4", "--strategy", "zero").micro_batches == 4
+    assert explained("--mesh", "pipeline=2,data=2", "--strategy", "zero").micro_batches == 2
+    assert explained("--strategy", "zero").micro_batches == 1
 
 
 def test_auto_ranks_what_fits_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:

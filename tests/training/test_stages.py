@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[st
         ("kept", 4, f"--strategy sdp4bit --stages 2 {STILL}", "four"),
         ("back", 2, f"--strategy zero --stages 1 {STILL}", "lossy"),
         ("first", 2, f"--strategy zero --stages 2 --pipeline.head first --pipeline.plan fitted {STILL}", "lossy"),
+        ("auto", 4, f"--strategy zero --stages auto {EXACT}", ""),
         ("skip", 4, "--strategy zero --stages 4 --pipeline.head first --pipeline.skip 0.25", ""),
         ("skip-again", 4, "--strategy zero --stages 4 --pipeline.head first --pipeline.skip 0.25", ""),
     ]
@@ -64,6 +66,15 @@ def test_stages_change_no_loss_and_no_norm(runs: dict[str, dict[str, Any]]) -> N
     assert runs["ddp"]["sample"]
 
 
+def test_stages_that_are_chosen_are_said_kept_and_change_no_loss(runs: dict[str, dict[str, Any]]) -> None:
+    run, config = runs["auto"], tomllib.loads((runs["auto"]["folder"] / "config.toml").read_text())
+    assert config["stages"] in (1, 2, 4) and config["micro_batch"] in (1, 2) and config["tokens_per_step"] == 128
+    assert f"--micro-batch {config['micro_batch']} --strategy zero" in run["printed"]
+    assert "a step with" in run["printed"] and "FLOP/s a rank, links between nodes" in run["printed"]
+    for step, found in run["steps"].items():
+        assert found["loss"] == pytest.approx(runs["alone"]["steps"][step]["loss"], rel=2e-5)
+
+
 def test_a_pipeline_goes_on_as_it_was(runs: dict[str, dict[str, Any]]) -> None:
     assert "resume: found all of it" in runs["lossy-on"]["printed"]
     assert "a relative difference of 0\n" in runs["lossy-on"]["printed"]
@@ -81,7 +92,7 @@ def test_checkpoints_move_between_stages_without_a_difference(
 
 def test_what_a_run_says_of_its_pipeline(runs: dict[str, dict[str, Any]]) -> None:
     run = runs["lossy-on"]
-    for said in ("layers by operations: 2, 2", "pipeline plan: fitted", "pipeline, measured and simulated:"):
+    for said in ("layers by operations: 2, 2", "pipeline plan: fitted", "the pipeline from now on, simulated"):
         assert said in run["printed"]
     last = run["steps"][STEPS]
     assert 0 < last["pipeline_s"] <= last["step_s"] and 0 <= last["bubble"] < 1
@@ -119,6 +130,10 @@ def test_stages_that_are_skipped_are_the_same_in_each_run(runs: dict[str, dict[s
         (("--stages", "4", "--pipeline.head", "first", "--pipeline.skip", "0.9"), "skip 0.9 of 4 .*nearest: 0.5"),
         (("--stages", "4", "--inject", "kill stage=4 step=2"), "stages are numbered from 0 to 3"),
         (("--stages", "4", "--pipeline.recover", "average", "--minutes", "1"), "recover: .* nearest: --steps"),
+        (("--stages", "auto", "--mesh", "data=4"), "--stages auto finds the mesh"),
+        (("--stages", "auto", "--model", "moe-tiny"), "for presets such as demo, and not for moe-tiny"),
+        (("--stages", "auto", "--strategy", "diloco"), "--stages auto: stages beside islands"),
+        (("--stages", "auto", "--pipeline.recover", "average"), "--stages auto with recover: .* nearest: --stages 4"),
         (("--stages", "4", "--pipeline.delta", "True", "--steps", "2"), "no sequence returns in 2 steps"),
     ],
 )

@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -28,6 +29,7 @@ from thinwire.launch.failures import failure, has_failed_by_itself
 from thinwire.launch.fork_server import ForkServer
 from thinwire.launch.machine import free_port
 from thinwire.launch.start import Start
+from thinwire.methods.pipeline.recover import FEWEST_STAGES
 from thinwire.training.config import TrainConfig
 from thinwire.training.run_dir import RunDir
 from thinwire.training.signals import STOPPING, StoppedError
@@ -118,13 +120,16 @@ def run_workers(config: TrainConfig, start: Start, server: ForkServer, relay: Re
     finally:
         # The live table hides the cursor, and a killed worker can't bring it back.
         Console().show_cursor()
+    why = partial(failure, run_dir=run_dir, timeout_s=config.timeout, injected=start.inject)
     if relay.received is not None:
         if own := {rank: one for rank, one in result.failures.items() if has_failed_by_itself(one)}:
             whose = f"island {start.island.number}: " if start.island else ""
-            print(f"thinwire: {whose}{failure(own, run_dir, config.timeout, start.inject)}", file=sys.stderr)
+            print(f"thinwire: {whose}{why(own)}", file=sys.stderr)
         raise StoppedError(relay.received)
     if result.is_failed():
-        raise failure(result.failures, run_dir, config.timeout, start.inject)
+        can_recover = config.mesh_shape.pipeline >= FEWEST_STAGES
+        advice = "--pipeline.recover average goes on without a stage" if can_recover else ""
+        raise why(result.failures, is_island=start.island is not None, advice=advice)
     return 0
 
 

@@ -22,24 +22,29 @@ SAID_PLAINLY = ("ConfigError", "CheckpointError", "PeerLostError", "ThinwireErro
 
 
 def failure(
-    failures: Mapping[int, ProcessFailure], run_dir: RunDir, timeout_s: float, injected: Sequence[str] = ()
-) -> ThinwireError:
+    failures: Mapping[int, ProcessFailure], run_dir: RunDir, timeout_s: float, injected: Sequence[str] = (), *,
+    is_island: bool = False, advice: str = "",
+) -> ThinwireError:  # fmt: skip
     """One short message on why the run failed: the first cause, and what is left.
 
-    timeout_s: how long ranks wait for one that is silent.
+    timeout_s: how long ranks wait for one that is silent. is_island: whether only an island failed, and others may go
+    on. advice: how the run would have gone on without a process that was killed.
     """
     rank, cause = first_cause(failures)
     records = read_metrics(run_dir.metrics)
-    what = explain(rank, cause, injected)
+    what = explain(rank, cause, injected, is_island=is_island)
     if "PeerLostError" in str(cause.message):
         what = hung(failures, cause.timestamp - timeout_s) + what
     if cause.exitcode == ConfigError.exit_code:
         return ConfigError(what)
     steps = f"{len(records)} steps are in {run_dir.metrics}" if records else "no step was finished"
-    saved = step_of(latest(run_dir.checkpoints))
-    resume = f"--resume goes on after step {saved}" if saved else "there is no checkpoint yet to --resume from"
+    left = [steps, f"details are in {run_dir.logs}"]
+    if not is_island:
+        saved = step_of(latest(run_dir.checkpoints))
+        left[1:1] = [f"--resume goes on after step {saved}" if saved else "no checkpoint is saved, so start anew"]
+        left[1:1] = [advice] if advice and is_killed(cause) else []
     kind = UnsavedError if is_unsaved(cause) else ThinwireError
-    return kind(f"{what}\n{steps}; {resume}; details are in {run_dir.logs}")
+    return kind(f"{what}\n{'; '.join(left)}")
 
 
 def first_cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
@@ -65,12 +70,14 @@ def hung(failures: Mapping[int, ProcessFailure], since: float) -> str:
     return f"{', '.join(killed)} has hung since about {clock}, and was ended; " if killed else ""
 
 
-def explain(rank: int, cause: ProcessFailure, injected: Sequence[str] = ()) -> str:
+def explain(rank: int, cause: ProcessFailure, injected: Sequence[str] = (), *, is_island: bool = False) -> str:
+    """What happened to a rank, and what the ranks that it trained with have done."""
     if is_killed(cause):
         asked = ", or as --inject asks" if any(faults.parse(text).kind == "kill" for text in injected) else ""
         by_whom = f" (by hand, or by the system for want of memory{asked})"
         hint = by_whom if cause.exitcode == -signal.SIGKILL else ""
-        return f"rank {rank} (pid {cause.pid}) was killed by {cause.signal_name()}{hint}; the others stopped"
+        others = "the rest of its island stopped" if is_island else "the others stopped"
+        return f"rank {rank} (pid {cause.pid}) was killed by {cause.signal_name()}{hint}; {others}"
     message = cause.message["message"] if isinstance(cause.message, dict) else cause.message
     kind, _, text = str(message).partition(": ")
     return f"rank {rank}: {text if kind in SAID_PLAINLY else message}"

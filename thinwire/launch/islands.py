@@ -70,7 +70,7 @@ class Children:
             print(f"{failed}, and is not started again; the others go on", file=sys.stderr)
             return
         self._num_restarts[number] = done + 1
-        print(f"{failed}, and is started again ({done + 1} of {self.restarts})", file=sys.stderr)
+        print(f"{failed}, and is started again ({done + 1} of {self.restarts}); the others go on", file=sys.stderr)
         again, log = self._again[number]
         self.start(number, again, again, log)
 
@@ -134,6 +134,7 @@ def watch(children: Children, meeting: dist.TCPStore) -> int:
                 print(f"thinwire: island {number} failed, and nobody answers at the meeting any more", file=sys.stderr)
                 continue
             if not has_begun:
+                print(f"thinwire: island {number} failed before the islands had met: all stop", file=sys.stderr)
                 children.send(signal.SIGTERM)
             elif not FINISHED.isdisjoint(codes.values()):
                 # An island that comes back after the others have finished finds nobody.

@@ -29,7 +29,7 @@ from thinwire.launch.start import Start
 from thinwire.layout.mesh import MeshShape
 from thinwire.methods.interface import Method
 from thinwire.methods.pipeline.cut import layers_of as layer_list
-from thinwire.methods.pipeline.inside import check_inside
+from thinwire.methods.pipeline.inside import check_inside, check_recovers
 from thinwire.methods.pipeline.options import check_stages
 from thinwire.methods.sequence import Shape, check_strategy, choose_layout
 from thinwire.models import build_model
@@ -78,8 +78,12 @@ def check(config: TrainConfig, problems: Problems) -> Run | None:
             check_axes(model, config.mesh_shape.sizes)
         if isinstance(model, Llama) and config.mesh is not None:
             check_cut(model.config, config.mesh_shape.tensor)
-        if run is not None and not wrong_numbers:
+        if run is not None and not wrong_numbers and config.chooses_stages:
+            check_choice(config, run, model)
+        elif run is not None and not wrong_numbers:
             check_pipeline(config, run, model)
+            if run.pipeline is not None:
+                check_recovers(run.pipeline, run.strategy, config.mesh_shape.sizes["data"])
         if run is not None and not wrong_numbers and model is not None:
             check_sequence(config, run, model)
     return run
@@ -124,7 +128,7 @@ def check_pipeline(config: TrainConfig, run: Run, model: nn.Module | None) -> No
     more_layers = "--llama.num-hidden-layers" if LLAMA in run.used_tables else ""
     with problems.collect():
         accumulation = derive(config, config.num_shares).accumulation
-        check_stages(run.pipeline, shape.pipeline, num_layers, accumulation, shape.sizes["data"], more_layers)
+        check_stages(run.pipeline, shape.pipeline, num_layers, accumulation, more_layers)
     if run.recovers and config.minutes is not None:
         problems.messages.append(
             f"--minutes {config.minutes:g} with recover: a process that is started anew would choose another number of "
@@ -133,6 +137,23 @@ def check_pipeline(config: TrainConfig, run: Run, model: nn.Module | None) -> No
     with problems.collect():
         if not run.has_islands:
             check_inside(run.strategy, shape.sizes["data"])
+    problems.raise_any()
+
+
+def check_choice(config: TrainConfig, run: Run, model: nn.Module | None) -> None:
+    """Raise ConfigError, with all that is wrong, where stages can't be chosen."""
+    problems, what, stated = Problems(), f"--stages {config.stages}", "--stages 2"
+    if config.mesh is not None or run.sequence is not None:
+        problems.messages.append(f"{what} finds the mesh: leave --mesh and --sequence.parallel out")
+    if run.has_islands:
+        problems.messages.append(f"{what}: stages beside islands are not served; nearest: --strategy sdp4bit")
+    if type(model) is not Llama:
+        problems.messages.append(f"{what} is for presets such as demo, and not for {config.model}; nearest: {stated}")
+    if run.recovers:
+        why = "a process that is started anew would choose for itself"
+        problems.messages.append(f"{what} with recover: {why}; nearest: --stages {config.world_size}")
+    if config.compile:
+        problems.messages.append(f"{what}: the layers of a pipeline's stages are not compiled; leave --compile out")
     problems.raise_any()
 
 
@@ -235,6 +256,14 @@ def check_fault(text: str, config: TrainConfig) -> None:
         raise ConfigError(f"--inject {text!r}: the run ends after step {config.steps}")
 
 
+def fault_row(text: str, run: Run) -> Row:
+    """What an injected fault will do."""
+    kind = faults.parse(text).kind
+    ends = kind == "kill" and run.config.mesh_shape.pipeline > 1 and not run.recovers
+    more = ", and with it the run: --pipeline.recover average would go on without a stage" if ends else ""
+    return f"--inject {text!r}", "armed", faults.KINDS[kind] + more
+
+
 def check_data(config: TrainConfig) -> None:
     """Read the first document; a dataset on the network is read later, when it is tokenised."""
     if not config.data.startswith("hf:"):
@@ -292,8 +321,12 @@ def resolve(run: Run, asked: TrainConfig, threads: int) -> tuple[Run, list[Row]]
     if device == "cpu" or dtype != "auto":
         dtype, reason = choose_dtype(asked.dtype, threads)
     rows: list[Row] = [(f"--device {asked.device}", device, why_device)]
-    rows += [(f"dtype {asked.dtype}", dtype, reason), batch_row(asked, batch, asked.num_shares)]
-    rows += [*pipeline_rows(run, batch), *model_rows(asked), *unused_rows(run), *late_rows(run)]
+    rows += [(f"dtype {asked.dtype}", dtype, reason)]
+    if not asked.chooses_stages:
+        rows += [batch_row(asked, batch, asked.num_shares), *pipeline_rows(run, batch)]
+    elif asked.dry_run:
+        rows.append((f"--stages {asked.stages}", "chosen when all ranks have met", "they measure themselves and links"))
+    rows += [*model_rows(asked), *unused_rows(run), *late_rows(run)]
     resolved = run.with_island_size()
     if run.has_islands:
         size = resolved.config.local_size or 1
@@ -323,7 +356,7 @@ def plan(config: TrainConfig, problems: Problems) -> tuple[Run, Start]:
     run, resolved = resolve(run, config, threads)
     rows += resolved
     rows += check_resume(run.config, RunDir(config.run_dir))
-    rows += [(f"--inject {text!r}", "armed", faults.KINDS[faults.parse(text).kind]) for text in config.inject]
+    rows += [fault_row(text, run) for text in config.inject]
     # "auto" is what the GPUs will say.
     dtype = None if run.config.dtype == "auto" else run.config.dtype
     return run, Start(dtype, threads, rows, config.stop_at, config.inject, config.allow_resume_drift)

@@ -58,6 +58,13 @@ def work(run: Run, place: ProcessPlace, start: Start | None) -> int:
     stop = StopFlag(is_replaced=start.island is not None)
     dtype = dtype_of(run, start, device)
     rows = start.effects
+    if run.config.chooses_stages:
+        # Few runs need it.
+        from thinwire.planner.chosen import choose_stages
+
+        run, more = choose_stages(run, device, dtype)
+        rows = [*rows, *more]
+        keep_config(run, place)
     if run.config.minutes is not None:
         run, more = fix_steps(run, place, device, dtype, start.began or time.time())
         rows = [*rows, *more, *late_rows(run)]

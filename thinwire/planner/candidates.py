@@ -40,22 +40,27 @@ class Candidate:
         return f"{self.pipeline.forward}, {self.pipeline.backward}" if self.stages > 1 else ""
 
     @property
+    def options(self) -> dict[str, str]:
+        """Those of the pipeline that were searched; none where there is no pipeline."""
+        searched = ("plan", "forward", "backward", "recompute") if self.stages > 1 else ()
+        return {name: getattr(self.pipeline, name) for name in searched}
+
+    @property
     def flags(self) -> str:
         """What `thinwire train` is told."""
-        options = {"plan": self.pipeline.plan, "forward": self.pipeline.forward, "backward": self.pipeline.backward}
-        options |= {"recompute": self.pipeline.recompute} if self.pipeline.recompute != "never" else {}
-        table = [f"--pipeline.{name} {value}" for name, value in options.items()] if self.stages > 1 else []
+        table = [f"--pipeline.{name} {value}" for name, value in self.options.items() if value != "never"]
         stages = [f"--stages {self.stages}"] if self.stages > 1 else []
         return " ".join([*stages, f"--micro-batch {self.micro_batch}", f"--strategy {self.strategy}", *table])
 
 
 def candidates(
-    num_ranks: int, num_layers: int, num_sequences: int, strategies: Sequence[str], stated: Mapping[str, Any]
-) -> Iterator[Candidate]:
+    num_ranks: int, num_layers: int, num_sequences: int, strategies: Sequence[str], stated: Mapping[str, Any],
+    largest: int = LARGEST_MICRO_BATCH,
+) -> Iterator[Candidate]:  # fmt: skip
     """All that train `num_sequences` in a step, those that change less of what is learned or kept before the others.
 
-    stated: options of the pipeline that are not free. Where one rank has a stage, no method sends anything: the first
-    strategy stands for all.
+    stated: options of the pipeline that are not free. largest: micro-batch. Where one rank has a stage, no method sends
+    anything: the first strategy stands for all.
     """
     default = (Pipeline.forward, Pipeline.backward)
     codecs = [(EXACT, EXACT), default]
@@ -69,7 +74,10 @@ def candidates(
         if num_sequences % replicas:
             continue
         each = num_sequences // replicas
-        sizes = [size for size in range(1, min(each, LARGEST_MICRO_BATCH) + 1) if each % size == 0]
+        sizes = [size for size in range(1, min(each, largest) + 1) if each % size == 0]
+        if stages == 1:
+            # Fewer passes cost less than a simulation that knows no overhead says.
+            sizes.reverse()
         names = strategies if replicas > 1 else strategies[:1]
         plans = free["plan"] if stages > 1 else ("1f1b",)
         borders = codecs if stages > 1 else codecs[:1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from thinwire.methods.sequence import SequenceParallel, Shape, facts
 from thinwire.models import PRESETS, Llama, build_skeleton
 from thinwire.models.llama import LlamaConfig, cut_skeleton
 from thinwire.options import PIPELINE, SEQUENCE, build_strategy, model_table, strategy_table
-from thinwire.planner.candidates import Candidate, candidates
+from thinwire.planner.candidates import LARGEST_MICRO_BATCH, Candidate, candidates
 from thinwire.planner.options import AUTO, ExplainConfig, range_errors
 from thinwire.planner.search import Search, search
 from thinwire.planner.stages import Grid, Stages, measured_flops, stages_of
@@ -107,7 +107,7 @@ def explain(config: ExplainConfig, problems: Problems) -> Explained:
                 model = cut(model, shape.tensor)
             if shape.pipeline > 1:
                 llama, grid = check_can_cut(model, shape), grid or grid_of(config, rate, local_rate)
-                options, num = Pipeline(**config.tables.get(PIPELINE, {})), config.micro_batches
+                options, num = Pipeline(**config.tables.get(PIPELINE, {})), config.passes
                 stages = stages_of(llama, options, shape.pipeline, num, config.micro_batch, config.seq_len, grid)
                 notes += notes_on_stages(stages, llama, config, grid)
     plans: dict[str, MethodPlan] = {}
@@ -156,7 +156,7 @@ def explain(config: ExplainConfig, problems: Problems) -> Explained:
     if shape is not None and isinstance(model, Llama) and shape.tensor > 1:
         notes.append(tensor_note(model.config, config.seq_len, shape))
     return Explained(
-        total, topology, config.micro_batches, plans, rate, local_rate, notes, vocabulary_of(config, model),
+        total, topology, config.passes, plans, rate, local_rate, notes, vocabulary_of(config, model),
         {name: steps for name, steps in mean_over.items() if name in plans}, [name for name in whole if name in plans],
         stages, heaviest, grid, result,
     )  # fmt: skip
@@ -252,8 +252,13 @@ def grid_of(config: ExplainConfig, rate: float | None, local_rate: float | None)
     return Grid(config.nodes, config.local_size, flops, *bytes_per_s)
 
 
-def found_stages(model: Llama, config: ExplainConfig, names: Sequence[str], grid: Grid) -> tuple[ExplainConfig, Search]:
-    """The configuration with the fastest candidate in place of "auto". Raises ConfigError if none fits."""
+def found_stages(
+    model: Llama, config: ExplainConfig, names: Sequence[str], grid: Grid, largest: int = LARGEST_MICRO_BATCH
+) -> tuple[ExplainConfig, Search]:
+    """The configuration with the fastest candidate in place of "auto". Raises ConfigError if none fits.
+
+    largest: micro-batch.
+    """
 
     def planned(candidate: Candidate, stages: Stages, stage: int) -> MethodPlan:
         own = replace(config, stages=str(candidate.stages), micro_batches=candidate.num_micro_batches)
@@ -262,16 +267,15 @@ def found_stages(model: Llama, config: ExplainConfig, names: Sequence[str], grid
         return plan_on(made[candidate.strategy], stages.parts[stage], model, own, mesh_of(own))
 
     made = {name: strategy_of(name, config) for name in names}
-    num_sequences = grid.num_ranks * config.micro_batches * config.micro_batch
-    listed = candidates(grid.num_ranks, len(model.model.layers), num_sequences, names, config.tables.get(PIPELINE, {}))
+    num_sequences, stated = grid.num_ranks * config.passes * config.micro_batch, config.tables.get(PIPELINE, {})
+    listed = candidates(grid.num_ranks, len(model.model.layers), num_sequences, names, stated, largest)
     memory = None if config.memory_gb is None else config.memory_gb * 1e9
     result = search(model, listed, planned, grid, config.seq_len, memory)
     if not result.fastest:
         floor = f"the least is {bytes_text(result.too_large[0].memory_bytes)}" if result.too_large else "none can run"
         raise ConfigError(f"--memory-gb {config.memory_gb}: no way to train fits; {floor}", *result.refused)
     best = result.fastest[0].candidate
-    options = {item.name: getattr(best.pipeline, item.name) for item in fields(Pipeline)}
-    tables = {**config.tables, PIPELINE: options} if best.stages > 1 else config.tables
+    tables = {**config.tables, PIPELINE: {**stated, **best.options}} if best.stages > 1 else config.tables
     chosen_one = replace(
         config, stages=str(best.stages), strategy=best.strategy, tables=tables, micro_batch=best.micro_batch,
         micro_batches=best.num_micro_batches,
@@ -282,7 +286,7 @@ def found_stages(model: Llama, config: ExplainConfig, names: Sequence[str], grid
 def notes_on_stages(found: Stages, model: Llama, config: ExplainConfig, grid: Grid) -> Iterator[tuple[str, str, str]]:
     """Rows about the cut, the borders and the step."""
     yield from found.options.describe(found.sizes, model.config.hidden_size, 4)
-    num = config.micro_batches
+    num = config.passes
     sent = sorted(found.link_bytes.items())
     effect = ", ".join(f"{source} to {target} {bytes_text(num_bytes)}" for (source, target), num_bytes in sent)
     yield "stages send in a step", effect, f"{num} micro-batch(es) of {config.micro_batch} sequence(s)"
@@ -304,13 +308,13 @@ def plan_on(
     # Ranks of a stage are neighbours, those of another axis are others.
     grid, inner = Topology(config.nodes, config.local_size), shape.tensor * shape.pipeline
     if inner == 1:
-        return strategy.plan(model, grid, config.micro_batches)
+        return strategy.plan(model, grid, config.passes)
     along = Topology(grid.num_nodes, grid.local_size // inner) if grid.local_size % inner == 0 else None
     if shape.pipeline > 1:
         size = min(grid.local_size, shape.sizes["data"])
         along = Topology(shape.sizes["data"] // size, size) if shape.sizes["data"] % size == 0 else None
     num_replicas = grid.world_size // inner
-    plan = strategy.plan(model, along or Topology(num_replicas, 1), config.micro_batches)
+    plan = strategy.plan(model, along or Topology(num_replicas, 1), config.passes)
     num_told = max(2, num_replicas) - 1
     word = strategy.plan(whole, Topology(num_told + 1, 1), 1).sent["all_gather_exact", "inter"] // num_told
     words = {("all_gather_exact", level): sent for level, sent in gather_bytes(grid, word).items()}
@@ -325,7 +329,7 @@ def sequence_notes(config: ExplainConfig, llama: LlamaConfig, shape: MeshShape) 
     if size == 1:
         return []
     heads, kv_heads = llama.num_attention_heads, llama.num_key_value_heads
-    tokens = config.micro_batches * config.micro_batch * config.seq_len
+    tokens = config.passes * config.micro_batch * config.seq_len
     attention = Shape(heads, kv_heads, llama.hidden_size // heads, tokens, llama.num_hidden_layers)
     # Links of the usual rates, as a run assumes too, whatever --rate says.
     return facts(options, attention, math.gcd(config.local_size, size))

@@ -11,6 +11,7 @@ import tyro
 
 from thinwire.errors import Problems
 from thinwire.flags import CommandLine, flag
+from thinwire.layout.mesh import MeshShape
 
 LIMITS = {
     "nodes": (1, 10**6), "local_size": (1, 10**4), "parameters": (1, 10**15), "seq_len": (1, 10**9),
@@ -45,9 +46,10 @@ class ExplainConfig:
     """Tokens of one sequence."""
     parameters: float | None = None
     """Number of parameters, such as 7e9, instead of a model; 32 equal layers of one matrix each."""
-    micro_batches: int = 1
-    """Forward and backward passes of one optimizer step."""
-    micro_batch: int = 1
+    micro_batches: int | None = None
+    """Forward and backward passes of one optimizer step; by default 1, and 1 for each stage of a pipeline, as in
+    `thinwire train`."""
+    micro_batch: int = 8
     """Sequences of one such pass through the stages of a pipeline."""
     rate: str | None = None
     """Rate of one machine's link to the others, which its ranks share, such as 10gbit; adds a column of seconds."""
@@ -63,6 +65,12 @@ class ExplainConfig:
     def num_stages(self) -> int | None:
         """The stages that are stated; None where they are not, or are to be found."""
         return int(self.stages) if self.stages is not None and self.stages != AUTO else None
+
+    @property
+    def passes(self) -> int:
+        """Micro-batches of a step."""
+        stages = self.num_stages or (MeshShape.parse(self.mesh).pipeline if self.mesh else 1)
+        return self.micro_batches or stages
 
 
 def command_line() -> CommandLine:

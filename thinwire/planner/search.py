@@ -36,12 +36,12 @@ class Search:
     """All that was priced.
 
     fastest: what fits, fastest first; those that are as fast in the order of `candidates`. too_large: what does not
-    fit, smallest first. refused: how many candidates can't run, by reason.
+    fit, smallest first. refused: candidates that can't run, by reason.
     """
 
     fastest: tuple[Priced, ...]
     too_large: tuple[Priced, ...]
-    refused: dict[str, int]
+    refused: dict[str, list[Candidate]]
 
 
 def search(
@@ -55,7 +55,7 @@ def search(
     simulated = cache(lambda pipeline, stages, num, size: stages_of(model, pipeline, stages, num, size, seq_len, grid))
     fits: list[Priced] = []
     too_large: list[Priced] = []
-    refused: dict[str, int] = {}
+    refused: dict[str, list[Candidate]] = {}
     fitting: set[Candidate] = set()
     for candidate in found:
         as_kept = replace(candidate, pipeline=replace(candidate.pipeline, recompute="never"))
@@ -65,7 +65,7 @@ def search(
             stages = simulated(candidate.pipeline, candidate.stages, candidate.num_micro_batches, candidate.micro_batch)
             priced = price(candidate, stages, planned, grid)
         except ConfigError as error:
-            refused[str(error)] = refused.get(str(error), 0) + 1
+            refused.setdefault(str(error), []).append(candidate)
             continue
         if memory_bytes is not None and priced.memory_bytes > memory_bytes:
             too_large.append(priced)

@@ -62,6 +62,12 @@ def reasons(found: Explained) -> Iterator[str]:
         verb = "exchange" if len(names) > 1 else "exchanges"
         mean = f"the bytes of a step are the mean over {every} steps"
         yield f"* {', '.join(names)}: {verb} once in {every} steps, so {mean}."
+    doubled = [name for name, plan in found.plans.items() if plan.gradients > plan.weights]
+    if doubled and found.stages is not None:
+        yield (
+            f"Gradients of {', '.join(doubled)}: those of each parameter, and this rank's part of their mean; "
+            "the part is all of it where a stage has one replica."
+        )
     if found.whole:
         whole = ", ".join(found.whole)
         why = "on a slow link a second gather would cost more than the memory"
@@ -144,7 +150,7 @@ def ranking(found: Search) -> Table:
         table.add_row(
             seconds_text(priced.step_s), bytes_text(priced.memory_bytes), percent_text(priced.bubble),
             seconds_text(priced.link_s), f"{way.stages} x {way.replicas}",
-            f"{way.num_micro_batches} of {way.micro_batch}", way.strategy if way.replicas > 1 else "",
+            f"{way.num_micro_batches} of {way.micro_batch}", way.strategy,
             *((way.pipeline.plan, way.borders, way.pipeline.recompute) if way.stages > 1 else ("", "", "")),
         )  # fmt: skip
     return table
@@ -167,8 +173,8 @@ def reasons_of(found: Search) -> Iterator[str]:
             f"{len(found.too_large)} more do not fit into a rank's memory; the smallest needs "
             f"{bytes_text(least.memory_bytes)}: {least.candidate.flags}"
         )
-    for reason, num in found.refused.items():
-        yield f"{num} can't run: {reason}"
+    for reason, ways in found.refused.items():
+        yield f"{len(ways)} can't run, such as {ways[0].flags}: {reason}"
 
 
 def parts_of_memory(plan: MethodPlan) -> Table:

@@ -135,7 +135,8 @@ def choose_model(config: TrainConfig, threads: int, dtype: str, vocab_size: int)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        pass_s = pass_seconds(build_model(LARGE, vocab_size, config.seq_len), batch.micro_batch, config.seq_len, dtype)
+        model = build_model(LARGE, vocab_size, config.seq_len)
+        pass_s = pass_seconds(model, batch.micro_batch, config.seq_len, dtype, Device())
     finally:
         torch.set_num_threads(before)
     # Workers beyond the cores wait for each other.
@@ -147,14 +148,15 @@ def choose_model(config: TrainConfig, threads: int, dtype: str, vocab_size: int)
     return SMALL, f"{why}; with fewer than {ENOUGH_STEPS} the smaller model learns more"
 
 
-def pass_seconds(model: torch.nn.Module, num_sequences: int, seq_len: int, dtype: str) -> float:
-    """Seconds of one forward and backward on the CPU, the second of two."""
-    tokens = torch.zeros(num_sequences, seq_len, dtype=torch.int64)
+def pass_seconds(model: torch.nn.Module, num_sequences: int, seq_len: int, dtype: str, device: Device) -> float:
+    """Seconds of one forward and backward, the second of two."""
+    (tokens,) = device.take([torch.zeros(num_sequences, seq_len, dtype=torch.int64)])
     seconds = 0.0
     for _ in range(2):
         start = time.perf_counter()
-        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16"):
+        with device.autocast(dtype):
             loss = model(tokens, tokens)
         loss.backward()
+        device.synchronize()
         seconds = time.perf_counter() - start
     return seconds

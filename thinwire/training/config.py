@@ -36,9 +36,10 @@ class TrainConfig:
     mesh: str | None = None
     """Axes of the ranks, such as data=2,tensor=2: matrices are cut over the tensor axis, and the strategy works on the
     data axis. By default all ranks are the data axis."""
-    stages: int | None = None
+    stages: int | Literal["auto"] | None = None
     """Cut the model's layers over this many ranks, through which micro-batches pass: short for --mesh pipeline=N. The
-    other ranks are replicas of the stages, by --strategy."""
+    other ranks are replicas of the stages, by --strategy. auto: the ranks measure themselves and their links, and take
+    what a simulated step is fastest with."""
     strategy: str = "sdp4bit"
     """How ranks share the work, such as sdp4bit, zero, ddp or fsdp; `thinwire explain` lists them all."""
     inner: str | None = None
@@ -136,6 +137,9 @@ class TrainConfig:
     @property
     def mesh_shape(self) -> MeshShape:
         """The axes of the ranks. Raises ConfigError for a text that can't be read, or that states other stages."""
+        if isinstance(self.stages, str):
+            # Until the ranks have met, and choose.
+            return replace(self, stages=None).mesh_shape
         if self.mesh is not None:
             shape = MeshShape.parse(self.mesh)
             if self.stages not in (None, shape.pipeline):
@@ -158,6 +162,11 @@ class TrainConfig:
         if stages > 1:
             return MeshShape({"pipeline": stages, "data": self.world_size // stages})
         return MeshShape({"data": self.world_size})
+
+    @property
+    def chooses_stages(self) -> bool:
+        """Whether the ranks choose the stages when they have met; until then all of them are the data axis."""
+        return isinstance(self.stages, str)
 
     @property
     def sequence(self) -> int | None:

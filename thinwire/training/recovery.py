@@ -17,7 +17,7 @@ from thinwire.collectives.store_gather import of_all_ranks
 from thinwire.errors import ThinwireError
 from thinwire.hosts.interface import ParallelOptimizer
 from thinwire.hosts.pipeline.stage import PipelineStage
-from thinwire.methods.pipeline.recover import beyond_recovery, sources
+from thinwire.methods.pipeline.recover import beyond_recovery, healthy_replica, sources
 from thinwire.report.metrics import MembershipEvent
 from thinwire.training.engine import Engine
 from thinwire.training.reporter import Reporter
@@ -48,12 +48,13 @@ class StepStart:
 class Survivor:
     """What a rank that has outlived another brings along.
 
-    state: of its optimizer, weights included. norm, copies, recoveries: see PipelineStage.recover. lost_at: when it
-    noticed, as time.monotonic() has it. reporter: rank 0's.
+    state: of its optimizer, weights included. weights: whole, by name, where its stage has replicas. norm, copies,
+    recoveries: see PipelineStage.recover. lost_at: when it noticed, as time.monotonic() has it. reporter: rank 0's.
     """
 
     start: StepStart
     state: dict[str, Any]
+    weights: dict[str, Tensor]
     norm: float
     copies: dict[int, Tensor]
     recoveries: dict[int, int]
@@ -71,7 +72,9 @@ class Survivor:
             # The loss came between the update and the end of its step.
             start = StepStart.of(optimizer.steps, engine)
         state = optimizer.state_dict()
-        return cls(start, state, pipeline.norm, copies, pipeline.recoveries, reporter, lost_at)
+        has_replicas = optimizer.comm.world_size > 1
+        weights = {name: value.detach().clone() for name, value in pipeline.weights.items()} if has_replicas else {}
+        return cls(start, state, weights, pipeline.norm, copies, pipeline.recoveries, reporter, lost_at)
 
 
 def leave(pipeline: PipelineStage, optimizer: ParallelOptimizer, saver: Saver) -> None:
@@ -86,15 +89,19 @@ def leave(pipeline: PipelineStage, optimizer: ParallelOptimizer, saver: Saver) -
 
 @dataclass(frozen=True)
 class Reunion:
-    """What the ranks of a new incarnation tell each other. Ranks of a pipeline without replicas are its stages.
+    """What the ranks of a new incarnation tell each other.
 
-    generation: number of the incarnation. lost: stages without a state. start: where all go on: at the step of the one
-    that has come farthest. norms, recoveries: see PipelineStage.recover. behind: stages that have not taken the last
-    update before that. why_not: why the run can only go on from a checkpoint; empty: it need not.
+    Rank s * replicas + r is replica r of stage s. generation: number of the incarnation. there: ranks that have kept
+    their state. start: where all go on: at the step of the one that has come farthest. norms, recoveries: see
+    PipelineStage.recover. behind: stages that have not taken the last update before that, or not on all replicas.
+    why_not: why the run can only go on from a checkpoint; empty: it need not.
     """
 
     generation: int
+    replicas: int
+    there: dict[int, StepStart]
     lost: list[int]
+    healthy: int
     start: StepStart | None
     norms: list[float]
     recoveries: dict[int, int]
@@ -102,32 +109,59 @@ class Reunion:
     why_not: str
 
     @classmethod
-    def of(cls, survivor: Survivor | None, generation: int, *, tied: bool) -> Reunion:
+    def of(cls, survivor: Survivor | None, generation: int, *, replicas: int, tied: bool) -> Reunion:
         """Exchange what the ranks bring along; a collective over the default group. tied: see `beyond_recovery`."""
         mine = None if survivor is None else (survivor.start, survivor.norm, survivor.recoveries)
         told = of_all_ranks(mine, "what it brings along")
-        there = {stage: word for stage, word in enumerate(told) if word is not None}
-        lost = [stage for stage in range(len(told)) if stage not in there]
+        words = {rank: word for rank, word in enumerate(told) if word is not None}
+        num_stages = len(told) // replicas
+        there = {rank: start for rank, (start, _, _) in words.items()}
         if not there:
-            return cls(generation, lost, None, [], {}, [], "no stage has a state")
-        start = max((start for start, _, _ in there.values()), key=lambda one: one.step)
-        norms = [there[stage][1] if stage in there else 0.0 for stage in range(len(told))]
-        recoveries = next(iter(there.values()))[2]
-        behind = [stage for stage, (own, _, _) in there.items() if own.step < start.step]
-        return cls(generation, lost, start, norms, recoveries, behind, beyond_recovery(lost, len(told), tied=tied))
+            return cls(generation, replicas, there, [], 0, None, [], {}, [], "no stage has a state")
+        left = [[rank for rank in there if rank // replicas == stage] for stage in range(num_stages)]
+        lost = [stage for stage, ranks in enumerate(left) if not ranks]
+        start = max(there.values(), key=lambda one: one.step)
+        norms = [words[ranks[0]][1] if ranks else 0.0 for ranks in left]
+        recoveries = next(iter(words.values()))[2]
+        behind = [stage for stage, ranks in enumerate(left) if any(there[rank].step < start.step for rank in ranks)]
+        places = {divmod(rank, replicas) for rank in there}
+        healthy = healthy_replica(lost, places, num_stages, tied=tied)
+        why_not = beyond_recovery(lost, num_stages, tied=tied)
+        if healthy is None and not why_not:
+            why_not = f"no replica of the pipeline has all neighbours of stage {', '.join(map(str, lost))}"
+        return cls(generation, replicas, there, lost, healthy or 0, start, norms, recoveries, behind, why_not)
+
+    @property
+    def copied(self) -> dict[int, int]:
+        """The rank of the same stage whose weights a rank takes, for all that have lost their state and have one."""
+        num_ranks = len(self.norms) * self.replicas
+        found = {}
+        for rank in set(range(num_ranks)) - set(self.there):
+            alike = [other for other in self.there if other // self.replicas == rank // self.replicas]
+            if alike:
+                found[rank] = max(alike, key=lambda other: self.there[other].step)
+        return found
 
     def restore(self, survivor: Survivor | None, engine: Engine, seed_after: Callable[[int], int]) -> int:
-        """Go on: survivors as they were, lost stages from their neighbours. Returns the steps taken so far.
+        """Go on: survivors as they were, lost ranks like a replica of their stage, lost stages from their neighbours.
 
-        seed_after: of the random numbers, after a step, of a rank that has lost its own. A collective over all ranks.
+        Returns the steps taken so far. seed_after: of the random numbers, after a step, of a rank that has lost its
+        own. A collective over all ranks.
         """
-        pipeline, start = engine.stage.pipeline, self.start
+        pipeline, start, optimizer = engine.stage.pipeline, self.start, engine.optimizer
         assert pipeline is not None and start is not None
+        sources = {self.copied[rank] for rank in self.copied if rank // self.replicas == pipeline.number}
+        for source in sources:
+            # All lost replicas of a stage take the weights of the same one.
+            pipeline.copy_replica(source % self.replicas, pipeline.weights if survivor is None else survivor.weights)
         if survivor is not None:
-            engine.optimizer.load_state_dict(survivor.state)
+            optimizer.load_state_dict(survivor.state)
+        elif sources:
+            # The other replicas get from each rank what it owns: from this one what it has just copied.
+            optimizer.load_state_dict(optimizer.state_dict())
         copies = survivor.copies if survivor is not None else {}
-        pipeline.recover(self.lost, self.norms, copies, self.recoveries)
-        engine.optimizer.steps = start.step
+        pipeline.recover(self.lost, self.norms, copies, self.recoveries, self.healthy)
+        optimizer.steps = start.step
         engine.loader.load_state_dict(start.loader)
         if survivor is None:
             torch.manual_seed(seed_after(start.step))
@@ -136,13 +170,20 @@ class Reunion:
         pipeline.restore(start.num_before)
         return start.step
 
-    def event(self, how: str, num_stages: int, lost_at: float) -> MembershipEvent:
+    def event(self, how: str, lost_at: float) -> MembershipEvent:
         """For the metrics file. how: the recovery's name."""
         assert self.start is not None
+        num_stages, copied = len(self.norms), self.copied
         told = [f"stage {stage} {described(how, sources(how, stage, num_stages))}" for stage in self.lost]
-        told += [f"stage {stage} has missed the last update" for stage in self.behind]
+        for rank, source in sorted(copied.items()):
+            stage, replica = divmod(rank, self.replicas)
+            told.append(f"replica {replica} of stage {stage} is a copy of replica {source % self.replicas}")
+        part = "a part of " if self.replicas > 1 else ""
+        told += [f"stage {stage} has missed {part}the last update" for stage in self.behind]
+        gone = sorted({*self.lost, *(rank // self.replicas for rank in copied)})
+        # The ranks that met first are generation 1, as with islands.
         return MembershipEvent(
-            self.start.step, self.generation, list(range(num_stages)), self.lost, self.lost,
+            self.start.step, self.generation + 1, list(range(num_stages)), gone, gone,
             round(time.monotonic() - lost_at, 3), "; ".join(told) or "all have their state", "stage",
         )  # fmt: skip
 

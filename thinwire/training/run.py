@@ -111,7 +111,8 @@ def tables_in_effect(config: TrainConfig) -> set[str]:
     """The tables of options that have an effect in this run."""
     table = model_table(config.model)
     model = {table} if table else set()
-    stages = {PIPELINE} if (config.stages or 1) > 1 or "pipeline" in (config.mesh or "") else set()
+    has_stages = config.stages not in (None, 1) or "pipeline" in (config.mesh or "")
+    stages = {PIPELINE} if has_stages else set()
     sequences = {SEQUENCE} if (config.sequence or 1) > 1 or "sequence" in (config.mesh or "") else set()
     return model | stages | sequences | used_tables(config.strategy, config.inner)
 

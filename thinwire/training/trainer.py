@@ -69,7 +69,11 @@ class Trainer:
         self.engine = Engine(run, place, self.device, corpus, self.dtype)
         self.model, self.batch, self.loader = self.engine.model, self.engine.batch, self.engine.loader
         self.stage, self.optimizer = self.engine.stage, self.engine.optimizer
-        reunion = Reunion.of(survivor, generation, tied=self.engine.ends_are_tied) if generation else None
+        reunion = None
+        if generation:
+            reunion = Reunion.of(
+                survivor, generation, replicas=config.mesh_shape.sizes["data"], tied=self.engine.ends_are_tied
+            )
         if reunion is not None and reunion.why_not:
             saved, saved_rows = find_start()
             saved_rows = [*saved_rows, ("recover", fallback(reunion, step_of(saved)), "")]
@@ -137,8 +141,8 @@ class Trainer:
             self.onlooker.start_table([*rows, ("metrics, summary and report", "on node 0", "where rank 0 is")])
         self._report_changes()
         if reunion is not None and self.reporter is not None:
-            how, num_stages = run.pipeline.recover if run.pipeline else "", place.world_size
-            self.reporter.membership(reunion.event(how, num_stages, survivor.lost_at if survivor else began))
+            how = run.pipeline.recover if run.pipeline else ""
+            self.reporter.membership(reunion.event(how, survivor.lost_at if survivor else began))
         if not generation:
             self._arm_faults()
         self._step_start = self._note_start()
@@ -329,7 +333,9 @@ class Trainer:
         if prediction is not None:
             found |= {"predicted_pipeline_s": prediction.step_s, "predicted_bubble": prediction.bubbles[0]}
         elif pipeline.prediction is not None and self.reporter is not None:
-            self.reporter.progress.say(f"pipeline, measured and simulated: {pipeline.prediction}")
+            self.reporter.progress.say(
+                f"the pipeline from now on, simulated with the times of the step before: {pipeline.prediction}"
+            )
         # Of the steps that follow.
         self._prediction = pipeline.prediction
         return found

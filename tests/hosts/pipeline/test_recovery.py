@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ from tests.hosts.pipeline.test_stage import adamw, batches
 from tests.workers import run_workers
 from thinwire.methods.pipeline.recover import between
 from thinwire.models import build_model
+from thinwire.state.portable import StateDict, state_dict_of
+from thinwire.training.recovery import Reunion, StepStart, Survivor
 
 STAGES = 4
 # recover, the stages that are lost, tied ends, layers.
@@ -23,6 +26,8 @@ ROWS: dict[str, tuple[str, tuple[int, ...], bool, str]] = {
     "uneven": ("uniform", (1,), False, "1,2,1,1"),
     "tied": ("average", (0, 2), True, "1,1,1,1"),
 }
+# The ranks that are lost, of three stages with two replicas each: rank 2 s + r is replica r of stage s.
+REPLICAS, LOST_RANKS = 2, {"replica": (3,), "stage": (2, 3), "both": (2, 3, 4)}
 Weights = dict[str, np.ndarray]
 
 
@@ -80,6 +85,9 @@ def _row(rank: int, recover: str, lost: tuple[int, ...], tied: bool, layers: str
     again.pipeline.restore(num_before)
     loss = train(again, range(2, 3))
     finite = all(bool(value.isfinite().all()) for value in again.pipeline.weights.values())
+    saved = state_dict_of(again.snapshot(), again.optimizer.param_groups)
+    again.pipeline.recoveries = {}
+    again.restore(StateDict(saved))
     result = found | {
         "before": before, "after": after, "sent": sent, "moments": moments, "loss": loss,
         "lr": again.lr_factor, "finite": finite,
@@ -151,3 +159,69 @@ def test_ends_come_back_from_copies_and_layers_from_the_one_neighbour(ranks: lis
     (shared,) = [name for name in first["after"] if "layers." not in name]
     # The last rank has the tied weight as it was before the update: it comes back before the next forward.
     assert np.array_equal(first["after"][shared], last["before"][shared])
+
+
+def _replicas(rank: int, world_size: int) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (3, REPLICAS), mesh_dim_names=("pipeline", "data"))
+
+    def built(method: Any) -> thinwire.PipelinedStage:
+        whole = build_model("tiny", 64, 16, overrides={"num_hidden_layers": 3})
+        options = thinwire.Pipeline(plan="1f1b", recover="average")
+        stage = thinwire.parallelize(
+            whole, adamw(whole), mesh, [options, method], local_size=1, timeout_s=60, announce=False
+        )
+        assert isinstance(stage, thinwire.PipelinedStage)
+        return stage
+
+    def train(stage: thinwire.PipelinedStage, steps: range) -> None:
+        for step in steps:
+            stage.forward_backward(batches(step, 3, rank % REPLICAS, REPLICAS))
+            stage.step(1.0)
+        stage.optimizer.check_replicas()
+
+    found: dict[str, Any] = {}
+    for name, lost in LOST_RANKS.items():
+        method = thinwire.SDP4Bit() if name == "both" else thinwire.Zero()
+        stage = built(method)
+        train(stage, range(2))
+        pipeline, before = stage.pipeline, weights_of(stage)
+        norm, whole = pipeline.norm, {name: value.detach().clone() for name, value in pipeline.weights.items()}
+        start = StepStart(2, {}, pipeline.num_before, torch.get_rng_state())
+        state, copies = stage.optimizer.state_dict(), pipeline.rescue()
+        stage.close()
+        survivor = None if rank in lost else Survivor(start, state, whole, norm, copies, {}, None)
+        again, loader = built(method), SimpleNamespace(load_state_dict=lambda state: None)
+        engine: Any = SimpleNamespace(stage=again, optimizer=again.optimizer, loader=loader)
+        reunion = Reunion.of(survivor, 1, replicas=REPLICAS, tied=False)
+        reunion.restore(survivor, engine, lambda step: step)
+        after, moments = weights_of(again), len(again.optimizer.state_dict()["numbers"]["scalars"])
+        event, lr = reunion.event("average", 0.0), again.lr_factor
+        train(again, range(2, 4))
+        found[name] = {
+            "before": before, "after": after, "norm": norm, "moments": moments, "lr": lr, "how": event.how,
+            "lost": event.lost, "loss": again.optimizer.mean_loss,
+        }  # fmt: skip
+        again.close()
+    return found
+
+
+def test_a_live_replica_is_copied_bit_for_bit_and_only_whole_stages_are_averaged() -> None:
+    told = run_workers(_replicas, 3 * REPLICAS, local_size=1)
+    for name, lost in LOST_RANKS.items():
+        ranks = [one[name] for one in told]
+        averaged = name != "replica"
+        for rank, found in enumerate(ranks):
+            beside = ranks[rank ^ 1]
+            assert np.isfinite(found["loss"]) and same(found["after"], beside["after"])
+            assert bool(found["moments"]) == (rank not in lost)
+            assert found["lr"] == pytest.approx(1.1 if averaged and rank in (2, 3) else 1.0)
+            if not (averaged and rank in (2, 3)):
+                assert same(found["after"], found["before"]), "what a replica had is what it was"
+        # The norms of the first rank of each stage that is left.
+        norms = ranks[0]["norm"], ranks[5 if 4 in lost else 4]["norm"]
+        for key, value in layer(ranks[2]["after"], 1).items() if averaged else ():
+            first, last = (torch.from_numpy(layer(ranks[at]["before"], number)[key]) for at, number in ((0, 0), (5, 2)))
+            assert np.array_equal(value, between(first, last, *norms).numpy())
+    assert told[0]["replica"]["how"] == "replica 1 of stage 1 is a copy of replica 0"
+    both = "stage 1 is the average of 0 and 2; replica 0 of stage 2 is a copy of replica 1"
+    assert told[0]["both"]["how"] == both and list(told[0]["both"]["lost"]) == [1, 2]

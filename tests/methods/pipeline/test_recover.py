@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from thinwire import ConfigError, Pipeline
+from thinwire import DDP, ConfigError, Pipeline, SDP4Bit
+from thinwire.methods.pipeline.inside import check_recovers
 from thinwire.methods.pipeline.options import check_stages
-from thinwire.methods.pipeline.recover import between, beyond_recovery, counterpart, lr_factor, sources
+from thinwire.methods.pipeline.recover import between, beyond_recovery, counterpart, healthy_replica, lr_factor, sources
 
 
 def test_a_larger_gradient_weighs_more_and_none_divides_by_zero() -> None:
@@ -36,10 +37,20 @@ def test_neighbours_lost_together_are_beyond_recovery(lost: set[int], tied: bool
     assert why in beyond_recovery(lost, 4, tied=tied) and bool(why) == bool(beyond_recovery(lost, 4, tied=tied))
 
 
+def test_a_lost_stage_is_made_by_a_replica_of_the_pipeline_that_has_its_neighbours() -> None:
+    there = {(0, 0), (0, 1), (2, 1), (3, 0), (3, 1)}
+    assert healthy_replica({1}, there, 4, tied=False) == 1
+    assert healthy_replica({1}, there - {(0, 1)}, 4, tied=False) is None
+    assert healthy_replica({0}, {(1, 0), (1, 1), (3, 1)}, 4, tied=True) == 1
+    assert healthy_replica(set(), there, 4, tied=True) == 0
+
+
 def test_what_does_not_fit_is_refused_at_once() -> None:
-    with pytest.raises(ConfigError) as refused:
-        check_stages(Pipeline(recover="average"), 2, 2, replicas=2)
-    assert len(refused.value.problems) == 2 and "nearest: 3 stages" in str(refused.value)
+    with pytest.raises(ConfigError, match="nearest: 3 stages"):
+        check_stages(Pipeline(recover="average"), 2, 2)
+    with pytest.raises(ConfigError, match=r"2 replicas of each stage by ddp: .* nearest: zero or sdp4bit"):
+        check_recovers(Pipeline(recover="average"), DDP(), 2)
+    check_recovers(Pipeline(recover="average"), SDP4Bit(), 2)
     with pytest.raises(ConfigError, match="has 2 chunks on each; nearest: plan 'fitted'"):
         Pipeline(recover="average", plan="zbv")
     with pytest.raises(ConfigError, match="recover 'mean' is unknown"):

@@ -132,7 +132,10 @@ class Prediction:
         shown = ", ".join(f"{part:.0%}" for part in self.bubbles)
         links = ", ".join(f"{a} to {b} {num / 1e6:.3f} MB" for (a, b), num in sorted(self.link_bytes.items()))
         held = ", ".join(map(str, self.in_flight))
-        return f"{self.step_s:.3g} s a step, stages idle for {shown}, micro-batches in flight {held}; sent {links}"
+        return (
+            f"{self.step_s:.3g} s a step; stages, first to last, are idle for {shown} of it, and hold at most {held} "
+            f"micro-batches at once; they send {links}"
+        )
 
 
 class LastLogits(nn.Module):
@@ -296,10 +299,25 @@ class PipelineStage:
         own = {self.number: packed(self.weights, self.part.holdings.tied).cpu()} if self.tied.borrowed else {}
         return self.ends.rescue() | own
 
+    def copy_replica(self, source: int, weights: Mapping[str, Tensor]) -> None:
+        """Take the weights of one replica of this stage, bit for bit; a collective over its replicas.
+
+        source: its number among them. weights: its own, by name; others' names and shapes alone count.
+        """
+        holdings = self.part.holdings
+        names = [*holdings.within(self.number), *holdings.ends[self.number]]
+        names += holdings.tied if self.number == 0 else ()
+        packet = packed(weights, names).cpu()
+        comm = self.optimizer.comm
+        comm.wait(comm.broadcast_(packet, source))
+        values = holdings.split(packet, names)
+        self.optimizer.adopt_weights({name: value.to(self.device) for name, value in values.items()})
+
     def recover(
-        self, lost: Collection[int], norms: Sequence[float], copies: Mapping[int, Tensor], recoveries: Mapping[int, int]
-    ) -> None:
-        """Give lost stages weights again, in a new pipeline; a collective over it. Moments of these begin anew.
+        self, lost: Collection[int], norms: Sequence[float], copies: Mapping[int, Tensor],
+        recoveries: Mapping[int, int], healthy: int = 0,
+    ) -> None:  # fmt: skip
+        """Give lost stages weights again, in a new pipeline; a collective over all ranks. Their moments begin anew.
 
         Afterwards every rank calls `restore`.
 
@@ -308,6 +326,7 @@ class PipelineStage:
             norms: by stage, `norm` before the loss; of a lost one any number.
             copies: what `rescue` gave on this rank before the loss; of a lost one empty.
             recoveries: by stage, how often it was recovered before; equal on all ranks.
+            healthy: the replica of the pipeline from which the others take lost stages.
         """
         assert self.ends is not None
         for rank, copy in copies.items():
@@ -321,6 +340,8 @@ class PipelineStage:
         )
         if values:
             self.optimizer.adopt_weights(values)
+        if self.number in lost and self.optimizer.comm.world_size > 1:
+            self.copy_replica(healthy, self.weights)
         self.recoveries = {stage: recoveries.get(stage, 0) + (stage in lost) for stage in {*recoveries, *lost}}
 
     def break_off(self) -> None:

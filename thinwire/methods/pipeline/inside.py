@@ -8,6 +8,8 @@ from thinwire.methods.ddp import DDPMethod
 from thinwire.methods.fsdp import FSDPMethod
 from thinwire.methods.interface import Method
 from thinwire.methods.outer.base import Connected
+from thinwire.methods.pipeline.options import Pipeline
+from thinwire.methods.pipeline.recover import NONE
 from thinwire.methods.sharded import ShardedMethod
 
 ONCE_A_MICRO_BATCH = "would gather a stage's weights anew for each micro-batch"
@@ -19,6 +21,15 @@ def check_inside(method: Method | Connected, num_replicas: int) -> None:
         name = method.method.name if isinstance(method, Connected) else method.name
         raise ConfigError(
             f"{name} can't train the stages of a pipeline: it {reason}; nearest that can: zero, sdp4bit or ddp"
+        )
+
+
+def check_recovers(options: Pipeline, method: Method | Connected, num_replicas: int) -> None:
+    """Raise ConfigError for a method whose replicas of a stage can't go on without a lost one."""
+    if options.recover != NONE and num_replicas > 1 and isinstance(method, DDPMethod):
+        raise ConfigError(
+            f"recover {options.recover!r} with {num_replicas} replicas of each stage by {method.name}: each has the "
+            "whole state of the optimizer, and a lost one would begin with another; nearest: zero or sdp4bit"
         )
 
 

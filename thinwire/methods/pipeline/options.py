@@ -165,7 +165,7 @@ class Pipeline:
         rows: list[Row] = [
             ("pipeline plan", self.plan, why),
             (f"layers {self.layers or 'by operations'}", ", ".join(map(str, sizes)), f"the head is on {with_head}"),
-            ("borders", "; ".join(per_token), f"of {features} features; beside what replicas send each other"),
+            ("borders", "; ".join(per_token), f"a token's hidden state has {features} features"),
         ]
         if self.skip:
             stages = sum(size > 0 for size in sizes)
@@ -179,11 +179,11 @@ class Pipeline:
 
 def check_stages(
     options: Pipeline, stages: int, num_layers: int | None = None, micro_batches: int | None = None,
-    replicas: int = 1, more_layers: str = "",
+    more_layers: str = "",
 ) -> None:  # fmt: skip
     """Raise ConfigError, with all that is wrong, for stages, layers and micro-batches that don't fit each other.
 
-    replicas: of each stage. more_layers: the flag that gives the model more of them; empty: there is none.
+    more_layers: the flag that gives the model more of them; empty: there is none.
     """
     problems = Problems()
     chunks = options.num_chunks(stages)
@@ -203,11 +203,6 @@ def check_stages(
         problems.messages.append(
             f"recover {options.recover!r} with {stages} stages: none lies between two others; nearest: "
             f"{FEWEST_STAGES} stages, or recover {NONE!r}"
-        )
-    if options.recover != NONE and replicas > 1:
-        problems.messages.append(
-            f"recover {options.recover!r} with {replicas} replicas of each stage: not served; nearest: {stages} ranks "
-            f"for {stages} stages, or recover {NONE!r}"
         )
     if micro_batches is not None:
         problems.note(options.plan_of, stages, micro_batches)

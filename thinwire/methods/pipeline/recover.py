@@ -45,6 +45,19 @@ def beyond_recovery(lost: Collection[int], num_stages: int, *, tied: bool) -> st
     return ""
 
 
+def healthy_replica(
+    lost: Collection[int], there: Collection[tuple[int, int]], num_stages: int, *, tied: bool
+) -> int | None:
+    """The first replica of the pipeline that has all from which the lost stages are made; None: there is none.
+
+    there: the (stage, replica) whose state is left. tied: see `beyond_recovery`.
+    """
+    needed = {other for stage in lost for other in neighbours(stage, num_stages)}
+    needed |= {num_stages - 1} if tied and 0 in lost else set()
+    replicas = sorted({replica for _, replica in there})
+    return next((each for each in replicas if all((stage, each) in there for stage in needed)), None)
+
+
 def between(before: Tensor, after: Tensor, norm_before: float, norm_after: float) -> Tensor:
     """(n_b W_b + n_a W_a) / (n_b + n_a): weights of a lost stage from those of its neighbours.
 

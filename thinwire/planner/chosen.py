@@ -1,0 +1,119 @@
+"""`thinwire train --stages auto`: the ranks measure themselves and their links, and rank 0 searches."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+
+from thinwire.collectives import Communicator, Mailbox
+from thinwire.collectives.store_gather import of_all_ranks, told_by_first
+from thinwire.data import load_tokenizer
+from thinwire.device import Device
+from thinwire.errors import ConfigError
+from thinwire.hosts.pipeline.links import measured_links
+from thinwire.models import Llama, build_model, build_skeleton
+from thinwire.options import model_table
+from thinwire.planner.explain import found_stages
+from thinwire.planner.forward import layer_and_ends
+from thinwire.planner.options import AUTO, ExplainConfig
+from thinwire.planner.search import Search
+from thinwire.planner.stages import Grid
+from thinwire.report.units import bytes_text, seconds_text, short
+from thinwire.table import Row
+from thinwire.training.clock import pass_seconds
+from thinwire.training.config import TrainConfig, derive
+from thinwire.training.effects import batch_row, pipeline_rows
+from thinwire.training.run import Run
+
+# Of the model that is timed: its ends weigh about as much as in a stage.
+TIMED_LAYERS = 2
+
+
+def choose_stages(run: Run, device: Device, dtype: str | None) -> tuple[Run, list[Row]]:
+    """The run with the fastest that fits in place of `--stages auto`, the same on all ranks; and rows on it.
+
+    Stages, micro-batch, order, borders and recomputing are searched as far as they are not stated. The strategy stays.
+    dtype: the compute type, if this rank knows it. A collective over the default group. Raises ConfigError on all ranks
+    where nothing fits.
+    """
+    config = run.config
+    if dist.get_rank() == 0:
+        print("--stages auto: measuring the ranks and their links ...", flush=True)
+    tokenizer, table = load_tokenizer(config.tokenizer), config.tables.get(model_table(config.model) or "", {})
+    model = build_skeleton(config.model, tokenizer.vocab_size, config.seq_len, table)
+    assert isinstance(model, Llama)
+    grid, memory_bytes = measured(config, model, device, told_by_first(dtype, "its dtype") or "fp32")
+    told: tuple[str, dict[str, Any], list[Row]] = "", {}, []
+    if dist.get_rank() == 0:
+        try:
+            told = "", *searched(config, model, grid, memory_bytes)
+        except ConfigError as error:
+            told = str(error), {}, []
+    problem, values, rows = told_by_first(told, "the stages")
+    if problem:
+        raise ConfigError(f"--stages {AUTO}: {problem}")
+    made = Run.of(replace(config, **values))
+    batch = derive(made.config, made.config.num_shares)
+    return made, [*rows, batch_row(made.config, batch, made.config.num_shares), *pipeline_rows(made, batch)]
+
+
+def measured(config: TrainConfig, model: Llama, device: Device, dtype: str) -> tuple[Grid, float]:
+    """What the slowest rank and the slowest links do in a second, and the bytes of the smallest memory; a collective.
+
+    All ranks compute at the same time, then all send at the same time, each to the next.
+    """
+    fields = {**config.tables.get(model_table(config.model) or "", {}), "num_hidden_layers": TIMED_LAYERS}
+    timed = device.place(build_model(config.model, model.config.vocab_size, config.seq_len, overrides=fields))
+    num_sequences = derive(config, config.num_shares).micro_batch
+    comm = Communicator(local_size=config.local_size, timeout_s=config.timeout)
+    comm.barrier()
+    own = pass_seconds(timed, num_sequences, config.seq_len, dtype, device)
+    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    told = of_all_ranks((own, device.memory_bytes(num_local)), "how fast it is")
+    box = Mailbox(None, comm.topology, timeout_s=config.timeout)
+    network, topology, size = measured_links(comm, box), comm.topology, comm.world_size
+    box.close()
+    comm.close()
+    ring = [((rank - 1) % size, rank) for rank in range(size) if size > 1]
+    crossing = [network.rates[a][b] for a, b in ring if topology.node(a) != topology.node(b)]
+    inside = [network.rates[a][b] for a, b in ring if topology.node(a) == topology.node(b)]
+    layer, ends = layer_and_ends(model.config, config.seq_len)
+    # A backward computes twice what the forward does.
+    operations = 3 * num_sequences * (TIMED_LAYERS * layer.operations + ends.operations)
+    flops = operations / max(seconds for seconds, _ in told)
+    rate, local_rate = (min(rates, default=None) for rates in (crossing, inside))
+    return Grid(topology.num_nodes, topology.local_size, flops, rate, local_rate), min(memory for _, memory in told)
+
+
+def searched(config: TrainConfig, model: Llama, grid: Grid, memory_bytes: float) -> tuple[dict[str, Any], list[Row]]:
+    """What the fastest candidate changes in the configuration, and rows on it. Raises ConfigError where none fits."""
+    batch = derive(config, config.num_shares)
+    asked = ExplainConfig(
+        strategy=config.strategy, nodes=grid.nodes, local_size=grid.local_size, model=config.model,
+        tokenizer=config.tokenizer, stages=AUTO, seq_len=config.seq_len, micro_batches=batch.accumulation,
+        micro_batch=batch.micro_batch, memory_gb=memory_bytes / 1e9, tables=config.tables,
+    )  # fmt: skip
+    found, result = found_stages(model, asked, [config.strategy], grid, config.micro_batch)
+    values = {"stages": found.num_stages, "micro_batch": found.micro_batch, "tables": found.tables}
+    return values, rows_on(result, grid, memory_bytes)
+
+
+def rows_on(result: Search, grid: Grid, memory_bytes: float) -> list[Row]:
+    """What was taken, how much slower other numbers of stages are, and by which measurements."""
+    best, others = result.fastest[0], []
+    for stages in sorted({priced.candidate.stages for priced in result.fastest} - {best.candidate.stages}):
+        other = next(priced for priced in result.fastest if priced.candidate.stages == stages)
+        others.append(f"{seconds_text(other.step_s)} with {stages}")
+    why = "; ".join([f"simulated: {seconds_text(best.step_s)} a step with {best.candidate.stages} stage(s)", *others])
+    rates: dict[str, Any] = {"between nodes": grid.rate, "inside a node": grid.local_rate}
+    links = [f"links {where} {8 * rate / 1e6:,.0f} Mbit/s" for where, rate in rates.items() if rate is not None]
+    tried = f"{len(result.fastest)} ways fit into {bytes_text(memory_bytes)} a rank"
+    tried += f", {len(result.too_large)} do not" if result.too_large else ""
+    tried += f", {sum(map(len, result.refused.values()))} can't run" if result.refused else ""
+    return [
+        (f"--stages {AUTO}", best.candidate.flags, why),
+        ("measured for it", ", ".join([f"{short(grid.flops)} FLOP/s a rank", *links]), tried),
+    ]

@@ -24,10 +24,7 @@ def test_example_trains_compressed(example: Path, tmp_path: Path) -> None:
     # Plain programs print "loss 0.8", the Trainer prints a dict.
     losses = [float(loss) for loss in re.findall(r"loss'?:? '?([\d.]+)", out)]
     sent_mb = [
-        float(sent)
-        for pair in re.findall(r"'sent_mb': '?([\d.]+)|([\d.]+) MB sent", out)
-        for sent in pair
-        if sent
+        float(sent) for pair in re.findall(r"'sent_mb': '?([\d.]+)|([\d.]+) MB sent", out) for sent in pair if sent
     ]
     assert losses[1] < 0.8 * losses[0], out
     assert sent_mb[1] > sent_mb[0] >= 0

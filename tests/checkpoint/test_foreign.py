@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from tests.checkpoint import makers
 from tests.workers import run_workers
@@ -25,7 +26,7 @@ from thinwire.checkpoint.foreign import (
     consolidate as consolidated,
     huggingface,
 )
-from thinwire.checkpoint.foreign.pickles import load_metadata, load_pt
+from thinwire.checkpoint.foreign.pickles import MetadataUnpickler, load_metadata, load_pt
 from thinwire.checkpoint.foreign.tables import rotary_halves
 from thinwire.errors import ConfigError, ThinwireError
 from thinwire.models import Llama, LlamaConfig
@@ -157,6 +158,26 @@ def test_a_name_pushed_while_it_is_read_is_refused_too(tmp_path: Path) -> None:
         with pytest.raises((ConfigError, ThinwireError)):
             (tmp_path / ".metadata").write_bytes(text)
             load_metadata(tmp_path / ".metadata")
+
+
+class Found:
+    """A pickle of what getattr finds."""
+
+    def __init__(self, of: object, name: str) -> None:
+        self.found = of, name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, self.found
+
+
+def test_members_of_enumerations_are_read_as_early_python_3_11_writes_them() -> None:
+    def read(of: object, name: str) -> Any:
+        return MetadataUnpickler(io.BytesIO(pickle.dumps(Found(of, name)))).load()
+
+    assert read(_MEM_FORMAT_ENCODING, "TORCH_CHANNELS_LAST") is _MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST
+    for of, name in ((_MEM_FORMAT_ENCODING, "__class__"), (torch.Size, "__new__"), (Metadata, "__init__")):
+        with pytest.raises(pickle.UnpicklingError, match=f"getattr of '{name}'"):
+            read(of, name)
 
 
 @pytest.mark.parametrize("content", [b"", b"no pickle", pickle.dumps([1, 2]), pickle.dumps({"a": 1})[:-3]])

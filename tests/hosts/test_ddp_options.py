@@ -79,10 +79,10 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
     half = torch.nn.parallel.distributed._MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
         traced = DistributedDataParallel(Layers(skips=False))
-    for name, ddp in {
-        "python reducer": traced,
-        "mixed_precision": DistributedDataParallel(Layers(skips=False), mixed_precision=half),
-    }.items():
+    mixed = DistributedDataParallel(Layers(skips=False))
+    # Set afterwards: its constructor wants a GPU where torch is built for them.
+    mixed.mixed_precision = half
+    for name, ddp in {"python reducer": traced, "mixed_precision": mixed}.items():
         with pytest.raises(ConfigError) as caught:
             compress_ddp(ddp, thinwire.EFTopK(), announce=False)
         said[name] = str(caught.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from enum import Enum, EnumMeta
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +68,20 @@ class MetadataUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the class if it is one of the known classes; else raise UnpicklingError."""
+        if (module, name) == ("builtins", "getattr"):
+            # Python 3.11.0 to 3.11.3 write a member of an enumeration so.
+            return member
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and (module, name) not in DCP_METADATA_CLASSES:
             raise pickle.UnpicklingError(f"{module}.{name}")
         return super().find_class(module, name)
+
+
+def member(enumeration: type[Enum], name: str) -> Enum:
+    """Return the enumeration's member of this name; raise UnpicklingError for anything else that getattr would find."""
+    if not isinstance(enumeration, EnumMeta) or name not in enumeration.__members__:
+        raise pickle.UnpicklingError(f"builtins.getattr of {name!r}")
+    return enumeration[name]
 
 
 def load_metadata(path: Path) -> Metadata:

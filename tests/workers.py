@@ -150,13 +150,14 @@ def run_workers(
     return results
 
 
-def run_program(file: Path, num_ranks: int) -> str:
-    """Run a program for torchrun, in the folder that it lies in, as ranks of one node; what they print, in rank order.
+def run_program(file: Path, num_ranks: int) -> tuple[str, str]:
+    """Run a program for torchrun, in the folder that it lies in, as ranks of one node; their stdout and stderr.
 
     It finds torchrun's variables, no process group, and what `tests.preloaded` has loaded. Raises WorkerFailed.
     """
     with meeting() as place:
-        return "".join(run_workers(_program, num_ranks, file, place, has_group=False))
+        told = run_workers(_program, num_ranks, file, place, has_group=False)
+    return "".join(out for out, _ in told), "".join(err for _, err in told)
 
 
 @contextlib.contextmanager
@@ -172,13 +173,13 @@ def meeting() -> Iterator[dict[str, str]]:
     del store
 
 
-def _program(rank: int, world_size: int, file: Path, place: dict[str, str]) -> str:
+def _program(rank: int, world_size: int, file: Path, place: dict[str, str]) -> tuple[str, str]:
     os.environ.update(place, LOCAL_RANK=str(rank))
     os.chdir(file.parent)
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         runpy.run_path(str(file), run_name="__main__")
-    return printed.getvalue()
+    return out.getvalue(), err.getvalue()
 
 
 def run_command(arguments: Sequence[str], num_ranks: int, log: Path) -> None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import subprocess
-import sys
+import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.workers import free_port
+from tests.workers import run_program
 
 ROOT = Path(__file__).parents[2]
 NEEDS = {"accelerate_loop": "accelerate", "hf_trainer": "transformers.distributed"}
@@ -22,23 +20,12 @@ def test_example_trains_compressed(example: Path, tmp_path: Path) -> None:
     needed = NEEDS.get(example.stem, "torch")
     if importlib.util.find_spec(needed) is None:
         pytest.skip(f"{needed} is not installed")
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
-    done = subprocess.run(
-        [sys.executable, *launcher, str(example)],
-        cwd=tmp_path,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    out, err = run_program(Path(shutil.copy(example, tmp_path)), 2)
     # Plain programs print "loss 0.8", the Trainer prints a dict.
-    losses = [float(loss) for loss in re.findall(r"loss'?:? '?([\d.]+)", done.stdout)]
+    losses = [float(loss) for loss in re.findall(r"loss'?:? '?([\d.]+)", out)]
     sent_mb = [
-        float(sent)
-        for pair in re.findall(r"'sent_mb': '?([\d.]+)|([\d.]+) MB sent", done.stdout)
-        for sent in pair
-        if sent
+        float(sent) for pair in re.findall(r"'sent_mb': '?([\d.]+)|([\d.]+) MB sent", out) for sent in pair if sent
     ]
-    assert losses[1] < 0.8 * losses[0], done.stdout
+    assert losses[1] < 0.8 * losses[0], out
     assert sent_mb[1] > sent_mb[0] >= 0
-    assert "strategy zeropp" in done.stderr
+    assert "strategy zeropp" in err

@@ -47,9 +47,7 @@ def build_model(
         raise ConfigError(f"vocab_size={config.vocab_size}: the tokenizer needs at least {vocab_size}")
     if config.max_position_embeddings < seq_len:
         raise ConfigError(f"max_position_embeddings={config.max_position_embeddings}: must be at least {seq_len}")
-    model = MoELlama(config) if isinstance(config, MoEConfig) else Llama(config)
-    model.init_weights(torch.Generator().manual_seed(seed))
-    return model
+    return MoELlama(config, seed) if isinstance(config, MoEConfig) else Llama(config, seed)
 
 
 def build_skeleton(name: str, vocab_size: int, seq_len: int, overrides: Overrides | None = None) -> nn.Module:

@@ -220,17 +220,17 @@ def with_gradient_of(loss: Tensor, other: Tensor) -> Tensor:
 class Llama(nn.Module):
     """A Llama-shaped causal language model; its state dict loads into Hugging Face's LlamaForCausalLM unchanged.
 
-    Weights start as `init_weights` of seed 0. Source: Touvron et al. 2023.
+    Weights start as `init_weights` of the seed. Source: Touvron et al. 2023.
     """
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, seed: int = 0) -> None:
         super().__init__()
         self.config = config
         self.model = Decoder(config, self.make_mlp)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
-        self.init_weights(torch.Generator().manual_seed(0))
+        self.init_weights(torch.Generator().manual_seed(seed))
 
     def make_mlp(self) -> nn.Module:
         """What a layer has after its attention."""
@@ -250,8 +250,11 @@ class Llama(nn.Module):
     def init_weights(self, generator: torch.Generator) -> None:
         """Matrices from N(0, 0.02^2), those that write to the residual stream divided by sqrt(2 * layers); norms 1.
 
-        Drawn on the generator's device, so a CPU generator gives the same weights wherever the model lives.
+        Drawn on the generator's device, so a CPU generator gives the same weights wherever the model lives. On "meta"
+        nothing is drawn.
         """
+        if self.lm_head.weight.is_meta:
+            return
         residual_std = 0.02 / math.sqrt(2 * self.config.num_hidden_layers)
         for name, parameter in self.named_parameters():
             if parameter.ndim == 1:

@@ -324,8 +324,8 @@ class MoELlama(Llama):
 
     config: MoEConfig
 
-    def __init__(self, config: MoEConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: MoEConfig, seed: int = 0) -> None:
+        super().__init__(config, seed)
         self.gather: Callable[[Tensor], Tensor] | None = None
 
     def make_mlp(self) -> nn.Module:

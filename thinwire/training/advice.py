@@ -74,25 +74,25 @@ def advise(
 
     16 bits both ways take link_s = 8 * 4 N (Y-1)/Y / rate on the link of one of Y nodes; computing takes about
     compute_s = 6 N tokens / (EFFICIENCY * FLOP/s). Where link_s <= compute_s the one hides the other, and compression
-    has nothing to gain. Between processes of one machine the link is loopback, and as slow as the machine is busy; then
-    nothing is said.
+    has nothing to gain. Between processes of one machine the link is loopback, which is as fast as the machine is idle:
+    it is not measured.
     """
     grid = optimizer.comm.topology
     if grid.num_nodes == 1:
         return
+    # The ranks need not be alike, and all of them must measure, or none.
+    if optimizer.all_mean(all_on_this_machine(grid.world_size)) == 1.0:
+        yield "link between nodes", "not measured", "this machine's loopback, no network: compression is not judged"
+        return
     rate = link_rate(optimizer.comm)
-    is_loopback = all_on_this_machine(grid.world_size)
-    where = "this machine's loopback, no network: " if is_loopback else ""
-    yield "link between nodes", f"{rate / 1e6:.3g} Mbit/s", f"{where}each rank's share, measured while all ranks send"
+    yield "link between nodes", f"{rate / 1e6:.3g} Mbit/s", "each rank's share, measured while all ranks send"
     half_bytes = 4 * num_parameters * (grid.num_nodes - 1) / grid.num_nodes / grid.local_size
     if optimizer.bytes_per_step > 0.9 * half_bytes:
         return
     link_s = 8 * half_bytes / rate
     compute_s = 6 * num_parameters * tokens_per_rank / (EFFICIENCY * flops_per_s(dtype, device))
     compute_s = optimizer.all_mean(compute_s)
-    if is_loopback:
-        verdict = "not judged: loopback tells nothing of a network"
-    elif link_s > compute_s:
+    if link_s > compute_s:
         verdict = "pays on this link"
     else:
         verdict = f"gains nothing here: take --strategy {ALTERNATIVE}"

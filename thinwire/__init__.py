@@ -21,6 +21,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "thinwire.compose": ("PipelinedStage", "Stage", "parallelize", "pipeline"),
     "thinwire.errors": ("ConfigError", "CorruptMessageError", "MismatchError", "PeerLostError", "ThinwireError"),
     "thinwire.hosts.ddp.attach": ("CompressedDDP", "compress_ddp"),
+    "thinwire.hosts.experts": ("ExpertRanks", "expert_parallel"),
     "thinwire.hosts.fsdp.compress": ("CompressedFSDP", "compress_fsdp"),
     # Methods that make their context too, where the host that runs it is loaded.
     "thinwire.fronts": (
@@ -34,6 +35,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "thinwire.hosts.sharded.wrap": ("zero",),
     "thinwire.state.watchdog": ("DeadGradientError",),
     "thinwire.layout.formats": ("Strategy",),
+    "thinwire.methods.experts": ("ExpertParallel",),
     "thinwire.methods.interface": ("Method",),
     "thinwire.methods.pipeline.border": ("Border",),
     "thinwire.methods.pipeline.options": ("Pipeline",),

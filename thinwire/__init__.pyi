@@ -41,6 +41,7 @@ from thinwire.errors import (
     ThinwireError as ThinwireError,
 )
 from thinwire.hosts.ddp.attach import CompressedDDP as CompressedDDP, compress_ddp as compress_ddp
+from thinwire.hosts.experts import ExpertRanks as ExpertRanks, expert_parallel as expert_parallel
 from thinwire.hosts.forward.optimizer import ForwardOptimizer as ForwardOptimizer, forward_only as forward_only
 from thinwire.hosts.fsdp.compress import CompressedFSDP as CompressedFSDP, compress_fsdp as compress_fsdp
 from thinwire.hosts.sequence import (
@@ -53,6 +54,7 @@ from thinwire.hosts.sharded.optimizer import ShardedOptimizer as ShardedOptimize
 from thinwire.hosts.sharded.wrap import zero as zero
 from thinwire.islands.library import Islands as Islands
 from thinwire.layout.formats import Strategy as Strategy
+from thinwire.methods.experts import ExpertParallel as ExpertParallel
 from thinwire.methods.interface import Method as Method
 from thinwire.methods.pipeline.border import Border as Border
 from thinwire.methods.pipeline.options import Pipeline as Pipeline

@@ -25,9 +25,11 @@ import thinwire.islands.optimizer
 import thinwire.islands.own_pace  # noqa: F401
 from thinwire import _compat
 from thinwire.checkpoint import Snapshot, Source
-from thinwire.collectives import Communicator, Peers, Topology, WorldPeers
+from thinwire.collectives import Communicator, Meter, Peers, Topology, WorldPeers
 from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
 from thinwire.errors import ConfigError, Problems, nearest_divisor
+from thinwire.hosts.experts import ExpertRanks, expert_parallel
+from thinwire.hosts.experts.parallel import check_experts, check_optimizer
 from thinwire.hosts.interface import ParallelOptimizer, apply
 from thinwire.hosts.pipeline.stage import PipelineStage, models_own, take_part
 from thinwire.hosts.ranks import Axis, along
@@ -35,6 +37,7 @@ from thinwire.hosts.sequence import SequenceRanks, sequence_parallel
 from thinwire.hosts.sequence.seams import heads_of
 from thinwire.hosts.tensor import TensorAxis, check_same_copies, cut_parameters, misfits
 from thinwire.layout.mesh import AXES, check_axis
+from thinwire.methods.experts import ExpertParallel, check_data_method
 from thinwire.methods.interface import Method
 from thinwire.methods.outer.base import Connected, IslandsMethod
 from thinwire.methods.pipeline.cut import layers_of
@@ -54,7 +57,8 @@ class Stage:
     A step is `forward_backward`, `reduce`, `update`, or `forward_backward` and `step`. module: what to call in
     training. optimizer: what steps it, a ParallelOptimizer. pipeline: see PipelinedStage. sequence: the ranks that
     share this rank's sequences, see SequenceRanks; such a model is called with whole sequences, alike on all of them.
-    borders: where and how hidden states are rounded on their way, by which a loss depends on more than the weights;
+    experts: the ranks that hold the experts of a mixture between them, see ExpertRanks; they call the model equally
+    often. borders: where and how hidden states are rounded on their way, by which a loss depends on more than the weights;
     empty: nowhere.
     """
 
@@ -68,12 +72,18 @@ class Stage:
         rows: Sequence[Row] = (),
         tensor: TensorAxis | None = None,
         sequence: SequenceRanks | None = None,
+        experts: ExpertRanks | None = None,
     ) -> None:
-        self.module, self.optimizer, self.tensor, self.sequence = module, optimizer, tensor, sequence
+        self.module, self.optimizer, self.sequence, self.experts = module, optimizer, sequence, experts
+        # What cuts parameters: a mixture has no tensor axis.
+        self._cut = tensor or experts
         self._rows = list(rows)
         if sequence is not None:
             self.borders = sequence.rounds
             self._rows += sequence.describe()
+        if experts is not None:
+            self.borders = experts.rounds
+            self._rows += experts.describe()
 
     def forward_backward(
         self, batches: Sequence[Any], loss: Callable[[nn.Module, Any], Tensor] = lambda module, batch: module(*batch)
@@ -106,7 +116,11 @@ class Stage:
     @property
     def uncompressed_bytes_per_step(self) -> float:
         """What `zero` would send in fp32 on all ranks of the mesh."""
-        return self.optimizer.uncompressed_bytes_per_step
+        if self.experts is None:
+            return self.optimizer.uncompressed_bytes_per_step
+        sizes = {name: param.numel() for name, param in self.module.named_parameters() if param.requires_grad}
+        sizes |= {name: shape.numel() for name, shape in self.experts.shapes.items() if name in sizes}
+        return 8 * sum(sizes.values()) * (1 - 1 / self.optimizer.comm.world_size)
 
     @property
     def lr_factor(self) -> float:
@@ -146,27 +160,31 @@ class Stage:
     def snapshot(self) -> Snapshot:
         """This rank's state between two steps, in pieces of whole parameters: any mesh can take them."""
         snapshot = self.optimizer.snapshot()
-        if self.tensor is not None:
+        if self._cut is not None:
             place = self.optimizer.comm.rank, self.optimizer.comm.world_size
-            cut = {name: self.tensor.piece_of_whole(name, piece, *place) for name, piece in snapshot.pieces.items()}
+            cut = {name: self._cut.piece_of_whole(name, piece, *place) for name, piece in snapshot.pieces.items()}
             snapshot.pieces = cut
-            shares = map(self.tensor.share_of_whole, snapshot.shares)
+            shares = map(self._cut.share_of_whole, snapshot.shares)
             snapshot.shares = [share for share in shares if share is not None]
         snapshot.common |= {"borders": self.borders}
         if self.sequence is not None:
             snapshot.common |= {"sequence_draws": self.sequence.wire.num_drawn}
+        if self.experts is not None:
+            snapshot.common |= {"expert_draws": self.experts.wire.num_drawn}
         return snapshot
 
     def restore(self, source: Source) -> None:
         """Go on from a checkpoint of any mesh, and note what became of its parts; a collective."""
-        if self.tensor is not None:
-            source.place_piece = self.tensor.piece_of_whole
-            source.part_of = self.tensor.part_of_flat
+        if self._cut is not None:
+            source.place_piece = self._cut.piece_of_whole
+            source.part_of = self._cut.part_of_flat
         self.optimizer.restore(source)
         if source.common.get("borders", "") != self.borders:
             source.is_same = source.is_exact = False
         if self.sequence is not None:
             self.sequence.wire.num_drawn = source.common.get("sequence_draws", 0)
+        if self.experts is not None:
+            self.experts.wire.num_drawn = source.common.get("expert_draws", 0)
 
     def finish(self) -> None:
         """Leave the result in the model: with islands, the mean of their weights. Training can't go on from there."""
@@ -174,8 +192,9 @@ class Stage:
 
     def close(self) -> None:
         """Wait for all communication and give the process groups back."""
-        if self.sequence is not None:
-            self.sequence.close()
+        for axis in (self.sequence, self.experts):
+            if axis is not None:
+                axis.close()
         self.optimizer.close()
 
 
@@ -299,7 +318,7 @@ def parallelize(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     mesh: DeviceMesh,
-    methods: Iterable[Method | Connected | Pipeline | SequenceParallel],
+    methods: Iterable[Method | Connected | Pipeline | SequenceParallel | ExpertParallel],
     *,
     local_size: int | None = None,
     overlap: bool = False,
@@ -314,7 +333,9 @@ def parallelize(
     optimizer. On the data axis any method works beside it but those that say why not. On the island axis a method such
     as DiLoCo exchanges whole parameters in some of the updates; the islands are those of the mesh from the start to the
     end. On the pipeline axis, each rank has some of the layers; see PipelinedStage. On the sequence axis, each rank has
-    some of a sequence's tokens; the data axis' method then averages over the ranks of both. The norm that clips is that
+    some of a sequence's tokens; the data axis' method then averages over the ranks of both. On the expert axis, each
+    rank has some of a mixture's experts and a batch of its own; to the data axis' method all ranks have replicas of the
+    other weights. The norm that clips is that
     of the whole model, and ranks that hold the same elements stay equal bit for bit.
 
     Args:
@@ -323,7 +344,8 @@ def parallelize(
         mesh: with names of AXES for its dimensions, such as ("data", "tensor").
         methods: at most one for each axis, such as [thinwire.DiLoCo(), thinwire.SDP4Bit()]. Without one for the data
             axis, an islands method's own `inner` works there. The pipeline axis has options, `thinwire.Pipeline()`, and
-            so has the sequence axis, `thinwire.SequenceParallel()`, whose `parallel` follows from the mesh.
+            so have the sequence axis, `thinwire.SequenceParallel()`, and the expert axis, `thinwire.ExpertParallel()`,
+            whose `parallel` follows from the mesh.
         local_size: ranks of a node; None: found from the launcher or host names.
         overlap: weights may arrive during the next forward.
         seed: of all randomness. timeout_s: seconds that one message may take.
@@ -337,8 +359,11 @@ def parallelize(
         raise ConfigError(f"methods must be a list, such as [{methods!r}]")
     options_of_pipeline = [method for method in methods if isinstance(method, Pipeline)]
     options_of_sequence = [method for method in methods if isinstance(method, SequenceParallel)]
-    others = [method for method in methods if not isinstance(method, Pipeline | SequenceParallel)]
-    method = checked_method(model, mesh, others, options_of_pipeline, options_of_sequence)
+    options_of_experts = [method for method in methods if isinstance(method, ExpertParallel)]
+    others = [
+        method for method in methods if not isinstance(method, Pipeline | SequenceParallel | ExpertParallel)
+    ]
+    method = checked_method(model, mesh, others, options_of_pipeline, options_of_sequence, options_of_experts)
     options: dict[str, Any] = {"local_size": local_size, "seed": seed, "timeout_s": timeout_s, "checked": checked}
     of_island = " of this island" if isinstance(method, Connected) else ""
     rows: list[Row] = [(f"mesh{of_island}", shape_of(mesh), "axes from the outside in")]
@@ -349,14 +374,24 @@ def parallelize(
     part = None
     if "pipeline" in names:
         part = take_part(model, optimizer, (options_of_pipeline or [Pipeline()])[0], mesh["pipeline"])
-    # Ranks of a sequence have the same weights: to the data axis' method they are like all others.
-    is_flat = set(names) <= {"data", "sequence"}
-    if not is_flat or mesh.size() < dist.get_world_size():
+    # Ranks of a sequence have the same weights: to the data axis' method they are like all others. So are those that
+    # hold different experts, for all other weights.
+    is_flat = set(names) <= {"data", "sequence", "expert"}
+    if not is_flat or mesh.size() < dist.get_world_size() or "expert" in names:
         inside = mesh[tuple(name for name in names if name != "island")]
         whole = _compat.flattened(inside) if inside.ndim > 1 else inside
         num_names = part.num_names if part is not None else 0
         options["axis"] = Axis(whole if is_flat or inside.ndim == 1 else mesh["data"], whole, tensor, num_names)
         options["local_size"] = node_inside(mesh, inside, local_size)
+    experts = None
+    if "expert" in names:
+        check_optimizer(model, optimizer)
+        asked, meter = (*options_of_experts, ExpertParallel())[0], Meter()
+        experts = expert_parallel(
+            model, with_ranks(asked, mesh), options["axis"].whole, local_size=options["local_size"], seed=seed,
+            timeout_s=timeout_s, checked=checked, meter=meter,
+        )  # fmt: skip
+        options["axis"] = replace(options["axis"], group_for=experts.group_for, meter=meter)
     if "island" in names and isinstance(method, IslandsMethod):
         method = method.connected_to(lambda: other_islands(mesh, timeout_s, checked))
     module, parallel = apply(method, model, optimizer, overlap=overlap, **options)
@@ -378,7 +413,7 @@ def parallelize(
                 meter=parallel.meter,
             )  # fmt: skip
             model.forward = sequence.forward_of(model)
-        stage = Stage(module, parallel, rows, tensor, sequence)
+        stage = Stage(module, parallel, rows, tensor, sequence, experts)
     if announce and mesh.get_rank() == 0:
         announce_table(stage.describe())
     return stage
@@ -395,6 +430,7 @@ def checked_method(
     methods: Sequence[Method | Connected],
     pipelines: Sequence[Pipeline] = (),
     sequences: Sequence[SequenceParallel] = (),
+    experts: Sequence[ExpertParallel] = (),
 ) -> Method | Connected:
     """The method of the data axis, inside that of the island axis where there is one.
 
@@ -421,6 +457,7 @@ def checked_method(
         )
     problems.note(check_axes, model, dict(zip(names, mesh.mesh.shape, strict=False)))
     problems.messages += sequence_problems(model, mesh, method, sequences)
+    problems.messages += expert_problems(model, mesh, method, experts)
     if "tensor" in names:
         problems.messages += misfits(model, mesh["tensor"])
     elif foreign := next((name for name, param in model.named_parameters() if isinstance(param, DTensor)), None):
@@ -482,6 +519,34 @@ def sequence_problems(
         choose_layout(asked, Shape(heads, kv_heads, width, 1), 1)
     if method is not None:
         problems.note(check_strategy, method)
+    return problems.messages
+
+
+def with_ranks(options: ExpertParallel, mesh: DeviceMesh) -> ExpertParallel:
+    """The options on a mesh's expert axis."""
+    return replace(options, parallel=mesh["expert"].size())
+
+
+def expert_problems(
+    model: nn.Module, mesh: DeviceMesh, method: Method | Connected | None, options: Sequence[ExpertParallel]
+) -> list[str]:
+    """Why an expert axis does not fit model, mesh and method, one message for each reason; empty: it does."""
+    problems, sizes = Problems(), dict(zip(names_of(mesh), mesh.mesh.shape, strict=False))
+    if "expert" not in sizes:
+        if options:
+            problems.messages.append(
+                f"ExpertParallel works on the expert axis, and the mesh {shape_of(mesh)} has none; nearest: "
+                f"{shape_of(mesh)},expert={options[0].parallel}"
+            )
+        return problems.messages
+    if len(options) > 1:
+        problems.messages.append("the expert axis takes one ExpertParallel")
+    if beside := sorted({"island", "pipeline", "sequence", "tensor"} & sizes.keys()):
+        problems.messages.append(f"an expert axis beside {beside[0]}: not served; nearest: expert and data alone")
+    with problems.collect():
+        check_experts(model, with_ranks((*options, ExpertParallel())[0], mesh), sizes["expert"])
+    if method is not None:
+        problems.note(check_data_method, method)
     return problems.messages
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from thinwire.errors import ConfigError, Problems, nearest, type_name
 from thinwire.flags import options_of
+from thinwire.methods.experts import ExpertParallel
 from thinwire.methods.interface import Method, PlannedByRun
 from thinwire.methods.options import fits
 from thinwire.methods.outer.base import IslandsMethod
@@ -24,14 +25,14 @@ Tables = Mapping[str, Mapping[str, Any]]
 # The fields of a strategy that hold another one: the one that it stands on, or the one inside its islands.
 BASE, INNER = "base", "inner"
 DEFAULT_INNER = "ddp"
-LLAMA, MOE, PIPELINE, SEQUENCE = "llama", "moe", "pipeline", "sequence"
+LLAMA, MOE, PIPELINE, SEQUENCE, EXPERTS = "llama", "moe", "pipeline", "sequence", "experts"
 # Of axes that cut the model's work. No checkpoint depends on them, so a resumed run may change them.
-AXIS_TABLES: Mapping[str, type] = {PIPELINE: Pipeline, SEQUENCE: SequenceParallel}
+AXIS_TABLES: Mapping[str, type] = {PIPELINE: Pipeline, SEQUENCE: SequenceParallel, EXPERTS: ExpertParallel}
 
 
 @functools.cache
 def option_tables() -> Mapping[str, type]:
-    """The dataclass behind each table: [llama], [moe], [pipeline], [sequence], and one for every strategy."""
+    """The dataclass behind each table: [llama], [moe], [pipeline], [sequence], [experts], and one for each strategy."""
     strategies = {class_of(strategy) for strategy in STRATEGIES}
     with_options = sorted((cls for cls in strategies if options_of(cls)), key=lambda cls: cls.__name__)
     others = {LLAMA: LlamaConfig, MOE: MoEConfig, **AXIS_TABLES}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 
@@ -15,8 +16,8 @@ from thinwire.collectives.rounds import Rounds
 from thinwire.collectives.together import together
 from thinwire.errors import ConfigError
 
-# In front of the rows of a message whose receiver does not know how many they are.
-COUNT_BYTES = 8
+# Of each number in front of the rows of a message whose receiver does not know how many they are.
+NUMBER_BYTES = 8
 
 
 def all_to_all_nodes(link: Link, sends: Tensor, *, operation: str = "all_to_all") -> Rounds[Tensor]:
@@ -37,96 +38,230 @@ def all_to_all_nodes(link: Link, sends: Tensor, *, operation: str = "all_to_all"
     return received
 
 
-def rows_bytes(num_rows: int, width: int, dtype: torch.dtype, codec: Codec | None = None, *, known: bool = True) -> int:
-    """Payload of one message of `all_to_all_rows`. known: whether its receiver knows the number of rows."""
+def rows_bytes(num_rows: int, width: int, dtype: torch.dtype, codec: Codec | None = None) -> int:
+    """Payload of so many rows in one message."""
     exact = num_rows * width * dtype.itemsize
-    return (exact if codec is None else codec.packet_bytes(num_rows * width)) + (0 if known else COUNT_BYTES)
+    return exact if codec is None else codec.packet_bytes(num_rows * width)
+
+
+@dataclass(frozen=True)
+class RowCodec:
+    """How rows become a packet, and come back; all ranks have the same one.
+
+    Where `width` is a multiple of `codec.block`, groups end at a row's end, and a row is rounded alike whichever rows it
+    travels with. Element j of row i draws its randomness from (seed, i * width + j): rows that are numbered over all
+    ranks are rounded alike on any number of ranks. codec: None: the rows' own bytes, in their own dtype.
+    """
+
+    width: int
+    dtype: torch.dtype
+    codec: Codec | None = None
+    seed: int = 0
+
+    def num_bytes(self, num_rows: int) -> int:
+        """Of a packet of so many rows."""
+        return rows_bytes(num_rows, self.width, self.dtype, self.codec)
+
+    def pack(self, rows: Tensor, first: int, out: Tensor) -> Tensor:
+        """Write contiguous rows, the first of which has this number, into `out`, uint8."""
+        if self.codec is None:
+            return out.copy_(rows.view(-1).view(torch.uint8))
+        return self.codec.encode(rows.view(-1).float(), seed=self.seed, counter=first * self.width, out=out)
+
+    def unpack(self, packet: Tensor, out: Tensor) -> None:
+        """Fill contiguous rows `out` with those of a packet."""
+        if self.codec is None:
+            out.view(-1).view(torch.uint8).copy_(packet)
+        elif out.numel():
+            out.view(-1).copy_(self.codec.decode(packet, out.numel()))
+
+    def rounded(self, rows: Tensor, first: int) -> Tensor:
+        """The rows as if they had travelled."""
+        if self.codec is None or not len(rows):
+            return rows
+        packet = torch.empty(self.num_bytes(len(rows)), dtype=torch.uint8, device=rows.device)
+        out = torch.empty_like(rows)
+        self.unpack(self.pack(rows, first, packet), out)
+        return out
+
+
+@dataclass
+class Room:
+    """How many rows two ranks expect of each other, by peer: both ends know the same. It grows with what comes."""
+
+    to: dict[int, int] = field(default_factory=dict)
+    of: dict[int, int] = field(default_factory=dict)
+
+    def note(self, sent: Sequence[int], came: Sequence[int]) -> None:
+        """Rows to and from each rank have travelled."""
+        for room, counts in ((self.to, sent), (self.of, came)):
+            for peer, count in enumerate(counts):
+                room[peer] = max(room.get(peer, 0), count + count // 4)
 
 
 def all_to_all_rows(
     link: Link,
     rows: Tensor,
     counts: Sequence[int],
-    receives: Sequence[int] | int,
+    receives: Sequence[int],
     codec: Codec | None = None,
     *,
     seed: int = 0,
     first_rows: Sequence[int] | None = None,
     rounds_own: bool = False,
     operation: str = "all_to_all",
-) -> Rounds[tuple[Tensor, list[int]]]:
-    """Send any number of rows to every rank: one message to each, none where both sides know that it has no rows.
-
-    A rank's rows travel as one packet of the codec. Where `width` is a multiple of `codec.block`, groups end at a row's
-    end, and a row is rounded alike whichever rows it travels with. Element j of row i draws its randomness from
-    (seed, first + i * width + j), where `first` counts from `first_rows`: rows that are numbered over all ranks are
-    rounded alike on any number of ranks.
+) -> Rounds[Tensor]:
+    """Send any number of rows to every rank: one message to each, none where there are no rows; see RowCodec.
 
     Args:
         rows: to rank 0, then to rank 1, and so on; read until the job ends.
-        counts: rows to each rank.
-        receives: rows from each rank; or, where these are not known, the most rows that any rank sends to another. The
-            number of rows then travels in front of them, in COUNT_BYTES.
-        codec: None: the rows' own bytes, in their own dtype.
-        seed: of the codec.
+        counts: rows to each rank. receives: rows from each rank.
+        codec, seed: see RowCodec.
         first_rows: number of the first row to each rank; by default the rows of `rows` are counted from 0.
-        rounds_own: send the rows that stay here through the codec, too.
+        rounds_own: the rows that stay here are rounded, too.
         operation: name in the meter.
 
     Shape:
         rows: floating [n, width], n the sum of `counts`, contiguous.
-        result: [m, width] in the dtype of `rows`, from rank 0, then from rank 1, and so on; and the number of rows from
-            each rank.
+        result: [m, width] in the dtype of `rows`, from rank 0, then from rank 1, and so on.
 
     Raises ConfigError for counts that do not fit `rows`, the ranks, or `receives`.
     """
-    num_ranks, width, own = link.topology.world_size, rows.shape[-1], link.rank
-    if len(counts) != num_ranks or sum(counts) != len(rows) or not rows.is_contiguous():
-        raise ConfigError(f"counts {list(counts)} must cut {len(rows)} contiguous rows for {num_ranks} ranks")
-    is_known = not isinstance(receives, int)
-    most = [receives] * num_ranks if isinstance(receives, int) else list(receives)
-    if len(most) != num_ranks or (most[own] < counts[own] if not is_known else most[own] != counts[own]):
-        raise ConfigError(f"receives {receives} does not fit counts {list(counts)} on rank {own} of {num_ranks}")
-    if not is_known and max(counts) > most[own]:
-        raise ConfigError(f"counts {list(counts)}: no rank may send more than {most[own]} rows to another")
-    starts = [0, *accumulate(counts)]
-    first_rows = starts[:-1] if first_rows is None else first_rows
-    head = 0 if is_known else COUNT_BYTES
-    num_bytes = partial(rows_bytes, width=width, dtype=rows.dtype, codec=codec)
-    peers = [(own + step) % num_ranks for step in range(1, num_ranks)]
-    near = set(link.local_peers())
-    room = {
-        peer: link.scratch(f"rows from {peer}", head + num_bytes(most[peer]), device=rows.device)
-        for peer in [*peers, own]
-        if most[peer] or not is_known
-    }
-
-    def length(message: Tensor) -> int:
-        return message.numel() if is_known else head + num_bytes(int(message[:head].view(torch.int64)))
+    own, blocks = link.rank, _blocks(link, rows, counts)
+    if len(receives) != len(counts) or receives[own] != counts[own]:
+        raise ConfigError(f"receives {list(receives)} does not fit counts {list(counts)} on rank {own}")
+    how, first_rows = RowCodec(rows.shape[1], rows.dtype, codec, seed), first_rows or [0, *accumulate(counts)]
 
     def packed(peer: int) -> Tensor:
-        block = rows[starts[peer] : starts[peer + 1]]
-        if codec is None and is_known:
-            return block.view(-1).view(torch.uint8)
-        # Whoever does not know the number of rows expects a message of the largest size.
-        size = num_bytes(counts[peer] if is_known else most[peer])
-        packet = link.scratch(f"rows to {peer}", head + size, device=rows.device)
-        if head:
-            packet[:head].view(torch.int64).fill_(counts[peer])
-        payload = packet[head : head + num_bytes(counts[peer])]
         if codec is None:
-            payload.copy_(block.view(-1).view(torch.uint8))
-        else:
-            codec.encode(block.view(-1).float(), seed=seed, counter=first_rows[peer] * width, out=payload)
-        return packet
+            return blocks[peer].view(-1).view(torch.uint8)
+        packet = link.scratch(f"rows to {peer}", how.num_bytes(counts[peer]), device=rows.device)
+        return how.pack(blocks[peer], first_rows[peer], packet)
 
-    def unpacked(message: Tensor, out: Tensor) -> None:
-        payload = message[head : head + num_bytes(len(out))]
-        if codec is None:
-            out.view(-1).view(torch.uint8).copy_(payload)
-        else:
-            out.view(-1).copy_(codec.decode(payload, out.numel()))
+    room = {
+        peer: link.scratch(f"rows from {peer}", how.num_bytes(num_rows), device=rows.device)
+        for peer, num_rows in enumerate(receives)
+        if num_rows and peer != own
+    }
+    sends = {peer: partial(packed, peer) for peer, num_rows in enumerate(counts) if num_rows and peer != own}
+    yield from _swap(link, sends, room, operation)
 
+    def unpack() -> Tensor:
+        result = rows.new_empty(sum(receives), rows.shape[1])
+        for peer, out in enumerate(result.split(list(receives))):
+            if peer in room:
+                how.unpack(room[peer], out)
+            elif peer == own:
+                out.copy_(how.rounded(blocks[own], first_rows[own]) if rounds_own else blocks[own])
+        return result
+
+    return (yield from link.work("decode_s", operation, unpack))
+
+
+def all_to_all_counted(
+    link: Link,
+    rows: Tensor,
+    counts: Sequence[int],
+    notes: Tensor,
+    room: Room,
+    codec: Codec | None = None,
+    *,
+    seed: int = 0,
+    first_rows: Sequence[int] | None = None,
+    rounds_own: bool = False,
+    operation: str = "all_to_all",
+) -> Rounds[tuple[Tensor, list[int], Tensor]]:
+    """`all_to_all_rows` where a rank does not know how many rows come: numbers travel in front of them.
+
+    A message has room for as many rows as both ends expect; the rows above that follow in a second message. So rows
+    that vary little from step to step take one message. A message carries no rows but those that are there.
+
+    Args:
+        notes: int64 [ranks, n], on the CPU; numbers for each rank.
+        room: what both ends expect.
+        rows, counts, codec, seed, first_rows, rounds_own, operation: see all_to_all_rows.
+
+    Returns the rows, how many came from each rank, and the notes from each rank, [ranks, n]. Raises ConfigError for
+    counts that do not fit `rows` or the ranks.
+    """
+    own, blocks, device = link.rank, _blocks(link, rows, counts), rows.device
+    how, first_rows = RowCodec(rows.shape[1], rows.dtype, codec, seed), first_rows or [0, *accumulate(counts)]
+    head = NUMBER_BYTES * (1 + notes.shape[1])
+    others = [peer for peer in range(len(counts)) if peer != own]
+    expected = {peer: room.to.get(peer, 0) for peer in others}
+
+    def numbers(message: Tensor) -> Tensor:
+        return message[:head].view(torch.int64)
+
+    def length(message: Tensor) -> int:
+        return min(message.numel(), head + how.num_bytes(int(numbers(message)[0])))
+
+    def first_message(peer: int) -> Tensor:
+        fit = min(counts[peer], expected[peer])
+        # Both ends name the largest size; only its beginning travels.
+        message = link.scratch(f"rows to {peer}", head + how.num_bytes(expected[peer]), device=device)
+        numbers(message).copy_(torch.tensor([counts[peer], *notes[peer].tolist()]))
+        how.pack(blocks[peer][:fit], first_rows[peer], message[head : head + how.num_bytes(fit)])
+        return message
+
+    def second_message(peer: int) -> Tensor:
+        rest = blocks[peer][expected[peer] :]
+        packet = link.scratch(f"more rows to {peer}", how.num_bytes(len(rest)), device=device)
+        return how.pack(rest, first_rows[peer] + expected[peer], packet)
+
+    begun = {
+        peer: link.scratch(f"rows from {peer}", head + how.num_bytes(room.of.get(peer, 0)), device=device)
+        for peer in others
+    }
+    yield from _swap(link, {peer: partial(first_message, peer) for peer in others}, begun, operation, length)
+    came, theirs = list(counts), notes.clone()
+    for peer, message in begun.items():
+        count, *told = numbers(message).tolist()
+        came[peer], theirs[peer] = count, torch.tensor(told)
+    there = {peer: min(came[peer], room.of.get(peer, 0)) for peer in others}
+    rest = {
+        peer: link.scratch(f"more rows from {peer}", how.num_bytes(came[peer] - there[peer]), device=device)
+        for peer in others
+        if came[peer] > there[peer]
+    }
+    late = {peer: partial(second_message, peer) for peer in others if counts[peer] > expected[peer]}
+    if rest or late:
+        yield from _swap(link, late, rest, operation)
+    room.note(counts, came)
+
+    def unpack() -> Tensor:
+        result = rows.new_empty(sum(came), rows.shape[1])
+        for peer, out in enumerate(result.split(came)):
+            if peer == own:
+                out.copy_(how.rounded(blocks[own], first_rows[own]) if rounds_own else blocks[own])
+                continue
+            fit = there[peer]
+            how.unpack(begun[peer][head : head + how.num_bytes(fit)], out[:fit])
+            if peer in rest:
+                how.unpack(rest[peer], out[fit:])
+        return result
+
+    return (yield from link.work("decode_s", operation, unpack)), came, theirs
+
+
+def _blocks(link: Link, rows: Tensor, counts: Sequence[int]) -> Sequence[Tensor]:
+    """The rows to each rank. Raises ConfigError for counts that do not fit."""
+    num_ranks = link.topology.world_size
+    if len(counts) != num_ranks or sum(counts) != len(rows) or not rows.is_contiguous():
+        raise ConfigError(f"counts {list(counts)} must cut {len(rows)} contiguous rows for {num_ranks} ranks")
+    return rows.split(list(counts))
+
+
+def _swap(
+    link: Link,
+    sends: Mapping[int, Callable[[], Tensor]],
+    room: Mapping[int, Tensor],
+    operation: str,
+    length: Callable[[Tensor], int] = Tensor.numel,
+) -> Rounds[None]:
+    """Make a message for each of some ranks and send it, and fill the room with those of others."""
+    num_ranks, near = link.topology.world_size, set(link.local_peers())
+    peers = [(link.rank + step) % num_ranks for step in range(1, num_ranks)]
     levels = {"intra": [p for p in peers if p in near], "inter": [p for p in peers if p not in near]}
     exchanges = {
         level: link.exchange(operation, level, {peer: room[peer] for peer in members if peer in room}, length)
@@ -135,22 +270,7 @@ def all_to_all_rows(
     }
     for level, members in levels.items():
         for peer in members:
-            if counts[peer] or not is_known:
-                packet = yield from link.work("encode_s", operation, partial(packed, peer))
+            if peer in sends:
+                packet = yield from link.work("encode_s", operation, sends[peer])
                 exchanges[level].send(peer, packet)
     yield from together(*(exchange.finish() for exchange in exchanges.values()))
-    came = (
-        list(most) if is_known else [int(room[p][:head].view(torch.int64)) if p != own else 0 for p in range(num_ranks)]
-    )
-    came[own] = counts[own]
-
-    def unpack() -> Tensor:
-        result = rows.new_empty(sum(came), width)
-        for peer, out in enumerate(result.split(came)):
-            if peer == own and (codec is None or not rounds_own):
-                out.copy_(rows[starts[own] : starts[own + 1]])
-            elif len(out):
-                unpacked(packed(own) if peer == own else room[peer], out)
-        return result
-
-    return (yield from link.work("decode_s", operation, unpack)), came

@@ -302,9 +302,9 @@ class Communicator:
         return self.submit(lambda link: reduce.all_reduce(link, x, intra, inter, gather or inter, seed=seed))
 
     def all_to_all_rows(
-        self, rows: Tensor, counts: Sequence[int], receives: Sequence[int] | int, codec: Codec | None = None,
+        self, rows: Tensor, counts: Sequence[int], receives: Sequence[int], codec: Codec | None = None,
         *, urgent: bool = True, **options: Any,
-    ) -> Future[tuple[Tensor, list[int]]]:  # fmt: skip
+    ) -> Future[Tensor]:  # fmt: skip
         """Send any number of rows to every rank; see `all_to_all.all_to_all_rows`, which has the other options."""
         return self.submit(
             lambda link: all_to_all.all_to_all_rows(link, rows, counts, receives, codec, **options), urgent=urgent

@@ -21,11 +21,6 @@ def own_members(group: dist.ProcessGroup | Sequence[int] | DeviceMesh | Members 
     """A new process group over the same ranks, for one user only; no group for a single rank."""
     if isinstance(group, Members):
         return group
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            names = ", ".join(repr(name) for name in group.mesh_dim_names or ())
-            raise ConfigError(f"a DeviceMesh of {group.ndim} dimensions is no group: give one of them, mesh[{names}]")
-        group = group.get_group()
     if not dist.is_initialized():
         asked = int(os.environ.get("WORLD_SIZE", "1"))
         if group is not None or asked > 1:
@@ -34,10 +29,7 @@ def own_members(group: dist.ProcessGroup | Sequence[int] | DeviceMesh | Members 
                 "call torch.distributed.init_process_group('gloo') first"
             )
         return Members(None, [0], 0)
-    if isinstance(group, Sequence):
-        ranks = list(group)
-    else:
-        ranks = dist.get_process_group_ranks(group) if group is not None else list(range(dist.get_world_size()))
+    ranks = ranks_of(group)
     if dist.get_rank() not in ranks:
         raise ConfigError(f"rank {dist.get_rank()} is not in the group of ranks {ranks} it was asked to join")
     rank = list(ranks).index(dist.get_rank())
@@ -50,6 +42,18 @@ def own_members(group: dist.ProcessGroup | Sequence[int] | DeviceMesh | Members 
     local = len(ranks) < dist.get_world_size()
     own = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), backend="gloo", use_local_synchronization=local)
     return Members(own, list(ranks), rank)
+
+
+def ranks_of(group: dist.ProcessGroup | Sequence[int] | DeviceMesh | None) -> list[int]:
+    """The global ranks of a group; None is the world. Raises ConfigError for a mesh of several dimensions."""
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            names = ", ".join(repr(name) for name in group.mesh_dim_names or ())
+            raise ConfigError(f"a DeviceMesh of {group.ndim} dimensions is no group: give one of them, mesh[{names}]")
+        group = group.get_group()
+    if isinstance(group, Sequence):
+        return list(group)
+    return dist.get_process_group_ranks(group) if group is not None else list(range(dist.get_world_size()))
 
 
 def give_back(members: Members) -> None:

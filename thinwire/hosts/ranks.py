@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from thinwire.collectives import Communicator, Topology
+from thinwire.collectives import Communicator, Meter, Topology
 from thinwire.hosts.tensor import TensorAxis
 from thinwire.state.agreement import Agreed, StepStatus, word_bytes
 
@@ -22,12 +23,16 @@ class Axis:
         whole: the mesh, flat: all ranks that take every step together; equal to `group` if there is no other axis.
         tensor: the axis that cuts parameters, if any.
         num_names: parameters of the whole model, if ranks of another axis hold other parameters; else 0.
+        group_for: (name, parameter) -> the global ranks that hold replicas of it; None: all of `group`.
+        meter: what counts the messages; None: a new one.
     """
 
     group: DeviceMesh
     whole: DeviceMesh
     tensor: TensorAxis | None = None
     num_names: int = 0
+    group_for: Callable[[str, nn.Parameter], Sequence[int] | None] | None = None
+    meter: Meter | None = None
 
     def counts(self, name: str) -> bool:
         """Whether this rank counts its part of a parameter in sums. One of the ranks with the same elements does."""
@@ -80,7 +85,9 @@ def open_ranks(
     if axis is None:
         comm = Communicator(group, local_size=local_size, timeout_s=timeout_s, checked=checked)
         return Ranks(comm, comm)
-    everyone = Communicator(axis.whole, local_size=local_size, timeout_s=timeout_s, checked=checked)
+    everyone = Communicator(
+        axis.whole, local_size=local_size, timeout_s=timeout_s, checked=checked, meter=axis.meter
+    )
     if axis.whole is axis.group:
         return Ranks(everyone, everyone, axis.counts, axis.num_names)
     members = [everyone.global_ranks.index(rank) for rank in axis.group.mesh.flatten().tolist()]

@@ -23,10 +23,12 @@ from thinwire.data import documents, load_tokenizer
 from thinwire.data.loader import count_sequences
 from thinwire.device import choose as choose_device
 from thinwire.errors import ConfigError, Problems
+from thinwire.hosts.experts.parallel import check_experts
 from thinwire.hosts.sequence.seams import heads_of
 from thinwire.launch.machine import choose_dtype, free_port, port_is_free, threads_per_worker
 from thinwire.launch.start import Start
 from thinwire.layout.mesh import MeshShape
+from thinwire.methods.experts import check_data_method
 from thinwire.methods.interface import Method
 from thinwire.methods.pipeline.cut import layers_of as layer_list
 from thinwire.methods.pipeline.inside import check_inside, check_recovers
@@ -86,6 +88,7 @@ def check(config: TrainConfig, problems: Problems) -> Run | None:
                 check_recovers(run.pipeline, run.strategy, config.mesh_shape.sizes["data"])
         if run is not None and not wrong_numbers and model is not None:
             check_sequence(config, run, model)
+            check_expert_ranks(config, run, model)
     return run
 
 
@@ -171,6 +174,20 @@ def check_sequence(config: TrainConfig, run: Run, model: nn.Module) -> None:
     with problems.collect():
         if not run.has_islands:
             check_strategy(run.strategy)
+    problems.raise_any()
+
+
+def check_expert_ranks(config: TrainConfig, run: Run, model: nn.Module) -> None:
+    """Raise ConfigError, with all that is wrong, for experts over ranks that do not fit model, mesh or strategy."""
+    shape, problems = config.mesh_shape, Problems()
+    if run.experts is None:
+        return
+    if shape.shared > 1 or "island" in shape.sizes or run.has_islands:
+        problems.messages.append("experts beside another axis or islands: not served; nearest: expert and data alone")
+    problems.note(check_experts, model, run.experts, shape.world_size)
+    with problems.collect():
+        if not run.has_islands:
+            check_data_method(run.strategy)
     problems.raise_any()
 
 

@@ -20,17 +20,13 @@ ALSO = {
     "sp": "sequence",
     "ep": "expert",
 }
-# Those that a method, or torch, serves today.
-SERVED = ("island", "pipeline", "data", "sequence", "tensor")
 
 
 def check_axis(name: str) -> None:
-    """Raise ConfigError for what is no axis, and for an axis that nothing serves yet."""
+    """Raise ConfigError for what is no axis."""
     if name not in AXES:
         close = f"; nearest: {ALSO[name]}" if name in ALSO else nearest(name, AXES)
         raise ConfigError(f"the mesh has an axis {name!r}: must be of {', '.join(AXES)}{close}")
-    if name not in SERVED:
-        raise ConfigError(f"the mesh has an axis {name!r}, for which there is no method yet; nearest: data")
 
 
 @dataclass(frozen=True)
@@ -81,6 +77,11 @@ class MeshShape:
     def sequence(self) -> int:
         """Ranks among which the tokens of a sequence are split."""
         return self.sizes.get("sequence", 1)
+
+    @property
+    def expert(self) -> int:
+        """Ranks that hold the experts of a mixture between them; each sees data of its own."""
+        return self.sizes.get("expert", 1)
 
     @property
     def shared(self) -> int:

@@ -70,6 +70,11 @@ REPEATABLE = CodecRule(
 )
 
 
+SAME_EACH_TIME = CodecRule(REPEATABLE.holds, "a forward that is recomputed must be rounded the same way, not at random")
+# What an option states in place of a codec for a tensor's own bytes in its own dtype.
+EXACT = "exact"
+
+
 def codec_of(options: Any, field: str, rule: CodecRule | None = None) -> Codec:
     """The codec that the text in a field of a dataclass describes.
 
@@ -86,6 +91,20 @@ def codec_of(options: Any, field: str, rule: CodecRule | None = None) -> Codec:
         default = next(item.default for item in fields(options) if item.name == field)
         allowed = (str(variant) for variant in _variants(text) if rule.holds(variant))
         raise ConfigError(f"{what}: {rule.words}; nearest: {next(allowed, default)!r}")
+    return codec
+
+
+def codec_or_exact(options: Any, field: str, rule: CodecRule | None = None) -> Codec | None:
+    """The same, or None for EXACT; a codec whose packets have no fixed size is refused."""
+    text = getattr(options, field)
+    if text == EXACT:
+        return None
+    try:
+        codec = codec_of(options, field, rule)
+    except ConfigError as error:
+        raise ConfigError(f"{error}, or {EXACT!r}") from None
+    if codec.has_variable_length:
+        raise ConfigError(f"{field} {text!r}: its packets have no fixed size; nearest: 'int8/64:nearest'")
     return codec
 
 

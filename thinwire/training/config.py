@@ -144,24 +144,26 @@ class TrainConfig:
             shape = MeshShape.parse(self.mesh)
             if self.stages not in (None, shape.pipeline):
                 raise ConfigError(f"--stages {self.stages} and --mesh {self.mesh}: give one of them")
-            if self.sequence not in (None, shape.sequence):
-                raise ConfigError(f"--sequence.parallel {self.sequence} and --mesh {self.mesh}: give one of them")
+            for axis, (table, ranks) in self._splits.items():
+                if ranks not in (None, shape.sizes.get(axis, 1)):
+                    raise ConfigError(f"--{table}.parallel {ranks} and --mesh {self.mesh}: give one of them")
             return shape
-        stages, ranks = self.stages or 1, self.sequence or 1
-        if min(stages, ranks) > 1:
-            raise ConfigError(
-                f"--stages {stages} --sequence.parallel {ranks}: one run can't have both; nearest: --stages 1, or "
-                "--sequence.parallel 1"
-            )
-        for option, size in (("--stages", stages), ("--sequence.parallel", ranks)):
+        asked = {
+            "pipeline": ("--stages", self.stages or 1),
+            "sequence": ("--sequence.parallel", self.sequence or 1),
+            "expert": ("--experts.parallel", self.experts or 1),
+        }
+        several = {axis: pair for axis, pair in asked.items() if pair[1] > 1}
+        if len(several) > 1:
+            shown = " ".join(f"{option} {size}" for option, size in several.values())
+            near = ", or ".join(f"{option} 1" for option, _ in several.values())
+            raise ConfigError(f"{shown}: one run can't have both; nearest: {near}")
+        for option, size in asked.values():
             if self.world_size % max(1, size):
                 near = nearest_divisor(size, self.world_size)
                 raise ConfigError(f"{option} {size}: must divide the {self.world_size} ranks; nearest: {option} {near}")
-        if ranks > 1:
-            return MeshShape({"data": self.world_size // ranks, "sequence": ranks})
-        if stages > 1:
-            return MeshShape({"pipeline": stages, "data": self.world_size // stages})
-        return MeshShape({"data": self.world_size})
+        cut = {axis: size for axis, (_, size) in several.items()}
+        return MeshShape({"data": self.world_size // math.prod(cut.values()), **cut}).in_order()
 
     @property
     def chooses_stages(self) -> bool:
@@ -172,6 +174,16 @@ class TrainConfig:
     def sequence(self) -> int | None:
         """The ranks that the options of sequences state; None: none are stated."""
         return self.tables.get("sequence", {}).get("parallel")
+
+    @property
+    def experts(self) -> int | None:
+        """The ranks that the options of experts state; None: none are stated."""
+        return self.tables.get("experts", {}).get("parallel")
+
+    @property
+    def _splits(self) -> dict[str, tuple[str, int | None]]:
+        """The axes that the options of a table state: the table and the ranks."""
+        return {"sequence": ("sequence", self.sequence), "expert": ("experts", self.experts)}
 
     @property
     def num_shares(self) -> int:

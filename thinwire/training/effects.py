@@ -7,7 +7,7 @@ from dataclasses import fields
 
 from thinwire.flags import flag
 from thinwire.methods.pipeline import Costs, simulate
-from thinwire.options import AXIS_TABLES, LLAMA, MOE, PIPELINE, SEQUENCE
+from thinwire.options import AXIS_TABLES, EXPERTS, LLAMA, MOE, PIPELINE, SEQUENCE
 from thinwire.table import Row
 from thinwire.training.config import DEFAULTS, FIXED_ON_RESUME, NOT_WRITTEN, Batch, TrainConfig
 from thinwire.training.run import Run
@@ -47,12 +47,13 @@ def pipeline_rows(run: Run, batch: Batch) -> Iterator[Row]:
 def unused_rows(run: Run) -> Iterator[Row]:
     """One row for every option that was stated and changes nothing."""
     config = run.config
+    splits = {SEQUENCE: config.sequence, EXPERTS: config.experts}
     for table in sorted(config.tables.keys() - run.used_tables):
         owner = f"model {config.model}" if table in (LLAMA, MOE) else f"strategy {config.strategy}"
         owner = "a model without --stages" if table == PIPELINE else owner
-        owner = "a run without --sequence.parallel" if table == SEQUENCE else owner
+        owner = f"a run without --{table}.parallel" if table in splits else owner
         for option in config.tables[table]:
-            if (table, option, config.sequence) == (SEQUENCE, "parallel", 1):
+            if option == "parallel" and splits.get(table) == 1:
                 continue
             yield flag(f"{table}.{option}"), NONE, f"{owner} does not use it"
     reads_fields = config.data.startswith("hf:") or config.data.endswith((".jsonl", ".parquet"))

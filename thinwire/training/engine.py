@@ -89,7 +89,7 @@ class Engine:
             run.strategy, partial(meet_others, config, place), lambda: common_options(config, corpus.digest)
         )
         # Compiled code does not wait for weights that are still on their way.
-        methods = [each for each in (run.pipeline, run.sequence, strategy) if each is not None]
+        methods = [each for each in (run.pipeline, run.sequence, run.experts, strategy) if each is not None]
         self.stage = parallelize(
             self.model, optimizer, mesh, methods, local_size=config.local_size, seed=config.seed,
             timeout_s=config.timeout, checked=config.checked, overlap=not config.compile, announce=False,
@@ -174,7 +174,7 @@ class Engine:
     @property
     def writes_sample(self) -> bool:
         """Whether this is a rank of the first model, all of which compute together."""
-        return self.replica[0] == 0
+        return self.replica[0] < self.config.mesh_shape.expert
 
     @property
     def continuing(self) -> nn.Module:
@@ -197,7 +197,7 @@ class Engine:
 def mesh_of(shape: MeshShape, device: Device) -> DeviceMesh:
     """The mesh of this process group, an island's where there are several: the data axis alone where nothing is cut."""
     inside = {name: size for name, size in shape.sizes.items() if name != "island"}
-    sizes = inside if shape.shared > 1 else {"data": dist.get_world_size()}
+    sizes = inside if shape.shared * shape.expert > 1 else {"data": dist.get_world_size()}
     return init_device_mesh(device.kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 

@@ -11,12 +11,22 @@ from pathlib import Path
 from thinwire.codecs import Codec
 from thinwire.data import TokenFile, Tokenizer, prepare
 from thinwire.errors import ConfigError, nearest, nearest_divisor
+from thinwire.methods.experts import ExpertParallel
 from thinwire.methods.interface import Method
 from thinwire.methods.pipeline.options import Pipeline
 from thinwire.methods.pipeline.recover import NONE
 from thinwire.methods.sequence import SequenceParallel
 from thinwire.optim import OPTIMIZERS, SHARDED, WHOLE
-from thinwire.options import DEFAULT_INNER, PIPELINE, SEQUENCE, build_strategy, has_islands, model_table, used_tables
+from thinwire.options import (
+    DEFAULT_INNER,
+    EXPERTS,
+    PIPELINE,
+    SEQUENCE,
+    build_strategy,
+    has_islands,
+    model_table,
+    used_tables,
+)
 from thinwire.training.config import TrainConfig
 
 
@@ -25,13 +35,14 @@ class Run:
     """A configuration and its strategy, which is built once in every process.
 
     config: with the optimizer that is in effect. strategy: with its options, for a run of this length. pipeline: of the
-    model's stages, where it has several; sequence: of sequences that lie on several ranks.
+    model's stages, where it has several; sequence: of sequences that lie on several ranks; experts: of experts that do.
     """
 
     config: TrainConfig
     strategy: Method
     pipeline: Pipeline | None = None
     sequence: SequenceParallel | None = None
+    experts: ExpertParallel | None = None
 
     @classmethod
     def of(cls, config: TrainConfig) -> Run:
@@ -50,6 +61,9 @@ class Run:
         if SEQUENCE in tables_in_effect(config):
             ranks = config.mesh_shape.sequence
             sequence = SequenceParallel(**{**config.tables.get(SEQUENCE, {}), "parallel": ranks})
+        experts = None
+        if EXPERTS in tables_in_effect(config):
+            experts = ExpertParallel(**{**config.tables.get(EXPERTS, {}), "parallel": config.mesh_shape.expert})
         name = config.optimizer or strategy.optimizers[0]
         if name not in OPTIMIZERS:
             raise ConfigError(f"--optimizer {name}: no such optimizer{nearest(name, strategy.optimizers)}")
@@ -62,7 +76,9 @@ class Run:
             raise ConfigError(
                 f"--optimizer {name} needs whole tensors, which --mesh {config.mesh} cuts{nearest(name, SHARDED)}"
             )
-        return cls(replace(config, optimizer=name), strategy, pipeline, sequence)
+        if name in WHOLE and experts is not None and experts.slices > 1:
+            raise ConfigError(f"--optimizer {name} needs whole matrices, which --experts.slices {experts.slices} cuts")
+        return cls(replace(config, optimizer=name), strategy, pipeline, sequence, experts)
 
     def but(self, **changes: object) -> Run:
         """The same run where these values, on which no strategy depends, are others."""
@@ -81,7 +97,7 @@ class Run:
     @property
     def codecs(self) -> tuple[Codec, ...]:
         """Whose kernels are compiled before the workers start."""
-        others = (each.codecs for each in (self.pipeline, self.sequence) if each is not None)
+        others = (each.codecs for each in (self.pipeline, self.sequence, self.experts) if each is not None)
         return (*self.strategy.codecs, *chain.from_iterable(others))
 
     @cached_property
@@ -114,7 +130,8 @@ def tables_in_effect(config: TrainConfig) -> set[str]:
     has_stages = config.stages not in (None, 1) or "pipeline" in (config.mesh or "")
     stages = {PIPELINE} if has_stages else set()
     sequences = {SEQUENCE} if (config.sequence or 1) > 1 or "sequence" in (config.mesh or "") else set()
-    return model | stages | sequences | used_tables(config.strategy, config.inner)
+    experts = {EXPERTS} if (config.experts or 1) > 1 or "expert" in (config.mesh or "") else set()
+    return model | stages | sequences | experts | used_tables(config.strategy, config.inner)
 
 
 def island_size(config: TrainConfig) -> int:

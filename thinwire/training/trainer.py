@@ -177,9 +177,10 @@ class Trainer:
 
     @property
     def _layout(self) -> dict[str, str]:
-        """How the ranks of a sequence share it: sums are in another order in each layout."""
-        sequence = self.stage.sequence
-        return {} if sequence is None else {"sequence": str(sequence.layout)}
+        """How ranks share a sequence or the experts: sums are in another order in each layout."""
+        sequence, experts = self.stage.sequence, self.stage.experts
+        found = {} if sequence is None else {"sequence": str(sequence.layout)}
+        return found if experts is None else found | {"experts": str(experts.placement)}
 
     def _device_rows(self) -> list[Row]:
         """What a GPU computes in, which the launcher has left open."""

@@ -47,7 +47,7 @@ class Wire:
 
         def job(link: Link) -> Rounds[Tensor]:
             inside = link.subgroup(members)
-            found, _ = yield from all_to_all_rows(inside, rows, counts, receives, codec, seed=seed, operation=operation)
+            found = yield from all_to_all_rows(inside, rows, counts, receives, codec, seed=seed, operation=operation)
             return found
 
         return self.comm.wait(self._submit(job))

@@ -57,12 +57,15 @@ class FlatBucket:
     a row for each slice of the stack; `live` itself where s1 is 1. own: the part of `shard` whose masters this rank
     has. master, shard_grad: fp32 [numel / P], this rank's slice of the masters and of the mean gradient. sums: fp32
     [numel / s2], the gradients of this step's micro-batches over the block, if they leave with every backward.
-    feedback: that of the next reduction, or None.
+    feedback: that of the next reduction, or None. num_losses: ranks whose mean loss is trained: those of `comm`, and
+    others that hold other parameters in place of these.
     """
 
-    def __init__(self, layout: BucketLayout, params: Mapping[str, nn.Parameter], comm: Communicator) -> None:
+    def __init__(
+        self, layout: BucketLayout, params: Mapping[str, nn.Parameter], comm: Communicator, num_losses: int
+    ) -> None:
         """Move the parameters into one flat tensor and make this rank's shards; padding is zero everywhere."""
-        self.layout, self.comm = layout, comm
+        self.layout, self.comm, self.num_losses = layout, comm, num_losses
         self.slots = [Slot(span, params[span.name], self) for span in layout.spans]
         self.live = torch.zeros(layout.numel, dtype=layout.dtype, device=self.slots[0].param.device)
         for slot in self.slots:
@@ -129,10 +132,10 @@ class FlatBucket:
     def reduce(
         self, link: Link, grads: list[Tensor | None], *, seed: int, first: bool = True, last: bool = True
     ) -> Rounds[None]:
-        """shard_grad = mean over all ranks of `grads`.
+        """shard_grad = sum over all ranks of `grads` / num_losses.
 
         Where they leave with every backward: sums += the block's sum of this rank's slice, and after the last one
-        shard_grad = the mean over all blocks.
+        shard_grad = that of all blocks.
         """
         layout, rank = self.layout, link.rank
         levels, wire, counter = layout.levels, layout.wire, layout.first_counter
@@ -156,7 +159,7 @@ class FlatBucket:
                 link.subgroup(levels.column(rank)), self.sums, wire.intra, wire.inter,
                 seed=derive_seed(seed, levels.num_blocks), counter=counter, operation="gradient sums",
             )  # fmt: skip
-        torch.mul(total, 1.0 / link.topology.world_size, out=self.shard_grad)
+        torch.mul(total, 1.0 / self.num_losses, out=self.shard_grad)
 
     def refresh(self, link: Link, message: Tensor, codec: Codec, differences: bool, seed: int) -> Rounds[None]:
         """shard = C(message), or shard += C(message - shard), of all owners of a piece of it.

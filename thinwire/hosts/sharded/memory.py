@@ -79,7 +79,7 @@ class Memory:
 
     def _own_spans(self, number: str, shape: torch.Size) -> Iterator[KeptSpan]:
         bucket = self.buckets[int(number)]
-        first, ranks = bucket.layout.shard_start(bucket.comm.rank), bucket.comm.world_size
+        first, ranks = bucket.layout.shard_start(bucket.comm.rank), bucket.num_losses
         for span, start, last in bucket.layout.within(first, first + bucket.layout.shard_numel):
             yield KeptSpan(start - first, start - span.start, last - start, ranks, 1, span.name)
 
@@ -98,5 +98,5 @@ class Memory:
         for _, start, place, length in held.places(grid, bucket.comm.rank):
             for span, first, last in bucket.layout.within(place, place + length):
                 yield KeptSpan(
-                    start + first - place, first - span.start, last - first, grid.world_size, holders, span.name
+                    start + first - place, first - span.start, last - first, bucket.num_losses, holders, span.name
                 )

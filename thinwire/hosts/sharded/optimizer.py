@@ -42,7 +42,8 @@ class ShardedOptimizer(ParallelOptimizer, torch.optim.Optimizer):
     """The user's optimizer on this rank's shards, and the communication around it; made by `thinwire.zero`.
 
     One step, for the shard p that rank r owns, with gradient g of this rank, C_g and C_w the method's codecs:
-        backward        g_p = (1/P) sum_ranks C_g(g)_p       unit by unit, while backward goes on
+        backward        g_p = (1/P) sum_ranks C_g(g)_p       unit by unit, while backward goes on; of a parameter
+                                                             with a group of its own, the sum is over that
         step            master_p = optimizer(master_p, g_p)
         gather          weights += C_w(master - weights)     (differences)  or  weights = C_w(master)
     All ranks add the same decoded packets, so replicas stay equal bit for bit. What C_w loses stays in
@@ -75,7 +76,8 @@ class ShardedOptimizer(ParallelOptimizer, torch.optim.Optimizer):
         params = dict(model.named_parameters())
         self.model, self.inner, self.method, self.overlap = model, inner, method, overlap
         self.ranks, self.comm, self._comms, self._notes = ranks, ranks.comm, comms, notes
-        self.units = [LiveUnit(u, [FlatBucket(la, params, comms[la.group]) for la in u.layouts]) for u in units]
+        num = ranks.comm.world_size
+        self.units = [LiveUnit(u, [FlatBucket(la, params, comms[la.group], num) for la in u.layouts]) for u in units]
         self.buckets = [bucket for unit in self.units for bucket in unit.buckets]
         self._slots = [slot for bucket in self.buckets for slot in bucket.slots]
         self._frozen = [p for group in inner.param_groups for p in group["params"] if not p.requires_grad]

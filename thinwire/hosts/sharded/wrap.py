@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar, Unpack
 
 import torch
@@ -15,9 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.codecs import warm
 from thinwire.collectives import Communicator
 from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
+from thinwire.collectives.groups import ranks_of
 from thinwire.errors import ConfigError
 from thinwire.hosts.interface import ParallelOptimizer, RankOptions, apply
-from thinwire.hosts.ranks import Axis, open_ranks
+from thinwire.hosts.ranks import Axis, along, open_ranks
 from thinwire.hosts.sharded.optimizer import ShardedOptimizer
 from thinwire.layout.levels import Levels
 from thinwire.methods.sharded import ShardedMethod
@@ -27,6 +28,8 @@ from thinwire.table import Row, announce as announce_table
 
 Model = TypeVar("Model", bound=nn.Module)
 Group = dist.ProcessGroup | DeviceMesh | None
+# Global ranks.
+PartGroup = Group | Sequence[int]
 
 
 def zero(
@@ -37,7 +40,7 @@ def zero(
     group: Group = None,
     local_size: int | None = None,
     axis: Axis | None = None,
-    group_for: Callable[[str, nn.Parameter], Group] | None = None,
+    group_for: Callable[[str, nn.Parameter], PartGroup] | None = None,
     bucket_numel: int | None = None,
     overlap: bool = False,
     seed: int = 0,
@@ -54,8 +57,9 @@ def zero(
         group: the ranks that hold replicas of this model: a process group, one dimension of a DeviceMesh, None for all.
         local_size: ranks per node; None: found.
         axis: given by `parallelize` in place of a group.
-        group_for: (name, parameter) -> another group (inside `group`) for some parameters, say experts; None for the
-            main one.
+        group_for: (name, parameter) -> another group (inside `group`), or global ranks, for some parameters, say
+            experts; None for the main one. Their gradients are summed over it, and divided by all ranks of the main
+            one: the mean of all losses is trained. `expert_parallel` gives one.
         bucket_numel: elements of a bucket.
         overlap: let weights arrive during the next forward; then call optimizer.synchronize() before you read weights.
         seed: of stochastic rounding.
@@ -72,16 +76,22 @@ def zero(
     named = _trained_parameters(model, optimizer)
     check_elementwise(optimizer)
     ranks = open_ranks(axis, group=group, local_size=local_size, timeout_s=timeout_s, checked=checked)
-    comms, numbers = [ranks.comm], dict[int, int]()
+    comms, numbers = [ranks.comm], dict[tuple[int, ...], int]()
+    group_for = group_for or (axis.group_for if axis is not None else None)
 
     def group_of(name: str, param: nn.Parameter) -> int:
         special = group_for(name, param) if group_for is not None else None
         if special is None:
             return 0
-        if id(special) not in numbers:
-            numbers[id(special)] = len(comms)
-            comms.append(Communicator(special, timeout_s=timeout_s, checked=checked))
-        return numbers[id(special)]
+        members = tuple(ranks_of(special))
+        if members not in numbers:
+            numbers[members] = len(comms)
+            inside = [ranks.comm.global_ranks.index(rank) for rank in members]
+            own = along(ranks.comm.topology, inside)
+            comms.append(
+                Communicator(members, local_size=own, timeout_s=timeout_s, checked=checked, meter=ranks.comm.meter)
+            )
+        return numbers[members]
 
     chosen = {name: group_of(name, param) for name, param in model.named_parameters()}
     levels = [method.levels(own.topology) for own in comms]

@@ -6,11 +6,8 @@ from dataclasses import dataclass
 
 from thinwire.codecs import Codec
 from thinwire.errors import ConfigError, Problems
-from thinwire.methods.options import REPEATABLE, CodecRule, check_types, codec_of
+from thinwire.methods.options import EXACT, SAME_EACH_TIME, check_types, codec_or_exact
 from thinwire.methods.sequence.layout import AUTO, Layout
-
-EXACT = "exact"
-SAME_EACH_TIME = CodecRule(REPEATABLE.holds, "a forward that is recomputed must be rounded the same way, not at random")
 
 
 @dataclass(frozen=True)
@@ -45,17 +42,7 @@ class SequenceParallel:
 
     def codec(self, name: str) -> Codec | None:
         """The codec of `wire` or `gradients`; None for exact: the tensor's own bytes in its own dtype."""
-        if getattr(self, name) == EXACT:
-            return None
-        try:
-            codec = codec_of(self, name, SAME_EACH_TIME if name == "wire" else None)
-        except ConfigError as error:
-            raise ConfigError(f"{error}, or {EXACT!r}") from None
-        if codec.has_variable_length:
-            raise ConfigError(
-                f"{name} {getattr(self, name)!r}: its packets have no fixed size; nearest: 'int8/64:nearest'"
-            )
-        return codec
+        return codec_or_exact(self, name, SAME_EACH_TIME if name == "wire" else None)
 
     @property
     def codecs(self) -> tuple[Codec, ...]:

@@ -1,0 +1,224 @@
+"""Cuts the experts of a mixture over neighbouring ranks of a group, and sends the tokens' rows to them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from thinwire.checkpoint import Piece, Share
+from thinwire.collectives import Communicator, Meter
+from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
+from thinwire.errors import ConfigError, Problems
+from thinwire.hosts.experts.trip import Combine, Dispatch, Trip, Wire
+from thinwire.hosts.ranks import along
+from thinwire.methods.experts import ExpertParallel, Placement, place_experts
+from thinwire.models.moe import Experts
+from thinwire.state.replicas import equal_bits
+from thinwire.table import Row
+
+
+class ExpertRanks:
+    """A rank's place among those that hold the experts between them; made by `expert_parallel`.
+
+    Attributes:
+        placement: which experts each rank has.
+        comm: ranks that hold the experts between them. everyone: all ranks that train the model.
+        replicas: global ranks that hold the same experts as this one.
+        shapes: of the whole tensors of experts, by parameter.
+    """
+
+    def __init__(
+        self, options: ExpertParallel, wire: Wire, everyone: Communicator, shapes: Mapping[str, torch.Size]
+    ) -> None:
+        self.options, self.wire, self.everyone, self.shapes = options, wire, everyone, shapes
+        self.placement, self.comm = wire.placement, wire.comm
+        own, ranks = everyone.rank, self.placement.ranks
+        self.replicas = [everyone.global_ranks[rank] for rank in range(own % ranks, everyone.world_size, ranks)]
+
+    def group_for(self, name: str, param: nn.Parameter) -> list[int] | None:
+        """For `thinwire.zero`: the ranks that hold replicas of a parameter, None for all."""
+        return self.replicas if name in self.shapes else None
+
+    def work(self, experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
+        """What all experts make of this rank's rows, which are sorted by expert; see `Experts.work`. A collective."""
+        kind = rows.device.type
+        rows = rows.to(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else experts.gate_proj.dtype)
+        trip = Trip(self.wire, counts)
+        there = Dispatch.apply(trip, rows)
+        return Combine.apply(trip, Experts.work(experts, there, trip.local_counts.to(rows.device)))
+
+    def gather(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Whole tensors, of every rank's part of those of experts, on all ranks. A collective."""
+        return {
+            name: self.placement.joined(self.comm.wait(self.comm.all_gather_exact(value.contiguous())))
+            if name in self.shapes
+            else value
+            for name, value in values.items()
+        }
+
+    def part(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's part of whole tensors."""
+        own = self.comm.rank
+        return {
+            name: self.placement.part(value, own).contiguous() if name in self.shapes else value
+            for name, value in values.items()
+        }
+
+    def piece_of_whole(self, key: str, piece: Piece, number: int = 0, count: int = 1) -> Piece:
+        """Turn a piece of this rank's part of a parameter into a piece of the whole.
+
+        Args:
+            key: KIND/.../NAME of a checkpoint.
+            number, count: this rank's place among the ranks that hold the same part, if they share the saving.
+        """
+        name = next((name for name in self.shapes if key.endswith(f"/{name}")), None)
+        # A rank's own state covers only its part.
+        if name is None or key.startswith("own/"):
+            return piece
+        found, offset = self._lies(name)
+        shared = piece.share(number, count)
+        return replace(shared, is_copy=False, offset=shared.offset + offset, **found)
+
+    def share_of_whole(self, share: Share) -> Share | None:
+        """A share of this rank's part of a parameter as a share of the whole."""
+        if share.name not in self.shapes:
+            return share
+        found, offset = self._lies(share.name)
+        return replace(share, offset=share.offset + offset, **found)
+
+    def part_of_flat(self, name: str, values: Tensor) -> Tensor:
+        """This rank's part of a whole parameter's values, both flat."""
+        if name not in self.shapes:
+            return values
+        return self.placement.part(values.view(self.shapes[name]), self.comm.rank).flatten()
+
+    def _lies(self, name: str) -> tuple[dict[str, Any], int]:
+        """Place of this rank's part, see Piece, and the offset in it."""
+        whole = self.shapes[name]
+        run, row, first, offset = self.placement.range(whole, self.comm.rank)
+        cut = {"run": run, "row": row, "first": first} if run < row else {}
+        return {"numel": whole.numel(), **cut}, offset
+
+    @property
+    def rounds(self) -> str:
+        """Where and how rows are rounded, by which a loss depends on more than the weights; empty: nowhere."""
+        asked = self.options
+        if self.wire.dispatch is None and self.wire.combine is None:
+            return ""
+        return f"experts: dispatch {asked.dispatch}, combine {asked.combine}, in slices of 1/{asked.slices}"
+
+    def describe(self) -> list[Row]:
+        """Rows of (asked for, in effect, why they differ or how it was found)."""
+        asked, num = self.options, len(self.replicas)
+        codecs = f"dispatch {asked.dispatch}, combine {asked.combine}, gradients {asked.gradients}"
+        copies = f"{num} replicas of each average its gradients" if num > 1 else "no replicas: nothing is averaged"
+        return [
+            (f"experts over {asked.parallel} ranks", str(self.placement), copies),
+            ("tokens to experts", str(self.comm.topology), codecs),
+        ]
+
+    def close(self) -> None:
+        """Wait for all communication and give the process groups back."""
+        for comm in dict.fromkeys([self.comm, self.everyone]):
+            comm.close()
+
+
+def expert_parallel(
+    model: nn.Module,
+    options: ExpertParallel,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+    *,
+    local_size: int | None = None,
+    seed: int = 0,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    checked: bool = False,
+    meter: Meter | None = None,
+) -> ExpertRanks:
+    """Leave each rank its part of the experts of a mixture, to which the rows of all ranks then travel; a collective.
+
+    With x_i the row of a token for its expert e, the ranks that hold e return y_i = sum over slices of their part of
+    e(x_i). Tokens and all other weights stay where they are: each rank has a batch of its own. Gradients of a rank's
+    experts are sums over the rows of all ranks; the mean over R ranks of the loss has 1/R of the sum over replicas.
+
+    Args:
+        model: a mixture of thinwire, on every rank. Rank 0's experts are taken where ranks differ.
+        options: such as ExpertParallel(4). Neighbouring ranks hold the experts between them.
+        group: all ranks that train the model; None: the world.
+        local_size: ranks of a node; None: found from the launcher or host names.
+        seed: of what the codecs draw. timeout_s, checked, meter: see Communicator.
+
+    Call it before the optimizer is made, then give `group_for` to `thinwire.zero`. Raises ConfigError, with all that
+    does not fit, for a number of ranks that does not divide the group's, and for a model without such experts.
+    Source: Lepikhin et al., "GShard" (2020); slices: Hwang et al., "Tutel" (MLSys 2023), section 3.1.
+    """
+    make = partial(Communicator, timeout_s=timeout_s, checked=checked)
+    everyone = make(group, local_size=local_size, meter=meter)
+    placement = check_experts(model, options, everyone.world_size)
+    found = experts_of(model)
+    tensors = {f"{at}.{name}": param for at, each in found.items() for name, param in each.named_parameters()}
+    equal_bits(everyone, [param.data for param in tensors.values()])
+    ranks, first = placement.ranks, everyone.rank - everyone.rank % placement.ranks
+    comm = everyone
+    if ranks < everyone.world_size:
+        members = list(range(first, first + ranks))
+        own = [everyone.global_ranks[rank] for rank in members]
+        comm = make(own, local_size=along(everyone.topology, members), meter=everyone.meter)
+    codecs = {name: options.codec(name) for name in ("dispatch", "combine", "gradients")}
+    wire = Wire(comm, placement, first=first, seed=seed, **codecs)
+    made = ExpertRanks(options, wire, everyone, {name: param.shape for name, param in tensors.items()})
+    for param in tensors.values():
+        param.data = placement.part(param.data, comm.rank).clone(memory_format=torch.contiguous_format)
+    for experts in found.values():
+        # Compiled layers leave their code for it.
+        experts.work = torch.compiler.disable(partial(made.work, experts))  # type: ignore[method-assign]
+    return made
+
+
+def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise ConfigError for an optimizer that remembers something of the whole experts."""
+    held = {id(param) for experts in experts_of(model).values() for param in experts.parameters()}
+    if any(id(param) in held for param in optimizer.state):
+        raise ConfigError("the optimizer has taken steps with whole experts: make a new one")
+
+
+def experts_of(model: nn.Module) -> dict[str, Experts]:
+    """The experts of each layer, by the path of their module. Raises ConfigError for a model without any."""
+    found = {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
+    if not found:
+        raise ConfigError(
+            f"{type(model).__name__} has no experts that can lie on several ranks; nearest: a mixture such as moe-demo"
+        )
+    return found
+
+
+def check_experts(model: nn.Module, options: ExpertParallel, world_size: int) -> Placement:
+    """Where the experts of a model lie on so many ranks. Raises ConfigError with all that does not fit."""
+    problems = Problems()
+    if world_size % options.parallel:
+        fits = [n for n in range(1, world_size + 1) if world_size % n == 0]
+        near = min(fits, key=lambda n: abs(n - options.parallel))
+        problems.messages.append(
+            f"experts over {options.parallel} ranks of {world_size}: must divide them; nearest: {near}"
+        )
+    placement = None
+    with problems.collect():
+        first = next(iter(experts_of(model).values()))
+        num_experts, hidden_units, width = first.gate_proj.shape
+        with problems.collect():
+            placement = place_experts(options, num_experts, hidden_units)
+        for codec in options.codecs:
+            if width % codec.block:
+                problems.messages.append(
+                    f"codec {codec} on rows of {width}: its groups of {codec.block} must end where rows end; nearest: "
+                    f"groups of {max(n for n in range(1, width + 1) if width % n == codec.block % n == 0)}"
+                )
+    problems.raise_any()
+    assert placement is not None
+    return placement

@@ -1,0 +1,20 @@
+"""Which strategies average the gradients of ranks that hold different experts, and why others can't."""
+
+from __future__ import annotations
+
+from thinwire.errors import ConfigError
+from thinwire.layout.formats import LevelFormat
+from thinwire.methods.interface import Method
+from thinwire.methods.outer.base import Connected
+from thinwire.methods.sharded import ShardedMethod
+
+
+def check_data_method(method: Method | Connected) -> None:
+    """Raise ConfigError for a strategy that averages each parameter over all ranks, or cuts weights over them."""
+    if isinstance(method, ShardedMethod) and not isinstance(method.matrix(), LevelFormat):
+        return
+    name = method.method.name if isinstance(method, Connected) else method.name
+    raise ConfigError(
+        f"{name} can't train experts over several ranks: it takes all ranks for replicas of every parameter; those that "
+        "can: zero, zero-bf16, zero-compressed, sdp4bit and its variants"
+    )

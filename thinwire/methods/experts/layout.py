@@ -1,0 +1,85 @@
+"""Where the experts of a layer lie: whole, or cut along their hidden units, on the ranks of a group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from thinwire.errors import ConfigError
+from thinwire.methods.experts.options import ExpertParallel
+
+
+@dataclass(frozen=True)
+class Placement:
+    """E experts on W ranks: G = W / s teams of s neighbours; a team has E / G experts, a rank of it 1/s of each.
+
+    A rank's part of a tensor [E, I, H] is [E / G, I / s, H]: for each of its experts one range of memory, whatever W
+    and s are. Source: Hwang et al., "Tutel" (MLSys 2023), section 3.1.
+    """
+
+    experts: int
+    ranks: int
+    slices: int = 1
+
+    @property
+    def teams(self) -> int:
+        """Ranks among which the experts are divided whole."""
+        return self.ranks // self.slices
+
+    @property
+    def each(self) -> int:
+        """Experts of a rank."""
+        return self.experts // self.teams
+
+    def team(self, rank: int) -> int:
+        """The team of a rank; it has experts team * each to (team + 1) * each - 1."""
+        return rank // self.slices
+
+    def part(self, whole: Tensor, rank: int) -> Tensor:
+        """The rank's part of a tensor of all experts [E, I, ...]; a view."""
+        width = whole.shape[1] // self.slices
+        own = whole.narrow(0, self.team(rank) * self.each, self.each)
+        return own.narrow(1, rank % self.slices * width, width)
+
+    def joined(self, parts: Tensor) -> Tensor:
+        """The whole tensor, of the parts of all ranks [W, E / G, I / s, ...]."""
+        by_team = parts.unflatten(0, (self.teams, self.slices)).transpose(1, 2)
+        return by_team.reshape(self.experts, parts.shape[2] * self.slices, *parts.shape[3:])
+
+    def range(self, shape: torch.Size, rank: int) -> tuple[int, int, int, int]:
+        """Where the rank's part lies in a tensor [E, I, ...] of all experts, in elements: (run, row, first, offset).
+
+        Of each expert's `row` elements it has `run` from `first` on. In the ranges of all experts, one after the other,
+        its own begin at `offset`.
+        """
+        row = shape[1:].numel()
+        run = row // self.slices
+        return run, row, rank % self.slices * run, self.team(rank) * self.each * run
+
+    def __str__(self) -> str:
+        cut = f", in slices of 1/{self.slices}" if self.slices > 1 else ""
+        return f"{self.each} of {self.experts} experts a rank{cut}"
+
+
+def place_experts(options: ExpertParallel, experts: int, hidden_units: int) -> Placement:
+    """The placement that the options state. Raises ConfigError where ranks would have unequal parts.
+
+    hidden_units: of one expert.
+    """
+    ranks, slices = options.parallel, options.slices
+    if hidden_units % slices:
+        near = next(n for n in range(slices, 0, -1) if hidden_units % n == 0 and ranks % n == 0)
+        raise ConfigError(f"slices {slices} of {hidden_units} hidden units: must divide them; nearest: {near}")
+    if experts % (ranks // slices):
+        fits = [n for n in range(ranks - 1, 0, -1) if n % slices == 0 and experts % (n // slices) == 0]
+        fewer = " or ".join(map(str, fits[:2]))
+        cuts = [n for n in range(1, ranks + 1) if ranks % n == hidden_units % n == experts % (ranks // n) == 0]
+        near = [f"parallel {fewer}"] if fewer else []
+        near += [f"slices {cuts[0]}"] if cuts else []
+        raise ConfigError(
+            f"{experts} experts on {ranks} ranks with slices {slices}: each needs equally many; nearest: "
+            f"{', or '.join(near)}"
+        )
+    return Placement(experts, ranks, slices)

@@ -1,0 +1,53 @@
+"""What expert parallelism is asked for: ranks and slices of the experts, and the codecs of rows on their way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from thinwire.codecs import Codec
+from thinwire.errors import ConfigError, Problems
+from thinwire.methods.options import EXACT, SAME_EACH_TIME, check_types, codec_or_exact
+
+FORWARD = ("dispatch", "combine")
+
+
+@dataclass(frozen=True)
+class ExpertParallel:
+    """The experts of each layer over neighbouring ranks, to which the tokens' rows travel; see `Placement`.
+
+    Raises ConfigError for values that can't work.
+    """
+
+    parallel: int = 1
+    """Ranks that hold the experts of a layer between them. Each has tokens of its own."""
+    slices: int = 1
+    """Ranks that hold an expert between them, in slices of its hidden units; divides parallel."""
+    dispatch: str = EXACT
+    """Codec of rows to their experts, such as bf16 or int8/64:nearest, or exact. It must round the same way each time."""
+    combine: str = EXACT
+    """Codec of what experts return, such as bf16 or int8/64:nearest, or exact. It must round the same way each time."""
+    gradients: str = EXACT
+    """Codec of the gradients of both, such as bf16 or int8/64, or exact."""
+
+    def __post_init__(self) -> None:
+        problems = Problems()
+        with problems.collect():
+            check_types(self)
+            for name in ("parallel", "slices"):
+                if getattr(self, name) < 1:
+                    raise ConfigError(f"{name} {getattr(self, name)}: must be at least 1; nearest: 1")
+            if self.parallel % self.slices:
+                near = next(n for n in range(self.slices, 0, -1) if self.parallel % n == 0)
+                raise ConfigError(f"slices {self.slices} on {self.parallel} ranks: must divide them; nearest: {near}")
+        for name in (*FORWARD, "gradients"):
+            problems.note(self.codec, name)
+        problems.raise_any()
+
+    def codec(self, name: str) -> Codec | None:
+        """The codec of `dispatch`, `combine` or `gradients`; None for exact: the rows' own bytes in their own dtype."""
+        return codec_or_exact(self, name, SAME_EACH_TIME if name in FORWARD else None)
+
+    @property
+    def codecs(self) -> tuple[Codec, ...]:
+        """Whose kernels are compiled before the workers start."""
+        return tuple(codec for codec in map(self.codec, (*FORWARD, "gradients")) if codec is not None)

@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.workers import run_workers
 from thinwire.codecs import Codec
 from thinwire.collectives import Communicator
-from thinwire.collectives.all_to_all import rows_bytes
+from thinwire.collectives.all_to_all import NUMBER_BYTES, Room, all_to_all_counted, rows_bytes
 from thinwire.collectives.communicator import NUM_SLOTS
 from thinwire.collectives.link import Link
 from thinwire.collectives.rounds import Awaited, Rounds
@@ -40,20 +40,35 @@ def send_rows(rank: int, world_size: int) -> dict[str, Any]:
         comm = Communicator(local_size=local_size, checked=checked, timeout_s=60)
         for name, text in CODECS.items():
             codec = Codec.parse(text) if text else None
-            for receives in ([COUNTS[source][rank] for source in range(world_size)], 7):
+            receives, how = [COUNTS[source][rank] for source in range(world_size)], {
+                "seed": 3, "first_rows": numbered, "rounds_own": True
+            }  # fmt: skip
+            before = comm.meter.snapshot().sent_by("all_to_all")
+            got = comm.wait(comm.all_to_all_rows(rows, COUNTS[rank], receives, codec, **how))
+            sent = comm.meter.snapshot().sent_by("all_to_all") - before
+            found[f"{local_size} {name} known"] = got, receives, sent
+            room, notes = Room(), torch.arange(8).view(4, 2) + 100 * rank
+            # The second time there is room for all in the first message; the third time for all but the last rank's.
+            for case in ("first", "second", "third"):
+                if case == "third" and rank == 3:
+                    room.of[0] = 1
+                if case == "third" and rank == 0:
+                    room.to[3] = 1
+
+                def job(link: Link, codec: Any = codec, notes: Tensor = notes, room: Room = room) -> Rounds[Any]:
+                    return all_to_all_counted(link, rows, COUNTS[rank], notes, room, codec, **how)
+
                 before = comm.meter.snapshot().sent_by("all_to_all")
-                job = comm.all_to_all_rows(
-                    rows, COUNTS[rank], receives, codec, seed=3, first_rows=numbered, rounds_own=True
-                )
-                got, came = comm.wait(job)
+                got, came, told = comm.wait(comm.submit(job, urgent=True))
                 sent = comm.meter.snapshot().sent_by("all_to_all") - before
-                found[f"{local_size} {name} {receives != 7}"] = got, came, sent
+                assert told.tolist() == [[100 * r + 2 * rank, 100 * r + 2 * rank + 1] for r in range(4)]
+                found[f"{local_size} {name} {case}"] = got, came, sent
         levels = {level for _, level in comm.meter.snapshot().operations}
         assert levels == ({"intra"} if local_size == 4 else {"intra", "inter"})
         comm.close()
     wide = Communicator(local_size=4, timeout_s=60)
     doubles = torch.arange(2.0 * world_size, dtype=torch.float64).view(-1, 1) + 100 * rank
-    found["doubles"] = wide.wait(wide.all_to_all_rows(doubles, [2] * 4, [2] * 4))[0]
+    found["doubles"] = wide.wait(wide.all_to_all_rows(doubles, [2] * 4, [2] * 4))
     wide.close()
     return found
 
@@ -80,9 +95,9 @@ def test_every_row_arrives_with_its_own_rounding_and_its_bytes() -> None:
                 parts.append(part)
             assert came == [COUNTS[source][rank] for source in range(4)], case
             assert torch.equal(got, torch.cat(parts)), case
-            is_known = known == "True"
-            sizes = [n for target, n in enumerate(COUNTS[rank]) if target != rank and (n or not is_known)]
-            assert sent == sum(rows_bytes(n, WIDTH, torch.float32, codec, known=is_known) for n in sizes), case
+            sizes = [n for target, n in enumerate(COUNTS[rank]) if target != rank]
+            heads = 0 if known == "known" else 3 * 3 * NUMBER_BYTES
+            assert sent == heads + sum(rows_bytes(n, WIDTH, torch.float32, codec) for n in sizes if n), case
 
 
 class Gate:
@@ -106,7 +121,7 @@ def pass_gates(rank: int, world_size: int) -> list[float]:
 
     gradients = [comm.submit(stuck) for _ in range(NUM_SLOTS + 1)]
     rows = torch.tensor([[float(rank)], [10.0 + rank]])
-    got, _ = comm.wait(comm.all_to_all_rows(rows, [1, 1], [1, 1]))
+    got = comm.wait(comm.all_to_all_rows(rows, [1, 1], [1, 1]))
     if rank == 0:
         assert not any(future.done() for future in gradients)
     gate.opened.set()

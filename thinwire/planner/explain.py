@@ -22,8 +22,9 @@ from thinwire.methods.pipeline.options import Pipeline
 from thinwire.methods.sequence import SequenceParallel, Shape, facts
 from thinwire.models import PRESETS, Llama, build_skeleton
 from thinwire.models.llama import LlamaConfig, cut_skeleton
-from thinwire.options import PIPELINE, SEQUENCE, build_strategy, model_table, strategy_table
+from thinwire.options import EXPERTS, PIPELINE, SEQUENCE, build_strategy, model_table, strategy_table
 from thinwire.planner.candidates import LARGEST_MICRO_BATCH, Candidate, candidates
+from thinwire.planner.experts import expert_notes, expert_plan, with_experts
 from thinwire.planner.options import AUTO, ExplainConfig, range_errors
 from thinwire.planner.search import Search, search
 from thinwire.planner.stages import Grid, Stages, measured_flops, stages_of
@@ -150,6 +151,7 @@ def explain(config: ExplainConfig, problems: Problems) -> Explained:
     if shape is not None and isinstance(model, Llama):
         with problems.collect():
             notes += sequence_notes(config, model.config, shape)
+            notes += expert_notes(model, config, shape) if shape.expert > 1 else []
     problems.raise_any()
     if rate is not None and (soonest := recommended(rate)):
         notes.append(("lowest loss for its bytes", soonest, "docs/methods.md"))
@@ -207,6 +209,7 @@ def mesh_of(config: ExplainConfig) -> MeshShape:
     """The axes of the ranks. Raises ConfigError for a mesh that does not match the number of ranks."""
     num_ranks = config.nodes * config.local_size
     shape = MeshShape({"data": num_ranks}) if config.mesh is None else MeshShape.parse(config.mesh)
+    shape = with_experts(config, shape)
     stages = config.num_stages
     if config.stages == AUTO and config.mesh is not None:
         raise ConfigError(f"--stages {AUTO} finds the mesh: leave --mesh {config.mesh} out")
@@ -305,6 +308,8 @@ def plan_on(
 
     model: what a rank has of the `whole` one, in whose parameters the word has room.
     """
+    if shape.expert > 1:
+        return expert_plan(strategy, whole, config, shape)
     # Ranks of a stage are neighbours, those of another axis are others.
     grid, inner = Topology(config.nodes, config.local_size), shape.tensor * shape.pipeline
     if inner == 1:
@@ -373,6 +378,8 @@ def notes_on(config: ExplainConfig, names: list[str]) -> Iterator[tuple[str, str
     """Rows about options without an effect."""
     used = {strategy_table(name) for name in names}
     used |= {model_table(config.model)} if config.parameters is None else set()
+    used |= {table for table in (SEQUENCE, EXPERTS) if config.tables.get(table, {}).get("parallel", 1) > 1}
+    used |= {EXPERTS} if "expert" in (config.mesh or "") else set()
     used |= {PIPELINE} if config.stages is not None or "pipeline" in (config.mesh or "") else set()
     for table in sorted(config.tables.keys() - used):
         for option in config.tables[table]:

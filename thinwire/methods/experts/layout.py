@@ -69,9 +69,11 @@ def place_experts(options: ExpertParallel, experts: int, hidden_units: int) -> P
     hidden_units: of one expert.
     """
     ranks, slices = options.parallel, options.slices
-    if hidden_units % slices:
-        near = next(n for n in range(slices, 0, -1) if hidden_units % n == 0 and ranks % n == 0)
-        raise ConfigError(f"slices {slices} of {hidden_units} hidden units: must divide them; nearest: {near}")
+    if ranks % slices or hidden_units % slices:
+        near = next(n for n in range(slices, 0, -1) if ranks % n == hidden_units % n == 0)
+        raise ConfigError(
+            f"slices {slices} of {hidden_units} hidden units on {ranks} ranks: must divide both; nearest: {near}"
+        )
     if experts % (ranks // slices):
         fits = [n for n in range(ranks - 1, 0, -1) if n % slices == 0 and experts % (n // slices) == 0]
         fewer = " or ".join(map(str, fits[:2]))

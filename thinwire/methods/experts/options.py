@@ -36,9 +36,6 @@ class ExpertParallel:
             for name in ("parallel", "slices"):
                 if getattr(self, name) < 1:
                     raise ConfigError(f"{name} {getattr(self, name)}: must be at least 1; nearest: 1")
-            if self.parallel % self.slices:
-                near = next(n for n in range(self.slices, 0, -1) if self.parallel % n == 0)
-                raise ConfigError(f"slices {self.slices} on {self.parallel} ranks: must divide them; nearest: {near}")
         for name in (*FORWARD, "gradients"):
             problems.note(self.codec, name)
         problems.raise_any()

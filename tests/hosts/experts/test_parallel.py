@@ -1,0 +1,207 @@
+"""A mixture whose experts lie on several ranks equals one process, whatever ranks and slices hold them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import thinwire
+from tests.workers import run_workers
+from thinwire import ExpertParallel
+from thinwire.collectives.all_to_all import NUMBER_BYTES
+from thinwire.hosts.experts.trip import Combine, Dispatch, Trip
+from thinwire.methods.experts import Rows, sent
+from thinwire.models.moe import Experts, MoEConfig, MoELlama
+
+STEPS, FEW, ODD_STEP, LENGTH = 20, 8, 5, 12
+CONFIG = MoEConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=LENGTH, router_aux_loss_coef=0.01,
+)  # fmt: skip
+TOKENS = [10, 7, 0, 3]
+OPERATIONS = ("dispatch", "combine", "combine_gradients", "dispatch_gradients")
+
+
+def inputs() -> list[list[Any]]:
+    """Each rank's tokens, their experts, and the experts' weights."""
+    draws = torch.Generator().manual_seed(5)
+    return [
+        [
+            torch.randn(n, 32, generator=draws, dtype=torch.float64).requires_grad_(),
+            torch.rand(n, 8, generator=draws).topk(2, -1).indices,
+            torch.rand(n, 2, generator=draws, dtype=torch.float64).requires_grad_(),
+        ]
+        for n in TOKENS
+    ]
+
+
+def filled(seed: int) -> Experts:
+    made, draws = Experts(CONFIG).double(), torch.Generator().manual_seed(seed)
+    for param in made.parameters():
+        param.data.normal_(std=0.2, generator=draws)
+    return made
+
+
+def one_layer(rank: int, options: ExpertParallel) -> tuple[float, bool]:
+    """How far outputs and all gradients are from one process, and whether the bytes are those of the formula."""
+    truth, given = filled(0), inputs()
+    expected = [truth(*each) for each in given]
+    torch.stack([y.square().sum() for y in expected]).mean().backward()
+    model = torch.nn.Module()
+    # Rank 0's experts are taken.
+    model.experts = filled(rank)
+    ep = thinwire.expert_parallel(model, options, local_size=2, timeout_s=60)
+    place, own = ep.placement, ep.comm.rank
+    first, own_counts = rank - own, torch.stack([torch.bincount(each[1].flatten(), minlength=8) for each in given])
+    rows = Rows(own_counts[first : first + place.ranks].tolist(), 32, torch.float64)
+    formula = sum(num_bytes for (source, _), num_bytes in sent(place, rows, options).items() if source == own)
+    # In the second pass both ends expect what comes, so there is one message.
+    for _ in range(2):
+        x, index, weights = given[rank]
+        x, weights = (each.detach().clone().requires_grad_() for each in (x, weights))
+        model.zero_grad()
+        before = ep.comm.meter.snapshot()
+        y = model.experts(x, index, weights)
+        y.square().sum().backward()
+        traffic = ep.comm.meter.snapshot() - before
+    bytes_fit = sum(map(traffic.sent_by, OPERATIONS)) == formula
+    pairs = [(y.detach(), expected[rank].detach()), (x.grad, given[rank][0].grad * 4), (weights.grad, given[rank][2].grad * 4)]
+    replicas = range(rank % place.ranks, 4, place.ranks)
+    whole = {}
+    for name, param in model.experts.named_parameters():
+        every = ep.everyone.wait(ep.everyone.all_gather_exact(param.grad))
+        whole[f"experts.{name}"] = sum(every[r] for r in replicas) / 4
+    for name, grad in ep.gather(whole).items():
+        pairs.append((grad, truth.get_parameter(name.removeprefix("experts.")).grad))
+    assert all(torch.equal(ep.part(ep.gather(whole))[name], part) for name, part in whole.items())
+    ep.close()
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs if len(b)), bytes_fit
+
+
+def rounded(rank: int, ranks: int) -> list[Tensor]:
+    """Rows that go to experts that change nothing, and back; and their gradients."""
+    model = torch.nn.Module()
+    model.experts = filled(0)
+    codecs = {"dispatch": "int8/32:nearest", "combine": "int4/16:nearest", "gradients": "int4/32"}
+    ep = thinwire.expert_parallel(model, ExpertParallel(ranks, **codecs), local_size=2, timeout_s=60)
+    x, index, _ = inputs()[rank]
+    rows = x.detach().repeat_interleave(2, 0)[index.flatten().argsort(stable=True)].requires_grad_()
+    trip = Trip(ep.wire, torch.bincount(index.flatten(), minlength=8))
+    out = Combine.apply(trip, Dispatch.apply(trip, rows))
+    (out * torch.arange(1.0, 1 + out.numel(), dtype=torch.float64).view_as(out).cos()).sum().backward()
+    ep.close()
+    return [out.detach(), rows.grad]
+
+
+def layers(rank: int, world_size: int) -> Any:
+    plain = [one_layer(rank, ExpertParallel(w, slices=s)) for w, s in ((4, 1), (2, 1), (4, 2), (4, 4), (1, 1))]
+    coded = one_layer(rank, ExpertParallel(4, dispatch="int8/32:nearest", combine="bf16", gradients="int8/32"))
+    return plain, coded, [rounded(rank, ranks) for ranks in (4, 2)]
+
+
+def test_outputs_gradients_and_bytes_are_those_of_one_process_and_of_the_formula() -> None:
+    for plain, coded, (four, two) in run_workers(layers, 4, local_size=2):
+        for error, bytes_fit in plain:
+            assert error < 1e-12 and bytes_fit
+        assert 1e-4 < coded[0] < 0.05 and coded[1]
+        # Rows are rounded alike on any number of ranks, gradients at random too.
+        assert all(map(torch.equal, four, two))
+
+
+def text_of(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(100 * step + rank)
+    tokens = torch.randint(64, (2, LENGTH + 1), generator=draw)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def alone(make: Any, num_steps: int) -> tuple[list[float], dict[str, Tensor]]:
+    """One process takes the tokens of all ranks; the norms of its gradients, and its weights."""
+    torch.manual_seed(0)
+    model = MoELlama(CONFIG)
+    optimizer, norms = make(model.parameters()), []
+    for step in range(num_steps):
+        tokens, targets = (torch.cat(x) for x in zip(*(text_of(step, rank) for rank in range(4)), strict=True))
+        if step != ODD_STEP:
+            model(tokens, targets).backward()
+            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+            optimizer.step()
+            optimizer.zero_grad()
+    return norms, {name: value.detach().clone() for name, value in model.named_parameters()}
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.3, momentum=0.9)
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-3)
+
+
+def train(
+    rank: int, make: Any, method: thinwire.Method, sizes: dict[str, int], slices: int = 1, num_steps: int = STEPS
+) -> Any:
+    torch.manual_seed(0)
+    model = MoELlama(CONFIG)
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    stage = thinwire.parallelize(
+        model, make(model.parameters()), mesh, [method, ExpertParallel(slices=slices)], local_size=2, timeout_s=60,
+        announce=False,
+    )  # fmt: skip
+    norms = []
+    for step in range(num_steps):
+        # The loss of one rank is not a number: no rank takes the step.
+        odd = step == ODD_STEP and rank == 3
+        stage.forward_backward([text_of(step, rank)], lambda m, b, odd=odd: m(*b) * (math.nan if odd else 1.0))
+        norm = float(stage.step(1.0))
+        norms += [norm] if math.isfinite(norm) else []
+    assert stage.optimizer.skipped_steps == 1
+    stage.optimizer.check_replicas()
+    names = [name for name, _ in model.named_parameters()]
+    weights = stage.experts.gather(stage.optimizer.masters(names))
+    sent_bytes = stage.optimizer.meter.snapshot().sent_by("dispatch")
+    stage.close()
+    return norms, weights, sent_bytes
+
+
+def meshes(rank: int, world_size: int) -> list[Any]:
+    pairs, four, zero = {"data": 2, "expert": 2}, {"data": 1, "expert": 4}, thinwire.Zero()
+    return [
+        train(rank, sgd, zero, pairs), train(rank, adamw, zero, four, slices=4),
+        train(rank, adamw, thinwire.SDP4Bit(), pairs, slices=2, num_steps=FEW),
+    ]  # fmt: skip
+
+
+def test_twenty_steps_are_those_of_one_process() -> None:
+    # SGD shows a gradient that is a number of times too large, which AdamW hides.
+    truths = [alone(sgd, STEPS), alone(adamw, STEPS), alone(adamw, FEW)]
+    for found in run_workers(meshes, 4, local_size=2):
+        for number, ((norms, weights, sent_bytes), (true_norms, true_weights)) in enumerate(
+            zip(found, truths, strict=True)
+        ):
+            is_exact = number < 2
+            torch.testing.assert_close(norms, true_norms, rtol=1e-4 if is_exact else 0.1, atol=0)
+            for name, value in true_weights.items():
+                torch.testing.assert_close(weights[name], value, rtol=0, atol=2e-4 if is_exact else 2e-2, msg=name)
+            assert sent_bytes > NUMBER_BYTES
+
+
+def lose_a_rank(rank: int, world_size: int) -> str:
+    model = torch.nn.Module()
+    model.experts = filled(0)
+    ep = thinwire.expert_parallel(model, ExpertParallel(2), local_size=1, timeout_s=3)
+    if rank == 1:
+        return ""
+    x, index, weights = inputs()[0]
+    with pytest.raises(thinwire.PeerLostError, match="rank 1 is missing: dispatch") as told:
+        model.experts(x, index, weights)
+    ep.comm.break_off()
+    return str(told.value)
+
+
+def test_a_lost_rank_is_named() -> None:
+    assert run_workers(lose_a_rank, 2)[0]

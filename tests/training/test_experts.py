@@ -1,0 +1,94 @@
+"""`--experts.parallel` on the command line: as one process, and checkpoints move to any number of ranks and slices."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.training.commands import check_refused, train_ranks
+from thinwire import cli
+
+STEPS, SAVED = 6, 3
+SMALL = (
+    "--model", "moe-tiny", "--seq-len", "22", "--micro-batch", "2", "--tokens-per-step", "176", "--lr", "0.003",
+    "--moe.num-hidden-layers", "2", "--moe.router-aux-loss-coef", "0", "--dtype", "fp32", "--eval-sequences", "4",
+    "--sample-tokens", "8", "--timeout", "120", "--local-size", "1", "--steps", str(STEPS),
+)  # fmt: skip
+LOSSY = (
+    "--strategy sdp4bit --experts.parallel 2 --experts.dispatch int8/64:nearest --experts.combine int8/64:nearest "
+    "--experts.gradients int8/64"
+)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("experts")
+    stop = f"--stop-at {SAVED}"
+    rows: list[tuple[str, int, str, str]] = [
+        ("alone", 1, "--strategy zero", ""),
+        ("four", 4, f"--strategy zero --mesh data=2,expert=2 --experts.slices 2 {stop}", ""),
+        ("whole", 2, "--strategy zero --mesh data=1,expert=2 --experts.slices 1", "four"),
+        ("one", 1, "--strategy zero --mesh data=1", "four"),
+        ("lossy", 2, LOSSY, ""),
+        ("lossy-part", 2, f"{LOSSY} {stop}", ""),
+        ("lossy-on", 2, LOSSY, "lossy-part"),
+        ("lossy-one", 1, "--strategy sdp4bit --experts.parallel 1", "lossy-part"),
+    ]
+    found: dict[str, dict[str, Any]] = {}
+    for name, num_ranks, flags, origin in rows:
+        run = train_ranks(folder, name, num_ranks, [*SMALL, *flags.split()], origin)
+        found[name] = run | {"losses": [line["loss"] for line in run["steps"].values()]}
+    return found
+
+
+def test_experts_train_as_one_process_and_move_to_other_layouts(runs: dict[str, dict[str, Any]]) -> None:
+    alone = runs["alone"]
+    for name in ("whole", "one"):
+        run = runs[name]
+        assert run["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+        assert run["heldout_loss"] == pytest.approx(alone["heldout_loss"], rel=1e-5)
+        assert "resume proven" in run["printed"] and "within 1e-05" in run["printed"]
+    assert "in slices of 1/2" in runs["four"]["printed"] and "4 of 8 experts a rank (no" in runs["whole"]["printed"]
+    # What `zero` would send for the whole model, whatever is sent.
+    assert runs["whole"]["uncompressed_bytes_per_step"] > 3 * runs["whole"]["sent_bytes_per_step"] / 2
+
+
+def test_rounded_rows_resume_bit_for_bit_and_are_exact_on_one_process(runs: dict[str, dict[str, Any]]) -> None:
+    whole, resumed, one = runs["lossy"], runs["lossy-on"], runs["lossy-one"]
+    assert whole["losses"] == resumed["losses"] and whole["heldout_loss"] == resumed["heldout_loss"]
+    exact = runs["alone"]["losses"]
+    assert whole["losses"] == pytest.approx(exact, rel=0.05) and whole["losses"] != pytest.approx(exact, rel=1e-6)
+    assert "codecs round otherwise" in one["printed"] and "resume proven" in one["printed"]
+    assert one["losses"] == pytest.approx(whole["losses"], rel=0.05)
+
+
+def test_a_run_with_experts_on_several_ranks_is_exported(runs: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    target = tmp_path / "exported"
+    assert cli.run(["export", str(runs["lossy"]["folder"]), "--to", "hf", str(target), "--sequences", "2"]) == 0
+    assert (target / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--workers 4 --experts.parallel 4 --moe.num-local-experts 6", "6 experts on 4 ranks"),
+        ("--workers 4 --experts.parallel 4 --moe.num-local-experts 6", "nearest: parallel 3 or 2, or slices 2"),
+        ("--workers 4 --experts.parallel 3", "must divide the 4 ranks, without --stages; nearest: 2"),
+        ("--workers 4 --mesh data=2,expert=2 --experts.parallel 4", "give one of them"),
+        ("--workers 4 --experts.parallel 4 --experts.slices 3", "must divide both; nearest: 2"),
+        ("--workers 2 --experts.parallel 2 --experts.dispatch int4/64", "nearest: 'int4/64:nearest', or 'exact'"),
+        ("--workers 2 --experts.parallel 2 --experts.gradients int8/128", "must end where rows end; nearest: groups of 64"),
+        ("--workers 2 --experts.parallel 2 --strategy ddp", "those that can: zero, zero-bf16"),
+        ("--workers 4 --experts.parallel 2 --sequence.parallel 2", "on a sequence axis: not served"),
+        ("--workers 2 --experts.parallel 2 --model tiny", "nearest: a mixture such as moe-demo"),
+    ],
+)
+def test_what_can_not_work_is_told_before_anything_starts(
+    flags: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = "" if "--strategy" in flags else "--strategy zero "
+    given += "" if "--model" in flags else "--model moe-tiny "
+    check_refused(tmp_path, f"--seq-len 16 {given}{flags}".split(), re.escape(words), monkeypatch)

@@ -1,0 +1,114 @@
+"""What a rank needs and sends where it has a part of a mixture's experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.collectives import Topology
+from thinwire.errors import ConfigError
+from thinwire.layout.mesh import MeshShape
+from thinwire.methods.experts import ExpertParallel, Placement, Rows, check_data_method, facts, place_experts, sent
+from thinwire.methods.interface import Method, MethodPlan
+from thinwire.models.moe import Experts, MoELlama
+from thinwire.options import EXPERTS
+from thinwire.planner.options import ExplainConfig
+from thinwire.table import Row
+
+# What the table calls the rows of a layer on their way.
+OPERATION = "tokens to experts"
+Key = TypeVar("Key")
+
+
+def options_of(config: ExplainConfig, shape: MeshShape) -> ExpertParallel:
+    """What is asked for on a mesh. Raises ConfigError."""
+    return ExpertParallel(**{**config.tables.get(EXPERTS, {}), "parallel": shape.expert})
+
+
+def with_experts(config: ExplainConfig, shape: MeshShape) -> MeshShape:
+    """The mesh with the axis that --experts.parallel states. Raises ConfigError for ranks that it does not divide."""
+    ranks = config.tables.get(EXPERTS, {}).get("parallel", shape.expert)
+    if ranks == shape.expert:
+        return shape
+    if config.mesh is not None or shape.sizes["data"] % ranks:
+        fits = [n for n in range(1, shape.world_size + 1) if shape.sizes["data"] % n == 0]
+        near = min(fits, key=lambda n: abs(n - ranks))
+        raise ConfigError(
+            f"--experts.parallel {ranks}: must divide the {shape.sizes['data']} ranks, and leave --mesh out; nearest: "
+            f"{near}"
+        )
+    return MeshShape({**shape.sizes, "data": shape.sizes["data"] // ranks, "expert": ranks}).in_order()
+
+
+def placed(model: nn.Module, config: ExplainConfig, shape: MeshShape) -> tuple[MoELlama, Placement]:
+    """The mixture, and where its experts lie. Raises ConfigError for another model, and what does not divide."""
+    if not isinstance(model, MoELlama):
+        raise ConfigError(f"experts over {shape.expert} ranks: the model has none; nearest: --model moe-demo")
+    llama = model.config
+    return model, place_experts(options_of(config, shape), llama.num_local_experts, llama.intermediate_size)
+
+
+def rows_of(model: MoELlama, placement: Placement, config: ExplainConfig) -> Rows:
+    """Those of a micro-batch, by a router that is even."""
+    num_tokens = config.micro_batch * config.seq_len
+    return Rows.even(placement, num_tokens, model.config.num_experts_per_tok, model.config.hidden_size, torch.float32)
+
+
+def expert_plan(strategy: Method, whole: nn.Module, config: ExplainConfig, shape: MeshShape) -> MethodPlan:
+    """The plan of a rank: of its experts among their replicas, of all other weights among all ranks, of the rows.
+
+    Raises ConfigError for a strategy, a model or ranks that can't do it.
+    """
+    check_data_method(strategy)
+    model, placement = placed(whole, config, shape)
+    grid = Topology(config.nodes, config.local_size)
+    paths = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, Experts))
+    named = dict(model.named_parameters())
+    experts = {name: placement.part(param, 0) for name, param in named.items() if name.startswith(paths)}
+    size = config.local_size // shape.expert if config.local_size % shape.expert == 0 else 1
+    replicas = Topology.stated(shape.sizes["data"], size)
+    rest = {name: param for name, param in named.items() if name not in experts}
+    first, second = (
+        strategy.plan(holder(tensors), on, config.micro_batches) for tensors, on in ((rest, grid), (experts, replicas))
+    )
+    messages = {
+        (OPERATION, level): num_bytes * model.config.num_hidden_layers * config.micro_batches
+        for level, num_bytes in levels_of(sent(placement, rows_of(model, placement, config), options_of(config, shape)),
+                                          grid).items()
+    }  # fmt: skip
+    return replace(
+        first, weights=first.weights + second.weights, gradients=first.gradients + second.gradients,
+        optimizer=first.optimizer + second.optimizer, passing=first.passing + second.passing,
+        sent=added(added(first.sent, second.sent), messages), other=added(first.other, second.other),
+    )  # fmt: skip
+
+
+def levels_of(sent_bytes: Mapping[tuple[int, int], int], grid: Topology) -> dict[str, int]:
+    """What the first rank sends inside its node, and to others."""
+    found = {"intra": 0, "inter": 0}
+    for (source, home), num_bytes in sent_bytes.items():
+        if source == 0:
+            found["intra" if grid.node(home) == 0 else "inter"] += num_bytes
+    return found
+
+
+def added(one: Mapping[Key, int], other: Mapping[Key, int]) -> dict[Key, int]:
+    """The sums, by key."""
+    return {key: one.get(key, 0) + other.get(key, 0) for key in (*one, *other)}
+
+
+def holder(tensors: Mapping[str, Tensor]) -> nn.Module:
+    """A module with these parameters."""
+    return nn.ParameterDict({name.replace(".", "_"): nn.Parameter(tensor) for name, tensor in tensors.items()})
+
+
+def expert_notes(whole: nn.Module, config: ExplainConfig, shape: MeshShape) -> list[Row]:
+    """Rows about the placement, and what the rows of a step send. Raises ConfigError."""
+    model, placement = placed(whole, config, shape)
+    numel = 3 * model.config.hidden_size * model.config.intermediate_size
+    layers, rows = model.config.num_hidden_layers, rows_of(model, placement, config)
+    return facts(options_of(config, shape), placement, rows, layers, config.micro_batches, numel)

@@ -257,6 +257,11 @@ def test_every_option_of_sequences_is_documented() -> None:
     assert documented == [item.name for item in fields(SequenceParallel)]
 
 
+def test_every_option_of_experts_is_documented() -> None:
+    documented = [row[0] for row in table_rows(ROOT / "docs/tasks/spread-experts.md", "In the trainer")]
+    assert documented == [item.name for item in fields(ExpertParallel)]
+
+
 def test_every_option_of_islands_is_documented() -> None:
     rows = table_rows(ROOT / "docs/methods/diloco.md", "Options")
     documented = {name: row[1].replace("`", "").split(", ") for row in rows for name in re.findall(r"\w+", row[0])}

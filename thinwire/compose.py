@@ -58,8 +58,8 @@ class Stage:
     training. optimizer: what steps it, a ParallelOptimizer. pipeline: see PipelinedStage. sequence: the ranks that
     share this rank's sequences, see SequenceRanks; such a model is called with whole sequences, alike on all of them.
     experts: the ranks that hold the experts of a mixture between them, see ExpertRanks; they call the model equally
-    often. borders: where and how hidden states are rounded on their way, by which a loss depends on more than the weights;
-    empty: nowhere.
+    often. borders: where and how hidden states are rounded on their way, by which a loss depends on more than the
+    weights; empty: nowhere.
     """
 
     pipeline: PipelineStage | None = None
@@ -360,9 +360,7 @@ def parallelize(
     options_of_pipeline = [method for method in methods if isinstance(method, Pipeline)]
     options_of_sequence = [method for method in methods if isinstance(method, SequenceParallel)]
     options_of_experts = [method for method in methods if isinstance(method, ExpertParallel)]
-    others = [
-        method for method in methods if not isinstance(method, Pipeline | SequenceParallel | ExpertParallel)
-    ]
+    others = [method for method in methods if not isinstance(method, Pipeline | SequenceParallel | ExpertParallel)]
     method = checked_method(model, mesh, others, options_of_pipeline, options_of_sequence, options_of_experts)
     options: dict[str, Any] = {"local_size": local_size, "seed": seed, "timeout_s": timeout_s, "checked": checked}
     of_island = " of this island" if isinstance(method, Connected) else ""
@@ -386,9 +384,9 @@ def parallelize(
     experts = None
     if "expert" in names:
         check_optimizer(model, optimizer)
-        asked, meter = (*options_of_experts, ExpertParallel())[0], Meter()
+        meter, wanted = Meter(), with_ranks((*options_of_experts, ExpertParallel())[0], mesh)
         experts = expert_parallel(
-            model, with_ranks(asked, mesh), options["axis"].whole, local_size=options["local_size"], seed=seed,
+            model, wanted, options["axis"].whole, local_size=options["local_size"], seed=seed,
             timeout_s=timeout_s, checked=checked, meter=meter,
         )  # fmt: skip
         options["axis"] = replace(options["axis"], group_for=experts.group_for, meter=meter)

@@ -35,14 +35,12 @@ def first_of(source: int, target: int) -> int:
 def send_rows(rank: int, world_size: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     rows = torch.cat([block(rank, target) for target in range(world_size)])
-    numbered = [first_of(rank, target) for target in range(world_size)]
+    how: Any = {"seed": 3, "first_rows": [first_of(rank, target) for target in range(world_size)], "rounds_own": True}
     for local_size, checked in ((4, False), (2, True)):
         comm = Communicator(local_size=local_size, checked=checked, timeout_s=60)
         for name, text in CODECS.items():
             codec = Codec.parse(text) if text else None
-            receives, how = [COUNTS[source][rank] for source in range(world_size)], {
-                "seed": 3, "first_rows": numbered, "rounds_own": True
-            }  # fmt: skip
+            receives = [COUNTS[source][rank] for source in range(world_size)]
             before = comm.meter.snapshot().sent_by("all_to_all")
             got = comm.wait(comm.all_to_all_rows(rows, COUNTS[rank], receives, codec, **how))
             sent = comm.meter.snapshot().sent_by("all_to_all") - before

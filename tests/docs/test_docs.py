@@ -32,6 +32,7 @@ from thinwire.launch.line import read_config
 from thinwire.methods.data.dgc import DGC
 from thinwire.methods.data.onebit_adam import OneBitAdam
 from thinwire.methods.data.sdp4bit import SDP4Bit
+from thinwire.methods.experts import ExpertParallel
 from thinwire.methods.pipeline import Pipeline
 from thinwire.methods.sequence import SequenceParallel
 from thinwire.planner.explain import explain

@@ -48,8 +48,8 @@ def rows_bytes(num_rows: int, width: int, dtype: torch.dtype, codec: Codec | Non
 class RowCodec:
     """How rows become a packet, and come back; all ranks have the same one.
 
-    Where `width` is a multiple of `codec.block`, groups end at a row's end, and a row is rounded alike whichever rows it
-    travels with. Element j of row i draws its randomness from (seed, i * width + j): rows that are numbered over all
+    Where `width` is a multiple of `codec.block`, groups end at a row's end, and a row is rounded alike whichever rows
+    it travels with. Element j of row i draws its randomness from (seed, i * width + j): rows that are numbered over all
     ranks are rounded alike on any number of ranks. codec: None: the rows' own bytes, in their own dtype.
     """
 

@@ -85,9 +85,7 @@ def open_ranks(
     if axis is None:
         comm = Communicator(group, local_size=local_size, timeout_s=timeout_s, checked=checked)
         return Ranks(comm, comm)
-    everyone = Communicator(
-        axis.whole, local_size=local_size, timeout_s=timeout_s, checked=checked, meter=axis.meter
-    )
+    everyone = Communicator(axis.whole, local_size=local_size, timeout_s=timeout_s, checked=checked, meter=axis.meter)
     if axis.whole is axis.group:
         return Ranks(everyone, everyone, axis.counts, axis.num_names)
     members = [everyone.global_ranks.index(rank) for rank in axis.group.mesh.flatten().tolist()]

@@ -142,17 +142,11 @@ class TrainConfig:
             return replace(self, stages=None).mesh_shape
         if self.mesh is not None:
             shape = MeshShape.parse(self.mesh)
-            if self.stages not in (None, shape.pipeline):
-                raise ConfigError(f"--stages {self.stages} and --mesh {self.mesh}: give one of them")
-            for axis, (table, ranks) in self._splits.items():
-                if ranks not in (None, shape.sizes.get(axis, 1)):
-                    raise ConfigError(f"--{table}.parallel {ranks} and --mesh {self.mesh}: give one of them")
+            for axis, (option, stated) in self._asked.items():
+                if stated not in (None, shape.sizes.get(axis, 1)):
+                    raise ConfigError(f"{option} {stated} and --mesh {self.mesh}: give one of them")
             return shape
-        asked = {
-            "pipeline": ("--stages", self.stages or 1),
-            "sequence": ("--sequence.parallel", self.sequence or 1),
-            "expert": ("--experts.parallel", self.experts or 1),
-        }
+        asked = {axis: (option, stated or 1) for axis, (option, stated) in self._asked.items()}
         several = {axis: pair for axis, pair in asked.items() if pair[1] > 1}
         if len(several) > 1:
             shown = " ".join(f"{option} {size}" for option, size in several.values())
@@ -181,9 +175,13 @@ class TrainConfig:
         return self.tables.get("experts", {}).get("parallel")
 
     @property
-    def _splits(self) -> dict[str, tuple[str, int | None]]:
-        """The axes that the options of a table state: the table and the ranks."""
-        return {"sequence": ("sequence", self.sequence), "expert": ("experts", self.experts)}
+    def _asked(self) -> dict[str, tuple[str, int | None]]:
+        """The axes that options other than --mesh state: the option, and the ranks where it is stated."""
+        return {
+            "pipeline": ("--stages", self.stages),
+            "sequence": ("--sequence.parallel", self.sequence),
+            "expert": ("--experts.parallel", self.experts),
+        }
 
     @property
     def num_shares(self) -> int:

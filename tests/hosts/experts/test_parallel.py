@@ -70,7 +70,11 @@ def one_layer(rank: int, options: ExpertParallel) -> tuple[float, bool]:
         y.square().sum().backward()
         traffic = ep.comm.meter.snapshot() - before
     bytes_fit = sum(map(traffic.sent_by, OPERATIONS)) == formula
-    pairs = [(y.detach(), expected[rank].detach()), (x.grad, given[rank][0].grad * 4), (weights.grad, given[rank][2].grad * 4)]
+    pairs = [
+        (y.detach(), expected[rank].detach()),
+        (x.grad, given[rank][0].grad * 4),
+        (weights.grad, given[rank][2].grad * 4),
+    ]
     replicas = range(rank % place.ranks, 4, place.ranks)
     whole = {}
     for name, param in model.experts.named_parameters():

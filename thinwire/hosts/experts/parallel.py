@@ -170,8 +170,8 @@ def expert_parallel(
         members = list(range(first, first + ranks))
         own = [everyone.global_ranks[rank] for rank in members]
         comm = make(own, local_size=along(everyone.topology, members), meter=everyone.meter)
-    codecs = {name: options.codec(name) for name in ("dispatch", "combine", "gradients")}
-    wire = Wire(comm, placement, first=first, seed=seed, **codecs)
+    dispatch, combine, gradients = map(options.codec, ("dispatch", "combine", "gradients"))
+    wire = Wire(comm, placement, dispatch, combine, gradients, first, seed)
     made = ExpertRanks(options, wire, everyone, {name: param.shape for name, param in tensors.items()})
     for param in tensors.values():
         param.data = placement.part(param.data, comm.rank).clone(memory_format=torch.contiguous_format)

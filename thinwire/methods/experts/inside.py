@@ -15,6 +15,6 @@ def check_data_method(method: Method | Connected) -> None:
         return
     name = method.method.name if isinstance(method, Connected) else method.name
     raise ConfigError(
-        f"{name} can't train experts over several ranks: it takes all ranks for replicas of every parameter; those that "
-        "can: zero, zero-bf16, zero-compressed, sdp4bit and its variants"
+        f"{name} can't train experts over several ranks: it takes all ranks for replicas of every parameter; those "
+        "that can: zero, zero-bf16, zero-compressed, sdp4bit and its variants"
     )

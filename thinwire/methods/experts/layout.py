@@ -78,10 +78,10 @@ def place_experts(options: ExpertParallel, experts: int, hidden_units: int) -> P
         fits = [n for n in range(ranks - 1, 0, -1) if n % slices == 0 and experts % (n // slices) == 0]
         fewer = " or ".join(map(str, fits[:2]))
         cuts = [n for n in range(1, ranks + 1) if ranks % n == hidden_units % n == experts % (ranks // n) == 0]
-        near = [f"parallel {fewer}"] if fewer else []
-        near += [f"slices {cuts[0]}"] if cuts else []
+        works = [f"parallel {fewer}"] if fewer else []
+        works += [f"slices {cuts[0]}"] if cuts else []
         raise ConfigError(
             f"{experts} experts on {ranks} ranks with slices {slices}: each needs equally many; nearest: "
-            f"{', or '.join(near)}"
+            f"{', or '.join(works)}"
         )
     return Placement(experts, ranks, slices)

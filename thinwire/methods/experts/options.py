@@ -23,9 +23,9 @@ class ExpertParallel:
     slices: int = 1
     """Ranks that hold an expert between them, in slices of its hidden units; divides parallel."""
     dispatch: str = EXACT
-    """Codec of rows to their experts, such as bf16 or int8/64:nearest, or exact. It must round the same way each time."""
+    """Codec of rows to their experts, such as bf16 or int8/64:nearest, or exact. It rounds the same way each time."""
     combine: str = EXACT
-    """Codec of what experts return, such as bf16 or int8/64:nearest, or exact. It must round the same way each time."""
+    """Codec of what experts return, such as bf16 or int8/64:nearest, or exact. It rounds the same way each time."""
     gradients: str = EXACT
     """Codec of the gradients of both, such as bf16 or int8/64, or exact."""
 

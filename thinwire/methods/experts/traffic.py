@@ -37,7 +37,7 @@ def sent(placement: Placement, rows: Rows, options: ExpertParallel, *, in_traini
     """Bytes from rank to rank: forward, and backward too in training.
 
     With n_pe rows of rank p for expert e, p sends sum_e n_pe rows to each of the s ranks that hold parts of e, but to
-    itself, and as many come back. Backward is the same with gradients. In front of the rows there are 2 + E / G numbers.
+    itself, and as many come back. Backward is the same with gradients. In front of the rows are 2 + E / G numbers.
     """
 
     def num_bytes(num_rows: int, codec: Codec | None) -> int:

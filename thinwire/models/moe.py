@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -191,13 +191,26 @@ class Experts(nn.Module):
         return order.decode(self.work(rows, order.counts) * weights, len(x)).to(x.dtype)
 
     def work(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """down(silu(gate(x)) * up(x)) of rows [rows, hidden] that are sorted by expert, `counts` [experts] of each."""
-        kind = rows.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.gate_proj.dtype
-        gate, up, down = (weight.to(dtype) for weight in (self.gate_proj, self.up_proj, self.down_proj))
-        rows = rows.to(dtype)
-        hidden = F.silu(grouped_product(rows, gate.transpose(1, 2), counts))
-        return grouped_product(hidden * grouped_product(rows, up.transpose(1, 2), counts), down, counts)
+        """`swiglu` by the weights of these experts."""
+        return swiglu(rows, counts, (self.gate_proj, self.up_proj, self.down_proj))
+
+
+def dtype_of_work(rows: Tensor, weight: Tensor) -> torch.dtype:
+    """What experts compute rows in: that of autocast, or of their weights."""
+    kind = rows.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+
+
+def swiglu(rows: Tensor, counts: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """down(silu(gate(x)) * up(x)) of rows [rows, hidden] that are sorted by expert, `counts` [experts] of each.
+
+    weights: gate, up and down, [experts, inner, hidden] each.
+    """
+    dtype = dtype_of_work(rows, weights[0])
+    gate, up, down = (weight.to(dtype) for weight in weights)
+    rows = rows.to(dtype)
+    hidden = F.silu(grouped_product(rows, gate.transpose(1, 2), counts))
+    return grouped_product(hidden * grouped_product(rows, up.transpose(1, 2), counts), down, counts)
 
 
 @dataclass(frozen=True)

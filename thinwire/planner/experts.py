@@ -73,13 +73,12 @@ def expert_plan(strategy: Method, whole: nn.Module, config: ExplainConfig, shape
     replicas = Topology.stated(shape.sizes["data"], size)
     rest = {name: param for name, param in named.items() if name not in experts}
     first, second = (
-        strategy.plan(holder(tensors), on, config.micro_batches) for tensors, on in ((rest, grid), (experts, replicas))
+        strategy.plan(holder(tensors), on, config.passes) for tensors, on in ((rest, grid), (experts, replicas))
     )
-    messages = {
-        (OPERATION, level): num_bytes * model.config.num_hidden_layers * config.micro_batches
-        for level, num_bytes in levels_of(sent(placement, rows_of(model, placement, config), options_of(config, shape)),
-                                          grid).items()
-    }  # fmt: skip
+    part_numel = sum(param.numel() for param in experts.values()) // model.config.num_hidden_layers
+    of_layer = sent(placement, rows_of(model, placement, config), options_of(config, shape), part_numel)
+    passes = model.config.num_hidden_layers * config.passes
+    messages = {(OPERATION, level): num_bytes * passes for level, num_bytes in levels_of(of_layer, grid).items()}
     return replace(
         first, weights=first.weights + second.weights, gradients=first.gradients + second.gradients,
         optimizer=first.optimizer + second.optimizer, passing=first.passing + second.passing,
@@ -111,4 +110,4 @@ def expert_notes(whole: nn.Module, config: ExplainConfig, shape: MeshShape) -> l
     model, placement = placed(whole, config, shape)
     numel = 3 * model.config.hidden_size * model.config.intermediate_size
     layers, rows = model.config.num_hidden_layers, rows_of(model, placement, config)
-    return facts(options_of(config, shape), placement, rows, layers, config.micro_batches, numel)
+    return facts(options_of(config, shape), placement, rows, layers, config.passes, numel)

@@ -388,10 +388,9 @@ def notes_on(config: ExplainConfig, names: list[str]) -> Iterator[tuple[str, str
         if getattr(config, name) != getattr(ExplainConfig(), name):
             yield f"{flag(name)} {getattr(config, name)}", "no effect", "--parameters stands for the model"
     if config.stages is None:
-        for name in ("micro_batch", "gflops", "memory_gb"):
-            if getattr(config, name) != getattr(ExplainConfig(), name) and not (
-                name == "micro_batch" and used & {EXPERTS}
-            ):
+        of_pass = () if used & {SEQUENCE, EXPERTS} else ("micro_batch",)
+        for name in (*of_pass, "gflops", "memory_gb"):
+            if getattr(config, name) != getattr(ExplainConfig(), name):
                 yield f"{flag(name)} {getattr(config, name)}", "no effect", "it is for --stages"
     if config.rate is not None and config.nodes == 1:
         yield f"--rate {config.rate}", "no effect", "there is one node"

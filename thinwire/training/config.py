@@ -178,7 +178,7 @@ class TrainConfig:
     def _asked(self) -> dict[str, tuple[str, int | None]]:
         """The axes that options other than --mesh state: the option, and the ranks where it is stated."""
         return {
-            "pipeline": ("--stages", self.stages),
+            "pipeline": ("--stages", None if isinstance(self.stages, str) else self.stages),
             "sequence": ("--sequence.parallel", self.sequence),
             "expert": ("--experts.parallel", self.experts),
         }

@@ -180,7 +180,7 @@ class Trainer:
         """How ranks share a sequence or the experts: sums are in another order in each layout."""
         sequence, experts = self.stage.sequence, self.stage.experts
         found = {} if sequence is None else {"sequence": str(sequence.layout)}
-        return found if experts is None else found | {"experts": str(experts.placement)}
+        return found if experts is None else found | {"experts": f"{experts.placement}, move {experts.options.move}"}
 
     def _device_rows(self) -> list[Row]:
         """What a GPU computes in, which the launcher has left open."""

@@ -24,7 +24,9 @@ CONFIG = MoEConfig(
     num_key_value_heads=2, max_position_embeddings=LENGTH, router_aux_loss_coef=0.01,
 )  # fmt: skip
 TOKENS = [10, 7, 0, 3]
-OPERATIONS = ("dispatch", "combine", "combine_gradients", "dispatch_gradients")
+OPERATIONS = (
+    "dispatch", "combine", "combine_gradients", "dispatch_gradients", "expert_weights", "expert_weight_gradients",
+)  # fmt: skip
 
 
 def inputs() -> list[list[Any]]:
@@ -58,8 +60,9 @@ def one_layer(rank: int, options: ExpertParallel) -> tuple[float, bool]:
     ep = thinwire.expert_parallel(model, options, local_size=2, timeout_s=60)
     place, own = ep.placement, ep.comm.rank
     first, own_counts = rank - own, torch.stack([torch.bincount(each[1].flatten(), minlength=8) for each in given])
+    numel = 3 * 8 * 48 * 32 // place.ranks
     rows = Rows(own_counts[first : first + place.ranks].tolist(), 32, torch.float64)
-    formula = sum(num_bytes for (source, _), num_bytes in sent(place, rows, options).items() if source == own)
+    formula = sum(num_bytes for (source, _), num_bytes in sent(place, rows, options, numel).items() if source == own)
     # In the second pass both ends expect what comes, so there is one message.
     for _ in range(2):
         x, index, weights = given[rank]
@@ -103,7 +106,11 @@ def rounded(rank: int, ranks: int) -> list[Tensor]:
 
 
 def layers(rank: int, world_size: int) -> Any:
-    plain = [one_layer(rank, ExpertParallel(w, slices=s)) for w, s in ((4, 1), (2, 1), (4, 2), (4, 4), (1, 1))]
+    layouts = [
+        (4, 1, "tokens"), (2, 1, "tokens"), (4, 2, "tokens"), (4, 4, "tokens"), (4, 2, "slices"), (2, 2, "slices"),
+        (4, 2, "experts"),
+    ]  # fmt: skip
+    plain = [one_layer(rank, ExpertParallel(w, slices=s, move=move)) for w, s, move in layouts]
     coded = one_layer(rank, ExpertParallel(4, dispatch="int8/32:nearest", combine="bf16", gradients="int8/32"))
     return plain, coded, [rounded(rank, ranks) for ranks in (4, 2)]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,9 +17,10 @@ from thinwire.collectives import Communicator, Meter
 from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
 from thinwire.errors import ConfigError, Problems
 from thinwire.hosts.experts.trip import Combine, Dispatch, Trip, Wire
+from thinwire.hosts.experts.weights import Gather
 from thinwire.hosts.ranks import along
 from thinwire.methods.experts import ExpertParallel, Placement, place_experts
-from thinwire.models.moe import Experts
+from thinwire.models.moe import Experts, dtype_of_work, swiglu
 from thinwire.state.replicas import equal_bits
 from thinwire.table import Row
 
@@ -35,10 +36,11 @@ class ExpertRanks:
     """
 
     def __init__(
-        self, options: ExpertParallel, wire: Wire, everyone: Communicator, shapes: Mapping[str, torch.Size]
-    ) -> None:
-        self.options, self.wire, self.everyone, self.shapes = options, wire, everyone, shapes
-        self.placement, self.comm = wire.placement, wire.comm
+        self, options: ExpertParallel, placement: Placement, wire: Wire, everyone: Communicator,
+        shapes: Mapping[str, torch.Size],
+    ) -> None:  # fmt: skip
+        self.options, self.placement, self.wire, self.everyone = options, placement, wire, everyone
+        self.shapes, self.comm = shapes, wire.comm
         own, ranks = everyone.rank, self.placement.ranks
         self.replicas = [everyone.global_ranks[rank] for rank in range(own % ranks, everyone.world_size, ranks)]
 
@@ -48,11 +50,17 @@ class ExpertRanks:
 
     def work(self, experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
         """What all experts make of this rank's rows, which are sorted by expert; see `Experts.work`. A collective."""
-        kind = rows.device.type
-        rows = rows.to(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else experts.gate_proj.dtype)
+        placement, comm, move = self.placement, self.comm, self.options.move
+        weights: Sequence[Tensor] = (experts.gate_proj, experts.up_proj, experts.down_proj)
+        if move == "experts":
+            return swiglu(rows, counts, Gather.apply(comm, range(comm.world_size), placement, *weights))
+        if move == "slices" and placement.slices > 1:
+            first = comm.rank - comm.rank % placement.slices
+            team = range(first, first + placement.slices)
+            weights = Gather.apply(comm, team, placement.of_team, *weights)
         trip = Trip(self.wire, counts)
-        there = Dispatch.apply(trip, rows)
-        return Combine.apply(trip, Experts.work(experts, there, trip.local_counts.to(rows.device)))
+        there = Dispatch.apply(trip, rows.to(dtype_of_work(rows, weights[0])))
+        return Combine.apply(trip, swiglu(there, trip.local_counts.to(rows.device), weights))
 
     def gather(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Whole tensors, of every rank's part of those of experts, on all ranks. A collective."""
@@ -112,16 +120,21 @@ class ExpertRanks:
         asked = self.options
         if self.wire.dispatch is None and self.wire.combine is None:
             return ""
-        return f"experts: dispatch {asked.dispatch}, combine {asked.combine}, in slices of 1/{asked.slices}"
+        return f"experts: dispatch {asked.dispatch}, combine {asked.combine}, {self.wire.placement.slices} parts added"
 
     def describe(self) -> list[Row]:
         """Rows of (asked for, in effect, why they differ or how it was found)."""
         asked, num = self.options, len(self.replicas)
         codecs = f"dispatch {asked.dispatch}, combine {asked.combine}, gradients {asked.gradients}"
         copies = f"{num} replicas of each average its gradients" if num > 1 else "no replicas: nothing is averaged"
+        moved = {
+            "tokens": ("tokens to experts", codecs),
+            "slices": ("slices to each other, tokens to experts", codecs),
+            "experts": ("experts to tokens", "in each micro-batch; no rows travel"),
+        }
         return [
             (f"experts over {asked.parallel} ranks", str(self.placement), copies),
-            ("tokens to experts", str(self.comm.topology), codecs),
+            (f"experts move {asked.move}", moved[asked.move][0], f"{self.comm.topology}; {moved[asked.move][1]}"),
         ]
 
     def close(self) -> None:
@@ -171,8 +184,13 @@ def expert_parallel(
         own = [everyone.global_ranks[rank] for rank in members]
         comm = make(own, local_size=along(everyone.topology, members), meter=everyone.meter)
     dispatch, combine, gradients = map(options.codec, ("dispatch", "combine", "gradients"))
-    wire = Wire(comm, placement, dispatch, combine, gradients, first, seed)
-    made = ExpertRanks(options, wire, everyone, {name: param.shape for name, param in tensors.items()})
+    among, on, step = range(ranks), placement, 1
+    if options.move == "slices":
+        # Of each team, the rank at this one's place.
+        step = placement.slices
+        among, on = range(comm.rank % step, ranks, step), placement.whole
+    wire = Wire(comm, on, among, dispatch, combine, gradients, first + among[0], step, seed)
+    made = ExpertRanks(options, placement, wire, everyone, {name: param.shape for name, param in tensors.items()})
     for param in tensors.values():
         param.data = placement.part(param.data, comm.rank).clone(memory_format=torch.contiguous_format)
     for experts in found.values():

@@ -26,16 +26,19 @@ NUMBERS_OF_A_RANK = 1 << 24
 class Wire:
     """The ranks that hold the experts of a layer between them, and the codecs of what they exchange; jobs are urgent.
 
-    first: number of the group's first rank among all ranks that train the model. seed: of what codecs draw, another for
+    members: ranks of `comm` among which rows travel, to the experts that `placement` has on them; the first is number
+    `first` among all ranks that train the model, each other one `step` further. seed: of what codecs draw, another for
     each message of gradients, counted in `num_drawn`: with the rows' numbers it is the same on any number of ranks.
     """
 
     comm: Communicator
     placement: Placement
+    members: Sequence[int]
     dispatch: Codec | None = None
     combine: Codec | None = None
     gradients: Codec | None = None
     first: int = 0
+    step: int = 1
     seed: int = 0
     num_drawn: int = 0
     room: Room = field(default_factory=Room)
@@ -47,11 +50,11 @@ class Wire:
 
     def number(self, rank: int) -> int:
         """Of the first row of a rank of this group."""
-        return (self.first + rank) * NUMBERS_OF_A_RANK
+        return (self.first + rank * self.step) * NUMBERS_OF_A_RANK
 
     def run(self, job: Callable[[Link], Rounds[T]]) -> T:
-        """The result of a job."""
-        return self.comm.wait(self.comm.submit(job, urgent=True))
+        """The result of a job among the members."""
+        return self.comm.wait(self.comm.submit(lambda link: job(link.subgroup(self.members)), urgent=True))
 
 
 class Trip:
@@ -119,7 +122,7 @@ class Trip:
         """The rows for each rank, one after the other; how many; and the number of the first."""
         slices = self.wire.placement.slices
         counts = [block for block in self.blocks for _ in range(slices)]
-        own = self.wire.number(self.wire.comm.rank)
+        own = self.wire.number(self.wire.members.index(self.wire.comm.rank))
         numbers = [own + start for start in self.starts[:-1] for _ in range(slices)]
         if slices > 1:
             rows = torch.cat([block for block in rows.split(self.blocks) for _ in range(slices)])

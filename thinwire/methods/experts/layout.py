@@ -33,6 +33,16 @@ class Placement:
         """Experts of a rank."""
         return self.experts // self.teams
 
+    @property
+    def of_team(self) -> Placement:
+        """The experts of one team, on its ranks alone."""
+        return Placement(self.each, self.slices, self.slices)
+
+    @property
+    def whole(self) -> Placement:
+        """All experts on one rank of each team, whole."""
+        return Placement(self.experts, self.teams)
+
     def team(self, rank: int) -> int:
         """The team of a rank; it has experts team * each to (team + 1) * each - 1."""
         return rank // self.slices

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from thinwire.codecs import Codec
 from thinwire.errors import ConfigError, Problems
@@ -22,6 +23,9 @@ class ExpertParallel:
     """Ranks that hold the experts of a layer between them. Each has tokens of its own."""
     slices: int = 1
     """Ranks that hold an expert between them, in slices of its hidden units; divides parallel."""
+    move: Literal["tokens", "slices", "experts"] = "tokens"
+    """What travels. tokens: each row to all ranks of its expert; slices: these gather their slices, and a row goes to
+    one of them; experts: every rank gathers all experts, and rows stay where they are."""
     dispatch: str = EXACT
     """Codec of rows to their experts, such as bf16 or int8/64:nearest, or exact. It rounds the same way each time."""
     combine: str = EXACT
@@ -36,6 +40,11 @@ class ExpertParallel:
             for name in ("parallel", "slices"):
                 if getattr(self, name) < 1:
                     raise ConfigError(f"{name} {getattr(self, name)}: must be at least 1; nearest: 1")
+        stated = [name for name in (*FORWARD, "gradients") if getattr(self, name) != EXACT]
+        if self.move == "experts" and stated:
+            problems.messages.append(
+                f"{stated[0]} {getattr(self, stated[0])!r} with move 'experts': no rows travel; nearest: {EXACT!r}"
+            )
         for name in (*FORWARD, "gradients"):
             problems.note(self.codec, name)
         problems.raise_any()

@@ -43,6 +43,8 @@ from thinwire.errors import (
 from thinwire.hosts.ddp.attach import CompressedDDP as CompressedDDP, compress_ddp as compress_ddp
 from thinwire.hosts.forward.optimizer import ForwardOptimizer as ForwardOptimizer, forward_only as forward_only
 from thinwire.hosts.fsdp.compress import CompressedFSDP as CompressedFSDP, compress_fsdp as compress_fsdp
+from thinwire.hosts.offload.hollow import hollow as hollow
+from thinwire.hosts.offload.weights import whole as whole
 from thinwire.hosts.sequence import (
     SequenceRanks as SequenceRanks,
     ring_attention as ring_attention,
@@ -54,6 +56,7 @@ from thinwire.hosts.sharded.wrap import zero as zero
 from thinwire.islands.library import Islands as Islands
 from thinwire.layout.formats import Strategy as Strategy
 from thinwire.methods.interface import Method as Method
+from thinwire.methods.memory import Residency as Residency
 from thinwire.methods.pipeline.border import Border as Border
 from thinwire.methods.pipeline.options import Pipeline as Pipeline
 from thinwire.methods.plain_ddp import DDP as DDP

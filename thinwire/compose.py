@@ -36,6 +36,7 @@ from thinwire.hosts.sequence.seams import heads_of
 from thinwire.hosts.tensor import TensorAxis, check_same_copies, cut_parameters, misfits
 from thinwire.layout.mesh import AXES, check_axis
 from thinwire.methods.interface import Method
+from thinwire.methods.memory import Residency, why_not_resident
 from thinwire.methods.outer.base import Connected, IslandsMethod
 from thinwire.methods.pipeline.cut import layers_of
 from thinwire.methods.pipeline.inside import check_inside, check_recovers
@@ -299,13 +300,14 @@ def parallelize(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     mesh: DeviceMesh,
-    methods: Iterable[Method | Connected | Pipeline | SequenceParallel],
+    methods: Iterable[Method | Connected | Pipeline | SequenceParallel | Residency],
     *,
     local_size: int | None = None,
     overlap: bool = False,
     seed: int = 0,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     checked: bool = False,
+    initial: Callable[[str], Tensor] | None = None,
     announce: bool = True,
 ) -> Stage:
     """Train `model` on a mesh, with one method on each axis that has one; a collective over the mesh.
@@ -323,11 +325,13 @@ def parallelize(
         mesh: with names of AXES for its dimensions, such as ("data", "tensor").
         methods: at most one for each axis, such as [thinwire.DiLoCo(), thinwire.SDP4Bit()]. Without one for the data
             axis, an islands method's own `inner` works there. The pipeline axis has options, `thinwire.Pipeline()`, and
-            so has the sequence axis, `thinwire.SequenceParallel()`, whose `parallel` follows from the mesh.
+            so has the sequence axis, `thinwire.SequenceParallel()`, whose `parallel` follows from the mesh. A
+            `thinwire.Residency()` says what of a sharded method lies on a disk.
         local_size: ranks of a node; None: found from the launcher or host names.
         overlap: weights may arrive during the next forward.
         seed: of all randomness. timeout_s: seconds that one message may take.
         checked: every message carries what it is and a checksum.
+        initial: see `thinwire.zero`; with a Residency.
         announce: rank 0 prints what was asked for, what is in effect, and why they differ.
 
     Raises ConfigError, with all reasons at once, before anything is sent: for a mesh without names, an axis without a
@@ -337,8 +341,13 @@ def parallelize(
         raise ConfigError(f"methods must be a list, such as [{methods!r}]")
     options_of_pipeline = [method for method in methods if isinstance(method, Pipeline)]
     options_of_sequence = [method for method in methods if isinstance(method, SequenceParallel)]
-    others = [method for method in methods if not isinstance(method, Pipeline | SequenceParallel)]
+    residencies = [method for method in methods if isinstance(method, Residency)]
+    others = [method for method in methods if not isinstance(method, Pipeline | SequenceParallel | Residency)]
     method = checked_method(model, mesh, others, options_of_pipeline, options_of_sequence)
+    if len(residencies) > 1:
+        raise ConfigError("a process has one residency: give one thinwire.Residency")
+    if residencies and (why := why_not_resident(method, names_of(mesh))):
+        raise ConfigError(why)
     options: dict[str, Any] = {"local_size": local_size, "seed": seed, "timeout_s": timeout_s, "checked": checked}
     of_island = " of this island" if isinstance(method, Connected) else ""
     rows: list[Row] = [(f"mesh{of_island}", shape_of(mesh), "axes from the outside in")]
@@ -359,6 +368,8 @@ def parallelize(
         options["local_size"] = node_inside(mesh, inside, local_size)
     if "island" in names and isinstance(method, IslandsMethod):
         method = method.connected_to(lambda: other_islands(mesh, timeout_s, checked))
+    if residencies:
+        options |= {"residency": residencies[0], "initial": initial}
     module, parallel = apply(method, model, optimizer, overlap=overlap, **options)
     if isinstance(model, MoELlama) and parallel.comm.world_size > 1:
         model.gather = partial(gathered, parallel.comm)

@@ -12,11 +12,21 @@ from thinwire.codecs import Codec
 from thinwire.data import TokenFile, Tokenizer, prepare
 from thinwire.errors import ConfigError, nearest, nearest_divisor
 from thinwire.methods.interface import Method
+from thinwire.methods.memory import Residency
 from thinwire.methods.pipeline.options import Pipeline
 from thinwire.methods.pipeline.recover import NONE
 from thinwire.methods.sequence import SequenceParallel
 from thinwire.optim import OPTIMIZERS, SHARDED, WHOLE
-from thinwire.options import DEFAULT_INNER, PIPELINE, SEQUENCE, build_strategy, has_islands, model_table, used_tables
+from thinwire.options import (
+    DEFAULT_INNER,
+    PIPELINE,
+    RESIDENCY,
+    SEQUENCE,
+    build_strategy,
+    has_islands,
+    model_table,
+    used_tables,
+)
 from thinwire.training.config import TrainConfig
 
 
@@ -25,13 +35,15 @@ class Run:
     """A configuration and its strategy, which is built once in every process.
 
     config: with the optimizer that is in effect. strategy: with its options, for a run of this length. pipeline: of the
-    model's stages, where it has several; sequence: of sequences that lie on several ranks.
+    model's stages, where it has several; sequence: of sequences that lie on several ranks; residency: of what lies on a
+    disk.
     """
 
     config: TrainConfig
     strategy: Method
     pipeline: Pipeline | None = None
     sequence: SequenceParallel | None = None
+    residency: Residency | None = None
 
     @classmethod
     def of(cls, config: TrainConfig) -> Run:
@@ -62,7 +74,7 @@ class Run:
             raise ConfigError(
                 f"--optimizer {name} needs whole tensors, which --mesh {config.mesh} cuts{nearest(name, SHARDED)}"
             )
-        return cls(replace(config, optimizer=name), strategy, pipeline, sequence)
+        return cls(replace(config, optimizer=name), strategy, pipeline, sequence, residency_of(config))
 
     def but(self, **changes: object) -> Run:
         """The same run where these values, on which no strategy depends, are others."""
@@ -114,7 +126,21 @@ def tables_in_effect(config: TrainConfig) -> set[str]:
     has_stages = config.stages not in (None, 1) or "pipeline" in (config.mesh or "")
     stages = {PIPELINE} if has_stages else set()
     sequences = {SEQUENCE} if (config.sequence or 1) > 1 or "sequence" in (config.mesh or "") else set()
-    return model | stages | sequences | used_tables(config.strategy, config.inner)
+    asked = config.memory or config.store or config.tables.get(RESIDENCY)
+    return model | stages | sequences | used_tables(config.strategy, config.inner) | ({RESIDENCY} if asked else set())
+
+
+def residency_of(config: TrainConfig) -> Residency | None:
+    """What lies on a disk; None: nothing. Raises ConfigError for values that can't work."""
+    if RESIDENCY not in tables_in_effect(config):
+        return None
+    options = dict(config.tables.get(RESIDENCY, {}))
+    for name in ("memory", "store"):
+        stated, other = getattr(config, name), options.get(name)
+        if stated is not None and other not in (None, stated):
+            raise ConfigError(f"--{name} {stated} and --residency.{name} {other}: give one of them")
+        options[name] = stated or other
+    return Residency(**{**options, "store": options["store"] or str(Path(config.run_dir) / "store")})
 
 
 def island_size(config: TrainConfig) -> int:

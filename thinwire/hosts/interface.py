@@ -43,6 +43,7 @@ class ParallelOptimizer:
         has_islands: it trains together with islands, which may be lost and may join.
         overlaps: weights may arrive during the next forward.
         tiers: bytes and seconds of this rank's disk; None: all lies in memory.
+        weights_pass: weights lie on a disk, and pass through memory in every forward.
     """
 
     has_own_pace = False
@@ -56,6 +57,7 @@ class ParallelOptimizer:
     skipped_steps = 0
     mean_loss = math.nan
     tiers: TierMeter | None = None
+    weights_pass = False
     stop_requested = False
     _loss = math.nan
     _stop = False

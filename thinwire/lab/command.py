@@ -98,9 +98,9 @@ def memory_bytes(text: str) -> int:
 
 
 def run_command(spec: LabSpec, command: Sequence[str], env: dict[str, str], limit: int | None = None) -> int:
-    """Run the command on every node; limit: most bytes of memory of a rank. Return the worst exit code, or 128 + the signal that stopped it.
+    """Run the command on every node. Return the worst exit code, or 128 + the signal that stopped it.
 
-    Raises LabError, with that exit code, if a rank failed.
+    limit: most bytes of memory of a rank. Raises LabError, with that exit code, if a rank failed.
     """
     threads, reason = threads_per_rank(spec, env)
     env["OMP_NUM_THREADS"] = str(threads)

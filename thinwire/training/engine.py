@@ -179,8 +179,11 @@ class Engine:
 
     @property
     def writes_sample(self) -> bool:
-        """Whether this is a rank of the first model, all of which compute together."""
-        return self.replica[0] == 0
+        """Whether this is a rank of the first model, all of which compute together.
+
+        Every token goes through the whole model: one that passes through memory writes none.
+        """
+        return self.replica[0] == 0 and not self.optimizer.weights_pass
 
     @property
     def continuing(self) -> nn.Module:

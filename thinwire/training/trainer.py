@@ -124,6 +124,9 @@ class Trainer:
         rows = [*self._device_rows(), *rows]
         if self.stage.pipeline is not None:
             link_rows.append(self._border_row(self.stage.pipeline))
+        if self.optimizer.weights_pass and config.sample_tokens:
+            why = "every token would read all weights from the disk; `thinwire generate` takes a machine with room"
+            link_rows.append((f"--sample-tokens {config.sample_tokens}", "none", why))
         if self.stage.sequence is not None:
             link_rows.append(self._sequence_row(self.stage.sequence))
         if survivor is not None and survivor.reporter is not None:

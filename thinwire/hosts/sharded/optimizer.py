@@ -123,13 +123,13 @@ class ShardedOptimizer(ParallelOptimizer, torch.optim.Optimizer):
         )
         comes_and_goes = is_cut
         if residence is not None:
-            self.tiers, comes_and_goes = residence.meter, is_cut or residence.replicas is not None
+            self.tiers, self.weights_pass = residence.meter, residence.replicas is not None
+            comes_and_goes = is_cut or self.weights_pass
             self._weights = residence.weights(self._weights, model)
             if not has_masters:
                 self.states = residence.states(inner, self._weights)
         self._saved = ShardedState(method, self.states, self._weights, self.comm, self.buckets, self.memory.state)
-        releases = residence is not None and residence.replicas is not None
-        self._gradients = Gradients(self.units, self._weights, self._seeds, releases=releases)
+        self._gradients = Gradients(self.units, self._weights, self._seeds, releases=self.weights_pass)
         if overlap or comes_and_goes:
             self._guard_weights()
         self._residence = residence

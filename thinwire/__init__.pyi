@@ -44,6 +44,8 @@ from thinwire.hosts.ddp.attach import CompressedDDP as CompressedDDP, compress_d
 from thinwire.hosts.experts import ExpertRanks as ExpertRanks, expert_parallel as expert_parallel
 from thinwire.hosts.forward.optimizer import ForwardOptimizer as ForwardOptimizer, forward_only as forward_only
 from thinwire.hosts.fsdp.compress import CompressedFSDP as CompressedFSDP, compress_fsdp as compress_fsdp
+from thinwire.hosts.offload.hollow import hollow as hollow
+from thinwire.hosts.offload.weights import whole as whole
 from thinwire.hosts.sequence import (
     SequenceRanks as SequenceRanks,
     ring_attention as ring_attention,
@@ -56,6 +58,7 @@ from thinwire.islands.library import Islands as Islands
 from thinwire.layout.formats import Strategy as Strategy
 from thinwire.methods.experts import ExpertParallel as ExpertParallel
 from thinwire.methods.interface import Method as Method
+from thinwire.methods.memory import Residency as Residency
 from thinwire.methods.pipeline.border import Border as Border
 from thinwire.methods.pipeline.options import Pipeline as Pipeline
 from thinwire.methods.plain_ddp import DDP as DDP

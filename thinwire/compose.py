@@ -39,6 +39,7 @@ from thinwire.hosts.tensor import TensorAxis, check_same_copies, cut_parameters,
 from thinwire.layout.mesh import AXES, check_axis
 from thinwire.methods.experts import ExpertParallel, check_data_method
 from thinwire.methods.interface import Method
+from thinwire.methods.memory import Residency, why_not_resident
 from thinwire.methods.outer.base import Connected, IslandsMethod
 from thinwire.methods.pipeline.cut import layers_of
 from thinwire.methods.pipeline.inside import check_inside, check_recovers
@@ -318,13 +319,14 @@ def parallelize(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     mesh: DeviceMesh,
-    methods: Iterable[Method | Connected | Pipeline | SequenceParallel | ExpertParallel],
+    methods: Iterable[Method | Connected | Pipeline | SequenceParallel | ExpertParallel | Residency],
     *,
     local_size: int | None = None,
     overlap: bool = False,
     seed: int = 0,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     checked: bool = False,
+    initial: Callable[[str], Tensor] | None = None,
     announce: bool = True,
 ) -> Stage:
     """Train `model` on a mesh, with one method on each axis that has one; a collective over the mesh.
@@ -345,11 +347,13 @@ def parallelize(
         methods: at most one for each axis, such as [thinwire.DiLoCo(), thinwire.SDP4Bit()]. Without one for the data
             axis, an islands method's own `inner` works there. The pipeline axis has options, `thinwire.Pipeline()`, and
             so have the sequence axis, `thinwire.SequenceParallel()`, and the expert axis, `thinwire.ExpertParallel()`,
-            whose `parallel` follows from the mesh.
+            whose `parallel` follows from the mesh. A `thinwire.Residency()` says what of a sharded method lies on a
+            disk.
         local_size: ranks of a node; None: found from the launcher or host names.
         overlap: weights may arrive during the next forward.
         seed: of all randomness. timeout_s: seconds that one message may take.
         checked: every message carries what it is and a checksum.
+        initial: see `thinwire.zero`; with a Residency.
         announce: rank 0 prints what was asked for, what is in effect, and why they differ.
 
     Raises ConfigError, with all reasons at once, before anything is sent: for a mesh without names, an axis without a
@@ -360,8 +364,14 @@ def parallelize(
     options_of_pipeline = [method for method in methods if isinstance(method, Pipeline)]
     options_of_sequence = [method for method in methods if isinstance(method, SequenceParallel)]
     options_of_experts = [method for method in methods if isinstance(method, ExpertParallel)]
-    others = [method for method in methods if not isinstance(method, Pipeline | SequenceParallel | ExpertParallel)]
+    residencies = [method for method in methods if isinstance(method, Residency)]
+    layouts = Pipeline | SequenceParallel | ExpertParallel | Residency
+    others = [method for method in methods if not isinstance(method, layouts)]
     method = checked_method(model, mesh, others, options_of_pipeline, options_of_sequence, options_of_experts)
+    if len(residencies) > 1:
+        raise ConfigError("a process has one residency: give one thinwire.Residency")
+    if residencies and (why := why_not_resident(method, names_of(mesh))):
+        raise ConfigError(why)
     options: dict[str, Any] = {"local_size": local_size, "seed": seed, "timeout_s": timeout_s, "checked": checked}
     of_island = " of this island" if isinstance(method, Connected) else ""
     rows: list[Row] = [(f"mesh{of_island}", shape_of(mesh), "axes from the outside in")]
@@ -392,6 +402,8 @@ def parallelize(
         options["axis"] = replace(options["axis"], group_for=experts.group_for, meter=meter)
     if "island" in names and isinstance(method, IslandsMethod):
         method = method.connected_to(lambda: other_islands(mesh, timeout_s, checked))
+    if residencies:
+        options |= {"residency": residencies[0], "initial": initial}
     module, parallel = apply(method, model, optimizer, overlap=overlap, **options)
     if isinstance(model, MoELlama) and parallel.comm.world_size > 1:
         model.gather = partial(gathered, parallel.comm)

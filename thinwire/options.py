@@ -12,6 +12,7 @@ from thinwire.errors import ConfigError, Problems, nearest, type_name
 from thinwire.flags import options_of
 from thinwire.methods.experts import ExpertParallel
 from thinwire.methods.interface import Method, PlannedByRun
+from thinwire.methods.memory import Residency
 from thinwire.methods.options import fits
 from thinwire.methods.outer.base import IslandsMethod
 from thinwire.methods.pipeline.options import Pipeline
@@ -26,16 +27,19 @@ Tables = Mapping[str, Mapping[str, Any]]
 BASE, INNER = "base", "inner"
 DEFAULT_INNER = "ddp"
 LLAMA, MOE, PIPELINE, SEQUENCE, EXPERTS = "llama", "moe", "pipeline", "sequence", "experts"
-# Of axes that cut the model's work. No checkpoint depends on them, so a resumed run may change them.
-AXIS_TABLES: Mapping[str, type] = {PIPELINE: Pipeline, SEQUENCE: SequenceParallel, EXPERTS: ExpertParallel}
+RESIDENCY = "residency"
+# How the model's work is cut, and where it lies. No checkpoint depends on it, so a resumed run may change it.
+LAYOUT_TABLES: Mapping[str, type] = {
+    PIPELINE: Pipeline, SEQUENCE: SequenceParallel, EXPERTS: ExpertParallel, RESIDENCY: Residency,
+}  # fmt: skip
 
 
 @functools.cache
 def option_tables() -> Mapping[str, type]:
-    """The dataclass behind each table: [llama], [moe], [pipeline], [sequence], [experts], and one for each strategy."""
+    """The dataclass behind each table: of models, of layouts such as [pipeline], and one for every strategy."""
     strategies = {class_of(strategy) for strategy in STRATEGIES}
     with_options = sorted((cls for cls in strategies if options_of(cls)), key=lambda cls: cls.__name__)
-    others = {LLAMA: LlamaConfig, MOE: MoEConfig, **AXIS_TABLES}
+    others = {LLAMA: LlamaConfig, MOE: MoEConfig, **LAYOUT_TABLES}
     return MappingProxyType(others | {table_name(cls): cls for cls in with_options})
 
 

@@ -75,7 +75,10 @@ class Replica:
     world_size: int
 
     @classmethod
-    def make(cls, name: str, rank: int, world_size: int, seed: int, local_size: int) -> Replica:
+    def make(
+        cls, name: str, rank: int, world_size: int, seed: int, local_size: int,
+        residency: thinwire.Residency | None = None,
+    ) -> Replica:  # fmt: skip
         strategy, kind = STRATEGIES[name]
         model = Net(seed)
         params = [param for param in model.parameters() if param.requires_grad]
@@ -87,6 +90,8 @@ class Replica:
         }[kind]
         optimizer = make([{"params": params[:1]}, {"params": params[1:]}], lr=3e-3)
         options: Any = {"seed": 3, "timeout_s": 60.0, "checked": False, "overlap": True}
+        if residency is not None:
+            options["residency"] = residency
         wrapped, parallel = apply(strategy, model, optimizer, local_size=local_size, **options)
         return cls(model, wrapped, parallel, rank, world_size)
 

@@ -33,6 +33,7 @@ from thinwire.methods.data.dgc import DGC
 from thinwire.methods.data.onebit_adam import OneBitAdam
 from thinwire.methods.data.sdp4bit import SDP4Bit
 from thinwire.methods.experts import ExpertParallel
+from thinwire.methods.memory import Residency
 from thinwire.methods.pipeline import Pipeline
 from thinwire.methods.sequence import SequenceParallel
 from thinwire.planner.explain import explain
@@ -261,6 +262,11 @@ def test_every_option_of_sequences_is_documented() -> None:
 def test_every_option_of_experts_is_documented() -> None:
     documented = [row[0] for row in table_rows(ROOT / "docs/tasks/spread-experts.md", "In the trainer")]
     assert documented == [item.name for item in fields(ExpertParallel)]
+
+
+def test_every_option_of_a_residency_is_documented() -> None:
+    documented = [row[0] for row in table_rows(ROOT / "docs/tasks/larger-than-memory.md", "In the trainer")]
+    assert documented == [item.name for item in fields(Residency)]
 
 
 def test_every_option_of_islands_is_documented() -> None:

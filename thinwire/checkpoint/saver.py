@@ -114,18 +114,23 @@ class Saver:
         self.last_step = -1
 
     def save(self, step: int, snapshot: Snapshot, *, loss: float | None, about: Mapping[str, Any]) -> None:
-        """Copy the snapshot and write it in the background. Waits for a save that is still running."""
+        """Copy the snapshot and write it in the background. Waits for a save that is still running.
+
+        What is to be written from where it lies is written at once.
+        """
         self.wait()
         if step == self.last_step:
             return
         self.last_step = step
         text, pieces = snapshot.to_json(self.disk.rank)
-        staged = self._stage(pieces)
+        staged = self._stage(pieces, in_place=snapshot.in_place)
         manifest = Manifest(step, loss, len(self.disk.firsts), self.disk.groups, {}, dict(about))
         self._num_saves += 1
         self._saving = self._thread.submit(
             self._save, manifest, text, staged, f"checkpoint/{self._number}/{self._num_saves}"
         )
+        if snapshot.in_place:
+            self.wait()
 
     def note_next_loss(self, loss: float) -> None:
         """Store the loss of the step that follows the last save, on its disk."""
@@ -162,13 +167,16 @@ class Saver:
             self.last_step = -1
 
     @torch.no_grad()
-    def _stage(self, pieces: Mapping[str, Piece]) -> dict[str, Piece]:
-        """Copies of the pieces that this rank saves, in memory that is reused by the next save."""
+    def _stage(self, pieces: Mapping[str, Piece], *, in_place: bool) -> dict[str, Piece]:
+        """The pieces that this rank saves; unless `in_place`, copies in memory that is reused by the next save."""
         ranks, before = self.disk.ranks, self._staged
         self._staged, staged = {}, {}
         for name, piece in pieces.items():
             same = [rank for rank in ranks if rank in piece.holders] if piece.holders else ranks
             own = piece.share(same.index(self.disk.rank), len(same))
+            if in_place:
+                staged[name] = own
+                continue
             held = before.get(name)
             if held is None or (held.shape, held.dtype) != (own.values.shape, own.values.dtype):
                 held = torch.empty_like(own.values, device="cpu")

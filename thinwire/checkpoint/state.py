@@ -111,6 +111,7 @@ class Snapshot:
         common: numbers that are the same on all ranks, whatever the layout.
         shares: the parts of `own` that another layout can also load.
         left: {key of `own`: why no other layout can load it}, for the load report.
+        in_place: the tensors are too large for copies: they are written from where they lie, while training waits.
     """
 
     layout: dict[str, Any]
@@ -120,6 +121,7 @@ class Snapshot:
     common: dict[str, Any] = field(default_factory=dict)
     shares: list[Share] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
+    in_place: bool = False
 
     def to_json(self, rank: int) -> tuple[dict[str, Any], dict[str, Piece]]:
         """The rest as JSON, and all tensors by name; tensors of `own` are named by the rank's number."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from functools import singledispatch
 from typing import Any, NotRequired, TypedDict, Unpack
@@ -16,9 +16,11 @@ from thinwire.checkpoint import Snapshot, Source
 from thinwire.collectives import Communicator, Meter
 from thinwire.errors import ConfigError
 from thinwire.hosts.ranks import Axis, Ranks
+from thinwire.methods.memory import Residency
 from thinwire.state.clipping import clip_factor
 from thinwire.state.portable import StateDict, load_param_groups, state_dict_of
 from thinwire.table import Row
+from thinwire.tiers import TierMeter
 
 log = logging.getLogger("thinwire")
 
@@ -40,6 +42,8 @@ class ParallelOptimizer:
             fewest steps of any rank, and `stop_requested` is true if any was asked to stop.
         has_islands: it trains together with islands, which may be lost and may join.
         overlaps: weights may arrive during the next forward.
+        tiers: bytes and seconds of this rank's disk; None: all lies in memory.
+        weights_pass: weights lie on a disk, and pass through memory in every forward.
     """
 
     has_own_pace = False
@@ -52,6 +56,8 @@ class ParallelOptimizer:
     param_groups: list[dict[str, Any]]
     skipped_steps = 0
     mean_loss = math.nan
+    tiers: TierMeter | None = None
+    weights_pass = False
     stop_requested = False
     _loss = math.nan
     _stop = False
@@ -240,6 +246,8 @@ class RankOptions(TypedDict):
         checked: put a header and a checksum in front of every message.
         overlap: weights may arrive during the next forward.
         axis: of a mesh; None: all ranks.
+        residency: what lies on a disk, for a host that serves it; None: nothing.
+        initial: gives the first values of a parameter, by name, where the model has no memory for them.
     """
 
     overlap: bool
@@ -248,6 +256,8 @@ class RankOptions(TypedDict):
     timeout_s: float
     checked: bool
     axis: NotRequired[Axis | None]
+    residency: NotRequired[Residency | None]
+    initial: NotRequired[Callable[[str], Tensor] | None]
 
 
 @singledispatch

@@ -44,6 +44,9 @@ class LabOptions:
     """Time that every frame takes from node to node, one way, such as 10ms (needs the kernel's netem)."""
     loss: str | None = None
     """Share of the frames that are lost, such as 0.1% (needs the kernel's netem)."""
+    memory: str | None = None
+    """Most memory of each rank, such as 1gb: a limit of the kernel (RLIMIT_DATA), which `thinwire train` takes for its
+    --memory."""
     check: bool = False
     """Measure every link instead of running a command; exit code 1 where one is more than 5 % off."""
 
@@ -56,7 +59,8 @@ def command_line() -> CommandLine:
 def run_lab(args: Sequence[str]) -> int:
     """Run the command line. Return the exit code. Raises ConfigError before anything is made."""
     options, spec, command = read(args)
-    return run_check(spec) if options.check else run_command(spec, command, dict(os.environ))
+    limit = None if options.memory is None else memory_bytes(options.memory)
+    return run_check(spec) if options.check else run_command(spec, command, dict(os.environ), limit)
 
 
 def read(args: Sequence[str]) -> tuple[LabOptions, LabSpec, list[str]]:
@@ -70,6 +74,8 @@ def read(args: Sequence[str]) -> tuple[LabOptions, LabSpec, list[str]]:
     problems.note(check_requirements)
     for text in options.slow:
         slow |= problems.note(parse_slow, text) or {}
+    if options.memory is not None:
+        problems.note(memory_bytes, options.memory)
     with problems.collect():
         spec = LabSpec(options.nodes, optional(options.rate), options.local_size, slow, options.delay, options.loss)
     with problems.collect():
@@ -83,17 +89,25 @@ def read(args: Sequence[str]) -> tuple[LabOptions, LabSpec, list[str]]:
     return options, spec, command
 
 
-def run_command(spec: LabSpec, command: Sequence[str], env: dict[str, str]) -> int:
+def memory_bytes(text: str) -> int:
+    """Bytes of a text such as 1gb. Raises ConfigError."""
+    # It brings torch, which the lab needs for nothing else.
+    from thinwire.methods.memory import read_bytes
+
+    return read_bytes(text, "--memory")
+
+
+def run_command(spec: LabSpec, command: Sequence[str], env: dict[str, str], limit: int | None = None) -> int:
     """Run the command on every node. Return the worst exit code, or 128 + the signal that stopped it.
 
-    Raises LabError, with that exit code, if a rank failed.
+    limit: most bytes of memory of a rank. Raises LabError, with that exit code, if a rank failed.
     """
     threads, reason = threads_per_rank(spec, env)
     env["OMP_NUM_THREADS"] = str(threads)
     with LabNetwork(spec) as network:
         say(describe(spec, network))
         say(f"OMP_NUM_THREADS={threads} ({reason})")
-        job = start(network, command, env=env, on_line=PrefixedOutput(spec))
+        job = start(network, command, env=env, on_line=PrefixedOutput(spec), memory_bytes=limit)
         relay = SignalRelay(job)
         job.wait()
         for line in traffic(spec, network.counters()):

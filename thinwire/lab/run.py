@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -138,6 +139,7 @@ def start(
     on_line: OnLine | None = None,
     port: int = PORT,
     grace_s: float = GRACE_S,
+    memory_bytes: int | None = None,
 ) -> Job:
     """Run `command` once per rank, with torchrun's variables added to `env` (this process's own by default).
 
@@ -146,6 +148,7 @@ def start(
             raise. None: the ranks write to this process's output.
         port: port on node 0 where the ranks meet.
         grace_s: see Job.
+        memory_bytes: most data of a rank's process, kept by the kernel; None: as much as this one.
 
     Raises ConfigError if there is no such command.
     """
@@ -160,6 +163,10 @@ def start(
                 stdout=output, stderr=None if output is None else subprocess.STDOUT, text=True, errors="replace",
             )  # fmt: skip
             processes.append(process)
+            if memory_bytes is not None:
+                # Before the command begins: what enters the node takes milliseconds.
+                _, most = resource.prlimit(process.pid, resource.RLIMIT_DATA)
+                resource.prlimit(process.pid, resource.RLIMIT_DATA, (memory_bytes, most))
             if on_line is not None:
                 readers.append(threading.Thread(target=read_lines, args=(process, rank, on_line), daemon=True))
                 readers[-1].start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ GROUPS = {
         "micro_batch", "lr", "seed", "run_dir", "resume", "overwrite", "dry_run",
     ),
     "machines": ("local_size", "mesh", "stages", "join", "nodes", "node", "timeout"),
+    "memory": ("memory", "store"),
     "data": ("text_field", "tokenizer", "cache_dir"),
     "training": (
         "inner", "optimizer", "weight_decay", "warmup_steps", "grad_clip", "dead_steps", "dtype", "compile", "stop_at",
@@ -91,5 +93,8 @@ def configured(stated: Stated, problems: Problems) -> TrainConfig:
         below = replace(below, stages=None)
     elif "stages" in flags:
         below = replace(below, mesh=None)
+    limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    if limit != resource.RLIM_INFINITY and (flags.get("memory") or below.memory) is None:
+        flags["memory"] = f"{limit}b"
     tables = {name: {**below.tables.get(name, {}), **tables.get(name, {})} for name in {**below.tables, **tables}}
     return replace(below, **flags, tables={name: values for name, values in tables.items() if values})

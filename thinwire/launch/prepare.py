@@ -30,6 +30,7 @@ from thinwire.launch.start import Start
 from thinwire.layout.mesh import MeshShape
 from thinwire.methods.experts import check_data_method
 from thinwire.methods.interface import Method
+from thinwire.methods.memory import why_not_resident
 from thinwire.methods.pipeline.cut import layers_of as layer_list
 from thinwire.methods.pipeline.inside import check_inside, check_recovers
 from thinwire.methods.pipeline.options import check_stages
@@ -38,15 +39,17 @@ from thinwire.models import build_model
 from thinwire.models.hf import check_hf, look_into
 from thinwire.models.llama import Llama, check_cut
 from thinwire.models.moe import check_axes
-from thinwire.options import AXIS_TABLES, LLAMA, has_islands, model_table
+from thinwire.options import LAYOUT_TABLES, LLAMA, has_islands, model_table
 from thinwire.registry import check_on_mesh
 from thinwire.report.metrics import read_metrics
 from thinwire.report.progress import Progress
 from thinwire.report.trackers import check_trackers
 from thinwire.table import Row
+from thinwire.tiers import check_folder
 from thinwire.training.clock import choose_model
 from thinwire.training.config import FIXED_ON_RESUME, TrainConfig, derive, range_errors, with_derived
 from thinwire.training.effects import batch_row, late_rows, pipeline_rows, resume_rows, unused_rows
+from thinwire.training.residency import resolved
 from thinwire.training.run import Run, island_size, tables_in_effect, tokens_of
 from thinwire.training.run_dir import RunDir
 from thinwire.training.settings import parse_toml, read_toml, to_toml
@@ -89,6 +92,8 @@ def check(config: TrainConfig, problems: Problems) -> Run | None:
         if run is not None and not wrong_numbers and model is not None:
             check_sequence(config, run, model)
             check_expert_ranks(config, run, model)
+        if run is not None and not wrong_numbers and model is not None:
+            check_residency(config, run, model)
     return run
 
 
@@ -188,6 +193,26 @@ def check_expert_ranks(config: TrainConfig, run: Run, model: nn.Module) -> None:
     with problems.collect():
         if not run.has_islands:
             check_data_method(run.strategy)
+    problems.raise_any()
+
+
+def check_residency(config: TrainConfig, run: Run, model: nn.Module) -> None:
+    """Raise ConfigError, with all that is wrong, for what can't lie on a disk, a budget or a disk that is too small."""
+    residency, problems = run.residency, Problems()
+    if residency is None:
+        return
+    axes = {name for name, size in config.mesh_shape.sizes.items() if size > 1}
+    if why := why_not_resident(run.strategy, axes):
+        raise ConfigError(why)
+    if run.config.optimizer == "muon" and residency.optimizer != "memory":
+        problems.messages.append("residency: Muon needs whole matrices, and a disk gives pieces; nearest: adamw")
+    residency, floor = resolved(run, model)
+    if config.compile and (residency.weights == "disk" or residency.activations == "recompute"):
+        problems.messages.append("--compile: weights or activations that come and go can't be compiled; leave it out")
+    problems.note(floor.check, residency.memory_bytes)
+    if floor.disk:
+        num_here = int(os.environ.get("LOCAL_WORLD_SIZE", config.workers))
+        problems.note(check_folder, residency.folder, num_here * floor.disk)
     problems.raise_any()
 
 
@@ -488,7 +513,8 @@ def check_resume(config: TrainConfig, run_dir: RunDir) -> list[Row]:
         if before != after:
             problems.messages.append(f"--resume: {name} was {before} and can't become {after}; start a new run for it")
     saved = saved_config(chosen) or old
-    for table in (tables_in_effect(config) & tables_in_effect(saved)) - AXIS_TABLES.keys():
+    # A checkpoint knows nothing of how the model was cut, and where it lay.
+    for table in (tables_in_effect(config) & tables_in_effect(saved)) - LAYOUT_TABLES.keys():
         if saved.tables.get(table, {}) != config.tables.get(table, {}):
             problems.messages.append(f"--resume: the options [{table}] can't change; start a new run for that")
     problems.raise_any()

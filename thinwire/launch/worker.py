@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import resource
 import sys
 import time
 import traceback
@@ -47,6 +48,9 @@ def work(run: Run, place: ProcessPlace, start: Start | None) -> int:
     """
     torch.set_num_threads(threads_per_worker(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))[0])
     run = replace(run, config=with_derived(run.config)).with_island_size()
+    if run.residency is not None and run.residency.memory_bytes is not None:
+        _, most = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (run.residency.memory_bytes, most))
     # Only rank 0 has what was found out before torchrun started the others.
     start, number = start or Start(), place.local_rank
     if run.recovers:

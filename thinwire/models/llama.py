@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 
 import torch
@@ -253,16 +253,21 @@ class Llama(nn.Module):
         Drawn on the generator's device, so a CPU generator gives the same weights wherever the model lives. On "meta"
         nothing is drawn.
         """
-        if self.lm_head.weight.is_meta:
-            return
+        params = dict(self.named_parameters())
+        # Where there is no memory, nothing is drawn.
+        if not any(param.is_meta for param in params.values()):
+            for name, values in self.drawn(generator):
+                params[name].copy_(values)
+
+    def drawn(self, generator: torch.Generator) -> Iterator[tuple[str, Tensor]]:
+        """The first weights of each parameter, one after another; see `init_weights`."""
         residual_std = 0.02 / math.sqrt(2 * self.config.num_hidden_layers)
         for name, parameter in self.named_parameters():
             if parameter.ndim == 1:
-                parameter.fill_(1.0)
+                yield name, torch.ones(parameter.shape, device=generator.device)
                 continue
             std = residual_std if name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj")) else 0.02
-            draw = torch.randn(parameter.shape, generator=generator, device=generator.device)
-            parameter.copy_(draw.mul_(std))
+            yield name, torch.randn(parameter.shape, generator=generator, device=generator.device).mul_(std)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Logits [batch, seq, vocab] of int64 tokens [batch, seq]; the mean loss (fp32 scalar) if targets are given.

@@ -17,13 +17,15 @@ class StepMetrics:
     """One optimizer step.
 
     loss: mean over all ranks and micro-batches. tokens: since the run's first step, over all ranks. exposed_comm_s:
-    seconds rank 0 stood still waiting for communication; compute_s: the rest of step_s. sent_bytes, received_bytes:
-    payload of rank 0 in this step. codec_s: seconds in which rank 0's communication thread packed and unpacked.
+    seconds rank 0 stood still waiting for communication; compute_s: step_s less that and exposed_disk_s. sent_bytes,
+    received_bytes: payload of rank 0 in this step. codec_s: seconds in which its communication thread packed, unpacked.
     forward_s: seconds of its forward passes, waiting included. sent_weight_bytes: of sent_bytes, what brought weights.
     damaged_messages: that came to rank 0 in this step with another checksum than they were sent with, and came again.
     peak_allocated_bytes: the most that tensors have taken on rank 0's GPU at once, up to this step; 0 on the CPU.
     pipeline_s: of a pipeline, seconds that rank 0's forwards and backwards took, from the first to the last; bubble:
     the part of them in which it computed nothing; predicted_pipeline_s, predicted_bubble: as simulated, 0 before.
+    disk_read_bytes, disk_written_bytes: between rank 0's memory and its disk; disk_s: seconds that the disk was busy;
+    exposed_disk_s: seconds that rank 0 stood still waiting for it.
     """
 
     step: int
@@ -45,6 +47,10 @@ class StepMetrics:
     bubble: float = 0.0
     predicted_pipeline_s: float = 0.0
     predicted_bubble: float = 0.0
+    disk_read_bytes: int = 0
+    disk_written_bytes: int = 0
+    disk_s: float = 0.0
+    exposed_disk_s: float = 0.0
 
 
 @dataclass(frozen=True)

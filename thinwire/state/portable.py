@@ -113,24 +113,33 @@ def restore_optimizer(source: Source, inner: torch.optim.Optimizer, held: Mappin
     inner.state.clear()
     fresh = 0
     for (name, mine), kinds in zip(held.items(), kinds_of, strict=True):
-        state = _state_for(source, kinds, name, mine, pieces)
+        state = state_for(source, kinds, name, mine, pieces)
         if state:
             inner.state[mine.tensor] = state
         fresh += not state and bool(kinds)
     source.read(pieces)
-    _report(source, {kind for kinds in kinds_of for kind in kinds}, fresh, len(held))
+    report_optimizer(source, {kind for kinds in kinds_of for kind in kinds}, fresh, len(held))
 
 
-def _state_for(
-    source: Source, kinds: Mapping[str, Any], name: str, mine: Held, pieces: dict[str, Piece]
+def state_for(
+    source: Source,
+    kinds: Mapping[str, Any],
+    name: str,
+    mine: Held,
+    pieces: dict[str, Piece],
+    into: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Any]:
-    """The optimizer's state of a parameter, whose pieces are added to those to be read; empty where some is missing."""
+    """The optimizer's state of a parameter, whose pieces are added to those to be read; empty where some is missing.
+
+    into: by kind, where a tensor is read to; by default a new one.
+    """
     state: dict[str, Any] = {}
     wanted: dict[str, Piece] = {}
     for kind, like in kinds.items():
         number = source.scalar(kind, name)
         if isinstance(like, Tensor) and like.dim() and source.has(f"{OPTIMIZER}/{kind}/{name}"):
-            state[kind] = torch.empty_like(mine.tensor, memory_format=torch.contiguous_format)
+            new = torch.empty_like(mine.tensor, memory_format=torch.contiguous_format) if into is None else into[kind]
+            state[kind] = new
             wanted[f"{OPTIMIZER}/{kind}/{name}"] = mine.piece(state[kind])
         elif number is not None:
             # A fused optimizer counts steps on the device, others on the CPU.
@@ -147,7 +156,8 @@ def _state_for(
     return state
 
 
-def _report(source: Source, kinds: set[str], fresh: int, num_held: int) -> None:
+def report_optimizer(source: Source, kinds: set[str], fresh: int, num_held: int) -> None:
+    """Note what became of weights and optimizer: `fresh` of `num_held` parameters start anew."""
     source.note("weights", "carried", f"from {source.world_size} rank(s), in pieces")
     there = {*source.kinds(OPTIMIZER), *source.scalar_kinds}
     carried = sorted(there & kinds)

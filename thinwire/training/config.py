@@ -118,6 +118,12 @@ class TrainConfig:
     """Tokens to generate at the end; 0: generate no text."""
     track: tuple[str, ...] = ()
     """Also log to tensorboard, wandb or trackio."""
+    memory: str | None = None
+    """Most memory of each worker, such as 2gb, which the kernel keeps (RLIMIT_DATA); what does not fit lies in --store.
+    By default the limit under which the command runs (ulimit -d), or none."""
+    store: str | None = None
+    """Folder on a disk for what does not fit in --memory, or for all that can lie there where --memory is left out; by
+    default RUN_DIR/store."""
     timeout: float = 300.0
     """Seconds after which a silent rank counts as lost, also during start-up and shutdown."""
     checked: bool = False
@@ -205,7 +211,8 @@ LOWEST: dict[str, int | None] = {
 # Machines may differ in these; the rest must be equal on all ranks.
 PER_MACHINE = {
     "model", "data", "tokenizer", "text_field", "cache_dir", "run_dir", "node", "join", "workers", "resume",
-    "overwrite", "dry_run", "track", "prompt", "sample_tokens", "device", "dtype", "inject", "restarts",
+    "overwrite", "dry_run", "track", "prompt", "sample_tokens", "device", "dtype", "inject", "restarts", "memory",
+    "store",
 }  # fmt: skip
 # Of one start only: a run repeated from its config.toml must not delete or move another.
 NOT_WRITTEN = ("resume", "overwrite", "dry_run", "allow_resume_drift", "stop_at", "inject", "node", "tables")

@@ -7,7 +7,7 @@ from dataclasses import fields
 
 from thinwire.flags import flag
 from thinwire.methods.pipeline import Costs, simulate
-from thinwire.options import AXIS_TABLES, EXPERTS, LLAMA, MOE, PIPELINE, SEQUENCE
+from thinwire.options import EXPERTS, LAYOUT_TABLES, LLAMA, MOE, PIPELINE, SEQUENCE
 from thinwire.table import Row
 from thinwire.training.config import DEFAULTS, FIXED_ON_RESUME, NOT_WRITTEN, Batch, TrainConfig
 from thinwire.training.run import Run
@@ -106,7 +106,7 @@ def resume_rows(old: TrainConfig, new: TrainConfig) -> Iterator[Row]:
             # Such as a mesh: nothing was stated.
             now, then = ("none" if value is None else str(value) for value in (after, before))
             yield f"resume: {flag(item.name)} {now}", now, f"was {then} until the checkpoint"
-    for table, kind in AXIS_TABLES.items():
+    for table, kind in LAYOUT_TABLES.items():
         stated = old.tables.get(table, {}), new.tables.get(table, {})
         for name in sorted({*stated[0], *stated[1]}):
             before, after = (each.get(name, getattr(kind(), name)) for each in stated)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -19,16 +20,20 @@ from thinwire.collectives import ElasticPeers, Peers
 from thinwire.compose import parallelize
 from thinwire.data import BatchLoader, Tokenizer, heldout_batches, load_tokenizer
 from thinwire.device import Device
+from thinwire.hosts.offload.hollow import hollow
 from thinwire.hosts.pipeline.stage import LastLogits
 from thinwire.layout.layers import layers_of
 from thinwire.layout.mesh import MeshShape
+from thinwire.methods.memory import Residency
 from thinwire.methods.outer.base import connect
 from thinwire.models import build_model, generate
+from thinwire.models.build import build_skeleton
 from thinwire.models.llama import Llama, cut_over
 from thinwire.optim import make_optimizer
 from thinwire.options import model_table
 from thinwire.training.config import PER_MACHINE, TrainConfig, derive
 from thinwire.training.place import ProcessPlace
+from thinwire.training.residency import resolved
 from thinwire.training.run import Run, tokens_of
 
 # Of torch.compile.
@@ -73,7 +78,7 @@ class Engine:
         self.replica = place.rank // inner % num_replicas, num_replicas
         self.batch = derive(config, self.num_shares)
         fields = config.tables.get(model_table(config.model) or "")
-        model = build_model(config.model, corpus.tokenizer.vocab_size, config.seq_len, config.seed, fields)
+        model, residency, initial = built(run, corpus.tokenizer.vocab_size, fields)
         self.model = device.place(model)
         self.shapes = {name: list(param.shape) for name, param in self.model.named_parameters()}
         self.frozen, self.buffers = untrained(self.model)
@@ -89,10 +94,12 @@ class Engine:
             run.strategy, partial(meet_others, config, place), lambda: common_options(config, corpus.digest)
         )
         # Compiled code does not wait for weights that are still on their way.
-        methods = [each for each in (run.pipeline, run.sequence, run.experts, strategy) if each is not None]
+        layouts = run.pipeline, run.sequence, run.experts, residency
+        methods = [*(each for each in layouts if each is not None), strategy]
         self.stage = parallelize(
             self.model, optimizer, mesh, methods, local_size=config.local_size, seed=config.seed,
-            timeout_s=config.timeout, checked=config.checked, overlap=not config.compile, announce=False,
+            timeout_s=config.timeout, checked=config.checked, overlap=not config.compile, initial=initial,
+            announce=False,
         )  # fmt: skip
         self.wrapped, self.optimizer = self.stage.module, self.stage.optimizer
         self.loader = BatchLoader(
@@ -173,8 +180,11 @@ class Engine:
 
     @property
     def writes_sample(self) -> bool:
-        """Whether this is a rank of the first model, all of which compute together."""
-        return self.replica[0] < self.config.mesh_shape.expert
+        """Whether this is a rank of the first model, all of which compute together.
+
+        Every token goes through the whole model: one that passes through memory writes none.
+        """
+        return self.replica[0] < self.config.mesh_shape.expert and not self.optimizer.weights_pass
 
     @property
     def continuing(self) -> nn.Module:
@@ -192,6 +202,33 @@ class Engine:
     def close(self) -> None:
         """Wait for all communication and give the process groups back."""
         self.optimizer.close()
+
+
+def built(
+    run: Run, vocab_size: int, fields: Mapping[str, Any] | None
+) -> tuple[nn.Module, Residency | None, Callable[[str], Tensor] | None]:
+    """The model; what of it lies on a disk; and, where it is too large to be whole, what gives its first weights."""
+    config, residency = run.config, run.residency
+    size = config.model, vocab_size, config.seq_len
+    if residency is not None and not config.model.startswith("hf:"):
+        skeleton = build_skeleton(*size, fields)
+        residency, _ = resolved(run, skeleton)
+        if residency.weights == "disk" and type(skeleton) is Llama:
+            return hollow(skeleton), residency, Drawn(skeleton, config.seed)
+    return build_model(*size, config.seed, fields), residency, None
+
+
+class Drawn:
+    """The first weights of a model by name; what comes before is drawn, and kept until it is asked for."""
+
+    def __init__(self, model: Llama, seed: int) -> None:
+        self._coming, self._early = model.drawn(torch.Generator().manual_seed(seed)), dict[str, Tensor]()
+
+    def __call__(self, name: str) -> Tensor:
+        while name not in self._early:
+            drawn, values = next(self._coming)
+            self._early[drawn] = values
+        return self._early.pop(name)
 
 
 def mesh_of(shape: MeshShape, device: Device) -> DeviceMesh:

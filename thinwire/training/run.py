@@ -13,6 +13,7 @@ from thinwire.data import TokenFile, Tokenizer, prepare
 from thinwire.errors import ConfigError, nearest, nearest_divisor
 from thinwire.methods.experts import ExpertParallel
 from thinwire.methods.interface import Method
+from thinwire.methods.memory import Residency
 from thinwire.methods.pipeline.options import Pipeline
 from thinwire.methods.pipeline.recover import NONE
 from thinwire.methods.sequence import SequenceParallel
@@ -21,6 +22,7 @@ from thinwire.options import (
     DEFAULT_INNER,
     EXPERTS,
     PIPELINE,
+    RESIDENCY,
     SEQUENCE,
     build_strategy,
     has_islands,
@@ -35,7 +37,8 @@ class Run:
     """A configuration and its strategy, which is built once in every process.
 
     config: with the optimizer that is in effect. strategy: with its options, for a run of this length. pipeline: of the
-    model's stages, where it has several; sequence: of sequences that lie on several ranks; experts: of experts that do.
+    model's stages, where it has several; sequence: of sequences that lie on several ranks; experts: of experts that do;
+    residency: of what lies on a disk.
     """
 
     config: TrainConfig
@@ -43,6 +46,7 @@ class Run:
     pipeline: Pipeline | None = None
     sequence: SequenceParallel | None = None
     experts: ExpertParallel | None = None
+    residency: Residency | None = None
 
     @classmethod
     def of(cls, config: TrainConfig) -> Run:
@@ -78,7 +82,7 @@ class Run:
             )
         if name in WHOLE and experts is not None and experts.slices > 1:
             raise ConfigError(f"--optimizer {name} needs whole matrices, which --experts.slices {experts.slices} cuts")
-        return cls(replace(config, optimizer=name), strategy, pipeline, sequence, experts)
+        return cls(replace(config, optimizer=name), strategy, pipeline, sequence, experts, residency_of(config))
 
     def but(self, **changes: object) -> Run:
         """The same run where these values, on which no strategy depends, are others."""
@@ -131,7 +135,22 @@ def tables_in_effect(config: TrainConfig) -> set[str]:
     stages = {PIPELINE} if has_stages else set()
     sequences = {SEQUENCE} if (config.sequence or 1) > 1 or "sequence" in (config.mesh or "") else set()
     experts = {EXPERTS} if (config.experts or 1) > 1 or "expert" in (config.mesh or "") else set()
-    return model | stages | sequences | experts | used_tables(config.strategy, config.inner)
+    asked = config.memory or config.store or config.tables.get(RESIDENCY)
+    resident = {RESIDENCY} if asked else set()
+    return model | stages | sequences | experts | resident | used_tables(config.strategy, config.inner)
+
+
+def residency_of(config: TrainConfig) -> Residency | None:
+    """What lies on a disk; None: nothing. Raises ConfigError for values that can't work."""
+    if RESIDENCY not in tables_in_effect(config):
+        return None
+    options = dict(config.tables.get(RESIDENCY, {}))
+    for name in ("memory", "store"):
+        stated, other = getattr(config, name), options.get(name)
+        if stated is not None and other not in (None, stated):
+            raise ConfigError(f"--{name} {stated} and --residency.{name} {other}: give one of them")
+        options[name] = stated or other
+    return Residency(**{**options, "store": options["store"] or str(Path(config.run_dir) / "store")})
 
 
 def island_size(config: TrainConfig) -> int:

@@ -28,6 +28,7 @@ from thinwire.report.metrics import MembershipEvent, StepMetrics
 from thinwire.report.progress import Progress
 from thinwire.state.watchdog import Watchdog
 from thinwire.table import Row
+from thinwire.tiers import TierReading
 from thinwire.training.advice import advise
 from thinwire.training.agreement import agree, agree_on_start, max_over_ranks
 from thinwire.training.engine import Corpus, Engine
@@ -117,11 +118,15 @@ class Trainer:
             self.step = self._catch_up()
         self._watchdog = Watchdog(config.dead_steps)
         self._traffic = self.optimizer.meter.snapshot()
+        self._moved = self._moved_so_far()
         self.reporter: Reporter | None = None
         self.onlooker: Progress | None = None
         rows = [*self._device_rows(), *rows]
         if self.stage.pipeline is not None:
             link_rows.append(self._border_row(self.stage.pipeline))
+        if self.optimizer.weights_pass and config.sample_tokens:
+            why = "every token would read all weights from the disk; `thinwire generate` takes a machine with room"
+            link_rows.append((f"--sample-tokens {config.sample_tokens}", "none", why))
         if self.stage.sequence is not None:
             link_rows.append(self._sequence_row(self.stage.sequence))
         if survivor is not None and survivor.reporter is not None:
@@ -306,23 +311,31 @@ class Trainer:
         self._step_start = self._note_start()
         spent = optimizer.meter.snapshot() - before
         sent, self._traffic = traffic - self._traffic, traffic
+        before_step, self._moved = self._moved, self._moved_so_far()
+        moved = self._moved - before_step
         step_s = time.perf_counter() - start
         self._compare_losses(optimizer.mean_loss)
         if teller := self.reporter or self.onlooker:
             teller.step(
                 StepMetrics(
                     step=self.step, loss=optimizer.mean_loss, tokens=self.step * self.batch.tokens_per_step,
-                    step_s=step_s, compute_s=step_s - spent.exposed_s, exposed_comm_s=spent.exposed_s,
+                    step_s=step_s, compute_s=step_s - spent.exposed_s - moved.wait_s, exposed_comm_s=spent.exposed_s,
                     sent_bytes=sent.sent_bytes, received_bytes=sent.received_bytes, lr=lr, grad_norm=grad_norm,
                     codec_s=spent.encode_s + spent.decode_s, forward_s=forward_s,
                     sent_weight_bytes=sent.sent_by("weights"), peak_allocated_bytes=self.device.peak_bytes(),
-                    damaged_messages=sent.num_damaged, **self._of_pipeline(),
+                    damaged_messages=sent.num_damaged, **self._of_pipeline(), disk_read_bytes=moved.read_bytes,
+                    disk_written_bytes=moved.written_bytes, disk_s=moved.read_s + moved.write_s,
+                    exposed_disk_s=moved.wait_s,
                 )
             )  # fmt: skip
         self._watch_gradient(grad_norm)
         self._warn_of_saves()
         self._follow()
         self._report_changes()
+
+    def _moved_so_far(self) -> TierReading:
+        """What has gone to and from this rank's disk."""
+        return TierReading() if self.optimizer.tiers is None else self.optimizer.tiers.snapshot()
 
     def _of_pipeline(self) -> dict[str, float]:
         """The numbers of a pipeline's last step; the first time with a prediction, this is said too."""

@@ -1,4 +1,4 @@
-"""Weights of experts that travel in the place of rows: gathered for a forward, whose gradients go back and are added."""
+"""Weights of experts that travel in place of rows: gathered for a forward; their gradients go back and are added."""
 
 from __future__ import annotations
 

@@ -299,4 +299,4 @@ def cut_by_rows(shape: torch.Size, world_size: int) -> list[tuple[int, int]]:
 def _apply_fsdp(
     method: FSDPMethod, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Unpack[RankOptions]
 ) -> tuple[nn.Module, ParallelOptimizer]:
-    return wrap_fsdp(model, optimizer, method, **options)  # type: ignore[arg-type]
+    return wrap_fsdp(model, optimizer, method, **options)  # type: ignore[arg-type, misc]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +50,18 @@ class Slot:
         return Piece(self.span.numel, self.offset, shard[self.owned])
 
 
+class Away(Protocol):
+    """What holds the masters of buckets somewhere else than in these."""
+
+    def masters(self, bucket: FlatBucket) -> Tensor:
+        """A copy of the bucket's masters."""
+        ...
+
+    def set_masters(self, bucket: FlatBucket, values: Tensor, first: int) -> None:
+        """Take values for those from element `first` on."""
+        ...
+
+
 class FlatBucket:
     """Parameters that travel together, on this rank.
 
@@ -58,13 +71,18 @@ class FlatBucket:
     has. master, shard_grad: fp32 [numel / P], this rank's slice of the masters and of the mean gradient. sums: fp32
     [numel / s2], the gradients of this step's micro-batches over the block, if they leave with every backward.
     feedback: that of the next reduction, or None. num_losses: ranks whose mean loss is trained: those of `comm`, and
-    others that hold other parameters in place of these.
+    others that hold other parameters in place of these. away: holds the masters where `master` does not; `shard_grad`
+    then takes what they have become, from an update to the next reduction. passes: the memory of `live` comes and goes.
     """
 
     def __init__(
-        self, layout: BucketLayout, params: Mapping[str, nn.Parameter], comm: Communicator, num_losses: int
-    ) -> None:
-        """Move the parameters into one flat tensor and make this rank's shards; padding is zero everywhere."""
+        self, layout: BucketLayout, params: Mapping[str, nn.Parameter], comm: Communicator, num_losses: int,
+        has_masters: bool = True,
+    ) -> None:  # fmt: skip
+        """Move the parameters into one flat tensor and make this rank's shards; padding is zero everywhere.
+
+        has_masters: they lie here.
+        """
         self.layout, self.comm, self.num_losses = layout, comm, num_losses
         self.slots = [Slot(span, params[span.name], self) for span in layout.spans]
         self.live = torch.zeros(layout.numel, dtype=layout.dtype, device=self.slots[0].param.device)
@@ -73,19 +91,33 @@ class FlatBucket:
             slot.param.data = slot.span.of(self.live)
         levels, rank, n = layout.levels, comm.rank, layout.shard_numel
         self.shard, first = self.live, layout.shard_start(rank)
-        self.master = self.live[first : first + n].float().clone()
+        self.master = self.live[first : first + (n if has_masters else 0)].float().clone()
         if levels.weights_over > 1:
             rows = self.live.view(levels.num_rows, levels.weights_over, -1)
             self.shard = rows[:, rank % levels.weights_over].reshape(-1).clone()
             row = rank % levels.gradients_over // levels.weights_over
             first = row * layout.row_numel + rank // levels.gradients_over * n
         self.own = self.shard[first : first + n]
-        self.shard_grad = torch.zeros_like(self.master)
+        self.shard_grad = torch.zeros(n, device=self.live.device)
         self.sums = self.shard_grad
         if layout.module is not None and levels.num_blocks > 1:
             self.sums = torch.zeros(layout.row_numel, device=self.live.device)
         self.feedback: Callable[[], Feedback | None] = lambda: None
+        self.away: Away | None = None
+        self.passes = False
         self.note()
+
+    @property
+    def masters(self) -> Tensor:
+        """fp32 [numel / P], wherever they lie; not to be changed."""
+        return self.master if self.away is None else self.away.masters(self)
+
+    def set_masters(self, values: Tensor, first: int = 0) -> None:
+        """Take values for the masters from element `first` on."""
+        if self.away is None:
+            self.master[first : first + values.numel()] = values
+        else:
+            self.away.set_masters(self, values, first)
 
     def note(self) -> None:
         """Remember the weights that this rank owns, to see later whether somebody else has changed them."""
@@ -96,7 +128,7 @@ class FlatBucket:
         flat, layout, rank = value.reshape(-1), self.layout, self.comm.rank
         for first, place in layout.kept(slot.span, rank):
             self.shard[place] = flat[first - slot.span.start :][: place.stop - place.start]
-        self.master[slot.owned] = flat[slot.offset :][: slot.owned.stop - slot.owned.start]
+        self.set_masters(flat[slot.offset :][: slot.owned.stop - slot.owned.start], slot.owned.start)
 
     def spread(self, own: Tensor) -> None:
         """Give the compute weights of all ranks these values of what each of them owns; a collective."""
@@ -106,7 +138,7 @@ class FlatBucket:
     @property
     def whole_masters(self) -> Tensor:
         """The masters of all ranks, fp32 [numel]; a collective."""
-        gathered = self.comm.wait(self.comm.all_gather_exact(self.master))
+        gathered = self.comm.wait(self.comm.all_gather_exact(self.masters))
         order = [self.layout.levels.piece(rank) for rank in range(self.comm.world_size)]
         return torch.empty_like(gathered).index_copy_(0, torch.tensor(order, device=gathered.device), gathered).view(-1)
 
@@ -193,13 +225,16 @@ class FlatBucket:
             for row in range(levels.num_rows):
                 packets = gathered[grid.local_rank(row), grid.node(row)].view_as(slices)
                 for piece, theirs in zip(pieces[row], packets, strict=True):
-                    _take(link, codec, theirs, piece, differences)
+                    _take(link, codec, theirs, piece, differences, may_pin=not self.passes)
         self.note()
 
 
-def _take(link: Link, codec: Codec, packet: Tensor, piece: Tensor, differences: bool) -> None:
-    """Add the decoded difference to a piece of the weights, in fp32; or put the decoded weights in its place."""
-    exact = piece.dtype == torch.float32
+def _take(link: Link, codec: Codec, packet: Tensor, piece: Tensor, differences: bool, *, may_pin: bool) -> None:
+    """Add the decoded difference to a piece of the weights, in fp32; or put the decoded weights in its place.
+
+    may_pin: a kernel's view of the piece, which is numpy's, may pin its memory.
+    """
+    exact = piece.dtype == torch.float32 and may_pin
     if exact and differences:
         codec.decode_add(packet, piece)
     elif exact:

@@ -37,11 +37,11 @@ class Gradients:
     """Reduces each unit's gradients when backward has left them in `.grad`.
 
     A module's leave with every backward and are taken out of `.grad`; a bucket's are summed there until the last
-    backward of a step, and stay.
+    backward of a step, and stay; unless they are released, for want of memory.
     """
 
-    def __init__(self, units: Sequence[LiveUnit], weights: Weights, seeds: Seeds) -> None:
-        self.units, self.weights, self.seeds = units, weights, seeds
+    def __init__(self, units: Sequence[LiveUnit], weights: Weights, seeds: Seeds, *, releases: bool = False) -> None:
+        self.units, self.weights, self.seeds, self.releases = units, weights, seeds, releases
         self.used: set[str] = set()
         self._accumulating = False
         self._num_launched = 0
@@ -91,7 +91,7 @@ class Gradients:
         self.used.update(slot.name for slot in unit.slots if slot.param.grad is not None)
         for bucket in unit.buckets:
             grads = [slot.param.grad for slot in bucket.slots]
-            if unit.unit.module is None:
+            if unit.unit.module is None and not self.releases:
                 self._sent += [SentGradient.of(slot.param) for slot in bucket.slots]
             else:
                 for slot in bucket.slots:

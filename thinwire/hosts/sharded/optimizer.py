@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,19 +21,22 @@ from thinwire.hosts.sharded.bucket import FlatBucket, LiveUnit, Slot
 from thinwire.hosts.sharded.gradients import Gradients
 from thinwire.hosts.sharded.guard import guard
 from thinwire.hosts.sharded.memory import Memory
-from thinwire.hosts.sharded.owned import take_over
+from thinwire.hosts.sharded.owned import States, StatesInMemory
 from thinwire.hosts.sharded.passing import PassingWeights
 from thinwire.hosts.sharded.seeds import Seeds
 from thinwire.hosts.sharded.state import ShardedState
 from thinwire.hosts.sharded.weights import Weights
 from thinwire.hosts.tensor import TensorAxis
-from thinwire.layout.buckets import Unit, sent_by
+from thinwire.layout.buckets import BucketLayout, Unit, sent_by
 from thinwire.methods.sharded import ShardedMethod, cut_by
 from thinwire.optim import Muon
 from thinwire.state.agreement import StepStatus
 from thinwire.state.clipping import Clipping
 from thinwire.state.replicas import compare_replicas
 from thinwire.table import Row, sent_row
+
+if TYPE_CHECKING:
+    from thinwire.hosts.offload.residence import Residence
 
 log = logging.getLogger("thinwire")
 
@@ -71,13 +74,29 @@ class ShardedOptimizer(ParallelOptimizer, torch.optim.Optimizer):
         seed: int,
         notes: list[Row],
         tensor: TensorAxis | None = None,
+        residence: Residence | None = None,
+        initial: Callable[[str], Tensor] | None = None,
     ) -> None:
-        """Move the model's parameters into buckets. comms: the groups that layouts name by number; first all ranks."""
+        """Move the model's parameters into buckets.
+
+        comms: the groups that layouts name by number; first all ranks. residence: what lies on a disk; None: nothing.
+        initial: gives parameters their first values, where they have no memory yet.
+        """
         params = dict(model.named_parameters())
         self.model, self.inner, self.method, self.overlap = model, inner, method, overlap
         self.ranks, self.comm, self._comms, self._notes = ranks, ranks.comm, comms, notes
-        num = ranks.comm.world_size
-        self.units = [LiveUnit(u, [FlatBucket(la, params, comms[la.group], num) for la in u.layouts]) for u in units]
+        has_masters = residence is None or not residence.holds_states
+
+        def made(layout: BucketLayout) -> FlatBucket:
+            if initial is not None:
+                for name in layout.names:
+                    params[name].data = initial(name)
+            bucket = FlatBucket(layout, params, comms[layout.group], ranks.comm.world_size, has_masters)
+            if residence is not None:
+                residence.take(bucket)
+            return bucket
+
+        self.units = [LiveUnit(unit, [made(layout) for layout in unit.layouts]) for unit in units]
         self.buckets = [bucket for unit in self.units for bucket in unit.buckets]
         self._slots = [slot for bucket in self.buckets for slot in bucket.slots]
         self._frozen = [p for group in inner.param_groups for p in group["params"] if not p.requires_grad]
@@ -85,10 +104,13 @@ class ShardedOptimizer(ParallelOptimizer, torch.optim.Optimizer):
         self._seeds = Seeds(seed)
         turned = {id(param) for param in inner.matrices} if isinstance(inner, Muon) else set[int]()
         orthogonal = {slot.name for slot in self._slots if id(slot.param) in turned}
-        self._owned = take_over(inner, self.buckets)
-        self._matrices = self._join_matrices(inner, orthogonal, tensor) if isinstance(inner, Muon) else None
+        self.states: States
+        self._matrices = None
+        if has_masters:
+            self.states = held = StatesInMemory(inner, self.units)
+            if isinstance(inner, Muon):
+                self._matrices = self._join_matrices(inner, held, orthogonal, tensor)
         self.memory = Memory(method, self.buckets)
-        self._saved = ShardedState(method, inner, self.comm, self.buckets, self._owned, self.memory.state)
         # The base class gives step hooks and profiling; params and state stay the inner optimizer's.
         self._complete = False
         super().__init__([torch.zeros(1)], inner.defaults)
@@ -100,12 +122,23 @@ class ShardedOptimizer(ParallelOptimizer, torch.optim.Optimizer):
             if is_cut
             else Weights(self.units, self._seeds)
         )
-        self._gradients = Gradients(self.units, self._weights, self._seeds)
-        if overlap or is_cut:
+        comes_and_goes = is_cut
+        if residence is not None:
+            self.tiers, self.weights_pass = residence.meter, residence.replicas is not None
+            comes_and_goes = is_cut or self.weights_pass
+            self._weights = residence.weights(self._weights, model)
+            if not has_masters:
+                self.states = residence.states(inner, self._weights)
+        self._saved = ShardedState(method, self.states, self._weights, self.comm, self.buckets, self.memory.state)
+        self._gradients = Gradients(self.units, self._weights, self._seeds, releases=self.weights_pass)
+        if overlap or comes_and_goes:
             self._guard_weights()
+        self._residence = residence
 
-    def _join_matrices(self, muon: Muon, names: Collection[str], tensor: TensorAxis | None) -> JoinedMatrices:
-        held = {owned.slot.name: owned.master for owned in self._owned if owned.slot.name in names}
+    def _join_matrices(
+        self, muon: Muon, states: StatesInMemory, names: Collection[str], tensor: TensorAxis | None
+    ) -> JoinedMatrices:
+        held = {owned.slot.name: owned.master for owned in states.owned if owned.slot.name in names}
         parts = [(c, cut_by((b.layout for b in self.buckets if b.comm is c), names)) for c in self._comms]
         return JoinedMatrices.of(muon, held, parts, self._seeds.updates, tensor)
 
@@ -187,10 +220,12 @@ class ShardedOptimizer(ParallelOptimizer, torch.optim.Optimizer):
             held = [bucket for bucket in self.buckets if bucket.comm is comm]
             if held:
                 num_kinds = held[0].layout.levels.weights_over
-                compare_replicas(comm, (bucket.shard for bucket in held), self.steps, num_kinds)
+                compare_replicas(comm, map(self._weights.shard, held), self.steps, num_kinds)
 
     def close(self) -> None:
         self._weights.wait_all()
+        if self._residence is not None:
+            self._residence.close()
         for comm in dict.fromkeys([*self._comms, self.ranks.everyone]):
             comm.close()
 
@@ -205,15 +240,11 @@ class ShardedOptimizer(ParallelOptimizer, torch.optim.Optimizer):
 
     def _update(self) -> None:
         self._weights.settle()
-        for owned in self._owned:
-            # A parameter that no rank used is left alone, as by the plain optimizer.
-            owned.master.grad = owned.grad if owned.slot.name in self._gradients.used else None
-        self.inner.step()
-        for owned in self._owned:
-            owned.master.grad = None
-        self._weights.send()
+        self._weights.send(self.states.step(self._gradients.used))
         if not self.overlap:
             self._weights.wait_all()
+        if self._residence is not None:
+            self._residence.after_update()
 
     def _scale(self, factor: float) -> None:
         for bucket in self.buckets:
@@ -284,8 +315,9 @@ class ShardedOptimizer(ParallelOptimizer, torch.optim.Optimizer):
         self._weights.free()
         for bucket in self._holding(values):
             for slot in (slot for slot in bucket.slots if slot.name in values):
-                bucket.adopt(slot, values[slot.name])
-            bucket.note()
+                with self._weights.held(bucket):
+                    bucket.adopt(slot, values[slot.name])
+                    bucket.note()
 
     def handover_bytes(self, names: Collection[str]) -> tuple[int, int]:
         held = self._holding(names)
@@ -317,7 +349,8 @@ class ShardedOptimizer(ParallelOptimizer, torch.optim.Optimizer):
         varies = any(codec.has_variable_length for bucket in buckets for codec in bucket.layout.wire.codecs)
         bound = "at most " if varies else ""
         rows.append(sent_row(self.bytes_per_step, self.uncompressed_bytes_per_step, bound))
-        return [*rows, *self._notes]
+        away = [] if self._residence is None else self._residence.describe()
+        return [*rows, *away, *self._notes]
 
     def snapshot(self) -> Snapshot:
         self._weights.settle()

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from thinwire.hosts.sharded.bucket import FlatBucket, Slot
+from thinwire.checkpoint import Snapshot, Source
+from thinwire.hosts.sharded.bucket import FlatBucket, LiveUnit, Slot
 from thinwire.state.elementwise import is_elementwise
-from thinwire.state.portable import Held
+from thinwire.state.portable import Held, add_optimizer, restore_optimizer
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,28 +34,74 @@ class Owned:
         return Held(self.master, self.slot.span.numel, self.slot.offset)
 
 
+class States(Protocol):
+    """Masters and what the user's optimizer remembers, of this rank, wherever they lie."""
+
+    def step(self, used: Collection[str]) -> Iterator[LiveUnit]:
+        """Update the masters of the parameters `used`. Yields each unit, in order, when its masters are done."""
+        ...
+
+    def add_to(self, snapshot: Snapshot) -> Snapshot:
+        """Put all of it into the snapshot, in pieces by parameter."""
+        ...
+
+    def restore(self, source: Source) -> None:
+        """Take all of it from a checkpoint, whatever its layout."""
+        ...
+
+
+class StatesInMemory:
+    """All of it in memory. owned: the pieces of the masters, which are views of those of buckets."""
+
+    def __init__(self, inner: torch.optim.Optimizer, units: Sequence[LiveUnit]) -> None:
+        self.inner, self.units = inner, units
+        self.owned = take_over(inner, [bucket for unit in units for bucket in unit.buckets])
+
+    def step(self, used: Collection[str]) -> Iterator[LiveUnit]:
+        for owned in self.owned:
+            # A parameter that no rank used is left alone, as by the plain optimizer.
+            owned.master.grad = owned.grad if owned.slot.name in used else None
+        self.inner.step()
+        for owned in self.owned:
+            owned.master.grad = None
+        yield from self.units
+
+    def add_to(self, snapshot: Snapshot) -> Snapshot:
+        return add_optimizer(snapshot, self.inner, self._held())
+
+    def restore(self, source: Source) -> None:
+        restore_optimizer(source, self.inner, self._held())
+
+    def _held(self) -> dict[str, Held]:
+        return {owned.slot.name: owned.held for owned in self.owned}
+
+
 def take_over(inner: torch.optim.Optimizer, buckets: Sequence[FlatBucket]) -> list[Owned]:
     """Put this rank's pieces of the masters in the place of the parameters, group by group."""
-    slots = {id(slot.param): slot for bucket in buckets for slot in bucket.slots}
     found: list[Owned] = []
-    for group in inner.param_groups:
-        own = [slots[id(param)] for param in group["params"] if id(param) in slots]
+    for group, slots in zip(inner.param_groups, slots_of(inner, buckets), strict=True):
         group["params"] = []
-        for slot in own:
+        for slot in slots:
             held = inner.state.pop(slot.param, None)
             piece = slot.bucket.master[slot.owned]
             if piece.numel():
                 found.append(Owned(slot, piece))
                 group["params"].append(piece)
                 if held:
-                    offset = found[-1].held.offset
-                    inner.state[piece] = _piece_of_state(held, slot.param, slice(offset, offset + piece.numel()))
+                    inner.state[piece] = state_of_piece(held, slot)
     return found
 
 
-def _piece_of_state(held: dict[str, Any], param: Tensor, piece: slice) -> dict[str, Any]:
-    """What the optimizer remembers of a parameter, for a piece of its flat elements."""
+def slots_of(inner: torch.optim.Optimizer, buckets: Sequence[FlatBucket]) -> list[list[Slot]]:
+    """The trained parameters of each of the optimizer's groups."""
+    slots = {id(slot.param): slot for bucket in buckets for slot in bucket.slots}
+    return [[slots[id(p)] for p in group["params"] if id(p) in slots] for group in inner.param_groups]
+
+
+def state_of_piece(held: dict[str, Any], slot: Slot) -> dict[str, Any]:
+    """What the optimizer remembers of a parameter, for the flat elements of which this rank has the masters."""
+    piece = slice(slot.offset, slot.offset + slot.owned.stop - slot.owned.start)
     return {
-        key: value.flatten()[piece].float().clone() if is_elementwise(value, param) else copy.deepcopy(value)
+        key: value.flatten()[piece].float().clone() if is_elementwise(value, slot.param) else copy.deepcopy(value)
         for key, value in held.items()
     }

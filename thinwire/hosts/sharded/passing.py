@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -62,7 +62,7 @@ class PassingWeights(Weights):
         if passage.in_backward or passage.is_kept:
             return
         if torch.is_grad_enabled():
-            tensors = [tensor for tensor in _tensors(output) if tensor.grad_fn is not None]
+            tensors = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
             for tensor in tensors:
                 tensor.register_hook(lambda _: self._before_backward(unit))
             # Of an output that can't be watched, nobody would know when the weights are needed again.
@@ -129,9 +129,9 @@ class PassingWeights(Weights):
         for unit in self.units:
             self._free(unit)
 
-    def send(self) -> None:
+    def send(self, updated: Iterable[LiveUnit]) -> None:
         self.free()
-        super().send()
+        super().send(updated)
 
     def is_done_with(self, unit: LiveUnit) -> None:
         self._passages[unit].in_backward = False
@@ -177,13 +177,13 @@ def _set_whole(bucket: FlatBucket, is_whole: bool) -> None:
         ) from error
 
 
-def _tensors(output: object) -> Iterator[Tensor]:
+def tensors_in(output: object) -> Iterator[Tensor]:
     """The tensors in what a module returned."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, Mapping):
         for value in output.values():
-            yield from _tensors(value)
+            yield from tensors_in(value)
     elif isinstance(output, tuple | list):
         for value in output:
-            yield from _tensors(value)
+            yield from tensors_in(value)

@@ -6,19 +6,27 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from thinwire.checkpoint import Snapshot, Source
+from thinwire.checkpoint import Piece, Snapshot, Source
 from thinwire.collectives import Communicator
 from thinwire.hosts.sharded.bucket import FlatBucket
-from thinwire.hosts.sharded.owned import Owned
+from thinwire.hosts.sharded.owned import States
+from thinwire.hosts.sharded.weights import Weights
 from thinwire.layout.formats import LevelFormat
 from thinwire.methods.sharded import ShardedMethod
 from thinwire.state.memory import State
-from thinwire.state.portable import REPLICA, Held, add_optimizer, restore_optimizer
+from thinwire.state.portable import REPLICA
 from thinwire.state.replicas import short_digest
 
 MEMORY = "gradient memory"
 LEFT = "moving averages over few steps, of these pieces alone, and no sums"
+
+
+def replicas(bucket: FlatBucket, shard: Tensor) -> dict[str, Piece]:
+    """The pieces of a tensor like this rank's shard, as weights that compute; none where these are the masters."""
+    slots = [slot for slot in bucket.slots if slot.owned.start < slot.owned.stop]
+    return {f"{REPLICA}/{slot.name}": slot.piece(shard) for slot in slots} if bucket.layout.has_replica else {}
 
 
 class ShardedState:
@@ -27,30 +35,30 @@ class ShardedState:
     def __init__(
         self,
         method: ShardedMethod,
-        inner: torch.optim.Optimizer,
+        states: States,
+        weights: Weights,
         comm: Communicator,
         buckets: Sequence[FlatBucket],
-        owned: Sequence[Owned],
         memory: State,
     ) -> None:
-        self.method, self.inner, self.comm, self.buckets, self.owned = method, inner, comm, buckets, owned
-        self.memory = memory
+        self.method, self.states, self.weights = method, states, weights
+        self.comm, self.buckets, self.memory = comm, buckets, memory
 
     def snapshot(self, numbers: Mapping[str, Any]) -> Snapshot:
         """All of it in pieces that any layout can take: views of the live tensors."""
         own, common = {MEMORY: self.memory.state_dict()}, {**numbers, "lossy_weights": self.is_lossy}
         shares = [share.below(MEMORY) for share in self.memory.shares()]
         snapshot = Snapshot(self.layout(), own=own, common=common, shares=shares, left={MEMORY: LEFT})
-        for owned in self.owned:
-            if owned.slot.bucket.layout.has_replica:
-                snapshot.pieces[f"{REPLICA}/{owned.slot.name}"] = owned.slot.piece(owned.slot.bucket.own)
-        return add_optimizer(snapshot, self.inner, self._held())
+        for bucket in self.buckets:
+            if bucket.layout.has_replica:
+                snapshot.pieces |= replicas(bucket, self.weights.own(bucket))
+        return self.states.add_to(snapshot)
 
     @torch.no_grad()
     def restore(self, source: Source) -> None:
         """Go on from a checkpoint of any layout; from the same, bit for bit. A collective."""
         is_same = source.fits(self.layout())
-        restore_optimizer(source, self.inner, self._held())
+        self.states.restore(source)
         self._restore_weights(source)
         if is_same:
             self.memory.load_state_dict(source.own(MEMORY))
@@ -61,16 +69,15 @@ class ShardedState:
     def _restore_weights(self, source: Source) -> None:
         """Read what the weights were that computed, or take the masters; then bring them to all ranks."""
         has_replica = any(bucket.layout.has_replica for bucket in self.buckets)
-        shards = {bucket: bucket.master.to(bucket.layout.dtype, copy=True) for bucket in self.buckets}
-        if has_replica and source.has_any(REPLICA):
-            pieces = {f"{REPLICA}/{o.slot.name}": o.slot.piece(shards[o.slot.bucket]) for o in self.owned}
-            source.read({key: piece for key, piece in pieces.items() if source.has(key)})
-        elif has_replica:
+        if has_replica and not source.has_any(REPLICA):
             source.note("replicas that weight differences refer to", "transformed", "rebuilt from the weights")
-        elif source.has_any(REPLICA):
+        elif source.has_any(REPLICA) and not has_replica:
             source.drop_replica("weights travel whole and exactly here")
-        for bucket, shard in shards.items():
-            bucket.spread(shard)
+        for bucket in self.buckets:
+            shard = bucket.masters.to(bucket.layout.dtype, copy=True)
+            source.read({key: piece for key, piece in replicas(bucket, shard).items() if source.has(key)})
+            with self.weights.held(bucket):
+                bucket.spread(shard)
 
     @property
     def is_lossy(self) -> bool:
@@ -93,6 +100,3 @@ class ShardedState:
             "parameters": short_digest(shapes),
             "bucket_numels": [bucket.layout.numel for bucket in self.buckets],
         }
-
-    def _held(self) -> dict[str, Held]:
-        return {owned.slot.name: owned.held for owned in self.owned}

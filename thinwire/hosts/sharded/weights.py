@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
+
+from torch import Tensor
 
 from thinwire.collectives.link import Link
 from thinwire.collectives.rounds import Rounds
@@ -28,11 +31,15 @@ class Weights:
         self.unsent: deque[LiveUnit] = deque()
         self._coming: dict[LiveUnit, list[tuple[FlatBucket, Future[None]]]] = {}
 
-    def send(self) -> None:
-        """Begin to send what the masters have become, in order of forward."""
+    def send(self, updated: Iterable[LiveUnit]) -> None:
+        """Begin to send what the masters have become, in order of forward.
+
+        updated: all units in their order, each as soon as its masters are up to date.
+        """
         self.unsent = deque(self.units)
-        for _ in self.units[: self.at_once]:
-            self.send_next()
+        for number, _ in enumerate(updated):
+            if self.at_once is None or number < self.at_once:
+                self.send_next()
 
     def send_next(self) -> None:
         """Send one more unit, if any is left."""
@@ -42,9 +49,8 @@ class Weights:
 
     def _job(self, bucket: FlatBucket) -> Callable[[Link], Rounds[None]]:
         wire, seed = bucket.layout.wire, self.seeds.weights(bucket.layout)
-        return partial(
-            bucket.refresh, message=bucket.master, codec=wire.weights, differences=wire.differences, seed=seed
-        )
+        message = bucket.master if bucket.away is None else bucket.shard_grad
+        return partial(bucket.refresh, message=message, codec=wire.weights, differences=wire.differences, seed=seed)
 
     def is_coming(self, unit: LiveUnit) -> bool:
         """Whether the unit's weights were updated and nobody has waited for them since."""
@@ -81,21 +87,39 @@ class Weights:
         A rank looks at the part of the weights whose masters it has.
         """
         self.wait_all()
-        for bucket in (bucket for unit in self.units for bucket in unit.buckets):
+        for bucket in (bucket for unit in self.units for bucket in unit.buckets if not self.is_away(bucket)):
             for slot in bucket.slots:
                 if slot.param.data_ptr() != slot.span.of(bucket.live).data_ptr():
                     raise moved(slot)
             if fingerprint(bucket.own) != bucket.seen:
                 tell_of_edits(bucket, [slot.name for slot in bucket.slots])
-                bucket.master.copy_(bucket.own)
+                bucket.set_masters(bucket.own.float())
                 bucket.note()
 
     def free(self) -> None:
         """Return when nothing is on its way; nobody computes with the weights until they are brought again."""
         self.wait_all()
 
+    def is_away(self, bucket: FlatBucket) -> bool:
+        """Whether the bucket's weights come and go by themselves."""
+        return False
+
+    @contextmanager
+    def held(self, bucket: FlatBucket) -> Iterator[FlatBucket]:
+        """The bucket with its weights in memory, to be changed."""
+        yield bucket
+
+    def shard(self, bucket: FlatBucket) -> Tensor:
+        """The compute weights that this rank holds of a bucket, to be read before another bucket's."""
+        return bucket.shard
+
+    def own(self, bucket: FlatBucket) -> Tensor:
+        """The compute weights of which this rank has the masters, wherever they lie; to be read."""
+        return bucket.own
+
     def is_done_with(self, unit: LiveUnit) -> None:
         """The unit's backward has ended."""
+        self.wait(unit)
 
 
 def moved(slot: Slot) -> RuntimeError:

@@ -7,7 +7,7 @@ from typing import TypeVar, Unpack
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -21,6 +21,7 @@ from thinwire.hosts.interface import ParallelOptimizer, RankOptions, apply
 from thinwire.hosts.ranks import Axis, along, open_ranks
 from thinwire.hosts.sharded.optimizer import ShardedOptimizer
 from thinwire.layout.levels import Levels
+from thinwire.methods.memory import Residency, settled
 from thinwire.methods.sharded import ShardedMethod
 from thinwire.state.elementwise import check_elementwise
 from thinwire.state.replicas import check_device, digest, equal_bits, odd_ranks
@@ -46,6 +47,8 @@ def zero(
     seed: int = 0,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     checked: bool = False,
+    residency: Residency | None = None,
+    initial: Callable[[str], Tensor] | None = None,
     announce: bool = True,
 ) -> tuple[Model, ShardedOptimizer]:
     """Shard an optimizer over data-parallel ranks and compress what they exchange; the model object stays the same.
@@ -64,6 +67,9 @@ def zero(
         overlap: let weights arrive during the next forward; then call optimizer.synchronize() before you read weights.
         seed: of stochastic rounding.
         timeout_s, checked: see Communicator.
+        residency: what of it all lies on a disk; None: nothing.
+        initial: gives the first values of a parameter, by name and alike on all ranks, for a model that
+            `thinwire.hollow` has made; each is asked for once, in order of registration but for vectors.
         announce: rank 0 prints to stderr what was asked for, what is in effect, and why they differ.
 
     Call it on every rank, after the optimizer is made and before anything is trained. Ranks may start from different
@@ -104,9 +110,16 @@ def zero(
     notes = _same_start(model, named, method, comms, chosen)
     notes += _notes_on_parameters(model, named, overlap)
     units = method.units(model, named, levels, chosen.__getitem__, bucket_numel)
+    residence = None
+    if residency is not None:
+        # Few runs need it.
+        from thinwire.hosts.offload.residence import Residence
+
+        residency = settled(residency, method, model, ranks.comm.topology)
+        residence = Residence.of(residency, model, inner=optimizer, units=units, device=device)
     sharded = ShardedOptimizer(
         model, optimizer, method, units, ranks, comms, overlap=overlap, seed=seed, notes=notes,
-        tensor=axis.tensor if axis is not None else None,
+        tensor=axis.tensor if axis is not None else None, residence=residence, initial=initial,
     )  # fmt: skip
     if announce and ranks.comm.rank == 0:
         announce_table(sharded.describe())
@@ -162,7 +175,8 @@ def _trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> d
             )
         if param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ConfigError(f"{name!r} is {param.dtype}; zero() takes float32, bfloat16 and float16")
-        twin = memory.setdefault(param.data_ptr(), name) if param.numel() else name
+        has_memory = param.untyped_storage().nbytes() > 0
+        twin = memory.setdefault(param.data_ptr(), name) if has_memory else name
         if twin != name:
             raise ConfigError(f"{name!r} and {twin!r} share memory: tie them as one nn.Parameter")
     return named
@@ -187,7 +201,9 @@ def _same_start(
             f"{comm.global_ranks[0]}: names, shapes, dtypes, options and devices must be the same on all ranks"
         )
     sent: list[str] = []
-    everything = [(name, t.data) for name, t in [*model.named_parameters(), *model.named_buffers()] if not t.is_meta]
+    tensors_of = [*model.named_parameters(), *model.named_buffers()]
+    # What has no memory yet is filled alike.
+    everything = [(name, t.data) for name, t in tensors_of if not t.is_meta and t.untyped_storage().nbytes()]
     for number, own in enumerate(comms):
         tensors = [(name, tensor) for name, tensor in everything if chosen.get(name, 0) == number]
         if not equal_bits(own, [tensor for _, tensor in tensors]):

@@ -1,0 +1,214 @@
+"""What lies on a disk trains as it does in memory, bit for bit, and goes to any layout and back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import thinwire
+from tests.checkpoint.replicas import Replica, atoms
+from tests.workers import run_workers
+from thinwire import Residency
+from thinwire.errors import ConfigError
+from thinwire.hosts.offload import replicas
+from thinwire.layout import buckets
+
+NAMES = ("zero", "sdp4bit-loco", "frontier")
+STEPS = 3
+
+
+def ways(folder: Path) -> dict[str, Residency | None]:
+    """Memory; three sizes of sub-groups, of which one stays in memory after the first steps."""
+    store = str(folder / "store")
+    return {
+        "memory": None,
+        "1000": Residency(store=store, sub_group=1000),
+        "100000": Residency(store=store, sub_group=100_000),
+        "all": Residency(store=store, memory="100gb"),
+        "weights": Residency(store=store, sub_group=1000, weights="disk"),
+        "recompute": Residency(store=store, weights="disk", optimizer="memory", activations="recompute"),
+    }
+
+
+def cut_small() -> None:
+    """Let every matrix be a bucket of its own, and none of them too small for the disk."""
+    buckets.DEFAULT_BUCKET_NUMEL = buckets.MIN_BLOCKS_PER_SHARD = 1
+    replicas.SMALL_NUMEL = 0
+
+
+def followed(replica: Replica, first: int, num: int) -> list[Any]:
+    """Losses of some steps, and the weights after them."""
+    losses = [replica.step(step) for step in range(first, first + num)]
+    replica.optimizer.synchronize()
+    replica.optimizer.check_replicas()
+    with thinwire.whole(replica.model):
+        return [losses, {name: param.detach().clone() for name, param in replica.model.named_parameters()}]
+
+
+def first_runs(rank: int, world_size: int, folder: Path) -> dict[Any, Any]:
+    """Every strategy and way: three steps, a checkpoint, two more steps."""
+    cut_small()
+    told: dict[Any, Any] = {}
+    for name in NAMES:
+        for way, residency in ways(folder).items():
+            replica = Replica.make(name, rank, world_size, 0, 1, residency)
+            before = followed(replica, 0, STEPS)
+            replica.save(folder / name / way, STEPS)
+            told[name, way] = before, followed(replica, STEPS, 2)
+            replica.optimizer.close()
+    return told
+
+
+def later_runs(rank: int, world_size: int, folder: Path, pairs: list[tuple[str, str]]) -> dict[Any, Any]:
+    """Each pair: go on, in the second way, from what the first one saved, after saving it anew."""
+    cut_small()
+    told: dict[Any, Any] = {}
+    for name in NAMES:
+        for before, after in pairs:
+            replica = Replica.make(name, rank, world_size, 9, 1, ways(folder)[after])
+            source = replica.load(folder / name / before / f"step-{STEPS:08d}")
+            replica.save(folder / name / f"{before}-{after}-{world_size}", STEPS)
+            told[name, before, after] = followed(replica, STEPS, 2), source.is_same
+            replica.optimizer.close()
+    return told
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("offload")
+
+
+@pytest.fixture(scope="module")
+def first(folder: Path) -> list[dict[Any, Any]]:
+    return run_workers(first_runs, 2, folder)
+
+
+def assert_same(one: Any, other: Any) -> None:
+    assert one[0] == other[0]
+    for key, weights in one[1].items():
+        assert torch.equal(weights, other[1][key]), key
+
+
+def test_a_disk_changes_no_bit(first: list[dict[Any, Any]]) -> None:
+    for told in first:
+        for name in NAMES:
+            for way in ("1000", "100000", "all", "weights", "recompute"):
+                for part in (0, 1):
+                    assert_same(told[name, way][part], told[name, "memory"][part])
+
+
+def test_a_restart_goes_on_bit_for_bit_with_disk_or_without(first: list[dict[Any, Any]], folder: Path) -> None:
+    pairs = [("1000", "weights"), ("weights", "memory"), ("memory", "100000")]
+    for own, told in zip(first, run_workers(later_runs, 2, folder, pairs), strict=True):
+        for (name, before, _), (after, is_same) in told.items():
+            assert is_same
+            assert_same(after, own[name, before][1])
+
+
+def test_another_world_takes_what_lay_on_a_disk(first: list[dict[Any, Any]], folder: Path) -> None:
+    (told,) = run_workers(later_runs, 1, folder, [("1000", "100000")])
+    for name in NAMES:
+        saved = atoms(folder / name / "1000" / f"step-{STEPS:08d}")
+        again = atoms(folder / name / "1000-100000-1" / f"step-{STEPS:08d}")
+        assert {key for key in saved if not key.startswith("replica/")} == again.keys()
+        assert all(torch.equal(saved[key], again[key]) for key in again), name
+        assert not told[name, "1000", "100000"][1]
+
+
+class View(torch.nn.Module):
+    """A matrix of which autograd saves a view, in one of three ways."""
+
+    def __init__(self, way: str, generator: torch.Generator) -> None:
+        super().__init__()
+        self.way, self.weight = way, torch.nn.Parameter(torch.randn(16, 16, generator=generator))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.way == "linear":
+            return torch.nn.functional.linear(x, self.weight).tanh()
+        return (x @ self.weight.t() if self.way == "product" else torch.einsum("bi,oi->bo", x, self.weight)).tanh()
+
+
+class Views(torch.nn.Module):
+    """Six matrices, of which the first is used at both ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.views = torch.nn.ModuleList(View(way, generator) for way in ("linear", "product", "einsum") * 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for view in self.views:
+            x = view(x)
+        first = self.views[0].weight
+        assert isinstance(first, torch.Tensor)
+        return (x @ first).square().mean()
+
+
+def edited(rank: int, world_size: int, folder: Path) -> list[list[Any]]:
+    """Input gradients, weights after a step, and weights after an edit by hand and another one; memory, then disk."""
+    cut_small()
+    told = []
+    for residency in (None, Residency(store=str(folder), weights="disk")):
+        model = Views()
+        adamw = torch.optim.AdamW(model.parameters(), lr=0.1)
+        _, optimizer = thinwire.zero(model, adamw, thinwire.Zero(), residency=residency, announce=False)
+        found: list[Any] = []
+        for _ in range(3):
+            x = torch.linspace(-1, 1, 64).view(4, 16).requires_grad_()
+            model(x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with thinwire.whole(model), torch.no_grad():
+                found += [x.grad, [param.clone() for param in model.parameters()]]
+                model.get_parameter("views.1.weight").mul_(0.5)
+            if optimizer._residence is not None:
+                held = optimizer._residence.replicas
+                assert held is not None and held.used_bytes <= held.capacity_bytes == held.total_bytes // 3
+        told.append(found)
+        optimizer.close()
+    return told
+
+
+def test_saved_views_and_edits_by_hand_are_those_of_memory(tmp_path: Path) -> None:
+    (told,) = run_workers(edited, 1, tmp_path)
+    for here, there in zip(*told, strict=True):
+        for one, other in zip(here, there, strict=True):
+            assert torch.equal(one, other)
+
+
+def refused(rank: int, world_size: int) -> list[str]:
+    found = []
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("muon", {"store": "/var/tmp"}), ("adamw", {"store": "/dev/shm"}), ("adamw", {})
+    ]  # fmt: skip
+    for optimizer, options in cases:
+        model = torch.nn.Linear(4, 4)
+        params = list(model.parameters())
+        made = thinwire.Muon([{"params": params}]) if optimizer == "muon" else torch.optim.AdamW(params)
+        with pytest.raises(ConfigError) as error:
+            thinwire.zero(model, made, thinwire.Zero(), residency=Residency(**options))
+        found.append(str(error.value))
+    return found
+
+
+def test_what_can_not_lie_on_a_disk_is_refused() -> None:
+    (found,) = run_workers(refused, 1)
+    for message, part in zip(found, ("nearest: adamw", "lies on tmpfs", "no store is stated"), strict=True):
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"memory": "2 gigs"}, "did you mean '2gb'"),
+        ({"disk_rate": "500MB"}, "did you mean '500MB/s'"),
+        ({"sub_group": 0}, "nearest: 1024"),
+        ({"optimizer": "tape"}, "one of auto, memory, disk"),
+    ],
+)
+def test_options_are_checked(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Residency(**options)

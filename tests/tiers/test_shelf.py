@@ -1,0 +1,72 @@
+"""Records on a disk: what comes back, what is refused, and what is held meanwhile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from thinwire.errors import ConfigError, ThinwireError
+from thinwire.tiers import BLOCK_BYTES, Pace, Shelf, TierMeter, check_folder
+
+
+def shelf(folder: Path, numel: int = 5000, record_numel: int = 1000, rate: float | None = None) -> Shelf:
+    return Shelf(folder, ("master", "m"), numel, record_numel, TierMeter(), Pace(rate))
+
+
+def test_records_come_back_from_disk_and_memory(tmp_path: Path) -> None:
+    own = shelf(tmp_path)
+    assert (own.num_records, own.record_numel) == (5, 1024)
+    expected = torch.zeros(2, 5000)
+    for turn in range(4):
+        for number in own.each():
+            start, end = own.span(number)
+            for kind, (name, values) in enumerate(own.take(number).items()):
+                assert torch.equal(values, expected[kind, start:end]), (turn, number, name)
+                values.uniform_()
+                expected[kind, start:end] = values
+            own.put(number)
+        if turn == 1:
+            own.stay(2)
+    own.write_out()
+    assert torch.equal(own.mapped("m", 1000, 4500), expected[1, 1000:4500])
+    # One turn writes all, but for the two that stay; the first turn has nothing to read.
+    record = 2 * 1024 * 4
+    moved = own.meter.snapshot()
+    assert moved.read_bytes == (5 + 5 + 3) * record
+    assert moved.written_bytes == (5 + 5 + 3 + 3 + 2) * record
+    assert own.pool.num_bytes == (3 + 2) * record
+    own.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_the_disk_gives_back_is_compared(tmp_path: Path) -> None:
+    own = shelf(tmp_path, 1000)
+    own.take(0)["m"].fill_(1.0)
+    own.put(0)
+    own.flush()
+    slot = own.pool.take()
+    own.files["m"].write(0, slot[:BLOCK_BYTES].zero_())
+    own.pool.give_back(slot)
+    with pytest.raises(ThinwireError, match="record 0 of m is not what was written"):
+        own.take(0)
+
+
+def test_a_folder_in_memory_and_a_full_disk_are_refused(tmp_path: Path) -> None:
+    if not Path("/dev/shm").is_dir():
+        pytest.skip("no tmpfs here")
+    with pytest.raises(ConfigError, match="tmpfs, which is memory and not a disk"):
+        check_folder(Path("/dev/shm/thinwire"), 1)
+    with pytest.raises(ConfigError, match="nearest: a folder on another disk"):
+        check_folder(tmp_path, 10**16)
+
+
+def test_a_rate_holds_reads_and_writes_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, slept = [100.0], list[float]()
+    monkeypatch.setattr("thinwire.tiers.file.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("thinwire.tiers.file.time.sleep", slept.append)
+    pace = Pace(1000.0)
+    pace.keep(500, 100.0)
+    pace.keep(250, 100.0)
+    assert slept == [0.5, 0.75]

@@ -1,0 +1,1 @@
+"""Where the tensors of a sharded host lie, and when they come and go."""

@@ -1,0 +1,27 @@
+"""Models whose weights never lie in memory all at once, from the first one on."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def hollow(model: Model) -> Model:
+    """Give a model on the device meta parameters on the CPU that have shapes but no memory; the same object.
+
+    Make the optimizer after it, then call `thinwire.zero` with `initial`, which fills one parameter after another.
+    """
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is not None and param.is_meta:
+                if param not in made:
+                    values = torch.empty(param.shape, dtype=param.dtype)
+                    values.untyped_storage().resize_(0)
+                    made[param] = nn.Parameter(values, requires_grad=param.requires_grad)
+                module._parameters[name] = made[param]
+    return model

@@ -1,0 +1,247 @@
+"""Whole weights on a disk: buckets come when they are needed, and what is needed last leaves for them."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.errors import ThinwireError
+from thinwire.hosts.sharded.bucket import FlatBucket
+from thinwire.layout.buckets import BucketLayout
+from thinwire.tiers import DiskFile, Pace, TierMeter
+from thinwire.tiers.pool import aligned, pages
+
+# Buckets with fewer elements stay in memory.
+SMALL_NUMEL = 100_000
+# Bytes that pass between a bucket and the disk at once.
+CHUNK_BYTES = 4 << 20
+
+
+@dataclass(eq=False)
+class Spot:
+    """Where a bucket's weights are. is_locked: they are being changed, and stay until that is over."""
+
+    place: int
+    num_bytes: int
+    is_here: bool = True
+    is_locked: bool = False
+    reading: Future[None] | None = None
+    writing: Future[None] | None = None
+    sums: list[int] = field(default_factory=list)
+
+    def finish(self) -> None:
+        """Return when nothing moves."""
+        for future in (self.reading, self.writing):
+            if future is not None:
+                future.result()
+        self.reading = self.writing = None
+
+
+class Replicas:
+    """The whole weights of large buckets, in one file, and of as many in memory as `capacity_bytes` allows.
+
+    Order is learnt: an update goes through all buckets in order of forward, and the next step is expected to touch
+    them as the last one did. The bucket that comes next is read ahead; the one that is needed last makes room. Where a
+    step goes another way, buckets come on demand.
+
+    A bucket's memory comes and goes under one and the same storage, so that views of it, such as those that autograd
+    saves, never show another's weights.
+    """
+
+    def __init__(self, folder: Path, layouts: Sequence[BucketLayout], meter: TierMeter, pace: Pace) -> None:
+        sizes = [bytes_of(layout) for layout in layouts if is_large(layout)]
+        self.meter, self.total_bytes, self.used_bytes, self._end = meter, sum(sizes), 0, 0
+        self.file = DiskFile(folder, sum(map(aligned, sizes)), meter, pace)
+        self.capacity_bytes = 2 * max(sizes, default=0)
+        self.spots: dict[FlatBucket, Spot] = {}
+        self._number: dict[FlatBucket, int] = {}
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="thinwire-read")
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="thinwire-write")
+        self._chunks = pages(CHUNK_BYTES), pages(CHUNK_BYTES)
+        # What a step touches in turn, how far this one has come with it, and what it has touched itself.
+        self._order: list[FlatBucket] = []
+        self._at = 0
+        self._seen: list[FlatBucket] = []
+        self._in_use: set[FlatBucket] = set()
+        self._owner: dict[int, FlatBucket] = {}
+
+    def take(self, bucket: FlatBucket) -> None:
+        """Bring a new bucket to the disk, if it is large, and free its memory."""
+        if not is_large(bucket.layout):
+            return
+        bucket.passes = True
+        spot = self.spots[bucket] = Spot(self._end, bytes_of(bucket.layout))
+        self._number[bucket] = len(self._number)
+        self._end += aligned(spot.num_bytes)
+        self.used_bytes += spot.num_bytes
+        self._write(bucket, spot)
+        self._leave(bucket)
+
+    def fit(self, buckets: Sequence[FlatBucket]) -> None:
+        """Have memory for buckets that are used together, and for the one that comes next."""
+        largest = max((spot.num_bytes for spot in self.spots.values()), default=0)
+        together = sum(self.spots[bucket].num_bytes for bucket in buckets)
+        self.capacity_bytes = max(self.capacity_bytes, together + largest)
+
+    def bring(self, *buckets: FlatBucket) -> None:
+        """Return when the weights of buckets that are used together are in memory; the next ones are on their way."""
+        large = [bucket for bucket in buckets if bucket in self.spots]
+        self._in_use = {*large, *self._seen[-1:]}
+        for bucket in large:
+            self._bring(bucket, self.spots[bucket])
+        if large:
+            self._read_ahead()
+
+    def _bring(self, bucket: FlatBucket, spot: Spot) -> None:
+        if not self._seen or self._seen[-1] is not bucket:
+            self._seen.append(bucket)
+            if bucket in self._order[self._at :]:
+                self._at = self._order.index(bucket, self._at) + 1
+        self._begin(bucket)
+        if spot.reading is not None:
+            with self.meter.waiting():
+                spot.reading.result()
+            spot.reading = None
+
+    def lock(self, bucket: FlatBucket) -> None:
+        """The bucket, which is in memory, is about to be changed."""
+        if spot := self.spots.get(bucket):
+            spot.finish()
+            spot.is_locked = True
+
+    def changed(self, bucket: FlatBucket) -> None:
+        """It was changed: it is written, and may leave after that."""
+        if spot := self.spots.get(bucket):
+            spot.is_locked = False
+            spot.writing = self._writer.submit(self._write, bucket, spot)
+
+    @contextmanager
+    def held(self, bucket: FlatBucket) -> Iterator[FlatBucket]:
+        """The bucket in memory, to be changed."""
+        self.bring(bucket)
+        self.lock(bucket)
+        yield bucket
+        self.changed(bucket)
+
+    def make_room(self, num_bytes: int = 0) -> None:
+        """Let leave what is needed last, until so much more fits; what is in use stays in any case."""
+        while self.used_bytes + num_bytes > self.capacity_bytes and (victim := self._victim()) is not None:
+            self._leave(victim)
+
+    def begin_update(self) -> None:
+        """All buckets are updated in turn; then the next step is expected to go as this one."""
+        self._order, self._seen, self._at = [*self.spots, *self._seen], [], 0
+
+    def mapped(self, bucket: FlatBucket) -> Tensor:
+        """The bucket's weights as they lie on the disk, read when they are touched."""
+        spot = self.spots[bucket]
+        spot.finish()
+        return self.file.mapped(spot.place, spot.num_bytes).view(bucket.layout.dtype)
+
+    def pack(self, tensor: Tensor) -> Any:
+        """What autograd keeps of a tensor: of weights that come and go, with the bucket that brings them."""
+        bucket = self._owner.get(tensor.untyped_storage().data_ptr())
+        return tensor if bucket is None else (bucket, tensor)
+
+    def unpack(self, kept: Any) -> Tensor:
+        """The tensor that was packed, with its weights in memory."""
+        if isinstance(kept, Tensor):
+            return kept
+        bucket, tensor = kept
+        self.bring(bucket)
+        return tensor
+
+    def close(self) -> None:
+        """Give the space back. The weights that are not in memory are gone."""
+        self._reader.shutdown()
+        self._writer.shutdown()
+        self.file.close()
+
+    def _next_use(self, bucket: FlatBucket) -> int:
+        """When it is expected to be touched again; where nothing is known, what was touched longest ago comes last."""
+        if not self._order:
+            return -(len(self._seen) - self._seen[::-1].index(bucket)) if bucket in self._seen else 1
+        if bucket in self._order[self._at :]:
+            return self._order.index(bucket, self._at)
+        return len(self._order) + self._number[bucket]
+
+    def _victim(self) -> FlatBucket | None:
+        """What is needed last of all that may leave; what was touched last may be in use."""
+        busy = self._in_use.union(self._seen[-1:])
+        free = [b for b, spot in self.spots.items() if spot.is_here and not spot.is_locked and b not in busy]
+        return max(free, key=self._next_use, default=None)
+
+    def _begin(self, bucket: FlatBucket) -> None:
+        spot = self.spots[bucket]
+        if spot.is_here:
+            return
+        self.make_room(spot.num_bytes)
+        storage = bucket.live.untyped_storage()
+        storage.resize_(spot.num_bytes)
+        self._owner[storage.data_ptr()] = bucket
+        self.used_bytes += spot.num_bytes
+        spot.is_here = True
+        spot.reading = self._reader.submit(self._read, bucket, spot)
+
+    def _leave(self, bucket: FlatBucket) -> None:
+        spot, storage = self.spots[bucket], bucket.live.untyped_storage()
+        with self.meter.waiting():
+            spot.finish()
+        self._owner.pop(storage.data_ptr(), None)
+        storage.resize_(0)
+        self.used_bytes -= spot.num_bytes
+        spot.is_here = False
+
+    def _read_ahead(self) -> None:
+        """Begin to read the next bucket that is not here, unless something that is needed before had to leave."""
+        if any(spot.reading is not None and not spot.reading.done() for spot in self.spots.values()):
+            return
+        following = next((b for b in self._order[self._at :] if not self.spots[b].is_here), None)
+        if following is None:
+            return
+        missing = self.used_bytes + self.spots[following].num_bytes - self.capacity_bytes
+        victim = self._victim() if missing > 0 else None
+        if missing <= 0 or (
+            victim is not None
+            and self.spots[victim].num_bytes >= missing
+            and self._next_use(victim) > self._next_use(following)
+        ):
+            self._begin(following)
+
+    def _read(self, bucket: FlatBucket, spot: Spot) -> None:
+        octets, chunk = bucket.live.view(torch.uint8), self._chunks[0]
+        for number, start in enumerate(range(0, spot.num_bytes, CHUNK_BYTES)):
+            part = octets[start : start + CHUNK_BYTES]
+            space = chunk[: aligned(part.numel())]
+            self.file.read(spot.place + start, space)
+            if zlib.crc32(space.numpy().data) != spot.sums[number]:
+                raise ThinwireError(f"store {self.file.folder}: weights are not what was written: the disk is damaged")
+            part.copy_(space[: part.numel()])
+
+    def _write(self, bucket: FlatBucket, spot: Spot) -> None:
+        octets, chunk, sums = bucket.live.view(torch.uint8), self._chunks[1], list[int]()
+        for start in range(0, spot.num_bytes, CHUNK_BYTES):
+            part = octets[start : start + CHUNK_BYTES]
+            space = chunk[: aligned(part.numel())]
+            space[: part.numel()].copy_(part)
+            sums.append(zlib.crc32(space.numpy().data))
+            self.file.write(spot.place + start, space)
+        spot.sums = sums
+
+
+def bytes_of(layout: BucketLayout) -> int:
+    """Of a bucket's whole weights."""
+    return layout.numel * layout.dtype.itemsize
+
+
+def is_large(layout: BucketLayout) -> bool:
+    """Whether its weights come and go."""
+    return layout.numel >= SMALL_NUMEL

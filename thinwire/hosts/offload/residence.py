@@ -1,0 +1,144 @@
+"""What of a sharded optimizer lies on this rank's disk, and what the budget has room for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from thinwire.errors import ConfigError
+from thinwire.hosts.offload.activations import recompute
+from thinwire.hosts.offload.replicas import Replicas, is_large
+from thinwire.hosts.offload.room import Room
+from thinwire.hosts.offload.states import StatesOnDisk
+from thinwire.hosts.offload.weights import WeightsOnDisk
+from thinwire.hosts.sharded.bucket import FlatBucket
+from thinwire.hosts.sharded.weights import Weights
+from thinwire.layout.buckets import Unit
+from thinwire.methods.memory import Residency
+from thinwire.optim import Muon
+from thinwire.table import Row
+from thinwire.tiers import Pace, TierMeter
+
+# Steps after which the room that is left is known: the first one allocates what stays.
+MEASURED_STEPS = 2
+# Of the room that was found, what is used: a later step may need more.
+USED_SHARE = 0.9
+DAY_S = 86400
+
+
+class Residence:
+    """The disk of a rank: its files, its meter, and who holds what there.
+
+    holds_states: masters and the optimizer's state lie on it. replicas: the weights that do; None: they all are in
+    memory. num_layers: that are computed again in the backward.
+    """
+
+    def __init__(
+        self, residency: Residency, units: Sequence[Unit], *, weights: bool, states: bool, num_layers: int
+    ) -> None:
+        self.num_layers = num_layers
+        self.options, self.meter, self.pace = residency, TierMeter(), Pace(residency.rate)
+        self.room, self.holds_states, self._num_updates = Room(residency.memory_bytes), states, 0
+        self.replicas: Replicas | None = None
+        self._states: StatesOnDisk | None = None
+        held = [layout for unit in units for layout in unit.layouts]
+        if weights and any(map(is_large, held)):
+            self.replicas = Replicas(residency.folder, held, self.meter, self.pace)
+
+    @classmethod
+    def of(
+        cls, residency: Residency, model: nn.Module, *, inner: torch.optim.Optimizer, units: Sequence[Unit],
+        device: torch.device,
+    ) -> Residence | None:  # fmt: skip
+        """The disk that options ask for; None where all lies in memory.
+
+        Raises ConfigError for what can't lie on a disk, and for a folder that can't take it.
+        """
+        weights, states = residency.weights == "disk", residency.optimizer != "memory"
+        if states and isinstance(inner, Muon):
+            raise ConfigError("residency: Muon needs whole matrices, which a disk gives in pieces; nearest: adamw")
+        cut = any(layout.levels.weights_over > 1 for unit in units for layout in unit.layouts)
+        if weights and (cut or device.type != "cpu"):
+            why = "are cut over ranks already" if cut else f"lie on {device}"
+            raise ConfigError(f"residency: weights that {why} can't lie on a disk; nearest: weights='memory'")
+        num_layers = recompute(model) if residency.activations == "recompute" else 0
+        if not (weights or states or num_layers):
+            return None
+        return cls(residency, units, weights=weights, states=states, num_layers=num_layers)
+
+    def take(self, bucket: FlatBucket) -> None:
+        """A bucket was made."""
+        if self.replicas is not None:
+            self.replicas.take(bucket)
+        for slot in bucket.slots:
+            slot.param.register_post_accumulate_grad_hook(lambda _: self.room.look())
+
+    def weights(self, plain: Weights, model: nn.Module) -> Weights:
+        """What brings weights: as `plain`, or through memory."""
+        if self.replicas is None:
+            return plain
+        return WeightsOnDisk(plain.units, plain.seeds, model, self.replicas)
+
+    def states(self, inner: torch.optim.Optimizer, weights: Weights) -> StatesOnDisk:
+        """What holds masters and the optimizer's state."""
+        self._states = StatesOnDisk(self.options, inner, weights, self.meter, self.pace)
+        return self._states
+
+    def after_update(self) -> None:
+        """Once it is known what a step needs, let stay what there is room for: first weights, which pass most often."""
+        self.room.look()
+        self._num_updates += 1
+        if self._num_updates != MEASURED_STEPS:
+            return
+        left = int(self.room.left_bytes * USED_SHARE)
+        if self.replicas is not None:
+            more = max(0, min(left, self.replicas.total_bytes - self.replicas.capacity_bytes))
+            self.replicas.capacity_bytes += more
+            left -= more
+        if self._states is not None and self.options.optimizer == "auto":
+            shelf = self._states.shelf
+            shelf.stay(left // shelf.pool.slot_bytes)
+
+    def describe(self) -> list[Row]:
+        """Rows of (asked for, in effect, why)."""
+        options, rows, step_bytes = self.options, list[Row](), 0
+        measures = options.memory_bytes is not None and "auto" in (options.optimizer, options.weights)
+        why = f"what fits in {options.memory} stays in memory after the first steps" if measures else ""
+        if self._states is not None:
+            shelf = self._states.shelf
+            step_bytes += shelf.num_bytes
+            where = f"{shelf.num_bytes / 1e6:.3f} MB on this rank's disk, {options.folder}"
+            rows.append(("masters and optimizer state", where, why))
+            rows.append((
+                "sub-groups", f"{shelf.num_records} of {shelf.record_numel:,} elements",
+                f"{', '.join(shelf.kinds)} in fp32; {shelf.pool.num_bytes / 1e6:.1f} MB of memory for those in passing",
+            ))  # fmt: skip
+        if self.replicas is not None:
+            replicas = self.replicas
+            step_bytes += replicas.total_bytes
+            rows.append((
+                "weights", f"{replicas.total_bytes / 1e6:.3f} MB on this rank's disk, in {len(replicas.spots)} buckets",
+                f"{replicas.capacity_bytes / 1e6:.1f} MB in memory at a time; gradients are freed when they leave",
+            ))  # fmt: skip
+        if self.num_layers:
+            rows.append(("activations", f"{self.num_layers} layers keep their inputs", "the rest is computed again"))
+        files = list(self._states.shelf.files.values()) if self._states is not None else []
+        files += [self.replicas.file] if self.replicas is not None else []
+        if not all(file.is_direct for file in files):
+            rows.append(("O_DIRECT", "no", "this file system refuses it: pages are dropped after each write"))
+        done = self.meter.snapshot()
+        if done.write_s:
+            # A step reads at least as much as it writes.
+            rate = done.written_bytes / done.write_s
+            most = f"at most {rate * DAY_S / 2e12:.2f} TB a day at the {rate / 1e6:.0f} MB/s that it wrote here"
+            rows.append(("wear of the disk", f"{step_bytes / 1e9:.3f} GB written in a step", most))
+        return rows
+
+    def close(self) -> None:
+        """Give memory and space back."""
+        if self._states is not None:
+            self._states.shelf.close()
+        if self.replicas is not None:
+            self.replicas.close()

@@ -1,0 +1,249 @@
+"""Masters and the optimizer's state on a disk: sub-groups pass through memory, in order of forward."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.checkpoint import WEIGHTS, Piece, Snapshot, Source
+from thinwire.hosts.sharded.bucket import FlatBucket, LiveUnit, Slot
+from thinwire.hosts.sharded.owned import slots_of, state_of_piece
+from thinwire.hosts.sharded.weights import Weights
+from thinwire.methods.memory import Residency
+from thinwire.state.elementwise import is_elementwise, state_kinds
+from thinwire.state.portable import OPTIMIZER, Held, report_optimizer, state_for
+from thinwire.tiers import Pace, Shelf, TierMeter
+
+MASTER = "master"
+
+
+@dataclass(eq=False)
+class Part:
+    """What of a parameter lies in one sub-group: elements [start, end) of this rank's flat masters.
+
+    group: of the optimizer. bucket_start: of its bucket, in these masters. is_known: the optimizer remembers something
+    of it. numbers: what of that is no tensor of elements.
+    """
+
+    slot: Slot
+    group: int
+    start: int
+    end: int
+    bucket_start: int
+    is_known: bool = False
+    numbers: dict[str, Any] = field(default_factory=dict)
+
+    def of(self, flat: Tensor, start: int) -> Tensor:
+        """Its elements of a tensor whose first one is element `start` of the flat masters."""
+        return flat[self.start - start : self.end - start]
+
+    @property
+    def grad(self) -> Tensor:
+        """Its mean gradient."""
+        return self.slot.bucket.shard_grad[self.start - self.bucket_start : self.end - self.bucket_start]
+
+    def held(self, values: Tensor) -> Held:
+        """Values like it, as a part of the parameter."""
+        offset = self.slot.offset + self.start - self.bucket_start - self.slot.owned.start
+        return Held(values, self.slot.span.numel, offset)
+
+
+class StatesOnDisk:
+    """This rank's masters, bucket after bucket, and the optimizer's state of each of their elements.
+
+    The user's optimizer steps one sub-group after another, so that only three are in memory, and those that stay. What
+    masters have become lies in `shard_grad` of their bucket until the next reduction.
+
+    Raises ConfigError for a store without room.
+    """
+
+    def __init__(
+        self, residency: Residency, inner: torch.optim.Optimizer, weights: Weights, meter: TierMeter, pace: Pace
+    ) -> None:
+        self.inner, self.units = inner, weights.units
+        self._starts: dict[FlatBucket, int] = {}
+        numel = 0
+        for bucket in (bucket for unit in self.units for bucket in unit.buckets):
+            self._starts[bucket] = numel
+            numel += bucket.layout.shard_numel
+        grouped = slots_of(inner, list(self._starts))
+        self._like: dict[str, Any] = state_kinds(inner, [next(slots[0] for slots in grouped if slots).param])[0]
+        kinds = (MASTER, *(kind for kind, like in self._like.items() if isinstance(like, Tensor) and like.dim()))
+        size = residency.sub_group_numel(len(kinds))
+        self.shelf = Shelf(residency.folder, kinds, numel, size, meter, pace)
+        self._parts: dict[int, list[Part]] = defaultdict(list)
+        before = self._lay_out(grouped)
+        self._twin = twin_of(inner)
+        self._fill(before, weights)
+
+    def _lay_out(self, grouped: Sequence[Sequence[Slot]]) -> dict[str, dict[str, Any]]:
+        """Cut every parameter's elements at sub-groups; what the optimizer has remembered of each, which it loses."""
+        before: dict[str, dict[str, Any]] = {}
+        for number, slots in enumerate(grouped):
+            self.inner.param_groups[number]["params"] = []
+            for slot in slots:
+                if held := self.inner.state.pop(slot.param, None):
+                    before[slot.name] = state_of_piece(held, slot)
+                first = self._starts[slot.bucket]
+                start, end = first + slot.owned.start, first + slot.owned.stop
+                for record in self.shelf.records(start, end) if start < end else ():
+                    low, high = self.shelf.span(record)
+                    self._parts[record].append(Part(slot, number, max(start, low), min(end, high), first))
+        return before
+
+    def _fill(self, before: Mapping[str, dict[str, Any]], weights: Weights) -> None:
+        """Bring masters, and what the optimizer has remembered so far, to the disk."""
+        for record in self.shelf.each():
+            tensors, (start, end) = self.shelf.take(record), self.shelf.span(record)
+            for bucket, low, high in self._buckets_in(start, end):
+                first = self._starts[bucket]
+                tensors[MASTER][low - start : high - start] = weights.own(bucket)[low - first : high - first]
+                bucket.away = self
+            for part in self._parts[record]:
+                held = before.get(part.slot.name, {})
+                at = part.start - part.bucket_start - part.slot.owned.start
+                for kind, value in held.items():
+                    if kind in tensors:
+                        part.of(tensors[kind], start).copy_(value[at : at + part.end - part.start])
+                part.is_known = bool(held)
+                part.numbers = {kind: _copied(value) for kind, value in held.items() if kind not in tensors}
+            self.shelf.put(record)
+        self.shelf.flush()
+
+    def _buckets_in(self, start: int, end: int) -> Iterator[tuple[FlatBucket, int, int]]:
+        """Buckets of which elements [first, last) are in [start, end)."""
+        for bucket, first in self._starts.items():
+            low, high = max(first, start), min(first + bucket.layout.shard_numel, end)
+            if low < high:
+                yield bucket, low, high
+
+    def step(self, used: Collection[str]) -> Iterator[LiveUnit]:
+        """See States. A unit is ready when its last element has passed; the next one starts behind it."""
+        coming = iter(self.units)
+        unit = next(coming, None)
+        for record in self.shelf.each():
+            tensors, (start, end) = self.shelf.take(record), self.shelf.span(record)
+            self._step_parts(record, tensors, start, used)
+            for bucket, low, high in self._buckets_in(start, end):
+                first = self._starts[bucket]
+                bucket.shard_grad[low - first : high - first] = tensors[MASTER][low - start : high - start]
+            self.shelf.put(record)
+            while unit is not None and self._end(unit) <= end:
+                yield unit
+                unit = next(coming, None)
+
+    def _end(self, unit: LiveUnit) -> int:
+        last = unit.buckets[-1]
+        return self._starts[last] + last.layout.shard_numel
+
+    def _step_parts(self, record: int, tensors: Mapping[str, Tensor], start: int, used: Collection[str]) -> None:
+        """One step of the user's optimizer over the parts of a sub-group."""
+        twin, stepped = self._twin, [part for part in self._parts[record] if part.slot.name in used]
+        values = {part: part.of(tensors[MASTER], start) for part in stepped}
+        twin.param_groups = [
+            {**group, "params": [values[part] for part in stepped if part.group == number]}
+            for number, group in enumerate(self.inner.param_groups)
+        ]
+        kinds = [kind for kind in tensors if kind != MASTER]
+        for part, value in values.items():
+            value.grad = part.grad
+            if part.is_known:
+                twin.state[value] = part.numbers | {kind: part.of(tensors[kind], start) for kind in kinds}
+        twin.step()
+        for part, value in values.items():
+            state = twin.state.pop(value, {})
+            part.is_known, part.numbers = bool(state), {}
+            for kind, now in state.items():
+                if kind in tensors:
+                    place = part.of(tensors[kind], start)
+                    # The first step makes tensors of its own.
+                    if now is not None and now.data_ptr() != place.data_ptr():
+                        place.copy_(now)
+                elif is_elementwise(now, value):
+                    raise RuntimeError(f"{type(self.inner).__name__} began to hold {kind!r}, which has no place")
+                else:
+                    part.numbers[kind] = now
+            value.grad = None
+
+    def masters(self, bucket: FlatBucket) -> Tensor:
+        """See Away."""
+        first, found = self._starts[bucket], torch.empty_like(bucket.shard_grad)
+        for record in self.shelf.records(first, first + found.numel()):
+            tensors, (start, end) = self.shelf.take(record), self.shelf.span(record)
+            low, high = max(first, start), min(first + found.numel(), end)
+            found[low - first : high - first] = tensors[MASTER][low - start : high - start]
+            self.shelf.leave(record)
+        return found
+
+    def set_masters(self, bucket: FlatBucket, values: Tensor, first: int) -> None:
+        """See Away."""
+        first += self._starts[bucket]
+        for record in self.shelf.records(first, first + values.numel()) if values.numel() else ():
+            tensors, (start, end) = self.shelf.take(record), self.shelf.span(record)
+            low, high = max(first, start), min(first + values.numel(), end)
+            tensors[MASTER][low - start : high - start] = values[low - first : high - first]
+            self.shelf.put(record)
+
+    def add_to(self, snapshot: Snapshot) -> Snapshot:
+        """See States. The pieces lie on the disk: they are saved from there, while training waits."""
+        self.shelf.write_out()
+        snapshot.in_place = True
+        kinds = [kind for kind in self.shelf.kinds if kind != MASTER]
+        for parts in _by_parameter(self._parts).values():
+            first, last = parts[0], parts[-1]
+            wanted = {f"{WEIGHTS}/{first.slot.name}": MASTER}
+            wanted |= {f"{OPTIMIZER}/{kind}/{first.slot.name}": kind for kind in kinds if first.is_known}
+            for name, kind in wanted.items():
+                snapshot.pieces[name] = first.held(self.shelf.mapped(kind, first.start, last.end)).piece()
+            for kind, value in first.numbers.items():
+                if value is not None:
+                    number = value.item() if isinstance(value, Tensor) else value
+                    snapshot.scalars.setdefault(kind, {})[first.slot.name] = number
+        return snapshot
+
+    @torch.no_grad()
+    def restore(self, source: Source) -> None:
+        """See States."""
+        fresh: dict[str, bool] = {}
+        for record in self.shelf.each():
+            tensors, (start, _) = self.shelf.take(record), self.shelf.span(record)
+            pieces: dict[str, Piece] = {}
+            for part in self._parts[record]:
+                name, value = part.slot.name, part.of(tensors[MASTER], start)
+                held = part.held(value)
+                pieces[f"{WEIGHTS}/{name}"] = held.piece()
+                into = {kind: part.of(tensors[kind], start) for kind in tensors if kind != MASTER}
+                state = state_for(source, self._like, name, held, pieces, into)
+                part.numbers = {kind: value for kind, value in state.items() if kind not in tensors}
+                part.is_known, fresh[name] = bool(state), not state and bool(self._like)
+            source.read(pieces)
+            self.shelf.put(record)
+        self.shelf.flush()
+        report_optimizer(source, set(self._like), sum(fresh.values()), len(fresh))
+
+
+def _by_parameter(parts: Mapping[int, Sequence[Part]]) -> dict[str, list[Part]]:
+    """The parts of each parameter, in order."""
+    found: dict[str, list[Part]] = defaultdict(list)
+    for record in sorted(parts):
+        for part in parts[record]:
+            found[part.slot.name].append(part)
+    return found
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def twin_of(inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """An optimizer of the same kind and options, over other tensors, with a state of its own."""
+    twin = object.__new__(type(inner))
+    # An instance attribute `step` is a scheduler's wrapper around the original.
+    twin.__dict__.update({key: value for key, value in inner.__dict__.items() if key != "step"})
+    twin.state = defaultdict(dict)
+    return twin

@@ -1,0 +1,148 @@
+"""Weights that are whole on every rank, but on its disk: differences are added to them as they pass through memory."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.hosts.offload.replicas import Replicas
+from thinwire.hosts.sharded.bucket import FlatBucket, LiveUnit
+from thinwire.hosts.sharded.guard import Hook
+from thinwire.hosts.sharded.passing import tensors_in
+from thinwire.hosts.sharded.seeds import Seeds
+from thinwire.hosts.sharded.weights import Weights, tell_of_edits
+from thinwire.state.replicas import fingerprint
+
+# Buckets whose updated weights are under way while the next one is stepped.
+IN_FLIGHT = 1
+_HOSTS: WeakKeyDictionary[nn.Module, WeightsOnDisk] = WeakKeyDictionary()
+
+
+class WeightsOnDisk(Weights):
+    """A bucket is brought by whoever touches its weights, in forward, backward or recomputation.
+
+    An update takes buckets in order of forward: the next one is read while one's differences arrive and the last one is
+    written.
+    """
+
+    def __init__(self, units: Sequence[LiveUnit], seeds: Seeds, model: nn.Module, replicas: Replicas) -> None:
+        super().__init__(units, seeds)
+        self.replicas = replicas
+        self._flying: deque[LiveUnit] = deque()
+        self._contexts: list[torch.autograd.graph.saved_tensors_hooks] = []
+        model.register_forward_pre_hook(Hook(lambda *_: self._enter()))
+        model.register_forward_hook(Hook(lambda *_: self._exit()), always_call=True)
+        unit_of = {id(slot.param): unit for unit in units for slot in unit.slots}
+        self._units_of: dict[nn.Module, list[LiveUnit]] = {}
+        for module in model.modules():
+            own = [unit_of[id(param)] for param in module.parameters(recurse=False) if id(param) in unit_of]
+            large = [unit for unit in dict.fromkeys(own) if unit.buckets[0] in replicas.spots]
+            _HOSTS[module] = self
+            self._units_of[module] = large
+            replicas.fit([unit.buckets[0] for unit in large])
+            if large:
+                module.register_forward_hook(Hook(lambda *given, large=large: self._watch(large, given[-1])))
+
+    def _enter(self) -> None:
+        context = torch.autograd.graph.saved_tensors_hooks(self.replicas.pack, self.replicas.unpack)
+        context.__enter__()
+        self._contexts.append(context)
+
+    def _exit(self) -> None:
+        self._contexts.pop().__exit__(None, None, None)
+
+    def _watch(self, units: list[LiveUnit], output: object) -> None:
+        """Bring the weights when the module's backward begins: recomputation saves tensors without our hooks."""
+        if torch.is_grad_enabled():
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda _: self.bring(units))
+
+    def send(self, updated: Iterable[LiveUnit]) -> None:
+        self.replicas.begin_update()
+        super().send(updated)
+
+    def send_next(self) -> None:
+        if not self.unsent:
+            return
+        unit = self.unsent[0]
+        for bucket in unit.buckets:
+            self.replicas.bring(bucket)
+            self.replicas.lock(bucket)
+        super().send_next()
+        self._flying.append(unit)
+        while len(self._flying) > IN_FLIGHT:
+            self.wait(self._flying[0])
+
+    def wait(self, unit: LiveUnit) -> bool:
+        was_coming = super().wait(unit)
+        if unit in self._flying:
+            self._flying.remove(unit)
+            for bucket in unit.buckets:
+                self.replicas.changed(bucket)
+        return was_coming
+
+    def bring(self, units: Sequence[LiveUnit]) -> None:
+        super().bring(units)
+        self.replicas.bring(*(bucket for unit in units for bucket in unit.buckets))
+
+    def keep(self) -> None:
+        self.wait_all()
+
+    def is_away(self, bucket: FlatBucket) -> bool:
+        return bucket in self.replicas.spots
+
+    @contextmanager
+    def held(self, bucket: FlatBucket) -> Iterator[FlatBucket]:
+        with self.replicas.held(bucket):
+            yield bucket
+
+    def shard(self, bucket: FlatBucket) -> Tensor:
+        self.replicas.bring(bucket)
+        return bucket.shard
+
+    def own(self, bucket: FlatBucket) -> Tensor:
+        if not self.is_away(bucket):
+            return bucket.own
+        first = bucket.layout.shard_start(bucket.comm.rank)
+        return self.replicas.mapped(bucket)[first : first + bucket.layout.shard_numel]
+
+    @contextmanager
+    def whole(self, module: nn.Module) -> Iterator[None]:
+        """See `whole`."""
+        self.wait_all()
+        units = dict.fromkeys(unit for child in module.modules() for unit in self._units_of.get(child, []))
+        buckets, seen = [bucket for unit in units for bucket in unit.buckets], dict[FlatBucket, int]()
+        for bucket in buckets:
+            self.replicas.bring(bucket)
+            self.replicas.lock(bucket)
+            seen[bucket] = fingerprint(bucket.live)
+        try:
+            yield
+        finally:
+            for bucket in buckets:
+                if fingerprint(bucket.live) != seen[bucket]:
+                    tell_of_edits(bucket, [slot.name for slot in bucket.slots])
+                    bucket.set_masters(bucket.own.float())
+                self.replicas.changed(bucket)
+            self.replicas.make_room()
+
+
+@contextmanager
+def whole(module: nn.Module) -> Iterator[None]:
+    """A context in which all of a module's weights are in memory, to be read or edited in place.
+
+    What was edited is in the masters after it. Needed where weights lie on a disk, on every rank alike; without effect
+    elsewhere.
+    """
+    host = _HOSTS.get(module)
+    if host is None:
+        yield
+        return
+    with host.whole(module):
+        yield

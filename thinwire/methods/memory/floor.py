@@ -1,0 +1,83 @@
+"""The least memory that a process can train in, by part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from thinwire.collectives import Topology
+from thinwire.errors import ConfigError
+from thinwire.methods.memory.residency import FP32_BYTES, Residency
+from thinwire.methods.sharded import ShardedMethod
+
+# Torch, gloo, compiled kernels and the stacks of threads, before there is a model.
+PROCESS_BYTES = 250_000_000
+# Elements of the smallest sub-group, and how many are in memory at a time.
+LEAST_SUB_GROUP, NUM_PASSING = 1024, 3
+# Master, and AdamW's two moments.
+NUM_STATES = 3
+# Buckets of weights in memory at a time, and of gradients: one computes, one travels.
+NUM_BUCKETS = 2
+# Where weights and gradients would leave less than a third of the budget to all else, they are better on a disk.
+MOST_SHARE = 2 / 3
+
+
+@dataclass(frozen=True)
+class Floor:
+    """Bytes that a process needs, by part, with what its residency puts on the disk; activations are not among them.
+
+    disk: bytes that lie there.
+    """
+
+    parts: dict[str, int]
+    disk: int
+
+    @classmethod
+    def of(
+        cls, residency: Residency, method: ShardedMethod, model: nn.Module, topology: Topology, micro_batches: int
+    ) -> Floor:
+        """The floor of a rank. model: only its shapes are used."""
+        plan = method.plan(model, topology, micro_batches)
+        parts = {"process": PROCESS_BYTES} | plan.memory
+        disk = 0
+        if residency.optimizer != "memory":
+            passing = NUM_PASSING * NUM_STATES * FP32_BYTES * (residency.sub_group or LEAST_SUB_GROUP)
+            disk, parts["optimizer"] = plan.optimizer, min(passing, plan.optimizer)
+        if residency.weights == "disk":
+            trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+            units = method.units(model, trained, [method.levels(topology)], lambda _: 0, None)
+            largest = max((FP32_BYTES * unit.numel for unit in units), default=0)
+            disk += plan.weights
+            parts["weights"] = min(NUM_BUCKETS * largest, plan.weights)
+            if micro_batches == 1:
+                mean = plan.weights // topology.world_size
+                parts["gradients"] = min(mean + NUM_BUCKETS * largest, plan.gradients)
+        return cls({name: num_bytes for name, num_bytes in parts.items() if num_bytes}, disk)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.parts.values())
+
+    def check(self, memory_bytes: int | None) -> None:
+        """Raise ConfigError, with all parts, for a budget below it."""
+        if memory_bytes is None or memory_bytes >= self.num_bytes:
+            return
+        listed = ", ".join(f"{name} {num_bytes / 1e6:.0f} MB" for name, num_bytes in self.parts.items())
+        raise ConfigError(
+            f"--memory of {memory_bytes / 1e6:.0f} MB is below the floor of {self.num_bytes / 1e6:.0f} MB: {listed}, "
+            f"before activations; nearest: --memory {-(-self.num_bytes // 10**6)}mb, or more ranks"
+        )
+
+
+def settled(
+    residency: Residency, method: ShardedMethod, model: nn.Module, topology: Topology, micro_batches: int = 1
+) -> Residency:
+    """The residency with weights where `auto` puts them; model: only its shapes are used."""
+    if residency.weights != "auto":
+        return residency
+    whole = Floor.of(replace(residency, weights="memory"), method, model, topology, micro_batches).num_bytes
+    budget = residency.memory_bytes
+    is_tight = budget is not None and whole > MOST_SHARE * budget
+    is_cut = method.levels(topology).weights_over > 1
+    return replace(residency, weights="disk" if is_tight and not is_cut else "memory")

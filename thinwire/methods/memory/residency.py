@@ -1,0 +1,83 @@
+"""What of a training process lies in memory, and what on a disk; the arithmetic of both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from thinwire.errors import ConfigError, Problems
+from thinwire.methods.memory.units import read_byte_rate, read_bytes
+from thinwire.methods.options import check_types
+
+FP32_BYTES = 4
+# Elements of a sub-group where nothing is stated, and the most of the budget that the passing ones may take.
+SUB_GROUP, PASSING_SHARE = 1 << 22, 1 / 16
+
+
+@dataclass(frozen=True)
+class Residency:
+    """A budget of memory, and a folder on a disk for what does not fit in it.
+
+    The optimizer's state and the fp32 masters pass through memory in sub-groups: one is read while another is stepped
+    and a third is written. With `auto`, as many of them stay in memory as the budget has room for, which is measured
+    after the first steps. Numbers do not depend on where they lie.
+
+    Raises ConfigError for values that can't work.
+    Source: ZeRO-Infinity (SC 2021), sections 5 and 6.
+    """
+
+    memory: str | None = None
+    """Most memory of each process, such as 2gb. By default the process's own limit (ulimit -d), or none."""
+    store: str | None = None
+    """Folder for what does not fit, on a disk of this machine. `thinwire train` takes RUN_DIR/store by default."""
+    weights: Literal["auto", "memory", "disk"] = "auto"
+    """Where whole weights lie: memory, disk, or auto: on the disk where the budget is too small for them and their
+    gradients."""
+    optimizer: Literal["auto", "memory", "disk"] = "auto"
+    """Where masters and the optimizer's state lie: memory, disk, or auto: on disk but for what fits in the budget."""
+    activations: Literal["auto", "keep", "recompute"] = "auto"
+    """What a forward keeps for its backward: keep: all of it; recompute: what each layer is given, from which it is
+    computed again; auto: in `thinwire train`, recompute where the budget asks for it."""
+    sub_group: int | None = None
+    """Elements that are stepped at once; a multiple of 1024. By default 4 million, fewer under a small budget."""
+    disk_rate: str | None = None
+    """Hold reads and writes together to a rate such as 500MB/s, to try a slower disk."""
+
+    def __post_init__(self) -> None:
+        problems = Problems()
+        with problems.collect():
+            check_types(self)
+            if self.memory is not None and not read_bytes(self.memory):
+                raise ConfigError(f"memory {self.memory!r}: must be above 0")
+        with problems.collect():
+            if self.disk_rate is not None:
+                read_byte_rate(self.disk_rate)
+        if isinstance(self.sub_group, int) and self.sub_group < 1:
+            problems.messages.append(f"sub_group {self.sub_group}: must be at least 1; nearest: 1024")
+        problems.raise_any()
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """The budget; None: there is none."""
+        return None if self.memory is None else read_bytes(self.memory)
+
+    @property
+    def rate(self) -> float | None:
+        """Bytes per second to which the disk is held; None: its own."""
+        return None if self.disk_rate is None else read_byte_rate(self.disk_rate)
+
+    @property
+    def folder(self) -> Path:
+        """Where the store lies. Raises ConfigError where none is stated."""
+        if self.store is None:
+            raise ConfigError("residency: no store is stated for what does not fit in memory: name a folder on a disk")
+        return Path(self.store).expanduser()
+
+    def sub_group_numel(self, num_kinds: int) -> int:
+        """Elements of a sub-group of so many fp32 numbers each; three sub-groups are in memory at a time."""
+        if self.sub_group is not None:
+            return self.sub_group
+        if self.memory_bytes is None:
+            return SUB_GROUP
+        return max(1, min(SUB_GROUP, int(self.memory_bytes * PASSING_SHARE) // (3 * num_kinds * FP32_BYTES)))

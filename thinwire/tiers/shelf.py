@@ -1,0 +1,187 @@
+"""Long tensors in records, on a disk but for those that stay: the next record is read while one is in use."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from thinwire.errors import ThinwireError
+from thinwire.tiers.file import DiskFile, Pace, TierMeter
+from thinwire.tiers.pool import BLOCK_BYTES, Pool
+
+# One is read, one is in use, one is written.
+NUM_PASSING = 3
+FP32_BYTES = 4
+# A record begins with a block in every file.
+UNIT = BLOCK_BYTES // FP32_BYTES
+
+
+class Shelf:
+    """Tensors of `numel` fp32 elements, one for each kind, in records of `record_numel` elements of all kinds.
+
+    A record is zero until it is put for the first time. Its checksums are kept here, so that what the disk gives back
+    is what it was given last. Nothing is held in memory but NUM_PASSING records and those that stay, the first ones.
+
+    Raises ConfigError where the folder has no room for all of it.
+    """
+
+    def __init__(
+        self, folder: Path, kinds: Sequence[str], numel: int, record_numel: int, meter: TierMeter, pace: Pace
+    ) -> None:
+        self.kinds, self.numel, self.meter = tuple(kinds), numel, meter
+        self.record_numel = record_numel = min(_whole(record_numel), _whole(numel))
+        self.num_records, self.num_staying = -(-numel // record_numel), 0
+        num_bytes = self.num_records * record_numel * FP32_BYTES
+        # One at a time, so that each sees what the others have taken.
+        self.files = {kind: DiskFile(folder, num_bytes, meter, pace) for kind in kinds}
+        self.pool = Pool(min(NUM_PASSING, self.num_records), len(kinds) * record_numel * FP32_BYTES)
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="thinwire-read")
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="thinwire-write")
+        self._sums: dict[int, list[int]] = {}
+        self._staying: dict[int, Tensor] = {}
+        self._in_use: dict[int, Tensor] = {}
+        self._reading: dict[int, Future[Tensor]] = {}
+        self._writing: dict[int, Future[None]] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all kinds, without the end of the last record."""
+        return len(self.kinds) * self.numel * FP32_BYTES
+
+    def span(self, number: int) -> tuple[int, int]:
+        """The first element of a record, and the first behind it."""
+        return number * self.record_numel, min((number + 1) * self.record_numel, self.numel)
+
+    def records(self, start: int, end: int) -> range:
+        """The records that hold elements [start, end)."""
+        return range(start // self.record_numel, -(-end // self.record_numel))
+
+    def each(self) -> Iterator[int]:
+        """Every record's number in order; to be taken, and put or left, before the next."""
+        self.read_ahead(len(self._staying))
+        yield from range(self.num_records)
+
+    def read_ahead(self, number: int) -> None:
+        """Begin to read a record, unless it is in memory."""
+        known = number in self._staying or number in self._reading or number in self._in_use
+        if not known and number < self.num_records:
+            self._reading[number] = self._reader.submit(self._read, number, self._writing.get(number))
+
+    def take(self, number: int) -> dict[str, Tensor]:
+        """A record's tensors by kind, fp32, to be changed in place until `put` or `leave`."""
+        if number in self._staying:
+            return self._tensors(number, self._staying[number])
+        for other in self._reading.keys() - {number}:
+            self.pool.give_back(self._reading.pop(other).result())
+        self.read_ahead(number)
+        with self.meter.waiting():
+            self._in_use[number] = self._reading.pop(number).result()
+        # While this one is in use.
+        self.read_ahead(number + 1)
+        return self._tensors(number, self._in_use[number])
+
+    def put(self, number: int) -> None:
+        """The record was changed: it stays, or is written in the background."""
+        if number in self._staying:
+            return
+        slot = self._in_use.pop(number)
+        if number < self.num_staying:
+            self._staying[number] = slot
+            return
+        self._check_written()
+        self._writing[number] = self._writer.submit(self._write, number, slot, self._writing.get(number))
+
+    def leave(self, number: int) -> None:
+        """The record was not changed."""
+        if number not in self._staying:
+            self.pool.give_back(self._in_use.pop(number))
+
+    def stay(self, num_records: int) -> None:
+        """Keep this many more in memory from their next `put` on."""
+        num_records = min(num_records, self.num_records - self.num_staying)
+        if num_records > 0:
+            self.pool.add(num_records)
+            self.num_staying += num_records
+
+    def flush(self) -> None:
+        """Return when all that was put is written."""
+        with self.meter.waiting():
+            for future in self._writing.values():
+                future.result()
+        self._writing.clear()
+
+    def mapped(self, kind: str, start: int, end: int) -> Tensor:
+        """Elements [start, end) as they lie on the disk, read when they are touched; after `write_out`."""
+        place = start * FP32_BYTES
+        return self.files[kind].mapped(place, end * FP32_BYTES - place).view(torch.float32)
+
+    def write_out(self) -> None:
+        """Bring what stays in memory to the disk too."""
+        self.flush()
+        for number, slot in self._staying.items():
+            self._put_down(number, slot)
+
+    def close(self) -> None:
+        """Give memory and space back."""
+        self._reader.shutdown()
+        self._writer.shutdown()
+        for file in self.files.values():
+            file.close()
+
+    def _tensors(self, number: int, slot: Tensor) -> dict[str, Tensor]:
+        start, end = self.span(number)
+        return {kind: part.view(torch.float32)[: end - start] for kind, part in self._parts(slot).items()}
+
+    def _parts(self, slot: Tensor) -> dict[str, Tensor]:
+        size = self.record_numel * FP32_BYTES
+        return {kind: slot[i * size : (i + 1) * size] for i, kind in enumerate(self.kinds)}
+
+    def _read(self, number: int, before: Future[None] | None) -> Tensor:
+        if before is not None:
+            before.result()
+        slot = self.pool.take()
+        try:
+            if number not in self._sums:
+                return slot.zero_()
+            place = number * self.record_numel * FP32_BYTES
+            for (kind, part), expected in zip(self._parts(slot).items(), self._sums[number], strict=True):
+                self.files[kind].read(place, part)
+                if zlib.crc32(part.numpy().data) != expected:
+                    raise ThinwireError(
+                        f"store {self.files[kind].folder}: record {number} of {kind} is not what was written: the disk "
+                        "or its file system is damaged"
+                    )
+        except BaseException:
+            self.pool.give_back(slot)
+            raise
+        return slot
+
+    def _write(self, number: int, slot: Tensor, before: Future[None] | None) -> None:
+        try:
+            if before is not None:
+                before.result()
+            self._put_down(number, slot)
+        finally:
+            self.pool.give_back(slot)
+
+    def _put_down(self, number: int, slot: Tensor) -> None:
+        place = number * self.record_numel * FP32_BYTES
+        sums = []
+        for kind, part in self._parts(slot).items():
+            sums.append(zlib.crc32(part.numpy().data))
+            self.files[kind].write(place, part)
+        self._sums[number] = sums
+
+    def _check_written(self) -> None:
+        """Raise the error of a write that has failed."""
+        for number in [number for number, future in self._writing.items() if future.done()]:
+            self._writing.pop(number).result()
+
+
+def _whole(numel: int) -> int:
+    return max(1, -(-numel // UNIT)) * UNIT

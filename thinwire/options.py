@@ -24,6 +24,8 @@ Tables = Mapping[str, Mapping[str, Any]]
 # The fields of a strategy that hold another one: the one that it stands on, or the one inside its islands.
 BASE, INNER = "base", "inner"
 DEFAULT_INNER = "ddp"
+# What --strategy auto chooses from: they learn as much from a token as exact training does (docs/performance.md).
+CHOSEN_FROM = ("zero", "zero-bf16", "sdp4bit", "ddp", "ddp-bf16")
 LLAMA, MOE, PIPELINE, SEQUENCE = "llama", "moe", "pipeline", "sequence"
 # Of axes that cut the model's work. No checkpoint depends on them, so a resumed run may change them.
 AXIS_TABLES: Mapping[str, type] = {PIPELINE: Pipeline, SEQUENCE: SequenceParallel}

@@ -20,7 +20,7 @@ GROUPS = {
         "model", "data", "strategy", "workers", "device", "steps", "minutes", "tokens_per_step", "seq_len",
         "micro_batch", "lr", "seed", "run_dir", "resume", "overwrite", "dry_run",
     ),
-    "machines": ("local_size", "mesh", "stages", "join", "nodes", "node", "timeout"),
+    "machines": ("local_size", "mesh", "stages", "order", "plan", "join", "nodes", "node", "timeout"),
     "data": ("text_field", "tokenizer", "cache_dir"),
     "training": (
         "inner", "optimizer", "weight_decay", "warmup_steps", "grad_clip", "dead_steps", "dtype", "compile", "stop_at",

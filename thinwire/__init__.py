@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 # Classes of strategies are found by their rows in `thinwire.registry`.
 _HOMES: dict[str, tuple[str, ...]] = {
     "thinwire.adapters": ("attach",),
+    "thinwire.calibration": ("calibrate",),
     "thinwire.codecs": (
         "Cast", "Codec", "CountSketch", "GaussianSketch", "Hadamard", "Identity", "Integer", "Natural", "RandomK",
         "Sign", "Threshold", "TopK", "Twice", "Zstd",
@@ -45,6 +46,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "thinwire.methods.sequence": ("SequenceParallel",),
     "thinwire.methods.sharded": ("ShardedMethod",),
     "thinwire.optim": ("DGCSGD", "LANS", "Muon", "OneBitAdamW"),
+    "thinwire.planner.plan": ("plan",),
     "thinwire.registry": ("STRATEGIES", "strategy_named"),
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}

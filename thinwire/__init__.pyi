@@ -2,6 +2,7 @@
 from typing import Any
 
 from thinwire.adapters import attach as attach
+from thinwire.calibration import calibrate as calibrate
 from thinwire.codecs import (
     Cast as Cast,
     Codec as Codec,
@@ -66,6 +67,7 @@ from thinwire.methods.sequence import SequenceParallel as SequenceParallel
 from thinwire.methods.sharded import ShardedMethod as ShardedMethod
 from thinwire.methods.slope_log import SlopeLog as SlopeLog
 from thinwire.optim import DGCSGD as DGCSGD, LANS as LANS, Muon as Muon, OneBitAdamW as OneBitAdamW
+from thinwire.planner.plan import plan as plan
 from thinwire.state.watchdog import DeadGradientError as DeadGradientError
 
 __version__: str

@@ -58,6 +58,14 @@ COMMANDS: dict[str, Command] = {
         "Say what each strategy would hold in memory and send, without running anything.",
         "thinwire.planner.command:run_explain", "thinwire.planner.options:command_line",
     ),
+    "calibrate": Command(
+        "Measure what machines compute, pack and send, and the links between them.",
+        "thinwire.launch.calibrate:run_calibrate", "thinwire.launch.calibrate:calibrate_line",
+    ),
+    "plan": Command(
+        "Find the fastest way to train on machines that were measured.",
+        "thinwire.planner.plan_command:run_plan", "thinwire.planner.plan_options:plan_line",
+    ),
     "codecs": Command(
         "List the codecs that options take, with bits per element and traits.",
         "thinwire.listings:run_codecs", "thinwire.listings:codecs_line",

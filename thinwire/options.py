@@ -26,6 +26,8 @@ Tables = Mapping[str, Mapping[str, Any]]
 # The fields of a strategy that hold another one: the one that it stands on, or the one inside its islands.
 BASE, INNER = "base", "inner"
 DEFAULT_INNER = "ddp"
+# What --strategy auto chooses from: they learn as much from a token as exact training does (docs/performance.md).
+CHOSEN_FROM = ("zero", "zero-bf16", "sdp4bit", "ddp", "ddp-bf16")
 LLAMA, MOE, PIPELINE, SEQUENCE, EXPERTS = "llama", "moe", "pipeline", "sequence", "experts"
 RESIDENCY = "residency"
 # How the model's work is cut, and where it lies. No checkpoint depends on it, so a resumed run may change it.

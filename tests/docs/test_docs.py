@@ -28,6 +28,7 @@ from thinwire.errors import Problems
 from thinwire.flags import flag, options_of
 from thinwire.lab import LabSpec
 from thinwire.lab.command import LabOptions, read as read_lab
+from thinwire.launch.calibrate import CalibrateConfig, calibrate_line, check as check_calibration
 from thinwire.launch.line import read_config
 from thinwire.methods.data.dgc import DGC
 from thinwire.methods.data.onebit_adam import OneBitAdam
@@ -38,6 +39,7 @@ from thinwire.methods.pipeline import Pipeline
 from thinwire.methods.sequence import SequenceParallel
 from thinwire.planner.explain import explain
 from thinwire.planner.options import ExplainConfig, read_explain
+from thinwire.planner.plan_options import PlanConfig, read_bytes, read_plan_line
 from thinwire.registry import STRATEGIES, Frontier, ZeroPP
 from thinwire.report.metrics import MembershipEvent, StepMetrics
 from thinwire.training.config import TrainConfig
@@ -73,6 +75,10 @@ def test_commands_are_understood(block: Block) -> None:
             understand_compare(words[2:])
         elif words[:2] == ["thinwire", "explain"]:
             understand_explain(words[2:])
+        elif words[:2] == ["thinwire", "calibrate"]:
+            understand_calibration(words[2:])
+        elif words[:2] == ["thinwire", "plan"]:
+            understand_plan(words[2:])
         elif words[:2] == ["thinwire", "lab"]:
             understand_lab(words[2:])
         elif words[0] == "thinwire" and words[1] in CONVERSIONS:
@@ -98,9 +104,27 @@ def understand_train(args: list[str]) -> None:
     if args in (["--help"], ["--help-all"], ["CONFIG.toml", "--steps", "500"]):
         return
     problems = Problems()
-    config = read_config(args, problems)
+    # What the reader has written by another command.
+    config = read_config([arg for arg in args if arg != "plan.toml"], problems)
     assert not problems.messages
-    assert config.strategy in STRATEGIES
+    assert config.strategy in (*STRATEGIES, "auto")
+
+
+def understand_calibration(args: list[str]) -> None:
+    if args == ["--help"]:
+        return
+    problems = Problems()
+    check_calibration(CalibrateConfig(**calibrate_line().read(args, problems)[""]), problems)
+    assert not problems.messages
+
+
+def understand_plan(args: list[str]) -> None:
+    if args == ["--help"]:
+        return
+    problems = Problems()
+    config = read_plan_line(args, problems)
+    assert config.memory is None or read_bytes(config.memory)
+    assert not problems.messages
 
 
 def understand_conversion(command: str, args: list[str]) -> None:
@@ -219,6 +243,13 @@ def test_every_flag_of_the_lab_is_documented_with_its_default() -> None:
     assert documented == {flag(item.name): shown(item.default) for item in fields(LabOptions)}
 
 
+def test_every_flag_of_planning_is_documented_with_its_default() -> None:
+    for name, config in (("calibrate", CalibrateConfig), ("plan", PlanConfig)):
+        documented = {row[0]: row[1].strip("`") for row in table_rows(CLI_PAGE, f"Flags of `thinwire {name}`")}
+        own = [item for item in fields(config) if item.name != "tables"]
+        assert documented == {flag(item.name): shown(item.default) for item in own}
+
+
 @pytest.mark.parametrize("command", CONVERSIONS)
 def test_every_flag_of_a_conversion_is_documented_with_its_default(command: str) -> None:
     documented = {row[0]: row[1].strip("`") for row in table_rows(CLI_PAGE, f"Flags of `thinwire {command}`")}
@@ -229,6 +260,8 @@ def test_every_flag_of_a_conversion_is_documented_with_its_default(command: str)
 def shown(default: object) -> str:
     if default is None or default == ():
         return ""
+    if isinstance(default, tuple):
+        return " ".join(default)
     return "off" if default is False else str(default).strip()
 
 

@@ -1,5 +1,23 @@
 """What a step would cost, as arithmetic; no process, no tensor."""
 
+from thinwire.cost.clock import Clock, Cores
+from thinwire.cost.graph import Drawing, Job, Message, StepGraph, Task, Work
+from thinwire.cost.machine import Machine
 from thinwire.cost.network import Network, Traffic
+from thinwire.cost.simulate import Timeline, simulate
 
-__all__ = ["Network", "Traffic"]
+__all__ = [
+    "Clock",
+    "Cores",
+    "Drawing",
+    "Job",
+    "Machine",
+    "Message",
+    "Network",
+    "StepGraph",
+    "Task",
+    "Timeline",
+    "Traffic",
+    "Work",
+    "simulate",
+]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from thinwire.errors import ConfigError
 from thinwire.lab.network import FRAME_BYTES, LabNetwork
+from thinwire.lab.spec import parse_rate
 
 TOLERANCE = 0.05
 WARM_UP_S = 0.5
@@ -84,10 +85,15 @@ class Flow:
         self._in.close()
 
 
-def measure(network: LabNetwork, senders: Sequence[int], receiver: int, *, sends: bool) -> tuple[float, float]:
-    """Bits per second on the link of the only sender (`sends`) or of the receiver, and the rate of arrived data."""
+def measure(
+    network: LabNetwork, senders: Sequence[int], receiver: int, asked: float | None, *, sends: bool
+) -> tuple[float, float]:
+    """Bits per second on the link of the only sender (`sends`) or of the receiver, and the rate of arrived data.
+
+    asked: the rate that it should have.
+    """
     node = senders[0] if sends else receiver
-    window_s = max(WINDOW_S, WINDOW_BITS / (network.spec.bits_per_second(node) or math.inf))
+    window_s = max(WINDOW_S, WINDOW_BITS / (asked or math.inf))
     with contextlib.ExitStack() as stack:
         flows = [Flow(network, sender, receiver) for sender in senders]
         for flow in flows:
@@ -117,6 +123,8 @@ def _counted(network: LabNetwork, node: int, flows: Sequence[Flow], sends: bool)
 def readings(network: LabNetwork) -> Iterator[Reading]:
     """Measure each node's link while the other links are lifted: sending, receiving, and receiving from all at once.
 
+    Then the rate of each pair that has one of its own.
+
     The rates are restored afterwards. Raises ConfigError for a network of one node.
     """
     num_nodes = network.spec.nodes
@@ -127,11 +135,17 @@ def readings(network: LabNetwork) -> Iterator[Reading]:
             asked = network.spec.bits_per_second(node)
             network.shape_only([node])
             others = [other for other in range(num_nodes) if other != node]
-            yield Reading(node, "sends", asked, *measure(network, [node], others[0], sends=True))
-            yield Reading(node, "receives", asked, *measure(network, others[:1], node, sends=False))
+            yield Reading(node, "sends", asked, *measure(network, [node], others[0], asked, sends=True))
+            yield Reading(node, "receives", asked, *measure(network, others[:1], node, asked, sends=False))
             if len(others) > 1:
                 fan_in = f"receives from {len(others)}"
-                yield Reading(node, fan_in, asked, *measure(network, others, node, sends=False))
+                yield Reading(node, fan_in, asked, *measure(network, others, node, asked, sends=False))
+        for pair, text in network.spec.link.items():
+            network.shape_only([], [pair])
+            asked = parse_rate(text)
+            for node, other in (pair, pair[::-1]):
+                found = measure(network, [node], other, asked, sends=True)
+                yield Reading(node, f"sends to {other}", asked, *found)
     finally:
         network.shape(True)
 

@@ -19,7 +19,7 @@ from thinwire.flags import CommandLine
 from thinwire.lab.check import TOLERANCE, Reading, check
 from thinwire.lab.network import Counters, LabError, LabNetwork, check_requirements
 from thinwire.lab.run import GRACE_S, Job, check_command, shell_code, start, threads_per_rank
-from thinwire.lab.spec import LabSpec, optional, parse_slow
+from thinwire.lab.spec import LabSpec, optional, parse_link, parse_slow
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -40,6 +40,8 @@ class LabOptions:
     """Ranks on each node."""
     slow: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """NODE=RATE of a link that differs; may be repeated."""
+    link: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """NODE-NODE=RATE of what two nodes can send each other, such as 0-2=10mbit; may be repeated."""
     delay: str | None = None
     """Time that every frame takes from node to node, one way, such as 10ms (needs the kernel's netem)."""
     loss: str | None = None
@@ -70,14 +72,18 @@ def read(args: Sequence[str]) -> tuple[LabOptions, LabSpec, list[str]]:
     problems, command = Problems(), args[split + 1 :]
     hint = "the command to run comes after --"
     options = LabOptions(**command_line().read(args[:split], problems, hint=hint)[""])
-    spec, slow = LabSpec(), dict[int, str]()
+    spec, slow, link = LabSpec(), dict[int, str](), dict[tuple[int, int], str]()
     problems.note(check_requirements)
     for text in options.slow:
         slow |= problems.note(parse_slow, text) or {}
     if options.memory is not None:
         problems.note(memory_bytes, options.memory)
+    for text in options.link:
+        link |= problems.note(parse_link, text) or {}
     with problems.collect():
-        spec = LabSpec(options.nodes, optional(options.rate), options.local_size, slow, options.delay, options.loss)
+        spec = LabSpec(
+            options.nodes, optional(options.rate), options.local_size, slow, options.delay, options.loss, link
+        )
     with problems.collect():
         if not options.check:
             check_command(command, os.environ)
@@ -168,6 +174,7 @@ def describe(spec: LabSpec, network: LabNetwork) -> str:
         f"links of {spec.rate}" if spec.rate else "links not shaped",
     ]
     parts += [f"node {node}: {rate}" for node, rate in sorted(spec.slow.items())]
+    parts += [f"between {first} and {second}: {rate}" for (first, second), rate in sorted(spec.link.items())]
     parts += [f"{what} {value}" for what, value in (("delay", spec.delay), ("loss", spec.loss)) if value]
     return ", ".join(parts) + (", in a user namespace" if network.in_user_namespace else "")
 

@@ -9,14 +9,14 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from thinwire.errors import ConfigError, ThinwireError
-from thinwire.lab.spec import LabSpec
+from thinwire.lab.spec import LabSpec, check_link, parse_rate
 
 INSIDE = Path(__file__).parent / "inside"
 NETWORK = "10.77.0.{}"
@@ -58,6 +58,7 @@ class LabNetwork:
     def __init__(self, spec: LabSpec) -> None:
         check_requirements()
         self.spec = spec
+        self._links = {pair: parse_rate(rate) for pair, rate in spec.link.items()}
         self.addresses = [NETWORK.format(node + 1) for node in range(spec.nodes)]
         self.interface = INTERFACE
         self._processes: list[subprocess.Popen] = []
@@ -106,10 +107,30 @@ class LabNetwork:
         """Set the links' rates (True) or lift them (False), while processes run."""
         self.shape_only(range(self.spec.nodes) if shaped else [])
 
-    def shape_only(self, nodes: Sequence[int]) -> None:
-        """Set the rates of the links of `nodes` and lift those of the others."""
+    def shape_only(self, nodes: Sequence[int], pairs: Collection[tuple[int, int]] | None = None) -> None:
+        """Set the rates of the links of `nodes` and `pairs`, and lift those of the others.
+
+        pairs: by default all between two of the nodes.
+        """
         rates = [self.spec.bits_per_second(node) if node in nodes else None for node in range(self.spec.nodes)]
-        self._ask("shape", bytes_per_s=[rate / 8 if rate else None for rate in rates])
+        shaped = [pair for pair in self._links if set(pair) <= set(nodes)] if pairs is None else pairs
+        links = [(*pair, rate / 8 if pair in shaped else None) for pair, rate in self._links.items()]
+        self._ask("shape", bytes_per_s=[rate / 8 if rate else None for rate in rates], links=links)
+
+    def set_link(self, first: int, second: int, rate: str | None) -> None:
+        """Change the rate between two nodes, both ways, while processes run; None: as fast as both nodes' links.
+
+        Raises ConfigError for nodes that there are not, or a rate that can't be read.
+        """
+        pair = (min(first, second), max(first, second))
+        check_link(pair, self.spec)
+        bits = None if rate is None else parse_rate(rate)
+        self._links.pop(pair, None)
+        if bits is not None:
+            self._links[pair] = bits
+        rates = [self.spec.bits_per_second(node) for node in range(self.spec.nodes)]
+        links = [(*pair, bits and bits / 8)]
+        self._ask("shape", bytes_per_s=[each / 8 if each else None for each in rates], links=links)
 
     def counters(self) -> list[Counters]:
         """Bytes that each node has sent and received since the network was made."""

@@ -76,6 +76,7 @@ class LabSpec:
     Args:
         rate: of every link, in both directions, such as `100mbit`; None: not shaped.
         slow: {node: rate} of links that differ.
+        link: {(node, node): rate} of what two nodes can send each other, both ways, inside their links' rates.
         delay: one way from node to node, such as `10ms`.
         loss: share of the frames that never arrive, such as `0.1%`.
 
@@ -88,10 +89,11 @@ class LabSpec:
     slow: Mapping[int, str] = field(default_factory=dict)
     delay: str | None = None
     loss: str | None = None
+    link: Mapping[tuple[int, int], str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         problems = Problems(self._wrong_numbers())
-        rates = [(parse_rate, rate) for rate in (self.rate, *self.slow.values())]
+        rates = [(parse_rate, rate) for rate in (self.rate, *self.slow.values(), *self.link.values())]
         for parse, text in (*rates, (parse_delay, self.delay), (parse_loss, self.loss)):
             if text is not None:
                 with problems.collect():
@@ -106,6 +108,12 @@ class LabSpec:
         for node in self.slow:
             if not 0 <= node < self.nodes:
                 yield f"slow node {node} does not exist: nodes are 0 to {self.nodes - 1}"
+        found = Problems()
+        for pair in self.link:
+            found.note(check_link, pair, self)
+        yield from found.messages
+        if self.link and (self.delay or self.loss):
+            yield "a rate between two nodes beside delay or loss: not served; nearest: leave delay and loss out"
 
     @property
     def world_size(self) -> int:
@@ -132,9 +140,10 @@ class LabSpec:
     def from_text(cls, text: str) -> LabSpec:
         """The network that a text such as `nodes=4,rate=100mbit,local_size=1,slow=2:20mbit` describes.
 
-        `slow` may be repeated; `rate=none` leaves links unshaped. Raises ConfigError with all errors at once.
+        `slow` and `link=0-2:10mbit` may be repeated; `rate=none` leaves links unshaped. Raises
+        ConfigError with all errors at once.
         """
-        values: dict = {"slow": {}}
+        values: dict = {"slow": {}, "link": {}}
         problems = Problems()
         known = [item.name for item in fields(cls)]
         for part in filter(None, text.replace(" ", "").split(",")):
@@ -147,6 +156,8 @@ class LabSpec:
                     raise ConfigError(f"{part!r} states no value: write {key}=VALUE")
                 if key == "slow":
                     values["slow"] |= parse_slow(value, separator=":")
+                elif key == "link":
+                    values["link"] |= parse_link(value, separator=":")
                 else:
                     values[key] = _whole(key, value) if key in ("nodes", "local_size") else optional(value)
         spec = cls()
@@ -159,6 +170,7 @@ class LabSpec:
         """The text form that `from_text` reads."""
         parts = [f"nodes={self.nodes}", f"rate={self.rate or 'none'}", f"local_size={self.local_size}"]
         parts += [f"slow={node}:{rate}" for node, rate in sorted(self.slow.items())]
+        parts += [f"link={first}-{second}:{rate}" for (first, second), rate in sorted(self.link.items())]
         parts += [f"{name}={value}" for name, value in (("delay", self.delay), ("loss", self.loss)) if value]
         return ",".join(parts)
 
@@ -169,6 +181,24 @@ def parse_slow(text: str, separator: str = "=") -> dict[int, str]:
     if not found or not node.isdigit() or not rate:
         raise ConfigError(f"slow {text!r} is not a node and its rate; did you mean '2{separator}20mbit'?")
     return {int(node): rate}
+
+
+def parse_link(text: str, separator: str = "=") -> dict[tuple[int, int], str]:
+    """Read `0-2=10mbit` as {(0, 2): "10mbit"}, the lower node first. Raises ConfigError."""
+    match = re.fullmatch(rf"(\d+)-(\d+){separator}(\S+)", text.strip())
+    if match is None:
+        raise ConfigError(f"link {text!r} is not two nodes and their rate; did you mean '0-2{separator}10mbit'?")
+    first, second = sorted(map(int, match.groups()[:2]))
+    return {(first, second): match[3]}
+
+
+def check_link(pair: tuple[int, int], spec: LabSpec) -> None:
+    """Raise ConfigError for two nodes between which no link can be."""
+    first, second = pair
+    if first == second:
+        raise ConfigError(f"link {first}-{second}: a node has no link to itself")
+    if not 0 <= min(pair) <= max(pair) < spec.nodes:
+        raise ConfigError(f"link {first}-{second}: nodes are 0 to {spec.nodes - 1}")
 
 
 def _whole(key: str, text: str) -> int:

@@ -21,7 +21,7 @@ GROUPS = {
         "model", "data", "strategy", "workers", "device", "steps", "minutes", "tokens_per_step", "seq_len",
         "micro_batch", "lr", "seed", "run_dir", "resume", "overwrite", "dry_run",
     ),
-    "machines": ("local_size", "mesh", "stages", "join", "nodes", "node", "timeout"),
+    "machines": ("local_size", "mesh", "stages", "order", "plan", "join", "nodes", "node", "timeout"),
     "memory": ("memory", "store"),
     "data": ("text_field", "tokenizer", "cache_dir"),
     "training": (

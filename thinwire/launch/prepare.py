@@ -33,13 +33,14 @@ from thinwire.methods.interface import Method
 from thinwire.methods.memory import why_not_resident
 from thinwire.methods.pipeline.cut import layers_of as layer_list
 from thinwire.methods.pipeline.inside import check_inside, check_recovers
-from thinwire.methods.pipeline.options import check_stages
+from thinwire.methods.pipeline.options import Pipeline, check_stages
+from thinwire.methods.pipeline.recover import NONE
 from thinwire.methods.sequence import Shape, check_strategy, choose_layout
 from thinwire.models import build_model
 from thinwire.models.hf import check_hf, look_into
 from thinwire.models.llama import Llama, check_cut
 from thinwire.models.moe import check_axes
-from thinwire.options import LAYOUT_TABLES, LLAMA, has_islands, model_table
+from thinwire.options import LAYOUT_TABLES, LLAMA, PIPELINE, has_islands, model_table
 from thinwire.registry import check_on_mesh
 from thinwire.report.metrics import read_metrics
 from thinwire.report.progress import Progress
@@ -49,6 +50,7 @@ from thinwire.tiers import check_folder
 from thinwire.training.clock import choose_model
 from thinwire.training.config import FIXED_ON_RESUME, TrainConfig, derive, range_errors, with_derived
 from thinwire.training.effects import batch_row, late_rows, pipeline_rows, resume_rows, unused_rows
+from thinwire.training.planned import read_plan
 from thinwire.training.residency import resolved
 from thinwire.training.run import Run, island_size, tables_in_effect, tokens_of
 from thinwire.training.run_dir import RunDir
@@ -64,6 +66,8 @@ def check(config: TrainConfig, problems: Problems) -> Run | None:
         with problems.collect():
             check_mesh(config, run)
             derive(config, config.num_shares)
+            if run is not None:
+                check_order(config, run)
         problems.note(check_grid, config, run)
     if run is not None:
         problems.note(check_minutes, config, run)
@@ -74,6 +78,8 @@ def check(config: TrainConfig, problems: Problems) -> Run | None:
     for text in config.inject:
         problems.note(check_fault, text, config)
     problems.note(check_join, config)
+    if config.plan is not None and config.node == 0:
+        problems.note(read_plan, config)
     problems.note(check_data, config)
     with problems.collect():
         model = check_model(config)
@@ -83,7 +89,9 @@ def check(config: TrainConfig, problems: Problems) -> Run | None:
             check_axes(model, config.mesh_shape.sizes)
         if isinstance(model, Llama) and config.mesh is not None:
             check_cut(model.config, config.mesh_shape.tensor)
-        if run is not None and not wrong_numbers and config.chooses_stages:
+        if config.is_planned_late:
+            check_planned_late(config, model)
+        elif run is not None and not wrong_numbers and config.chooses_stages:
             check_choice(config, run, model)
         elif run is not None and not wrong_numbers:
             check_pipeline(config, run, model)
@@ -163,6 +171,35 @@ def check_choice(config: TrainConfig, run: Run, model: nn.Module | None) -> None
     if config.compile:
         problems.messages.append(f"{what}: the layers of a pipeline's stages are not compiled; leave --compile out")
     problems.raise_any()
+
+
+def check_planned_late(config: TrainConfig, model: nn.Module | None) -> None:
+    """Raise ConfigError, with all that is wrong, where the ranks can't choose a strategy for themselves."""
+    problems, what, stated = Problems(), f"--strategy {config.strategy}", "--strategy sdp4bit"
+    if config.mesh is not None or config.order or (config.sequence or 1) > 1:
+        problems.messages.append(f"{what} finds mesh and order: leave --mesh, --order and --sequence.parallel out")
+    if config.inner is not None:
+        problems.messages.append(f"{what} chooses no islands; nearest: --strategy diloco --inner {config.inner}")
+    if type(model) is not Llama:
+        problems.messages.append(f"{what} is for presets such as demo, and not for {config.model}; nearest: {stated}")
+    if config.tables.get(PIPELINE, {}).get("recover", NONE) != NONE:
+        problems.messages.append(f"{what} with recover: a process that is started anew can't choose; nearest: {stated}")
+    if config.compile:
+        problems.messages.append(f"{what} may cut the model into stages, which are not compiled; nearest: {stated}")
+    problems.raise_any()
+
+
+def check_order(config: TrainConfig, run: Run) -> None:
+    """Raise ConfigError for an order that parts the ranks of a machine, or islands from each other."""
+    machine = int(os.environ.get("LOCAL_WORLD_SIZE", config.workers))
+    parts = [list(config.order[first : first + machine]) for first in range(0, len(config.order), machine)]
+    if any(part != list(range(part[0], part[0] + machine)) or part[0] % machine for part in parts):
+        raise ConfigError(
+            f"--order {' '.join(map(str, config.order))}: ranks of one machine, here {machine}, stay together and in "
+            "their own order; nearest: leave --order out"
+        )
+    if config.order and run.has_islands:
+        raise ConfigError("--order: islands meet each other without one; leave it out")
 
 
 def check_sequence(config: TrainConfig, run: Run, model: nn.Module) -> None:
@@ -364,10 +401,11 @@ def resolve(run: Run, asked: TrainConfig, threads: int) -> tuple[Run, list[Row]]
         dtype, reason = choose_dtype(asked.dtype, threads)
     rows: list[Row] = [(f"--device {asked.device}", device, why_device)]
     rows += [(f"dtype {asked.dtype}", dtype, reason)]
-    if not asked.chooses_stages:
+    if asked.dry_run and (asked.is_planned_late or asked.chooses_stages):
+        what = f"--strategy {asked.strategy}" if asked.is_planned_late else f"--stages {asked.stages}"
+        rows.append((what, "chosen when all ranks have met", "they measure themselves and links"))
+    elif not asked.is_planned_late and not asked.chooses_stages:
         rows += [batch_row(asked, batch, asked.num_shares), *pipeline_rows(run, batch)]
-    elif asked.dry_run:
-        rows.append((f"--stages {asked.stages}", "chosen when all ranks have met", "they measure themselves and links"))
     rows += [*model_rows(asked), *unused_rows(run), *late_rows(run)]
     resolved = run.with_island_size()
     if run.has_islands:
@@ -406,7 +444,7 @@ def plan(config: TrainConfig, problems: Problems) -> tuple[Run, Start]:
 
 def keep_chosen(config: TrainConfig) -> tuple[TrainConfig, list[Row]]:
     """The configuration of a resumed run with the steps and the model that were chosen when it began."""
-    if not config.resume or (config.minutes is None and config.model != "auto"):
+    if not config.resume or (config.minutes is None and config.model != "auto" and not config.is_planned_late):
         return config, []
     before = None
     # One that is damaged is told of later.
@@ -423,6 +461,10 @@ def keep_chosen(config: TrainConfig) -> tuple[TrainConfig, list[Row]]:
     if config.model == "auto":
         rows.append(("--model auto", before.model, why))
         config = replace(config, model=before.model)
+    if config.is_planned_late:
+        rows.append((f"--strategy {config.strategy}", before.strategy, why))
+        kept = ("strategy", "stages", "order", "plan", "micro_batch", "tables")
+        config = replace(config, **{name: getattr(before, name) for name in kept})
     return config, rows
 
 
@@ -445,7 +487,8 @@ def prepare(config: TrainConfig, problems: Problems) -> tuple[Run, Start]:
     train, _ = tokens_of(config, load_tokenizer(config.tokenizer)).split(config.seq_len)
     check_returns(run, count_sequences(train, config.seq_len))
     logging.getLogger("numba").setLevel(logging.WARNING)
-    warm(run.codecs)
+    # What the ranks choose later packs like the stand-in, or as borders do.
+    warm((*run.codecs, *(Pipeline().codecs if config.is_planned_late else ())))
     RunDir(config.run_dir).claim(config.node, to_toml(config), overwrite=config.overwrite)
     return run, start
 

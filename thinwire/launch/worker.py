@@ -57,6 +57,14 @@ def work(run: Run, place: ProcessPlace, start: Start | None) -> int:
         return work_on(run, place, start)
     timeout = timedelta(seconds=run.config.timeout)
     store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    if run.config.is_planned_late:
+        # Few runs need it.
+        from thinwire.planner.chosen_plan import plan_run
+
+        run, more = plan_run(run, place, store, start.dtype, number)
+        start = replace(start, effects=[*start.effects, *more])
+        keep_config(run, place)
+    place = place.ordered(run.config.order)
     run, place, start, device, held = join_world(run, place, start, number, store)
     # Only now: SIGTERM must end a worker that still waits for others, who may never come.
     stop = StopFlag(is_replaced=start.island is not None)

@@ -13,8 +13,12 @@ from thinwire.collectives import Topology
 from thinwire.errors import ConfigError
 from thinwire.methods.interface import Method, MethodPlan, agreement_sent, trained_shapes
 from thinwire.methods.reduction import OPERATION, Reduction
+from thinwire.methods.schedule import ALL, BACKWARD, END, RING, Exchange, Exchanges, Hop, plain, shares_of
 from thinwire.optim import GENERAL
 from thinwire.state.memory import Place
+
+# DDP's own sizes: of the bucket that leaves first, and of the others.
+FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
 
 
 class DDPMethod(Method):
@@ -110,6 +114,38 @@ class DDPMethod(Method):
             crossing=ring if topology.num_nodes > 1 else 0,
             other=reduction.state.kept_bytes(),
         )
+
+    def exchanges(self, model: nn.Module, topology: Topology, micro_batches: int) -> Exchanges:
+        """DDP's buckets leave as backward fills them, or all at its end where the method needs them together."""
+        shapes = trained_shapes(model)
+        reduction = self.reduction(Place(shapes, topology), 0)
+        units = [list(shapes)] if self.single_bucket or self.whole_step else buckets_of(shapes)
+        numels = [sum(shapes[name].numel() for name in names) for names in units]
+        total, to = sum(numels), ALL if reduction.is_metered else RING
+        sent = {level: num for level, num in reduction.sent_bytes().items() if num}
+        found = [
+            Exchange(
+                OPERATION, BACKWARD, tuple(Hop(level, num * numel / total, to) for level, num in sent.items()), unit
+            )
+            for unit, numel in enumerate(numels)
+            if sent
+        ]
+        words = plain(agreement_sent(topology), END)
+        return Exchanges(shares_of(model, units), (*found, *words), kept_bytes=28.0 * total)
+
+
+def buckets_of(shapes: Mapping[str, torch.Size]) -> list[list[str]]:
+    """The parameters of DDP's buckets in order of forward: the last ones are a small bucket, sent first."""
+    buckets: list[list[str]] = []
+    held, most = 0, FIRST_BUCKET_BYTES
+    for name in list(shapes)[::-1]:
+        if not buckets or held >= most:
+            most = BUCKET_BYTES if buckets else FIRST_BUCKET_BYTES
+            buckets.append([])
+            held = 0
+        buckets[-1].insert(0, name)
+        held += 4 * shapes[name].numel()
+    return buckets[::-1]
 
 
 def check_plain_sgd(name: str, gives: str, optimizer: torch.optim.Optimizer | None) -> None:

@@ -13,8 +13,9 @@ from thinwire.codecs import Codec
 from thinwire.collectives import Topology
 from thinwire.collectives.gather import gather_bytes
 from thinwire.collectives.reduce import reduce_bytes
-from thinwire.layout.formats import Strategy
+from thinwire.layout.formats import Strategy, WireFormat
 from thinwire.layout.layers import layers_of
+from thinwire.methods import schedule
 from thinwire.methods.interface import (
     CUTS_TENSORS,
     WEIGHTS_COME_AND_GO,
@@ -24,6 +25,7 @@ from thinwire.methods.interface import (
     MethodPlan,
     agreement_sent,
 )
+from thinwire.methods.schedule import BACKWARD, END, FORWARD, Exchange, Exchanges, plain, shares_of
 from thinwire.optim import SHARDED
 
 AGAIN = "weights_again"
@@ -70,31 +72,59 @@ class FSDPMethod(Method):
         """The codecs whose kernels are compiled before the workers start."""
         return (*self.matrix().codecs, *self.vector().codecs)
 
+    def _units(self, model: nn.Module) -> list[dict[str, nn.Parameter]]:
+        """The parameters of each layer, and of what lies in none, by name."""
+        layers = layers_of(model)
+        number = {param: at for at, module in enumerate(layers) for param in module.parameters()}
+        units: list[dict[str, nn.Parameter]] = [{} for _ in range(len(layers) + 1)]
+        for name, param in model.named_parameters():
+            units[number.get(param, len(layers))][name] = param
+        return units
+
+    def _sent(self, topology: Topology, num_elements: int, wire: WireFormat) -> Counter[tuple[str, str]]:
+        """Bytes of one parameter of which a rank has so many elements."""
+        sent: Counter[tuple[str, str]] = Counter()
+        gathered = gather_bytes(topology, wire.weights.packet_bytes(num_elements))
+        again = {**gathered, "inter": 0} if self.secondary and topology.num_nodes > 1 else gathered
+        # Accumulation keeps the weights whole until the last forward.
+        for level, num_bytes in gathered.items():
+            sent["weights", level] += num_bytes
+            sent[AGAIN, level] += again[level] * self.reshard_after_forward
+        for level, num_bytes in reduce_bytes(topology, num_elements, wire.intra, wire.inter).items():
+            sent["gradients", level] += num_bytes
+        return sent
+
+    def exchanges(self, model: nn.Module, topology: Topology, micro_batches: int) -> Exchanges:
+        """Weights come a layer ahead of forward, and before backward if they were dropped; gradients leave after it."""
+        chosen = cast(ShardingStrategy, self)
+        when = {"weights": FORWARD, AGAIN: schedule.AGAIN, "gradients": BACKWARD}
+        units, found = self._units(model), list[Exchange]()
+        for number, unit in enumerate(units):
+            sent: Counter[tuple[str, str]] = Counter()
+            for shape in [param.shape for param in unit.values() if param.requires_grad]:
+                wire = chosen.vector() if len(shape) < 2 else chosen.matrix()
+                sent += self._sent(topology, -(-shape[0] // topology.world_size) * math.prod(shape[1:]), wire)
+            for operation, at in when.items():
+                own = {key: num for key, num in sent.items() if key[0] == operation}
+                found += plain(own, at, unit=number)
+        words = plain(agreement_sent(topology), END)
+        return Exchanges(shares_of(model, units), (*found, *words), ahead=1)
+
     def plan(self, model: nn.Module, topology: Topology, micro_batches: int) -> MethodPlan:
         """Weights are whole from forward to backward, or one module at a time. Gradients accumulate whole."""
         chosen = cast(ShardingStrategy, self)
         world_size, matrix, vector = topology.world_size, chosen.matrix(), chosen.vector()
-        modules = layers_of(model)
-        inside = {param for module in modules for param in module.parameters()}
-        rest = [param for param in model.parameters() if param not in inside]
         sent: Counter[tuple[str, str]] = Counter(agreement_sent(topology))
         whole = shard = largest = kept = lost = 0
-        for unit in [*(list(module.parameters()) for module in modules), rest]:
+        for unit in self._units(model):
             unit_numel, numels = 0, list[int]()
             pieces: dict[str, tuple[int, ...]] = {}
-            for shape in [param.shape for param in unit if param.requires_grad]:
+            for shape in [param.shape for param in unit.values() if param.requires_grad]:
                 wire, n = vector if len(shape) < 2 else matrix, -(-shape[0] // world_size) * math.prod(shape[1:])
                 packet = wire.weights.packet_bytes(n)
-                again = gather_bytes(topology, packet)
                 if self.secondary and topology.num_nodes > 1:
                     kept += topology.num_nodes * packet
-                    again["inter"] = 0
-                # Accumulation keeps the weights whole until the last forward.
-                for level, num_bytes in gather_bytes(topology, packet).items():
-                    sent["weights", level] += num_bytes
-                    sent[AGAIN, level] += again[level] * self.reshard_after_forward
-                for level, num_bytes in reduce_bytes(topology, n, wire.intra, wire.inter).items():
-                    sent["gradients", level] += num_bytes
+                sent.update(self._sent(topology, n, wire))
                 unit_numel += n
                 numels.append(n)
                 pieces |= wire.lossy_pieces(topology)

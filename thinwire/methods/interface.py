@@ -13,7 +13,9 @@ from thinwire.codecs import Codec
 from thinwire.collectives import Topology
 from thinwire.collectives.feedback import Feedback
 from thinwire.collectives.gather import gather_bytes
+from thinwire.cost import StepGraph, Work
 from thinwire.layout.formats import Strategy
+from thinwire.methods.schedule import END, Exchanges, draw, plain
 from thinwire.state.agreement import word_bytes
 from thinwire.state.memory import State
 
@@ -111,6 +113,22 @@ class Method(Protocol):
         Raises ConfigError if the method can't run on this grid.
         """
         ...
+
+    def exchanges(self, model: nn.Module, topology: Topology, micro_batches: int) -> Exchanges:
+        """What the plan sends, and when; by default all of it after the last backward."""
+        found = self.plan(model, topology, micro_batches)
+        return Exchanges((1.0,), tuple(plain(found.sent, END)))
+
+    def schedule(self, model: nn.Module, topology: Topology, micro_batches: int, computes: Work) -> StepGraph:
+        """A step of all ranks, with the bytes of `plan`, for `thinwire.cost.simulate`.
+
+        Args:
+            model, topology, micro_batches: see `plan`.
+            computes: one forward of one micro-batch.
+
+        Raises ConfigError if the method can't run on this grid.
+        """
+        return draw(self.exchanges(model, topology, micro_batches), topology, micro_batches, computes)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from thinwire.codecs import Cast, Codec, Identity
 from thinwire.collectives import Topology
+from thinwire.cost import Work
 from thinwire.layout.buckets import BucketLayout, Unit, lay_out, sent_by
 from thinwire.layout.formats import WireFormat, describe_formats
 from thinwire.layout.levels import Levels
@@ -24,6 +25,7 @@ from thinwire.methods.interface import (
     agreement_sent,
 )
 from thinwire.methods.matrices import OPERATION, CutMatrices
+from thinwire.methods.schedule import BACKWARD, END, FORWARD, Exchange, Exchanges, Hop, plain, shares_of
 from thinwire.optim import SHARDED
 from thinwire.table import Row
 
@@ -135,6 +137,57 @@ class ShardedMethod(Method, ABC):
             sent=sent,
             other={"error feedback": lost} if lost else {},
         )
+
+    def exchanges(self, model: nn.Module, topology: Topology, micro_batches: int) -> Exchanges:
+        """Weights leave bucket by bucket for the forward, gradients after each bucket's backward."""
+        trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+        levels = self.levels(topology)
+        units = self.units(model, trained, [levels], lambda _: 0, None)
+        names = [[span.name for layout in unit.layouts for span in layout.spans] for unit in units]
+        found = [
+            each
+            for number, unit in enumerate(units)
+            for layout in unit.layouts
+            for each in exchanges_of(layout, number, micro_batches * (1 if unit.stays else 2), micro_batches)
+        ]
+        words = plain(agreement_sent(topology, len(trained)), END)
+        shard = sum(layout.shard_numel for unit in units for layout in unit.layouts)
+        # Gradient, both moments and the master are read, and all but the first written.
+        return Exchanges(shares_of(model, names), (*found, *words), kept_bytes=28.0 * shard)
+
+
+def exchanges_of(layout: BucketLayout, unit: int, num_gathers: int, micro_batches: int) -> Iterator[Exchange]:
+    """What a layout sends, as `BucketLayout.sent` has it, and what is packed for it."""
+    grid, wire = layout.levels.topology, layout.wire
+    peers = {"inter": grid.num_nodes - 1, "intra": grid.local_size - 1}
+    sums = {"inter": wire.inter, "intra": wire.intra}
+    by_operation: dict[str, dict[str, int]] = {}
+    for operation, level, num_bytes in layout.sent(num_gathers, micro_batches):
+        held = by_operation.setdefault(operation, {})
+        held[level] = held.get(level, 0) + num_bytes
+    for operation, sent in by_operation.items():
+        is_sum = operation.startswith("gradient")
+        order = [level for level in ("intra", "pair", "inter") if sent.get(level)]
+        hops = []
+        for level in order if is_sum else order[::-1]:
+            num, others = float(sent[level]), peers.get(level, 1)
+            if is_sum:
+                # What a rank keeps of its own goes the same way.
+                packed = num * (others + 1) / others
+                codec = sums.get(level, wire.intra)
+                hops.append(
+                    Hop(level, num, packs=Work(f"encode {codec}", packed), unpacks=Work(f"decode {codec}", packed))
+                )
+            else:
+                packet = num / others
+                is_first, is_last = level == order[-1], level == order[0]
+                packs = Work(f"encode {wire.weights}", packet) if is_first else None
+                whole = packet * layout.levels.topology.world_size if is_first and is_last else num + packet
+                hops.append(
+                    Hop(level, num, packs=packs, unpacks=Work(f"decode {wire.weights}", whole) if is_last else None)
+                )
+        if hops:
+            yield Exchange(operation, BACKWARD if is_sum else FORWARD, tuple(hops), unit)
 
 
 def cut_by(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 from thinwire.errors import ConfigError
@@ -22,6 +22,8 @@ class Priced:
 
     step_s: seconds of forwards, backwards and borders, then of what replicas send, none of it hidden. memory_bytes: of
     the fullest stage, activations included. link_s: of the busiest node's link alone.
+    order: the rank in each place; empty: each in its own. terms: of a step of the rank in the first place, by the names
+    of a run's metrics.
     """
 
     candidate: Candidate
@@ -29,6 +31,8 @@ class Priced:
     bubble: float
     memory_bytes: float
     link_s: float
+    order: tuple[int, ...] = ()
+    terms: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,17 @@ def search(
     A candidate that recomputes is priced only where the same one that keeps more does not fit.
     """
     simulated = cache(lambda pipeline, stages, num, size: stages_of(model, pipeline, stages, num, size, seq_len, grid))
+
+    def priced(way: Candidate) -> Priced:
+        return price(way, simulated(way.pipeline, way.stages, way.num_micro_batches, way.micro_batch), planned, grid)
+
+    return ranked(found, priced, memory_bytes)
+
+
+def ranked(
+    found: Iterable[Candidate], price_of: Callable[[Candidate], Priced], memory_bytes: float | None = None
+) -> Search:
+    """Price candidates in any way, and rank those that fit; see `search`."""
     fits: list[Priced] = []
     too_large: list[Priced] = []
     refused: dict[str, list[Candidate]] = {}
@@ -62,8 +77,7 @@ def search(
         if as_kept in fitting:
             continue
         try:
-            stages = simulated(candidate.pipeline, candidate.stages, candidate.num_micro_batches, candidate.micro_batch)
-            priced = price(candidate, stages, planned, grid)
+            priced = price_of(candidate)
         except ConfigError as error:
             refused.setdefault(str(error), []).append(candidate)
             continue

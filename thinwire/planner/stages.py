@@ -10,7 +10,7 @@ from itertools import accumulate
 import torch
 from torch import nn
 
-from thinwire.cost import Network
+from thinwire.cost import Cores, Network
 from thinwire.methods.interface import MethodPlan
 from thinwire.methods.pipeline import Costs, Timeline, in_flight, simulate
 from thinwire.methods.pipeline.balance import balanced
@@ -52,6 +52,14 @@ class Grid:
         local = self.local_rate or float("inf")
         rates = tuple(tuple(local if a == b else share for b in nodes) for a in nodes)
         return Network(nodes, rates, ((0.0,) * stages,) * stages)
+
+    def cores(self, stages: int) -> Cores | None:
+        """What the ranks of one of the pipelines compute on; None: each has cores of its own."""
+        return None
+
+    def costs(self, found: Costs, options: Pipeline, stages: int) -> Costs:
+        """The costs of chunks, from those of ranks that are all alike and pack in no time."""
+        return found
 
 
 @dataclass(frozen=True)
@@ -125,15 +133,15 @@ def stages_of(
     """
     check_stages(options, stages, len(model.model.layers), min(num_micro_batches, LONGEST))
     parts, sizes = cut_parts(model, options, stages)
-    costs = costs_of(model, options, sizes, options.home(stages), batch, seq_len, grid.flops)
-    links = grid.links(stages)
+    even = costs_of(model, options, sizes, options.home(stages), batch, seq_len, grid.flops)
+    costs, links, cores = grid.costs(even, options, stages), grid.links(stages), grid.cores(stages)
     num = min(num_micro_batches, LONGEST)
     plan = options.plan_of(stages, num, costs, links)
-    timeline = simulate(plan, costs, links)
+    timeline = simulate(plan, costs, links, cores)
     more_s = 0.0
     if num < num_micro_batches:
         half = options.plan_of(stages, num // 2, costs, links)
-        slope = (timeline.makespan_s - simulate(half, costs, links).makespan_s) / (num - num // 2)
+        slope = (timeline.makespan_s - simulate(half, costs, links, cores).makespan_s) / (num - num // 2)
         more_s = slope * (num_micro_batches - num)
     head, embedding, home = model.lm_head.weight, model.model.embed_tokens.weight, options.home(stages)
     tied_bytes = head.nbytes if head is embedding and home[-1] != home[0] else 0

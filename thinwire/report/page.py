@@ -60,6 +60,7 @@ def sections(run: RunFiles) -> Iterator[str]:
     yield f"<header>{name}<p>{text(subtitle(run))}</p>{facts(circumstances(run))}</header>"
     yield warning(run)
     yield headline(run)
+    yield plan_table(run)
     yield plots(figure(item) for item in figures(run))
     yield sample(run.summary.get("sample"))
     yield summary_table(run.summary)
@@ -144,6 +145,31 @@ def headline(run: RunFiles) -> str:
         for name, value, note in cards
     )
     return f"<dl class=cards>{''.join(items)}</dl>" if run.steps else ""
+
+
+def plan_table(run: RunFiles) -> str:
+    """What the plan predicted, and what the run measured; then the links that have drifted."""
+    rows = []
+    for name, value in run.plan.get("predicted", {}).items():
+        measured = run.typical(name) if any(name in row for row in run.steps) else number(run.summary.get(name))
+        ratio = measured / value if value else math.nan
+        rows.append((name, value_text(name, value), value_text(name, measured), percent_text(ratio - 1)))
+    if not rows:
+        return ""
+    note = f"{run.plan.get('flags', '')}; ranks in the order {' '.join(map(str, run.plan.get('order', ())))}"
+    found = table("The plan against the run", ("of rank 0 and step", "predicted", "measured", "error"), rows)
+    drift = [
+        (
+            f"{source} to {target}",
+            f"{8e-6 * before:.3g} Mbit/s",
+            f"{8e-6 * after:.3g} Mbit/s",
+            percent_text(after / before - 1),
+        )
+        for source, target, before, after in run.plan.get("drifted", ())
+    ]
+    if drift:
+        found += table("Links that have drifted", ("link", "planned", "measured", "change"), drift)
+    return f"{found}<p>{text(note)}</p>"
 
 
 def figure(item: Figure) -> str:

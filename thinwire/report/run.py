@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from statistics import median
@@ -21,6 +21,7 @@ class RunFiles:
         steps: rows of metrics.jsonl by step; if a step occurs twice, its last row.
         summary: summary.json, empty if the run did not get that far.
         config: config.toml as text.
+        plan: plan.json, empty if the run follows none.
         changed: when the last of these files was written; None if there is none.
     """
 
@@ -29,6 +30,7 @@ class RunFiles:
     summary: dict[str, Any]
     config: str
     changed: datetime | None = None
+    plan: dict[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -76,6 +78,7 @@ def read_run(run_dir: Path) -> RunFiles:
         summary=_object(_text(summary)),
         config=_text(config),
         changed=datetime.fromtimestamp(changed).astimezone(),
+        plan=_object(_text(run_dir / "plan.json")),
     )
 
 

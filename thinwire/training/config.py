@@ -41,7 +41,8 @@ class TrainConfig:
     other ranks are replicas of the stages, by --strategy. auto: the ranks measure themselves and their links, and take
     what a simulated step is fastest with."""
     strategy: str = "sdp4bit"
-    """How ranks share the work, such as sdp4bit, zero, ddp or fsdp; `thinwire explain` lists them all."""
+    """How ranks share the work, such as sdp4bit, zero, ddp or fsdp; `thinwire explain` lists them all. auto: the ranks
+    measure themselves and their links, and take what a simulated step is fastest with, stages of a pipeline too."""
     inner: str | None = None
     """Strategy inside each island, for diloco, streaming-diloco, local-sgd
     and sparseloco; by default ddp."""
@@ -50,6 +51,11 @@ class TrainConfig:
     local_size: int | None = None
     """Ranks that share a fast link: a node. By default the workers of one machine; 1 makes every rank a node. A
     strategy with islands makes each node an island; then the default on a single machine is 1."""
+    order: tuple[int, ...] = ()
+    """The rank in each place, such as 0 3 1 2, so that neighbours in a pipeline or ring have a fast link. Rank 0 stays
+    first. By default each in its own."""
+    plan: str | None = None
+    """plan.json of `thinwire plan`: the report holds its prediction against the run."""
     join: str | None = None
     """HOST:PORT of node 0, for a run on several machines; give the same value on all of them."""
     nodes: int = 1
@@ -155,20 +161,25 @@ class TrainConfig:
         asked = {axis: (option, stated or 1) for axis, (option, stated) in self._asked.items()}
         several = {axis: pair for axis, pair in asked.items() if pair[1] > 1}
         if len(several) > 1:
-            shown = " ".join(f"{option} {size}" for option, size in several.values())
+            shown = " ".join(f"{option} {ranks}" for option, ranks in several.values())
             near = ", or ".join(f"{option} 1" for option, _ in several.values())
             raise ConfigError(f"{shown}: one run can't have both; nearest: {near}")
         for option, size in asked.values():
             if self.world_size % max(1, size):
                 near = nearest_divisor(size, self.world_size)
                 raise ConfigError(f"{option} {size}: must divide the {self.world_size} ranks; nearest: {option} {near}")
-        cut = {axis: size for axis, (_, size) in several.items()}
+        cut = {axis: pair[1] for axis, pair in several.items()}
         return MeshShape({"data": self.world_size // math.prod(cut.values()), **cut}).in_order()
 
     @property
     def chooses_stages(self) -> bool:
         """Whether the ranks choose the stages when they have met; until then all of them are the data axis."""
         return isinstance(self.stages, str)
+
+    @property
+    def is_planned_late(self) -> bool:
+        """Whether the ranks choose the strategy when they have met."""
+        return self.strategy == AUTO
 
     @property
     def sequence(self) -> int | None:
@@ -200,6 +211,7 @@ class TrainConfig:
 
 
 DEFAULTS = TrainConfig()
+AUTO = "auto"
 # Smallest value each number may have; None stands for "above zero".
 LOWEST: dict[str, int | None] = {
     "workers": 1, "local_size": 1, "stages": 1, "nodes": 1, "node": 0, "steps": 1, "stop_at": 1, "tokens_per_step": 1,
@@ -242,6 +254,14 @@ def range_errors(config: TrainConfig) -> Iterator[str]:
         yield "--resume and --overwrite contradict each other: give one of them"
     if config.node >= config.nodes >= 1:
         yield f"--node {config.node}: nodes are numbered 0 to {config.nodes - 1}; nearest: {config.nodes - 1}"
+    ranks = range(config.world_size)
+    if config.order and (config.order[0] != 0 or sorted(config.order) != list(ranks)):
+        rest = [rank for rank in dict.fromkeys(config.order) if rank in ranks[1:]]
+        near = [0, *rest, *(rank for rank in ranks[1:] if rank not in rest)]
+        yield (
+            f"--order {' '.join(map(str, config.order))}: must name each of the ranks 0 to {config.world_size - 1} "
+            f"once, and 0, which writes the results, first; nearest: --order {' '.join(map(str, near))}"
+        )
     if config.nodes > 1 and not config.join:
         yield f"--nodes {config.nodes} needs --join HOST:PORT, where HOST is node 0"
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 
@@ -32,6 +33,10 @@ class ProcessPlace:
             return None
         rank, local_rank, world_size = (int(os.environ[name]) for name in names)
         return cls(rank, local_rank, world_size)
+
+    def ordered(self, order: Sequence[int]) -> ProcessPlace:
+        """This process where order[i] is the rank that takes place i; empty: where it is."""
+        return replace(self, rank=order.index(self.rank)) if order else self
 
     @property
     def num_ranks(self) -> int:

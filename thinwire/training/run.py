@@ -19,6 +19,7 @@ from thinwire.methods.pipeline.recover import NONE
 from thinwire.methods.sequence import SequenceParallel
 from thinwire.optim import OPTIMIZERS, SHARDED, WHOLE
 from thinwire.options import (
+    CHOSEN_FROM,
     DEFAULT_INNER,
     EXPERTS,
     PIPELINE,
@@ -29,7 +30,7 @@ from thinwire.options import (
     model_table,
     used_tables,
 )
-from thinwire.training.config import TrainConfig
+from thinwire.training.config import DEFAULTS, TrainConfig
 
 
 @dataclass(frozen=True)
@@ -54,12 +55,14 @@ class Run:
 
         Raises ConfigError for an unknown name, a refused option, or an optimizer that the strategy can't drive.
         """
+        # What the ranks choose later is built then; all that is checked before holds for any.
+        asked = DEFAULTS.strategy if config.is_planned_late else config.strategy
         strategy = build_strategy(
-            config.strategy, config.tables, inner=config.inner, num_steps=config.steps,
+            asked, config.tables, inner=config.inner, num_steps=config.steps,
             num_warmup_steps=config.num_warmup_steps,
         )  # fmt: skip
         pipeline = None
-        if PIPELINE in tables_in_effect(config):
+        if PIPELINE in tables_in_effect(config) and not config.is_planned_late:
             pipeline = Pipeline(**config.tables.get(PIPELINE, {}))
         sequence = None
         if SEQUENCE in tables_in_effect(config):
@@ -137,6 +140,8 @@ def tables_in_effect(config: TrainConfig) -> set[str]:
     experts = {EXPERTS} if (config.experts or 1) > 1 or "expert" in (config.mesh or "") else set()
     asked = config.memory or config.store or config.tables.get(RESIDENCY)
     resident = {RESIDENCY} if asked else set()
+    if config.is_planned_late:
+        return model | sequences | {PIPELINE}.union(*map(used_tables, CHOSEN_FROM))
     return model | stages | sequences | experts | resident | used_tables(config.strategy, config.inner)
 
 

@@ -14,6 +14,7 @@ class RunDir:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.metrics, self.summary = self.path / "metrics.jsonl", self.path / "summary.json"
+        self.machine, self.plan = self.path / "machine.json", self.path / "plan.json"
         self.report, self.checkpoints = self.path / "report.html", self.path / "checkpoints"
         self.logs = self.path / "logs"
         # What befell workers that have no terminal, on purpose.
@@ -64,7 +65,7 @@ class RunDir:
 
     def delete(self, node: int) -> None:
         """Delete what a run wrote, and nothing else that lies in the folder."""
-        shared = [self.metrics, self.summary, self.report, self.logs] if node == 0 else []
+        shared = [self.metrics, self.summary, self.report, self.machine, self.plan, self.logs] if node == 0 else []
         shared += self.path.glob("island-*") if node == 0 else []
         for path in (*shared, self.config(node), self.checkpoints):
             if path.is_dir():

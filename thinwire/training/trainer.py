@@ -34,6 +34,7 @@ from thinwire.training.agreement import agree, agree_on_start, max_over_ranks
 from thinwire.training.engine import Corpus, Engine
 from thinwire.training.origin import ISLANDS, Origin, folder_to_read, is_verified, leave_islands, num_islands
 from thinwire.training.place import ProcessPlace
+from thinwire.training.planned import Planned
 from thinwire.training.proof import Proof, circumstances
 from thinwire.training.recovery import Reunion, StepStart, Survivor, fallback
 from thinwire.training.reporter import Reporter, versions
@@ -148,6 +149,7 @@ class Trainer:
         if reunion is not None and self.reporter is not None:
             how = run.pipeline.recover if run.pipeline else ""
             self.reporter.membership(reunion.event(how, survivor.lost_at if survivor else began))
+        self._planned = Planned(config, self.optimizer.everyone, self._warn) if config.plan else None
         if not generation:
             self._arm_faults()
         self._step_start = self._note_start()
@@ -217,6 +219,8 @@ class Trainer:
             heldout_loss = self._evaluate() if self.config.eval_sequences else None
         for fault in faults.disarm():
             self._tell_of_fault(f"thinwire: rank {self.place.rank}: --inject {str(fault)!r} never happened")
+        if self._planned is not None and not stopped:
+            self._planned.compare_links("while it was followed")
         peak_rss, peak_allocated = max_over_ranks(peak_rss_bytes()), max_over_ranks(self.device.peak_bytes())
         # The ranks that hold the first rank's matrices between them compute together.
         sample = self._sample() if not stopped and self.engine.writes_sample else ""
@@ -251,6 +255,10 @@ class Trainer:
     def _saves_now(self) -> bool:
         every = 0 if self.optimizer.has_own_pace else self.config.checkpoint_every
         return every > 0 and self.step % every == 0
+
+    def _warn(self, text: str) -> None:
+        if self.reporter is not None:
+            self.reporter.progress.warn(text)
 
     def _arm_faults(self) -> None:
         """Arm the faults that are meant for this process; a process that was started again has had them."""

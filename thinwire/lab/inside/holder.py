@@ -24,7 +24,10 @@ from typing import Any
 from syscalls import CLONE_NEWNET, CLONE_NEWUSER, setns, unshare
 
 LIFTED_BYTES_PER_S = 4_000_000_000
-TBF_HANDLE, NETEM_HANDLE = 0x10000, 0x20000
+TBF_HANDLE, NETEM_HANDLE, HTB_HANDLE = 0x10000, 0x20000, 0x30000
+# Of what no pair limits; the class to a node has its number on top.
+OTHERS, FIRST_CLASS = 1, 0x10
+IPV4, DESTINATION = 0x0800, 16
 # The bucket holds the bytes of this time, so that a late timer costs no rate.
 BURST_S, MIN_BURST_FRAMES = 0.02, 2
 # The queue in front of a link, in time and in frames: senders that share a link must not starve each other.
@@ -90,6 +93,7 @@ class Namespace:
         self.namespace = namespace
         self.netlink = netlink
         self.inner = self.outer = 0
+        self.links: set[int] = set()
 
 
 class Holder:
@@ -99,8 +103,11 @@ class Holder:
         self, num_nodes: int, network: str, interface: str, mtu: int, delay_s: float, loss_percent: float
     ) -> None:
         from pyroute2 import IPRoute
+        from pyroute2.netlink.rtnl.tcmsg import plugins
 
         self._open = IPRoute
+        # Its limit counts bytes, and is otherwise told to the kernel alike.
+        plugins.setdefault("bfifo", plugins["pfifo"])
         self.interface, self.mtu = interface, mtu
         self.home = os.open("/proc/self/ns/net", os.O_RDONLY)
         quiet_ipv6()
@@ -114,6 +121,7 @@ class Holder:
         self.bridge.link("set", index=self.bridge_index, state="up")
         for number in range(num_nodes):
             self.nodes.append(self._make_node(number, network.format(number + 1)))
+        self.addresses = [socket.inet_aton(network.format(number + 1)).hex() for number in range(num_nodes)]
 
     def _asked(self, what: str, request: Callable[[], Any]) -> None:
         """Make the request. If the kernel does not know the kind of object, raise an error that names it."""
@@ -168,21 +176,53 @@ class Holder:
 
     def _queue(self, netlink: Any, index: int, bytes_per_s: float | None, command: str) -> None:
         """Set the token bucket in front of one end of a link."""
+        rate, burst, limit = self._bucket(bytes_per_s)
+        netlink.tc(command, "tbf", index=index, handle=TBF_HANDLE, rate=rate, burst=burst, limit=limit)
+
+    def _bucket(self, bytes_per_s: float | None) -> tuple[int, int, int]:
+        """Rate, burst and limit of a token bucket."""
         rate = int(bytes_per_s or LIFTED_BYTES_PER_S)
         frame = self.mtu + ETHERNET_HEADER_BYTES
         burst = max(MIN_BURST_FRAMES * frame, int(rate * BURST_S))
-        limit = burst + max(MIN_QUEUE_FRAMES * frame, int(rate * QUEUE_S))
-        netlink.tc(command, "tbf", index=index, handle=TBF_HANDLE, rate=rate, burst=burst, limit=limit)
+        return rate, burst, burst + max(MIN_QUEUE_FRAMES * frame, int(rate * QUEUE_S))
 
     def _delay(self, netlink: Any, index: int) -> None:
         """Delay and lose frames, inside the token bucket of one end of a link."""
         netlink.tc("add", "netem", index=index, parent=TBF_HANDLE + 1, handle=NETEM_HANDLE, **self._netem)
 
-    def shape(self, bytes_per_s: list[float | None]) -> None:
-        """Set the rate of each node's link in both directions; None: as fast as the machine."""
+    def shape(self, bytes_per_s: list[float | None], links: list[tuple[int, int, float | None]]) -> None:
+        """Set the rate of each node's link in both directions, and of pairs; None: as fast as the machine."""
         for node, rate in zip(self.nodes, bytes_per_s, strict=True):
             self._queue(node.netlink, node.inner, rate, "change")
             self._queue(self.bridge, node.outer, rate, "change")
+        for first, second, rate in links:
+            self._limit(self.nodes[first], second, rate)
+            self._limit(self.nodes[second], first, rate)
+
+    def _limit(self, node: Namespace, target: int, bytes_per_s: float | None) -> None:
+        """Set the rate of what one node sends to another: a class inside the node's token bucket."""
+        if not node.links:
+            htb = "htb queue (sch_htb), which --link needs"
+            others = {"parent": TBF_HANDLE + 1, "handle": HTB_HANDLE, "default": OTHERS}
+            self._asked(htb, lambda: node.netlink.tc("add", "htb", index=node.inner, **others))
+            self._class(node, OTHERS, None, "add-class")
+        number = FIRST_CLASS + target
+        self._class(node, number, bytes_per_s, "change-class" if target in node.links else "add-class")
+        if target not in node.links:
+            node.links.add(target)
+            key = f"0x{self.addresses[target]}/0xffffffff+{DESTINATION}"
+            rule = {"parent": HTB_HANDLE, "protocol": IPV4, "target": HTB_HANDLE + number, "keys": [key]}
+            filters = "u32 filter (cls_u32), which --link needs"
+            self._asked(filters, lambda: node.netlink.tc("add-filter", "u32", index=node.inner, prio=1, **rule))
+
+    def _class(self, node: Namespace, number: int, bytes_per_s: float | None, command: str) -> None:
+        """Make or change a class of what a node sends, and the queue in front of it."""
+        rate, burst, limit = self._bucket(bytes_per_s)
+        handle = HTB_HANDLE + number
+        bucket = {"rate": rate, "ceil": rate, "burst": burst, "cburst": burst}
+        node.netlink.tc(command, "htb", index=node.inner, parent=HTB_HANDLE, handle=handle, **bucket)
+        queue = {"parent": handle, "handle": HTB_HANDLE + (number << 16), "limit": limit}
+        node.netlink.tc("replace", "bfifo", index=node.inner, **queue)
 
     def counters(self) -> list[list[int]]:
         """Bytes that each node has sent and received, headers included, counted by the token buckets."""
@@ -226,8 +266,10 @@ class Server:
         fds = [first, *(node.namespace for node in self.holder.nodes)]
         return {"in_user_namespace": self.user_fd >= 0}, [os.dup(fd) for fd in fds]
 
-    def shape(self, bytes_per_s: list[float | None]) -> tuple[dict[str, Any], list[int]]:
-        self.holder.shape(bytes_per_s)
+    def shape(
+        self, bytes_per_s: list[float | None], links: list[tuple[int, int, float | None]]
+    ) -> tuple[dict[str, Any], list[int]]:
+        self.holder.shape(bytes_per_s, links)
         return {}, []
 
     def counters(self) -> tuple[dict[str, Any], list[int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from torch import nn
@@ -21,6 +21,7 @@ from thinwire.methods.outer.exchange import COMMIT, OPERATION, message_bytes
 from thinwire.methods.outer.method import OuterMethod
 from thinwire.methods.outer.parameters import NUM_WORDS
 from thinwire.methods.plain_ddp import DDP
+from thinwire.methods.schedule import END, FIRST, Exchanges, plain
 
 
 @dataclass(frozen=True)
@@ -121,15 +122,7 @@ class IslandsMethod(Front, Method):
         method = self.outer()
         island = Topology(1, topology.local_size)
         found = self.inner.plan(model, island, micro_batches)
-        fragments = self.fragments(model)
-        others, neighbours, every = topology.num_nodes - 1, topology.local_size - 1, method.sync_every
-        whole = 4 * sum(shape.numel() for shape in trained_shapes(model).values())
-        messages = others * sum(message_bytes(method.codec, fragment.numel) for fragment in fragments)
-        sent = {(OPERATION, "inter"): messages, (COMMIT, "inter"): others * len(fragments)}
-        sent["broadcast", "intra"] = neighbours * sum(4 * (fragment.numel + NUM_WORDS) for fragment in fragments)
-        if self.inner.shards_optimizer:
-            sent["masters", "intra"] = (1 + bool(method.mix)) * neighbours * whole // topology.local_size
-        spread = {key: -(-num_bytes // every) for key, num_bytes in sent.items()}
+        fragments, spread = self.fragments(model), self._spread(model, topology)
         other = method.state(fragments).kept_bytes()
         if method.correction is not None:
             parts = topology.local_size if self.inner.shards_optimizer else 1
@@ -140,6 +133,23 @@ class IslandsMethod(Front, Method):
             crossing=spread[OPERATION, "inter"] + spread[COMMIT, "inter"],
             other=dict(found.other) | other,
         )  # fmt: skip
+
+    def _spread(self, model: nn.Module, topology: Topology) -> dict[tuple[str, str], int]:
+        """Bytes of an exchange between islands that an island's first rank sends, over the steps between."""
+        method, fragments = self.outer(), self.fragments(model)
+        others, neighbours, every = topology.num_nodes - 1, topology.local_size - 1, method.sync_every
+        whole = 4 * sum(shape.numel() for shape in trained_shapes(model).values())
+        messages = others * sum(message_bytes(method.codec, fragment.numel) for fragment in fragments)
+        sent = {(OPERATION, "inter"): messages, (COMMIT, "inter"): others * len(fragments)}
+        sent["broadcast", "intra"] = neighbours * sum(4 * (fragment.numel + NUM_WORDS) for fragment in fragments)
+        if self.inner.shards_optimizer:
+            sent["masters", "intra"] = (1 + bool(method.mix)) * neighbours * whole // topology.local_size
+        return {key: -(-num_bytes // every) for key, num_bytes in sent.items()}
+
+    def exchanges(self, model: nn.Module, topology: Topology, micro_batches: int) -> Exchanges:
+        """The inner strategy's inside each island; then what a step costs on average of the exchanges between them."""
+        inside = self.inner.exchanges(model, Topology(1, topology.local_size), micro_batches)
+        return replace(inside, each=(*inside.each, *plain(self._spread(model, topology), END, FIRST)))
 
 
 @dataclass(frozen=True)

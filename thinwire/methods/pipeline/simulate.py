@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from thinwire.cost import Network, Traffic
+from thinwire.cost import Clock as Events, Cores, Network
 from thinwire.errors import ConfigError
 from thinwire.methods.pipeline.plan import (
     BACKWARD,
@@ -95,11 +95,11 @@ class Timeline:
 Choice = Callable[[int, "Clock"], Action | None]
 
 
-def simulate(plan: Plan, costs: Costs, network: Network | None = None) -> Timeline:
+def simulate(plan: Plan, costs: Costs, network: Network | None = None, cores: Cores | None = None) -> Timeline:
     """The timeline of a plan that `check` has passed: each rank does what is next as soon as its input is there.
 
-    network: of the plan's ranks; None: messages take no time. A message leaves when its action ends, beside all
-    computing. Raises ConfigError for costs or a network of another size.
+    network: of the plan's ranks; None: messages take no time. cores: that they share; None: each has its own. A message
+    leaves when its action ends, beside all computing. Raises ConfigError for costs or a network of another size.
     """
     places = [0] * plan.num_ranks
 
@@ -112,7 +112,8 @@ def simulate(plan: Plan, costs: Costs, network: Network | None = None) -> Timeli
         places[rank] += 1
         return action
 
-    return Clock(plan.home, plan.paths, plan.num_ranks, costs, network).run(next_of_order, _recomputed(plan))
+    clock = Clock(plan.home, plan.paths, plan.num_ranks, costs, network, cores)
+    return clock.run(next_of_order, _recomputed(plan))
 
 
 def _recomputed(plan: Plan) -> set[Visit]:
@@ -138,7 +139,7 @@ class Clock:
     num_ranks: int
     costs: Costs
     network: Network | None = None
-    now_s: float = 0.0
+    cores: Cores | None = None
     done: set[Action | Arrival] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -147,10 +148,10 @@ class Clock:
         if self.network is not None and len(self.network.nodes) != self.num_ranks:
             raise ConfigError(f"a network of {len(self.network.nodes)} ranks for a plan of {self.num_ranks}")
         self.routes = Routes(self.paths)
-        self.traffic: Traffic[Arrival] = Traffic(self.network or Network.even(self.num_ranks))
+        self.events: Events[Any] = Events(self.network or Network.even(self.num_ranks), self.cores)
         self.free = set(range(self.num_ranks))
         self.memory = [_Memory() for _ in range(self.num_ranks)]
-        self._ends: list[tuple[float, int, Action]] = []
+        self._begun_s = [0.0] * self.num_ranks
         self._spans: list[list[tuple[Action, float, float]]] = [[] for _ in range(self.num_ranks)]
         self._link_bytes: dict[tuple[int, int], float] = {}
 
@@ -165,16 +166,14 @@ class Clock:
                 action = choose(rank, self)
                 if action is not None:
                     self._start(rank, action, recomputed)
-            next_s = min(self._ends[0][0] if self._ends else math.inf, self.traffic.next_s())
-            if next_s == math.inf:
+            if self.events.next_s() == math.inf:
                 break
-            self.now_s = next_s
-            self.done.update(self.traffic.advance(next_s))
-            while self._ends and self._ends[0][0] <= next_s:
-                _, rank, action = heapq.heappop(self._ends)
+            arrived, ended = self.events.advance()
+            self.done.update(arrived)
+            for rank, action in sorted(ended):
                 self._end(rank, action, recomputed)
             # What takes no time to travel is there at once.
-            self.done.update(self.traffic.advance(next_s))
+            self.done.update(self.events.landed())
         peaks = tuple(memory.peak for memory in self.memory)
         return Timeline(tuple(map(tuple, self._spans)), self._link_bytes, peaks)
 
@@ -182,9 +181,8 @@ class Clock:
         self.free.discard(rank)
         if action.kind in (FORWARD, RECOMPUTE):
             self.memory[rank].add(self._held_bytes(action, recomputed))
-        end_s = self.now_s + self.costs.seconds(action)
-        self._spans[rank].append((action, self.now_s, end_s))
-        heapq.heappush(self._ends, (end_s, rank, action))
+        self._begun_s[rank] = self.events.now_s
+        self.events.work(rank, self.costs.seconds(action), (rank, action))
 
     def _held_bytes(self, action: Action, recomputed: set[Visit]) -> float:
         costs, chunk = self.costs, action.chunk
@@ -195,6 +193,7 @@ class Clock:
     def _end(self, rank: int, action: Action, recomputed: set[Visit]) -> None:
         self.free.add(rank)
         self.done.add(action)
+        self._spans[rank].append((action, self._begun_s[rank], self.events.now_s))
         if action.kind in (BACKWARD, WEIGHT):
             self.memory[rank].add(-self.costs.kept_bytes[action.chunk])
         given = self.routes.gives(action)
@@ -208,4 +207,4 @@ class Clock:
         # Both messages of a border are of the size of the output that crosses it.
         num_bytes = sizes[action.chunk if given.kind == "forward" else given.chunk]
         self._link_bytes[rank, target] = self._link_bytes.get((rank, target), 0.0) + num_bytes
-        self.traffic.send((rank, target), num_bytes, given)
+        self.events.send((rank, target), num_bytes, given)

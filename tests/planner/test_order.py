@@ -1,0 +1,94 @@
+"""Closed forms against the simulated pipeline, and orders against all orders."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from thinwire.cost import Network
+from thinwire.cost.closed import amp_s, bubble, layer_parameters, pipette_s, ring_s, trip_s
+from thinwire.methods.pipeline import Costs, plan, simulate
+from thinwire.planner import order
+from thinwire.planner.order import Order, annealed
+
+
+def simulated(stages: int, micro_batches: int, message_s: float) -> float:
+    """1F1B with a forward of 1 s and a backward of 2 s."""
+    costs = Costs.even(stages, 1.0, forward_bytes=message_s)
+    return simulate(plan("1f1b", stages, micro_batches), costs, Network.even(stages, 1.0)).makespan_s
+
+
+@pytest.mark.parametrize(
+    ("stages", "num", "message_s", "pipette", "amp"),
+    [(4, 16, 1.0, 81.0, 63.0), (4, 32, 1.0, 153.0, 111.0), (8, 32, 1.0, 173.0, 131.0), (8, 32, 0.2, 128.2, 119.8)],
+)
+def test_the_closed_forms_give_the_published_numbers(
+    stages: int, num: int, message_s: float, pipette: float, amp: float
+) -> None:
+    trip = 2 * (stages - 1) * message_s
+    assert pipette_s(stages, num, 3.0, trip) == pytest.approx(pipette)
+    assert amp_s(stages, num, 3.0, trip) == pytest.approx(amp)
+    # What the form leaves out.
+    assert simulated(stages, num, message_s) == pytest.approx(pipette + 2 * (stages - 2) * message_s)
+
+
+def test_a_rest_of_micro_batches_counts() -> None:
+    # The released code rounds 12 / 8 down: 59, further from the simulated 89 than AMP's 71.
+    assert simulated(8, 12, 1.0) == pytest.approx(89.0)
+    assert amp_s(8, 12, 3.0, 14.0) == pytest.approx(71.0)
+    assert pipette_s(8, 12, 3.0, 14.0) == pytest.approx(78.0)
+    # Fewer micro-batches than stages make one trip.
+    assert pipette_s(8, 4, 3.0, 14.0) == amp_s(8, 4, 3.0, 14.0) == pytest.approx(47.0)
+
+
+def test_corrected_numbers() -> None:
+    assert layer_parameters(1024) == 12 * 1024**2
+    # One step of four times the batch idles as long as one of four small ones: 75% less, not the 87.5% published.
+    assert 1 - bubble(8, 32) * 4 / (4 * bubble(8, 8)) == pytest.approx(0.75)
+    even = Network.even(4, 2.0, 0.5)
+    assert trip_s([0, 2, 1], even, 4.0, 2.0) == pytest.approx(2 * (2.0 + 1.0 + 2 * 0.5))
+    assert ring_s([0, 1, 2, 3], even, 8.0) == pytest.approx(6 * (1.0 + 0.5)) and ring_s([1], even, 8.0) == 0.0
+
+
+@pytest.mark.parametrize("stages", [8, 4])
+def test_annealing_is_within_3_percent_of_all_orders(stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng, n = random.Random(1), 8
+    rates = [[0.0] * n for _ in range(n)]
+    for a, b in itertools.combinations(range(n), 2):
+        rates[a][b] = rates[b][a] = rng.uniform(1, 20)
+    network = Network(tuple(range(n)), tuple(map(tuple, rates)), ((0.0,) * n,) * n)
+    known: dict[Order, float] = {}
+
+    def cost(ranks: Order) -> float:
+        if ranks not in known:
+            pipelines = [ranks[each :: n // stages] for each in range(n // stages)]
+            known[ranks] = max(trip_s(pipeline, network, 10.0, 10.0) for pipeline in pipelines)
+        return known[ranks]
+
+    found, seconds = annealed(cost, range(n), fixed=0)
+    assert sorted(found) == list(range(n)) and seconds == cost(found) <= cost(tuple(range(n)))
+    assert seconds <= 1.03 * min(map(cost, itertools.permutations(range(n))))
+    assert annealed(cost, range(n), fixed=0) == (found, seconds)
+    first, _ = annealed(cost, range(n))
+    assert first[0] == 0
+    monkeypatch.setattr(order, "FEW", 10**6)
+    best, least = annealed(cost, range(n))
+    assert best[0] == 0 and least <= cost(first) <= 1.03 * least
+
+
+@pytest.mark.parametrize(("message", "gradient", "inside"), [(10.0, 1.0, True), (0.1, 100.0, False)])
+def test_racks_hold_what_sends_most(message: float, gradient: float, inside: bool) -> None:
+    # Two racks of four, ten times slower between them, and ranks numbered across.
+    rates = tuple(tuple(10.0 if a % 2 == b % 2 else 1.0 for b in range(8)) for a in range(8))
+    network = Network(tuple(range(8)), rates, ((0.0,) * 8,) * 8)
+
+    def cost(ranks: Order) -> float:
+        trip = max(trip_s(ranks[each::2], network, message, message) for each in range(2))
+        ring = max(ring_s(ranks[first : first + 2], network, gradient) for first in range(0, 8, 2))
+        return pipette_s(4, 8, 1.0, trip, ring)
+
+    found, _ = annealed(cost, range(8))
+    whole = [len({rank % 2 for rank in found[each::2]}) == 1 for each in range(2)]
+    assert all(whole) == inside

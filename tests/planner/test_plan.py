@@ -1,0 +1,129 @@
+"""What is chosen on machines of which all is known, and what a plan's files say."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.training.commands import CommandRunner
+from thinwire.calibration.machine import CODECS
+from thinwire.cost import Cores, Machine, Network
+from thinwire.errors import ConfigError, Problems
+from thinwire.planner import plan as module
+from thinwire.planner.plan import Plan, plan
+from thinwire.planner.plan_command import run_plan
+from thinwire.report.page import plan_table
+from thinwire.report.run import read_run
+from thinwire.training.settings import read_toml
+
+FAST, SLOW = 12.5e6, 1.25e6
+RATES = {"layer 64 fp32": 4e9, "launch 64 fp32": 1e4, "layer 512 fp32": 4e11, "launch 512 fp32": 1e4, "copy": 5e9}
+RATES |= {"carry": 5e8, "round": 2e3} | {f"{way} {codec}": 5e8 for way in ("encode", "decode") for codec in CODECS}
+
+
+def machine(rate: float, bad: tuple[int, int] | None = None, num_ranks: int = 4) -> Machine:
+    """Ranks with a core each, and links that are all alike but one."""
+    ranks = range(num_ranks)
+    rates = tuple(tuple(SLOW if bad in ((a, b), (b, a)) else rate for b in ranks) for a in ranks)
+    network = Network(tuple(ranks), rates, ((1e-3,) * num_ranks,) * num_ranks, 0.02)
+    return Machine(("a",) * num_ranks, network, Cores(tuple(ranks), (1.0,) * num_ranks), RATES)
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer candidates are simulated than for a user."""
+    monkeypatch.setattr(module, "NUM_SIMULATED", 6)
+
+
+def planned(made: Machine, **more: object) -> Plan:
+    return plan("demo", made, tokens_per_step=8192, micro_batch=8, **more)  # type: ignore[arg-type]
+
+
+def test_the_chosen_way_is_the_fastest_and_keeps_off_a_bad_link() -> None:
+    even, bad = planned(machine(FAST)), planned(machine(FAST, bad=(0, 2)))
+    assert even.best.step_s <= bad.best.step_s
+    for found in (even, bad):
+        assert found.best.step_s == min(priced.step_s for priced in found.search.fastest)
+        assert found.best.terms["step_s"] == pytest.approx(
+            found.best.terms["compute_s"] + found.best.terms["exposed_comm_s"]
+        )
+    assert bad.best.candidate.stages > 1
+    order = bad.best.order
+    assert order[0] == 0 and sorted(order) == [0, 1, 2, 3]
+    grid = bad.pricing.placed(order)
+    stages = bad.best.candidate.stages
+    neighbours = [set(pair) for ranks in grid.pipelines(stages) for pair in itertools.pairwise(ranks)]
+    neighbours += [set(group) for group in grid.groups(stages) if len(group) == 2]
+    assert {0, 2} not in neighbours
+    # Everybody sends to everybody: there the bad link decides.
+    alone = {priced.candidate.strategy: priced.step_s for priced in bad.search.fastest if priced.candidate.stages == 1}
+    assert bad.best.step_s < 0.7 * min(alone.values())
+
+
+def test_fast_links_need_no_stages_and_no_compression() -> None:
+    best = planned(machine(1e12)).best
+    assert best.terms["step_s"] < 1.1 * best.terms["compute_s"]
+    assert planned(machine(1e12), stages=2).best.candidate.stages == 2
+
+
+def test_what_does_not_fit_is_not_chosen() -> None:
+    free = planned(machine(FAST), strategies=("zero", "ddp"))
+    least = min(priced.memory_bytes for priced in free.search.fastest)
+    small = planned(machine(FAST), strategies=("zero", "ddp"), memory_bytes=1.01 * least)
+    assert small.search.too_large and all(priced.memory_bytes <= 1.01 * least for priced in small.search.fastest)
+    with pytest.raises(ConfigError, match="no way to train fits; the least is"):
+        planned(machine(FAST), memory_bytes=1e6)
+    with pytest.raises(ConfigError, match="nearest: 8192"):
+        plan("demo", machine(FAST), tokens_per_step=8000)
+    lacking = replace(machine(FAST), rates={"layer 512 fp32": 1e9, "copy": 1e9})
+    assert any("was not measured" in reason for reason in planned(lacking).search.refused)
+    with pytest.raises(ConfigError, match="layers in bf16 were not measured"):
+        planned(lacking, dtype="bf16")
+
+
+def test_a_plan_is_a_configuration_with_its_prediction(tmp_path: Path) -> None:
+    file, out = tmp_path / "machine.json", tmp_path / "plan.toml"
+    file.write_text(machine(FAST, bad=(0, 2)).to_json())
+    wrong = ["--machine", str(file), "--memory", "8", "--strategies", "zerro", "--stages", "3"]
+    with pytest.raises(ConfigError) as caught:
+        run_plan(wrong)
+    assert all(part in str(caught.value) for part in ("'8gb'", "'zero'", "nearest: 2"))
+    assert run_plan(["--machine", str(file), "--out", str(out)]) == 0
+    problems = Problems()
+    config = read_toml(out, problems)
+    predicted = json.loads((tmp_path / "plan.json").read_text())
+    assert not problems.messages and config.plan == str(tmp_path / "plan.json")
+    assert config.stages and config.order == tuple(predicted["order"])
+    assert predicted["rates"][0][2] == SLOW and predicted["rates"][0][0] is None
+    trace = tmp_path / "trace.json"
+    run_plan(["--machine", str(file), "--out", str(out), "--stages", "1", "--trace", str(trace)])
+    events = json.loads(trace.read_text())
+    assert {event["pid"] for event in events} == {0, 1, 2, 3} and all(event["dur"] >= 0 for event in events)
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandRunner]:
+    made = CommandRunner(tmp_path_factory.mktemp("auto"))
+    yield made
+    made.close()
+
+
+def test_a_run_measures_plans_and_is_held_against_its_plan(runner: CommandRunner) -> None:
+    printed = runner.ranks("auto", strategy="auto", steps=3, local_size=1, micro_batch=4)
+    assert "--strategy auto: --" in printed and "loopback, no network" in printed
+    folder = runner.folder / "auto"
+    assert Machine.read(folder / "machine.json").num_ranks == 2
+    problems = Problems()
+    config = read_toml(folder / "config.toml", problems)
+    assert config.strategy != "auto" and config.plan == str(folder / "plan.json") and not problems.messages
+    run = read_run(folder)
+    assert "drifted" in run.plan
+    table = plan_table(run)
+    assert "The plan against the run" in table
+    # Bytes are known before: the last steps sent what was predicted.
+    assert run.steps[-1]["sent_bytes"] == pytest.approx(run.plan["predicted"]["sent_bytes"], rel=0.01)

@@ -1,0 +1,7 @@
+"""What this cluster can do, measured by all of its ranks together."""
+
+from thinwire.calibration.links import measured_rates
+from thinwire.calibration.machine import calibrate
+from thinwire.calibration.work import matrix_flops
+
+__all__ = ["calibrate", "matrix_flops", "measured_rates"]

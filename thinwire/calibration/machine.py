@@ -1,0 +1,199 @@
+"""The ranks of a communicator as a Machine."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from thinwire.calibration.links import measured_rates, shared_rates
+from thinwire.calibration.work import NUM_LEAST, Probe, probes, seconds_of
+from thinwire.collectives import Communicator
+from thinwire.cost import Cores, Machine
+from thinwire.device import Device
+from thinwire.models.llama import PRESETS, LlamaConfig
+
+LABEL_BYTES = 64
+# What the strategies that a plan chooses from pack.
+CODECS = (
+    "fp32", "bf16", "int4/2048", "int8/64:bf16+hadamard32", "int4/64:bf16+hadamard32", "int8/128",
+    "int8/128:bf16+hadamard32", "int8/64:nearest", "int4/64",
+)  # fmt: skip
+NUM_ROUNDS = 40
+DISK_BYTES = 1 << 26
+
+
+def calibrate(
+    comm: Communicator,
+    *,
+    layers: Sequence[LlamaConfig] = (),
+    dtypes: Sequence[str] = ("fp32",),
+    codecs: Iterable[str] = CODECS,
+    device: Device | None = None,
+    folder: str | Path | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Machine:
+    """Measure the ranks of a communicator and the links between them; a collective, with the same result on all ranks.
+
+    Work is timed on one rank of each machine while the others wait, then on all ranks at once: ranks share cores. Links
+    are measured in rounds of disjoint pairs, both ways, then all at once.
+
+    Args:
+        layers: sizes of models of which a layer is timed; by default those of the presets tiny, demo, 125m.
+        dtypes: compute types, "fp32" or "bf16".
+        codecs: to be timed, as text.
+        folder: where the speed of a disk is measured; None: it is not.
+        say: told what is measured.
+
+    Raises PeerLostError if a rank is missing.
+    """
+    device = device or Device()
+    base = resident_bytes()
+    layers = layers or [
+        replace(PRESETS[name], num_hidden_layers=1, vocab_size=256) for name in ("tiny", "demo", "125m")
+    ]
+    hosts, names, cores, memory = _places(comm)
+    say("links")
+    network = measured_rates(comm)
+    share, carried = shared_rates(comm, network)
+    say("computing and packing")
+    found = probes(layers, dtypes, codecs, device)
+    is_first = hosts.index(hosts[comm.rank]) == comm.rank
+    alone = _alone(comm, found, is_first)
+    slowdown = _together(comm, found[0], float(alone[comm.rank, 0]))
+    # Of each machine's first rank, for all of its ranks.
+    own = torch.stack([alone[hosts.index(host)] for host in hosts])
+    typical = own.median(0).values
+    speeds = tuple(float(typical[0] / seconds) for seconds in own[:, 0])
+    rates = {probe.kind: probe.amount / float(seconds) for probe, seconds in zip(found, typical, strict=True)}
+    rates |= fitted({probe.kind: (probe.amount, float(seconds)) for probe, seconds in zip(found, typical, strict=True)})
+    rates |= {"carry": carried, "round": 1 / _round_s(comm)}
+    threads = torch.get_num_threads()
+    made = Cores(hosts, cores)
+    busiest = max(range(len(cores)), key=lambda host: hosts.count(host) / cores[host])
+    base_slowdown = made.slowdown(busiest, threads * hosts.count(busiest))
+    is_shared = threads * hosts.count(busiest) > 1
+    contention = max(0.0, slowdown / base_slowdown - 1) if is_shared else 0.0
+    return Machine(
+        names, network, replace(made, contention=contention), rates, threads, share, speeds,
+        memory_bytes=memory, base_bytes=_largest(comm, base), disk=_disk(comm, folder, is_first),
+        measured_at=datetime.now().astimezone().isoformat(timespec="seconds"), device=device.name,
+    )  # fmt: skip
+
+
+def fitted(layers: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+    """Rates of layers and of their passes, from (operations, seconds) of a long pass, "layer ...", and a short one.
+
+    A pass takes operations / rate + launch: the rate is the slope between the two, the launch what is left.
+    """
+    found = {}
+    for kind, (short, short_s) in layers.items():
+        if kind.startswith("launch "):
+            layer = f"layer {kind.removeprefix('launch ')}"
+            long, long_s = layers[layer]
+            # Noise must not make a pass free, nor its operations.
+            rate = min((long - short) / max(long_s - short_s, 1e-9), 2 * long / long_s)
+            found[layer] = max(rate, long / long_s)
+            found[kind] = 1 / max(1e-6, long_s - long / found[layer])
+    return found
+
+
+def resident_bytes() -> int:
+    """Memory that this process holds now; 0 where the system does not tell."""
+    status = Path("/proc/self/statm")
+    return int(status.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if status.exists() else 0
+
+
+def _gathered(comm: Communicator, values: Sequence[float]) -> Tensor:
+    """What each rank states, fp64 [world_size, len(values)]."""
+    return comm.wait(comm.all_gather_exact(torch.tensor(list(values), dtype=torch.float64)))
+
+
+def _largest(comm: Communicator, value: float) -> float:
+    return float(_gathered(comm, [value]).max())
+
+
+def _places(comm: Communicator) -> tuple[tuple[int, ...], tuple[str, ...], tuple[float, ...], float]:
+    """Of each rank the number of its machine and its name; of each machine the cores; memory of a rank at least.
+
+    Emulated nodes have a machine in common: it is told by when it was started.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    mark = zlib.crc32((boot.read_text() if boot.exists() else socket.gethostname()).encode())
+    num = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    told = _gathered(comm, [mark, num, memory]).tolist()
+    marks = [row[0] for row in told]
+    machines = list(dict.fromkeys(marks))
+    hosts = tuple(machines.index(each) for each in marks)
+    cores = tuple(max(row[1] for row in told if row[0] == each) for each in machines)
+    least = min(row[2] / marks.count(row[0]) for row in told)
+    label = socket.gethostname().encode()[:LABEL_BYTES].ljust(LABEL_BYTES, b"\0")
+    labels = comm.wait(comm.all_gather_exact(torch.frombuffer(bytearray(label), dtype=torch.uint8)))
+    names = tuple(bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in labels)
+    return hosts, names, cores, least
+
+
+def _alone(comm: Communicator, found: Sequence[Probe], is_first: bool) -> Tensor:
+    """Seconds of each probe on the first rank of each machine, fp64 [world_size, probes]; zeros of the others."""
+    comm.barrier()
+    own = [seconds_of(probe.run) for probe in found] if is_first else [0.0] * len(found)
+    return _gathered(comm, own)
+
+
+def _together(comm: Communicator, probe: Probe, alone_s: float) -> float:
+    """How many times as long as alone a piece of work takes while all ranks do it; the median of the ranks."""
+    alone_s = _largest(comm, alone_s)
+    probe.run()
+    comm.barrier()
+    seconds: list[float] = []
+    due = time.perf_counter() + max(0.5, 2 * NUM_LEAST * alone_s)
+    while time.perf_counter() < due or len(seconds) < NUM_LEAST:
+        start = time.perf_counter()
+        probe.run()
+        seconds.append(time.perf_counter() - start)
+    mean_s = sum(seconds) / len(seconds)
+    return float(_gathered(comm, [mean_s]).median()) / max(alone_s, 1e-9)
+
+
+def _round_s(comm: Communicator) -> float:
+    """Seconds of a core that a round of short messages takes."""
+    comm.barrier()
+    start = time.process_time()
+    for _ in range(NUM_ROUNDS):
+        comm.wait(comm.all_gather_exact(torch.zeros(1)))
+    return max(1e-6, float(_gathered(comm, [(time.process_time() - start) / NUM_ROUNDS]).median()))
+
+
+def _disk(comm: Communicator, folder: str | Path | None, is_first: bool) -> tuple[float, float]:
+    """Bytes per second written to a disk, until they are there, and read again; of the slowest machine."""
+    own = (math.inf, math.inf)
+    if folder is not None and is_first:
+        with tempfile.NamedTemporaryFile(dir=folder) as file:
+            data = os.urandom(1 << 20)
+            start = time.perf_counter()
+            for _ in range(DISK_BYTES // len(data)):
+                file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+            written_s = time.perf_counter() - start
+            if hasattr(os, "posix_fadvise"):
+                # What is read must come from the disk.
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            file.seek(0)
+            start = time.perf_counter()
+            while file.read(1 << 20):
+                pass
+            own = DISK_BYTES / written_s, DISK_BYTES / (time.perf_counter() - start)
+    written, read = _gathered(comm, own).min(0).values.tolist()
+    return written, read

@@ -1,0 +1,103 @@
+"""What a rank computes in a second, of each kind of work that a step has."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from thinwire.codecs import Codec
+from thinwire.codecs.grammar import read
+from thinwire.device import Device
+from thinwire.models import Llama
+from thinwire.models.llama import LlamaConfig
+
+# Repeats after two that warm up, unless they take longer than this.
+NUM_REPEATS, NUM_LEAST, LONGEST_S = 20, 3, 1.0
+PACKED_ELEMENTS = 1 << 17
+COPIED_BYTES = 1 << 24
+# Of the passes through a layer: two sizes tell what a pass costs beside its operations.
+NUM_SEQUENCES, SEQ_LEN = (4, 1), 256
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A piece of work that can be repeated, and how much of its kind it is; see `thinwire.cost.Work`."""
+
+    kind: str
+    amount: float
+    run: Callable[[], object]
+
+
+def seconds_of(run: Callable[[], object], longest_s: float = LONGEST_S) -> float:
+    """The median of NUM_REPEATS runs after two that warm up; of fewer, at least NUM_LEAST, where they take too long."""
+    for _ in range(2):
+        run()
+    found: list[float] = []
+    due = time.perf_counter() + longest_s
+    while len(found) < NUM_LEAST or (len(found) < NUM_REPEATS and time.perf_counter() < due):
+        start = time.perf_counter()
+        run()
+        found.append(time.perf_counter() - start)
+    return median(found)
+
+
+def matrix_flops(dtype: torch.dtype, device: Device, size: int | None = None, *, zeros: bool = False) -> float:
+    """Floating-point operations a second of a product of square matrices, on this process's threads; the median.
+
+    zeros: of zeros, for which some devices take less power, and with it run at another clock, than for random values.
+    """
+    size = size or (768 if device.kind == "cpu" else 4096)
+    make = torch.zeros if zeros else torch.randn
+    a, b = (make(size, size).to(device.torch, dtype) for _ in range(2))
+
+    def multiply() -> None:
+        torch.mm(a, b)
+        device.synchronize()
+
+    return 2 * size**3 / seconds_of(multiply)
+
+
+def probes(layers: Iterable[LlamaConfig], dtypes: Iterable[str], codecs: Iterable[str], device: Device) -> list[Probe]:
+    """The work of a step. layers: sizes of models, of which one layer is timed; dtypes: "fp32" or "bf16"."""
+    found = [layer_probe(config, dtype, device, num) for dtype in dtypes for config in layers for num in NUM_SEQUENCES]
+    source, target = (torch.ones(COPIED_BYTES // 4) for _ in range(2))
+    found.append(Probe("copy", 2 * COPIED_BYTES, partial(target.copy_, source)))
+    x = torch.randn(PACKED_ELEMENTS, generator=torch.Generator().manual_seed(0))
+    for text in codecs:
+        found += codec_probes(read(text), x)
+    return found
+
+
+def layer_probe(config: LlamaConfig, dtype: str, device: Device, num_sequences: int) -> Probe:
+    """A forward and backward of one layer between its embedding and its head, in operations as torch counts them."""
+    model = Llama(config)
+    model.init_weights(torch.Generator().manual_seed(0))
+    placed = device.place(model)
+    tokens = torch.zeros(num_sequences, min(SEQ_LEN, config.max_position_embeddings), dtype=torch.int64)
+    (tokens,) = device.take([tokens])
+
+    def forward_backward() -> None:
+        with device.autocast(dtype):
+            loss = placed(tokens, tokens)
+        loss.backward()
+        device.synchronize()
+
+    with FlopCounterMode(display=False) as counter, torch.no_grad(), device.autocast(dtype):
+        placed(tokens, tokens)
+    kind = f"layer {config.hidden_size} {dtype}" if num_sequences > 1 else f"launch {config.hidden_size} {dtype}"
+    return Probe(kind, 3 * counter.get_total_flops(), forward_backward)
+
+
+def codec_probes(codec: Codec, x: Tensor) -> Iterable[Probe]:
+    """Packing, and adding up what was packed; in bytes of packets."""
+    packet = codec.encode(x)
+    total = torch.zeros_like(x)
+    yield Probe(f"encode {codec}", packet.numel(), lambda: codec.encode(x, out=packet))
+    yield Probe(f"decode {codec}", packet.numel(), lambda: codec.decode_add(packet, total))

@@ -1,0 +1,131 @@
+"""One clock for all that is simulated: work on cores that ranks share, and messages on links that they share."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from thinwire.cost.network import Network, Pair, Traffic
+from thinwire.errors import ConfigError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Cores:
+    """The cores that ranks compute on.
+
+    hosts: the machine of each rank; several may be emulated on one. num: cores of each machine. contention: how much
+    slower work gets where other cores of the machine are busy too, as a part of its time: memory and caches are shared.
+    Work of n threads on c cores takes max(1, n / c) (1 + contention (min(n, c) - 1) / (c - 1)) times as long as alone.
+    Raises ConfigError for a machine without cores, or a negative contention.
+    """
+
+    hosts: tuple[int, ...]
+    num: tuple[float, ...]
+    contention: float = 0.0
+
+    def __post_init__(self) -> None:
+        if any(not num > 0 for num in self.num) or max(self.hosts, default=0) >= len(self.num):
+            raise ConfigError(f"cores {self.num} of machines {sorted(set(self.hosts))}: each must have more than 0")
+        if not self.contention >= 0:
+            raise ConfigError(f"contention {self.contention:g}: at least 0")
+
+    def slowdown(self, host: int, threads: float) -> float:
+        """How many times as long as alone work takes while so many threads compute on the machine."""
+        num = self.num[host]
+        if threads <= 1 or num == math.inf:
+            return 1.0
+        busy = (min(threads, num) - 1) / (num - 1) if num > 1 else 0.0
+        return max(1.0, threads / num) * (1 + self.contention * max(0.0, busy))
+
+
+@dataclass(eq=False)
+class _Work(Generic[T]):
+    what: T
+    threads: float
+    left_s: float
+    since_s: float
+    end_s: float = math.inf
+
+
+@dataclass
+class _Host(Generic[T]):
+    """A machine's cores. slowdown: of all that runs there now."""
+
+    running: list[_Work[T]] = field(default_factory=list)
+    slowdown: float = 1.0
+
+
+class Clock(Generic[T]):
+    """What is under way: work that ends, messages that arrive. Times never go back.
+
+    cores: None: every rank has cores of its own.
+    """
+
+    def __init__(self, network: Network, cores: Cores | None = None) -> None:
+        ranks = range(len(network.nodes))
+        self.cores = cores or Cores(tuple(ranks), (math.inf,) * len(ranks))
+        self.now_s = 0.0
+        self._traffic: Traffic[T] = Traffic(network)
+        self._hosts = [_Host[T]() for _ in self.cores.num]
+        self._ends: list[tuple[float, int, _Work[T]]] = []
+        self._numbers = itertools.count()
+
+    def work(self, rank: int, seconds: float, what: T, threads: float = 1.0) -> None:
+        """Begin work that takes so many seconds of this rank's threads when nothing else runs on its machine."""
+        number, work = self.cores.hosts[rank], _Work(what, threads, seconds, self.now_s)
+        host = self._hosts[number]
+        host.running.append(work)
+        self._change(number)
+        if work.end_s == math.inf:
+            self._expect(work, host.slowdown)
+
+    def send(self, pair: Pair, num_bytes: float, what: T) -> None:
+        """Queue a message."""
+        self._traffic.send(pair, num_bytes, what)
+
+    def next_s(self) -> float:
+        """When something happens next; infinity if nothing is under way."""
+        while self._ends and self._ends[0][0] != self._ends[0][2].end_s:
+            # It was expected anew since.
+            heapq.heappop(self._ends)
+        return min(self._ends[0][0] if self._ends else math.inf, self._traffic.next_s())
+
+    def advance(self) -> tuple[list[T], list[T]]:
+        """Go on to what happens next: the messages that have arrived by then, and the work that has ended."""
+        self.now_s = self.next_s()
+        arrived, ended = self._traffic.advance(self.now_s), list[_Work[T]]()
+        while self._ends and self._ends[0][0] <= self.now_s:
+            end_s, _, work = heapq.heappop(self._ends)
+            if end_s == work.end_s and work not in ended:
+                ended.append(work)
+        for number, host in enumerate(self._hosts):
+            if any(work in ended for work in host.running):
+                host.running = [work for work in host.running if work not in ended]
+                self._change(number)
+        return arrived, [work.what for work in ended]
+
+    def landed(self) -> list[T]:
+        """What was sent since and takes no time to travel."""
+        return self._traffic.advance(self.now_s)
+
+    def _change(self, number: int) -> None:
+        """Expect the ends of what runs on a machine anew if it runs at another speed from now on."""
+        host = self._hosts[number]
+        slowdown = self.cores.slowdown(number, sum(work.threads for work in host.running))
+        if slowdown == host.slowdown:
+            return
+        for work in host.running:
+            if work.end_s < math.inf:
+                work.left_s -= (self.now_s - work.since_s) / host.slowdown
+                work.since_s = self.now_s
+            self._expect(work, slowdown)
+        host.slowdown = slowdown
+
+    def _expect(self, work: _Work[T], slowdown: float) -> None:
+        work.end_s = self.now_s + max(0.0, work.left_s) * slowdown
+        heapq.heappush(self._ends, (work.end_s, next(self._numbers), work))

@@ -1,0 +1,77 @@
+"""Closed forms of a pipeline's step: what Pipette and AMP take it to last, and what a schedule leaves idle."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from thinwire.cost.network import Network
+
+
+def pipette_s(
+    num_stages: int, num_micro_batches: int, compute_s: float, trip_s: float, exchange_s: float = 0.0
+) -> float:
+    """Seconds of a 1F1B step: (m/p) (T_pp + p C) + (p - 1) C + T_dp; for m < p: T_pp + p C + (m - 1) C + T_dp.
+
+    Each group of p micro-batches makes a trip through all stages and back, which 1F1B does not hide. m/p is not
+    rounded down, as the released code has it: that leaves the last group out. Between stages that all cost the same the
+    simulated step is longer by 2 (p - 2) messages, which the form does not know of.
+
+    Args:
+        compute_s: C, forward and backward of one micro-batch on the slowest stage.
+        trip_s: T_pp, of all messages of a micro-batch, there and back; see `trip_s`.
+        exchange_s: T_dp, of what replicas send each other.
+
+    Source: "Pipette" (DATE 2024), section IV.
+    """
+    p, m = num_stages, num_micro_batches
+    if m < p:
+        return trip_s + p * compute_s + (m - 1) * compute_s + exchange_s
+    return m / p * (trip_s + p * compute_s) + (p - 1) * compute_s + exchange_s
+
+
+def amp_s(num_stages: int, num_micro_batches: int, compute_s: float, trip_s: float, exchange_s: float = 0.0) -> float:
+    """The same by AMP, which counts one trip: (m - 1) C + T_pp + p C + T_dp.
+
+    Source: Li et al., "AMP" (NeurIPS 2022), section 4; as Pipette quotes it.
+    """
+    return (num_micro_batches - 1) * compute_s + trip_s + num_stages * compute_s + exchange_s
+
+
+def trip_s(ranks: Sequence[int], network: Network, forward_bytes: float, backward_bytes: float) -> float:
+    """T_pp: seconds of a micro-batch's messages from stage to stage and back, delays included.
+
+    ranks: of the stages, in order.
+    """
+    total = 0.0
+    for here, there in itertools.pairwise(ranks):
+        total += forward_bytes / network.rates[here][there] + network.delays_s[here][there]
+        total += backward_bytes / network.rates[there][here] + network.delays_s[there][here]
+    return total
+
+
+def ring_s(ranks: Sequence[int], network: Network, num_bytes: float) -> float:
+    """T_dp: 2 (n - 1) / n of the bytes over the slowest link of a ring, and as many delays as it has turns."""
+    n = len(ranks)
+    if n < 2:
+        return 0.0
+    links = [(ranks[i], ranks[(i + 1) % n]) for i in range(n)]
+    rate = min(network.rates[a][b] for a, b in links)
+    delay_s = max(network.delays_s[a][b] for a, b in links)
+    return 2 * (n - 1) * (num_bytes / n / rate + delay_s)
+
+
+def layer_parameters(hidden: int) -> int:
+    """Weights of a plain transformer's layer: 12 h^2, four of attention and eight of an MLP four times as wide.
+
+    Pipette's released code has 16 h^2, which makes messages of gradients a third too long.
+    """
+    return 12 * hidden * hidden
+
+
+def bubble(num_stages: int, num_micro_batches: int, chunks: int = 1) -> float:
+    """Idle time over computing time, (p - 1) / (v m), of a schedule with v chunks of layers on each stage.
+
+    Source: Narayanan et al. (SC 2021), section 2.2.
+    """
+    return (num_stages - 1) / (chunks * num_micro_batches)

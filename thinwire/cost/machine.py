@@ -1,0 +1,140 @@
+"""What some ranks and the links between them can do: measured, or stated."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from thinwire.cost.clock import Cores
+from thinwire.cost.graph import Work
+from thinwire.cost.network import Network
+from thinwire.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Ranks with their cores and links.
+
+    Args:
+        names: of each rank's node, to tell machines apart.
+        network: between the ranks, in bytes per second, of one pair alone. share: what is left of those rates while
+            all ranks send to all others at once, over what sharing ports fairly would leave.
+        cores: that the ranks compute on. threads: of each rank's training thread.
+        rates: amount per second of each kind of Work on one rank alone; of layers, such as "layer 256 fp32", in
+            floating-point operations.
+        speeds: of each rank, over the mean.
+        memory_bytes: of one rank; base_bytes: what a process holds before it has a model.
+        disk: bytes per second written and read.
+        measured_at: date and time. device: what computes.
+    """
+
+    names: tuple[str, ...]
+    network: Network
+    cores: Cores
+    rates: Mapping[str, float]
+    threads: int = 1
+    share: float = 1.0
+    speeds: tuple[float, ...] = ()
+    memory_bytes: float = math.inf
+    base_bytes: float = 0.0
+    disk: tuple[float, float] = (math.inf, math.inf)
+    measured_at: str = ""
+    device: str = ""
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.names)
+
+    @property
+    def local_size(self) -> int:
+        """Ranks on each node. Raises ConfigError for nodes of unequal size."""
+        sizes = {self.network.nodes.count(node) for node in set(self.network.nodes)}
+        if len(sizes) > 1:
+            raise ConfigError(f"nodes with {sorted(sizes)} ranks: all must have as many")
+        return sizes.pop()
+
+    @property
+    def fabric(self) -> Network:
+        """The network as it is while all ranks send."""
+        rates = tuple(tuple(rate * self.share for rate in row) for row in self.network.rates)
+        return replace(self.network, rates=rates)
+
+    def seconds(self, rank: int, work: Work) -> float:
+        """How long one rank alone works. Raises ConfigError for a kind of work that was not measured."""
+        if not work.amount:
+            return 0.0
+        if work.kind not in self.rates:
+            raise ConfigError(f"machine of {self.num_ranks} ranks: {work.kind!r} was not measured; calibrate it anew")
+        return work.amount / (self.rates[work.kind] * (self.speeds[rank] if self.speeds else 1.0))
+
+    def layer(self, width: int, dtype: str) -> str:
+        """The kind of work of a transformer's layers, of the measured width that is nearest. Raises ConfigError."""
+        widths = [int(kind.split()[1]) for kind in self.rates if kind.startswith("layer ") and kind.endswith(dtype)]
+        if not widths:
+            raise ConfigError(f"layers in {dtype} were not measured on this machine; calibrate it anew")
+        nearest = min(widths, key=lambda each: abs(math.log(each / width)))
+        return f"layer {nearest} {dtype}"
+
+    def part(self, ranks: Sequence[int]) -> Machine:
+        """Some of the ranks, in this order; the cores of their machines are those that they share evenly."""
+        hosts = [self.cores.hosts[rank] for rank in ranks]
+        left = list(dict.fromkeys(hosts))
+        num = tuple(self.cores.num[host] * hosts.count(host) / self.cores.hosts.count(host) for host in left)
+        net = self.network
+
+        def rows(table: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ...], ...]:
+            return tuple(tuple(table[a][b] for b in ranks) for a in ranks)
+
+        nodes = tuple(net.nodes[rank] for rank in ranks)
+        return replace(
+            self, names=tuple(self.names[rank] for rank in ranks),
+            network=Network(nodes, rows(net.rates), rows(net.delays_s), net.burst_s),
+            cores=Cores(tuple(left.index(host) for host in hosts), num, self.cores.contention),
+            speeds=tuple(self.speeds[rank] for rank in ranks) if self.speeds else (),
+        )  # fmt: skip
+
+    def to_json(self) -> str:
+        """As machine.json has it; links in bytes per second, [from][to]."""
+        return json.dumps(_finite(asdict(self)), indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Machine:
+        """Raises ConfigError for a text that is no machine."""
+        try:
+            values = _infinite(json.loads(text))
+            values["network"] = Network(**values["network"])
+            values["cores"] = Cores(**values["cores"])
+            return cls(**values)
+        except (ValueError, TypeError, KeyError) as error:
+            raise ConfigError(f"this is no machine.json: {error}; write one with thinwire calibrate") from None
+
+    @classmethod
+    def read(cls, path: str | Path) -> Machine:
+        """The machine in a file. Raises ConfigError."""
+        try:
+            text = Path(path).read_text()
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}; thinwire calibrate --out {path} writes it") from None
+        return cls.from_json(text)
+
+
+def _finite(value: Any) -> Any:
+    """Lists and dictionaries, with infinity as null."""
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and value == math.inf else value
+
+
+def _infinite(value: Any) -> Any:
+    """Tuples and dictionaries, with null as infinity."""
+    if isinstance(value, dict):
+        return {key: _infinite(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return tuple(_infinite(each) for each in value)
+    return math.inf if value is None else value

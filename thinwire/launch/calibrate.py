@@ -1,0 +1,168 @@
+"""`thinwire calibrate`: measure machines and the links between them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from thinwire.cost import Machine
+from thinwire.errors import Problems, ThinwireError, nearest
+from thinwire.flags import CommandLine
+
+PRESETS = ("tiny", "demo", "125m", "350m", "1b")
+
+
+@dataclass(frozen=True)
+class CalibrateConfig:
+    """Measure what machines compute, pack and send, for `thinwire plan`.
+
+    Machines join as for `thinwire train`, or run the command in `thinwire lab`.
+    """
+
+    out: str = "machine.json"
+    """File to write, on node 0."""
+    models: tuple[str, ...] = ("tiny", "demo", "125m")
+    """Presets of which a layer is timed; a plan takes the one whose width is nearest."""
+    dtypes: tuple[str, ...] = ("fp32",)
+    """Compute types to time: fp32, bf16 or both."""
+    codecs: tuple[str, ...] = ()
+    """Codecs to time; by default those that `thinwire plan` chooses from."""
+    disk: str | None = None
+    """Folder whose disk is measured too, by a file of 64 MB."""
+    workers: int = 1
+    """Worker processes on this machine."""
+    local_size: int | None = None
+    """Ranks that share a fast link, as for `thinwire train`."""
+    join: str | None = None
+    """HOST:PORT of node 0, with several machines; give the same value on all of them."""
+    nodes: int = 1
+    """Number of machines, with --join."""
+    node: int = 0
+    """This machine's number, from 0, with --join."""
+    timeout: float = 300.0
+    """Seconds after which a silent rank counts as lost."""
+
+
+def calibrate_line() -> CommandLine:
+    """The flags of `thinwire calibrate`."""
+    return CommandLine("thinwire calibrate", CalibrateConfig)
+
+
+def run_calibrate(args: Sequence[str]) -> int:
+    """Measure as one rank, or start the ranks of this machine. Raises ConfigError with all errors at once."""
+    problems = Problems()
+    config = CalibrateConfig(**calibrate_line().read(args, problems)[""])
+    check(config, problems)
+    problems.raise_any()
+    return measure(config) if "RANK" in os.environ else start_ranks(config, args)
+
+
+def check(config: CalibrateConfig, problems: Problems) -> None:
+    """Note all that can't work."""
+    from thinwire.codecs.grammar import read
+
+    for name, lowest in (("workers", 1), ("nodes", 1), ("node", 0)):
+        if getattr(config, name) < lowest:
+            problems.messages.append(f"--{name} {getattr(config, name)}: must be at least {lowest}; nearest: {lowest}")
+    if config.nodes > 1 and not config.join:
+        problems.messages.append(f"--nodes {config.nodes} needs --join HOST:PORT, where HOST is node 0")
+    if config.node >= config.nodes >= 1:
+        problems.messages.append(f"--node {config.node}: nodes are numbered 0 to {config.nodes - 1}")
+    for name in config.models:
+        if name not in PRESETS:
+            problems.messages.append(f"--models {name}: no such preset{nearest(name, PRESETS)}")
+    for name in config.dtypes:
+        if name not in ("fp32", "bf16"):
+            problems.messages.append(f"--dtypes {name}: must be fp32 or bf16{nearest(name, ('fp32', 'bf16'))}")
+    for text in config.codecs:
+        problems.note(read, text)
+    if config.disk is not None and not Path(config.disk).is_dir():
+        problems.messages.append(f"--disk {config.disk}: no such folder; nearest: --disk .")
+    if not Path(config.out).absolute().parent.is_dir():
+        problems.messages.append(f"--out {config.out}: its folder does not exist")
+
+
+def start_ranks(config: CalibrateConfig, args: Sequence[str]) -> int:
+    """Start this machine's ranks by torchrun, each of which runs the command again."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main
+
+    from thinwire.launch.agent import LOOPBACK
+    from thinwire.launch.machine import free_port, threads_per_worker
+    from thinwire.launch.train import choose_interface
+
+    host, port = (config.join or f"{LOOPBACK}:{free_port()}").rsplit(":", 1)
+    choose_interface(host, config.nodes)
+    os.environ["OMP_NUM_THREADS"] = str(threads_per_worker(config.workers)[0])
+    grid: dict[str, object] = {"nproc-per-node": config.workers, "nnodes": config.nodes, "node-rank": config.node}
+    grid |= {"master-addr": host, "master-port": port}
+    words = [f"--{name}={value}" for name, value in grid.items()]
+    try:
+        main([*words, "-m", "thinwire", "calibrate", *args])
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        raise ThinwireError(f"rank {rank} ended with exit code {failure.exitcode}; its message is above") from None
+    return 0
+
+
+def measure(config: CalibrateConfig) -> int:
+    """Measure as one rank; the first writes the file."""
+    from dataclasses import replace
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    from thinwire.calibration import calibrate
+    from thinwire.calibration.machine import CODECS
+    from thinwire.collectives import Communicator
+    from thinwire.models.llama import PRESETS as SIZES
+    from thinwire.training.advice import all_on_this_machine
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=config.timeout))
+    comm = Communicator(local_size=config.local_size, timeout_s=config.timeout)
+    machine = calibrate(
+        comm, layers=[replace(SIZES[name], num_hidden_layers=1, vocab_size=257) for name in config.models],
+        dtypes=config.dtypes, codecs=config.codecs or CODECS, folder=config.disk,
+        say=lambda what: print(f"measuring {what} ...", flush=True) if comm.rank == 0 else None,
+    )  # fmt: skip
+    if comm.rank == 0:
+        Path(config.out).write_text(machine.to_json())
+        for line in lines_on(machine):
+            print(line)
+        if all_on_this_machine(comm.world_size):
+            print("links are this machine's loopback, no network: plan for other machines with theirs")
+        print(f"written to {config.out}")
+    comm.barrier()
+    sys.stdout.flush()
+    # gloo's threads may still wait for peers that have left.
+    os._exit(0)
+
+
+def lines_on(machine: Machine) -> list[str]:
+    """What was measured, for a reader."""
+    network, ranks = machine.network, range(machine.num_ranks)
+    lines = ["Mbit/s from (row) to (column):"]
+    for a in ranks:
+        cells = ["-" if a == b else f"{8e-6 * network.rates[a][b]:.3g}" for b in ranks]
+        lines.append(f"  {a:>3} " + " ".join(f"{cell:>8}" for cell in cells))
+    delays = [network.delays_s[a][b] for a, b in network.pairs]
+    if delays:
+        lines.append(f"delays {1e3 * min(delays):.2g} to {1e3 * max(delays):.2g} ms; bursts {network.burst_s:.2g} s")
+        lines.append(f"all at once: {machine.share:.0%} of what sharing fairly would leave")
+    for kind, rate in machine.rates.items():
+        unit = (
+            "GFLOP/s"
+            if kind.startswith("layer")
+            else "thousand/s"
+            if kind.split()[0] in ("launch", "round")
+            else "MB/s"
+        )
+        lines.append(f"  {kind:<36} {rate / {'GFLOP/s': 1e9, 'thousand/s': 1e3, 'MB/s': 1e6}[unit]:>10.4g} {unit}")
+    cores = ", ".join(f"{num:g}" for num in machine.cores.num)
+    lines.append(f"cores {cores}; work is {machine.cores.contention:.0%} slower where all of them are busy")
+    return lines

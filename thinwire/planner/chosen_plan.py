@@ -1,0 +1,118 @@
+"""`thinwire train --strategy auto`: the ranks measure themselves and their links, and rank 0 plans."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from thinwire.calibration import calibrate
+from thinwire.collectives import Communicator
+from thinwire.collectives.groups import forget_groups
+from thinwire.collectives.store_gather import told_by_first
+from thinwire.cost import Machine
+from thinwire.data import load_tokenizer
+from thinwire.device import choose, take
+from thinwire.errors import ConfigError
+from thinwire.methods.pipeline.options import Pipeline
+from thinwire.models import Llama, build_skeleton
+from thinwire.options import CHOSEN_FROM, PIPELINE, model_table
+from thinwire.planner.plan import Plan, make, plan
+from thinwire.report.units import seconds_text
+from thinwire.table import Row
+from thinwire.training.advice import all_on_this_machine
+from thinwire.training.config import TrainConfig, derive
+from thinwire.training.effects import batch_row, pipeline_rows
+from thinwire.training.place import ProcessPlace
+from thinwire.training.run import Run
+from thinwire.training.run_dir import RunDir
+
+
+def plan_run(run: Run, place: ProcessPlace, store: dist.Store, dtype: str | None, number: int) -> tuple[Run, list[Row]]:
+    """The run with what is fastest in place of `--strategy auto`, the same on all ranks; and rows on it.
+
+    Leaves machine.json and plan.json in the run directory. dtype: the compute type, if this rank knows it. number: of
+    this worker on its machine. store: of all ranks, which have no process group yet. A collective over all ranks.
+    Raises ConfigError on all of them where nothing fits.
+    """
+    config, timeout = run.config, timedelta(seconds=run.config.timeout)
+    own = dist.PrefixStore("thinwire/calibrate", store)
+    dist.init_process_group("gloo", store=own, rank=place.rank, world_size=place.world_size, timeout=timeout)
+    start = time.perf_counter()
+    dtype = told_by_first(dtype, "its dtype") or "fp32"
+    tokenizer = load_tokenizer(config.tokenizer)
+    table = config.tables.get(model_table(config.model) or "", {})
+    model = build_skeleton(config.model, tokenizer.vocab_size, config.seq_len, table)
+    assert isinstance(model, Llama)
+    machine = measured(config, model, dtype, number)
+    told: tuple[str, dict[str, Any], list[Row]] = "", {}, []
+    if place.rank == 0:
+        measured_s = time.perf_counter() - start
+        try:
+            found = planned(config, model, machine, dtype)
+            planned_s = time.perf_counter() - start - measured_s
+            spent = f"measured in {seconds_text(measured_s)}, planned in {seconds_text(planned_s)}"
+            rows = [*found.rows(), *rows_on(machine, spent, config)]
+            told = "", {**changes(config, found), "plan": str(RunDir(config.run_dir).plan)}, rows
+            RunDir(config.run_dir).machine.write_text(machine.to_json())
+            RunDir(config.run_dir).plan.write_text(found.to_json())
+        except ConfigError as error:
+            told = str(error), {}, []
+    problem, values, rows = told_by_first(told, "the plan")
+    forget_groups()
+    dist.destroy_process_group()
+    if problem:
+        raise ConfigError(f"--strategy {config.strategy}: {problem}")
+    made = Run.of(replace(config, **values))
+    batch = derive(made.config, made.config.num_shares)
+    return made, [*rows, batch_row(made.config, batch, made.config.num_shares), *pipeline_rows(made, batch)]
+
+
+def measured(config: TrainConfig, model: Llama, dtype: str, number: int) -> Machine:
+    """The ranks and links of a run, by the work that its candidates do; a collective over the default group."""
+    if dist.get_rank() == 0:
+        print(f"--strategy {config.strategy}: measuring ranks and links ...", flush=True)
+    kind, _ = choose(config.device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    methods = [make(name, config.tables) for name in CHOSEN_FROM]
+    options = [Pipeline(**config.tables.get(PIPELINE, {}))]
+    codecs = dict.fromkeys(str(codec) for each in (*methods, *options) for codec in each.codecs)
+    comm = Communicator(local_size=config.local_size, timeout_s=config.timeout)
+    machine = calibrate(
+        comm, layers=[replace(model.config, num_hidden_layers=1)], dtypes=[dtype], codecs=codecs,
+        device=take(kind, number),
+    )  # fmt: skip
+    comm.close()
+    return machine
+
+
+def planned(config: TrainConfig, model: Llama, machine: Machine, dtype: str) -> Plan:
+    """The fastest of what is not stated. Raises ConfigError where nothing fits."""
+    return plan(
+        model, machine, tokens_per_step=derive(config, config.world_size).tokens_per_step, seq_len=config.seq_len,
+        micro_batch=config.micro_batch, stages=None if isinstance(config.stages, str) else config.stages, dtype=dtype, tables=config.tables,
+    )  # fmt: skip
+
+
+def changes(config: TrainConfig, found: Plan) -> dict[str, Any]:
+    """What a plan changes in the configuration."""
+    values = found.values
+    options = values.pop(PIPELINE, None)
+    values.pop("local_size")
+    tables = dict(config.tables)
+    if options is not None:
+        tables[PIPELINE] = {**tables.get(PIPELINE, {}), **options}
+    return {"stages": None, **values, "tables": tables}
+
+
+def rows_on(machine: Machine, spent: str, config: TrainConfig) -> list[Row]:
+    """What was measured."""
+    network = machine.network
+    rates = [8e-6 * network.rates[a][b] for a, b in network.pairs if network.ports((a, b))]
+    links = f", links {min(rates):.3g} to {max(rates):.3g} Mbit/s" if rates else ""
+    flops = next(rate for kind, rate in machine.rates.items() if kind.startswith("layer "))
+    where = "; loopback, no network: a plan for this machine alone" if all_on_this_machine(machine.num_ranks) else ""
+    return [("measured for it", f"{flops / 1e9:.3g} GFLOP/s a rank{links}", f"{spent}{where}")]

@@ -1,0 +1,199 @@
+"""The fastest way to train a model on measured machines, and what it is predicted to cost."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from thinwire.cost import Machine
+from thinwire.errors import ConfigError, Problems
+from thinwire.models import Llama, build_skeleton
+from thinwire.options import CHOSEN_FROM, PIPELINE, Tables, build_strategy
+from thinwire.planner.candidates import Candidate, candidates
+from thinwire.planner.placed import Pricing
+from thinwire.planner.search import Priced, Search, ranked
+from thinwire.report.units import bytes_text, seconds_text
+from thinwire.table import Row
+
+# Candidates that are simulated: those that closed forms say are the fastest.
+NUM_SIMULATED = 24
+# Steps and warm-up steps of the run that strategies are planned for.
+NUM_STEPS, NUM_WARMUP_STEPS = 1000, 100
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was found. search: all that was simulated, fastest first."""
+
+    machine: Machine
+    search: Search
+    tokens_per_step: int
+    seq_len: int
+    pricing: Pricing
+
+    @property
+    def best(self) -> Priced:
+        """The fastest that fits."""
+        return self.search.fastest[0]
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """What `thinwire train` is told, by the names of its configuration; tables of options by theirs."""
+        way = self.best.candidate
+        found: dict[str, Any] = {
+            "strategy": way.strategy, "micro_batch": way.micro_batch, "tokens_per_step": self.tokens_per_step,
+            "seq_len": self.seq_len, "local_size": self.machine.local_size,
+        }  # fmt: skip
+        if self.best.order != tuple(range(self.machine.num_ranks)):
+            found["order"] = self.best.order
+        if way.stages > 1:
+            found |= {"stages": way.stages, PIPELINE: options_of(way)}
+        return found
+
+    def to_json(self) -> str:
+        """The prediction, as plan.json has it: of the fastest, of others, and the links that it counts on."""
+        shown = [
+            {"flags": priced.candidate.flags, "step_s": priced.step_s, "order": priced.order}
+            for priced in self.search.fastest
+        ]
+        network = self.machine.network
+        return json.dumps({
+            "flags": self.best.candidate.flags, "order": self.best.order, "predicted": dict(self.best.terms),
+            "measured_at": self.machine.measured_at, "nodes": network.nodes, "candidates": shown,
+            "rates": [[None if a == b else rate for b, rate in enumerate(row)] for a, row in enumerate(network.rates)],
+        }, indent=1) + "\n"  # fmt: skip
+
+    def rows(self) -> list[Row]:
+        """Rows on what was taken, and why."""
+        best, others = self.best, []
+        for priced in fastest_of_kinds(self.search.fastest[1:], best):
+            others.append(f"{seconds_text(priced.step_s)} with {kind_of(priced)[1]}")
+        why = "; ".join([f"simulated: {seconds_text(best.step_s)} a step", *others[:4]])
+        return [("--strategy auto", best.candidate.flags, why), *self.order_rows()]
+
+    def order_rows(self) -> list[Row]:
+        """A row on the order of ranks, where it is another."""
+        if self.best.order == tuple(range(self.machine.num_ranks)):
+            return []
+        way, network = self.best.candidate, self.machine.network
+        a, b = min(network.pairs, key=lambda pair: network.rates[pair[0]][pair[1]])
+        link = f"the slowest link, {a} to {b}, carries {8e-6 * network.rates[a][b]:.3g} Mbit/s"
+        grid = self.pricing.placed(self.best.order)
+        neighbours = {pair for ranks in grid.pipelines(way.stages) for pair in itertools.pairwise(ranks)}
+        neighbours |= {pair for ranks in grid.groups(way.stages) for pair in itertools.pairwise(ranks)}
+        used = "and is not avoided" if (a, b) in neighbours or (b, a) in neighbours else "and is kept out of use"
+        return [("order of ranks", " ".join(map(str, self.best.order)), f"{link}, {used}")]
+
+    def trace(self) -> list[dict[str, Any]]:
+        """The timeline of the simulated step, without stages, for Perfetto."""
+        return self.pricing.simulated(self.best.candidate).trace()
+
+
+def kind_of(priced: Priced) -> tuple[int, str]:
+    """What tells candidates apart for a reader."""
+    way = priced.candidate
+    stages = f"{way.stages} stages" if way.stages > 1 else ""
+    return way.stages, " and ".join(filter(None, (stages, way.strategy if way.replicas > 1 else "")))
+
+
+def fastest_of_kinds(found: Iterable[Priced], but: Priced) -> Iterator[Priced]:
+    """The first of each kind that is not the kind of `but`."""
+    seen = {kind_of(but)}
+    for priced in found:
+        if kind_of(priced) not in seen:
+            seen.add(kind_of(priced))
+            yield priced
+
+
+def options_of(way: Candidate) -> dict[str, Any]:
+    """The pipeline's options that were searched."""
+    return {name: getattr(way.pipeline, name) for name in ("plan", "forward", "backward", "recompute")}
+
+
+def plan(
+    model: str | Llama,
+    machine: Machine,
+    *,
+    tokens_per_step: int,
+    seq_len: int = 256,
+    micro_batch: int = 32,
+    memory_bytes: float | None = None,
+    strategies: Sequence[str] = CHOSEN_FROM,
+    stages: int | None = None,
+    dtype: str = "fp32",
+    vocab_size: int = 257,
+    tables: Tables | None = None,
+) -> Plan:
+    """Find the fastest way to train on a machine: strategy, stages, micro-batch, borders, and the order of ranks.
+
+    Closed forms rank all candidates, the best are simulated. The objective is seconds a step, at equal tokens: the
+    strategies are those that learn as much from a token as exact training.
+
+    Args:
+        model: a preset, or a Llama, of which the shapes alone are used.
+        machine: see `thinwire.calibrate`.
+        tokens_per_step: of all ranks together.
+        seq_len: tokens of a sequence.
+        micro_batch: most sequences of one pass.
+        memory_bytes: of one rank; None: what the machine has.
+        strategies: those to choose from.
+        stages: of a pipeline; None: free.
+        dtype: compute type, "fp32" or "bf16".
+        vocab_size: of a preset.
+        tables: options of strategies, and of the pipeline those that are not free.
+
+    Raises ConfigError where nothing fits, naming the least memory that would do.
+    """
+    tables = tables or {}
+    llama = build_skeleton(model, vocab_size, seq_len, tables.get("llama")) if isinstance(model, str) else model
+    if type(llama) is not Llama:
+        raise ConfigError(f"model {model}: only presets such as demo can be planned for; nearest: demo")
+    problems = Problems()
+    ranks = machine.num_ranks
+    if tokens_per_step % (seq_len * ranks):
+        near = max(1, round(tokens_per_step / seq_len / ranks)) * seq_len * ranks
+        problems.messages.append(
+            f"tokens_per_step {tokens_per_step}: must be a multiple of seq_len * ranks = {seq_len * ranks}; nearest: "
+            f"{near}"
+        )
+    methods = {name: problems.note(make, name, tables) for name in strategies}
+    problems.raise_any()
+    pricing = Pricing(llama, machine, {name: made for name, made in methods.items() if made}, seq_len, dtype)
+    stated = tables.get(PIPELINE, {})
+    listed = [
+        way
+        for way in candidates(ranks, len(llama.model.layers), tokens_per_step // seq_len, strategies, stated)
+        if way.micro_batch <= micro_batch and stages in (None, way.stages)
+    ]
+    memory = min(machine.memory_bytes, memory_bytes or machine.memory_bytes)
+    found = ranked(to_simulate(listed, pricing), pricing.price, memory)
+    if not found.fastest:
+        least = f"the least is {bytes_text(found.too_large[0].memory_bytes)}" if found.too_large else "none can run"
+        raise ConfigError(f"memory of {bytes_text(memory)} a rank: no way to train fits; {least}", *found.refused)
+    return Plan(machine, found, tokens_per_step, seq_len, pricing)
+
+
+def make(name: str, tables: Mapping[str, Mapping[str, Any]]) -> Any:
+    """A strategy with its options. Raises ConfigError."""
+    return build_strategy(name, tables, num_steps=NUM_STEPS, num_warmup_steps=NUM_WARMUP_STEPS)
+
+
+def to_simulate(listed: Sequence[Candidate], pricing: Pricing) -> list[Candidate]:
+    """Those that closed forms say are the fastest, and the first of each kind; in the order of `candidates`."""
+    rough: dict[Candidate, float] = {}
+    for way in listed:
+        try:
+            rough[way] = pricing.roughly(way)
+        except ConfigError:
+            # It says why when it is priced.
+            rough[way] = float("inf")
+    by_speed = sorted(rough, key=rough.__getitem__)
+    chosen = set(by_speed[:NUM_SIMULATED])
+    first: dict[tuple[int, str], Candidate] = {}
+    for way in by_speed:
+        first.setdefault((way.stages, way.strategy), way)
+    chosen |= set(first.values())
+    return [way for way in listed if way in chosen]

@@ -1,0 +1,73 @@
+"""The command line of `thinwire plan`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from thinwire.errors import ConfigError, Problems
+from thinwire.flags import CommandLine
+from thinwire.planner.options import option_tables
+
+BYTES = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """Find the fastest way to train a model on machines that `thinwire calibrate` has measured; nothing is run.
+
+    What it writes is a CONFIG.toml of `thinwire train`. Options of strategies and of the pipeline are those of
+    `thinwire train`; options of the pipeline that are stated are not searched.
+    """
+
+    machine: str = "machine.json"
+    """What `thinwire calibrate` has written."""
+    model: str = "demo"
+    """Preset (tiny, demo, 125m, 350m, 1b)."""
+    tokenizer: str = "bytes"
+    """bytes, or the path of a tokenizer.json; it sets the size of the vocabulary."""
+    tokens_per_step: int | None = None
+    """Tokens of one optimizer step on all ranks together; by default 8 sequences a rank."""
+    seq_len: int = 256
+    """Tokens of one sequence."""
+    micro_batch: int = 8
+    """Most sequences in one forward pass of one worker."""
+    strategies: str = "all"
+    """Strategies to choose from, separated by commas; all: those that learn as much from a token as exact training."""
+    stages: int | None = None
+    """Stages of a pipeline; by default those of the fastest."""
+    memory: str | None = None
+    """Memory of one rank, such as 8gb; by default what the machines have."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Compute type."""
+    out: str = "plan.toml"
+    """File to write; the prediction goes beside it, with the ending .json."""
+    trace: str | None = None
+    """File for the simulated step's timeline, which Perfetto shows, of a plan without stages."""
+    tables: Annotated[Mapping[str, Mapping[str, Any]], tyro.conf.Suppress] = field(default_factory=dict)
+
+
+def plan_line() -> CommandLine:
+    """The flags of `thinwire plan`, and a prefix such as --pipeline. for each table."""
+    return CommandLine(
+        "thinwire plan", PlanConfig, tables=option_tables, presets=dict.fromkeys(("llama", "moe"), "the preset's")
+    )
+
+
+def read_plan_line(args: Sequence[str], problems: Problems) -> PlanConfig:
+    """Read the options from the command line. Notes all errors. Raises SystemExit after --help."""
+    stated = plan_line().read(args, problems)
+    own = stated.pop("")
+    return PlanConfig(**own, tables={name: values for name, values in stated.items() if values})
+
+
+def read_bytes(text: str) -> float:
+    """Bytes of a text such as `8gb`. Raises ConfigError that names a valid spelling."""
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([kmgt]b)", text.strip().lower())
+    if match is None or not float(match[1]):
+        raise ConfigError(f"--memory {text!r} is not a number and a unit of {', '.join(BYTES)}; did you mean '8gb'?")
+    return float(match[1]) * BYTES[match[2]]

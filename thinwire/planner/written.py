@@ -1,0 +1,88 @@
+"""A plan as files: a configuration to train with, its prediction, and the timeline of its step."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from thinwire.cost import Machine
+from thinwire.data import load_tokenizer
+from thinwire.errors import ConfigError, Problems, nearest
+from thinwire.options import CHOSEN_FROM, PIPELINE
+from thinwire.planner.plan import Plan, plan
+from thinwire.planner.plan_options import PlanConfig, read_bytes
+from thinwire.planner.table import PLAIN_WIDTH, ranking, reasons_of
+from thinwire.training.config import TrainConfig
+from thinwire.training.settings import to_toml
+
+SEQUENCES = 8
+
+
+def write_plan(config: PlanConfig, problems: Problems) -> Plan:
+    """Plan as asked, print why, and write the files. Raises ConfigError with all errors at once."""
+    machine = problems.note(Machine.read, config.machine)
+    memory = None if config.memory is None else problems.note(read_bytes, config.memory)
+    names = CHOSEN_FROM if config.strategies == "all" else tuple(filter(None, config.strategies.split(",")))
+    for name in names:
+        if name not in CHOSEN_FROM:
+            problems.messages.append(
+                f"--strategies {name}: what it packs is not priced{nearest(name, CHOSEN_FROM)}; those that are: "
+                f"{', '.join(CHOSEN_FROM)}"
+            )
+    if config.stages is not None and machine is not None and machine.num_ranks % max(1, config.stages):
+        fits = [n for n in range(1, machine.num_ranks + 1) if machine.num_ranks % n == 0]
+        near = min(fits, key=lambda n: abs(n - (config.stages or 1)))
+        problems.messages.append(
+            f"--stages {config.stages}: must divide the {machine.num_ranks} ranks; nearest: {near}"
+        )
+    out = Path(config.out)
+    if not out.absolute().parent.is_dir():
+        problems.messages.append(f"--out {config.out}: its folder does not exist")
+    problems.raise_any()
+    assert machine is not None
+    tokens = config.tokens_per_step or SEQUENCES * config.seq_len * machine.num_ranks
+    found = plan(
+        config.model, machine, tokens_per_step=tokens, seq_len=config.seq_len, micro_batch=config.micro_batch,
+        memory_bytes=memory, strategies=names, stages=config.stages, dtype=config.dtype,
+        vocab_size=load_tokenizer(config.tokenizer).vocab_size, tables=config.tables,
+    )  # fmt: skip
+    if config.trace is not None and found.best.candidate.stages > 1:
+        raise ConfigError("--trace: of a plan without stages alone; nearest: --stages 1")
+    show(found)
+    prediction = out.with_suffix(".json")
+    prediction.write_text(found.to_json())
+    out.write_text(to_toml(training(config, found, prediction)))
+    if config.trace is not None:
+        Path(config.trace).write_text(json.dumps(found.trace()) + "\n")
+    print(f"written to {out}, its prediction to {prediction}; train with: thinwire train {out}")
+    return found
+
+
+def show(found: Plan) -> None:
+    """Print the fastest ways, and why the first is the first."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = max(PLAIN_WIDTH, console.width)
+    console.print(ranking(found.search))
+    for line in reasons_of(found.search):
+        console.print(line)
+    for asked, effect, why in found.order_rows():
+        console.print(f"{asked}: {effect} ({why})")
+    console.print(f"Links and cores were measured {found.machine.measured_at or 'at an unknown time'}.")
+    console.print("Objective: seconds a step; these strategies learn as much from a token (docs/performance.md).")
+
+
+def training(config: PlanConfig, found: Plan, prediction: Path) -> TrainConfig:
+    """The configuration that follows a plan."""
+    values = found.values
+    tables = {**config.tables, PIPELINE: {**config.tables.get(PIPELINE, {}), **values.pop(PIPELINE, {})}}
+    machine = found.machine
+    base = TrainConfig(
+        model=config.model, tokenizer=config.tokenizer, dtype=config.dtype, plan=str(prediction.absolute()),
+        workers=machine.local_size, nodes=machine.num_ranks // machine.local_size,
+        tables={name: held for name, held in tables.items() if held},
+    )  # fmt: skip
+    return replace(base, **values)

@@ -1,0 +1,63 @@
+"""A run under a plan: its prediction beside the run, and the links that it counts on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from thinwire.calibration import measured_rates
+from thinwire.collectives import Communicator
+from thinwire.errors import ConfigError
+from thinwire.training.config import TrainConfig
+from thinwire.training.run_dir import RunDir
+
+# A rate that is so many times as high or as low as planned is another one.
+DRIFT = 1.5
+
+
+def read_plan(config: TrainConfig) -> dict[str, Any]:
+    """The prediction in plan.json. Raises ConfigError for a file that is none, or is of other ranks."""
+    path = Path(config.plan or "")
+    try:
+        found = json.loads(path.read_text())
+        num_ranks = len(found["rates"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"--plan {path}: no plan can be read there ({error}); thinwire plan writes one") from None
+    if num_ranks != config.world_size:
+        raise ConfigError(
+            f"--plan {path}: of {num_ranks} ranks, and the run has {config.world_size}; nearest: calibrate these and "
+            "plan anew, or leave --plan out"
+        )
+    return found
+
+
+class Planned:
+    """The plan of a run, on every rank of it. is_fresh: it was made at this run's start, from links just measured."""
+
+    def __init__(self, config: TrainConfig, comm: Communicator, warn: Callable[[str], None]) -> None:
+        self.config, self.comm, self.warn = config, comm, warn
+        self.file = RunDir(config.run_dir).plan
+        self.is_fresh = Path(config.plan or "").absolute() == self.file.absolute()
+        self.content: dict[str, Any] = read_plan(config) if comm.rank == 0 else {}
+        if not self.is_fresh:
+            self.compare_links("since it was made")
+
+    def compare_links(self, when: str) -> None:
+        """Measure the links again, warn of those that have changed, and leave it beside the plan; a collective."""
+        now = measured_rates(self.comm)
+        if self.comm.rank:
+            return
+        order = self.config.order or tuple(range(self.comm.world_size))
+        drifted = []
+        for place, rank in enumerate(order):
+            for other_place, other in enumerate(order):
+                before, after = self.content["rates"][rank][other], now.rates[place][other_place]
+                if rank != other and before is not None and max(before, after) > DRIFT * min(before, after):
+                    drifted.append([rank, other, before, after])
+        for rank, other, before, after in drifted:
+            rates = f"{8e-6 * before:.3g} Mbit/s planned, {8e-6 * after:.3g} now"
+            self.warn(f"the link {rank} to {other} has drifted {when}: {rates}; thinwire calibrate measures anew")
+        self.content["drifted"] = drifted
+        self.file.write_text(json.dumps(self.content, indent=1) + "\n")

@@ -57,11 +57,12 @@ def loss_of(model: nn.Module, how: str, tokens: Tensor, targets: Tensor) -> Tens
     """The mean loss of a batch."""
     if how != SWAP:
         return model(tokens, targets)
-    half, layers = len(tokens) // 2, model.model.layers
+    half, layers = len(tokens) // 2, model.get_submodule("model.layers")
     loss = model(tokens[:half], targets[:half])
-    model.model.layers = nn.ModuleList(layer for stage in (1, 0, 3, 2) for layer in layers_of(model, stage))
+    turned = nn.ModuleList(layer for stage in (1, 0, 3, 2) for layer in layers_of(model, stage))
+    model.set_submodule("model.layers", turned)
     loss = (loss + model(tokens[half:], targets[half:])) / 2
-    model.model.layers = layers
+    model.set_submodule("model.layers", layers)
     return loss
 
 

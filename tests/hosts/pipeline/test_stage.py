@@ -157,15 +157,14 @@ def ranks() -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_gradients_and_forwards_are_those_of_one_process(name: str, ranks: list[dict[str, Any]]) -> None:
     stages, num, _ = GRADIENTS[name]
-    whole, given = model(torch.float64), batches(0, num)
-    loss: Any = 0.0
+    whole, given, loss = model(torch.float64), batches(0, num), torch.zeros((), dtype=torch.float64)
     for number, (batch, share) in enumerate(zip(given, token_shares(given), strict=True)):
-        layers = list(whole.model.layers)
+        layers = list(whole.get_submodule("model.layers").children())
         # Every other micro-batch sees the first two layers, and the last two, in the other order.
         turned = [layers[1], layers[0], layers[3], layers[2]] if name == "swap 4" and number % 2 else layers
-        whole.model.layers = nn.ModuleList(turned)
+        whole.set_submodule("model.layers", nn.ModuleList(turned))
         loss = loss + share * whole(*batch)
-        whole.model.layers = nn.ModuleList(layers)
+        whole.set_submodule("model.layers", nn.ModuleList(layers))
     loss.backward()
     expected = {key: param.grad for key, param in whole.named_parameters() if param.grad is not None}
     norm = float(nn.utils.get_total_norm(list(expected.values())))

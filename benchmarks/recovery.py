@@ -1,10 +1,12 @@
 """Ways to begin a lost stage, in one process: the loss before and after each loss of a stage, and at the end.
 
-    python benchmarks/recovery.py [--steps 300] [--every 60] [--seeds 3]
+    python benchmarks/recovery.py [--steps 300] [--every 60] [--seeds 3] [--lost 0,3] [--recover average,swap]
 
-`tiny` with 8 layers, 4 stages of 2; stages 1 and 2 are lost in turn, with their moments. The layers of a lost stage
-begin as `recover` of a pipeline says, and its learning rate grows by 1.1. Text: the sources of this Python. Prints
-held-out losses, means over seeds: right before losses, right after, and at the end; and the end of each seed.
+`tiny` with 8 layers, 4 stages of 2; stages 1 and 2, or those of --lost, are lost in turn, with their moments. The
+layers of a lost stage begin as `recover` of a pipeline says, and its learning rate grows by 1.1. Embedding and head are
+not lost. With `swap` half of each batch passes the first two stages, and the last two, in the other order. Text: the
+sources of this Python. Prints held-out losses, means over seeds: right before losses, right after, and at the end; and
+the end of each seed.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 
 from thinwire.data import ByteTokenizer, prepare
 from thinwire.data.loader import BatchLoader
-from thinwire.methods.pipeline.recover import NONE, RECOVERIES, between, lr_factor, sources
+from thinwire.methods.pipeline.recover import NONE, RECOVERIES, SWAP, between, lr_factor, sources
 from thinwire.models import build_model
 
 STAGES, LAYERS_EACH, SEQ_LEN, LR = 4, 2, 64, 3e-3
@@ -44,14 +46,27 @@ def begin(model: nn.Module, fresh: nn.Module, how: str, stage: int, norms: list[
         for name, param in layer.named_parameters():
             value: Tensor = new[name]
             if len(found) == 2:
-                weights = (norms[found[0]], norms[found[1]]) if how == "average" else (0.0, 0.0)
+                weights = (norms[found[0]], norms[found[1]]) if how in ("average", SWAP) else (0.0, 0.0)
                 value = between(beside[0][name], beside[1][name], *weights)
             elif found:
                 value = beside[0][name]
             param.copy_(value)
 
 
-def run(how: str, seed: int, steps: int, every: int) -> tuple[list[float], list[float], float]:
+def loss_of(model: nn.Module, how: str, tokens: Tensor, targets: Tensor) -> Tensor:
+    """The mean loss of a batch."""
+    if how != SWAP:
+        return model(tokens, targets)
+    half, layers = len(tokens) // 2, model.get_submodule("model.layers")
+    loss = model(tokens[:half], targets[:half])
+    turned = nn.ModuleList(layer for stage in (1, 0, 3, 2) for layer in layers_of(model, stage))
+    model.set_submodule("model.layers", turned)
+    loss = (loss + model(tokens[half:], targets[half:])) / 2
+    model.set_submodule("model.layers", layers)
+    return loss
+
+
+def run(how: str, seed: int, steps: int, every: int, in_turn: list[int]) -> tuple[list[float], list[float], float]:
     """Losses right before and after each loss of a stage, and at the end."""
     tokens = prepare("stdlib", ByteTokenizer())
     train, heldout = tokens.split(SEQ_LEN)
@@ -75,12 +90,12 @@ def run(how: str, seed: int, steps: int, every: int) -> tuple[list[float], list[
         for group, num in zip(optimizer.param_groups, recoveries, strict=True):
             group["lr"] = LR * min(1.0, step / 20) * lr_factor(num)
         optimizer.zero_grad()
-        model(*loader.next_batch()).backward()
+        loss_of(model, how, *loader.next_batch()).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         norms = [norm_of(model, stage) for stage in range(STAGES)]
         optimizer.step()
         if how != NONE and step % every == 0 and step < steps:
-            lost = 1 + len(before) % 2
+            lost = in_turn[len(before) % len(in_turn)]
             before.append(heldout_loss())
             begin(model, fresh, how, lost, norms)
             for param in stages[lost]:
@@ -95,10 +110,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--every", type=int, default=60)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--lost", default="1,2")
+    parser.add_argument("--recover", default=",".join(RECOVERIES))
     args = parser.parse_args()
+    in_turn = list(map(int, args.lost.split(",")))
     print(f"{'recover':>8}  {'before':>7}  {'after':>7}  {'end':>7}  each seed's end")
-    for how in RECOVERIES:
-        found = [run(how, seed, args.steps, args.every) for seed in range(args.seeds)]
+    for how in args.recover.split(","):
+        found = [run(how, seed, args.steps, args.every, in_turn) for seed in range(args.seeds)]
         befores, afters, ends = zip(*found, strict=True)
         told = [f"{fmean(chain(*losses)):.4f}" if losses[0] else "" for losses in (befores, afters)]
         each = " ".join(f"{end:.4f}" for end in ends)

@@ -160,6 +160,7 @@ def cut_parts(model: Llama, options: Pipeline, stages: int) -> tuple[list[nn.Mod
         if options.layers
         else balanced(operations, list(map(float, numels)), chunks)
     )
+    sizes = options.sizes(sizes)
     parts = [nn.ModuleDict() for _ in range(stages)]
     for chunk, (size, end) in enumerate(zip(sizes, accumulate(sizes), strict=True)):
         parts[home[chunk]][f"layers{chunk}"] = nn.ModuleList(layers[end - size : end])
@@ -167,7 +168,7 @@ def cut_parts(model: Llama, options: Pipeline, stages: int) -> tuple[list[nn.Mod
     if home[-1] == home[0] or head.weight is not embedding.weight:
         parts[home[-1]]["head"] = head
     parts[home[-1]]["norm"] = model.model.norm
-    return parts, tuple(sizes)
+    return parts, sizes
 
 
 def costs_of(
@@ -175,10 +176,8 @@ def costs_of(
 ) -> Costs:
     """Of one micro-batch; a backward computes twice what the forward does."""
     layer, ends = layer_and_ends(model.config, seq_len)
-    # A head that is first in the pipeline is a chunk of its own.
-    numbers = [*sizes, *[0] * (len(home) - len(sizes))]
-    work = [num * layer.operations for num in numbers]
-    kept = [num * layer.kept_bytes for num in numbers]
+    work = [num * layer.operations for num in sizes]
+    kept = [num * layer.kept_bytes for num in sizes]
     work[-1] += ends.operations
     kept[-1] += ends.kept_bytes
     num_elements = batch * seq_len * model.config.hidden_size

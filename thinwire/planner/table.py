@@ -128,7 +128,7 @@ def stage_by_stage(stages: Stages) -> Table:
         table.add_column(head, justify="right")
     home = stages.options.home(len(stages.parts))
     for stage, part in enumerate(stages.parts):
-        layers = "+".join(str(size) for size, at in zip(stages.sizes, home, strict=False) if at == stage)
+        layers = "+".join(str(size) for size, at in zip(stages.sizes, home, strict=True) if at == stage and size)
         idle = stages.timeline.idle_s[stage] / stages.timeline.makespan_s
         table.add_row(
             str(stage), layers, short(sum(param.numel() for param in part.parameters())), str(stages.held[stage]),

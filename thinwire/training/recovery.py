@@ -17,7 +17,7 @@ from thinwire.collectives.store_gather import of_all_ranks
 from thinwire.errors import ThinwireError
 from thinwire.hosts.interface import ParallelOptimizer
 from thinwire.hosts.pipeline.stage import PipelineStage
-from thinwire.methods.pipeline.recover import beyond_recovery, healthy_replica, sources
+from thinwire.methods.pipeline.recover import SWAP, beyond_recovery, healthy_replica, sources
 from thinwire.report.metrics import MembershipEvent
 from thinwire.training.engine import Engine
 from thinwire.training.reporter import Reporter
@@ -192,7 +192,11 @@ def described(how: str, stages: Sequence[int]) -> str:
     """How a stage begins whose layers come from others."""
     if not stages:
         return "begins as a new model's"
-    return f"is a copy of {stages[0]}" if len(stages) == 1 else f"is the {how} of {stages[0]} and {stages[1]}"
+    return (
+        f"is a copy of {stages[0]}"
+        if len(stages) == 1
+        else (f"is the {'average' if how == SWAP else how} of {stages[0]} and {stages[1]}")
+    )
 
 
 def fallback(reunion: Reunion, step: int) -> str:

@@ -25,6 +25,7 @@ ROWS: dict[str, tuple[str, tuple[int, ...], bool, str]] = {
     "ends": ("average", (0, 3), False, "1,1,1,1"),
     "uneven": ("uniform", (1,), False, "1,2,1,1"),
     "tied": ("average", (0, 2), True, "1,1,1,1"),
+    "swap": ("swap", (1, 3), True, "1,1,1,1"),
 }
 # The ranks that are lost, of three stages with two replicas each: rank 2 s + r is replica r of stage s.
 REPLICAS, LOST_RANKS = 2, {"replica": (3,), "stage": (2, 3), "both": (2, 3, 4)}
@@ -41,7 +42,8 @@ def _row(rank: int, recover: str, lost: tuple[int, ...], tied: bool, layers: str
 
     def built(recover: Any) -> thinwire.PipelinedStage:
         whole = build_model("tiny", 64, 16, overrides={"tie_word_embeddings": tied, "num_hidden_layers": num_layers})
-        options = thinwire.Pipeline(plan="1f1b", layers=layers, recover=recover)
+        plan = "fitted" if recover == "swap" else "1f1b"
+        options = thinwire.Pipeline(plan=plan, layers=layers, recover=recover)
         stage = thinwire.parallelize(
             whole, adamw(whole), mesh, [options, thinwire.Zero()], local_size=1, timeout_s=60, announce=False
         )
@@ -155,6 +157,9 @@ def test_ends_come_back_from_copies_and_layers_from_the_one_neighbour(ranks: lis
         before = {name: told[end]["before"][name] for name in outside}
         assert outside and same(outside, before) and same(outside, told[beside]["kept"][end])
         assert same(layer(told[end]["after"], at), layer(told[beside]["before"], theirs))
+    swapped = [rank["swap"] for rank in ranks]
+    for lost, other in ((1, 0), (3, 2)):
+        assert same(layer(swapped[lost]["after"], lost), layer(swapped[other]["before"], other))
     first, last = ranks[0]["tied"], ranks[3]["tied"]
     (shared,) = [name for name in first["after"] if "layers." not in name]
     # The last rank has the tied weight as it was before the update: it comes back before the next forward.

@@ -32,6 +32,7 @@ GRADIENTS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "gpipe 4": (4, 4, {"plan": "gpipe"}),
     "1f1b 4": (4, 6, {"plan": "1f1b", "recompute": "except-last"}),
     "fitted 4": (4, 5, {"layers": "1,1,1,1"}),
+    "swap 4": (4, 5, {"recover": "swap"}),
 }
 METHODS: dict[str, Any] = {
     "zero": thinwire.Zero(),
@@ -156,8 +157,14 @@ def ranks() -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_gradients_and_forwards_are_those_of_one_process(name: str, ranks: list[dict[str, Any]]) -> None:
     stages, num, _ = GRADIENTS[name]
-    whole, given = model(torch.float64), batches(0, num)
-    loss: Any = sum(share * whole(*batch) for batch, share in zip(given, token_shares(given), strict=True))
+    whole, given, loss = model(torch.float64), batches(0, num), torch.zeros((), dtype=torch.float64)
+    for number, (batch, share) in enumerate(zip(given, token_shares(given), strict=True)):
+        layers = list(whole.get_submodule("model.layers").children())
+        # Every other micro-batch sees the first two layers, and the last two, in the other order.
+        turned = [layers[1], layers[0], layers[3], layers[2]] if name == "swap 4" and number % 2 else layers
+        whole.set_submodule("model.layers", nn.ModuleList(turned))
+        loss = loss + share * whole(*batch)
+        whole.set_submodule("model.layers", nn.ModuleList(layers))
     loss.backward()
     expected = {key: param.grad for key, param in whole.named_parameters() if param.grad is not None}
     norm = float(nn.utils.get_total_norm(list(expected.values())))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from thinwire import DDP, ConfigError, Pipeline, SDP4Bit
+from thinwire.methods.pipeline import check
 from thinwire.methods.pipeline.inside import check_recovers
 from thinwire.methods.pipeline.options import check_stages
 from thinwire.methods.pipeline.recover import between, beyond_recovery, counterpart, healthy_replica, lr_factor, sources
@@ -21,6 +22,7 @@ def test_a_larger_gradient_weighs_more_and_none_divides_by_zero() -> None:
 def test_neighbours_and_layers_are_paired_by_place() -> None:
     assert [sources("average", stage, 4) for stage in range(4)] == [(1,), (0, 2), (1, 3), (2,)]
     assert sources("copy", 2, 4) == (1,) and sources("copy", 0, 4) == (1,) and sources("random", 2, 4) == ()
+    assert [sources("swap", stage, 6) for stage in range(6)] == [(1,), (0,), (1, 3), (2, 4), (5,), (4,)]
     assert [counterpart(layer, 4, 2) for layer in range(4)] == [0, 0, 1, 1]
     assert [counterpart(layer, 2, 3) for layer in range(2)] == [0, 1]
     assert lr_factor(0) == 1 and lr_factor(2) == pytest.approx(1.21) and lr_factor(50) == 1.5
@@ -53,7 +55,22 @@ def test_what_does_not_fit_is_refused_at_once() -> None:
     check_recovers(Pipeline(recover="average"), SDP4Bit(), 2)
     with pytest.raises(ConfigError, match="has 2 chunks on each; nearest: plan 'fitted'"):
         Pipeline(recover="average", plan="zbv")
+    with pytest.raises(ConfigError, match=r"'swap' with 3 stages: .* nearest: 4 stages"):
+        check_stages(Pipeline(recover="swap"), 3, 3)
+    with pytest.raises(ConfigError, match=r"'swap' with 1 micro-batch: .* nearest: 2"):
+        check_stages(Pipeline(recover="swap"), 4, 4, 1)
+    with pytest.raises(ConfigError, match="'swap' has paths of its own"):
+        Pipeline(recover="swap", head="first")
     with pytest.raises(ConfigError, match="recover 'mean' is unknown"):
         Pipeline(recover="mean")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="delta: nothing is rounded forward"):
         Pipeline(delta=True, forward="exact")
+
+
+@pytest.mark.parametrize(("stages", "num"), [(4, 2), (5, 7), (8, 16)])
+def test_half_of_the_micro_batches_are_swapped_and_the_plan_can_run(stages: int, num: int) -> None:
+    plan = Pipeline(recover="swap").plan_of(stages, num)
+    check(plan)
+    assert plan.home == (0, *range(stages), stages - 1)
+    assert [path == tuple(range(stages + 2)) for path in plan.paths] == [number % 2 == 0 for number in range(num)]
+    assert plan.paths[1][:4] == (0, 2, 1, 3 if stages > 4 else 4) and plan.paths[1][-2:] == (stages - 1, stages + 1)

@@ -27,7 +27,7 @@ from thinwire.methods.pipeline import Chunk, Cut, Plan, cut, in_flight, simulate
 from thinwire.methods.pipeline.border import LastMessages, sequence_keys
 from thinwire.methods.pipeline.options import Pipeline
 from thinwire.methods.pipeline.plan import BACKWARD, FORWARD, ordered, straight
-from thinwire.methods.pipeline.recover import NONE, RECOVERIES, lr_factor
+from thinwire.methods.pipeline.recover import NONE, RECOVERIES, SWAP, lr_factor
 from thinwire.table import Row
 
 # The first step warms up; this one is measured.
@@ -95,7 +95,8 @@ def take_part(model: nn.Module, optimizer: torch.optim.Optimizer, options: Pipel
     so.
     """
     stages, rank = mesh.size(), mesh.get_local_rank()
-    made = cut(model, options.num_chunks(stages), options.layers, options.head)
+    apart = options.recover == SWAP
+    made = cut(model, options.num_chunks(stages), options.layers, options.head, apart=apart)
     made = replace(made, home=options.home(stages))
     options.crossing(0).check(made.features)
     own = [chunk for chunk, home in enumerate(made.home) if home == rank]
@@ -368,11 +369,12 @@ class PipelineStage:
         """
         made = self.part.made
         found = [0] * self.num_stages
-        for chunk, (source, target) in enumerate(pairwise(made.home)):
-            for batch in batches if source != target else ():
-                numel = math.prod(made.shape(chunk, batch))
-                found[source] += self.crossing.packet_bytes("forward", numel, made.dtype)
-                found[target] += self.crossing.packet_bytes("backward", numel, made.dtype)
+        for path, batch in zip(self._runner(len(batches)).plan.paths, batches, strict=True):
+            for chunk, after in pairwise(path):
+                source, target, numel = made.home[chunk], made.home[after], math.prod(made.shape(chunk, batch))
+                if source != target:
+                    found[source] += self.crossing.packet_bytes("forward", numel, made.dtype)
+                    found[target] += self.crossing.packet_bytes("backward", numel, made.dtype)
         holdings = self.part.holdings
         tied = holdings.num_bytes(holdings.tied)
         for rank in {made.home[0], made.home[-1]} if tied else ():

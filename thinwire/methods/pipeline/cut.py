@@ -30,7 +30,7 @@ class InputModule(NamedTuple):
 
 @dataclass(frozen=True)
 class Cut:
-    """A model and how many of its layers each chunk has, in order; the last may be the head alone.
+    """A model and how many of its layers each chunk has, in order; the first may be the embedding, the last the head.
 
     home: the rank of each chunk, a stage a rank. layers: the module list's name. front: what has parameters and runs
     before the layers; back: the names of what runs after them. features, dtype: of the hidden state. returns: how many
@@ -123,7 +123,7 @@ class Chunk(nn.Module):
         layers = self.model.get_submodule(cut.layers)
         assert isinstance(layers, nn.ModuleList)
         first, size = sum(cut.sizes[:number]), cut.sizes[number]
-        # A head alone takes what arrived from the last of the layers that pass on.
+        # Ends alone: a head takes what arrived from the last of the layers that pass on, an embedding leaves it there.
         layers[first if size else -1].register_forward_pre_hook(self._take, with_kwargs=True)
         layers[first + size - 1].register_forward_hook(self._keep)
         self._runs = False
@@ -171,14 +171,17 @@ def token_shares(micro_batches: Sequence[tuple[Tensor, Tensor]]) -> list[float]:
     return [count / max(1, sum(counts)) for count in counts]
 
 
-def cut(model: nn.Module, stages: int, layers: str | Sequence[int] = "", head: str = "last") -> Cut:
+def cut(
+    model: nn.Module, stages: int, layers: str | Sequence[int] = "", head: str = "last", *, apart: bool = False
+) -> Cut:
     """How a causal language model falls into chunks of consecutive layers, one for each stage.
 
     model: called as model(tokens, targets=None): logits, or the mean loss. Its layers are the nn.ModuleList with the
     most parameters. layers: how many each stage has, such as "5,6,6,3"; by default so that the slowest stage has as
     few floating-point operations as can be, and, among such cuts, the largest as few parameters. head: "last": the
     last stage has it; "first": micro-batches come back to the first stage, which has it as a chunk of its own after
-    all others, beside the embedding.
+    all others, beside the embedding. apart: embedding and head are chunks of their own, on the first and the last
+    rank.
 
     The model is run once on a few tokens, and so are its chunks. Raises ConfigError for more stages than layers, for
     layers that don't add up, and for a model whose layers exchange more than one hidden state or whose weights are
@@ -195,6 +198,8 @@ def cut(model: nn.Module, stages: int, layers: str | Sequence[int] = "", head: s
     sizes, home = stated or balanced(probe.operations, probe.num_parameters, stages), tuple(range(stages))
     if head == "first":
         sizes, home = (*sizes, 0), (*home, 0)
+    elif apart:
+        sizes, home = (0, *sizes, 0), (0, *home, stages - 1)
     made = Cut(model, sizes, home, name, probe.front, probe.back, probe.features, probe.dtype, probe.returns)
     # On a copy, so that the model's own layers get no hooks.
     _check_equal(replace(made, model=_copy_of(model, (), {})), probe)

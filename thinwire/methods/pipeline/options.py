@@ -17,9 +17,10 @@ from thinwire.methods.pipeline.fitted import fitted
 from thinwire.methods.pipeline.orders import ORDERS, plan
 from thinwire.methods.pipeline.plan import Plan, straight
 from thinwire.methods.pipeline.recompute import MODES, recompute
-from thinwire.methods.pipeline.recover import FEWEST_STAGES, NONE, RECOVERIES
+from thinwire.methods.pipeline.recover import NONE, RECOVERIES, SWAP, fewest_stages
 from thinwire.methods.pipeline.simulate import Costs
 from thinwire.methods.pipeline.skip import path_length, skipping
+from thinwire.methods.pipeline.swap import swapping
 from thinwire.table import Row
 
 FITTED = "fitted"
@@ -59,9 +60,11 @@ class Pipeline:
     """Share of the stages that each micro-batch leaves out, such as 0.33, by SkipPipe (fitted plans, head 'first')."""
     recompute: Literal["never", "except-last", "always"] = "never"
     """Which activations are computed again instead of kept."""
-    recover: Literal["none", "average", "uniform", "copy", "random"] = "none"
+    recover: Literal["none", "average", "swap", "uniform", "copy", "random"] = "none"
     """What the layers of a lost stage begin with, for a run that goes on without a checkpoint: the average of the
-    layers before and after, weighted by their gradients, a uniform mean, a copy of those before, or random."""
+    layers before and after, weighted by their gradients; swap, the same where half of the micro-batches pass the first
+    two stages and the last two in the other order, so that these can stand for each other; a uniform mean, a copy of
+    those before, or random."""
 
     def __post_init__(self) -> None:
         problems = Problems()
@@ -106,6 +109,11 @@ class Pipeline:
                 f"recover {self.recover!r}: the neighbours of a lost chunk must be on other ranks, and plan "
                 f"{self.plan!r} has {self.num_chunks(1)} chunks on each; nearest: plan {FITTED!r} with 1"
             )
+        if self.recover == SWAP and (self.plan != FITTED or self.head == "first" or self.skip or self.delta):
+            problems.messages.append(
+                f"recover {SWAP!r} has paths of its own: no plan but {FITTED!r}, no skip, no delta, the head on the "
+                "last stage; nearest: recover 'average'"
+            )
         if self.recompute not in MODES:
             problems.messages.append(f"recompute {self.recompute!r} is unknown{nearest(self.recompute, MODES)}")
         problems.raise_any()
@@ -131,7 +139,15 @@ class Pipeline:
             # A number of micro-batches that every order takes.
             return plan(self.plan, stages, 2 * self.num_chunks(stages), self.chunks).home
         home = tuple(chunk % stages for chunk in range(self.num_chunks(stages)))
+        if self.recover == SWAP:
+            return (0, *home, home[-1])
         return (*home, 0) if self.head == "first" else home
+
+    def sizes(self, layers: Sequence[int]) -> tuple[int, ...]:
+        """Layers of each chunk, ends that are chunks of their own included; layers: of those that have any."""
+        if self.recover == SWAP:
+            return (0, *layers, 0)
+        return (*layers, 0) if self.head == "first" else tuple(layers)
 
     def plan_of(
         self, stages: int, micro_batches: int, costs: Costs | None = None, network: Network | None = None
@@ -143,6 +159,8 @@ class Pipeline:
         if self.skip:
             # Not fitted: what is left out, and in which order gradients are added, must not hang on a clock.
             made = skipping(stages, micro_batches, self.skip, in_flight=self.in_flight)
+        elif self.recover == SWAP:
+            made = swapping(stages, micro_batches, self.in_flight)
         elif self.plan == FITTED:
             home = self.home(stages)
             paths = straight(len(home), micro_batches)
@@ -161,10 +179,15 @@ class Pipeline:
             num_bytes = features * itemsize if codec is None else codec.packet_bytes(features)
             per_token.append(f"{direction} {getattr(self, direction)}, {num_bytes:,} bytes a token")
         with_head = "the first stage, to which micro-batches come back" if self.head == "first" else "the last stage"
-        why = "fitted to what the second step measures" if self.plan == FITTED and not self.skip else ""
+        is_fitted = self.plan == FITTED and not self.skip and self.recover != SWAP
+        why = "fitted to what the second step measures" if is_fitted else ""
         rows: list[Row] = [
             ("pipeline plan", self.plan, why),
-            (f"layers {self.layers or 'by operations'}", ", ".join(map(str, sizes)), f"the head is on {with_head}"),
+            (
+                f"layers {self.layers or 'by operations'}",
+                ", ".join(map(str, filter(None, sizes))),
+                f"the head is on {with_head}",
+            ),
             ("borders", "; ".join(per_token), f"a token's hidden state has {features} features"),
         ]
         if self.skip:
@@ -199,10 +222,15 @@ def check_stages(
         )
     elif num_layers is not None and options.layers:
         problems.note(stated_sizes, options.layers, chunks, num_layers)
-    if options.recover != NONE and stages < FEWEST_STAGES:
+    fewest = fewest_stages(options.recover)
+    if options.recover != NONE and stages < fewest:
+        why = (
+            "the first two and the last two must be others"
+            if options.recover == SWAP
+            else "none lies between two others"
+        )
         problems.messages.append(
-            f"recover {options.recover!r} with {stages} stages: none lies between two others; nearest: "
-            f"{FEWEST_STAGES} stages, or recover {NONE!r}"
+            f"recover {options.recover!r} with {stages} stages: {why}; nearest: {fewest} stages, or recover {NONE!r}"
         )
     if micro_batches is not None:
         problems.note(options.plan_of, stages, micro_batches)

@@ -7,17 +7,18 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-NONE = "none"
+NONE, SWAP = "none", "swap"
 # How the layers of a lost stage begin, by name.
 RECOVERIES = {
     NONE: "a lost stage ends the run",
     "average": "the mean of the layers before and after, weighted by the norms of their last gradients",
+    SWAP: "the first two stages, and the last two, are copies of each other, and learn it; others as by average",
     "uniform": "the mean of the layers before and after",
     "copy": "the layers before",
     "random": "as a new model's",
 }
-# The mean needs a stage between two others.
-FEWEST_STAGES = 3
+# The mean needs a stage between two others, a swap two pairs.
+FEWEST_STAGES, FEWEST_SWAPPED = 3, 4
 # What each recovery of a stage multiplies its learning rate with, so that it moves away from its neighbours; at most.
 LR_FACTOR, MOST_LR_FACTOR = 1.1, 1.5
 # Added to each norm: a mean of stages without a gradient is even.
@@ -32,7 +33,15 @@ def neighbours(stage: int, num_stages: int) -> tuple[int, ...]:
 def sources(how: str, stage: int, num_stages: int) -> tuple[int, ...]:
     """The stages whose layers a lost one begins with. An end has one neighbour, whose layers are copied."""
     beside = neighbours(stage, num_stages)
+    if how == SWAP:
+        pairs = {0: 1, 1: 0, num_stages - 1: num_stages - 2, num_stages - 2: num_stages - 1}
+        return (pairs[stage],) if stage in pairs else beside
     return {"random": (), "copy": beside[:1]}.get(how, beside)
+
+
+def fewest_stages(how: str) -> int:
+    """How many stages it needs."""
+    return FEWEST_SWAPPED if how == SWAP else FEWEST_STAGES
 
 
 def beyond_recovery(lost: Collection[int], num_stages: int, *, tied: bool) -> str:

@@ -162,12 +162,14 @@ class TrainConfig:
         several = {axis: pair for axis, pair in asked.items() if pair[1] > 1}
         if len(several) > 1:
             shown = " ".join(f"{option} {ranks}" for option, ranks in several.values())
-            near = ", or ".join(f"{option} 1" for option, _ in several.values())
-            raise ConfigError(f"{shown}: one run can't have both; nearest: {near}")
-        for option, size in asked.values():
-            if self.world_size % max(1, size):
-                near = nearest_divisor(size, self.world_size)
-                raise ConfigError(f"{option} {size}: must divide the {self.world_size} ranks; nearest: {option} {near}")
+            without = ", or ".join(f"{option} 1" for option, _ in several.values())
+            raise ConfigError(f"{shown}: one run can't have both; nearest: {without}")
+        for option, ranks in asked.values():
+            if self.world_size % max(1, ranks):
+                near = nearest_divisor(ranks, self.world_size)
+                raise ConfigError(
+                    f"{option} {ranks}: must divide the {self.world_size} ranks; nearest: {option} {near}"
+                )
         cut = {axis: pair[1] for axis, pair in several.items()}
         return MeshShape({"data": self.world_size // math.prod(cut.values()), **cut}).in_order()
 

@@ -47,10 +47,14 @@ def fits(value: Any, hint: Any) -> bool:
 
 @dataclass(frozen=True)
 class CodecRule:
-    """A method's requirement on a codec, and the message for a codec that breaks it."""
+    """A method's requirement on a codec, and the message for a codec that breaks it.
+
+    chooses_rounding: a text that states no rounding stands for one that keeps the rule.
+    """
 
     holds: Callable[[Codec], bool]
     words: str
+    chooses_rounding: bool = False
 
 
 FLOAT = CodecRule(
@@ -70,7 +74,9 @@ REPEATABLE = CodecRule(
 )
 
 
-SAME_EACH_TIME = CodecRule(REPEATABLE.holds, "a forward that is recomputed must be rounded the same way, not at random")
+SAME_EACH_TIME = CodecRule(
+    REPEATABLE.holds, "a forward that is recomputed must be rounded the same way, not at random", chooses_rounding=True
+)
 # What an option states in place of a codec for a tensor's own bytes in its own dtype.
 EXACT = "exact"
 
@@ -87,6 +93,8 @@ def codec_of(options: Any, field: str, rule: CodecRule | None = None) -> Codec:
         codec = _read(text)
     except ConfigError as error:
         raise ConfigError(f"{what}: {error}") from None
+    if rule and rule.chooses_rounding and ":stochastic" not in text and not rule.holds(codec):
+        codec = next((variant for variant in _variants(text) if rule.holds(variant)), codec)
     if rule and not rule.holds(codec):
         default = next(item.default for item in fields(options) if item.name == field)
         allowed = (str(variant) for variant in _variants(text) if rule.holds(variant))
@@ -123,7 +131,7 @@ _read = functools.cache(grammar.read)
 
 def _variants(text: str) -> Iterator[Codec]:
     """The codec with its options of rounding changed."""
-    first, plus, around = text.partition("+")
+    first, plus, around = text.replace(":stochastic", "").partition("+")
     for word in (":nearest", ":biased"):
         for changed in (first.replace(word, ""), first + word):
             try:

@@ -21,6 +21,7 @@ from thinwire.hosts.sequence.attention import Attend, sequence_attention
 from thinwire.hosts.sequence.probe import check_sharing
 from thinwire.hosts.sequence.seams import heads_of, replace
 from thinwire.hosts.sequence.wire import Wire
+from thinwire.methods.options import EXACT
 from thinwire.methods.sequence import Layout, SequenceParallel, Shape, choose_layout, tokens_of
 from thinwire.table import Row
 
@@ -120,12 +121,12 @@ class SequenceRanks:
     @property
     def rounds(self) -> str:
         """Where and how activations are rounded, by which a loss depends on more than the weights; empty: nowhere."""
-        return "" if self.wire.codec is None else f"sequence {self.options.wire} over {self.layout}"
+        return "" if self.wire.codec is None else f"sequence {self.wire.codec} over {self.layout}"
 
     def describe(self) -> list[Row]:
         """Rows of (asked for, in effect, why they differ or how it was found)."""
         ranks = f"{self.comm.world_size} ranks a sequence, {self.comm.topology}"
-        codecs = f"forward {self.options.wire}, backward {self.options.gradients}"
+        codecs = f"forward {self.wire.codec or EXACT}, backward {self.wire.gradients or EXACT}"
         return [
             (f"sequence method {self.options.method}", str(self.layout), self._why),
             ("sequence", ranks, f"padded to a multiple of {self.layout.unit} tokens; {codecs}"),

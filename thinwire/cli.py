@@ -66,6 +66,10 @@ COMMANDS: dict[str, Command] = {
         "Let a run's last checkpoint, or a folder for transformers, continue a text.",
         "thinwire.convert.command:run_generate", "thinwire.convert.options:generate_line",
     ),
+    "expand": Command(
+        "Make a wider and deeper model that computes the same as a trained one.",
+        "thinwire.expansion.command:run_expand", "thinwire.expansion.options:expand_line",
+    ),
     "export": Command(
         "Write a run's last checkpoint as a folder for transformers, and compare what it loads.",
         "thinwire.convert.command:run_export", "thinwire.convert.options:export_line",

@@ -228,6 +228,19 @@ def test_a_tokenizer_file_is_taken_along(tmp_path: Path) -> None:
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").eos_token is None
 
 
+@pytest.mark.parametrize("name", ["zero", "qwen"])
+def test_a_run_is_expanded(runs: Runs, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It computes the same on the run's own text, and its tokenizer goes along."""
+    hidden = {"zero": 96, "qwen": 48}[name]
+    sizes = ["--hidden-size", str(hidden), "--layers", "4", "--sequences", "4"]
+    assert cli.run(["expand", runs.path(name), "--to", str(tmp_path / "large"), *sizes]) == 0
+    before, after = capsys.readouterr().out.partition("; loss ")[2].split("\n")[0].split(" before, ")
+    assert before == after.removesuffix(" after")
+    large = build_model(f"hf:{tmp_path / 'large'}", 256, 32).model
+    assert isinstance(large, nn.Module) and large.config.hidden_size == hidden and large.config.num_hidden_layers == 4
+    assert (tmp_path / "large/tokenizer.json").is_file()
+
+
 def test_generate_takes_a_run_or_a_folder(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, _ = exported(runs, "zero", tmp_path, sequences=1)
     flags = ["--prompt", "line 7", "--tokens", "20", "--temperature", "0"]

@@ -20,7 +20,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     ),
     "thinwire.compose": ("PipelinedStage", "Stage", "parallelize", "pipeline"),
     "thinwire.errors": ("ConfigError", "CorruptMessageError", "MismatchError", "PeerLostError", "ThinwireError"),
-    "thinwire.expansion": ("Expanded", "expand"),
+    "thinwire.expansion.expand": ("Expanded", "expand"),
     "thinwire.hosts.ddp.attach": ("CompressedDDP", "compress_ddp"),
     "thinwire.hosts.fsdp.compress": ("CompressedFSDP", "compress_fsdp"),
     # Methods that make their context too, where the host that runs it is loaded.

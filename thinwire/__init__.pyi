@@ -40,7 +40,7 @@ from thinwire.errors import (
     PeerLostError as PeerLostError,
     ThinwireError as ThinwireError,
 )
-from thinwire.expansion import Expanded as Expanded, expand as expand
+from thinwire.expansion.expand import Expanded as Expanded, expand as expand
 from thinwire.hosts.ddp.attach import CompressedDDP as CompressedDDP, compress_ddp as compress_ddp
 from thinwire.hosts.forward.optimizer import ForwardOptimizer as ForwardOptimizer, forward_only as forward_only
 from thinwire.hosts.fsdp.compress import CompressedFSDP as CompressedFSDP, compress_fsdp as compress_fsdp

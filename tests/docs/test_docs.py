@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from thinwire.completion import SHELLS
 from thinwire.convert import ExportConfig, GenerateConfig, ImportConfig
 from thinwire.convert.options import read as read_conversion
 from thinwire.errors import Problems
+from thinwire.expansion.options import ExpandConfig, read as read_expand
 from thinwire.flags import flag, options_of
 from thinwire.lab import LabSpec
 from thinwire.lab.command import LabOptions, read as read_lab
@@ -41,6 +43,8 @@ from thinwire.report.metrics import MembershipEvent, StepMetrics
 from thinwire.training.config import TrainConfig
 
 CONVERSIONS: dict[str, Any] = {"export": ExportConfig, "import": ImportConfig, "generate": GenerateConfig}
+MADE_ANEW: dict[str, Any] = {"expand": ExpandConfig}
+READERS: dict[str, Callable[[list[str]], object]] = {"expand": read_expand}
 CLI_PAGE = ROOT / "docs/reference/cli.md"
 RUN_DIR_PAGE = ROOT / "docs/reference/run-directory.md"
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -74,6 +78,8 @@ def test_commands_are_understood(block: Block) -> None:
             understand_lab(words[2:])
         elif words[0] == "thinwire" and words[1] in CONVERSIONS:
             understand_conversion(words[1], words[2:])
+        elif words[0] == "thinwire" and words[1] in READERS:
+            assert words[2:] == ["--help"] or READERS[words[1]](words[2:])
         elif words[:2] == ["thinwire", "codecs"]:
             assert all(map(Codec.parse, words[2:]))
         elif words[:2] == ["thinwire", "completion"]:
@@ -216,10 +222,10 @@ def test_every_flag_of_the_lab_is_documented_with_its_default() -> None:
     assert documented == {flag(item.name): shown(item.default) for item in fields(LabOptions)}
 
 
-@pytest.mark.parametrize("command", CONVERSIONS)
+@pytest.mark.parametrize("command", CONVERSIONS | MADE_ANEW)
 def test_every_flag_of_a_conversion_is_documented_with_its_default(command: str) -> None:
     documented = {row[0]: row[1].strip("`") for row in table_rows(CLI_PAGE, f"Flags of `thinwire {command}`")}
-    named = [item for item in fields(CONVERSIONS[command]) if item.default is not MISSING]
+    named = [item for item in fields((CONVERSIONS | MADE_ANEW)[command]) if item.default is not MISSING]
     assert documented == {flag(item.name): shown(item.default) for item in named}
 
 

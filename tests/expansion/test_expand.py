@@ -145,7 +145,7 @@ def test_inserted_layers_add_nothing_and_learn(inserted: int, in_fp64: None) -> 
 
 
 def test_copies_part_and_the_residue_learns(in_fp64: None) -> None:
-    small, large = grown("llama", hidden_size=24)
+    _, large = grown("llama", hidden_size=24)
     optimizer = torch.optim.SGD(large.parameters(), lr=0.1)
     layer = large.model.layers[0]
     # Rows 8 to 11 of the keys are a copy of rows 0 to 3: their head.
@@ -158,7 +158,7 @@ def test_copies_part_and_the_residue_learns(in_fp64: None) -> None:
         optimizer.zero_grad()
         F.cross_entropy(logits(large).flatten(0, 1), torch.arange(2 * LENGTH)).backward()
         # Columns of the residue see zeros until what writes to it has moved.
-        assert bool((keys.weight.grad[:, 16:].abs().max() > 1e-9)) == (step == 1)
+        assert (float(keys.weight.grad[:, 16:].abs().max()) > 1e-9) == (step == 1)
         optimizer.step()
     assert float((keys(widened)[:, :4] - keys(widened)[:, 8:12]).detach().abs().max()) > 1e-4
     again = grown("llama", hidden_size=24)[1]
@@ -208,7 +208,7 @@ def test_a_folder_is_expanded_and_proved(
         24, 6, 3, 96, False,
     )  # fmt: skip
     monkeypatch.setattr(Axis, "kappa", 1.0)
-    with pytest.raises(UnfaithfulError, match="differ by .* the folder was deleted"):
+    with pytest.raises(UnfaithfulError, match=r"differ by .* the folder was deleted"):
         cli.run([*command, str(tmp_path / "wrong")])
     assert not (tmp_path / "wrong").exists()
 

@@ -125,8 +125,8 @@ def cancelling(small: Tensor, into: Axis, draws: Tensor) -> Tensor:
 def expand_gain(gain: Tensor, axis: Axis, seed: int) -> Tensor:
     """A norm's factors [axis.large]: sqrt(kappa) times copies; in the residue, drawn with their mean and deviation.
 
-    A norm of a widened vector divides by the root of kappa times the mean square (variance), if its eps is kappa times the
-    small one's. Inputs of the residue are zero behind the norm, so that its factors are free.
+    A widened vector has kappa times the mean square (or variance), so its norm needs kappa times the eps too. The
+    residue is zero behind the norm, so that its factors are free.
     """
     small = gain.double() * math.sqrt(axis.kappa)
     draws = (uniform(seed, 0, axis.large).double() - 0.5) * math.sqrt(12) * small.std(correction=0) + small.mean()
@@ -137,7 +137,7 @@ def expand_gain(gain: Tensor, axis: Axis, seed: int) -> Tensor:
 def layer_plan(small: int, large: int) -> Iterator[tuple[int, bool]]:
     """For each of `large` layers: the layer of `small` that it copies, and whether it is inserted and adds nothing.
 
-    small <= large <= 2 small: the first 2 small - large layers are kept, and each of the others is followed by one more.
+    small <= large <= 2 small: the first 2 small - large layers stay alone, each of the others is followed by a new one.
     """
     for layer in range(small):
         yield layer, False

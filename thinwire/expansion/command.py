@@ -20,11 +20,11 @@ def run_expand(args: Sequence[str]) -> int:
     done = expand(**asdict(config))
     print(f"{config.to}: {short(done.num_parameters)} parameters, from {short(done.num_small)} of {config.source}")
     print(
-        f"compared on {done.num_tokens:,} held-out tokens: logits differ by at most {done.error:.2g} of the largest one; "
-        f"loss {done.loss[0]:.4f} before, {done.loss[1]:.4f} after"
+        f"compared on {done.num_tokens:,} held-out tokens: logits differ by at most {done.error:.2g} of the largest "
+        f"one; loss {done.loss[0]:.4f} before, {done.loss[1]:.4f} after"
     )
     print(
-        f"train it: thinwire train --model hf:{config.to}, with the highest learning rate and the warm-up that a model of "
-        f"this size takes from scratch, and about {DECAY} of its steps (--steps): the decay is that much shorter"
+        f"train it: thinwire train --model hf:{config.to}, with the highest learning rate and the warm-up that a model "
+        f"of this size takes from scratch, and about {DECAY} of its steps (--steps): the decay is that much shorter"
     )
     return 0

@@ -51,7 +51,7 @@ def expand(
     data: str | None = None,
     sequences: int = 16,
 ) -> Expanded:
-    """Write a wider and deeper model with the same outputs as a folder of transformers, and prove that they are the same.
+    """Write a wider and deeper model with the same outputs as a folder of transformers, and prove it on held-out text.
 
     New weights are drawn by (seed, name, element): a tensor, or some of its rows, can be expanded alone.
 

@@ -17,7 +17,7 @@ Table = tuple[tuple[str, Role | None], ...]
 
 @dataclass(frozen=True)
 class Axes:
-    """The axes of a model. writes: the residual stream; reads: what a layer reads of it; q, kv: heads; inner: of the MLP."""
+    """The axes of a model. writes: the residual stream; reads: what layers read of it; q, kv: heads; inner: the MLP."""
 
     writes: Axis
     reads: Axis
@@ -104,7 +104,8 @@ def bert_roles(axes: Axes) -> Table:
 
 
 LLAMA = Family(
-    ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "rms_norm_eps"),
+    ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+     "rms_norm_eps"),
     r"model\.layers\.", "zero", {"lm_head.weight": "model.embed_tokens.weight"}, llama_roles,
 )  # fmt: skip
 GPT2 = Family(
@@ -112,7 +113,8 @@ GPT2 = Family(
     r"transformer\.h\.", "average", {"lm_head.weight": "transformer.wte.weight"}, gpt2_roles,
 )  # fmt: skip
 BERT = Family(
-    ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_attention_heads", "layer_norm_eps"),
+    ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_attention_heads",
+     "layer_norm_eps"),
     r"bert\.encoder\.layer\.", None,
     {
         "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",

@@ -365,7 +365,9 @@ def test_what_can_not_be_done_is_said(runs: Runs, tmp_path: Path, command: list[
 def test_a_family_that_import_does_not_know_is_named(tmp_path: Path) -> None:
     config = transformers.GPT2Config(vocab_size=300, n_positions=32, n_embd=16, n_layer=1, n_head=2)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
-    with pytest.raises(ConfigError, match="import reads models of the families llama, mistral, qwen2, qwen3") as caught:
+    with pytest.raises(
+        ConfigError, match="import reads models of the families llama, mistral, mixtral, qwen2, qwen3"
+    ) as caught:
         cli.run(["import", str(tmp_path / "gpt2"), str(tmp_path / "out")])
     source = tmp_path / "gpt2"
     assert f"{source} is of gpt2; it needs no import: thinwire train --model hf:{source} (" in str(caught.value)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from thinwire.errors import ConfigError
-from thinwire.expansion.axes import Axis, layer_plan
+from thinwire.expansion.axes import Axis, Residue, layer_plan
 from thinwire.expansion.roles import Embedding, Gain, Head, Matrix, Role, Same, Shift
 
 Table = tuple[tuple[str, Role | None], ...]
@@ -38,7 +38,7 @@ class Family:
 
     sizes: tuple[str, str, str, str, str, str]
     layer: str
-    residue: str | None
+    residue: Residue | None
     untied: Mapping[str, str]
     roles: Callable[[Axes], Table]
 

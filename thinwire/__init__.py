@@ -40,7 +40,9 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "thinwire.methods.pipeline.options": ("Pipeline",),
     "thinwire.methods.sequence": ("SequenceParallel",),
     "thinwire.methods.sharded": ("ShardedMethod",),
+    "thinwire.models.kept": ("keep",),
     "thinwire.optim": ("DGCSGD", "LANS", "Muon", "OneBitAdamW"),
+    "thinwire.pruning.prune": ("Pruned", "prune"),
     "thinwire.registry": ("STRATEGIES", "strategy_named"),
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}

@@ -78,6 +78,10 @@ COMMANDS: dict[str, Command] = {
         "Turn another program's checkpoint into a folder that `--model hf:DIR` starts from.",
         "thinwire.convert.command:run_import", "thinwire.convert.options:import_line",
     ),
+    "prune": Command(
+        "Set the least important weights of a trained model, of its experts above all, to zero.",
+        "thinwire.pruning.command:run_prune", "thinwire.pruning.options:prune_line",
+    ),
     "lab": Command(
         "Run a command on every node of an emulated slow network, or measure its links.",
         "thinwire.lab.command:run_lab", "thinwire.lab.command:command_line",

@@ -5,7 +5,6 @@ Source: Wang et al., "LEMON: lossless model expansion" (ICLR 2024), section 4.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -14,7 +13,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from thinwire.codecs import derive_seed
 from thinwire.codecs.random import uniform
 
 Residue = Literal["circular", "average", "zero"]
@@ -65,11 +63,6 @@ class Axis:
         if self.residue != "circular" and bool((sources < 0).any()):
             found[sources < 0] = small.mean(0) if self.residue == "average" else torch.zeros_like(small[0])
         return found
-
-
-def seed_of(seed: int, name: str) -> int:
-    """The seed of one tensor's draws."""
-    return derive_seed(seed, int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little"))
 
 
 def expand_matrix(

@@ -8,7 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from thinwire.expansion.axes import Axis, expand_gain, expand_matrix, seed_of
+from thinwire.codecs.random import named_seed
+from thinwire.expansion.axes import Axis, expand_gain, expand_matrix
 
 KEPT, ALL_ZERO, CANCELLING = 0, 1, 2
 
@@ -28,7 +29,7 @@ class Draw:
     @property
     def number(self) -> int:
         """The seed of the tensor's elements."""
-        return seed_of(self.seed, self.name)
+        return named_seed(self.seed, self.name)
 
     def axis(self, axis: Axis) -> Axis:
         """The axis in this layer: where copies must cancel, each needs a second one."""

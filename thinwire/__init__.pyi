@@ -63,6 +63,7 @@ from thinwire.methods.sharded import ShardedMethod as ShardedMethod
 from thinwire.methods.slope_log import SlopeLog as SlopeLog
 from thinwire.models.kept import keep as keep
 from thinwire.optim import DGCSGD as DGCSGD, LANS as LANS, Muon as Muon, OneBitAdamW as OneBitAdamW
+from thinwire.pruning.prune import Pruned as Pruned, prune as prune
 from thinwire.state.watchdog import DeadGradientError as DeadGradientError
 
 __version__: str
@@ -77,5 +78,4 @@ SparseLoCo: Any
 StreamingDiLoCo: Any
 
 # The classes of strategies.
-from thinwire.pruning.prune import Pruned as Pruned, prune as prune
 from thinwire.registry import *  # noqa: E402, F403

@@ -241,6 +241,15 @@ def test_a_run_is_expanded(runs: Runs, tmp_path: Path, name: str, capsys: pytest
     assert (tmp_path / "large/tokenizer.json").is_file()
 
 
+def test_a_run_is_pruned(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "half"
+    assert cli.run(["prune", runs.path("zero"), "--out", str(folder), "--samples", "8", "--sequences", "2"]) == 0
+    assert "50.0 % of the weights in 21 matrices" in capsys.readouterr().out
+    rows = model_rows(TrainConfig(model=f"hf:{folder}"))
+    assert [row[1] for row in rows] == ["starts from the folder's weights", "trains the kept values alone"]
+    assert (folder / "tokenizer.json").is_file() and (folder / "masks.safetensors").is_file()
+
+
 def test_generate_takes_a_run_or_a_folder(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, _ = exported(runs, "zero", tmp_path, sequences=1)
     flags = ["--prompt", "line 7", "--tokens", "20", "--temperature", "0"]

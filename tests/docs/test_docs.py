@@ -38,13 +38,14 @@ from thinwire.methods.pipeline import Pipeline
 from thinwire.methods.sequence import SequenceParallel
 from thinwire.planner.explain import explain
 from thinwire.planner.options import ExplainConfig, read_explain
+from thinwire.pruning.options import PruneConfig, read as read_prune
 from thinwire.registry import STRATEGIES, Frontier, ZeroPP
 from thinwire.report.metrics import MembershipEvent, StepMetrics
 from thinwire.training.config import TrainConfig
 
 CONVERSIONS: dict[str, Any] = {"export": ExportConfig, "import": ImportConfig, "generate": GenerateConfig}
-MADE_ANEW: dict[str, Any] = {"expand": ExpandConfig}
-READERS: dict[str, Callable[[list[str]], object]] = {"expand": read_expand}
+MADE_ANEW: dict[str, Any] = {"expand": ExpandConfig, "prune": PruneConfig}
+READERS: dict[str, Callable[[list[str]], object]] = {"expand": read_expand, "prune": read_prune}
 CLI_PAGE = ROOT / "docs/reference/cli.md"
 RUN_DIR_PAGE = ROOT / "docs/reference/run-directory.md"
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

@@ -1,4 +1,4 @@
-"""Pruned matrices as the dense matrices of the values that are kept: zeros stay zero, and nothing is stored for them."""
+"""Pruned matrices as dense matrices of the values that are kept: zeros stay zero, and nothing is sent for them."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def scores(weight: Tensor, norms: Tensor) -> Tensor:
 
 
 def mask_of(score: Tensor, pattern: str, sparsity: float) -> Tensor:
-    """True where a weight stays, bool [..., out, in]: all but the lowest scores of each row; of equal ones, the later stay.
+    """True where a weight stays, bool [..., out, in]; of equal scores, the later ones stay.
 
     rows: floor(sparsity * in) of a row go. 2:4: two of every four neighbours go.
     """
@@ -38,7 +38,7 @@ def mask_of(score: Tensor, pattern: str, sparsity: float) -> Tensor:
 
 def lowest(score: Tensor, num: int) -> Tensor:
     """Whether an entry is one of the `num` lowest along the last dimension."""
-    order = score.argsort(-1, stable=True)[..., :num]
+    order = score.argsort(dim=-1, stable=True)[..., :num]
     return torch.zeros_like(score, dtype=torch.bool).scatter_(-1, order, True)
 
 
@@ -48,9 +48,8 @@ def check(method: str, pattern: str, sparsity: float) -> None:
         if value not in known:
             raise ConfigError(f"--{what} {value}: must be one of {', '.join(known)}; nearest: {known[0]}")
     if not 0 < sparsity < 1:
-        raise ConfigError(
-            f"--sparsity {sparsity:g}: must be above 0 and below 1; nearest: {0.01 if sparsity <= 0 else 0.99}"
-        )
+        close = 0.01 if sparsity <= 0 else 0.99
+        raise ConfigError(f"--sparsity {sparsity:g}: must be above 0 and below 1; nearest: {close}")
     if pattern == "2:4" and sparsity != 0.5:
         raise ConfigError(f"--sparsity {sparsity:g}: the pattern 2:4 has 0.5, which is the nearest")
 

@@ -36,16 +36,16 @@ class Pruned:
 
 @dataclass(frozen=True)
 class Target:
-    """A matrix to prune, or one of each expert. squares: of its inputs, summed; has_rows: [experts, in, out] in memory."""
+    """A matrix to prune, or one of each expert. squares: of its inputs, summed; is_transposed: [experts, in, out]."""
 
     name: str
     weight: nn.Parameter
     squares: Tensor
-    has_rows: bool = False
+    is_transposed: bool = False
 
     def matrices(self) -> Tensor:
         """The weights as [..., out, in]."""
-        return self.weight.data.transpose(-1, -2) if self.has_rows else self.weight.data
+        return self.weight.data.transpose(-1, -2) if self.is_transposed else self.weight.data
 
 
 @torch.no_grad()
@@ -109,7 +109,7 @@ def prune_one(target: Target, done: Pruned, sparsity: float, method: str, patter
     if norms.ndim > 1 and method in ("moe-pruner", "wanda"):
         done.unused += [f"{target.name}[{expert}]" for expert in (norms.amax(-1) == 0).nonzero().flatten().tolist()]
     mask = mask_of(score, pattern, sparsity)
-    mask = mask.transpose(-1, -2).contiguous() if target.has_rows else mask
+    mask = mask.transpose(-1, -2).contiguous() if target.is_transposed else mask
     target.weight.mul_(mask)
     done.masks[target.name] = mask
 
@@ -224,4 +224,4 @@ def packed(name: str, experts: Any, hooks: ExitStack, is_gated: bool) -> Iterato
     hooks.callback(experts.register_forward_pre_hook(hook, with_kwargs=True).remove)
     for kind in ("gate_proj", "up_proj") if is_ours else ("gate_up_proj",):
         yield Target(f"{name}.{kind}", getattr(experts, kind), of_inputs)
-    yield Target(f"{name}.down_proj", down, of_inner, has_rows=is_ours)
+    yield Target(f"{name}.down_proj", down, of_inner, is_transposed=is_ours)

@@ -21,6 +21,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     ),
     "thinwire.compose": ("PipelinedStage", "Stage", "parallelize", "pipeline"),
     "thinwire.errors": ("ConfigError", "CorruptMessageError", "MismatchError", "PeerLostError", "ThinwireError"),
+    "thinwire.expansion.expand": ("Expanded", "expand"),
     "thinwire.hosts.ddp.attach": ("CompressedDDP", "compress_ddp"),
     "thinwire.hosts.experts": ("ExpertRanks", "expert_parallel"),
     "thinwire.hosts.fsdp.compress": ("CompressedFSDP", "compress_fsdp"),
@@ -45,8 +46,10 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "thinwire.methods.pipeline.options": ("Pipeline",),
     "thinwire.methods.sequence": ("SequenceParallel",),
     "thinwire.methods.sharded": ("ShardedMethod",),
+    "thinwire.models.kept": ("keep",),
     "thinwire.optim": ("DGCSGD", "LANS", "Muon", "OneBitAdamW"),
     "thinwire.planner.plan": ("plan",),
+    "thinwire.pruning.prune": ("Pruned", "prune"),
     "thinwire.registry": ("STRATEGIES", "strategy_named"),
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}

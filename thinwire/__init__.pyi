@@ -41,6 +41,7 @@ from thinwire.errors import (
     PeerLostError as PeerLostError,
     ThinwireError as ThinwireError,
 )
+from thinwire.expansion.expand import Expanded as Expanded, expand as expand
 from thinwire.hosts.ddp.attach import CompressedDDP as CompressedDDP, compress_ddp as compress_ddp
 from thinwire.hosts.experts import ExpertRanks as ExpertRanks, expert_parallel as expert_parallel
 from thinwire.hosts.forward.optimizer import ForwardOptimizer as ForwardOptimizer, forward_only as forward_only
@@ -66,8 +67,10 @@ from thinwire.methods.plain_ddp import DDP as DDP
 from thinwire.methods.sequence import SequenceParallel as SequenceParallel
 from thinwire.methods.sharded import ShardedMethod as ShardedMethod
 from thinwire.methods.slope_log import SlopeLog as SlopeLog
+from thinwire.models.kept import keep as keep
 from thinwire.optim import DGCSGD as DGCSGD, LANS as LANS, Muon as Muon, OneBitAdamW as OneBitAdamW
 from thinwire.planner.plan import plan as plan
+from thinwire.pruning.prune import Pruned as Pruned, prune as prune
 from thinwire.state.watchdog import DeadGradientError as DeadGradientError
 
 __version__: str

@@ -74,6 +74,10 @@ COMMANDS: dict[str, Command] = {
         "Let a run's last checkpoint, or a folder for transformers, continue a text.",
         "thinwire.convert.command:run_generate", "thinwire.convert.options:generate_line",
     ),
+    "expand": Command(
+        "Make a wider and deeper model that computes the same as a trained one.",
+        "thinwire.expansion.command:run_expand", "thinwire.expansion.options:expand_line",
+    ),
     "export": Command(
         "Write a run's last checkpoint as a folder for transformers, and compare what it loads.",
         "thinwire.convert.command:run_export", "thinwire.convert.options:export_line",
@@ -81,6 +85,10 @@ COMMANDS: dict[str, Command] = {
     "import": Command(
         "Turn another program's checkpoint into a folder that `--model hf:DIR` starts from.",
         "thinwire.convert.command:run_import", "thinwire.convert.options:import_line",
+    ),
+    "prune": Command(
+        "Set the least important weights of a trained model, of its experts above all, to zero.",
+        "thinwire.pruning.command:run_prune", "thinwire.pruning.options:prune_line",
     ),
     "lab": Command(
         "Run a command on every node of an emulated slow network, or measure its links.",

@@ -39,6 +39,7 @@ SIZES: dict[str, Any] = {
 KINDS = {
     "llama": lambda: transformers.LlamaConfig(**SIZES, rope_theta=5000.0),
     "mistral": lambda: transformers.MistralConfig(**SIZES, head_dim=8, sliding_window=None),
+    "mixtral": lambda: transformers.MixtralConfig(**SIZES, head_dim=8, num_local_experts=3),
     "qwen2": lambda: transformers.Qwen2Config(**SIZES, tie_word_embeddings=True),
     "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=16),
 }

@@ -228,6 +228,28 @@ def test_a_tokenizer_file_is_taken_along(tmp_path: Path) -> None:
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").eos_token is None
 
 
+@pytest.mark.parametrize("name", ["zero", "qwen"])
+def test_a_run_is_expanded(runs: Runs, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It computes the same on the run's own text, and its tokenizer goes along."""
+    hidden = {"zero": 96, "qwen": 48}[name]
+    sizes = ["--hidden-size", str(hidden), "--layers", "4", "--sequences", "4"]
+    assert cli.run(["expand", runs.path(name), "--to", str(tmp_path / "large"), *sizes]) == 0
+    before, after = capsys.readouterr().out.partition("; loss ")[2].split("\n")[0].split(" before, ")
+    assert before == after.removesuffix(" after")
+    large = build_model(f"hf:{tmp_path / 'large'}", 256, 32).model
+    assert isinstance(large, nn.Module) and large.config.hidden_size == hidden and large.config.num_hidden_layers == 4
+    assert (tmp_path / "large/tokenizer.json").is_file()
+
+
+def test_a_run_is_pruned(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "half"
+    assert cli.run(["prune", runs.path("zero"), "--out", str(folder), "--samples", "8", "--sequences", "2"]) == 0
+    assert "50.0 % of the weights in 21 matrices" in capsys.readouterr().out
+    rows = model_rows(TrainConfig(model=f"hf:{folder}"))
+    assert [row[1] for row in rows] == ["starts from the folder's weights", "trains the kept values alone"]
+    assert (folder / "tokenizer.json").is_file() and (folder / "masks.safetensors").is_file()
+
+
 def test_generate_takes_a_run_or_a_folder(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, _ = exported(runs, "zero", tmp_path, sequences=1)
     flags = ["--prompt", "line 7", "--tokens", "20", "--temperature", "0"]
@@ -352,7 +374,9 @@ def test_what_can_not_be_done_is_said(runs: Runs, tmp_path: Path, command: list[
 def test_a_family_that_import_does_not_know_is_named(tmp_path: Path) -> None:
     config = transformers.GPT2Config(vocab_size=300, n_positions=32, n_embd=16, n_layer=1, n_head=2)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
-    with pytest.raises(ConfigError, match="import reads models of the families llama, mistral, qwen2, qwen3") as caught:
+    with pytest.raises(
+        ConfigError, match="import reads models of the families llama, mistral, mixtral, qwen2, qwen3"
+    ) as caught:
         cli.run(["import", str(tmp_path / "gpt2"), str(tmp_path / "out")])
     source = tmp_path / "gpt2"
     assert f"{source} is of gpt2; it needs no import: thinwire train --model hf:{source} (" in str(caught.value)

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from thinwire.completion import SHELLS
 from thinwire.convert import ExportConfig, GenerateConfig, ImportConfig
 from thinwire.convert.options import read as read_conversion
 from thinwire.errors import Problems
+from thinwire.expansion.options import ExpandConfig, read as read_expand
 from thinwire.flags import flag, options_of
 from thinwire.lab import LabSpec
 from thinwire.lab.command import LabOptions, read as read_lab
@@ -40,11 +42,14 @@ from thinwire.methods.sequence import SequenceParallel
 from thinwire.planner.explain import explain
 from thinwire.planner.options import ExplainConfig, read_explain
 from thinwire.planner.plan_options import PlanConfig, read_bytes, read_plan_line
+from thinwire.pruning.options import PruneConfig, read as read_prune
 from thinwire.registry import STRATEGIES, Frontier, ZeroPP
 from thinwire.report.metrics import MembershipEvent, StepMetrics
 from thinwire.training.config import TrainConfig
 
 CONVERSIONS: dict[str, Any] = {"export": ExportConfig, "import": ImportConfig, "generate": GenerateConfig}
+MADE_ANEW: dict[str, Any] = {"expand": ExpandConfig, "prune": PruneConfig}
+READERS: dict[str, Callable[[list[str]], object]] = {"expand": read_expand, "prune": read_prune}
 CLI_PAGE = ROOT / "docs/reference/cli.md"
 RUN_DIR_PAGE = ROOT / "docs/reference/run-directory.md"
 README_LOOPS = [block for block in blocks("python") if block.page.name == "README.md"]
@@ -83,6 +88,8 @@ def test_commands_are_understood(block: Block) -> None:
             understand_lab(words[2:])
         elif words[0] == "thinwire" and words[1] in CONVERSIONS:
             understand_conversion(words[1], words[2:])
+        elif words[0] == "thinwire" and words[1] in READERS:
+            assert words[2:] == ["--help"] or READERS[words[1]](words[2:])
         elif words[:2] == ["thinwire", "codecs"]:
             assert all(map(Codec.parse, words[2:]))
         elif words[:2] == ["thinwire", "completion"]:
@@ -250,10 +257,10 @@ def test_every_flag_of_planning_is_documented_with_its_default() -> None:
         assert documented == {flag(item.name): shown(item.default) for item in own}
 
 
-@pytest.mark.parametrize("command", CONVERSIONS)
+@pytest.mark.parametrize("command", CONVERSIONS | MADE_ANEW)
 def test_every_flag_of_a_conversion_is_documented_with_its_default(command: str) -> None:
     documented = {row[0]: row[1].strip("`") for row in table_rows(CLI_PAGE, f"Flags of `thinwire {command}`")}
-    named = [item for item in fields(CONVERSIONS[command]) if item.default is not MISSING]
+    named = [item for item in fields((CONVERSIONS | MADE_ANEW)[command]) if item.default is not MISSING]
     assert documented == {flag(item.name): shown(item.default) for item in named}
 
 

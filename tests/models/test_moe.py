@@ -25,7 +25,6 @@ from thinwire.models.moe import (
     capacity,
     check_axes,
     drop,
-    from_mixtral,
     grouped_product,
     gshard_loss,
     importance_load_loss,
@@ -224,8 +223,6 @@ def test_transformers_mixtral_has_equal_logits_and_its_balance_loss_here(tmp_pat
     theirs = build_model(f"hf:{tmp_path}", 256, 16)
     assert isinstance(theirs, HFCausalLM) and isinstance(theirs.model, transformers.MixtralForCausalLM)
     torch.testing.assert_close(theirs.eval()(tokens), ours(tokens), rtol=0, atol=1e-5)
-    back = from_mixtral(weights, 4)
-    assert all(torch.equal(back[name], tensor) for name, tensor in ours.state_dict().items())
     # The loss is the text's; the gradient is that of the balance loss too.
     plain = theirs(tokens, targets)
     (router,) = [param for name, param in theirs.named_parameters() if name.endswith("layers.0.mlp.gate.weight")]

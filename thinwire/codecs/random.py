@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import torch
 from torch import Tensor
 
@@ -34,6 +36,11 @@ def derive_seed(*parts: int) -> int:
     for part in parts:
         state = mix64(((state + GAMMA) ^ part) & MASK64)
     return state
+
+
+def named_seed(seed: int, name: str) -> int:
+    """The seed of the draws of one tensor by its name."""
+    return derive_seed(seed, int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little"))
 
 
 def paired_seed(seed: int, member: int) -> int:

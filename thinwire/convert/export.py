@@ -46,7 +46,7 @@ def export(config: ExportConfig) -> Exported:
     """
     check_transformers()
     run = load_run(config.run)
-    texts = list(heldout(run, config))
+    texts = [tokens for tokens, _ in sequences_of(run, config.data, config.sequences)]
     with new_folder(Path(config.folder)) as folder:
         write_model(run, DTYPES[config.dtype], folder)
         write_tokenizer(run.config.tokenizer, run.config.seq_len, folder)
@@ -66,15 +66,28 @@ def check_transformers() -> None:
         ) from None
 
 
-def heldout(run: SavedRun, config: ExportConfig) -> Iterator[Tensor]:
-    """Held-out tokens of the run's data or of --data, int64 [<= MICRO_BATCH, seq_len]."""
-    _, last = tokens_of(run.config, run.tokenizer, config.data).split(run.config.seq_len)
-    batches = heldout_batches(last, seq_len=run.config.seq_len, micro_batch=MICRO_BATCH, max_sequences=config.sequences)
-    return (inputs for inputs, _ in batches)
+def sequences_of(
+    run: SavedRun, data: str | None, sequences: int, trains: bool = False
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Evenly spaced (tokens, targets) of the run's data or of other `data`, int64 [<= MICRO_BATCH, seq_len] each.
+
+    trains: those of the training part, in place of the held-out one.
+    """
+    first, last = tokens_of(run.config, run.tokenizer, data).split(run.config.seq_len)
+    tokens = first if trains else last
+    return heldout_batches(tokens, seq_len=run.config.seq_len, micro_batch=MICRO_BATCH, max_sequences=sequences)
 
 
 def write_model(run: SavedRun, dtype: torch.dtype, folder: Path) -> None:
     """config.json and the weights."""
+    settings, state = described(run)
+    settings["torch_dtype"] = str(dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    write_weights(folder, ((name, as_dtype(tensor, dtype)) for name, tensor in state.items()))
+
+
+def described(run: SavedRun) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The run's model as transformers knows it: settings for a config.json, and weights, each shared one once."""
     model: Any = run.model
     if isinstance(model, HFCausalLM):
         model = model.model
@@ -83,13 +96,9 @@ def write_model(run: SavedRun, dtype: torch.dtype, folder: Path) -> None:
     else:
         assert isinstance(model, Llama)
         settings = llama_config(model, run.tokenizer)
-    settings["torch_dtype"] = str(dtype).removeprefix("torch.")
-    (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
     tied = tied_names(model)
     state = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
-    if isinstance(model, MoELlama):
-        state = mixtral_weights(state)
-    write_weights(folder, ((name, as_dtype(tensor, dtype)) for name, tensor in state.items()))
+    return settings, mixtral_weights(state) if isinstance(model, MoELlama) else state
 
 
 def as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -143,13 +152,19 @@ def reload(folder: Path) -> Any:
     """Load the folder's model in fp32 with transformers. Raises UnfaithfulError for weights that do not fit."""
     import transformers
 
-    loader: Any = transformers.AutoModelForCausalLM
+    model, odd = load_strictly(transformers.AutoModelForCausalLM, folder)
+    if odd:
+        raise UnfaithfulError(
+            f"the written weights differ from those that transformers needs: {', '.join(odd)}; the folder was deleted"
+        )
+    return model
+
+
+def load_strictly(loader: Any, folder: Path) -> tuple[Any, list[str]]:
+    """A folder's model in fp32 and evaluation mode, and names of weights that do not fit, a few of each kind."""
     model, info = loader.from_pretrained(
         folder, use_safetensors=True, local_files_only=True, trust_remote_code=False, output_loading_info=True
     )
     kinds = ("missing_keys", "unexpected_keys", "mismatched_keys")
-    if odd := [f"{kind.partition('_')[0]} {name}" for kind in kinds for name in islice(info[kind], 3)]:
-        raise UnfaithfulError(
-            f"the written weights differ from those that transformers needs: {', '.join(odd)}; the folder was deleted"
-        )
-    return model.float().eval()
+    odd = [f"{kind.partition('_')[0]} {name}" for kind in kinds for name in islice(info[kind], 3)]
+    return model.float().eval(), odd

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from thinwire.models.hf import refuse_pickles, skeleton_hf
 
 CONFIG = "config.json"
 # Model families that the tables of rules cover.
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3")
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def read_config(path: Path) -> dict[str, Any]:
 def check_fits(folder: Path, shapes: Mapping[str, torch.Size]) -> None:
     """Raise ConfigError unless names and shapes match the model that config.json describes."""
     model = skeleton_hf(str(folder), 0, 0, {}).model
-    wanted = {name: param.shape for name, param in model.named_parameters()}
+    wanted = in_files({name: param.shape for name, param in model.named_parameters()})
     if missing := sorted(wanted.keys() - shapes.keys()):
         raise ConfigError(f"the checkpoint lacks {first_few(missing)}, which the model of config.json has")
     if unknown := sorted(shapes.keys() - wanted.keys()):
@@ -110,6 +111,22 @@ def check_fits(folder: Path, shapes: Mapping[str, torch.Size]) -> None:
     ]
     if odd:
         raise ConfigError(f"the checkpoint does not fit config.json: {first_few(odd)}")
+
+
+def in_files(shapes: Mapping[str, torch.Size]) -> dict[str, torch.Size]:
+    """Names and shapes in files: a Mixtral's experts, packed in transformers 5, are a matrix each there."""
+    found: dict[str, torch.Size] = {}
+    for name, shape in shapes.items():
+        prefix, is_packed, kind = name.partition(".mlp.experts.")
+        if not is_packed:
+            found[name.replace(".mlp.gate.weight", ".block_sparse_moe.gate.weight")] = shape
+            continue
+        num_experts, rows, columns = shape
+        is_fused = kind == "gate_up_proj"
+        for expert, number in product(range(num_experts), ("w1", "w3") if is_fused else ("w2",)):
+            size = torch.Size((rows // 2 if is_fused else rows, columns))
+            found[f"{prefix}.block_sparse_moe.experts.{expert}.{number}.weight"] = size
+    return found
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:

@@ -38,7 +38,7 @@ class ExportConfig:
 
 @dataclass(frozen=True)
 class ImportConfig:
-    """Turn another program's checkpoint of a Llama, Mistral or Qwen model into a folder that `--model hf:DIR` reads.
+    """Turn another program's checkpoint of a Llama, Mistral, Mixtral or Qwen model into a folder for `--model hf:DIR`.
 
     A folder of transformers needs no import, whatever the family: thinwire train --model hf:DIR trains it as it is.
     """

@@ -15,6 +15,7 @@ from thinwire.errors import ConfigError, Problems
 from thinwire.islands.optimizer import OUTER
 from thinwire.methods.outer.parameters import parameters_in
 from thinwire.models import build_model
+from thinwire.models.kept import whole
 from thinwire.options import model_table
 from thinwire.training.config import TrainConfig
 from thinwire.training.run_dir import RunDir
@@ -50,6 +51,7 @@ def load_run(path: str) -> SavedRun:
             f"{run_dir.checkpoints} does not fit the model {config.model} that {run_dir.config()} names: "
             f"{odd[0]} differs"
         )
+    whole(model)
     loss = Manifest.read(folder_of(run_dir.checkpoints, step)).loss
     return SavedRun(config, tokenizer, model.eval(), step, loss)
 

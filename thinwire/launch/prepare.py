@@ -38,6 +38,7 @@ from thinwire.methods.pipeline.recover import NONE
 from thinwire.methods.sequence import Shape, check_strategy, choose_layout
 from thinwire.models import build_model
 from thinwire.models.hf import check_hf, look_into
+from thinwire.models.kept import MASKS
 from thinwire.models.llama import Llama, check_cut
 from thinwire.models.moe import check_axes
 from thinwire.options import LAYOUT_TABLES, LLAMA, PIPELINE, has_islands, model_table
@@ -385,8 +386,12 @@ def model_rows(config: TrainConfig) -> list[Row]:
     """Where the weights of a model of transformers come from."""
     if not config.model.startswith("hf:"):
         return []
-    if look_into(Path(config.model.removeprefix("hf:")).expanduser()):
-        return [(f"--model {config.model}", "starts from the folder's weights", "")]
+    folder = Path(config.model.removeprefix("hf:")).expanduser()
+    if look_into(folder):
+        rows = [(f"--model {config.model}", "starts from the folder's weights", "")]
+        if (folder / MASKS).is_file():
+            rows.append((f"--model {config.model}", "trains the kept values alone", f"the folder holds {MASKS}"))
+        return rows
     return [(f"--model {config.model}", "starts at random", "the folder holds no .safetensors file")]
 
 

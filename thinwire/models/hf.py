@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from thinwire.errors import ConfigError, nearest
+from thinwire.models.kept import keep_folder
 from thinwire.models.llama import next_token_loss, with_gradient_of
 
 log = logging.getLogger(__name__)
@@ -64,7 +65,9 @@ def build_hf(
     with explained(folder), torch.random.fork_rng():
         torch.manual_seed(seed)
         model = load(transformers, path, config) if look_into(path) else fresh(transformers, config)
-    return HFCausalLM(model.float(), longest(config) or seq_len)
+    model.float()
+    keep_folder(model, path)
+    return HFCausalLM(model, longest(config) or seq_len)
 
 
 def skeleton_hf(
@@ -75,7 +78,9 @@ def skeleton_hf(
     import transformers
 
     with explained(folder), torch.device("meta"):
-        return HFCausalLM(fresh(transformers, config), longest(config) or seq_len)
+        model = fresh(transformers, config)
+    keep_folder(model, Path(folder).expanduser())
+    return HFCausalLM(model, longest(config) or seq_len)
 
 
 def check_hf(folder: str, vocab_size: int, seq_len: int, overrides: Mapping[str, int | float | bool | str]) -> Any:

@@ -398,21 +398,6 @@ def mixtral_weights(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def from_mixtral(weights: dict[str, Tensor], num_experts: int) -> dict[str, Tensor]:
-    """The inverse of `mixtral_weights`."""
-    found: dict[str, Tensor] = {}
-    for name, tensor in weights.items():
-        prefix, is_expert, rest = name.partition(".block_sparse_moe.experts.")
-        if not is_expert:
-            found[name.replace(".block_sparse_moe.gate.", ".mlp.gate.")] = tensor
-        elif rest.startswith("0."):
-            number = rest.split(".")[1]
-            kind = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}[number]
-            parts = [weights[f"{prefix}.block_sparse_moe.experts.{n}.{number}.weight"] for n in range(num_experts)]
-            found[f"{prefix}.mlp.experts.{kind}"] = torch.stack([p.t() if number == "w2" else p for p in parts])
-    return found
-
-
 def check_axes(model: nn.Module, sizes: Mapping[str, int]) -> None:
     """Raise ConfigError for a mixture of experts on an axis that would lose its balance loss; sizes: of axes."""
     cut = [axis for axis in ("pipeline", "sequence", "tensor") if sizes.get(axis, 1) > 1]

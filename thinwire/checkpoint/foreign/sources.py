@@ -32,7 +32,7 @@ class ForeignSource(Protocol):
 
 
 class SafetensorsSource:
-    """A folder of .safetensors files. Each tensor is whole in one of them.
+    """A folder of .safetensors files. Each tensor is whole in one of them; those of masks.safetensors are no weights.
 
     Raises ConfigError for a folder without such files, for a missing file that the index names, and for a name that is
     in two files.
@@ -41,7 +41,7 @@ class SafetensorsSource:
     def __init__(self, folder: Path) -> None:
         self._file_of: dict[str, Path] = {}
         self._files: dict[Path, Any] = {}
-        for path in sorted(folder.glob("*.safetensors")):
+        for path in sorted(set(folder.glob("*.safetensors")) - {folder / "masks.safetensors"}):
             self._files[path] = opened(path)
             for name in self._files[path].keys():  # noqa: SIM118 - it can't be iterated over
                 if self._file_of.setdefault(name, path) != path:

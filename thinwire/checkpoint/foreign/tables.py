@@ -52,6 +52,7 @@ def huggingface(sizes: Sizes) -> tuple[Rule, ...]:
         Rule(layer + r"self_attn\.[qkvo]_proj\.(?:weight|bias)"),
         Rule(layer + r"self_attn\.[qk]_norm\.weight"),
         Rule(layer + r"mlp\.(?:gate|up|down)_proj\.weight"),
+        Rule(layer + r"block_sparse_moe\.(?:gate|experts\.\d+\.w[123])\.weight"),
         Rule(layer + r"(?:input|post_attention)_layernorm\.weight"),
         Rule(r"model\.norm\.weight"),
         sizes.head(head, Rule(head, num_rows=sizes.vocab_size)),

@@ -1,0 +1,241 @@
+"""Larger models compute what small ones do, in every pattern and family; new weights differ and learn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from thinwire import cli
+from thinwire.convert.verify import UnfaithfulError
+from thinwire.errors import ConfigError
+from thinwire.expansion.axes import Axis, expand_gain, expand_matrix, layer_plan
+from thinwire.expansion.expand import expanded
+from thinwire.expansion.families import Growth
+from thinwire.models import build_model
+
+transformers = pytest.importorskip("transformers")
+VOCAB, LENGTH = 50, 12
+LLAMA = {
+    "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 32, "rms_norm_eps": 0.1,
+}  # fmt: skip
+
+
+def small_model(kind: str, **more: Any) -> Any:
+    """A model of transformers with loud weights, so that no part hides in the others."""
+    classes = {
+        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, LLAMA),
+        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, LLAMA | {"tie_word_embeddings": True}),
+        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, LLAMA | {"head_dim": 8}),
+        "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel, {
+            "vocab_size": VOCAB, "n_positions": 32, "n_embd": 12, "n_layer": 4, "n_head": 2, "n_inner": 8,
+            "layer_norm_epsilon": 0.1, "bos_token_id": None, "eos_token_id": None,
+        }),
+        "bert": (transformers.BertConfig, transformers.BertForMaskedLM, {
+            "vocab_size": VOCAB, "hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2,
+            "intermediate_size": 10, "max_position_embeddings": 32, "layer_norm_eps": 0.1,
+        }),
+    }  # fmt: skip
+    config, model, sizes = classes[kind]
+    torch.manual_seed(0)
+    built = model(config(**sizes | more))
+    with torch.no_grad():
+        for parameter in built.parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape))
+    return built.eval()
+
+
+@pytest.fixture
+def in_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' RMS norm computes in fp32 whatever it is given."""
+
+    def exact(self: Any, x: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)
+
+    for family in ("llama.modeling_llama.Llama", "qwen2.modeling_qwen2.Qwen2", "qwen3.modeling_qwen3.Qwen3"):
+        module, _, prefix = family.rpartition(".")
+        monkeypatch.setattr(f"transformers.models.{module}.{prefix}RMSNorm.forward", exact)
+
+
+def grown(kind: str, inserted: int = 2, seed: int = 0, eps: float | None = None, **sizes: Any) -> Any:
+    """A small model and the larger one, both in fp64. eps: of the larger one, where it is not what it must be."""
+    small = small_model(kind).double()
+    origin: Any = Tensors(small)
+    growth = Growth.of(origin.settings, **{"hidden_size": None, "layers": None} | sizes)
+    settings = dict(growth.large) | ({growth.family.sizes[5]: eps} if eps else {})
+    large = type(small)(type(small.config)(**settings)).double().eval()
+    weights = dict(expanded(origin, growth, seed, inserted))
+    missing, unexpected = large.load_state_dict(weights, strict=False)
+    assert not unexpected and not missing
+    return small, large
+
+
+class Tensors:
+    """A model in memory as an origin."""
+
+    def __init__(self, model: Any) -> None:
+        self.settings = model.config.to_dict() | {"architectures": [type(model).__name__]}
+        tied = {} if not model.config.tie_word_embeddings else model._tied_weights_keys
+        self.weights = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+
+    def names(self) -> Any:
+        return self.weights
+
+    def tensor(self, name: str) -> Tensor:
+        return self.weights[name]
+
+
+def logits(model: Any) -> Tensor:
+    tokens = torch.arange(2 * LENGTH).view(2, LENGTH) * 7 % VOCAB
+    return model(input_ids=tokens).logits
+
+
+def error(small: Any, large: Any) -> float:
+    """The largest difference of logits over the largest logit."""
+    with torch.no_grad():
+        ours = logits(small)
+        return float((ours - logits(large)).abs().max() / ours.abs().max())
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("llama", {"hidden_size": 40}),
+        ("llama", {"hidden_size": 24, "layers": 7, "intermediate_size": 33}),
+        ("llama", {"layers": 8}),
+        ("qwen2", {"hidden_size": 56, "layers": 5}),
+        ("qwen3", {"hidden_size": 32, "layers": 7}),
+        ("gpt2", {"hidden_size": 18, "layers": 7}),
+        ("gpt2", {"hidden_size": 30, "intermediate_size": 9}),
+        ("gpt2", {"hidden_size": 24}),
+        ("bert", {"hidden_size": 24}),
+        ("bert", {"hidden_size": 36, "intermediate_size": 17}),
+    ],
+)
+def test_a_larger_model_computes_the_same(kind: str, sizes: dict[str, int], in_fp64: None) -> None:
+    small, large = grown(kind, **sizes)
+    assert error(small, large) < 1e-12
+    width = "n_embd" if kind == "gpt2" else "hidden_size"
+    assert getattr(large.config, width) == sizes.get("hidden_size", getattr(small.config, width))
+
+
+def test_a_norm_with_another_eps_would_differ(in_fp64: None) -> None:
+    small, large = grown("llama", hidden_size=40, eps=0.1)
+    assert error(small, large) > 1e-3
+
+
+@pytest.mark.parametrize("inserted", [1, 2])
+def test_inserted_layers_add_nothing_and_learn(inserted: int, in_fp64: None) -> None:
+    """Depth alone: of type 2, all matrices of an inserted layer learn at once; of type 1, the last ones alone."""
+    small, large = grown("llama", inserted, layers=7)
+    assert list(layer_plan(4, 7)) == [(0, False), *((n, new) for n in (1, 2, 3) for new in (False, True))]
+    assert error(small, large) < 1e-12
+    F.cross_entropy(logits(large).flatten(0, 1), torch.arange(2 * LENGTH)).backward()
+    layer = large.model.layers[2]
+    for name, parameter in layer.named_parameters():
+        is_last = name.endswith(("o_proj.weight", "down_proj.weight"))
+        assert bool((parameter == 0).all()) == (is_last and inserted == 1)
+        if parameter.ndim == 2:
+            assert (float(parameter.grad.abs().max()) > 1e-9) == (is_last or inserted == 2), name
+
+
+def test_copies_part_and_the_residue_learns(in_fp64: None) -> None:
+    _, large = grown("llama", hidden_size=24)
+    optimizer = torch.optim.SGD(large.parameters(), lr=0.1)
+    layer = large.model.layers[0]
+    # Rows 8 to 11 of the keys are a copy of rows 0 to 3: their head.
+    keys = layer.self_attn.k_proj
+    x = torch.randn(5, 16).double()
+    widened = torch.cat([x, torch.zeros(5, 8)], 1)
+    torch.testing.assert_close(keys(widened)[:, :4], keys(widened)[:, 8:12])
+    assert float((keys.weight[:4] - keys.weight[8:12]).detach().abs().max()) > 1e-3
+    for step in range(2):
+        optimizer.zero_grad()
+        F.cross_entropy(logits(large).flatten(0, 1), torch.arange(2 * LENGTH)).backward()
+        # Columns of the residue see zeros until what writes to it has moved.
+        assert (float(keys.weight.grad[:, 16:].abs().max()) > 1e-9) == (step == 1)
+        optimizer.step()
+    assert float((keys(widened)[:, :4] - keys(widened)[:, 8:12]).detach().abs().max()) > 1e-4
+    again = grown("llama", hidden_size=24)[1]
+    other = grown("llama", hidden_size=24, seed=1)[1]
+    names = "model.layers.0.self_attn.k_proj.weight"
+    first = grown("llama", hidden_size=24)[1]
+    assert torch.equal(again.state_dict()[names], first.state_dict()[names])
+    assert not torch.equal(other.state_dict()[names], first.state_dict()[names])
+
+
+@pytest.mark.parametrize("residue", ["circular", "average", "zero"])
+@pytest.mark.parametrize(("small", "large"), [(6, 16), (6, 13), (6, 12), (6, 7), (6, 6)])
+def test_every_pattern_keeps_the_product(residue: Any, small: int, large: int) -> None:
+    """Vector and matrix widen by themselves; and a part of the rows is the same as in the whole."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(5, small, generator=generator, dtype=torch.float64)
+    x = torch.randn(3, small, generator=generator, dtype=torch.float64)
+    into, out = Axis(small, large, residue), Axis(5, 12, residue)
+    wide = into.write(x.t()).t()
+    found = expand_matrix(weight, out, into, seed=7)
+    torch.testing.assert_close(wide @ found.t(), out.write((x @ weight.t()).t()).t(), atol=1e-13, rtol=0)
+    assert float((wide @ expand_matrix(weight, out, into, 7, adds_zero=True).t()).abs().max()) < 1e-13
+    assert torch.equal(expand_matrix(weight, out, into, 7, start=3, stop=9), found[3:9])
+    if residue == "zero" and large > small:
+        gain = torch.rand(small, generator=generator, dtype=torch.float64) + 1
+        kappa = into.kappa
+        narrow = F.rms_norm(x, (small,), gain, 0.1)
+        broad = F.rms_norm(wide, (large,), expand_gain(gain, into, 3), 0.1 * kappa)
+        torch.testing.assert_close(broad, into.write(narrow.t()).t(), atol=1e-13, rtol=0)
+
+
+def test_a_folder_is_expanded_and_proved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tied head becomes a tensor of its own; what differs is refused, and leaves no folder."""
+    small_model("gpt2", vocab_size=256, n_embd=16).save_pretrained(tmp_path / "small")
+    (tmp_path / "text.txt").write_text("".join(f"line {n} of {n * n} lines\n" for n in range(600)))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    command = ["expand", f"hf:{tmp_path / 'small'}", "--hidden-size", "24", "--layers", "6", "--data"]
+    command += [str(tmp_path / "text.txt"), "--sequences", "8", "--to"]
+    assert cli.run([*command, str(tmp_path / "large")]) == 0
+    said = capsys.readouterr().out
+    assert "held-out tokens: logits differ" in said and "about 0.6 of its steps" in said
+    large = build_model(f"hf:{tmp_path / 'large'}", 256, 32)
+    config = large.model.config
+    assert (config.n_embd, config.n_layer, config.n_head, config.n_inner, config.tie_word_embeddings) == (
+        24, 6, 3, 96, False,
+    )  # fmt: skip
+    monkeypatch.setattr(Axis, "kappa", 1.0)
+    with pytest.raises(UnfaithfulError, match=r"differ by .* the folder was deleted"):
+        cli.run([*command, str(tmp_path / "wrong")])
+    assert not (tmp_path / "wrong").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "message"),
+    [
+        ("llama", {"hidden_size": 8}, "--hidden-size 8: a model grows, so at least 16"),
+        ("llama", {"hidden_size": 21}, r"must be a multiple of 8, since 2 groups of heads .* nearest: 24"),
+        ("llama", {"layers": 9}, r"--layers 9: must be from 4 to 8; nearest: 8"),
+        ("llama", {"layers": 3}, r"--layers 3: must be from 4 to 8; nearest: 4"),
+        ("llama", {"intermediate_size": 19}, r"--intermediate-size 19: must be at least 20"),
+        ("qwen3", {"hidden_size": 24}, r"multiple of 16, since norms of heads share its eps; nearest: 32"),
+        ("bert", {"hidden_size": 18}, r"multiple of 12, since its norms come after the sum; nearest: 24"),
+        ("bert", {"layers": 3}, r"--layers 3: must stay 2, since its norms come after the sum"),
+        ("opt", {}, "a model of the family opt can't be expanded; choose one of llama"),
+    ],
+)
+def test_what_has_no_lossless_model_is_refused(kind: str, sizes: dict[str, int], message: str) -> None:
+    settings = {"model_type": "opt"} if kind == "opt" else small_model(kind).config.to_dict()
+    with pytest.raises(ConfigError, match=message):
+        Growth.of(settings, **{"hidden_size": None, "layers": None} | sizes)
+
+
+def test_wrong_flags_are_named() -> None:
+    with pytest.raises(
+        ConfigError, match=r"(?s)2 problems.*--to DIR is missing.*--layers 0: must be at least 1"
+    ) as caught:
+        cli.run(["expand", "runs/small", "--layers", "0"])
+    assert caught.value.exit_code == 2

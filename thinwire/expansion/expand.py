@@ -1,0 +1,122 @@
+"""Writes the folder of a larger model, one tensor at a time, and compares what it computes with the small one."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.checkpoint.weights_folder import new_folder, write_weights
+from thinwire.convert.origin import Origin, load_folder, open_origin
+from thinwire.convert.verify import UnfaithfulError
+from thinwire.errors import ConfigError
+from thinwire.expansion.families import Growth
+from thinwire.expansion.roles import ALL_ZERO, CANCELLING, KEPT, Draw
+from thinwire.models.llama import next_token_loss
+
+INSERTED = {"cancelling": CANCELLING, "zero": ALL_ZERO}
+# Of logits in fp32, relative to the largest: rounding of the larger model's longer sums.
+MOST_ERROR = 1e-3
+
+
+@dataclass(frozen=True)
+class Expanded:
+    """Result of an expansion.
+
+    error: largest difference of logits on held-out text, relative to the largest logit. loss: both models' mean
+    next-token loss there, in nats.
+    """
+
+    num_parameters: int
+    num_small: int
+    num_tokens: int
+    error: float
+    loss: tuple[float, float]
+
+
+def expand(
+    source: str,
+    to: str | Path,
+    *,
+    hidden_size: int | None = None,
+    layers: int | None = None,
+    intermediate_size: int | None = None,
+    inserted: str = "cancelling",
+    seed: int = 0,
+    data: str | None = None,
+    sequences: int = 16,
+) -> Expanded:
+    """Write a wider and deeper model with the same outputs as a folder of transformers, and prove it on held-out text.
+
+    New weights are drawn by (seed, name, element): a tensor, or some of its rows, can be expanded alone.
+
+    Args:
+        source: a run directory, or `hf:DIR`; a Llama, Mistral, Qwen2, Qwen3, GPT-2 or BERT.
+        to: the folder to write.
+        hidden_size, layers, intermediate_size: of the larger model; by default those of the small one, the last in
+            proportion to the width.
+        inserted: last matrices of inserted layers: "cancelling" (type 2) or "zero" (type 1).
+        seed: of the new weights.
+        data: text to compare both models on; by default the run's own, or stdlib.
+        sequences: largest number of held-out sequences to compare on.
+
+    Raises ConfigError for sizes that no lossless model has, UnfaithfulError if the outputs differ.
+    Source: Wang et al., "LEMON: lossless model expansion" (ICLR 2024).
+    """
+    if inserted not in INSERTED:
+        raise ConfigError(f"inserted={inserted!r}: must be one of {', '.join(INSERTED)}")
+    origin = open_origin(source)
+    growth = Growth.of(origin.settings, hidden_size, layers, intermediate_size)
+    with new_folder(Path(to)) as folder:
+        (folder / "config.json").write_text(json.dumps(dict(growth.large), indent=2) + "\n")
+        shapes = write_weights(folder, expanded(origin, growth, seed, INSERTED[inserted]))
+        origin.write_tokenizer(folder)
+        small = origin.model()
+        num_parameters = sum(shape.numel() for shape in shapes.values())
+        num_small = sum(parameter.numel() for parameter in small.parameters())
+        return Expanded(num_parameters, num_small, *proof(origin, small, load_folder(folder), data, sequences))
+
+
+def expanded(origin: Origin, growth: Growth, seed: int, inserted: int) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of the larger model, one at a time; an output layer that is shared in the small one is written too.
+
+    inserted: ALL_ZERO or CANCELLING. Raises ConfigError for a tensor without a role.
+    """
+    givers = {name: name for name in origin.names()}
+    shared = growth.family.untied if growth.has_head else {}
+    givers |= {name: giver for name, giver in shared.items() if name not in givers}
+    for name, giver in givers.items():
+        small = origin.tensor(giver)
+        for target, role, is_inserted in growth.targets(name):
+            yield target, role.expand(small, Draw(seed, target, inserted if is_inserted else KEPT))
+
+
+@torch.no_grad()
+def proof(
+    origin: Origin, small: nn.Module, large: nn.Module, data: str | None, sequences: int
+) -> tuple[int, float, tuple[float, float]]:
+    """Compare the logits on held-out text: number of tokens, error and losses of `Expanded`.
+
+    Raises UnfaithfulError if the error is above MOST_ERROR or no number.
+    """
+    furthest = largest = num_tokens = 0.0
+    losses = [0.0, 0.0]
+    for tokens, targets in origin.tokens(data, sequences):
+        ours, theirs = small(tokens), large(tokens)
+        furthest = max(furthest, float((ours - theirs).abs().max()), key=lambda x: math.inf if math.isnan(x) else x)
+        largest = max(largest, float(ours.abs().max()))
+        num_tokens += tokens.numel()
+        for place, logits in enumerate((ours, theirs)):
+            losses[place] += float(next_token_loss(logits, targets)) * tokens.numel()
+    error = furthest / largest
+    if not error <= MOST_ERROR:
+        raise UnfaithfulError(
+            f"the larger model's logits differ by {error:.3g} of the largest one; the limit is {MOST_ERROR:g}; "
+            "the folder was deleted"
+        )
+    return int(num_tokens), error, (losses[0] / num_tokens, losses[1] / num_tokens)

@@ -1,0 +1,114 @@
+"""What a tensor does in a model, and how it grows with the axes that it lies on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs.random import named_seed
+from thinwire.expansion.axes import Axis, expand_gain, expand_matrix
+
+KEPT, ALL_ZERO, CANCELLING = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How the tensor `name` of the large model is drawn.
+
+    layer: KEPT, or that of an inserted layer, which adds nothing: with ALL_ZERO last matrices, the paper's type 1, or
+    with CANCELLING ones, its type 2.
+    """
+
+    seed: int
+    name: str
+    layer: int = KEPT
+
+    @property
+    def number(self) -> int:
+        """The seed of the tensor's elements."""
+        return named_seed(self.seed, self.name)
+
+    def axis(self, axis: Axis) -> Axis:
+        """The axis in this layer: where copies must cancel, each needs a second one."""
+        return (axis.paired() or axis) if self.layer == CANCELLING and axis.residue == "circular" else axis
+
+
+class Role(Protocol):
+    """What a tensor does."""
+
+    def expand(self, small: Tensor, draw: Draw) -> Tensor:
+        """The tensor of the large model."""
+        ...
+
+
+@dataclass(frozen=True)
+class Same:
+    """A tensor that stays as it is, such as the norm of a head, or the bias of the output layer."""
+
+    def expand(self, small: Tensor, draw: Draw) -> Tensor:
+        return small
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """Rows that write to an axis."""
+
+    out: Axis
+
+    def expand(self, small: Tensor, draw: Draw) -> Tensor:
+        return self.out.write(small.t()).t()
+
+
+@dataclass(frozen=True)
+class Gain:
+    """Factors of a norm."""
+
+    axis: Axis
+
+    def expand(self, small: Tensor, draw: Draw) -> Tensor:
+        return expand_gain(small, self.axis, draw.number)
+
+
+@dataclass(frozen=True)
+class Shift:
+    """A bias on an axis. is_last: of the matrix that ends a branch."""
+
+    out: Axis
+    is_last: bool = False
+
+    def expand(self, small: Tensor, draw: Draw) -> Tensor:
+        found = draw.axis(self.out).write(small)
+        return torch.zeros_like(found) if self.is_last and draw.layer else found
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A linear layer. is_transposed: it lies as [in, out]. is_last: it ends a branch of the residual stream."""
+
+    out: Axis
+    into: Axis
+    is_transposed: bool = False
+    is_last: bool = False
+
+    def expand(self, small: Tensor, draw: Draw) -> Tensor:
+        weight = small.t() if self.is_transposed else small
+        out, into = draw.axis(self.out), draw.axis(self.into)
+        adds_zero = self.is_last and draw.layer != KEPT
+        if adds_zero and draw.layer == ALL_ZERO:
+            found = weight.new_zeros(out.large, into.large)
+        else:
+            found = expand_matrix(weight, out, into, draw.number, adds_zero=adds_zero)
+        return found.t().contiguous() if self.is_transposed else found
+
+
+@dataclass(frozen=True)
+class Head:
+    """An output layer, whose rows stay. Shared with an embedding in the small model, it is a tensor of its own here."""
+
+    into: Axis
+
+    def expand(self, small: Tensor, draw: Draw) -> Tensor:
+        return expand_matrix(small, Axis(len(small), len(small)), self.into, draw.number)

@@ -1,0 +1,227 @@
+"""Prunes a model layer by layer: what a layer's inputs are is measured behind the layers that are pruned already."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from thinwire.codecs.random import named_seed, uniform
+from thinwire.errors import ConfigError
+from thinwire.pruning.masks import check, check_width, mask_of, scores
+
+# Parts of a layer that choose experts.
+ROUTERS = {"gate", "router", "shared_expert_gate"}
+
+
+@dataclass
+class Pruned:
+    """What was pruned. masks: by parameter, True where a weight stays. unused: experts without a token."""
+
+    masks: dict[str, Tensor] = field(default_factory=dict)
+    unused: list[str] = field(default_factory=list)
+
+    @property
+    def sparsity(self) -> float:
+        """The share of zeros in the pruned matrices."""
+        kept = sum(int(mask.sum()) for mask in self.masks.values())
+        return 1 - kept / max(1, sum(mask.numel() for mask in self.masks.values()))
+
+
+@dataclass(frozen=True)
+class Target:
+    """A matrix to prune, or one of each expert. squares: of its inputs, summed; is_transposed: [experts, in, out]."""
+
+    name: str
+    weight: nn.Parameter
+    squares: Tensor
+    is_transposed: bool = False
+
+    def matrices(self) -> Tensor:
+        """The weights as [..., out, in]."""
+        return self.weight.data.transpose(-1, -2) if self.is_transposed else self.weight.data
+
+
+@torch.no_grad()
+def prune(
+    model: nn.Module,
+    batches: Iterable[Tensor],
+    *,
+    sparsity: float = 0.5,
+    method: str = "moe-pruner",
+    pattern: str = "rows",
+    seed: int = 0,
+    group: dist.ProcessGroup | None = None,
+) -> Pruned:
+    """Set weights of all layers' matrices and experts to zero, in place; routers, embeddings and the output layer stay.
+
+    The batches pass the model once, and each layer twice: before it is pruned, to measure its inputs, and after. Where
+    torch.distributed is initialised, each rank gives batches of its own, and the sums of squares are added over ranks:
+    all have the masks of one process. The collectives block.
+
+    Args:
+        model: ours, or a causal LM of transformers 5.
+        batches: tokens, int64 [batch, seq] each.
+        sparsity: share of each row that becomes zero.
+        method: moe-pruner, wanda (all gates 1), magnitude (all norms 1), random.
+        pattern: rows, or 2:4.
+        seed: of `random`.
+        group: of the ranks; by default all.
+
+    Raises ConfigError for what can't be pruned. Source: MoE-Pruner, algorithm 1.
+    """
+    check(method, pattern, sparsity)
+    layers = layers_of(model)
+    was_training = model.training
+    model.eval()
+    inputs, calls = first_inputs(model, layers, batches)
+    done = Pruned()
+    for number, (prefix, layer) in enumerate(layers):
+        with ExitStack() as hooks:
+            targets = list(watched(layer, prefix, hooks, is_gated=method == "moe-pruner"))
+            for x, call in zip(inputs, calls, strict=True):
+                call.run(layer, number, x)
+        if dist.is_available() and dist.is_initialized():
+            for squares in {id(target.squares): target.squares for target in targets}.values():
+                dist.all_reduce(squares, group=group)
+        for target in targets:
+            prune_one(target, done, sparsity, method, pattern, seed)
+        inputs = [call.run(layer, number, x) for x, call in zip(inputs, calls, strict=True)]
+    model.train(was_training)
+    return done
+
+
+def prune_one(target: Target, done: Pruned, sparsity: float, method: str, pattern: str, seed: int) -> None:
+    """Choose the weights of one target that stay, and set the others to zero."""
+    matrices, norms = target.matrices(), target.squares.sqrt()
+    check_width(target.name, matrices.shape[-1], pattern)
+    if method == "random":
+        drawn = uniform(named_seed(seed, target.name), 0, matrices.numel())
+        score = drawn.view(matrices.shape)
+    else:
+        score = scores(matrices, torch.ones_like(norms) if method == "magnitude" else norms)
+    if norms.ndim > 1 and method in ("moe-pruner", "wanda"):
+        done.unused += [f"{target.name}[{expert}]" for expert in (norms.amax(-1) == 0).nonzero().flatten().tolist()]
+    mask = mask_of(score, pattern, sparsity)
+    mask = mask.transpose(-1, -2).contiguous() if target.is_transposed else mask
+    target.weight.mul_(mask)
+    done.masks[target.name] = mask
+
+
+def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The model's layers with their names. Raises ConfigError if it has no list of layers."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList):
+            return [(f"{name}.{number}", layer) for number, layer in enumerate(module)]
+    raise ConfigError(f"{type(model).__name__} has no list of layers to prune")
+
+
+@dataclass
+class Call:
+    """What a batch's forward gave each layer beside its input."""
+
+    given: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
+
+    def run(self, layer: nn.Module, number: int, x: Tensor) -> Tensor:
+        """The layer's output for an input."""
+        args, kwargs = self.given[number]
+        found = layer(x, *args, **kwargs)
+        return found[0] if isinstance(found, tuple) else found
+
+
+def first_inputs(
+    model: nn.Module, layers: list[tuple[str, nn.Module]], batches: Iterable[Tensor]
+) -> tuple[list[Tensor], list[Call]]:
+    """The first layer's inputs, and what else each layer is called with, of all batches."""
+    inputs: list[Tensor] = []
+    calls: list[Call] = []
+
+    def note(number: int) -> Any:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            calls[-1].given[number] = args[1:], kwargs
+            if not number:
+                inputs.append(args[0])
+
+        return hook
+
+    options = {"use_cache": False} if hasattr(getattr(model, "config", None), "use_cache") else {}
+    with ExitStack() as hooks:
+        for number, (_, layer) in enumerate(layers):
+            hooks.callback(layer.register_forward_pre_hook(note(number), with_kwargs=True).remove)
+        for tokens in batches:
+            calls.append(Call())
+            model(tokens, **options)
+    if not inputs:
+        raise ConfigError("there is no text to measure the inputs on: give at least one batch")
+    return inputs, calls
+
+
+def watched(layer: nn.Module, prefix: str, hooks: ExitStack, is_gated: bool) -> Iterator[Target]:
+    """The targets of a layer. While the hooks are there, each forward adds to their squares.
+
+    Raises ConfigError for packed experts of an unknown form, and for a layer with nothing to prune.
+    """
+    num_targets = 0
+    for name, module in layer.named_modules(prefix=prefix):
+        if set(name.removeprefix(prefix).split(".")) & ROUTERS:
+            continue
+        if isinstance(module, nn.Linear):
+            target = Target(f"{name}.weight", module.weight, zeros(module.in_features))
+            hooks.callback(module.register_forward_pre_hook(add_inputs(target.squares)).remove)
+            targets = [target]
+        elif name.rpartition(".")[2] == "experts":
+            targets = list(packed(name, module, hooks, is_gated))
+        else:
+            continue
+        num_targets += len(targets)
+        yield from targets
+    if not num_targets:
+        raise ConfigError(f"{prefix} holds no linear layer and no packed experts, so there is nothing to prune")
+
+
+def zeros(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.float64)
+
+
+def add_inputs(squares: Tensor) -> Any:
+    def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
+        squares.add_(args[0].detach().flatten(0, -2).float().square().sum(0))
+
+    return hook
+
+
+def packed(name: str, experts: Any, hooks: ExitStack, is_gated: bool) -> Iterator[Target]:
+    """The targets of experts whose matrices of one kind are one tensor: ours [E, I, H], or those of transformers 5."""
+    down = getattr(experts, "down_proj", None)
+    is_ours, is_theirs = hasattr(experts, "up_proj"), hasattr(experts, "gate_up_proj") and hasattr(experts, "act_fn")
+    if not isinstance(down, nn.Parameter) or not (is_ours or is_theirs) or hasattr(experts, "down_proj_bias"):
+        raise ConfigError(f"{name} is no packed tensor of experts with a gate: prune serves those of transformers 5")
+    inner, outer = down.shape[1:] if is_ours else down.shape[:0:-1]
+    of_inputs, of_inner = zeros(len(down), outer), zeros(len(down), inner)
+
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x, index, weights = (*args, *kwargs.values())
+        for expert in range(len(down)):
+            rows, choice = torch.where(index == expert)
+            gates = weights[rows, choice, None].float() if is_gated else 1.0
+            inputs = x[rows]
+            of_inputs[expert] += (inputs.float() * gates).square().sum(0)
+            if getattr(experts, "weigh_inputs", False):
+                inputs, gates = (inputs * weights[rows, choice, None]).to(x.dtype), 1.0
+            if is_ours:
+                hidden = F.silu(inputs @ experts.gate_proj[expert].t()) * (inputs @ experts.up_proj[expert].t())
+            else:
+                gate, up = (inputs @ experts.gate_up_proj[expert].t()).chunk(2, dim=-1)
+                hidden = experts.act_fn(gate) * up
+            of_inner[expert] += (hidden.float() * gates).square().sum(0)
+
+    hooks.callback(experts.register_forward_pre_hook(hook, with_kwargs=True).remove)
+    for kind in ("gate_proj", "up_proj") if is_ours else ("gate_up_proj",):
+        yield Target(f"{name}.{kind}", getattr(experts, kind), of_inputs)
+    yield Target(f"{name}.down_proj", down, of_inner, is_transposed=is_ours)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ SMALL = (
 ROWS = {
     "plain": (1, "--loss auto"),
     "data": (2, "--loss cut"),
-    "stages": (2, "--loss cut --stages 2 --pipeline.plan zbv"),
+    "stages": (2, "--loss cut --stages 2 --pipeline.plan zbv --pipeline.forward fp32 --pipeline.backward fp32"),
     "sequence": (2, "--loss cut --sequence.parallel 2"),
 }
 

@@ -424,7 +424,7 @@ def resolve(run: Run, asked: TrainConfig, threads: int) -> tuple[Run, list[Row]]
 
 
 def loss_of(config: TrainConfig) -> tuple[Any, str]:
-    """"plain" or "cut", and why. Raises ConfigError for a model of transformers whose logits are not its head's."""
+    """Which of "plain" and "cut", and why. Raises ConfigError for a model whose logits are not its head's output."""
     vocab_size: Any = load_tokenizer(config.tokenizer).vocab_size
     vocab_size = config.tables.get(model_table(config.model) or "", {}).get("vocab_size", vocab_size)
     if config.model.startswith("hf:"):

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
 
 from thinwire.errors import ConfigError, nearest
-from thinwire.losses.blocks import ACCUMULATIONS, logits_of, wide
+from thinwire.losses.blocks import ACCUMULATIONS, logits_of
 from thinwire.losses.fused import Fused
 from thinwire.losses.tiles import FILTERS, Tiles, Tiling
 
@@ -147,7 +147,7 @@ def _preset(name: str, stated: dict[str, str | None]) -> tuple[str, str, str | N
 def _local(
     e: Tensor, c: Tensor, bias: Tensor | None, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor, Tensor | None, dist.ProcessGroup | None]:
-    """This rank's part of each tensor, and who has the others. Raises ConfigError for placements that are not served."""
+    """This rank's part of each tensor, and who has the others. Raises ConfigError for other placements."""
     if isinstance(c, DTensor):
         mesh, placements = c.device_mesh, tuple(c.placements)
         if mesh.ndim != 1 or placements not in ((Shard(0),), (Replicate(),)):
@@ -178,7 +178,7 @@ def _check(given: dict[str, Any]) -> None:
             raise ConfigError(f"{name} {given[name]!r}: no such filter{nearest(given[name], FILTERS)}")
     if c.dim() != 2 or e.shape[-1:] != c.shape[1:] or e.shape[:-1] != targets.shape:
         raise ConfigError(
-            f"e {list(e.shape)}, c {list(c.shape)} and targets {list(targets.shape)}: must be [..., D], [V, D] and [...]"
+            f"e {list(e.shape)}, c {list(c.shape)} and targets {list(targets.shape)}: want [..., D], [V, D], [...]"
         )
     if bias is not None and bias.shape != c.shape[:1]:
         raise ConfigError(f"bias {list(bias.shape)}: must be [{len(c)}], as c has rows")

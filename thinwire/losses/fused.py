@@ -33,7 +33,7 @@ class Fused(torch.autograd.Function):
         wants_e, wants_c, wants_bias, *_ = ctx.needs_input_grad
         total = torch.zeros((), dtype=wide(e.dtype), device=e.device)
         of_e = torch.empty_like(e) if wants_e else None
-        sums = Sums(*c.shape, c, accumulation) if wants_c else None
+        sums = Sums(len(c), c.shape[1], c, accumulation) if wants_c else None
         of_bias = torch.zeros(len(c), dtype=total.dtype, device=e.device) if wants_bias else None
         for rows in blocks(len(e), TOKENS):
             logits, aims = logits_of(e[rows], c, bias, softcap), targets[rows, None]

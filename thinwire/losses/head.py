@@ -17,13 +17,13 @@ LARGE_BYTES = 256 << 20
 
 
 def loss_in_effect(asked: str, num_tokens: int, vocab_size: int) -> tuple[str, str]:
-    """"plain" or "cut", and why. num_tokens: of a micro-batch."""
+    """Which of "plain" and "cut", and why. num_tokens: of a micro-batch."""
     size = 4 * num_tokens * vocab_size
     shown = f"logits of a micro-batch, {num_tokens} x {vocab_size}, take {size / 1e6:.1f} MB in fp32"
     if asked != "auto":
         return asked, shown
-    large = f"{LARGE_BYTES / 1e6:.0f} MB"
-    return ("plain", f"{shown}; cut from {large} on") if size < LARGE_BYTES else ("cut", f"{shown}; plain below {large}")
+    effect = "plain" if size < LARGE_BYTES else "cut"
+    return effect, f"{shown}; from {LARGE_BYTES / 1e6:.0f} MB on they are cut"
 
 
 def head_of(model: nn.Module) -> nn.Linear:
@@ -68,17 +68,18 @@ def cut_loss(model: nn.Module, head: nn.Linear | None = None) -> None:
     def forward(tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         if targets is None:
             return own(tokens)
-        before = vars(head).get("forward")
-        head.forward = _giving(head, targets)  # type: ignore[method-assign]
+        before: Any = vars(head).get("forward")
+        head.forward = _giving(head, targets)  # type: ignore[method-assign, assignment]
         try:
             return own(tokens, targets)
         finally:
             if before is None:
                 del head.forward
             else:
-                head.forward = before
+                head.forward = before  # type: ignore[method-assign]
 
-    model.forward, model.gives_loss = forward, True  # type: ignore[method-assign, assignment]
+    model.forward = forward  # type: ignore[method-assign]
+    vars(model)["gives_loss"] = True
 
 
 def _giving(head: nn.Linear, targets: Tensor) -> Callable[[Tensor], Tensor]:

@@ -72,7 +72,7 @@ class Tiles(torch.autograd.Function):
             place[order] = torch.arange(len(order), device=order.device)
             is_here = (targets >= 0) & (targets < len(c))
             targets = torch.where(is_here, place[targets.clamp(0, len(c) - 1)], -1)
-        sums = Sums(*e.shape, e, tiling.accumulation) if wants_e else None
+        sums = Sums(len(e), e.shape[1], e, tiling.accumulation) if wants_e else None
         of_c = torch.empty_like(c) if wants_c else None
         of_bias = torch.empty_like(bias) if wants_bias else None
         for words in blocks(len(c), tiling.words):

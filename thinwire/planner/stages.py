@@ -175,7 +175,8 @@ def costs_of(
     model: Llama, options: Pipeline, sizes: Sequence[int], home: Sequence[int], batch: int, seq_len: int, flops: float
 ) -> Costs:
     """Of one micro-batch; a backward computes twice what the forward does."""
-    layer, ends = layer_and_ends(model.config, seq_len)
+    loss, _ = loss_in_effect(loss, batch * seq_len, model.config.vocab_size)
+    layer, ends = layer_and_ends(model.config, seq_len, is_cut=loss == "cut")
     work = [num * layer.operations for num in sizes]
     kept = [num * layer.kept_bytes for num in sizes]
     work[-1] += ends.operations

@@ -39,6 +39,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "thinwire.hosts.sharded.wrap": ("zero",),
     "thinwire.state.watchdog": ("DeadGradientError",),
     "thinwire.layout.formats": ("Strategy",),
+    "thinwire.losses": ("cut_cross_entropy", "cut_loss"),
     "thinwire.methods.experts": ("ExpertParallel",),
     "thinwire.methods.interface": ("Method",),
     "thinwire.methods.memory": ("Residency",),

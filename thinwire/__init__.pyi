@@ -58,6 +58,7 @@ from thinwire.hosts.sharded.optimizer import ShardedOptimizer as ShardedOptimize
 from thinwire.hosts.sharded.wrap import zero as zero
 from thinwire.islands.library import Islands as Islands
 from thinwire.layout.formats import Strategy as Strategy
+from thinwire.losses import cut_cross_entropy as cut_cross_entropy, cut_loss as cut_loss
 from thinwire.methods.experts import ExpertParallel as ExpertParallel
 from thinwire.methods.interface import Method as Method
 from thinwire.methods.memory import Residency as Residency

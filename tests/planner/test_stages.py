@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -55,6 +57,19 @@ def test_activations_are_those_that_torch_keeps() -> None:
     matrices = sum(param.numel() for param in model.model.layers[0].parameters() if param.dim() == 2)
     attention = 2 * 64 * config.hidden_size
     assert layer.operations == 2 * 64 * (matrices + attention)
+
+
+def test_a_cut_loss_keeps_no_logits() -> None:
+    config = replace(PRESETS["tiny"], vocab_size=4096)
+    plain, cut = (layer_and_ends(config, 64, is_cut=is_cut)[1] for is_cut in (False, True))
+    logits, hidden = 4 * 64 * 4096, 4 * 64 * config.hidden_size
+    assert cut.operations == plain.operations
+    assert logits - hidden <= plain.kept_bytes - cut.kept_bytes <= 2 * logits
+    found = explained("--stages", "4", "--strategy", "zero", "--loss", "cut")
+    whole = explained("--stages", "4", "--strategy", "zero", "--loss", "plain")
+    assert found.stages is not None and whole.stages is not None
+    assert found.stages.timeline.peak_bytes[3] < whole.stages.timeline.peak_bytes[3]
+    assert any(note[:2] == ("--loss cut", "cut") for note in found.notes)
 
 
 def test_a_step_of_stages_counts_borders_and_the_stage_that_holds_most() -> None:

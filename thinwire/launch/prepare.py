@@ -28,6 +28,7 @@ from thinwire.hosts.sequence.seams import heads_of
 from thinwire.launch.machine import choose_dtype, free_port, port_is_free, threads_per_worker
 from thinwire.launch.start import Start
 from thinwire.layout.mesh import MeshShape
+from thinwire.losses import head_of, loss_in_effect
 from thinwire.methods.experts import check_data_method
 from thinwire.methods.interface import Method
 from thinwire.methods.memory import why_not_resident
@@ -36,7 +37,7 @@ from thinwire.methods.pipeline.inside import check_inside, check_recovers
 from thinwire.methods.pipeline.options import Pipeline, check_stages
 from thinwire.methods.pipeline.recover import NONE
 from thinwire.methods.sequence import Shape, check_strategy, choose_layout
-from thinwire.models import build_model
+from thinwire.models import build_model, build_skeleton
 from thinwire.models.hf import check_hf, look_into
 from thinwire.models.kept import MASKS
 from thinwire.models.llama import Llama, check_cut
@@ -420,9 +421,28 @@ def resolve(run: Run, asked: TrainConfig, threads: int) -> tuple[Run, list[Row]]
         rows.append((f"--local-size {asked.local_size or 'by default'}", islands, why))
     if asked.optimizer is None:
         rows.append(("--optimizer", f"{run.config.optimizer}", f"the choice of strategy {asked.strategy}"))
+    loss, why_loss = loss_of(asked)
+    rows.append((f"--loss {asked.loss}", loss, why_loss))
     if asked.compile:
         rows.append(("--compile", "layers are compiled one by one", "weights arrive before the forward, not during it"))
-    return replace(resolved, config=replace(with_derived(resolved.config), dtype=dtype, device=device)), rows
+    return replace(resolved, config=replace(with_derived(resolved.config), dtype=dtype, device=device, loss=loss)), rows
+
+
+def loss_of(config: TrainConfig) -> tuple[Any, str]:
+    """Which of "plain" and "cut", and why. Raises ConfigError for a model whose logits are not its head's output."""
+    vocab_size: Any = load_tokenizer(config.tokenizer).vocab_size
+    vocab_size = config.tables.get(model_table(config.model) or "", {}).get("vocab_size", vocab_size)
+    if config.model.startswith("hf:"):
+        vocab_size = check_hf(config.model.removeprefix("hf:"), 1, 1, {}).vocab_size
+    loss, why = loss_in_effect(config.loss, derive(config, config.num_shares).micro_batch * config.seq_len, vocab_size)
+    if loss == "cut" and config.model.startswith("hf:"):
+        try:
+            head_of(build_skeleton(config.model, 1, 1))
+        except ConfigError as error:
+            if config.loss == "cut":
+                raise
+            return "plain", f"{why}, but {error}"
+    return loss, why
 
 
 def plan(config: TrainConfig, problems: Problems) -> tuple[Run, Start]:

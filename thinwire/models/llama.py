@@ -208,8 +208,11 @@ class Decoder(nn.Module):
 
 
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy in fp32 (nats) of logits [batch, seq, vocab] against targets [batch, seq]; -100 is ignored."""
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+    """Mean cross-entropy in fp32 (nats) of logits [batch, seq, vocab] against targets [batch, seq]; -100 is ignored.
+
+    A head that gives the loss itself gives a scalar, which is returned.
+    """
+    return logits if logits.dim() == 0 else F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 def with_gradient_of(loss: Tensor, other: Tensor) -> Tensor:

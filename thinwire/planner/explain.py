@@ -16,6 +16,7 @@ from thinwire.errors import ConfigError, Problems, nearest
 from thinwire.flags import flag
 from thinwire.lab.spec import read_rate
 from thinwire.layout.mesh import MeshShape
+from thinwire.losses import loss_in_effect
 from thinwire.methods.interface import Method, MethodPlan
 from thinwire.methods.pipeline.inside import check_inside, why_not_inside
 from thinwire.methods.pipeline.options import Pipeline
@@ -109,8 +110,12 @@ def explain(config: ExplainConfig, problems: Problems) -> Explained:
             if shape.pipeline > 1:
                 llama, grid = check_can_cut(model, shape), grid or grid_of(config, rate, local_rate)
                 options, num = Pipeline(**config.tables.get(PIPELINE, {})), config.passes
-                stages = stages_of(llama, options, shape.pipeline, num, config.micro_batch, config.seq_len, grid)
+                stages = stages_of(
+                    llama, options, shape.pipeline, num, config.micro_batch, config.seq_len, grid, config.loss
+                )
                 notes += notes_on_stages(stages, llama, config, grid)
+                loss, why = loss_in_effect(config.loss, config.micro_batch * config.seq_len, llama.config.vocab_size)
+                notes.append((f"--loss {config.loss}", loss, why))
     plans: dict[str, MethodPlan] = {}
     replicas = shape.sizes["data"] if shape is not None else 1
     mean_over, whole, heaviest = {}, [], {}
@@ -273,7 +278,7 @@ def found_stages(
     num_sequences, stated = grid.num_ranks * config.passes * config.micro_batch, config.tables.get(PIPELINE, {})
     listed = candidates(grid.num_ranks, len(model.model.layers), num_sequences, names, stated, largest)
     memory = None if config.memory_gb is None else config.memory_gb * 1e9
-    result = search(model, listed, planned, grid, config.seq_len, memory)
+    result = search(model, listed, planned, grid, config.seq_len, memory, config.loss)
     if not result.fastest:
         floor = f"the least is {bytes_text(result.too_large[0].memory_bytes)}" if result.too_large else "none can run"
         raise ConfigError(f"--memory-gb {config.memory_gb}: no way to train fits; {floor}", *result.refused)
@@ -389,7 +394,7 @@ def notes_on(config: ExplainConfig, names: list[str]) -> Iterator[tuple[str, str
             yield f"{flag(name)} {getattr(config, name)}", "no effect", "--parameters stands for the model"
     if config.stages is None:
         of_pass = () if used & {SEQUENCE, EXPERTS} else ("micro_batch",)
-        for name in (*of_pass, "gflops", "memory_gb"):
+        for name in (*of_pass, "gflops", "memory_gb", "loss"):
             if getattr(config, name) != getattr(ExplainConfig(), name):
                 yield f"{flag(name)} {getattr(config, name)}", "no effect", "it is for --stages"
     if config.rate is not None and config.nodes == 1:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from thinwire.losses import cut_loss
 from thinwire.models import Llama
 from thinwire.models.llama import LlamaConfig
 
@@ -22,8 +23,11 @@ class Forward:
     kept_bytes: float
 
 
-def forward_of(config: LlamaConfig, batch: int, seq_len: int) -> Forward:
-    """Of the loss of `batch` sequences, counted by torch on tensors without memory; the kernels are those of a CPU."""
+def forward_of(config: LlamaConfig, batch: int, seq_len: int, *, is_cut: bool = False) -> Forward:
+    """Of the loss of `batch` sequences, counted by torch on tensors without memory; the kernels are those of a CPU.
+
+    is_cut: with `--loss cut`, whose forward has the head's gradient already: it counts as a gradient, not here.
+    """
     kept: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -36,13 +40,19 @@ def forward_of(config: LlamaConfig, batch: int, seq_len: int) -> Forward:
         given = {each.untyped_storage()._cdata for each in (*model.parameters(), tokens)}
         with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
             model(tokens, tokens)
+        if is_cut:
+            kept.clear()
+            cut_loss(model, model.lm_head)
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+                model(tokens, tokens)
         num_bytes = sum(tensor.untyped_storage().nbytes() for key, tensor in kept.items() if key not in given)
+        num_bytes -= model.lm_head.weight.nbytes if is_cut else 0
     return Forward(counter.get_total_flops(), num_bytes)
 
 
 @cache
-def layer_and_ends(config: LlamaConfig, seq_len: int) -> tuple[Forward, Forward]:
+def layer_and_ends(config: LlamaConfig, seq_len: int, *, is_cut: bool = False) -> tuple[Forward, Forward]:
     """One sequence: in one of the layers, which are all alike, and in embedding, head and loss together."""
-    one, two = (forward_of(replace(config, num_hidden_layers=num), 1, seq_len) for num in (1, 2))
+    one, two = (forward_of(replace(config, num_hidden_layers=num), 1, seq_len, is_cut=is_cut) for num in (1, 2))
     layer = Forward(two.operations - one.operations, two.kept_bytes - one.kept_bytes)
     return layer, Forward(one.operations - layer.operations, one.kept_bytes - layer.kept_bytes)

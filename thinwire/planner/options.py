@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -55,6 +55,8 @@ class ExplainConfig:
     """Rate of one machine's link to the others, which its ranks share, such as 10gbit; adds a column of seconds."""
     local_rate: str | None = None
     """Rate of one rank's link inside its machine; adds a column of seconds."""
+    loss: Literal["auto", "plain", "cut"] = "auto"
+    """How the loss of stages is computed, as for `thinwire train`: it sets what the head keeps for its backward."""
     gflops: float | None = None
     """Billions of operations per second that one rank reaches, for stages; by default measured here in a moment."""
     memory_gb: float | None = None

@@ -50,13 +50,15 @@ class Search:
 
 def search(
     model: Llama, found: Iterable[Candidate], planned: Planned, grid: Grid, seq_len: int,
-    memory_bytes: float | None = None,
+    memory_bytes: float | None = None, loss: str = "auto",
 ) -> Search:  # fmt: skip
     """Price candidates, and rank those of which the fullest stage fits into a rank's memory.
 
     A candidate that recomputes is priced only where the same one that keeps more does not fit.
     """
-    simulated = cache(lambda pipeline, stages, num, size: stages_of(model, pipeline, stages, num, size, seq_len, grid))
+    simulated = cache(
+        lambda pipeline, stages, num, size: stages_of(model, pipeline, stages, num, size, seq_len, grid, loss)
+    )
 
     def priced(way: Candidate) -> Priced:
         return price(way, simulated(way.pipeline, way.stages, way.num_micro_batches, way.micro_batch), planned, grid)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from thinwire.cost import Cores, Network
+from thinwire.losses import loss_in_effect
 from thinwire.methods.interface import MethodPlan
 from thinwire.methods.pipeline import Costs, Timeline, in_flight, simulate
 from thinwire.methods.pipeline.balance import balanced
@@ -125,15 +126,18 @@ class Stages:
 
 
 def stages_of(
-    model: Llama, options: Pipeline, stages: int, num_micro_batches: int, batch: int, seq_len: int, grid: Grid
-) -> Stages:
+    model: Llama, options: Pipeline, stages: int, num_micro_batches: int, batch: int, seq_len: int, grid: Grid,
+    loss: str = "auto",
+) -> Stages:  # fmt: skip
     """Cut the model, and simulate a step of `num_micro_batches` with `batch` sequences each.
+
+    loss: as of `thinwire train`.
 
     Raises ConfigError for stages, layers and micro-batches that do not fit each other.
     """
     check_stages(options, stages, len(model.model.layers), min(num_micro_batches, LONGEST))
     parts, sizes = cut_parts(model, options, stages)
-    even = costs_of(model, options, sizes, options.home(stages), batch, seq_len, grid.flops)
+    even = costs_of(model, options, sizes, options.home(stages), batch, seq_len, grid.flops, loss)
     costs, links, cores = grid.costs(even, options, stages), grid.links(stages), grid.cores(stages)
     num = min(num_micro_batches, LONGEST)
     plan = options.plan_of(stages, num, costs, links)
@@ -172,10 +176,12 @@ def cut_parts(model: Llama, options: Pipeline, stages: int) -> tuple[list[nn.Mod
 
 
 def costs_of(
-    model: Llama, options: Pipeline, sizes: Sequence[int], home: Sequence[int], batch: int, seq_len: int, flops: float
-) -> Costs:
+    model: Llama, options: Pipeline, sizes: Sequence[int], home: Sequence[int], batch: int, seq_len: int, flops: float,
+    loss: str = "auto",
+) -> Costs:  # fmt: skip
     """Of one micro-batch; a backward computes twice what the forward does."""
-    layer, ends = layer_and_ends(model.config, seq_len)
+    loss, _ = loss_in_effect(loss, batch * seq_len, model.config.vocab_size)
+    layer, ends = layer_and_ends(model.config, seq_len, is_cut=loss == "cut")
     work = [num * layer.operations for num in sizes]
     kept = [num * layer.kept_bytes for num in sizes]
     work[-1] += ends.operations

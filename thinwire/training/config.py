@@ -93,6 +93,9 @@ class TrainConfig:
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """Compute type; auto measures whether bf16 autocast is faster on this machine, and on a GPU takes bf16 where it has
     bf16 units. Weights and sums stay fp32."""
+    loss: Literal["auto", "plain", "cut"] = "auto"
+    """plain: of the logits of a micro-batch; cut: of those of a few tokens at a time, in a small part of the memory.
+    auto takes cut where the logits are large."""
     compile: bool = False
     """Compile the model's layers with torch.compile."""
     seed: int = 0

@@ -24,6 +24,7 @@ from thinwire.hosts.offload.hollow import hollow
 from thinwire.hosts.pipeline.stage import LastLogits
 from thinwire.layout.layers import layers_of
 from thinwire.layout.mesh import MeshShape
+from thinwire.losses import cut_loss, head_of
 from thinwire.methods.memory import Residency
 from thinwire.methods.outer.base import connect
 from thinwire.models import build_model, generate
@@ -82,6 +83,9 @@ class Engine:
         self.model = device.place(model)
         self.shapes = {name: list(param.shape) for name, param in self.model.named_parameters()}
         self.frozen, self.buffers = untrained(self.model)
+        head = head_of(self.model) if config.loss == "cut" else None
+        if head is not None and shape.pipeline == 1:
+            cut_loss(self.model, head)
         mesh = mesh_of(shape, device)
         if isinstance(self.model, Llama) and shape.tensor > 1:
             cut_over(self.model, mesh["tensor"])
@@ -101,6 +105,8 @@ class Engine:
             timeout_s=config.timeout, checked=config.checked, overlap=not config.compile, initial=initial,
             announce=False,
         )  # fmt: skip
+        if head is not None and self.stage.pipeline is not None:
+            self.stage.pipeline.cut_loss(head)
         self.wrapped, self.optimizer = self.stage.module, self.stage.optimizer
         self.loader = BatchLoader(
             corpus.train, seq_len=config.seq_len, micro_batch=self.batch.micro_batch,

@@ -23,6 +23,7 @@ from thinwire.hosts.pipeline.recovery import EndCopies, Holdings, first_copies, 
 from thinwire.hosts.pipeline.runner import Runner
 from thinwire.hosts.pipeline.tied import TiedWeights
 from thinwire.hosts.ranks import along
+from thinwire.losses import cut_loss
 from thinwire.methods.pipeline import Chunk, Cut, Plan, cut, in_flight, simulate, token_shares
 from thinwire.methods.pipeline.border import LastMessages, sequence_keys
 from thinwire.methods.pipeline.options import Pipeline
@@ -205,6 +206,12 @@ class PipelineStage:
         """Where and how hidden states are rounded; empty where they travel as they are."""
         made, codec = self.part.made, self.crossing.forward + (", differences" if self.part.options.delta else "")
         return "" if self.crossing.codec("forward") is None else f"{codec} behind {made.sizes} on {made.home}"
+
+    def cut_loss(self, head: nn.Linear) -> None:
+        """Have the model's head give the loss, see thinwire.losses.cut_loss; of no effect where it is not."""
+        for chunk in self.part.chunks.values():
+            if chunk.chunk.is_last:
+                cut_loss(chunk.chunk.model, head)
 
     def forward_backward(self, batches: Sequence[Batch], loss: Loss = models_own) -> float:
         """The gradients of the mean loss over all tokens of the batches; the loss where the head is, else 0.

@@ -110,6 +110,9 @@ class SequenceRanks:
             if longest is not None and tokens.shape[1] > longest:
                 raise ConfigError(f"sequence of {tokens.shape[1]} tokens: the model holds at most {longest}")
             part, aims = self.split(tokens, targets)
+            if targets is not None and getattr(model, "gives_loss", False):
+                num = (aims != IGNORED).sum()
+                return self.mean_loss_of_sequences(own(part, aims) * num, num)
             logits = own(part)
             if targets is None:
                 return self.whole(logits)

@@ -1,0 +1,259 @@
+"""Cut cross-entropy against plain logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.workers import run_workers
+from thinwire.errors import ConfigError
+from thinwire.losses import PRESETS, cut_cross_entropy
+from thinwire.losses.tiles import Tiles, Tiling
+
+N, D, V = 67, 12, 1100
+
+
+def problem(dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    e, c, bias = (torch.randn(shape, generator=draw, dtype=dtype) for shape in ((N, D), (V, D), (V,)))
+    targets = torch.randint(0, V, (N,), generator=draw)
+    targets[::7] = -100
+    return e, c, bias, targets
+
+
+def plain(e: Tensor, c: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    """The definition, by torch's own cross_entropy."""
+    shift = options.get("shift", 0)
+    if shift:
+        e, targets = e[..., :-shift, :], targets[..., shift:]
+    logits = F.linear(e, c, options.get("bias"))
+    if cap := options.get("softcap"):
+        logits = cap * torch.tanh(logits / cap)
+    ignored, reduction = options.get("ignore_index", -100), options.get("reduction", "mean")
+    flat, aims = logits.flatten(0, -2), targets.flatten()
+    losses = F.cross_entropy(flat, aims, ignore_index=ignored, reduction="none")
+    losses = losses + options.get("z_loss", 0.0) * torch.where(aims == ignored, 0, flat.logsumexp(1)).square()
+    if reduction == "none":
+        return losses.view(targets.shape)
+    return losses.sum() / ((aims != ignored).sum() if reduction == "mean" else 1)
+
+
+def with_grads(loss_of: Callable[..., Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
+    loss = loss_of(*leaves)
+    weights = torch.linspace(0.5, 2, loss.numel(), dtype=loss.dtype).view(loss.shape)
+    return loss.detach(), *torch.autograd.grad((loss * weights).sum(), leaves)
+
+
+@pytest.mark.parametrize("impl", ["fused", "tiles", "plain", "cce_exact"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"softcap": 3.0},
+        {"z_loss": 0.1, "reduction": "sum"},
+        {"ignore_index": 5, "softcap": 30.0, "z_loss": 0.01},
+        {"reduction": "none", "softcap": 2.0, "z_loss": 0.1},
+    ],
+)
+def test_equals_plain_logits(impl: str, options: dict[str, Any]) -> None:
+    e, c, bias, targets = problem()
+    if "ignore_index" in options:
+        targets = targets.clamp(min=5)
+    if impl == "fused" and options.get("reduction") == "none":
+        with pytest.raises(ConfigError, match="nearest: impl 'tiles'"):
+            cut_cross_entropy(e, c, targets, impl=impl, **options)
+        return
+    found = with_grads(lambda e, c, b: cut_cross_entropy(e, c, targets, bias=b, impl=impl, **options), e, c, bias)
+    exact = with_grads(lambda e, c, b: plain(e, c, targets, bias=b, **options), e, c, bias)
+    for own, true in zip(found, exact, strict=True):
+        torch.testing.assert_close(own, true, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("impl", ["fused", "tiles"])
+def test_shifts_inside_of_sequences(impl: str) -> None:
+    draw = torch.Generator().manual_seed(1)
+    e, c = torch.randn(3, 9, D, generator=draw).double(), torch.randn(V, D, generator=draw).double()
+    targets = torch.randint(0, V, (3, 9), generator=draw)
+    found = with_grads(lambda e, c: cut_cross_entropy(e, c, targets, shift=2, impl=impl), e, c)
+    for own, true in zip(found, with_grads(lambda e, c: plain(e, c, targets, shift=2), e, c), strict=True):
+        torch.testing.assert_close(own, true, rtol=1e-12, atol=1e-12)
+
+
+def test_gradcheck() -> None:
+    draw = torch.Generator().manual_seed(2)
+    leaves = [torch.randn(shape, generator=draw).double().requires_grad_() for shape in ((3, 4), (7, 4), (7,))]
+
+    def found(e: Tensor, c: Tensor, b: Tensor) -> Any:
+        return Tiles.apply(e, c, b, torch.tensor([6, 0, 3]), Tiling(softcap=2.0, tokens=2, words=2))
+
+    assert torch.autograd.gradcheck(found, leaves)
+
+
+def test_lse_has_a_gradient() -> None:
+    e, c, _, targets = problem()
+
+    def found(e: Tensor, c: Tensor) -> Tensor:
+        loss, lse = cut_cross_entropy(e, c, targets, return_lse=True)
+        return loss + lse.square().sum()
+
+    def exact(e: Tensor, c: Tensor) -> Tensor:
+        lse = (e @ c.T).logsumexp(1)
+        return plain(e, c, targets) + lse[targets != -100].square().sum()
+
+    for own, true in zip(with_grads(found, e, c), with_grads(exact, e, c), strict=True):
+        torch.testing.assert_close(own, true, rtol=1e-12, atol=1e-12)
+
+
+class Largest(TorchDispatchMode):
+    """Notes the most elements of a tensor that any operation returned."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, Tensor):
+            self.most = max(self.most, found.numel())
+        return found
+
+
+@pytest.mark.parametrize(("impl", "most"), [("fused", 64 * 4096), ("tiles", 256 * 1024)])
+def test_never_has_all_logits(impl: str, most: int) -> None:
+    draw = torch.Generator().manual_seed(3)
+    e, c = (torch.randn(shape, generator=draw).requires_grad_() for shape in ((512, 8), (4096, 8)))
+    targets = torch.randint(0, 4096, (512,), generator=draw)
+    with Largest() as largest:
+        cut_cross_entropy(e, c, targets, impl=impl).backward()
+    assert largest.most <= most
+
+
+@pytest.mark.parametrize("impl", ["fused", "tiles"])
+def test_large_logits_and_no_tokens(impl: str) -> None:
+    e, c = torch.tensor([[100.0], [-100.0]]).requires_grad_(), torch.tensor([[100.0], [-100.0], [1.0]])
+    lse = cut_cross_entropy(e, c, torch.tensor([2, 2]), reduction="none", return_lse=True)[1]
+    torch.testing.assert_close(lse, torch.full((2,), 1e4), rtol=1e-6, atol=0)
+    loss = cut_cross_entropy(e, c, torch.full((2,), -100), impl=impl)
+    loss.backward()
+    assert loss == 0 and e.grad is not None and not e.grad.any()
+
+
+@pytest.mark.parametrize("accumulation", ["fp32", "kahan", "plain"])
+def test_bf16_sums(accumulation: str) -> None:
+    e, c, _, targets = problem(torch.bfloat16)
+    found = with_grads(lambda e, c: cut_cross_entropy(e, c, targets, impl="tiles", accumulation=accumulation), e, c)
+    exact = with_grads(lambda e, c: plain(e, c, targets), e.double(), c.double())
+    for own, true, bound in zip(found, exact, (2e-3, 2e-2, 2e-2), strict=True):
+        assert float((own.double() - true).norm() / true.norm()) < bound
+
+
+def filtered(kind: str | None, draw: int, unlikely: float) -> tuple[int, Tensor, Tensor]:
+    """Rows of c that tiles have given a gradient, and both gradients, where few words are likely."""
+    source = torch.Generator().manual_seed(4)
+    e, c = (torch.randn(shape, generator=source).mul_(0.1).requires_grad_() for shape in ((128, 16), (2048, 16)))
+    likely = torch.randperm(2048, generator=source)[:128]
+    bias = torch.full((2048,), unlikely)
+    bias[likely] = 0.0
+    targets = likely[torch.randint(0, 128, (128,), generator=source)]
+    # At bf16's epsilon, and computed in fp32: the filter's own error is what is seen.
+    eps = torch.finfo(torch.bfloat16).eps / torch.finfo(torch.float32).eps
+    tiling = Tiling(filter_e=kind, filter_c=kind, tokens=32, words=128, generator=torch.Generator().manual_seed(draw))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("thinwire.losses.tiles.LEAST_SHARE", eps / 32)
+        losses, _ = Tiles.apply(e, c, bias, targets, tiling)
+        of_e, of_c = torch.autograd.grad(losses.sum(), (e, c))
+    return int(of_c.any(1).sum()), of_e, of_c
+
+
+def test_sorting_lets_drop_leave_out_unlikely_words() -> None:
+    kept, of_e, of_c = filtered("drop", 0, -15.0)
+    _, true_e, true_c = filtered(None, 0, -15.0)
+    # One tile of likely words, of sixteen.
+    assert kept == 128
+    assert float((of_e - true_e).norm() / true_e.norm()) < 1e-3 and float((of_c - true_c).norm() / true_c.norm()) < 1e-3
+
+
+def test_unbiased_is_right_on_average() -> None:
+    _, _, exact = filtered(None, 0, -6.0)
+    _, _, dropped = filtered("drop", 0, -6.0)
+    found = [filtered("unbiased", draw, -6.0) for draw in range(30)]
+    mean = torch.stack([of_c for _, _, of_c in found]).mean(0)
+    rare = exact.abs().sum(1) < exact.abs().sum(1).median()
+    assert not dropped[rare].any()
+    assert len({kept for kept, *_ in found}) > 1
+    # Each gradient of the rare words is 0 or far too large; their sum over words and draws is what it should be.
+    share = float((mean[rare] * exact[rare]).sum() / exact[rare].square().sum())
+    assert share == pytest.approx(1, abs=0.5)
+
+
+def over_ranks(rank: int, world_size: int) -> None:
+    e, c, bias, targets = problem()
+    # Ranks have unequal numbers of rows, and no target is among the second rank's.
+    targets = torch.where(targets >= 0, targets % 400, targets)
+    own = slice(0, 400) if rank == 0 else slice(400, V)
+
+    def found(e: Tensor, c: Tensor, b: Tensor) -> Tensor:
+        return cut_cross_entropy(e, c, targets, bias=b, softcap=5.0, z_loss=0.1, group=dist.group.WORLD)
+
+    mine = with_grads(found, e, c[own], bias[own])
+    exact = with_grads(lambda e, c, b: plain(e, c, targets, bias=b, softcap=5.0, z_loss=0.1), e, c, bias)
+    for part, true in zip(mine, (*exact[:2], exact[2][own], exact[3][own]), strict=True):
+        torch.testing.assert_close(part, true, rtol=1e-12, atol=1e-12)
+    mesh = init_device_mesh("cpu", (world_size,))
+    placed = DTensor.from_local(c.chunk(world_size)[rank], mesh, [Shard(0)]).requires_grad_()
+    cut_cross_entropy(e, placed, targets).backward()
+    assert isinstance(placed.grad, DTensor)
+    _, of_c = with_grads(lambda c: plain(e, c, targets), c)
+    torch.testing.assert_close(placed.grad.full_tensor() * 0.5, of_c, rtol=1e-12, atol=1e-12)
+
+
+def test_vocabulary_over_ranks() -> None:
+    run_workers(over_ranks, 2)
+
+
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="before torch 2.13")
+def test_torchs_own() -> None:
+    e, c, bias, targets = problem()
+    found = with_grads(lambda e, c, b: cut_cross_entropy(e, c, targets, bias=b, impl="torch"), e, c, bias)
+    exact = with_grads(lambda e, c, b: plain(e, c, targets, bias=b), e, c, bias)
+    for own, true in zip(found, exact, strict=True):
+        torch.testing.assert_close(own, true, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"impl": "tile"}, "did you mean 'tiles'"),
+        ({"impl": "fused", "filter_c": "drop"}, "does not serve filters; nearest: impl 'tiles'"),
+        ({"filter_e": "biased"}, "no such filter"),
+        ({"softcap": 0.0}, "must be above 0"),
+        ({"impl": "cce", "accumulation": "kahan"}, "has its own accumulation"),
+        ({"impl": "torch", "softcap": 1.0}, "nearest: impl 'fused'"),
+        ({"shift": -1}, "must be from 0"),
+    ],
+)
+def test_refuses(options: dict[str, Any], words: str) -> None:
+    e, c, _, targets = problem()
+    with pytest.raises(ConfigError, match=words):
+        cut_cross_entropy(e, c, targets, **options)
+
+
+def test_a_second_backward_gives_the_same() -> None:
+    e, c, _, targets = problem()
+    loss = cut_cross_entropy(e, c.requires_grad_(), targets)
+    once, twice = (torch.autograd.grad(loss, c, torch.tensor(2.0).double(), retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(once, twice) and torch.equal(once, 2 * torch.autograd.grad(loss, c)[0])
+
+
+def test_presets_are_known() -> None:
+    e, c, _, targets = problem(torch.float32)
+    losses = {name: float(cut_cross_entropy(e, c, targets, impl=name)) for name in PRESETS}
+    assert max(losses.values()) == pytest.approx(min(losses.values()), rel=1e-6)

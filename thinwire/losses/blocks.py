@@ -1,0 +1,65 @@
+"""What both implementations share: the logits of a block, and sums of products in a stated precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+ACCUMULATIONS = ("fp32", "kahan", "plain")
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What softmax and sums are computed in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def blocks(length: int, size: int) -> Iterator[slice]:
+    """The ranges of `size` that make up `length`; the last may be shorter."""
+    return (slice(first, min(length, first + size)) for first in range(0, length, size))
+
+
+def logits_of(e: Tensor, c: Tensor, bias: Tensor | None, softcap: float | None) -> Tensor:
+    """e c^T + bias, then s tanh(x / s), in fp32 or fp64 and memory of its own."""
+    found = (e @ c.T).to(wide(e.dtype))
+    if bias is not None:
+        found += bias
+    return found if softcap is None else found.div_(softcap).tanh_().mul_(softcap)
+
+
+def slope_of(logits: Tensor, softcap: float) -> Tensor:
+    """The derivative of a soft-cap where its result is `logits`."""
+    return logits.div(softcap).square_().neg_().add_(1)
+
+
+class Sums:
+    """A sum of products [rows, columns] of matrices like `like`.
+
+    accumulation: "plain": in the dtype of `like`; "kahan": so too, with the rounding errors of the additions kept and
+    added later; "fp32": in fp32, or fp64 for fp64.
+    """
+
+    def __init__(self, rows: int, columns: int, like: Tensor, accumulation: str) -> None:
+        dtype = wide(like.dtype) if accumulation == "fp32" else like.dtype
+        self._dtype = like.dtype
+        self._total = torch.zeros(rows, columns, dtype=dtype, device=like.device)
+        self._lost = torch.zeros_like(self._total) if accumulation == "kahan" else None
+
+    def add(self, rows: slice, a: Tensor, b: Tensor) -> None:
+        """Add a b to these rows; a: fp32 or fp64, rounded to the dtype of b."""
+        a, total = a.to(b.dtype), self._total[rows]
+        if self._lost is not None:
+            lost = self._lost[rows]
+            term = (a @ b).sub_(lost)
+            after = total + term
+            lost.copy_((after - total).sub_(term))
+            total.copy_(after)
+        elif total.dtype == b.dtype:
+            total.addmm_(a, b)
+        else:
+            total.add_(a @ b)
+
+    def total(self, *, exact: bool = False) -> Tensor:
+        """The sum, in the dtype of `like`; exact: as it was added up."""
+        return self._total if exact else self._total.to(self._dtype)

@@ -1,0 +1,216 @@
+"""Cross-entropy of e c^T that never makes the logits of all tokens."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn import functional as F
+
+from thinwire.errors import ConfigError, nearest
+from thinwire.losses.blocks import ACCUMULATIONS, logits_of
+from thinwire.losses.fused import Fused
+from thinwire.losses.tiles import FILTERS, Tiles, Tiling
+
+IGNORED = -100
+IMPLEMENTATIONS = ("auto", "fused", "tiles", "plain", "torch")
+REDUCTIONS = ("mean", "sum", "none")
+# What the paper's code calls its choices: which gradients leave tiles out, and how sums are made.
+PRESETS: dict[str, dict[str, str]] = {
+    "cce": {"impl": "tiles", "accumulation": "plain", "filter_e": "drop", "filter_c": "drop"},
+    "cce_kahan": {"impl": "tiles", "accumulation": "kahan", "filter_e": "drop", "filter_c": "drop"},
+    "cce_kahan_full_c": {"impl": "tiles", "accumulation": "kahan", "filter_e": "drop"},
+    "cce_kahan_full_c_full_e": {"impl": "tiles", "accumulation": "kahan"},
+    "cce_exact": {"impl": "tiles", "accumulation": "kahan"},
+    "torch_compile": {"impl": "plain"},
+}
+
+
+@overload
+def cut_cross_entropy(
+    e: Tensor, c: Tensor, targets: Tensor, *, bias: Tensor | None = ..., ignore_index: int = ..., shift: int = ...,
+    softcap: float | None = ..., reduction: str = ..., z_loss: float = ..., return_lse: Literal[False] = ...,
+    accumulation: str = ..., filter_e: str | None = ..., filter_c: str | None = ...,
+    group: dist.ProcessGroup | None = ..., impl: str = ..., generator: torch.Generator | None = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def cut_cross_entropy(
+    e: Tensor, c: Tensor, targets: Tensor, *, bias: Tensor | None = ..., ignore_index: int = ..., shift: int = ...,
+    softcap: float | None = ..., reduction: str = ..., z_loss: float = ..., return_lse: Literal[True],
+    accumulation: str = ..., filter_e: str | None = ..., filter_c: str | None = ...,
+    group: dist.ProcessGroup | None = ..., impl: str = ..., generator: torch.Generator | None = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+def cut_cross_entropy(
+    e: Tensor,
+    c: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = IGNORED,
+    shift: int = 0,
+    softcap: float | None = None,
+    reduction: str = "mean",
+    z_loss: float = 0.0,
+    return_lse: bool = False,
+    accumulation: str = "fp32",
+    filter_e: str | None = None,
+    filter_c: str | None = None,
+    group: dist.ProcessGroup | None = None,
+    impl: str = "auto",
+    generator: torch.Generator | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Cross-entropy of targets under logits e c^T, in a small part of the logits' memory.
+
+        a_nv = softcap tanh((e_n . c_v + bias_v) / softcap)         lse_n = log sum_v exp(a_nv)
+        loss_n = lse_n - a_(n, target n) + z_loss lse_n^2
+
+    Products are computed in the dtype of e, softmax and loss in fp32, or fp64 for fp64. Tokens whose target is
+    `ignore_index` are left out, and have loss 0, lse 0 and no gradient; a mean over no tokens is 0.
+
+    Args:
+        e: what the head is given, [..., D]. c: its weight, [V, D]. targets: int64 [...].
+        bias: [V], or None.
+        shift: position i is compared with the target at i + shift; 0: targets are shifted already.
+        softcap: above 0, or None for none.
+        reduction: "mean" over the tokens that count, "sum" or "none".
+        return_lse: return lse too, [...] in the shape of the losses of "none".
+        accumulation: of the gradients: "fp32" (fp64 for fp64), "kahan": in the dtype of e and c with the rounding
+            errors carried along, or "plain": in that dtype.
+        filter_e, filter_c: what the gradient of e, of c and bias, does with a tile of which no element of softmax less
+            target reaches eps, 1/32 of the dtype's epsilon: "drop" leaves it out; "unbiased" keeps it with probability
+            max / eps, and multiplies it by eps / max, so that the expected gradient is exact. Words are then sorted by
+            their mean logit, so that likely ones share tiles. None: all tiles count. Rare words hardly get a gradient
+            under "drop".
+        group: ranks of which each has some rows of c and bias, in the order of the ranks; e and targets are the same on
+            all of them, and so is the loss. Two or three messages of a number per token, and the gradient of e.
+        impl: "fused": gradients in the forward, logits of 64 tokens at a time, for "mean" and "sum" alone;
+            "tiles": 256 tokens x 1024 words, computed again in the backward; "plain": all logits; "torch":
+            F.linear_cross_entropy of torch 2.13, by its chunks; or one of PRESETS. "auto": fused where it can be.
+        generator: what "unbiased" draws from, on the CPU; None: torch's own.
+
+    A DTensor c that is cut by rows is what each rank of its mesh has: the mesh is the group. Returns a local tensor.
+    Raises ConfigError for shapes and options that do not fit each other.
+    Source: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models" (ICLR 2025), algorithms 1 to 3; fused:
+    the order of Liger's kernel; the unbiased filter is ours.
+    """
+    if impl in PRESETS:
+        stated = {"accumulation": accumulation, "filter_e": filter_e, "filter_c": filter_c}
+        impl, accumulation, filter_e, filter_c = _preset(impl, stated)
+    e, c, bias, group = _local(e, c, bias, group)
+    scalar_only = {
+        "group": group is not None, "return_lse": return_lse, "filters": bool(filter_e or filter_c),
+        "reduction 'none'": reduction == "none",
+    }  # fmt: skip
+    _check(locals())
+    if impl == "auto":
+        impl = "tiles" if any(scalar_only.values()) else "fused"
+    if shift:
+        e, targets = e[..., :-shift, :], targets[..., shift:]
+    shape, e, targets = targets.shape, e.reshape(-1, e.shape[-1]), targets.reshape(-1)
+    counts = targets != ignore_index
+    num = int(counts.sum()) if not _is_fake(counts) else len(targets)
+    if num < len(targets):
+        e, targets = e[counts], targets[counts]
+    scale = 1 / max(num, 1) if reduction == "mean" else 1.0
+    if impl == "fused":
+        return Fused.apply(e, c, bias, targets, scale, softcap, z_loss, accumulation)
+    if impl == "torch":
+        options = torch.nn.LinearCrossEntropyOptions()
+        total = F.linear_cross_entropy(e, c, targets, linear_bias=bias, reduction="sum", options=options)
+        return total * scale
+    if impl == "plain":
+        logits = logits_of(e, c, bias, None)
+        logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        lse = logits.logsumexp(1)
+        losses = lse - logits.gather(1, targets[:, None])[:, 0]
+    else:
+        tiling = Tiling(softcap, accumulation, filter_e, filter_c, group, generator)
+        losses, lse = Tiles.apply(e, c, bias, targets, tiling)
+    losses = losses + z_loss * lse.square() if z_loss else losses
+    found = _spread(losses, counts, shape) if reduction == "none" else losses.sum() * scale
+    return (found, _spread(lse, counts, shape)) if return_lse else found
+
+
+def _preset(name: str, stated: dict[str, str | None]) -> tuple[str, str, str | None, str | None]:
+    """impl, accumulation and filters of a preset. Raises ConfigError where one is stated beside it."""
+    own: dict[str, Any] = {"accumulation": "fp32", "filter_e": None, "filter_c": None}
+    for option, value in stated.items():
+        if value != own[option]:
+            raise ConfigError(f"impl {name!r} has its own {option}, and {value!r} is stated; nearest: impl 'tiles'")
+    own |= PRESETS[name]
+    return own["impl"], own["accumulation"], own["filter_e"], own["filter_c"]
+
+
+def _local(
+    e: Tensor, c: Tensor, bias: Tensor | None, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor, Tensor | None, dist.ProcessGroup | None]:
+    """This rank's part of each tensor, and who has the others. Raises ConfigError for other placements."""
+    if isinstance(c, DTensor):
+        mesh, placements = c.device_mesh, tuple(c.placements)
+        if mesh.ndim != 1 or placements not in ((Shard(0),), (Replicate(),)):
+            raise ConfigError(f"c is placed as {list(placements)}: nearest: [Shard(dim=0)] on one axis")
+        if placements == (Shard(0),):
+            if group is not None:
+                raise ConfigError("c is a DTensor, whose mesh is the group; nearest: leave group out")
+            group = mesh.get_group()
+        if bias is not None and not (isinstance(bias, DTensor) and tuple(bias.placements) == placements):
+            raise ConfigError("bias must be a DTensor placed as c is")
+        c, bias = c.to_local(), bias.to_local() if isinstance(bias, DTensor) else None
+    if isinstance(e, DTensor):
+        e = e.full_tensor()
+    return e, c, bias, group
+
+
+def _check(given: dict[str, Any]) -> None:
+    """Raise ConfigError, with the nearest choice, for what can't work."""
+    e, c, targets, bias = (given[name] for name in ("e", "c", "targets", "bias"))
+    impl, softcap, shift = (given[name] for name in ("impl", "softcap", "shift"))
+    for name, known in (("reduction", REDUCTIONS), ("accumulation", ACCUMULATIONS)):
+        if given[name] not in known:
+            raise ConfigError(f"{name} {given[name]!r}: no such choice{nearest(given[name], known)}")
+    if impl not in IMPLEMENTATIONS:
+        raise ConfigError(f"impl {impl!r}: no such choice{nearest(impl, [*IMPLEMENTATIONS, *PRESETS])}")
+    for name in ("filter_e", "filter_c"):
+        if given[name] not in (None, *FILTERS):
+            raise ConfigError(f"{name} {given[name]!r}: no such filter{nearest(given[name], FILTERS)}")
+    if c.dim() != 2 or e.shape[-1:] != c.shape[1:] or e.shape[:-1] != targets.shape:
+        raise ConfigError(
+            f"e {list(e.shape)}, c {list(c.shape)} and targets {list(targets.shape)}: want [..., D], [V, D], [...]"
+        )
+    if bias is not None and bias.shape != c.shape[:1]:
+        raise ConfigError(f"bias {list(bias.shape)}: must be [{len(c)}], as c has rows")
+    if e.dtype != c.dtype:
+        raise ConfigError(f"e is {e.dtype} and c is {c.dtype}: they must be equal")
+    if softcap is not None and softcap <= 0:
+        raise ConfigError(f"softcap {softcap}: must be above 0; nearest: None for none")
+    if shift < 0 or (shift and (targets.dim() == 0 or shift > targets.shape[-1])):
+        raise ConfigError(f"shift {shift}: must be from 0 to the length of a sequence; the usual: 1")
+    if given["z_loss"] < 0:
+        raise ConfigError(f"z_loss {given['z_loss']}: must be at least 0; nearest: 0")
+    needing = [name for name, is_stated in given["scalar_only"].items() if is_stated]
+    if impl in ("fused", "torch") and needing:
+        raise ConfigError(f"impl {impl!r} does not serve {' and '.join(needing)}; nearest: impl 'tiles'")
+    if impl == "plain" and (given["group"] is not None or given["filter_e"] or given["filter_c"]):
+        raise ConfigError("impl 'plain' has no group and no filters; nearest: impl 'tiles'")
+    if impl == "torch" and (softcap is not None or given["z_loss"]):
+        raise ConfigError("impl 'torch' has no softcap and no z_loss; nearest: impl 'fused'")
+    if impl == "torch" and not hasattr(F, "linear_cross_entropy"):
+        raise ConfigError(f"impl 'torch' needs torch 2.13, and this is {torch.__version__}; nearest: impl 'fused'")
+
+
+def _spread(values: Tensor, counts: Tensor, shape: torch.Size) -> Tensor:
+    """Values of the tokens that count, at the places of all; 0 elsewhere."""
+    if len(values) == counts.numel():
+        return values.view(shape)
+    found = torch.zeros(counts.shape, dtype=values.dtype, device=values.device)
+    return found.masked_scatter(counts, values).view(shape)
+
+
+def _is_fake(x: Tensor) -> bool:
+    """Whether a tensor has no values to be counted."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return x.is_meta or isinstance(x, FakeTensor)

@@ -1,0 +1,94 @@
+"""Has the head of a language model give the loss, so that no logits are made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.errors import ConfigError
+from thinwire.losses.cut import cut_cross_entropy
+
+LOSSES = ("auto", "plain", "cut")
+# Of a micro-batch's logits in fp32; from here on `auto` takes `cut`.
+LARGE_BYTES = 256 << 20
+
+
+def loss_in_effect(asked: str, num_tokens: int, vocab_size: int) -> tuple[str, str]:
+    """Which of "plain" and "cut", and why. num_tokens: of a micro-batch."""
+    size = 4 * num_tokens * vocab_size
+    shown = f"logits of a micro-batch, {num_tokens} x {vocab_size}, take {size / 1e6:.1f} MB in fp32"
+    if asked != "auto":
+        return asked, shown
+    effect = "plain" if size < LARGE_BYTES else "cut"
+    return effect, f"{shown}; from {LARGE_BYTES / 1e6:.0f} MB on they are cut"
+
+
+def head_of(model: nn.Module) -> nn.Linear:
+    """The Linear whose output is what `model(tokens)` returns, found by a forward of two tokens.
+
+    Raises ConfigError for a model that does something else to its logits, such as a soft-cap or a scale.
+    """
+    linears = {module: name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    given: dict[int, nn.Linear] = {}
+
+    def note(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        assert isinstance(module, nn.Linear)
+        given[id(output)] = module
+        kept.append(output)
+
+    kept: list[Tensor] = []
+    hooks = [module.register_forward_hook(note) for module in linears]
+    was_training = model.training
+    model.eval()
+    try:
+        device = next(model.parameters()).device
+        with torch.no_grad():
+            logits = model(torch.zeros(1, 2, dtype=torch.int64, device=device))
+    finally:
+        model.train(was_training)
+        for hook in hooks:
+            hook.remove()
+    if id(logits) not in given:
+        raise ConfigError("loss cut: the model does not return the output of a Linear as its logits; nearest: plain")
+    return given[id(logits)]
+
+
+def cut_loss(model: nn.Module, head: nn.Linear | None = None) -> None:
+    """Have `model(tokens, targets)` compute its loss without logits; `model(tokens)` returns them as before.
+
+    While it runs, `head`, by default `head_of(model)`, gives the mean loss in place of the logits, by
+    `cut_cross_entropy`, and the model must pass it on. The head is called as a module still: what hosts do before and
+    after a module's forward happens.
+    """
+    head, own = head or head_of(model), model.forward
+
+    def forward(tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        if targets is None:
+            return own(tokens)
+        before: Any = vars(head).get("forward")
+        head.forward = _giving(head, targets)  # type: ignore[method-assign, assignment]
+        try:
+            return own(tokens, targets)
+        finally:
+            if before is None:
+                del head.forward
+            else:
+                head.forward = before  # type: ignore[method-assign]
+
+    model.forward = forward  # type: ignore[method-assign]
+    vars(model)["gives_loss"] = True
+
+
+def _giving(head: nn.Linear, targets: Tensor) -> Callable[[Tensor], Tensor]:
+    """A forward of the head that gives the mean loss; under autocast products are computed in its dtype."""
+
+    def loss(hidden: Tensor) -> Tensor:
+        kind = hidden.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        with torch.autocast(kind, enabled=False):
+            return cut_cross_entropy(hidden.to(dtype), head.weight.to(dtype), targets, bias=head.bias)
+
+    return loss

@@ -10,11 +10,12 @@ DEMO_RUN     ?= runs/demo
 DEMO_MINUTES ?= 2.5
 DEMO_FLAGS   ?=
 
-.PHONY: help demo test lint check bench format docs clean
+.PHONY: help demo test test-all lint check bench format docs clean
 
 help:
 	@echo 'make demo    train a small model on 4 processes with 4-bit communication, in at most 3 minutes'
-	@echo 'make test    run every test'
+	@echo 'make test    run the tests'
+	@echo 'make test-all  and every cell of the products that they cover: each row of a suite on each of its grids'
 	@echo 'make lint    ruff, mypy and the floors of the house'
 	@echo 'make check   the same, and the tests of the documentation'
 	@echo 'make bench   run the benchmarks and write their figures into README.md and the docs; takes days, in parts'
@@ -30,6 +31,10 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m tests.preloaded
 	$(BIN)/python -m pytest -n 3 --dist loadfile
+
+test-all: $(STAMP)
+	$(BIN)/python -m tests.preloaded
+	$(BIN)/python -m pytest -n 3 --dist loadfile -m ''
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

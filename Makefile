@@ -10,7 +10,10 @@ DEMO_RUN     ?= runs/demo
 DEMO_MINUTES ?= 2.5
 DEMO_FLAGS   ?=
 
-.PHONY: help demo test test-all lint check bench format docs clean
+# Nobody would keep what Python compiles when it imports, and every process would compile it anew.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: help demo kernels test test-all lint check bench format docs clean
 
 help:
 	@echo 'make demo    train a small model on 4 processes with 4-bit communication, in at most 3 minutes'
@@ -27,14 +30,18 @@ demo: $(STAMP)
 	$(BIN)/thinwire train --model auto --minutes $(DEMO_MINUTES) --data stdlib --strategy sdp4bit --workers 4 --local-size 1 \
 	  --micro-batch 4 --lr 1e-3 --run-dir $(DEMO_RUN) --overwrite $(DEMO_FLAGS)
 
-# Kernels first, into numba's cache. Then three files at a time: a test has up to eight processes, and often all wait.
-test: $(STAMP)
-	$(BIN)/python -m tests.preloaded
-	$(BIN)/python -m pytest -n 3 --dist loadfile
+# Three files at a time, in the order of tests/conftest.py: a test has up to eight processes, and often all wait.
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
-test-all: $(STAMP)
+# Into numba's cache, before several processes would compile the same.
+kernels: $(STAMP)
 	$(BIN)/python -m tests.preloaded
-	$(BIN)/python -m pytest -n 3 --dist loadfile -m ''
+
+test: kernels
+	$(PYTEST)
+
+test-all: kernels
+	$(PYTEST) -m ''
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -68,5 +75,6 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "thinwire needs Python 3.11 or newer: $(PYTHON) is $$($(PYTHON) -V); say make PYTHON=python3.12 with one that is installed" >&2; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo 'Python cannot make a virtual environment here: install its venv package (Debian, Ubuntu: apt-get install python3-venv)' >&2; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	# Python compiles what it imports; all 14,000 files take a minute longer.
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@

@@ -279,9 +279,8 @@ class CommandLine:
         yield from zip((option.name for option in self.words), given, strict=False)
         for option in self.words[len(given) :]:
             if option.default is MISSING:
-                problems.messages.append(
-                    f"{self.prog} needs {option.metavar}: {help_of(self.classes[''])[option.name]}"
-                )
+                text = help_of(self.classes[""])[option.name]
+                problems.messages.append(f"{self.prog} needs {option.metavar}: {text}")
         for word in given[len(self.words) :] if knows_all else ():
             takes = " ".join(option.metavar for option in self.words) or "flags"
             problems.messages.append(f"unexpected {word!r}: {hint or f'{self.prog} takes {takes} alone'}")

@@ -10,11 +10,15 @@ DEMO_RUN     ?= runs/demo
 DEMO_MINUTES ?= 2.5
 DEMO_FLAGS   ?=
 
-.PHONY: help demo test lint check bench format docs clean
+# Nobody would keep what Python compiles when it imports, and every process would compile it anew.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: help demo kernels test test-all lint check bench format docs clean
 
 help:
 	@echo 'make demo    train a small model on 4 processes with 4-bit communication, in at most 3 minutes'
-	@echo 'make test    run every test'
+	@echo 'make test    run the tests'
+	@echo 'make test-all  and every cell of the products that they cover: each row of a suite on each of its grids'
 	@echo 'make lint    ruff, mypy and the floors of the house'
 	@echo 'make check   the same, and the tests of the documentation'
 	@echo 'make bench   run the benchmarks and write their figures into README.md and the docs; takes days, in parts'
@@ -26,10 +30,18 @@ demo: $(STAMP)
 	$(BIN)/thinwire train --model auto --minutes $(DEMO_MINUTES) --data stdlib --strategy sdp4bit --workers 4 --local-size 1 \
 	  --micro-batch 4 --lr 1e-3 --run-dir $(DEMO_RUN) --overwrite $(DEMO_FLAGS)
 
-# Kernels first, into numba's cache. Then three files at a time: a test has up to eight processes, and often all wait.
-test: $(STAMP)
+# Three files at a time, in the order of tests/conftest.py: a test has up to eight processes, and often all wait.
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+
+# Into numba's cache, before several processes would compile the same.
+kernels: $(STAMP)
 	$(BIN)/python -m tests.preloaded
-	$(BIN)/python -m pytest -n 3 --dist loadfile
+
+test: kernels
+	$(PYTEST)
+
+test-all: kernels
+	$(PYTEST) -m ''
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -63,5 +75,6 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "thinwire needs Python 3.11 or newer: $(PYTHON) is $$($(PYTHON) -V); say make PYTHON=python3.12 with one that is installed" >&2; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo 'Python cannot make a virtual environment here: install its venv package (Debian, Ubuntu: apt-get install python3-venv)' >&2; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	# Python compiles what it imports; all 14,000 files take a minute longer.
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@

@@ -13,8 +13,10 @@ from tests.conformance import codec_suite, reduction_suite, strategy_suite  # no
 from thinwire.cli import COMMANDS, loaded
 from thinwire.codecs import warm
 from thinwire.errors import Problems
+from thinwire.options import option_tables
 
 warm(case.codec for case in codec_suite.CASES)
+option_tables()
 for command in COMMANDS.values():
     loaded(command.run)
     # tyro keeps what it has read of the classes behind the flags.

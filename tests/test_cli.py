@@ -145,7 +145,7 @@ def test_a_change_that_a_resumed_run_can_not_make(tmp_path: Path, text: Path) ->
         (["compare", "--rounds", "2.5"], "--rounds 2.5: must be a whole number$"),
         (["explain", "--nodes", "two"], "--nodes two: must be a whole number, such as 2"),
         (["lab", "--nodes", "two", "--", "true"], "--nodes two: must be a whole number, such as 4"),
-        (["export", "run", "folder", "--to", "hg"], "--to hg: must be one of hf"),
+        (["export", "run", "folder", "--to", "hg"], "--to hg: must be hf"),
         (["generate"], "^thinwire generate needs RUN.DIR: The run directory, or the folder"),
     ],
 )

@@ -7,6 +7,7 @@ import inspect
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass, replace
+from functools import cache
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -76,7 +77,8 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def options_of(cls: type) -> list[Option]:
+@cache
+def options_of(cls: type) -> tuple[Option, ...]:
     """The fields of a dataclass that a flag can state; none of another class."""
     hints = get_type_hints(cls, include_extras=True)
     found = []
@@ -86,9 +88,10 @@ def options_of(cls: type) -> list[Option]:
         option = Option(item.name, hint, item.default, tuple(notes))
         if tyro.conf.Suppress not in notes and isinstance(option.spec, PrimitiveConstructorSpec):
             found.append(option)
-    return found
+    return tuple(found)
 
 
+@cache
 def help_of(cls: type) -> dict[str, str]:
     """The docstring under each field of a dataclass, in one line."""
     found: dict[str, str] = {}
@@ -271,13 +274,13 @@ class CommandLine:
     ) -> Iterator[tuple[str, Any]]:
         """The words under the names of their places; notes places that are empty, and words that have none."""
         given: list[Any] = list(words)
-        texts = help_of(self.classes[""])
         if self.words and self.words[-1].takes_all:
             given = [*given[: len(self.words) - 1], tuple(given[len(self.words) - 1 :])]
         yield from zip((option.name for option in self.words), given, strict=False)
         for option in self.words[len(given) :]:
             if option.default is MISSING:
-                problems.messages.append(f"{self.prog} needs {option.metavar}: {texts[option.name]}")
+                text = help_of(self.classes[""])[option.name]
+                problems.messages.append(f"{self.prog} needs {option.metavar}: {text}")
         for word in given[len(self.words) :] if knows_all else ():
             takes = " ".join(option.metavar for option in self.words) or "flags"
             problems.messages.append(f"unexpected {word!r}: {hint or f'{self.prog} takes {takes} alone'}")

@@ -9,6 +9,7 @@ import signal
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -59,8 +60,9 @@ BAD = "import sys; print('no luck today'); sys.exit(4)"
 class Races(CommandRunner):
     """Starts `thinwire compare` with a tiny model below one temporary folder."""
 
-    def race(self, name: str, strategies: str, *flags: str, **more: object) -> Command:
-        race = ["--strategies", strategies, "--lab", "nodes=2,rate=20mbit", "--rounds", "2", "--out", name, *flags]
+    def race(self, name: str, strategies: str, *flags: str, rounds: int = 2, **more: object) -> Command:
+        asked = {"--strategies": strategies, "--lab": "nodes=2,rate=20mbit", "--rounds": str(rounds), "--out": name}
+        race = [*chain.from_iterable(asked.items()), *flags]
         train = self.flags(name, workers=None, run_dir=None, sample_tokens=None, steps=NUM_STEPS, **more)
         return self.start("compare", *race, "--", *train)
 
@@ -173,7 +175,7 @@ def test_the_page_needs_nothing_else(races: Races, whole: str) -> None:
 
 def test_an_interrupted_race_goes_on_to_the_same_end(races: Races, whole: str) -> None:
     flags = ("--no-bound", "--target-loss", "5.0")
-    process = races.race("stopped", "q=sdp4bit[inter_gradients=int8/64]", *flags)
+    process = races.race("stopped", "q=sdp4bit[inter_gradients=int8/64]", *flags, rounds=1)
     races.await_steps("stopped/q/seed0", process, num_steps=2)
     helpers = [pid for child in children(process.pid) for pid in (child, *children(child))]
     process.send_signal(signal.SIGINT)
@@ -185,7 +187,7 @@ def test_an_interrupted_race_goes_on_to_the_same_end(races: Races, whole: str) -
     assert row["status"] == "unfinished" and 2 <= row["seeds"][0]["num_steps"] < NUM_STEPS
     assert "stopped by SIGINT" in (races.folder / "stopped" / "compare.html").read_text()
 
-    code, out, err = finish(races.race("stopped", "q=sdp4bit[inter_gradients=int8/64]", "--resume", *flags))
+    code, out, err = finish(races.race("stopped", "q=sdp4bit[inter_gradients=int8/64]", "--resume", *flags, rounds=1))
     assert code == 0, err
     assert races.losses("stopped", "q") == races.losses("whole", "q")
     (row,) = races.result("stopped")["contestants"]

@@ -61,6 +61,11 @@ class Row:
     # Largest relative error of the first step's norm; signs and sparse values shorten a gradient by design.
     norm_error: float = 0.1
 
+    @property
+    def hardest(self) -> tuple[int, int]:
+        """The grid of the most ranks, with two levels where there is one."""
+        return max(self.grids, key=lambda grid: (grid[0], 1 < grid[1] < grid[0]))
+
 
 ROWS = {
     "zero": Row(Zero(), 0.0),
@@ -198,7 +203,22 @@ ROWS = {
         ZeroPP(inter_gradients="int4", intra_gradients="int4", loco=True), 0.2, ((4, 2),), range(1, STEPS, 2)
     ),
 }
-GRIDS = [(name, grid) for name in ROWS for grid in ROWS[name].grids]
+
+
+def covering() -> set[tuple[str, tuple[int, int]]]:
+    """The cells that always run: every row on its hardest grid, and the first row of each class on all of its grids.
+
+    A grid decides who sends what to whom, which is the code of a class; its other rows differ in codecs and options.
+    """
+    first = {type(row.strategy): name for name, row in reversed(ROWS.items())}
+    whole = {(name, grid) for name in first.values() for grid in ROWS[name].grids}
+    return whole | {(name, row.hardest) for name, row in ROWS.items()}
+
+
+CELLS = [(name, grid) for name in ROWS for grid in ROWS[name].grids]
+GRIDS = [pytest.param(*cell, marks=() if cell in covering() else pytest.mark.whole) for cell in CELLS]
+# Steps of a row before its state is saved, and after.
+SAVED, AFTER = 7, 4
 # One row of each kind of state, and of each way to average gradients.
 STATEFUL = [
     "zero", "zero-bf16", "zero-muon", "fsdp-muon", "ddp-muon", "zero-estimates", "sdp4bit", "sdp4bit-loco",
@@ -352,7 +372,10 @@ class Replica:
 
 
 def train(rank: int, world_size: int, name: str, local_size: int, micro_batches: int = 1) -> dict[str, Any]:
-    """Twenty steps; ranks start from different weights, so that the start is tested too."""
+    """Twenty steps; ranks start from different weights, so that the start is tested too.
+
+    On its hardest grid a row of STATEFUL tells what a replica computes that goes on from the state in between.
+    """
     replica = Replica(name, rank, world_size, seed=rank, local_size=local_size)
     optimizer = replica.optimizer
     hashes, sent = [], []
@@ -364,6 +387,8 @@ def train(rank: int, world_size: int, name: str, local_size: int, micro_batches:
         assert not optimizer.stop_requested
         hashes.append(replica.step(step, micro_batches=micro_batches))
         sent.append((optimizer.meter.snapshot() - before).sent_bytes)
+        if step == SAVED - 1:
+            state = saved(replica)
     reading = optimizer.meter.snapshot() - start
     optimizer.check_replicas()
     assert optimizer.stop_requested and optimizer.mean_loss == (world_size - 1) / 2
@@ -378,25 +403,26 @@ def train(rank: int, world_size: int, name: str, local_size: int, micro_batches:
         "uncompressed": optimizer.uncompressed_bytes_per_step,
     }
     optimizer.close()
+    if name in STATEFUL and (world_size, local_size) == ROWS[name].hardest:
+        told["resumed"] = go_on(Replica(name, rank, world_size, seed=9, local_size=local_size), state)
     return told
 
 
-def stop_and_go_on(rank: int, world_size: int, name: str) -> tuple[list[str], list[str]]:
-    """Hashes of steps 7 to 10, uninterrupted and by a fresh replica that loads the state after step 6."""
-    first = Replica(name, rank, world_size, seed=0, local_size=2)
-    for step in range(7):
-        first.step(step)
+def saved(replica: Replica) -> bytes:
+    """The state of a rank, and what it does not train."""
     file = io.BytesIO()
-    torch.save((first.optimizer.state_dict(), first.model.fixed.state_dict()), file)
-    uninterrupted = [first.step(step) for step in range(7, 11)]
-    first.optimizer.close()
-    second = Replica(name, rank, world_size, seed=9, local_size=2)
-    state, frozen = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-    second.optimizer.load_state_dict(state)
-    second.model.fixed.load_state_dict(frozen)
-    resumed = [second.step(step) for step in range(7, 11)]
-    second.optimizer.close()
-    return uninterrupted, resumed
+    torch.save((replica.optimizer.state_dict(), replica.model.fixed.state_dict()), file)
+    return file.getvalue()
+
+
+def go_on(replica: Replica, state: bytes) -> list[str]:
+    """Hashes of the steps after SAVED, of a fresh replica that loads the state."""
+    own, frozen = torch.load(io.BytesIO(state), weights_only=True)
+    replica.optimizer.load_state_dict(own)
+    replica.model.fixed.load_state_dict(frozen)
+    hashes = [replica.step(step) for step in range(SAVED, SAVED + AFTER)]
+    replica.optimizer.close()
+    return hashes
 
 
 def nan_on_one_rank(rank: int, world_size: int, name: str) -> tuple[list[str], int, float]:
@@ -429,14 +455,18 @@ _told: dict[tuple, Rows] = {}
 
 
 def together(request: pytest.FixtureRequest, function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
-    """What the ranks say of this test's row; with it run the rows of the test's other cases that were selected."""
+    """What the ranks say of this test's row; with it run those of the other cases that were selected.
+
+    They are the cases of this test, and those of others on the same grid.
+    """
     this: Any = request.node
-    key = (function, world_size, *args)
+    key, grid = (function, world_size, *args), this.callspec.params.get("grid")
     if key not in _told:
         selected: list[Any] = [item for item in request.session.items if item.parent is this.parent]
-        cases = [item.callspec.params for item in selected if item.originalname == this.originalname]
-        names = [case["name"] for case in cases if case.get("grid") == this.callspec.params.get("grid")]
-        _told[key] = run_rows(function, names, world_size, *args)
+        like = [item for item in selected if item.originalname == this.originalname or grid is not None]
+        cases = [item.callspec.params for item in like if hasattr(item, "callspec")]
+        names = dict.fromkeys(case["name"] for case in cases if case.get("grid") == grid)
+        _told[key] = run_rows(function, list(names), world_size, *args)
     return _told[key].of(this.callspec.params["name"])
 
 
@@ -466,10 +496,12 @@ class StrategySuite:
             else:
                 assert 1e-6 < distance(result["weights"], reference) < row.drift
 
-    @pytest.mark.parametrize("name", STATEFUL)
-    def test_a_loaded_state_goes_on_bit_for_bit(self, request: pytest.FixtureRequest, name: str) -> None:
-        for uninterrupted, resumed in together(request, stop_and_go_on, 4):
-            assert uninterrupted == resumed
+    @pytest.mark.parametrize(("name", "grid"), [(name, ROWS[name].hardest) for name in STATEFUL])
+    def test_a_loaded_state_goes_on_bit_for_bit(
+        self, request: pytest.FixtureRequest, name: str, grid: tuple[int, int]
+    ) -> None:
+        for result in together(request, train, *grid):
+            assert result["resumed"] == result["hashes"][SAVED : SAVED + AFTER]
 
     @pytest.mark.parametrize("name", REDUCING)
     def test_a_nan_on_one_rank_skips_the_step_on_all(self, request: pytest.FixtureRequest, name: str) -> None:

@@ -20,6 +20,7 @@ from tests.conformance import reduction_suite, strategy_suite
 from tests.golden.arithmetic import digest, fingerprint
 from tests.workers import run_command, run_rows, run_workers
 from thinwire.methods.own_pace.base import OwnPaceMethod
+from thinwire.registry import class_of
 
 STEPS = 20
 # The optimizers that the suites train with.
@@ -210,6 +211,19 @@ def _run(folder: Path, strategy: str, session: str) -> Found:
         sent = [sum(sent)]
     bits = {"loss": [line["loss"] for line in steps], "norm": [line["grad_norm"] for line in steps]}
     return Found({"steps": sent}, bits | {"heldout": summary["heldout_loss"]})
+
+
+def is_covered(name: str) -> bool:
+    """Whether others hold what this entry could show: a run of a class that another strategy runs, or a row that has
+    the jobs of another, and the grid of a third. What their codecs compute is held by the codecs' suite."""
+    kind, row, *_ = name.split("/")
+    if kind == "reduction":
+        own = reduction_suite.ROWS[row]
+        return own.variant and row != next(key for key, other in reduction_suite.ROWS.items() if other.grid == own.grid)
+    if kind != "trainer" or row in RESUMED:
+        return False
+    like = [other for other in REPEATABLE if class_of(other) is class_of(row)]
+    return like[0] != row or any(other in RESUMED for other in like)
 
 
 def everything() -> Iterator[str]:

@@ -29,7 +29,12 @@ def tell(request: pytest.FixtureRequest, name: str) -> found.Found:
     return _told[group.names[0]](name)
 
 
-@pytest.mark.parametrize("name", [name for name in found.everything() if not name.startswith("strategy/")])
+NAMES = [name for name in found.everything() if not name.startswith("strategy/")]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.whole if found.is_covered(name) else ()) for name in NAMES]
+)
 def test_golden(request: pytest.FixtureRequest, name: str) -> None:
     compare(name, lambda: tell(request, name))
 

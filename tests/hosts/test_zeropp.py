@@ -365,7 +365,7 @@ def compressed_run(rank: int, world_size: int, strategy: Any, steps: int, **opti
 
 
 def compressed_runs(rank: int, world_size: int) -> None:
-    exact = compressed_run(rank, world_size, EXACT, 8)
+    exact = compressed_run(rank, world_size, EXACT, 5)
     for strategy in (
         LOSSY,
         ZeroPP("int8/2048:nearest", "int4/32+hadamard32", "int8/32+hadamard32", "int8/64:nearest"),
@@ -374,11 +374,11 @@ def compressed_runs(rank: int, world_size: int) -> None:
         thinwire.SDP4Bit(weights="fp32", vector_weights="fp32"),
         DIFFERENCES,
     ):
-        first = compressed_run(rank, world_size, strategy, 8)
+        first = compressed_run(rank, world_size, strategy, 5)
         # The first reference is sent exactly.
         assert set(first["sent"][1:]) == {first["formula"]}
         assert (first["sent"][0] > first["formula"]) == (strategy is DIFFERENCES)
-        again = compressed_run(rank, world_size, strategy, 8, overlap=False)
+        again = compressed_run(rank, world_size, strategy, 5, overlap=False)
         assert all(map(torch.equal, first["weights"], again["weights"])), "not the same bits twice"
         start = [p.detach() for p in Net().parameters()]
         off = sum(float((a - b).square().sum()) for a, b in zip(first["weights"], exact["weights"], strict=True))

@@ -322,10 +322,10 @@ def heldout(model: nn.Module) -> float:
 def test_a_trained_model_learns_another_text_as_well_as_from_exact_slopes() -> None:
     model, samples, eps = pretrained(), 4, 1e-3
     reference = copy.deepcopy(model)
-    optimizer = forward_only(model, descent(model, 2e-3), OneByte(samples=samples, eps=eps), announce=False)
-    directions, exact = Directions(dict(reference.named_parameters()), 0), descent(reference, 2e-3)
+    optimizer = forward_only(model, descent(model, 4e-3), OneByte(samples=samples, eps=eps), announce=False)
+    directions, exact = Directions(dict(reference.named_parameters()), 0), descent(reference, 4e-3)
     course = [heldout(model)]
-    for step in range(200):
+    for step in range(100):
         tokens, targets = walks(step, 2)
         optimizer.measure(partial(model, tokens, targets)).backward()
         optimizer.step()
@@ -338,10 +338,10 @@ def test_a_trained_model_learns_another_text_as_well_as_from_exact_slopes() -> N
             slopes.append((losses[0] - losses[1]) / (2 * eps) / samples)
         with directions.gradient(step, [(0, k) for k in range(samples)], slopes):
             exact.step()
-        if step % 50 == 49:
+        if step % 25 == 24:
             course.append(heldout(model))
-    assert course == sorted(course, reverse=True) and course[-1] < course[0] - 0.15
-    assert abs(course[-1] - heldout(reference)) < 0.05
+    assert course == sorted(course, reverse=True) and course[-1] < course[0] - 0.1
+    assert abs(course[-1] - heldout(reference)) < 0.03
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.training.commands import CommandRunner, Started, finish
+from tests.training.commands import CommandRunner, finish
 from tests.workers import free_port
 from thinwire.checkpoint import Source
 from thinwire.checkpoint.folder import point_to
@@ -121,16 +121,12 @@ def test_from_one_method_to_another_and_out_of_islands_and_into_them(runner: Com
 
 
 def test_torchrun_and_two_machines_train_the_same(runner: CommandRunner, whole: str) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     own: dict[str, Any] = {"strategy": "diloco", "seed": 1, "diloco.sync_every": 4}
-    commands: list[Started] = [
-        runner.popen(*torchrun, "-m", "thinwire", "train", *runner.flags("torchrun", workers=None, **own))
-    ]
     meeting = f"127.0.0.1:{free_port()}"
     # The second comes first, and waits.
-    for node in (1, 0):
-        commands.append(runner.train(f"machine{node}", workers=1, nodes=2, node=node, join=meeting, **own))
-    for code, out, err in map(finish, commands):
+    commands = [runner.train(f"machine{node}", workers=1, nodes=2, node=node, join=meeting, **own) for node in (1, 0)]
+    ended = [(0, runner.ranks("torchrun", **own), ""), *map(finish, commands)]
+    for code, out, err in ended:
         assert code == 0, err
         assert "strategy diloco: ddp inside each island" in out and "held-out loss" in out, "each has a terminal"
     for folders in (("torchrun", "torchrun/island-1"), ("machine0", "machine1/island-1")):

@@ -13,6 +13,7 @@ from torch import nn
 from thinwire.collectives import Topology
 from thinwire.cost import Cores, Machine, Network, Timeline, Work, simulate
 from thinwire.cost.closed import pipette_s, ring_s, trip_s
+from thinwire.cost.graph import ROUND
 from thinwire.cost.simulate import COMMUNICATION, TRAINING
 from thinwire.methods.interface import Method, MethodPlan
 from thinwire.methods.pipeline import Costs
@@ -180,7 +181,7 @@ class Pricing:
         step_s, compute_s, kinds = timeline.makespan_s, timeline.busy_s(0, TRAINING), timeline.kinds_s(0)
         terms = {
             "step_s": step_s, "compute_s": compute_s, "exposed_comm_s": step_s - compute_s,
-            "codec_s": timeline.busy_s(0, COMMUNICATION) - kinds.get("round", 0.0),
+            "codec_s": timeline.busy_s(0, COMMUNICATION) - kinds.get(ROUND, 0.0),
             "sent_bytes": sum(timeline.graph.sent(0).values()), "peak_rss_bytes": memory,
         }  # fmt: skip
         order = self.ranks_of(self.nodes)

@@ -1,11 +1,12 @@
 """How far predictions of `thinwire plan` are from measured steps, and what choosing by them costs.
 
-    python benchmarks/planner.py [--rates 50mbit 100mbit 200mbit] [--strategies ...] [--steps 12] [--even-only] [--json FILE]
+    python benchmarks/planner.py [--rates 50mbit 100mbit 200mbit] [--strategies ...] [--steps 12] [--even-only]
 
-Four nodes of the lab, the demo model; each network as it is, and with node 3 at a quarter of its rate. On each network the
-ranks are calibrated, every strategy is predicted, and then trained; no measured step is used for a prediction. Prints for
-each cell the predicted and the measured median step and memory, and for each network the regret: the measured step of
-the strategy that was predicted to be the fastest, over the fastest measured one.
+Four nodes of the lab, the demo model; each network as it is, and with node 3 at a quarter of its rate. On each network
+the ranks are calibrated, every strategy is predicted, and then trained; no measured step is used for a prediction.
+Prints for each cell the predicted and the measured median step and memory, and for each network the regret: the
+measured step of the strategy that was predicted to be the fastest, over the fastest measured one. With --json FILE the
+cells are written too.
 """
 
 from __future__ import annotations
@@ -82,10 +83,8 @@ def cells(spec: LabSpec, strategies: list[str], steps: int, folder: Path) -> lis
         )
         results.append(cell)
         memory = f"memory {cell.predicted_bytes / 1e6:.0f} for {cell.measured_bytes / 1e6:.0f} MB"
-        print(
-            f"  {name:<12} {cell.predicted_s:.3f} s for {cell.measured_s:.3f} s: {cell.error:+.1%}; {memory}",
-            flush=True,
-        )
+        step = f"{cell.predicted_s:.3f} s for {cell.measured_s:.3f} s: {cell.error:+.1%}"
+        print(f"  {name:<12} {step}; {memory}", flush=True)
     return results
 
 

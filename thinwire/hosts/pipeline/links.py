@@ -19,9 +19,8 @@ def measured_links(comm: Communicator, mailbox: Mailbox) -> Network:
     """Rates and delays between the ranks of a pipeline, equal on all of them; a collective.
 
     All ranks send to the next one at once, the last one to the first: messages grow until the slowest takes PROBE_S.
-    The delay is the time of a short message; for rate and burst see `bucket_of`. The burst is that of the link that lets
-    the least pass. The way
-    back is taken to be as fast, and pairs that are no neighbours as slow as the slowest.
+    The delay is the time of a short message; `bucket_of` gives rate and burst, which is that of the link that lets the
+    least pass. The way back is taken to be as fast, and pairs that are no neighbours as slow as the slowest.
     """
     if comm.world_size == 1:
         return Network.even(1)

@@ -67,7 +67,7 @@ def test_the_chosen_way_is_the_fastest_and_keeps_off_a_bad_link() -> None:
 
 def test_fast_links_need_no_stages_and_no_compression() -> None:
     best = planned(machine(1e12)).best
-    assert best.terms["step_s"] < 1.1 * best.terms["compute_s"]
+    assert best.terms["step_s"] < 1.3 * best.terms["compute_s"]
     assert planned(machine(1e12), stages=2).best.candidate.stages == 2
 
 

@@ -20,6 +20,7 @@ from thinwire.calibration.links import measured_rates, shared_rates
 from thinwire.calibration.work import NUM_LEAST, Probe, probes, seconds_of
 from thinwire.collectives import Communicator
 from thinwire.cost import Cores, Machine
+from thinwire.cost.graph import CARRY, ROUND
 from thinwire.device import Device
 from thinwire.models.llama import PRESETS, LlamaConfig
 
@@ -77,7 +78,7 @@ def calibrate(
     speeds = tuple(float(typical[0] / seconds) for seconds in own[:, 0])
     rates = {probe.kind: probe.amount / float(seconds) for probe, seconds in zip(found, typical, strict=True)}
     rates |= fitted({probe.kind: (probe.amount, float(seconds)) for probe, seconds in zip(found, typical, strict=True)})
-    rates |= {"carry": carried, "round": 1 / _round_s(comm)}
+    rates |= {CARRY: carried, ROUND: 1 / _round_s(comm)}
     threads = torch.get_num_threads()
     made = Cores(hosts, cores)
     busiest = max(range(len(cores)), key=lambda host: hosts.count(host) / cores[host])

@@ -20,6 +20,8 @@ from thinwire.models.llama import LlamaConfig
 
 # Repeats after two that warm up, unless they take longer than this.
 NUM_REPEATS, NUM_LEAST, LONGEST_S = 20, 3, 1.0
+# The same of products, which a run's start waits for.
+PRODUCT_S = 0.1
 PACKED_ELEMENTS = 1 << 17
 COPIED_BYTES = 1 << 24
 # Of the passes through a layer: two sizes tell what a pass costs beside its operations.
@@ -48,20 +50,19 @@ def seconds_of(run: Callable[[], object], longest_s: float = LONGEST_S) -> float
     return median(found)
 
 
-def matrix_flops(dtype: torch.dtype, device: Device, size: int | None = None, *, zeros: bool = False) -> float:
+def matrix_flops(dtype: torch.dtype, device: Device) -> float:
     """Floating-point operations a second of a product of square matrices, on this process's threads; the median.
 
-    zeros: of zeros, for which some devices take less power, and with it run at another clock, than for random values.
+    Of random values: for zeros some devices take less power, and run at another clock.
     """
-    size = size or (768 if device.kind == "cpu" else 4096)
-    make = torch.zeros if zeros else torch.randn
-    a, b = (make(size, size).to(device.torch, dtype) for _ in range(2))
+    size = 768 if device.kind == "cpu" else 4096
+    a, b = (torch.randn(size, size).to(device.torch, dtype) for _ in range(2))
 
     def multiply() -> None:
         torch.mm(a, b)
         device.synchronize()
 
-    return 2 * size**3 / seconds_of(multiply)
+    return 2 * size**3 / seconds_of(multiply, PRODUCT_S)
 
 
 def probes(layers: Iterable[LlamaConfig], dtypes: Iterable[str], codecs: Iterable[str], device: Device) -> list[Probe]:

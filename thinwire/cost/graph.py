@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+# Bytes that the network's own threads take from and to the sockets; rounds of messages that a thread begins and ends.
+CARRY, ROUND = "carry", "round"
+
 
 @dataclass(frozen=True)
 class Work:
@@ -37,8 +40,8 @@ class Task:
     """What a rank does once the tasks `after` have ended.
 
     jobs: numbers of the jobs that must have started, of which it is a part: its own, and of a message the receiver's
-    too, for nothing leaves before it is awaited. Work of a job is for the communication thread, other work for the
-    training thread; each thread does one task at a time, the first in the graph first.
+    too, for nothing leaves before it is awaited. Work of a job is for the communication thread, CARRY for the network's
+    own, other work for the training thread; each thread does one task at a time, the first in the graph first.
     """
 
     rank: int

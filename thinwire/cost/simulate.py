@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from thinwire.cost.clock import Clock
-from thinwire.cost.graph import Message, StepGraph, Work
+from thinwire.cost.graph import CARRY, Message, StepGraph, Work
 from thinwire.cost.machine import Machine
 from thinwire.errors import ConfigError
 
-TRAINING, COMMUNICATION = "training", "communication"
+TRAINING, COMMUNICATION, NETWORK = "training", "communication", "network"
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,8 @@ def _lane(jobs: tuple[int, ...], does: Work | Message) -> str:
     """The thread that does it; empty for a message."""
     if isinstance(does, Message):
         return ""
+    if does.kind == CARRY:
+        return NETWORK
     return COMMUNICATION if jobs else TRAINING
 
 

@@ -186,6 +186,10 @@ def check_planned_late(config: TrainConfig, model: nn.Module | None) -> None:
         problems.messages.append(f"{what} is for presets such as demo, and not for {config.model}; nearest: {stated}")
     if config.tables.get(PIPELINE, {}).get("recover", NONE) != NONE:
         problems.messages.append(f"{what} with recover: a process that is started anew can't choose; nearest: {stated}")
+    if config.memory is not None or config.store is not None:
+        problems.messages.append(
+            f"{what} takes what fits into the machine: leave --memory and --store out; nearest: {stated}"
+        )
     if config.compile:
         problems.messages.append(f"{what} may cut the model into stages, which are not compiled; nearest: {stated}")
     problems.raise_any()

@@ -54,7 +54,7 @@ def work(run: Run, place: ProcessPlace, start: Start | None) -> int:
     # Only rank 0 has what was found out before torchrun started the others.
     start, number = start or Start(), place.local_rank
     if run.recovers:
-        return work_on(run, place, start)
+        return work_on(run, place.ordered(run.config.order), start)
     timeout = timedelta(seconds=run.config.timeout)
     store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
     if run.config.is_planned_late:

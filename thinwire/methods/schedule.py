@@ -11,6 +11,7 @@ from torch import nn
 from thinwire.collectives import Topology
 from thinwire.collectives.communicator import NUM_SLOTS
 from thinwire.cost import Drawing, Message, StepGraph, Work
+from thinwire.cost.graph import CARRY, ROUND
 
 # When an exchange begins: at the start, for the forward of its unit; after the unit's backward, in the last
 # micro-batch; before the unit's backward; when all that went before has ended.
@@ -165,7 +166,9 @@ class _Collective:
 
     def _send(self, source: int, target: int, num_bytes: float, level: str, after: tuple[int, ...]) -> tuple[int, ...]:
         message = Message(target, num_bytes, self.exchange.operation, level)
-        return self.drawing.task(source, message, after, (self.jobs[source], self.jobs[target]))
+        sent = self.drawing.task(source, message, after, (self.jobs[source], self.jobs[target]))
+        # Sent and received; ranks send as much as they receive.
+        return self.drawing.task(target, Work(CARRY, 2 * num_bytes), sent, (self.jobs[target],))
 
     def _spread(self, hop: Hop) -> None:
         arrive: list[tuple[int, ...]] = [() for _ in self.jobs]
@@ -179,6 +182,7 @@ class _Collective:
                 arrive[rank] += sent
         for rank, job in enumerate(self.jobs):
             self.ends[rank] = arrive[rank] or self.ends[rank]
+            self.ends[rank] = self.drawing.task(rank, Work(ROUND, 1.0), self.ends[rank], (job,))
             if hop.unpacks is not None:
                 self.ends[rank] = self.drawing.task(rank, hop.unpacks, self.ends[rank], (job,))
 

@@ -91,11 +91,10 @@ def measured(config: TrainConfig, model: Llama, dtype: str, number: int) -> Mach
 
 def planned(config: TrainConfig, model: Llama, machine: Machine, dtype: str) -> Plan:
     """The fastest of what is not stated. Raises ConfigError where nothing fits."""
-    stages = None if isinstance(config.stages, str) else config.stages
+    stages = config.stages if isinstance(config.stages, int) else None
     return plan(
         model, machine, tokens_per_step=derive(config, config.world_size).tokens_per_step, seq_len=config.seq_len,
-        micro_batch=config.micro_batch, stages=stages, dtype=dtype,
-        tables=config.tables,
+        micro_batch=config.micro_batch, stages=stages, dtype=dtype, tables=config.tables,
     )  # fmt: skip
 
 

@@ -9,9 +9,11 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
+from thinwire.calibration import matrix_flops
 from thinwire.collectives import Topology
 from thinwire.collectives.gather import gather_bytes
 from thinwire.data import load_tokenizer
+from thinwire.device import Device
 from thinwire.errors import ConfigError, Problems, nearest
 from thinwire.flags import flag
 from thinwire.lab.spec import read_rate
@@ -28,7 +30,7 @@ from thinwire.planner.candidates import LARGEST_MICRO_BATCH, Candidate, candidat
 from thinwire.planner.experts import expert_notes, expert_plan, with_experts
 from thinwire.planner.options import AUTO, ExplainConfig, range_errors
 from thinwire.planner.search import Search, search
-from thinwire.planner.stages import Grid, Stages, measured_flops, stages_of
+from thinwire.planner.stages import Grid, Stages, stages_of
 from thinwire.registry import STRATEGIES, check_on_mesh
 from thinwire.report.frontier import recommended
 from thinwire.report.units import bytes_text, percent_text, seconds_text, short
@@ -255,7 +257,7 @@ def check_can_cut(model: nn.Module, shape: MeshShape) -> Llama:
 
 def grid_of(config: ExplainConfig, rate: float | None, local_rate: float | None) -> Grid:
     """The machines; their speed is that of this process unless it is stated."""
-    flops = measured_flops() if config.gflops is None else config.gflops * 1e9
+    flops = matrix_flops(torch.float32, Device()) if config.gflops is None else config.gflops * 1e9
     bytes_per_s = (None if each is None else each / 8 for each in (rate, local_rate))
     return Grid(config.nodes, config.local_size, flops, *bytes_per_s)
 

@@ -50,7 +50,7 @@ class Plan:
         if self.best.order != tuple(range(self.machine.num_ranks)):
             found["order"] = self.best.order
         if way.stages > 1:
-            found |= {"stages": way.stages, PIPELINE: options_of(way)}
+            found |= {"stages": way.stages, PIPELINE: way.options}
         return found
 
     def to_json(self) -> str:
@@ -108,11 +108,6 @@ def fastest_of_kinds(found: Iterable[Priced], but: Priced) -> Iterator[Priced]:
             yield priced
 
 
-def options_of(way: Candidate) -> dict[str, Any]:
-    """The pipeline's options that were searched."""
-    return {name: getattr(way.pipeline, name) for name in ("plan", "forward", "backward", "recompute")}
-
-
 def plan(
     model: str | Llama,
     machine: Machine,
@@ -165,8 +160,10 @@ def plan(
     stated = tables.get(PIPELINE, {})
     listed = [
         way
-        for way in candidates(ranks, len(llama.model.layers), tokens_per_step // seq_len, strategies, stated)
-        if way.micro_batch <= micro_batch and stages in (None, way.stages)
+        for way in candidates(
+            ranks, len(llama.model.layers), tokens_per_step // seq_len, strategies, stated, micro_batch
+        )
+        if stages in (None, way.stages)
     ]
     memory = min(machine.memory_bytes, memory_bytes or machine.memory_bytes)
     found = ranked(to_simulate(listed, pricing), pricing.price, memory)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -20,8 +19,6 @@ from thinwire.methods.pipeline.options import Pipeline, check_stages
 from thinwire.models import Llama
 from thinwire.planner.forward import layer_and_ends
 
-# Side of the matrices whose product measures a rank's speed, and for how long.
-SIDE, PROBE_S = 512, 0.1
 # Micro-batches of a simulated step at most: from there on each one more costs the same.
 LONGEST = 64
 
@@ -194,14 +191,3 @@ def costs_of(
     )
     held, inputs = tuple(batch * each for each in kept), (4.0 * num_elements,) * len(home)
     return Costs(seconds, seconds, seconds, forward, backward, held, inputs)
-
-
-def measured_flops() -> float:
-    """Operations per second of this process, fp32: the best product of two matrices in a tenth of a second."""
-    a = torch.ones(SIDE, SIDE)
-    fastest_s, end = float("inf"), time.perf_counter() + PROBE_S
-    while time.perf_counter() < end or fastest_s == float("inf"):
-        start = time.perf_counter()
-        a @ a
-        fastest_s = min(fastest_s, time.perf_counter() - start)
-    return 2 * SIDE**3 / fastest_s

@@ -10,6 +10,7 @@ from ipaddress import ip_address
 
 import torch
 
+from thinwire.calibration import matrix_flops
 from thinwire.collectives import Communicator
 from thinwire.device import Device
 from thinwire.hosts.interface import ParallelOptimizer
@@ -48,20 +49,6 @@ def all_on_this_machine(world_size: int) -> bool:
         return False
 
 
-def flops_per_s(dtype: torch.dtype, device: Device, repeats: int = 5) -> float:
-    """Floating-point operations a second of a matrix product in `dtype`, on this process's threads; the median."""
-    size = 768 if device.kind == "cpu" else 4096
-    a, b = (torch.ones(size, size, dtype=dtype, device=device.torch) for _ in range(2))
-    seconds = []
-    for _ in range(repeats):
-        device.synchronize()
-        start = time.perf_counter()
-        torch.mm(a, b)
-        device.synchronize()
-        seconds.append(time.perf_counter() - start)
-    return 2 * size**3 / sorted(seconds)[repeats // 2]
-
-
 def advise(
     optimizer: ParallelOptimizer,
     strategy: str,
@@ -90,7 +77,7 @@ def advise(
     if optimizer.bytes_per_step > 0.9 * half_bytes:
         return
     link_s = 8 * half_bytes / rate
-    compute_s = 6 * num_parameters * tokens_per_rank / (EFFICIENCY * flops_per_s(dtype, device))
+    compute_s = 6 * num_parameters * tokens_per_rank / (EFFICIENCY * matrix_flops(dtype, device))
     compute_s = optimizer.all_mean(compute_s)
     if link_s > compute_s:
         verdict = "pays on this link"

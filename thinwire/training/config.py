@@ -229,7 +229,7 @@ LOWEST: dict[str, int | None] = {
 PER_MACHINE = {
     "model", "data", "tokenizer", "text_field", "cache_dir", "run_dir", "node", "join", "workers", "resume",
     "overwrite", "dry_run", "track", "prompt", "sample_tokens", "device", "dtype", "inject", "restarts", "memory",
-    "store",
+    "store", "plan",
 }  # fmt: skip
 # Of one start only: a run repeated from its config.toml must not delete or move another.
 NOT_WRITTEN = ("resume", "overwrite", "dry_run", "allow_resume_drift", "stop_at", "inject", "node", "tables")

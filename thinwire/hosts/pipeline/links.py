@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import torch
 
+from thinwire.calibration.links import REST_S, bucket_of
 from thinwire.collectives import Communicator, Expected, Label, Mailbox
 from thinwire.cost import Network
 
 # Long enough that the buffers of a link, which swallow the first part at once, do not decide.
 PROBE_S, SMALLEST_BYTES, LARGEST_BYTES = 0.15, 1 << 14, 1 << 25
-# So long no byte is sent before a probe: the buckets that limit rates have filled again.
-REST_S = 0.05
-# Times that nothing measures, on one machine.
-LEAST_S = 1e-6
 
 
 def measured_links(comm: Communicator, mailbox: Mailbox) -> Network:
     """Rates and delays between the ranks of a pipeline, equal on all of them; a collective.
 
     All ranks send to the next one at once, the last one to the first: messages grow until the slowest takes PROBE_S.
-    The delay is the time of a short message. With t(n) seconds for n bytes, the rate is n / (t(2 n) - t(n)), and what
-    passes at once after a rest is burst_s = n / rate - (t(n) - delay), of the link that lets the least pass. The way
-    back is taken to be as fast, and pairs that are no neighbours as slow as the slowest.
+    The delay is the time of a short message; `bucket_of` gives rate and burst, which is that of the link that lets the
+    least pass. The way back is taken to be as fast, and pairs that are no neighbours as slow as the slowest.
     """
     if comm.world_size == 1:
         return Network.even(1)
@@ -37,18 +34,18 @@ def measured_links(comm: Communicator, mailbox: Mailbox) -> Network:
     size = comm.world_size
     twice_s = _around(comm, mailbox, 2 * num_bytes)
     delays = [float(short) for short in short_s]
-    rates = [num_bytes / max(LEAST_S, float(twice - once)) for twice, once in zip(twice_s, took_s, strict=True)]
-    bursts = [num_bytes / rate - (float(once) - delay) for rate, once, delay in zip(rates, took_s, delays, strict=True)]
+    probed = zip(took_s.tolist(), twice_s.tolist(), delays, strict=True)
+    rates, bursts = zip(*(bucket_of(num_bytes, *times) for times in probed), strict=True)
     nodes = tuple(mailbox.topology.node(rank) for rank in range(size))
 
-    def table(values: list[float], others: float) -> tuple[tuple[float, ...], ...]:
+    def table(values: Sequence[float], others: float) -> tuple[tuple[float, ...], ...]:
         found = [[others] * size for _ in range(size)]
         for rank, value in enumerate(values):
             # What arrives at a rank comes from the one before.
             found[rank - 1][rank] = found[rank][rank - 1] = value
         return tuple(map(tuple, found))
 
-    return Network(nodes, table(rates, min(rates)), table(delays, max(delays)), max(0.0, min(bursts)))
+    return Network(nodes, table(rates, min(rates)), table(delays, max(delays)), min(bursts))
 
 
 def _around(comm: Communicator, mailbox: Mailbox, num_bytes: int) -> torch.Tensor:

@@ -24,6 +24,7 @@ from thinwire.collectives.incarnations import Incarnations, connect
 from thinwire.collectives.store_gather import gather
 from thinwire.device import Device, choose, take
 from thinwire.errors import PeerLostError, Problems, ThinwireError
+from thinwire.hosts.offload.room import give_pages_back, small_stacks
 from thinwire.launch.machine import threads_per_worker
 from thinwire.launch.start import Start
 from thinwire.training.clock import fix_steps
@@ -49,8 +50,7 @@ def work(run: Run, place: ProcessPlace, start: Start | None) -> int:
     torch.set_num_threads(threads_per_worker(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))[0])
     run = replace(run, config=with_derived(run.config)).with_island_size()
     if run.residency is not None and run.residency.memory_bytes is not None:
-        _, most = resource.getrlimit(resource.RLIMIT_DATA)
-        resource.setrlimit(resource.RLIMIT_DATA, (run.residency.memory_bytes, most))
+        hold_to(run.residency.memory_bytes)
     # Only rank 0 has what was found out before torchrun started the others.
     start, number = start or Start(), place.local_rank
     if run.recovers:
@@ -93,6 +93,14 @@ def work(run: Run, place: ProcessPlace, start: Start | None) -> int:
     dist.destroy_process_group()
     del held
     return stop.signum
+
+
+def hold_to(memory_bytes: int) -> None:
+    """Let the kernel hold this process to a budget."""
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, most))
+    small_stacks()
+    give_pages_back()
 
 
 def work_on(run: Run, place: ProcessPlace, start: Start) -> int:

@@ -259,8 +259,8 @@ def cut(model: nn.Module, size: int) -> nn.Module:
 
 def check_can_cut(model: nn.Module, shape: MeshShape) -> Llama:
     """The model, if its layers are known here. Raises ConfigError."""
-    if not isinstance(model, Llama) or shape.tensor > 1:
-        raise ConfigError("stages: only presets such as demo, without a tensor axis, can be cut here")
+    if type(model) is not Llama or shape.tensor > 1:
+        raise ConfigError("stages: only presets such as demo, without experts or a tensor axis, can be priced here")
     return model
 
 

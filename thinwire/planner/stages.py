@@ -132,7 +132,7 @@ def stages_of(
 
     Raises ConfigError for stages, layers and micro-batches that do not fit each other.
     """
-    check_stages(options, stages, len(model.model.layers), min(num_micro_batches, LONGEST))
+    check_stages(options, stages, len(model.model.layers))
     parts, sizes = cut_parts(model, options, stages)
     even = costs_of(model, options, sizes, options.home(stages), batch, seq_len, grid.flops, loss)
     costs, links, cores = grid.costs(even, options, stages), grid.links(stages), grid.cores(stages)

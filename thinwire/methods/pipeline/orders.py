@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 from thinwire import _compat
 from thinwire.errors import ConfigError, nearest
@@ -45,6 +45,7 @@ def one_f_one_b(num_ranks: int, num_micro_batches: int) -> Plan:
     return Plan(tuple(range(num_ranks)), straight(num_ranks, num_micro_batches), tuple(orders))
 
 
+@cache
 def from_torch(schedule: str, chunks_per_rank: int, num_ranks: int, num_micro_batches: int) -> Plan:
     """The compute actions of one of torch.distributed.pipelining's schedules.
 

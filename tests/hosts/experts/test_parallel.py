@@ -94,7 +94,7 @@ def rounded(rank: int, ranks: int) -> list[Tensor]:
     """Rows that go to experts that change nothing, and back; and their gradients."""
     model = torch.nn.Module()
     model.experts = filled(0)
-    codecs = {"dispatch": "int8/32:nearest", "combine": "int4/16:nearest", "gradients": "int4/32"}
+    codecs = {"dispatch": "int8/32", "combine": "int4/16:nearest", "gradients": "int4/32"}
     ep = thinwire.expert_parallel(model, ExpertParallel(ranks, **codecs), local_size=2, timeout_s=60)
     x, index, _ = inputs()[rank]
     rows = x.detach().repeat_interleave(2, 0)[index.flatten().argsort(stable=True)].requires_grad_()

@@ -27,8 +27,9 @@ class Wire:
     """The ranks that hold the experts of a layer between them, and the codecs of what they exchange; jobs are urgent.
 
     members: ranks of `comm` among which rows travel, to the experts that `placement` has on them; the first is number
-    `first` among all ranks that train the model, each other one `step` further. seed: of what codecs draw, another for
-    each message of gradients, counted in `num_drawn`: with the rows' numbers it is the same on any number of ranks.
+    `first` among all ranks that train the model, each other one `step` further. seed: of what codecs draw: forward the
+    same in each pass, so that a recomputed one is the same; another for each message of gradients, counted in
+    `num_drawn`. What is drawn depends on it and on the rows' numbers, so it is the same on any number of ranks.
     """
 
     comm: Communicator
@@ -42,6 +43,10 @@ class Wire:
     seed: int = 0
     num_drawn: int = 0
     room: Room = field(default_factory=Room)
+
+    def forward_seed(self, way: int) -> int:
+        """Of the way there, 0, or back, 1."""
+        return derive_seed(self.seed, 0, way)
 
     def draw(self) -> int:
         """A seed for the gradients of one exchange, the same on all ranks."""
@@ -83,8 +88,8 @@ class Trip:
 
         def job(link: Link) -> Rounds[tuple[Tensor, list[int], Tensor]]:
             return all_to_all_counted(
-                link, sends, counts, notes, wire.room, wire.dispatch, first_rows=numbers, rounds_own=True,
-                operation="dispatch",
+                link, sends, counts, notes, wire.room, wire.dispatch, seed=wire.forward_seed(0), first_rows=numbers,
+                rounds_own=True, operation="dispatch",
             )  # fmt: skip
 
         found, self._came, told = wire.run(job)
@@ -102,7 +107,9 @@ class Trip:
         sends = rows.index_select(0, self._back)
         receives = [block for block in self.blocks for _ in range(slices)]
         codec, seed, name = (
-            (wire.gradients, wire.draw(), "dispatch_gradients") if is_backward else (wire.combine, 0, "combine")
+            (wire.gradients, wire.draw(), "dispatch_gradients")
+            if is_backward
+            else (wire.combine, wire.forward_seed(1), "combine")
         )
         found = self._exchange(sends, self._came, receives, self._first, codec, seed, name)
         if slices == 1:

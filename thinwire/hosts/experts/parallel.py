@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from thinwire.checkpoint import Piece, Share
 from thinwire.collectives import Communicator, Meter
 from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
+from thinwire.collectives.two_hops import Rooms
 from thinwire.errors import ConfigError, Problems
 from thinwire.hosts.experts.trip import Combine, Dispatch, Trip, Wire
 from thinwire.hosts.experts.weights import Gather
@@ -132,7 +133,9 @@ class ExpertRanks:
             "slices": ("slices to each other, tokens to experts", codecs),
             "experts": ("experts to tokens", "in each micro-batch; no rows travel"),
         }
+        straight = [("experts route 2dh", "linear", "one node, or one rank a node")]
         return [
+            *(straight if asked.route == "2dh" and self.wire.hops is None else []),
             (f"experts over {asked.parallel} ranks", str(self.placement), copies),
             (f"experts move {asked.move}", moved[asked.move][0], f"{self.comm.topology}; {moved[asked.move][1]}"),
         ]
@@ -189,7 +192,9 @@ def expert_parallel(
         # Of each team, the rank at this one's place.
         step = placement.slices
         among, on = range(comm.rank % step, ranks, step), placement.whole
-    wire = Wire(comm, on, among, dispatch, combine, gradients, first + among[0], step, seed)
+    grid = comm.topology
+    hops = Rooms() if options.route == "2dh" and min(grid.num_nodes, grid.local_size) > 1 else None
+    wire = Wire(comm, on, among, dispatch, combine, gradients, first + among[0], step, seed, hops=hops)
     made = ExpertRanks(options, placement, wire, everyone, {name: param.shape for name, param in tensors.items()})
     for param in tensors.values():
         param.data = placement.part(param.data, comm.rank).clone(memory_format=torch.contiguous_format)

@@ -26,6 +26,8 @@ class ExpertParallel:
     move: Literal["tokens", "slices", "experts"] = "tokens"
     """What travels. tokens: each row to all ranks of its expert; slices: these gather their slices, and a row goes to
     one of them; experts: every rank gathers all experts, and rows stay where they are."""
+    route: Literal["linear", "2dh"] = "linear"
+    """Of rows. linear: from each rank to each; 2dh: inside a node first, then one message from node to node."""
     dispatch: str = EXACT
     """Codec of rows to their experts, such as bf16 or int8/64:nearest, or exact. It draws by a row's number alone."""
     combine: str = EXACT
@@ -44,6 +46,10 @@ class ExpertParallel:
         if self.move == "experts" and stated:
             problems.messages.append(
                 f"{stated[0]} {getattr(self, stated[0])!r} with move 'experts': no rows travel; nearest: {EXACT!r}"
+            )
+        if self.route != "linear" and self.move != "tokens":
+            problems.messages.append(
+                f"route {self.route!r} with move {self.move!r}: it is for rows that go to all ranks; nearest: 'linear'"
             )
         for name in CODED:
             problems.note(self.codec, name)

@@ -56,7 +56,8 @@ def placed(model: nn.Module, config: ExplainConfig, shape: MeshShape) -> tuple[M
 def rows_of(model: MoELlama, placement: Placement, config: ExplainConfig) -> Rows:
     """Those of a micro-batch, by a router that is even."""
     num_tokens = config.micro_batch * config.seq_len
-    return Rows.even(placement, num_tokens, model.config.num_experts_per_tok, model.config.hidden_size, torch.float32)
+    sizes = num_tokens, model.config.num_experts_per_tok, model.config.hidden_size
+    return Rows.even(placement, *sizes, torch.float32, placement.ranks // math.gcd(config.local_size, placement.ranks))
 
 
 def expert_plan(strategy: Method, whole: nn.Module, config: ExplainConfig, shape: MeshShape) -> MethodPlan:

@@ -61,11 +61,12 @@ def one_layer(rank: int, options: ExpertParallel) -> tuple[float, bool]:
     place, own = ep.placement, ep.comm.rank
     first, own_counts = rank - own, torch.stack([torch.bincount(each[1].flatten(), minlength=8) for each in given])
     numel = 3 * 8 * 48 * 32 // place.ranks
-    rows = Rows(own_counts[first : first + place.ranks].tolist(), 32, torch.float64)
+    group, local_size = given[first : first + place.ranks], ep.comm.topology.local_size
+    per_node = 8 * local_size // place.ranks
+    entering = [[int((each[1] // per_node == node).any(1).sum()) for node in range(8 // per_node)] for each in group]
+    rows = Rows(own_counts[first : first + place.ranks].tolist(), 32, torch.float64, entering, 2, torch.float64)
     formula = sum(
-        num_bytes
-        for (source, _), num_bytes in sent(place, rows, options, numel, ep.comm.topology.local_size).items()
-        if source == own
+        num_bytes for (source, _), num_bytes in sent(place, rows, options, numel, local_size).items() if source == own
     )
     # In the second pass both ends expect what comes, so there is one message.
     for _ in range(3):
@@ -115,10 +116,10 @@ def layers(rank: int, world_size: int) -> Any:
         (4, 2, "experts"),
     ]  # fmt: skip
     plain = [one_layer(rank, ExpertParallel(w, slices=s, move=move)) for w, s, move in layouts]
-    plain.append(one_layer(rank, ExpertParallel(4, slices=2, route="2dh")))
+    plain += [one_layer(rank, ExpertParallel(4, slices=2, route=route)) for route in ("2dh", "once")]
     coded = [
         one_layer(rank, ExpertParallel(4, route=route, dispatch="int8/32:nearest", combine="bf16", gradients="int8/32"))
-        for route in ("linear", "2dh")
+        for route in ("linear", "2dh", "once")
     ]
     return plain, coded, [rounded(rank, ranks, route) for ranks, route in ((4, "linear"), (2, "linear"), (4, "2dh"))]
 

@@ -26,8 +26,9 @@ class ExpertParallel:
     move: Literal["tokens", "slices", "experts"] = "tokens"
     """What travels. tokens: each row to all ranks of its expert; slices: these gather their slices, and a row goes to
     one of them; experts: every rank gathers all experts, and rows stay where they are."""
-    route: Literal["linear", "2dh"] = "linear"
-    """Of rows. linear: from each rank to each; 2dh: inside a node first, then one message from node to node."""
+    route: Literal["linear", "2dh", "once"] = "linear"
+    """Of rows. linear: from each rank to each; 2dh: inside a node first, then one message from node to node; once: a
+    token enters each node once, and one sum comes back."""
     dispatch: str = EXACT
     """Codec of rows to their experts, such as bf16 or int8/64:nearest, or exact. It draws by a row's number alone."""
     combine: str = EXACT

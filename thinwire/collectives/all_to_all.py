@@ -225,8 +225,8 @@ def all_to_all_counted(
         if came[peer] > there[peer]
     }
     late = {peer: partial(second_message, peer) for peer in others if counts[peer] > expected[peer]}
-    if rest or late:
-        yield from _swap(link, late, rest, operation)
+    # Without any, too: a job that goes on among other ranks must be in the same round on all.
+    yield from _swap(link, late, rest, operation)
     room.note(counts, came)
 
     def unpack() -> Tensor:

@@ -183,16 +183,24 @@ class Experts(nn.Module):
             x: [tokens, hidden]. top_k_index: int64 [tokens, k]; `num_experts` stands for none. top_k_weights:
             [tokens, k].
         """
-        order = Order.of(top_k_index, self.num_experts)
-        weights = top_k_weights.flatten()[order.choices, None]
-        rows = order.encode(x)
-        if self.weigh_inputs:
-            return order.decode(self.work((rows * weights).to(x.dtype), order.counts), len(x)).to(x.dtype)
-        return order.decode(self.work(rows, order.counts) * weights, len(x)).to(x.dtype)
+        return mixed(x, top_k_index, top_k_weights, self.num_experts, self.weigh_inputs, self.work)
 
     def work(self, rows: Tensor, counts: Tensor) -> Tensor:
         """`swiglu` by the weights of these experts."""
         return swiglu(rows, counts, (self.gate_proj, self.up_proj, self.down_proj))
+
+
+def mixed(
+    x: Tensor, index: Tensor, weights: Tensor, num_experts: int, weigh_inputs: bool,
+    work: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:  # fmt: skip
+    """The weighted sum over each token's experts, see Experts. work: of rows that are sorted by expert."""
+    order = Order.of(index, num_experts)
+    of_rows = weights.flatten()[order.choices, None]
+    rows = order.encode(x)
+    if weigh_inputs:
+        return order.decode(work((rows * of_rows).to(x.dtype), order.counts), len(x)).to(x.dtype)
+    return order.decode(work(rows, order.counts) * of_rows, len(x)).to(x.dtype)
 
 
 def dtype_of_work(rows: Tensor, weight: Tensor) -> torch.dtype:

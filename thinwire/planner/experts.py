@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TypeVar
@@ -55,7 +56,8 @@ def placed(model: nn.Module, config: ExplainConfig, shape: MeshShape) -> tuple[M
 def rows_of(model: MoELlama, placement: Placement, config: ExplainConfig) -> Rows:
     """Those of a micro-batch, by a router that is even."""
     num_tokens = config.micro_batch * config.seq_len
-    return Rows.even(placement, num_tokens, model.config.num_experts_per_tok, model.config.hidden_size, torch.float32)
+    sizes = num_tokens, model.config.num_experts_per_tok, model.config.hidden_size
+    return Rows.even(placement, *sizes, torch.float32, placement.ranks // math.gcd(config.local_size, placement.ranks))
 
 
 def expert_plan(strategy: Method, whole: nn.Module, config: ExplainConfig, shape: MeshShape) -> MethodPlan:
@@ -76,7 +78,9 @@ def expert_plan(strategy: Method, whole: nn.Module, config: ExplainConfig, shape
         strategy.plan(holder(tensors), on, config.passes) for tensors, on in ((rest, grid), (experts, replicas))
     )
     part_numel = sum(param.numel() for param in experts.values()) // model.config.num_hidden_layers
-    of_layer = sent(placement, rows_of(model, placement, config), options_of(config, shape), part_numel)
+    of_layer = sent(
+        placement, rows_of(model, placement, config), options_of(config, shape), part_numel, local_size(config, shape)
+    )
     passes = model.config.num_hidden_layers * config.passes
     messages = {(OPERATION, level): num_bytes * passes for level, num_bytes in levels_of(of_layer, grid).items()}
     return replace(
@@ -84,6 +88,11 @@ def expert_plan(strategy: Method, whole: nn.Module, config: ExplainConfig, shape
         optimizer=first.optimizer + second.optimizer, passing=first.passing + second.passing,
         sent=added(added(first.sent, second.sent), messages), other=added(first.other, second.other),
     )  # fmt: skip
+
+
+def local_size(config: ExplainConfig, shape: MeshShape) -> int:
+    """Ranks of a node among those that hold the experts between them."""
+    return math.gcd(config.local_size, shape.expert)
 
 
 def levels_of(sent_bytes: Mapping[tuple[int, int], int], grid: Topology) -> dict[str, int]:
@@ -110,4 +119,4 @@ def expert_notes(whole: nn.Module, config: ExplainConfig, shape: MeshShape) -> l
     model, placement = placed(whole, config, shape)
     numel = 3 * model.config.hidden_size * model.config.intermediate_size
     layers, rows = model.config.num_hidden_layers, rows_of(model, placement, config)
-    return facts(options_of(config, shape), placement, rows, layers, config.passes, numel)
+    return facts(options_of(config, shape), placement, rows, layers, config.passes, numel, local_size(config, shape))

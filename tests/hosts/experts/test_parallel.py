@@ -61,10 +61,15 @@ def one_layer(rank: int, options: ExpertParallel) -> tuple[float, bool]:
     place, own = ep.placement, ep.comm.rank
     first, own_counts = rank - own, torch.stack([torch.bincount(each[1].flatten(), minlength=8) for each in given])
     numel = 3 * 8 * 48 * 32 // place.ranks
-    rows = Rows(own_counts[first : first + place.ranks].tolist(), 32, torch.float64)
-    formula = sum(num_bytes for (source, _), num_bytes in sent(place, rows, options, numel).items() if source == own)
+    group, local_size = given[first : first + place.ranks], ep.comm.topology.local_size
+    per_node = 8 * local_size // place.ranks
+    entering = [[int((each[1] // per_node == node).any(1).sum()) for node in range(8 // per_node)] for each in group]
+    rows = Rows(own_counts[first : first + place.ranks].tolist(), 32, torch.float64, entering, 2, torch.float64)
+    formula = sum(
+        num_bytes for (source, _), num_bytes in sent(place, rows, options, numel, local_size).items() if source == own
+    )
     # In the second pass both ends expect what comes, so there is one message.
-    for _ in range(2):
+    for _ in range(3):
         x, index, weights = given[rank]
         x, weights = (each.detach().clone().requires_grad_() for each in (x, weights))
         model.zero_grad()
@@ -90,12 +95,12 @@ def one_layer(rank: int, options: ExpertParallel) -> tuple[float, bool]:
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs if len(b)), bytes_fit
 
 
-def rounded(rank: int, ranks: int) -> list[Tensor]:
+def rounded(rank: int, ranks: int, route: str) -> list[Tensor]:
     """Rows that go to experts that change nothing, and back; and their gradients."""
     model = torch.nn.Module()
     model.experts = filled(0)
-    codecs = {"dispatch": "int8/32:nearest", "combine": "int4/16:nearest", "gradients": "int4/32"}
-    ep = thinwire.expert_parallel(model, ExpertParallel(ranks, **codecs), local_size=2, timeout_s=60)
+    codecs = {"dispatch": "int8/32", "combine": "int4/16:nearest", "gradients": "int4/32"}
+    ep = thinwire.expert_parallel(model, ExpertParallel(ranks, route=route, **codecs), local_size=2, timeout_s=60)
     x, index, _ = inputs()[rank]
     rows = x.detach().repeat_interleave(2, 0)[index.flatten().argsort(stable=True)].requires_grad_()
     trip = Trip(ep.wire, torch.bincount(index.flatten(), minlength=8))
@@ -111,17 +116,22 @@ def layers(rank: int, world_size: int) -> Any:
         (4, 2, "experts"),
     ]  # fmt: skip
     plain = [one_layer(rank, ExpertParallel(w, slices=s, move=move)) for w, s, move in layouts]
-    coded = one_layer(rank, ExpertParallel(4, dispatch="int8/32:nearest", combine="bf16", gradients="int8/32"))
-    return plain, coded, [rounded(rank, ranks) for ranks in (4, 2)]
+    plain += [one_layer(rank, ExpertParallel(4, slices=2, route=route)) for route in ("2dh", "once")]
+    coded = [
+        one_layer(rank, ExpertParallel(4, route=route, dispatch="int8/32:nearest", combine="bf16", gradients="int8/32"))
+        for route in ("linear", "2dh", "once")
+    ]
+    return plain, coded, [rounded(rank, ranks, route) for ranks, route in ((4, "linear"), (2, "linear"), (4, "2dh"))]
 
 
 def test_outputs_gradients_and_bytes_are_those_of_one_process_and_of_the_formula() -> None:
-    for plain, coded, (four, two) in run_workers(layers, 4, local_size=2):
+    for plain, coded, (four, two, by_hops) in run_workers(layers, 4, local_size=2):
         for error, bytes_fit in plain:
             assert error < 1e-12 and bytes_fit
-        assert 1e-4 < coded[0] < 0.05 and coded[1]
+        for error, bytes_fit in coded:
+            assert 1e-4 < error < 0.05 and bytes_fit
         # Rows are rounded alike on any number of ranks, gradients at random too.
-        assert all(map(torch.equal, four, two))
+        assert all(map(torch.equal, four, two)) and all(map(torch.equal, four, by_hops))
 
 
 def text_of(step: int, rank: int) -> tuple[Tensor, Tensor]:

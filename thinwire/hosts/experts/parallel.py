@@ -14,13 +14,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.checkpoint import Piece, Share
 from thinwire.collectives import Communicator, Meter
+from thinwire.collectives.all_to_all import Room
 from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
+from thinwire.collectives.two_hops import Rooms
 from thinwire.errors import ConfigError, Problems
-from thinwire.hosts.experts.trip import Combine, Dispatch, Trip, Wire
+from thinwire.hosts.experts.once import Once, work_on
+from thinwire.hosts.experts.trip import Wire
 from thinwire.hosts.experts.weights import Gather
 from thinwire.hosts.ranks import along
 from thinwire.methods.experts import ExpertParallel, Placement, place_experts
-from thinwire.models.moe import Experts, dtype_of_work, swiglu
+from thinwire.models.moe import Experts, swiglu
 from thinwire.state.replicas import equal_bits
 from thinwire.table import Row
 
@@ -29,7 +32,7 @@ class ExpertRanks:
     """A rank's place among those that hold the experts between them; made by `expert_parallel`.
 
     Attributes:
-        placement: which experts each rank has.
+        placement: which experts each rank has. wire: whose codecs round rows. once: see Once.
         comm: ranks that hold the experts between them. everyone: all ranks that train the model.
         replicas: global ranks that hold the same experts as this one.
         shapes: of the whole tensors of experts, by parameter.
@@ -37,8 +40,9 @@ class ExpertRanks:
 
     def __init__(
         self, options: ExpertParallel, placement: Placement, wire: Wire, everyone: Communicator,
-        shapes: Mapping[str, torch.Size],
+        shapes: Mapping[str, torch.Size], once: Once | None = None,
     ) -> None:  # fmt: skip
+        self.once = once
         self.options, self.placement, self.wire, self.everyone = options, placement, wire, everyone
         self.shapes, self.comm = shapes, wire.comm
         own, ranks = everyone.rank, self.placement.ranks
@@ -58,9 +62,7 @@ class ExpertRanks:
             first = comm.rank - comm.rank % placement.slices
             team = range(first, first + placement.slices)
             weights = Gather.apply(comm, team, placement.of_team, *weights)
-        trip = Trip(self.wire, counts)
-        there = Dispatch.apply(trip, rows.to(dtype_of_work(rows, weights[0])))
-        return Combine.apply(trip, swiglu(there, trip.local_counts.to(rows.device), weights))
+        return work_on(self.wire, experts, rows, counts, tuple(weights))
 
     def gather(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Whole tensors, of every rank's part of those of experts, on all ranks. A collective."""
@@ -132,7 +134,10 @@ class ExpertRanks:
             "slices": ("slices to each other, tokens to experts", codecs),
             "experts": ("experts to tokens", "in each micro-batch; no rows travel"),
         }
+        straight = [(f"experts route {asked.route}", "linear", "one node, or one rank a node")]
+        is_straight = self.wire.hops is None and self.once is None
         return [
+            *(straight if asked.route != "linear" and is_straight else []),
             (f"experts over {asked.parallel} ranks", str(self.placement), copies),
             (f"experts move {asked.move}", moved[asked.move][0], f"{self.comm.topology}; {moved[asked.move][1]}"),
         ]
@@ -189,14 +194,38 @@ def expert_parallel(
         # Of each team, the rank at this one's place.
         step = placement.slices
         among, on = range(comm.rank % step, ranks, step), placement.whole
-    wire = Wire(comm, on, among, dispatch, combine, gradients, first + among[0], step, seed)
-    made = ExpertRanks(options, placement, wire, everyone, {name: param.shape for name, param in tensors.items()})
+    grid = comm.topology
+    hops = Rooms() if options.route == "2dh" and min(grid.num_nodes, grid.local_size) > 1 else None
+    wire = Wire(comm, on, among, dispatch, combine, gradients, first + among[0], step, seed, hops=hops)
+    shapes = {name: param.shape for name, param in tensors.items()}
+    once = entering(wire) if options.route == "once" and min(grid.num_nodes, grid.local_size) > 1 else None
+    made = ExpertRanks(options, placement, wire if once is None else once.outer, everyone, shapes, once)
     for param in tensors.values():
         param.data = placement.part(param.data, comm.rank).clone(memory_format=torch.contiguous_format)
     for experts in found.values():
         # Compiled layers leave their code for it.
         experts.work = torch.compiler.disable(partial(made.work, experts))  # type: ignore[method-assign]
+        if once is not None:
+            experts.forward = torch.compiler.disable(partial(once.forward, experts))  # type: ignore[method-assign]
     return made
+
+
+def entering(wire: Wire) -> Once:
+    """The wires of a layer whose rows enter a node once. Raises ConfigError for experts that several nodes share."""
+    grid, placement, rank = wire.comm.topology, wire.placement, wire.comm.rank
+    if grid.local_size % placement.slices:
+        raise ConfigError(
+            f"route 'once' with slices {placement.slices} on nodes of {grid.local_size} ranks: an expert must lie in "
+            "one node; nearest: route 'linear'"
+        )
+    place, first = grid.local_rank(rank), grid.rank(grid.node(rank), 0)
+    between, inside = range(place, grid.world_size, grid.local_size), range(first, first + grid.local_size)
+    nodes = Placement(grid.num_nodes, grid.num_nodes)
+    of_node = Placement(placement.experts // grid.num_nodes, grid.local_size, placement.slices)
+    outer = replace(wire, placement=nodes, members=between, first=wire.first + place, step=grid.local_size, room=Room())
+    exact = replace(outer, dispatch=None, combine=None, gradients=None, room=Room())
+    inner = Wire(wire.comm, of_node, inside, first=wire.first + first, seed=wire.seed)
+    return Once(outer, exact, inner)
 
 
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

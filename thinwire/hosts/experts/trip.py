@@ -12,9 +12,10 @@ from torch import Tensor
 
 from thinwire.codecs import Codec, derive_seed
 from thinwire.collectives import Communicator
-from thinwire.collectives.all_to_all import Room, all_to_all_counted, all_to_all_rows
+from thinwire.collectives.all_to_all import Room, RowCodec, all_to_all_counted, all_to_all_rows
 from thinwire.collectives.link import Link
 from thinwire.collectives.rounds import Rounds
+from thinwire.collectives.two_hops import Rooms, all_to_all_two_hops
 from thinwire.methods.experts import Placement
 
 T = TypeVar("T")
@@ -27,8 +28,10 @@ class Wire:
     """The ranks that hold the experts of a layer between them, and the codecs of what they exchange; jobs are urgent.
 
     members: ranks of `comm` among which rows travel, to the experts that `placement` has on them; the first is number
-    `first` among all ranks that train the model, each other one `step` further. seed: of what codecs draw, another for
-    each message of gradients, counted in `num_drawn`: with the rows' numbers it is the same on any number of ranks.
+    `first` among all ranks that train the model, each other one `step` further. seed: of what codecs draw: forward the
+    same in each pass, so that a recomputed one is the same; another for each message of gradients, counted in
+    `num_drawn`. What is drawn depends on it and on the rows' numbers, so it is the same on any number of ranks. hops:
+    of rows that go inside a node first; None: straight.
     """
 
     comm: Communicator
@@ -41,7 +44,12 @@ class Wire:
     step: int = 1
     seed: int = 0
     num_drawn: int = 0
+    hops: Rooms | None = None
     room: Room = field(default_factory=Room)
+
+    def forward_seed(self, way: int) -> int:
+        """Of the way there, 0, or back, 1."""
+        return derive_seed(self.seed, 0, way)
 
     def draw(self) -> int:
         """A seed for the gradients of one exchange, the same on all ranks."""
@@ -82,9 +90,13 @@ class Trip:
         sends, counts, numbers = self._to_teams(rows)
 
         def job(link: Link) -> Rounds[tuple[Tensor, list[int], Tensor]]:
+            seed, name = wire.forward_seed(0), "dispatch"
+            if wire.hops is not None:
+                how = RowCodec(sends.shape[1], sends.dtype, wire.dispatch, seed)
+                return all_to_all_two_hops(link, sends, counts, notes, wire.hops, how, numbers, operation=name)
             return all_to_all_counted(
-                link, sends, counts, notes, wire.room, wire.dispatch, first_rows=numbers, rounds_own=True,
-                operation="dispatch",
+                link, sends, counts, notes, wire.room, wire.dispatch, seed=seed, first_rows=numbers, rounds_own=True,
+                operation=name,
             )  # fmt: skip
 
         found, self._came, told = wire.run(job)
@@ -102,7 +114,9 @@ class Trip:
         sends = rows.index_select(0, self._back)
         receives = [block for block in self.blocks for _ in range(slices)]
         codec, seed, name = (
-            (wire.gradients, wire.draw(), "dispatch_gradients") if is_backward else (wire.combine, 0, "combine")
+            (wire.gradients, wire.draw(), "dispatch_gradients")
+            if is_backward
+            else (wire.combine, wire.forward_seed(1), "combine")
         )
         found = self._exchange(sends, self._came, receives, self._first, codec, seed, name)
         if slices == 1:
@@ -132,7 +146,14 @@ class Trip:
         self, rows: Tensor, counts: Sequence[int], receives: Sequence[int], numbers: Sequence[int],
         codec: Codec | None, seed: int, operation: str,
     ) -> Tensor:  # fmt: skip
-        return self.wire.run(
+        wire = self.wire
+        if wire.hops is not None:
+            how, nothing = RowCodec(rows.shape[1], rows.dtype, codec, seed), torch.zeros(len(counts), 0).long()
+            hops = wire.hops
+            return wire.run(
+                lambda link: all_to_all_two_hops(link, rows, counts, nothing, hops, how, numbers, operation=operation)
+            )[0]
+        return wire.run(
             lambda link: all_to_all_rows(
                 link, rows, counts, receives, codec, seed=seed, first_rows=numbers, rounds_own=True, operation=operation
             )

@@ -7,9 +7,9 @@ from typing import Literal
 
 from thinwire.codecs import Codec
 from thinwire.errors import ConfigError, Problems
-from thinwire.methods.options import EXACT, SAME_EACH_TIME, check_types, codec_or_exact
+from thinwire.methods.options import EXACT, check_types, codec_or_exact
 
-FORWARD = ("dispatch", "combine")
+CODED = ("dispatch", "combine", "gradients")
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,13 @@ class ExpertParallel:
     move: Literal["tokens", "slices", "experts"] = "tokens"
     """What travels. tokens: each row to all ranks of its expert; slices: these gather their slices, and a row goes to
     one of them; experts: every rank gathers all experts, and rows stay where they are."""
+    route: Literal["linear", "2dh", "once"] = "linear"
+    """Of rows. linear: from each rank to each; 2dh: inside a node first, then one message from node to node; once: a
+    token enters each node once, and one sum comes back."""
     dispatch: str = EXACT
-    """Codec of rows to their experts, such as bf16 or int8/64:nearest, or exact. It rounds the same way each time."""
+    """Codec of rows to their experts, such as bf16 or int8/64:nearest, or exact. It draws by a row's number alone."""
     combine: str = EXACT
-    """Codec of what experts return, such as bf16 or int8/64:nearest, or exact. It rounds the same way each time."""
+    """Codec of what experts return, such as bf16 or int8/64:nearest, or exact."""
     gradients: str = EXACT
     """Codec of the gradients of both, such as bf16 or int8/64, or exact."""
 
@@ -40,20 +43,24 @@ class ExpertParallel:
             for name in ("parallel", "slices"):
                 if getattr(self, name) < 1:
                     raise ConfigError(f"{name} {getattr(self, name)}: must be at least 1; nearest: 1")
-        stated = [name for name in (*FORWARD, "gradients") if getattr(self, name) != EXACT]
+        stated = [name for name in CODED if getattr(self, name) != EXACT]
         if self.move == "experts" and stated:
             problems.messages.append(
                 f"{stated[0]} {getattr(self, stated[0])!r} with move 'experts': no rows travel; nearest: {EXACT!r}"
             )
-        for name in (*FORWARD, "gradients"):
+        if self.route != "linear" and self.move != "tokens":
+            problems.messages.append(
+                f"route {self.route!r} with move {self.move!r}: it is for rows that go to all ranks; nearest: 'linear'"
+            )
+        for name in CODED:
             problems.note(self.codec, name)
         problems.raise_any()
 
     def codec(self, name: str) -> Codec | None:
         """The codec of `dispatch`, `combine` or `gradients`; None for exact: the rows' own bytes in their own dtype."""
-        return codec_or_exact(self, name, SAME_EACH_TIME if name in FORWARD else None)
+        return codec_or_exact(self, name)
 
     @property
     def codecs(self) -> tuple[Codec, ...]:
         """Whose kernels are compiled before the workers start."""
-        return tuple(codec for codec in map(self.codec, (*FORWARD, "gradients")) if codec is not None)
+        return tuple(codec for codec in map(self.codec, CODED) if codec is not None)

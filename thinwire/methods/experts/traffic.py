@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +10,6 @@ from itertools import product
 
 import torch
 
-from thinwire.codecs import Codec
 from thinwire.collectives.all_to_all import NUMBER_BYTES, rows_bytes
 from thinwire.methods.experts.layout import Placement
 from thinwire.methods.experts.options import ExpertParallel
@@ -20,62 +20,135 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of one layer in one micro-batch. counts: [ranks][experts], those that a rank has for each expert."""
+    """The rows of one layer in one micro-batch. counts: [ranks][experts], those that a rank has for each expert.
+
+    entering: [ranks][nodes], tokens of a rank with any expert in a node; top_k: experts of a token. Both are for rows
+    that enter a node once. dtype: of the rows. of_weights: of the weights of a token's experts.
+    """
 
     counts: Sequence[Sequence[int]]
     width: int
     dtype: torch.dtype = torch.float32
+    entering: Sequence[Sequence[int]] = ()
+    top_k: int = 1
+    of_weights: torch.dtype = torch.float32
 
     @classmethod
-    def even(cls, placement: Placement, num_tokens: int, top_k: int, width: int, dtype: torch.dtype) -> Rows:
+    def even(
+        cls, placement: Placement, num_tokens: int, top_k: int, width: int, dtype: torch.dtype, num_nodes: int = 1
+    ) -> Rows:
         """Of a router that sends equally many rows to each expert; num_tokens: of a rank."""
-        each = -(-num_tokens * top_k // placement.experts)
-        return cls([[each] * placement.experts] * placement.ranks, width, dtype)
+        num_experts = placement.experts
+        each = -(-num_tokens * top_k // num_experts)
+        # All but the tokens whose experts all lie elsewhere.
+        elsewhere = math.comb(num_experts - num_experts // num_nodes, top_k) / math.comb(num_experts, top_k)
+        enter = math.ceil(num_tokens * (1 - elsewhere))
+        ranks = placement.ranks
+        return cls([[each] * num_experts] * ranks, width, dtype, [[enter] * num_nodes] * ranks, top_k)
 
 
 def sent(
-    placement: Placement, rows: Rows, options: ExpertParallel, part_numel: int, *, in_training: bool = True
-) -> dict[Pair, int]:
+    placement: Placement, rows: Rows, options: ExpertParallel, part_numel: int, local_size: int = 1, *,
+    in_training: bool = True,
+) -> dict[Pair, int]:  # fmt: skip
     """Bytes from rank to rank: forward, and backward too in training.
 
     With n_pe rows of rank p for expert e, p sends sum_e n_pe rows to each of the s ranks that hold parts of e, but to
     itself, and as many come back. Backward is the same with gradients. In front of the rows are 2 + E / G numbers.
     Where weights move, a rank sends its part, of `part_numel` elements, to each rank that gathers it, and backward as
     many gradients; where slices do, a row goes to the one rank of a team at its source's place.
+
+    local_size: ranks of a node. By two hops, what is for rank m of any node goes to rank m of this one first; each
+    packet has its number of rows, and each message the sizes of its packets. Of rows that enter once, see sent_once.
     """
-
-    def num_bytes(num_rows: int, codec: Codec | None) -> int:
-        return rows_bytes(num_rows, rows.width, rows.dtype, codec) if num_rows else 0
-
     found: dict[Pair, int] = defaultdict(int)
-    slices, move = placement.slices, options.move
     for source, home in product(range(placement.ranks), repeat=2):
+        gathers = options.move == "slices" and placement.team(source) == placement.team(home)
+        if source != home and (gathers or options.move == "experts"):
+            found[source, home] += part_numel * rows.dtype.itemsize * (2 if in_training else 1)
+    if options.move == "experts":
+        return dict(found)
+    has_hops = 1 < local_size < placement.ranks
+    if options.route == "once" and has_hops:
+        return sent_once(placement, rows, options, local_size, 4 if in_training else 2)
+    by_hops = options.route == "2dh" and has_hops
+    for ways in packets(placement, rows, options, counted=by_hops)[: 4 if in_training else 2]:
+        for (source, home), num_bytes in ways.items():
+            between = source - source % local_size + home % local_size if by_hops else home
+            for pair in ((source, between), (between, home)):
+                found[pair] += num_bytes
+        for source, near in product(range(placement.ranks), range(local_size)) if by_hops else ():
+            found[source, source - source % local_size + near] += NUMBER_BYTES * (1 + placement.ranks // local_size)
+            for far in range(source % local_size, placement.ranks, local_size) if not near else ():
+                found[source, far] += NUMBER_BYTES * (1 + local_size)
+    return {pair: num_bytes for pair, num_bytes in found.items() if pair[0] != pair[1]}
+
+
+def sent_once(
+    placement: Placement, rows: Rows, options: ExpertParallel, local_size: int, num_ways: int
+) -> dict[Pair, int]:
+    """The same where a token enters a node once, by the rank at its source's place.
+
+    Between nodes: its row, the weights and numbers of its experts, and one sum; inside: exact rows of all who entered.
+    """
+    found: dict[Pair, int] = defaultdict(int)
+    num_nodes, per_node = placement.ranks // local_size, placement.experts * local_size // placement.ranks
+    weights = 2 * rows.top_k * rows.of_weights.itemsize
+    for source, node in product(range(placement.ranks), range(num_nodes)):
+        home, num = node * local_size + source % local_size, rows.entering[source][node]
+        sizes = [
+            rows_bytes(num, rows.width, rows.dtype, options.codec(kind)) if num else 0
+            for kind in ("dispatch", "combine", "gradients", "gradients")
+        ]
+        extra = [2 * 3 * NUMBER_BYTES + num * weights, 0, 0, num * weights]
+        pairs = [(source, home), (home, source)] * 2
+        for pair, size, more in list(zip(pairs, sizes, extra, strict=True))[:num_ways]:
+            found[pair] += size + more
+    inside = Placement(per_node, local_size, placement.slices)
+    plain = ExpertParallel(local_size, placement.slices)
+    for node in range(num_nodes):
+        own = slice(node * per_node, (node + 1) * per_node)
+        merged = [
+            [sum(column) for column in zip(*(counts[own] for counts in rows.counts[place::local_size]), strict=True)]
+            for place in range(local_size)
+        ]
+        of_node = sent(inside, Rows(merged, rows.width, rows.dtype), plain, 0, in_training=num_ways == 4)
+        for (source, home), num_bytes in of_node.items():
+            found[node * local_size + source, node * local_size + home] += num_bytes
+    return {pair: num_bytes for pair, num_bytes in found.items() if pair[0] != pair[1]}
+
+
+def packets(placement: Placement, rows: Rows, options: ExpertParallel, *, counted: bool) -> list[dict[Pair, int]]:
+    """Bytes of rows from their source to their home, back, and of the gradients of both.
+
+    counted: each has the number of its rows in front; otherwise those to their home alone.
+    """
+    ways: list[dict[Pair, int]] = [{}, {}, {}, {}]
+    for source, home in product(range(placement.ranks), repeat=2):
+        if options.move == "slices" and source % placement.slices != home % placement.slices:
+            continue
         first = placement.team(home) * placement.each
         num_rows = sum(rows.counts[source][first : first + placement.each])
-        if source == home:
-            continue
-        gathers = move == "slices" and placement.team(source) == placement.team(home)
-        if gathers or move == "experts":
-            found[source, home] += part_numel * rows.dtype.itemsize * (2 if in_training else 1)
-        if move == "tokens" or (move == "slices" and source % slices == home % slices):
-            head = NUMBER_BYTES * (2 + placement.each)
-            found[source, home] += head + num_bytes(num_rows, options.codec("dispatch"))
-            found[home, source] += num_bytes(num_rows, options.codec("combine"))
-            for pair in ((source, home), (home, source)) if in_training else ():
-                found[pair] += num_bytes(num_rows, options.codec("gradients"))
-    return dict(found)
+        there, back = (source, home), (home, source)
+        kinds = (("dispatch", there), ("combine", back), ("gradients", there), ("gradients", back))
+        for way, (kind, pair) in zip(ways, kinds, strict=True):
+            head = NUMBER_BYTES * (2 + placement.each) if kind == "dispatch" else NUMBER_BYTES * counted
+            body = rows_bytes(num_rows, rows.width, rows.dtype, options.codec(kind)) if num_rows else 0
+            way[pair] = head + body
+    return ways
 
 
 def facts(
-    options: ExpertParallel, placement: Placement, rows: Rows, layers: int, micro_batches: int, expert_numel: int
-) -> list[Row]:
+    options: ExpertParallel, placement: Placement, rows: Rows, layers: int, micro_batches: int, expert_numel: int,
+    local_size: int,
+) -> list[Row]:  # fmt: skip
     """Rows of (asked for, in effect, why): what a rank holds, and what it sends in a step.
 
-    rows: of a micro-batch. expert_numel: elements of one expert in one layer.
+    rows: of a micro-batch. expert_numel: elements of one expert in one layer. local_size: ranks of a node.
     """
     by_rank: dict[int, int] = defaultdict(int)
     part_numel = placement.experts * expert_numel // placement.ranks
-    for (source, _), num_bytes in sent(placement, rows, options, part_numel).items():
+    for (source, _), num_bytes in sent(placement, rows, options, part_numel, local_size).items():
         by_rank[source] += num_bytes * layers * micro_batches
     whole = 4 * placement.experts * expert_numel * layers
     return [

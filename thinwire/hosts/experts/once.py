@@ -1,0 +1,56 @@
+"""Rows that enter a node once, for all of their experts there; one sum comes back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from thinwire.hosts.experts.trip import Combine, Dispatch, Trip, Wire
+from thinwire.models.moe import Experts, dtype_of_work, mixed, swiglu
+
+
+@dataclass
+class Once:
+    """A layer by two hops: between the ranks at one place of all nodes, then inside a node.
+
+    The rank that a token enters a node by sends its row to the experts there, weighs what they return, and sends back
+    the sum: with experts e in node g, y = sum_g sum_(e in g) w_e e(x).
+    outer: between nodes, each of which is one expert to it. exact: the same ranks, without codecs, for the weights of a
+    token's experts. inner: inside this node, of its experts.
+    """
+
+    outer: Wire
+    exact: Wire
+    inner: Wire
+
+    def forward(self, experts: Experts, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """See Experts. A collective."""
+        num_nodes, per_node, top_k = self.outer.placement.experts, self.inner.placement.experts, index.shape[1]
+        node = index // per_node
+        enters = (node[:, None] == torch.arange(num_nodes, device=x.device)[:, None]).any(-1)
+        at, token = enters.t().nonzero(as_tuple=True)
+        counts = enters.sum(0)
+        # Its experts elsewhere are none here.
+        own = torch.where(node[token] == at[:, None], index[token] - at[:, None] * per_node, per_node)
+        trip = Trip(self.outer, counts)
+        there = Dispatch.apply(trip, x[token].to(dtype_of_work(x, experts.gate_proj)))
+        told = Dispatch.apply(Trip(self.exact, counts), torch.cat([weights[token], own.to(weights.dtype)], 1))
+        chosen = told[:, top_k:].detach().long()
+        work = partial(work_on, self.inner, experts)
+        part = mixed(there, chosen, told[:, :top_k], per_node, experts.weigh_inputs, work)
+        back = Combine.apply(trip, part)
+        return back.new_zeros(len(x), x.shape[1]).index_add(0, token, back).to(x.dtype)
+
+
+def work_on(wire: Wire, experts: Experts, rows: Tensor, counts: Tensor, weights: tuple[Tensor, ...] = ()) -> Tensor:
+    """What the experts of a wire's ranks make of rows that are sorted by expert. A collective.
+
+    weights: what this rank works with, by default its own part.
+    """
+    weights = weights or (experts.gate_proj, experts.up_proj, experts.down_proj)
+    trip = Trip(wire, counts)
+    there = Dispatch.apply(trip, rows.to(dtype_of_work(rows, weights[0])))
+    return Combine.apply(trip, swiglu(there, trip.local_counts.to(rows.device), weights))

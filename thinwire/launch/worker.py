@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import sys
+import threading
 import time
 import traceback
 from dataclasses import replace
@@ -39,6 +40,8 @@ from thinwire.training.trainer import Trainer
 
 # Losses without a step between them after which a stage gives up.
 MOST_LOSSES = 5
+# Of a thread's stack under a budget.
+STACK_BYTES = 2 << 20
 
 
 def work(run: Run, place: ProcessPlace, start: Start | None) -> int:
@@ -49,8 +52,7 @@ def work(run: Run, place: ProcessPlace, start: Start | None) -> int:
     torch.set_num_threads(threads_per_worker(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))[0])
     run = replace(run, config=with_derived(run.config)).with_island_size()
     if run.residency is not None and run.residency.memory_bytes is not None:
-        _, most = resource.getrlimit(resource.RLIMIT_DATA)
-        resource.setrlimit(resource.RLIMIT_DATA, (run.residency.memory_bytes, most))
+        hold_to(run.residency.memory_bytes)
     # Only rank 0 has what was found out before torchrun started the others.
     start, number = start or Start(), place.local_rank
     if run.recovers:
@@ -93,6 +95,14 @@ def work(run: Run, place: ProcessPlace, start: Start | None) -> int:
     dist.destroy_process_group()
     del held
     return stop.signum
+
+
+def hold_to(memory_bytes: int) -> None:
+    """Let the kernel hold this process to a budget."""
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, most))
+    # The whole of a stack counts, of which a thread uses little.
+    threading.stack_size(STACK_BYTES)
 
 
 def work_on(run: Run, place: ProcessPlace, start: Start) -> int:

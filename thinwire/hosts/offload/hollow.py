@@ -7,6 +7,8 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from thinwire.hosts.offload.room import give_pages_back
+
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -15,6 +17,7 @@ def hollow(model: Model) -> Model:
 
     Make the optimizer after it, then call `thinwire.zero` with `initial`, which fills one parameter after another.
     """
+    give_pages_back()
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, param in module._parameters.items():

@@ -16,23 +16,25 @@ from torch import Tensor
 from thinwire.errors import ThinwireError
 from thinwire.hosts.sharded.bucket import FlatBucket
 from thinwire.layout.buckets import BucketLayout
+from thinwire.methods.memory.placement import SMALL_NUMEL
 from thinwire.tiers import DiskFile, Pace, TierMeter
 from thinwire.tiers.pool import aligned, pages
 
-# Buckets with fewer elements stay in memory.
-SMALL_NUMEL = 100_000
 # Bytes that pass between a bucket and the disk at once.
 CHUNK_BYTES = 4 << 20
 
 
 @dataclass(eq=False)
 class Spot:
-    """Where a bucket's weights are. is_locked: they are being changed, and stay until that is over."""
+    """Where a bucket's weights are. is_locked: they are being changed, and stay until that is over. is_dirty: the disk has
+    others.
+    """
 
     place: int
     num_bytes: int
     is_here: bool = True
     is_locked: bool = False
+    is_dirty: bool = False
     reading: Future[None] | None = None
     writing: Future[None] | None = None
     sums: list[int] = field(default_factory=list)
@@ -118,9 +120,15 @@ class Replicas:
             spot.is_locked = True
 
     def changed(self, bucket: FlatBucket) -> None:
-        """It was changed: it is written, and may leave after that."""
+        """It was changed: it is written before it leaves, and at once if it has to leave some time."""
         if spot := self.spots.get(bucket):
-            spot.is_locked = False
+            spot.is_locked, spot.is_dirty = False, True
+            if self.capacity_bytes < self.total_bytes:
+                self._write_behind(bucket, spot)
+
+    def _write_behind(self, bucket: FlatBucket, spot: Spot) -> None:
+        if spot.is_dirty:
+            spot.is_dirty = False
             spot.writing = self._writer.submit(self._write, bucket, spot)
 
     @contextmanager
@@ -143,6 +151,7 @@ class Replicas:
     def mapped(self, bucket: FlatBucket) -> Tensor:
         """The bucket's weights as they lie on the disk, read when they are touched."""
         spot = self.spots[bucket]
+        self._write_behind(bucket, spot)
         spot.finish()
         return self.file.mapped(spot.place, spot.num_bytes).view(bucket.layout.dtype)
 
@@ -193,6 +202,7 @@ class Replicas:
 
     def _leave(self, bucket: FlatBucket) -> None:
         spot, storage = self.spots[bucket], bucket.live.untyped_storage()
+        self._write_behind(bucket, spot)
         with self.meter.waiting():
             spot.finish()
         self._owner.pop(storage.data_ptr(), None)

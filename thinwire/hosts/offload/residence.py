@@ -10,21 +10,20 @@ from torch import nn
 from thinwire.errors import ConfigError
 from thinwire.hosts.offload.activations import recompute
 from thinwire.hosts.offload.replicas import Replicas, is_large
-from thinwire.hosts.offload.room import Room
+from thinwire.hosts.offload.room import Room, give_pages_back
 from thinwire.hosts.offload.states import StatesOnDisk
 from thinwire.hosts.offload.weights import WeightsOnDisk
 from thinwire.hosts.sharded.bucket import FlatBucket
 from thinwire.hosts.sharded.weights import Weights
 from thinwire.layout.buckets import Unit
 from thinwire.methods.memory import Residency
+from thinwire.methods.memory.placement import USED_SHARE
 from thinwire.optim import Muon
 from thinwire.table import Row
 from thinwire.tiers import Pace, TierMeter
 
 # Steps after which the room that is left is known: the first one allocates what stays.
 MEASURED_STEPS = 2
-# Of the room that was found, what is used: a later step may need more.
-USED_SHARE = 0.9
 DAY_S = 86400
 
 
@@ -45,6 +44,7 @@ class Residence:
         self._states: StatesOnDisk | None = None
         held = [layout for unit in units for layout in unit.layouts]
         if weights and any(map(is_large, held)):
+            give_pages_back()
             self.replicas = Replicas(residency.folder, held, self.meter, self.pace)
 
     @classmethod

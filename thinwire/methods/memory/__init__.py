@@ -2,7 +2,10 @@
 
 from thinwire.methods.memory.floor import Floor, settled
 from thinwire.methods.memory.inside import why_not_resident
+from thinwire.methods.memory.placement import Part, efficiency, placed
 from thinwire.methods.memory.residency import Residency
 from thinwire.methods.memory.units import read_byte_rate, read_bytes
 
-__all__ = ["Floor", "Residency", "read_byte_rate", "read_bytes", "settled", "why_not_resident"]
+__all__ = [
+    "Floor", "Part", "Residency", "efficiency", "placed", "read_byte_rate", "read_bytes", "settled", "why_not_resident",
+]  # fmt: skip

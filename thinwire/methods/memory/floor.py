@@ -8,11 +8,12 @@ from torch import nn
 
 from thinwire.collectives import Topology
 from thinwire.errors import ConfigError
+from thinwire.layout.buckets import Unit
 from thinwire.methods.memory.residency import FP32_BYTES, Residency
 from thinwire.methods.sharded import ShardedMethod
 
 # Torch, gloo, compiled kernels and the stacks of threads, before there is a model.
-PROCESS_BYTES = 250_000_000
+PROCESS_BYTES = 400_000_000
 # Elements of the smallest sub-group, and how many are in memory at a time.
 LEAST_SUB_GROUP, NUM_PASSING = 1024, 3
 # Master, and AdamW's two moments.
@@ -45,9 +46,7 @@ class Floor:
             passing = NUM_PASSING * NUM_STATES * FP32_BYTES * (residency.sub_group or LEAST_SUB_GROUP)
             disk, parts["optimizer"] = plan.optimizer, min(passing, plan.optimizer)
         if residency.weights == "disk":
-            trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
-            units = method.units(model, trained, [method.levels(topology)], lambda _: 0, None)
-            largest = max((FP32_BYTES * unit.numel for unit in units), default=0)
+            largest = max((FP32_BYTES * unit.numel for unit in units_of(method, model, topology)), default=0)
             disk += plan.weights
             parts["weights"] = min(NUM_BUCKETS * largest, plan.weights)
             if micro_batches == 1:
@@ -68,6 +67,12 @@ class Floor:
             f"--memory of {memory_bytes / 1e6:.0f} MB is below the floor of {self.num_bytes / 1e6:.0f} MB: {listed}, "
             f"before activations; nearest: --memory {-(-self.num_bytes // 10**6)}mb, or more ranks"
         )
+
+
+def units_of(method: ShardedMethod, model: nn.Module, topology: Topology) -> tuple[Unit, ...]:
+    """The buckets of a model, of which only the shapes are used."""
+    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    return method.units(model, trained, [method.levels(topology)], lambda _: 0, None)
 
 
 def settled(

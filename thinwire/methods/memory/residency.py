@@ -12,7 +12,7 @@ from thinwire.methods.options import check_types
 
 FP32_BYTES = 4
 # Elements of a sub-group where nothing is stated, and the most of the budget that the passing ones may take.
-SUB_GROUP, PASSING_SHARE = 1 << 22, 1 / 16
+SUB_GROUP, PASSING_SHARE = 1 << 22, 1 / 32
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,72 @@
+"""Where the parts of a training lie under a budget, and what a step moves between memory and disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import nn
+
+from thinwire.collectives import Topology
+from thinwire.methods.memory.floor import Floor, units_of
+from thinwire.methods.memory.residency import FP32_BYTES, Residency
+from thinwire.methods.sharded import ShardedMethod
+
+# Buckets of fewer elements stay in memory.
+SMALL_NUMEL = 100_000
+# Of the room in a budget, what is used for what may stay: a later step may need more.
+USED_SHARE = 0.9
+
+
+class Part(NamedTuple):
+    """A part of what a rank holds, in bytes: in memory at its largest, on the disk, and what a step moves."""
+
+    name: str
+    memory: int
+    disk: int = 0
+    read: int = 0
+    written: int = 0
+
+
+def placed(
+    residency: Residency, method: ShardedMethod, model: nn.Module, topology: Topology, micro_batches: int, kept: int
+) -> Iterator[Part]:
+    """The parts of a rank's training, once room is known; see `Residence.after_update`.
+
+    residency: without "auto" for weights. kept: bytes that a forward keeps. model: only its shapes are used.
+
+    With W bytes of weights on the disk, of which C stay, and m micro-batches, a step reads (2 m + 1) (W - C) and writes
+    W, or nothing where all stay. With S bytes of states, of which some sub-groups stay, it reads and writes the rest.
+    """
+    floor = Floor.of(residency, method, model, topology, micro_batches)
+    plan = method.plan(model, topology, micro_batches)
+    budget = residency.memory_bytes
+    left = 0 if budget is None else max(0, int((budget - floor.num_bytes - kept) * USED_SHARE))
+    for name, num_bytes in floor.parts.items():
+        if name not in ("weights", "optimizer"):
+            yield Part(name, num_bytes)
+    yield Part("activations", kept)
+    if residency.weights == "disk":
+        sizes = [FP32_BYTES * unit.numel for unit in units_of(method, model, topology) if unit.numel >= SMALL_NUMEL]
+        total, least = sum(sizes), min(2 * max(sizes, default=0), sum(sizes))
+        staying = min(total, least + left)
+        left -= staying - least
+        read, written = (2 * micro_batches + 1) * (total - staying), 0 if staying == total else total
+        yield Part("weights", plan.weights - total + staying, total, read, written)
+    else:
+        yield Part("weights", plan.weights)
+    if residency.optimizer == "memory":
+        yield Part("masters and optimizer state", plan.optimizer)
+    else:
+        staying = min(plan.optimizer, left) if residency.optimizer == "auto" else 0
+        moved, passing = plan.optimizer - staying, floor.parts.get("optimizer", 0)
+        yield Part("masters and optimizer state", passing + staying, plan.optimizer, moved, moved)
+
+
+def efficiency(tokens: int, disk_rate: float, flops: float) -> float:
+    """The share of time in which a rank computes, if it waits for weights that come from a disk: a b / (a b + f).
+
+    a = tokens of a micro-batch: operations for each byte of weights that moves. b = disk_rate, bytes per second. f =
+    flops, operations per second. Source: ZeRO-Infinity (SC 2021), equations 6 and 9.
+    """
+    return tokens * disk_rate / (tokens * disk_rate + flops)

@@ -255,19 +255,22 @@ class Llama(nn.Module):
         """
         params = dict(self.named_parameters())
         # Where there is no memory, nothing is drawn.
-        if not any(param.is_meta for param in params.values()):
-            for name, values in self.drawn(generator):
-                params[name].copy_(values)
+        if any(param.is_meta for param in params.values()):
+            return
+        for name, values in self.drawn(generator):
+            params[name].copy_(values)
+        for param in params.values():
+            if param.ndim == 1:
+                param.fill_(1.0)
 
     def drawn(self, generator: torch.Generator) -> Iterator[tuple[str, Tensor]]:
-        """The first weights of each parameter, one after another; see `init_weights`."""
+        """The first weights of each matrix, one after another; see `init_weights`."""
         residual_std = 0.02 / math.sqrt(2 * self.config.num_hidden_layers)
-        for name, parameter in self.named_parameters():
-            if parameter.ndim == 1:
-                yield name, torch.ones(parameter.shape, device=generator.device)
-                continue
-            std = residual_std if name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj")) else 0.02
-            yield name, torch.randn(parameter.shape, generator=generator, device=generator.device).mul_(std)
+        for name, param in self.named_parameters():
+            if param.ndim > 1:
+                to_residual = name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj"))
+                draw = torch.randn(param.shape, generator=generator, device=generator.device)
+                yield name, draw.mul_(residual_std if to_residual else 0.02)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Logits [batch, seq, vocab] of int64 tokens [batch, seq]; the mean loss (fp32 scalar) if targets are given.

@@ -26,6 +26,7 @@ from thinwire.options import EXPERTS, PIPELINE, SEQUENCE, build_strategy, model_
 from thinwire.planner.candidates import LARGEST_MICRO_BATCH, Candidate, candidates
 from thinwire.planner.experts import expert_notes, expert_plan, with_experts
 from thinwire.planner.options import AUTO, ExplainConfig, range_errors
+from thinwire.planner.residency import Resident, where_all_lies
 from thinwire.planner.search import Search, search
 from thinwire.planner.stages import Grid, Stages, measured_flops, stages_of
 from thinwire.registry import STRATEGIES, check_on_mesh
@@ -51,6 +52,7 @@ class Explained:
         stages: of a pipeline; the plan of a strategy is then that of the stage that needs the most memory with it.
         heaviest: that stage, by strategy.
         search: what was priced to find the stages.
+        resident: where the parts of the one strategy lie under a budget.
     """
 
     num_parameters: int
@@ -67,6 +69,7 @@ class Explained:
     heaviest: Mapping[str, int] = field(default_factory=dict)
     grid: Grid | None = None
     search: Search | None = None
+    resident: Resident | None = None
 
     def link_s(self, found: MethodPlan) -> float | None:
         """Seconds of a step's messages between nodes on one node's link, all ranks of the node together."""
@@ -114,6 +117,7 @@ def explain(config: ExplainConfig, problems: Problems) -> Explained:
     plans: dict[str, MethodPlan] = {}
     replicas = shape.sizes["data"] if shape is not None else 1
     mean_over, whole, heaviest = {}, [], {}
+    resident: Resident | None = None
     for name in names:
         with problems.collect():
             strategy = strategy_of(name, config)
@@ -141,6 +145,11 @@ def explain(config: ExplainConfig, problems: Problems) -> Explained:
                     }
                     heaviest[name] = max(of_stage, key=lambda stage: stages.memory_bytes(stage, of_stage[stage]))
                     plans[name] = of_stage[heaviest[name]]
+    if config.memory is not None and len(plans) == len(names):
+        with problems.collect():
+            assert model is not None
+            resident = where_all_lies(config, names, strategy_of, model)
+            notes += resident.rows
     problems.raise_any()
     assert model is not None
     topology = Topology(config.nodes, config.local_size)
@@ -160,7 +169,7 @@ def explain(config: ExplainConfig, problems: Problems) -> Explained:
     return Explained(
         total, topology, config.passes, plans, rate, local_rate, notes, vocabulary_of(config, model),
         {name: steps for name, steps in mean_over.items() if name in plans}, [name for name in whole if name in plans],
-        stages, heaviest, grid, result,
+        stages, heaviest, grid, result, resident,
     )  # fmt: skip
 
 
@@ -387,9 +396,12 @@ def notes_on(config: ExplainConfig, names: list[str]) -> Iterator[tuple[str, str
     for name in ("model", "tokenizer", "seq_len") if config.parameters is not None else ():
         if getattr(config, name) != getattr(ExplainConfig(), name):
             yield f"{flag(name)} {getattr(config, name)}", "no effect", "--parameters stands for the model"
+    if config.memory is None and config.disk_rate is not None:
+        yield f"--disk-rate {config.disk_rate}", "no effect", "nothing lies on a disk without --memory"
     if config.stages is None:
-        of_pass = () if used & {SEQUENCE, EXPERTS} else ("micro_batch",)
-        for name in (*of_pass, "gflops", "memory_gb"):
+        of_pass = () if used & {SEQUENCE, EXPERTS} or config.memory is not None else ("micro_batch",)
+        of_speed = () if config.memory is not None else ("gflops",)
+        for name in (*of_pass, *of_speed, "memory_gb"):
             if getattr(config, name) != getattr(ExplainConfig(), name):
                 yield f"{flag(name)} {getattr(config, name)}", "no effect", "it is for --stages"
     if config.rate is not None and config.nodes == 1:

@@ -59,6 +59,11 @@ class ExplainConfig:
     """Billions of operations per second that one rank reaches, for stages; by default measured here in a moment."""
     memory_gb: float | None = None
     """Memory of one rank in GB, for --stages auto."""
+    memory: str | None = None
+    """Budget of each rank, such as 2gb, as for `thinwire train`: of a single strategy, where all lies, in memory or on
+    a disk, and what a step moves."""
+    disk_rate: str | None = None
+    """Rate of each rank's disk, such as 500MB/s, with --memory; says the disk's seconds."""
     tables: Annotated[Mapping[str, Mapping[str, Any]], tyro.conf.Suppress] = field(default_factory=dict)
 
     @property

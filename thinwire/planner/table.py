@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.table import Table
 
 from thinwire.errors import Problems
 from thinwire.methods.interface import MethodPlan
+from thinwire.methods.memory import Part
 from thinwire.planner.explain import Explained, explain
 from thinwire.planner.options import ExplainConfig
 from thinwire.planner.search import Search
@@ -79,6 +80,7 @@ def tables(found: Explained) -> list[Table]:
     made = [] if found.search is None else [ranking(found.search)]
     made += [side_by_side(found)]
     made += [] if found.stages is None else [stage_by_stage(found.stages)]
+    made += [] if found.resident is None else [parts_of_residency(found.resident.parts)]
     if len(found.plans) == 1:
         (plan,) = found.plans.values()
         (steps,) = found.mean_over.values() or (1,)
@@ -175,6 +177,17 @@ def reasons_of(found: Search) -> Iterator[str]:
         )
     for reason, ways in found.refused.items():
         yield f"{len(ways)} can't run, such as {ways[0].flags}: {reason}"
+
+
+def parts_of_residency(parts: Sequence[Part]) -> Table:
+    """One row a part of what a rank holds, and their sums."""
+    table = Table("under --memory", title="where all lies, and what a step moves", title_justify="left")
+    for head in ("memory", "disk", "read", "written"):
+        table.add_column(head, justify="right")
+    sums = Part("together", *(sum(column) for column in list(zip(*parts, strict=True))[1:]))
+    for part in (*parts, sums):
+        table.add_row(part.name, *map(bytes_text, part[1:]))
+    return table
 
 
 def parts_of_memory(plan: MethodPlan) -> Table:

@@ -219,12 +219,15 @@ def built(
 
 
 class Drawn:
-    """The first weights of a model by name; what comes before is drawn, and kept until it is asked for."""
+    """The first weights of a model by name; matrices that come before are kept until they are asked for."""
 
     def __init__(self, model: Llama, seed: int) -> None:
         self._coming, self._early = model.drawn(torch.Generator().manual_seed(seed)), dict[str, Tensor]()
+        self._vectors = {name: param.shape for name, param in model.named_parameters() if param.ndim == 1}
 
     def __call__(self, name: str) -> Tensor:
+        if name in self._vectors:
+            return torch.ones(self._vectors[name])
         while name not in self._early:
             drawn, values = next(self._coming)
             self._early[drawn] = values

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import nn
 
@@ -26,14 +24,11 @@ def resolved(run: Run, skeleton: nn.Module) -> tuple[Residency, Floor]:
     assert isinstance(method, ShardedMethod)
     batch = derive(config, config.num_shares)
     topology = Topology.stated(config.world_size, config.local_size or config.workers)
-    residency = settled(residency, method, skeleton, topology, batch.accumulation)
-    floor = Floor.of(residency, method, skeleton, topology, batch.accumulation)
-    if residency.activations != "auto":
-        return residency, floor
-    # Of other models nobody knows what a forward does besides computing.
-    is_plain, budget = type(skeleton) is Llama, residency.memory_bytes
-    is_tight = False
-    if is_plain and budget is not None and not config.compile:
+    place = method, skeleton, topology, batch.accumulation
+    kept = None
+    # Of other models nobody knows what a forward does besides computing, and compiled layers are as they are.
+    if residency.activations == "auto" and residency.memory_bytes and type(skeleton) is Llama and not config.compile:
         tokens = torch.empty(batch.micro_batch, config.seq_len, dtype=torch.long, device="meta")
-        is_tight = floor.num_bytes + kept_bytes(skeleton, tokens, tokens) > budget
-    return replace(residency, activations="recompute" if is_tight else "keep"), floor
+        kept = kept_bytes(skeleton, tokens, tokens)
+    residency = settled(residency, *place, kept)
+    return residency, Floor.of(residency, *place)

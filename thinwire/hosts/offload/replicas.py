@@ -26,9 +26,7 @@ CHUNK_BYTES = 4 << 20
 
 @dataclass(eq=False)
 class Spot:
-    """Where a bucket's weights are. is_locked: they are being changed, and stay until that is over. is_dirty: the disk has
-    others.
-    """
+    """Where a bucket's weights are. is_locked: they change, and stay until they have. is_dirty: the disk has others."""
 
     place: int
     num_bytes: int

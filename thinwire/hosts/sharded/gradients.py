@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -14,6 +15,9 @@ from torch import Tensor, nn
 from thinwire.hosts.sharded.bucket import FlatBucket, LiveUnit, Slot
 from thinwire.hosts.sharded.seeds import Seeds
 from thinwire.hosts.sharded.weights import Weights
+
+# Reductions under way where gradients are released.
+MOST_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +51,7 @@ class Gradients:
         self._num_launched = 0
         self._sent: list[SentGradient] = []
         self._reducing: dict[FlatBucket, Future[None]] = {}
+        self._flying: deque[FlatBucket] = deque()
         for unit in units:
             for slot in unit.slots:
                 if slot.param.dtype != torch.float32:
@@ -103,9 +108,19 @@ class Gradients:
             self._reducing[bucket] = bucket.comm.submit(
                 partial(bucket.reduce, grads=grads, seed=seed, first=first, last=last)
             )
+            if self.releases:
+                del grads
+                self._wait_for_earlier(bucket)
         unit.num_sent += 1
         unit.ready.clear()
         unit.is_sent = last
+
+    def _wait_for_earlier(self, bucket: FlatBucket) -> None:
+        """Let few reductions be under way: on a slow link backward would pile up gradients in memory."""
+        self._flying.append(bucket)
+        while len(self._flying) > MOST_IN_FLIGHT:
+            earlier = self._flying.popleft()
+            earlier.comm.wait(self._reducing[earlier])
 
     def finish(self) -> None:
         """Return when the mean gradients have arrived."""
@@ -129,6 +144,7 @@ class Gradients:
         self.used.clear()
         self._sent.clear()
         self._reducing.clear()
+        self._flying.clear()
         self._num_launched = 0
         for unit in self.units:
             unit.ready.clear()

@@ -76,9 +76,24 @@ def units_of(method: ShardedMethod, model: nn.Module, topology: Topology) -> tup
 
 
 def settled(
-    residency: Residency, method: ShardedMethod, model: nn.Module, topology: Topology, micro_batches: int = 1
+    residency: Residency, method: ShardedMethod, model: nn.Module, topology: Topology, micro_batches: int = 1,
+    kept: int | None = None,
+) -> Residency:  # fmt: skip
+    """The residency with weights and activations where `auto` puts them.
+
+    model: only its shapes are used. kept: bytes that a forward keeps for its backward; None: not known.
+    """
+    residency = _with_weights(residency, method, model, topology, micro_batches)
+    if residency.activations != "auto":
+        return residency
+    floor, budget = Floor.of(residency, method, model, topology, micro_batches), residency.memory_bytes
+    is_tight = kept is not None and budget is not None and floor.num_bytes + kept > budget
+    return replace(residency, activations="recompute" if is_tight else "keep")
+
+
+def _with_weights(
+    residency: Residency, method: ShardedMethod, model: nn.Module, topology: Topology, micro_batches: int
 ) -> Residency:
-    """The residency with weights where `auto` puts them; model: only its shapes are used."""
     if residency.weights != "auto":
         return residency
     whole = Floor.of(replace(residency, weights="memory"), method, model, topology, micro_batches).num_bytes

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import nn
 
 from thinwire.collectives import Topology
-from thinwire.methods.memory.floor import Floor, units_of
+from thinwire.methods.memory.floor import NUM_STATES, Floor, units_of
 from thinwire.methods.memory.residency import FP32_BYTES, Residency
 from thinwire.methods.sharded import ShardedMethod
 
@@ -35,8 +35,9 @@ def placed(
 
     residency: without "auto" for weights. kept: bytes that a forward keeps. model: only its shapes are used.
 
-    With W bytes of weights on the disk, of which C stay, and m micro-batches, a step reads (2 m + 1) (W - C) and writes
-    W, or nothing where all stay. With S bytes of states, of which some sub-groups stay, it reads and writes the rest.
+    With W bytes of weights on the disk, of which C stay, and m micro-batches, a step reads (2 m + 1) (W - C), or
+    (3 m + 1) (W - C) where layers are computed again, and writes W, or nothing where all stay. Of states, it reads and
+    writes what does not stay.
     """
     floor = Floor.of(residency, method, model, topology, micro_batches)
     plan = method.plan(model, topology, micro_batches)
@@ -51,7 +52,8 @@ def placed(
         total, least = sum(sizes), min(2 * max(sizes, default=0), sum(sizes))
         staying = min(total, least + left)
         left -= staying - least
-        read, written = (2 * micro_batches + 1) * (total - staying), 0 if staying == total else total
+        passes = micro_batches * (3 if residency.activations == "recompute" else 2) + 1
+        read, written = passes * (total - staying), 0 if staying == total else total
         yield Part("weights", plan.weights - total + staying, total, read, written)
     else:
         yield Part("weights", plan.weights)
@@ -59,7 +61,8 @@ def placed(
         yield Part("masters and optimizer state", plan.optimizer)
     else:
         staying = min(plan.optimizer, left) if residency.optimizer == "auto" else 0
-        moved, passing = plan.optimizer - staying, floor.parts.get("optimizer", 0)
+        passing = 3 * NUM_STATES * FP32_BYTES * residency.sub_group_numel(NUM_STATES)
+        moved, passing = plan.optimizer - staying, min(passing, plan.optimizer)
         yield Part("masters and optimizer state", passing + staying, plan.optimizer, moved, moved)
 
 

@@ -1,0 +1,72 @@
+"""What of a strategy's training would lie on a disk, and what a step would move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from thinwire.collectives import Topology
+from thinwire.errors import ConfigError
+from thinwire.hosts.offload.activations import kept_bytes, recompute
+from thinwire.layout.mesh import MeshShape
+from thinwire.methods.interface import Method
+from thinwire.methods.memory import Floor, Part, Residency, efficiency, placed, settled, why_not_resident
+from thinwire.methods.sharded import ShardedMethod
+from thinwire.models.llama import Llama
+from thinwire.planner.options import ExplainConfig
+from thinwire.report.units import bytes_text, seconds_text
+
+
+@dataclass(frozen=True)
+class Resident:
+    """Where all lies: the parts of a rank's training under a budget, and rows of (asked for, in effect, why)."""
+
+    parts: list[Part]
+    rows: list[tuple[str, str, str]]
+
+
+def where_all_lies(
+    config: ExplainConfig, names: Sequence[str], strategy_of: Callable[[str, ExplainConfig], Method], model: nn.Module
+) -> Resident:
+    """The parts of the one strategy that is asked for. Raises ConfigError for others, and for a budget too small."""
+    residency = Residency(memory=config.memory, disk_rate=config.disk_rate)
+    if len(names) != 1:
+        raise ConfigError("--memory: name one strategy whose parts are to be placed; nearest: --strategy sdp4bit")
+    method = strategy_of(names[0], config)
+    shape = MeshShape({}) if config.mesh is None else MeshShape.parse(config.mesh)
+    axes = {name for name, size in shape.sizes.items() if size > 1} | ({"pipeline"} if config.stages else set())
+    if why := why_not_resident(method, axes):
+        raise ConfigError(why)
+    assert isinstance(method, ShardedMethod)
+    place = method, model, Topology(config.nodes, config.local_size), config.micro_batches or 1
+    kept, tokens = 0, torch.empty(config.micro_batch, config.seq_len, dtype=torch.long, device="meta")
+    rows: list[tuple[str, str, str]] = []
+    if type(model) is Llama:
+        kept = kept_bytes(model, tokens, tokens)
+    else:
+        rows.append(("activations", "not counted", "they are known of presets such as demo alone"))
+    residency = settled(residency, *place, kept)
+    if residency.activations == "recompute" and isinstance(model, Llama):
+        with torch.device("meta"):
+            again = Llama(model.config)
+        recompute(again)
+        whole, kept = kept, kept_bytes(again, tokens, tokens)
+        layer = whole // max(1, model.config.num_hidden_layers)
+        kept += layer
+        rows.append(("activations", "layers are computed again", f"whole they would take {bytes_text(whole)}"))
+    Floor.of(residency, *place).check(residency.memory_bytes)
+    parts = list(placed(residency, *place, kept))
+    moved = sum(part.read + part.written for part in parts)
+    rows.append((f"--memory {config.memory}", f"{bytes_text(moved)} to and from the disk in a step", "of each rank"))
+    if residency.rate is not None:
+        seconds = seconds_text(moved / residency.rate)
+        rows.append((f"--disk-rate {config.disk_rate}", f"{seconds} of the disk in a step", "computing may hide it"))
+        if config.gflops is not None and residency.weights == "disk":
+            share = efficiency(config.micro_batch * config.seq_len, residency.rate, config.gflops * 1e9)
+            rows.append(
+                ("efficiency", f"{share:.2f}", "of computing that waits for all weights, without reading ahead")
+            )
+    return Resident(parts, rows)

@@ -42,7 +42,8 @@ def placed(
     floor = Floor.of(residency, method, model, topology, micro_batches)
     plan = method.plan(model, topology, micro_batches)
     budget = residency.memory_bytes
-    left = 0 if budget is None else max(0, int((budget - floor.num_bytes - kept) * USED_SHARE))
+    passing = min(3 * NUM_STATES * FP32_BYTES * residency.sub_group_numel(NUM_STATES), plan.optimizer)
+    left = 0 if budget is None else max(0, int((budget - floor.num_bytes - passing - kept) * USED_SHARE))
     for name, num_bytes in floor.parts.items():
         if name not in ("weights", "optimizer"):
             yield Part(name, num_bytes)
@@ -61,9 +62,8 @@ def placed(
         yield Part("masters and optimizer state", plan.optimizer)
     else:
         staying = min(plan.optimizer, left) if residency.optimizer == "auto" else 0
-        passing = 3 * NUM_STATES * FP32_BYTES * residency.sub_group_numel(NUM_STATES)
-        moved, passing = plan.optimizer - staying, min(passing, plan.optimizer)
-        yield Part("masters and optimizer state", passing + staying, plan.optimizer, moved, moved)
+        moved = plan.optimizer - staying
+        yield Part("masters and optimizer state", min(passing + staying, plan.optimizer), plan.optimizer, moved, moved)
 
 
 def efficiency(tokens: int, disk_rate: float, flops: float) -> float:

@@ -1,0 +1,65 @@
+"""What of a run lies where, before it starts: what is chosen, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from thinwire.errors import ConfigError, Problems
+from thinwire.launch.line import read_config
+from thinwire.launch.prepare import plan
+from thinwire.methods.memory import efficiency
+from thinwire.models.build import build_skeleton
+from thinwire.planner.command import run_explain
+from thinwire.training.config import TrainConfig
+from thinwire.training.residency import resolved
+from thinwire.training.run import Run
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--memory", "2 gigs"], "did you mean '2gb'"),
+        (["--memory", "300mb"], "is below the floor of"),
+        (["--store", "/dev/shm/x"], "lies on tmpfs, which is memory and not a disk"),
+        (["--memory", "2gb", "--strategy", "ddp"], "ddp keeps all it has in memory; nearest that does not: sdp4bit"),
+        (["--memory", "2gb", "--optimizer", "muon"], "Muon needs whole matrices"),
+        (["--memory", "2gb", "--residency.memory", "3gb"], "--memory 2gb and --residency.memory 3gb: give one"),
+        (["--memory", "2gb", "--workers", "2", "--stages", "2"], "residency beside an axis pipeline: not served"),
+    ],
+)
+def test_what_can_not_be_is_refused(tmp_path: Path, words: list[str], told: str) -> None:
+    problems = Problems()
+    with pytest.raises(ConfigError) as error:
+        words = ["--model", "tiny", "--run-dir", str(tmp_path / "run"), *words]
+        plan(read_config(words, problems), problems)
+    assert told in str(error.value)
+
+
+def test_a_budget_decides_what_lies_where() -> None:
+    """125m on 4 ranks: 340 MB of weights, as much of gradients, 235 MB of activations a sequence."""
+    skeleton = build_skeleton("125m", 256, 256)
+    chosen = {}
+    for memory in ("4gb", "1gb", "600mb"):
+        config = TrainConfig(model="125m", workers=4, local_size=1, micro_batch=1, memory=memory, store="/var/tmp")
+        residency, floor = resolved(Run.of(config), skeleton)
+        chosen[memory] = residency.weights, residency.activations
+        floor.check(residency.memory_bytes)
+    assert chosen == {"4gb": ("memory", "keep"), "1gb": ("disk", "keep"), "600mb": ("disk", "recompute")}
+
+
+def test_where_all_lies_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "demo", "--nodes", "4", "--micro-batch", "1", "--memory", "480mb", "--disk-rate", "100MB/s"]
+    assert run_explain([*words, "--strategy", "sdp4bit", "--gflops", "10"]) == 0
+    out = capsys.readouterr().out
+    for part in ("where all lies", "masters and optimizer state", "of the disk in a step", "in a step"):
+        assert part in out
+    with pytest.raises(ConfigError, match="name one strategy"):
+        run_explain(words)
+
+
+def test_efficiency_is_that_of_the_paper() -> None:
+    """ZeRO-Infinity, section 4: 2,048 tokens, 60 GB/s, 70 TFLOP/s; four times the batch."""
+    assert efficiency(2048, 60e9, 70e12) == pytest.approx(0.637, abs=1e-3)
+    assert efficiency(8192, 60e9, 70e12) == pytest.approx(0.875, abs=1e-3)

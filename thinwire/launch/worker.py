@@ -7,7 +7,6 @@ import json
 import os
 import resource
 import sys
-import threading
 import time
 import traceback
 from dataclasses import replace
@@ -25,6 +24,7 @@ from thinwire.collectives.incarnations import Incarnations, connect
 from thinwire.collectives.store_gather import gather
 from thinwire.device import Device, choose, take
 from thinwire.errors import PeerLostError, Problems, ThinwireError
+from thinwire.hosts.offload.room import give_pages_back, small_stacks
 from thinwire.launch.machine import threads_per_worker
 from thinwire.launch.start import Start
 from thinwire.training.clock import fix_steps
@@ -40,8 +40,6 @@ from thinwire.training.trainer import Trainer
 
 # Losses without a step between them after which a stage gives up.
 MOST_LOSSES = 5
-# Of a thread's stack under a budget.
-STACK_BYTES = 2 << 20
 
 
 def work(run: Run, place: ProcessPlace, start: Start | None) -> int:
@@ -101,8 +99,8 @@ def hold_to(memory_bytes: int) -> None:
     """Let the kernel hold this process to a budget."""
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, most))
-    # The whole of a stack counts, of which a thread uses little.
-    threading.stack_size(STACK_BYTES)
+    small_stacks()
+    give_pages_back()
 
 
 def work_on(run: Run, place: ProcessPlace, start: Start) -> int:

@@ -10,6 +10,8 @@ from pathlib import Path
 STATM = Path("/proc/self/statm")
 # glibc's mallopt: blocks of so many bytes get pages of their own, which go back when they are freed.
 M_MMAP_THRESHOLD, OWN_PAGES_BYTES = -3, 1 << 20
+# At least the size of glibc's pthread_attr_t, and of a thread's stack under a budget: by default it has 8 MB.
+ATTRIBUTES_BYTES, STACK_BYTES = 128, 2 << 20
 
 
 def data_bytes() -> int:
@@ -24,6 +26,15 @@ def give_pages_back() -> None:
     """
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, OWN_PAGES_BYTES)
+
+
+def small_stacks() -> None:
+    """Give threads that start from now on, those of libraries too, small stacks: the whole of a stack counts as data."""
+    with suppress(OSError, AttributeError):
+        libc, attributes = ctypes.CDLL(None), ctypes.create_string_buffer(ATTRIBUTES_BYTES)
+        if libc.pthread_attr_init(attributes) == 0:
+            libc.pthread_attr_setstacksize(attributes, ctypes.c_size_t(STACK_BYTES))
+            libc.pthread_setattr_default_np(attributes)
 
 
 class Room:

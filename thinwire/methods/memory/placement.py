@@ -14,8 +14,8 @@ from thinwire.methods.sharded import ShardedMethod
 
 # Buckets of fewer elements stay in memory.
 SMALL_NUMEL = 100_000
-# Of the room in a budget, what is used for what may stay: a later step may need more.
-USED_SHARE = 0.9
+# Of the room in a budget, what is used for what may stay: a checkpoint needs some, and a later step may.
+USED_SHARE = 2 / 3
 
 
 class Part(NamedTuple):

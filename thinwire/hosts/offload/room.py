@@ -29,7 +29,7 @@ def give_pages_back() -> None:
 
 
 def small_stacks() -> None:
-    """Give threads that start from now on, those of libraries too, small stacks: the whole of a stack counts as data."""
+    """Give threads that start from now on, those of libraries too, small stacks: all of a stack counts as data."""
     with suppress(OSError, AttributeError):
         libc, attributes = ctypes.CDLL(None), ctypes.create_string_buffer(ATTRIBUTES_BYTES)
         if libc.pthread_attr_init(attributes) == 0:

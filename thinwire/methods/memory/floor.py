@@ -22,6 +22,8 @@ NUM_STATES = 3
 NUM_BUCKETS = 2
 # Where weights and gradients would leave less than a third of the budget to all else, they are better on a disk.
 MOST_SHARE = 2 / 3
+# Of the budget, what the floor and all activations may take: packets and sub-groups in passing need the rest.
+FULL_SHARE = 0.8
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ def settled(
     if residency.activations != "auto":
         return residency
     floor, budget = Floor.of(residency, method, model, topology, micro_batches), residency.memory_bytes
-    is_tight = kept is not None and budget is not None and floor.num_bytes + kept > budget
+    is_tight = kept is not None and budget is not None and floor.num_bytes + kept > FULL_SHARE * budget
     return replace(residency, activations="recompute" if is_tight else "keep")
 
 

@@ -1,0 +1,64 @@
+"""Where experts lie: parts, their ranges in memory, what can't be divided, and what `explain` says of them."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from thinwire import ConfigError, ExpertParallel
+from thinwire.checkpoint import Piece
+from thinwire.methods.experts import Placement, Rows, place_experts, sent
+from thinwire.planner.command import run_explain
+
+
+@pytest.mark.parametrize("placement", [Placement(8, 4), Placement(8, 4, 2), Placement(2, 4, 2), Placement(8, 4, 4)])
+def test_a_part_is_one_range_of_each_of_its_experts(placement: Placement) -> None:
+    whole = torch.arange(placement.experts * 12 * 5).view(placement.experts, 12, 5)
+    parts = [placement.part(whole, rank).contiguous() for rank in range(placement.ranks)]
+    assert torch.equal(placement.joined(torch.stack(parts)), whole)
+    for rank, part in enumerate(parts):
+        run, row, first, offset = placement.range(whole.shape, rank)
+        piece = Piece(whole.numel(), offset, part.view(-1), run=run, row=row, first=first)
+        read = torch.full((whole.numel(),), -1)
+        for box in piece.boxes():
+            box.of(read).copy_(box.values(part.view(-1)))
+        kept = read.view(whole.shape) >= 0
+        assert int(kept.sum()) == part.numel() and torch.equal(placement.part(kept, rank).all(), torch.tensor(True))
+        assert torch.equal(read[read >= 0], whole.view(-1)[read >= 0])
+
+
+@pytest.mark.parametrize(
+    ("options", "experts", "words"),
+    [
+        (ExpertParallel(4), 6, "6 experts on 4 ranks with slices 1: each needs equally many; nearest: parallel 3 or 2"),
+        (ExpertParallel(4), 6, "or slices 2"),
+        (ExpertParallel(8), 6, "or slices 4"),
+        (ExpertParallel(4, slices=8), 8, "must divide both; nearest: 4"),
+        (ExpertParallel(6, slices=6), 8, "slices 6 of 32 hidden units on 6 ranks: must divide both; nearest: 2"),
+    ],
+)
+def test_what_does_not_divide_is_refused_with_the_nearest(options: ExpertParallel, experts: int, words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        place_experts(options, experts, 32)
+
+
+def test_rows_that_enter_once_cross_half_as_often() -> None:
+    place, rows = Placement(8, 4), Rows.even(Placement(8, 4), 700, 4, 256, torch.float32, 2)
+
+    def crossing(route: str) -> int:
+        options = ExpertParallel(4, route=route)  # type: ignore[arg-type]
+        return sum(n for (a, b), n in sent(place, rows, options, 0, 2).items() if a // 2 != b // 2)
+
+    assert crossing("once") < 0.52 * crossing("linear")
+    assert crossing("linear") < crossing("2dh") < 1.001 * crossing("linear")
+
+
+def test_explain_plans_the_experts_of_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    command = "--model moe-tiny --nodes 2 --local-size 2 --strategy zero --seq-len 64"
+    for more in ("", "--experts.parallel 4 --experts.route once"):
+        assert run_explain([*command.split(), *more.split()]) == 0
+    plain, spread = capsys.readouterr().out.split("experts over 4 ranks")
+    assert "2 of 8 experts a rank" in spread and "experts move tokens" in spread
+    assert "no effect" not in spread and "experts over" not in plain

@@ -78,7 +78,7 @@ def cut_loss(model: nn.Module, head: nn.Linear | None = None) -> None:
             else:
                 head.forward = before  # type: ignore[method-assign]
 
-    model.forward = forward  # type: ignore[method-assign]
+    model.forward = forward
     vars(model)["gives_loss"] = True
 
 
@@ -86,7 +86,8 @@ def _giving(head: nn.Linear, targets: Tensor) -> Callable[[Tensor], Tensor]:
     """A forward of the head that gives the mean loss; under autocast products are computed in its dtype."""
 
     def loss(hidden: Tensor) -> Tensor:
-        kind = hidden.device.type
+        # On meta nothing is computed, and torch knows no autocast there.
+        kind = "cpu" if hidden.is_meta else hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         with torch.autocast(kind, enabled=False):
             return cut_cross_entropy(hidden.to(dtype), head.weight.to(dtype), targets, bias=head.bias)

@@ -83,7 +83,10 @@ class Engine:
         self.model = device.place(model)
         self.shapes = {name: list(param.shape) for name, param in self.model.named_parameters()}
         self.frozen, self.buffers = untrained(self.model)
-        head = head_of(self.model) if config.loss == "cut" else None
+        head: nn.Linear | None = None
+        if config.loss == "cut":
+            # A model whose weights are still to come has no forward to find it by.
+            head = self.model.lm_head if isinstance(self.model, Llama) else head_of(self.model)
         if head is not None and shape.pipeline == 1:
             cut_loss(self.model, head)
         mesh = mesh_of(shape, device)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from thinwire.collectives import Topology
 from thinwire.hosts.offload.activations import kept_bytes
+from thinwire.losses import cut_loss, loss_in_effect
 from thinwire.methods.memory import Floor, Residency, settled
 from thinwire.methods.sharded import ShardedMethod
 from thinwire.models.llama import Llama
@@ -29,6 +32,16 @@ def resolved(run: Run, skeleton: nn.Module) -> tuple[Residency, Floor]:
     # Of other models nobody knows what a forward does besides computing, and compiled layers are as they are.
     if residency.activations == "auto" and residency.memory_bytes and type(skeleton) is Llama and not config.compile:
         tokens = torch.empty(batch.micro_batch, config.seq_len, dtype=torch.long, device="meta")
-        kept = kept_bytes(skeleton, tokens, tokens)
+        kept = kept_bytes(with_loss(config.loss, skeleton, tokens), tokens, tokens)
     residency = settled(residency, *place, kept)
     return residency, Floor.of(residency, *place)
+
+
+def with_loss(asked: str, skeleton: nn.Module, tokens: Tensor) -> nn.Module:
+    """The skeleton of a Llama with the loss that a run of these tokens in a micro-batch has."""
+    assert isinstance(skeleton, Llama)
+    if loss_in_effect(asked, tokens.numel(), skeleton.config.vocab_size)[0] == "plain":
+        return skeleton
+    model = copy.deepcopy(skeleton)
+    cut_loss(model, model.lm_head)
+    return model

@@ -432,6 +432,12 @@ def resolve(run: Run, asked: TrainConfig, threads: int) -> tuple[Run, list[Row]]
     return replace(resolved, config=replace(with_derived(resolved.config), dtype=dtype, device=device, loss=loss)), rows
 
 
+def of_other_rank(config: TrainConfig) -> TrainConfig:
+    """The configuration of a rank that does not check it: what rank 0 chooses without measuring, chosen alike."""
+    kept, _ = keep_chosen(config)
+    return replace(kept, loss=loss_of(kept)[0])
+
+
 def loss_of(config: TrainConfig) -> tuple[Any, str]:
     """Which of "plain" and "cut", and why. Raises ConfigError for a model whose logits are not its head's output."""
     vocab_size: Any = load_tokenizer(config.tokenizer).vocab_size

@@ -13,7 +13,7 @@ from thinwire.launch.fork_server import ForkServer
 from thinwire.launch.islands import launch_islands
 from thinwire.launch.line import configured
 from thinwire.launch.machine import interface_towards, process_age_s
-from thinwire.launch.prepare import dry_run, keep_chosen, prepare
+from thinwire.launch.prepare import dry_run, of_other_rank, prepare
 from thinwire.launch.stages import launch_stages, watch_stage
 from thinwire.launch.start import Start
 from thinwire.launch.worker import exit_after
@@ -38,7 +38,7 @@ def train(stated: Stated, problems: Problems) -> int:
         return stage(config, problems, place)
     if place.rank:
         # Rank 0 alone checks and prepares: one error is said once.
-        exit_after(Run.of(keep_chosen(config)[0]), place, None, trace=False)
+        exit_after(Run.of(of_other_rank(config)), place, None, trace=False)
     run, start = prepare(config, problems)
     if asked not in (1, place.world_size):
         start.effects.append((f"--workers {asked}", f"{place.world_size}", "torchrun started them"))
@@ -53,7 +53,7 @@ def stage(config: TrainConfig, problems: Problems, place: ProcessPlace) -> int:
             run, start = prepare(config, problems)
             config = run.config
         else:
-            config, _ = keep_chosen(config)
+            config = of_other_rank(config)
         return watch_stage(config, start, server, place)
 
 

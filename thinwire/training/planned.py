@@ -10,6 +10,7 @@ from typing import Any
 from thinwire.calibration import measured_rates
 from thinwire.collectives import Communicator
 from thinwire.errors import ConfigError
+from thinwire.training.advice import all_on_this_machine
 from thinwire.training.config import TrainConfig
 from thinwire.training.run_dir import RunDir
 
@@ -45,16 +46,22 @@ class Planned:
             self.compare_links("since it was made")
 
     def compare_links(self, when: str) -> None:
-        """Measure the links again, warn of those that have changed, and leave it beside the plan; a collective."""
-        now = measured_rates(self.comm)
+        """Measure the links again, warn of those that have changed, and leave it beside the plan; a collective.
+
+        Between processes of one machine the link is loopback, as slow as the machine is busy; then nothing is said.
+        """
+        is_network = not all_on_this_machine(self.comm.world_size)
+        now = measured_rates(self.comm) if is_network else None
         if self.comm.rank:
             return
         order = self.config.order or tuple(range(self.comm.world_size))
         drifted = []
         for place, rank in enumerate(order):
             for other_place, other in enumerate(order):
-                before, after = self.content["rates"][rank][other], now.rates[place][other_place]
-                if rank != other and before is not None and max(before, after) > DRIFT * min(before, after):
+                if now is None or rank == other or (before := self.content["rates"][rank][other]) is None:
+                    continue
+                after = now.rates[place][other_place]
+                if max(before, after) > DRIFT * min(before, after):
                     drifted.append([rank, other, before, after])
         for rank, other, before, after in drifted:
             rates = f"{8e-6 * before:.3g} Mbit/s planned, {8e-6 * after:.3g} now"

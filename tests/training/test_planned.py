@@ -1,0 +1,66 @@
+"""A run under a plan looks at its links again, and names those that have changed by the ranks of the plan."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from thinwire.cost import Network
+from thinwire.errors import ConfigError
+from thinwire.report.page import plan_table
+from thinwire.report.run import read_run
+from thinwire.training import planned
+from thinwire.training.config import TrainConfig, range_errors
+from thinwire.training.planned import Planned, read_plan
+
+RANKS: Any = SimpleNamespace(rank=0, world_size=3)
+
+
+@pytest.fixture
+def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A plan with links of 100 Mbit/s, made elsewhere; the run's directory is a folder beside it."""
+    monkeypatch.setattr(planned, "all_on_this_machine", lambda world_size: False)
+    rates = [[None if a == b else 12.5e6 for b in range(3)] for a in range(3)]
+    path, run_dir = tmp_path / "plan.json", tmp_path / "run"
+    path.write_text(json.dumps({"rates": rates, "order": [0, 2, 1], "predicted": {"step_s": 1.0}}))
+    run_dir.mkdir()
+    (run_dir / "summary.json").write_text('{"step_s": 1.5}')
+    return path
+
+
+def config(path: Path, run_dir: Path | None = None, **more: Any) -> TrainConfig:
+    return TrainConfig(plan=str(path), run_dir=str(run_dir or path.parent / "run"), workers=3, **more)
+
+
+def test_links_that_have_changed_are_named(plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Places 0 and 1, which are ranks 0 and 2.
+    now = tuple(tuple(1.25e6 if (a, b) == (0, 1) else 10e6 for b in range(3)) for a in range(3))
+    monkeypatch.setattr(planned, "measured_rates", lambda comm: Network((0, 1, 2), now, ((0.0,) * 3,) * 3))
+    warnings: list[str] = []
+    found = Planned(config(plan, order=(0, 2, 1)), RANKS, warnings.append)
+    assert len(warnings) == 1 and "the link 0 to 2 has drifted since it was made: 100 Mbit/s" in warnings[0]
+    assert found.content["drifted"] == [[0, 2, 12.5e6, 1.25e6]]
+    page = plan_table(read_run(plan.parent / "run"))
+    assert "0 to 2" in page and "-90 %" in page and "<td>step_s</td><td>1 s</td><td>1.50 s</td><td>50 %</td>" in page
+
+
+def test_a_fresh_plan_and_loopback_are_not_measured(plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planned, "measured_rates", lambda comm: pytest.fail("measured"))
+    own = plan.rename(plan.parent / "run" / "plan.json")
+    assert Planned(config(own, own.parent), RANKS, print).is_fresh
+    monkeypatch.setattr(planned, "all_on_this_machine", lambda world_size: True)
+    assert Planned(config(own.rename(plan)), RANKS, print).content["drifted"] == []
+
+
+def test_what_is_no_plan_of_this_run_is_refused(plan: Path) -> None:
+    with pytest.raises(ConfigError, match="of 3 ranks, and the run has 2"):
+        read_plan(TrainConfig(plan=str(plan), workers=2))
+    with pytest.raises(ConfigError, match="no plan can be read there"):
+        read_plan(TrainConfig(plan=str(plan.parent / "none.json")))
+    for order, near in (((0, 1), "0 1 2"), ((1, 0, 2), "0 1 2"), ((0, 2, 2), "0 2 1")):
+        (told,) = range_errors(TrainConfig(order=order, workers=3))
+        assert told.endswith(f"nearest: --order {near}")

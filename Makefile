@@ -70,11 +70,11 @@ clean:
 	rm -rf $(VENV) site build dist .mypy_cache .ruff_cache .pytest_cache
 
 # Made once, and again when the dependencies change. An existing .venv is kept and brought up to date.
+# --no-compile: Python compiles what it imports, and all 14,000 files would take a minute longer.
 $(STAMP): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo 'thinwire needs Python 3.11 or newer: $(PYTHON) was not found; install it or say make PYTHON=/path/to/python3' >&2; exit 2; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "thinwire needs Python 3.11 or newer: $(PYTHON) is $$($(PYTHON) -V); say make PYTHON=python3.12 with one that is installed" >&2; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo 'Python cannot make a virtual environment here: install its venv package (Debian, Ubuntu: apt-get install python3-venv)' >&2; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	# Python compiles what it imports; all 14,000 files take a minute longer.
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@

@@ -28,7 +28,7 @@ LLAMA = {
 
 def small_model(kind: str, **more: Any) -> Any:
     """A model of transformers with loud weights, so that no part hides in the others."""
-    classes = {
+    classes: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, LLAMA),
         "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, LLAMA | {"tie_word_embeddings": True}),
         "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, LLAMA | {"head_dim": 8}),
@@ -202,7 +202,7 @@ def test_a_folder_is_expanded_and_proved(
     assert cli.run([*command, str(tmp_path / "large")]) == 0
     said = capsys.readouterr().out
     assert "held-out tokens: logits differ" in said and "about 0.6 of its steps" in said
-    large = build_model(f"hf:{tmp_path / 'large'}", 256, 32)
+    large: Any = build_model(f"hf:{tmp_path / 'large'}", 256, 32)
     config = large.model.config
     assert (config.n_embd, config.n_layer, config.n_head, config.n_inner, config.tie_word_embeddings) == (
         24, 6, 3, 96, False,

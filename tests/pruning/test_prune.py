@@ -26,7 +26,7 @@ from thinwire.pruning.prune import prune
 SMALL = replace(MIXTURES["moe-tiny"], hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_local_experts=4)
 
 
-def small(**changes: Any) -> MoELlama:
+def small(**changes: Any) -> Any:
     """A mixture whose gates and inputs differ, as those of a trained one."""
     model = MoELlama(replace(SMALL, **changes))
     generator = torch.Generator().manual_seed(5)
@@ -132,7 +132,7 @@ def test_ranks_and_batches_have_the_masks_of_one_process() -> None:
 def test_zeros_stay_and_are_not_sent() -> None:
     """Two matrices of 512: half the bytes of sdp4bit, and the same zeros after AdamW with decay."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(512, 512, bias=False), nn.Linear(512, 512, bias=False))
+    model: Any = nn.Sequential(nn.Linear(512, 512, bias=False), nn.Linear(512, 512, bias=False))
     assert sum(thinwire.SDP4Bit().plan(model, Topology(2, 1), 1).sent.values()) == 270_866
     masks = {name: mask_of(parameter.detach().abs(), "rows", 0.5) for name, parameter in model.named_parameters()}
     with torch.no_grad():
@@ -160,7 +160,7 @@ def test_a_mixtral_folder_is_pruned_loaded_and_trained(
     monkeypatch.setenv("HOME", str(tmp_path))
     ours = small()
     (tmp_path / "dense").mkdir()
-    settings = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "bos_token_id": None}
+    settings: dict[str, Any] = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "bos_token_id": None}
     settings["max_position_embeddings"] = 32
     (tmp_path / "dense/config.json").write_text(json.dumps(mixtral_config(ours.config) | settings))
     write_weights(tmp_path / "dense", mixtral_weights(ours.state_dict()).items())
@@ -169,12 +169,12 @@ def test_a_mixtral_folder_is_pruned_loaded_and_trained(
     assert cli.run([*command, "--out", str(tmp_path / "sparse")]) == 0
     said = capsys.readouterr().out
     assert "50.0 % of the weights in 12 matrices" in said and "held-out loss" in said
-    model = build_model(f"hf:{tmp_path / 'sparse'}", 256, 32)
+    model: Any = build_model(f"hf:{tmp_path / 'sparse'}", 256, 32)
     sizes = [p.numel() for name, p in model.named_parameters() if "parametrizations" in name]
     assert len(sizes) == 12 and sum(sizes) * 2 == sum(
         p.numel() for name, p in ours.named_parameters() if "experts" in name or "self_attn" in name
     )
-    skeleton = build_skeleton(f"hf:{tmp_path / 'sparse'}", 256, 32)
+    skeleton: Any = build_skeleton(f"hf:{tmp_path / 'sparse'}", 256, 32)
     assert {n: p.shape for n, p in skeleton.named_parameters()} == {n: p.shape for n, p in model.named_parameters()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model(text()[0], text()[0]).backward()

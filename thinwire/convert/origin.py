@@ -26,9 +26,12 @@ LONGEST, MICRO_BATCH = 256, 4
 class Origin(Protocol):
     """A trained model. settings: of its config.json. tokenizer: of its text. seq_len: of sequences to try it on."""
 
-    settings: Mapping[str, Any]
-    tokenizer: Tokenizer
-    seq_len: int
+    @property
+    def settings(self) -> Mapping[str, Any]: ...
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+    @property
+    def seq_len(self) -> int: ...
 
     def names(self) -> Iterable[str]:
         """Names of its tensors, as a folder of transformers has them; one that is shared has one name."""

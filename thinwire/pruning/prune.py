@@ -39,7 +39,7 @@ class Target:
     """A matrix to prune, or one of each expert. squares: of its inputs, summed; is_transposed: [experts, in, out]."""
 
     name: str
-    weight: nn.Parameter
+    weight: Tensor
     squares: Tensor
     is_transposed: bool = False
 

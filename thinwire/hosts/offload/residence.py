@@ -17,7 +17,7 @@ from thinwire.hosts.sharded.bucket import FlatBucket
 from thinwire.hosts.sharded.weights import Weights
 from thinwire.layout.buckets import Unit
 from thinwire.methods.memory import Residency
-from thinwire.methods.memory.placement import USED_SHARE
+from thinwire.methods.memory.placement import stays
 from thinwire.optim import Muon
 from thinwire.table import Row
 from thinwire.tiers import Pace, TierMeter
@@ -92,7 +92,7 @@ class Residence:
         self._num_updates += 1
         if self._num_updates != MEASURED_STEPS:
             return
-        left = int(self.room.left_bytes * USED_SHARE)
+        left = stays(self.room.left_bytes)
         if self.replicas is not None:
             more = max(0, min(left, self.replicas.total_bytes - self.replicas.capacity_bytes))
             self.replicas.capacity_bytes += more

@@ -14,8 +14,8 @@ from thinwire.methods.sharded import ShardedMethod
 
 # Buckets of fewer elements stay in memory.
 SMALL_NUMEL = 100_000
-# Of the room in a budget, what is used for what may stay: a checkpoint needs some, and a later step may.
-USED_SHARE = 2 / 3
+# Of the room in a budget, what is left for checkpoints, and what of the rest is used for what may stay.
+SPARE_BYTES, USED_SHARE = 100_000_000, 2 / 3
 
 
 class Part(NamedTuple):
@@ -26,6 +26,11 @@ class Part(NamedTuple):
     disk: int = 0
     read: int = 0
     written: int = 0
+
+
+def stays(room_bytes: int) -> int:
+    """How much more may stay in memory where there is so much room."""
+    return max(0, int((room_bytes - SPARE_BYTES) * USED_SHARE))
 
 
 def placed(
@@ -43,7 +48,7 @@ def placed(
     plan = method.plan(model, topology, micro_batches)
     budget = residency.memory_bytes
     passing = min(3 * NUM_STATES * FP32_BYTES * residency.sub_group_numel(NUM_STATES), plan.optimizer)
-    left = 0 if budget is None else max(0, int((budget - floor.num_bytes - passing - kept) * USED_SHARE))
+    left = 0 if budget is None else stays(budget - floor.num_bytes - passing - kept)
     for name, num_bytes in floor.parts.items():
         if name not in ("weights", "optimizer"):
             yield Part(name, num_bytes)

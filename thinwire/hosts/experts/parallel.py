@@ -129,13 +129,14 @@ class ExpertRanks:
         asked, num = self.options, len(self.replicas)
         codecs = f"dispatch {asked.dispatch}, combine {asked.combine}, gradients {asked.gradients}"
         copies = f"{num} replicas of each average its gradients" if num > 1 else "no replicas: nothing is averaged"
+        is_straight = self.wire.hops is None and self.once is None
+        route = "linear" if is_straight else asked.route
         moved = {
-            "tokens": ("tokens to experts", codecs),
-            "slices": ("slices to each other, tokens to experts", codecs),
+            "tokens": (f"tokens to experts, route {route}", codecs),
+            "slices": (f"slices to each other, tokens to experts, route {route}", codecs),
             "experts": ("experts to tokens", "in each micro-batch; no rows travel"),
         }
         straight = [(f"experts route {asked.route}", "linear", "one node, or one rank a node")]
-        is_straight = self.wire.hops is None and self.once is None
         return [
             *(straight if asked.route != "linear" and is_straight else []),
             (f"experts over {asked.parallel} ranks", str(self.placement), copies),

@@ -407,8 +407,8 @@ def notes_on(config: ExplainConfig, names: list[str]) -> Iterator[tuple[str, str
         yield f"--disk-rate {config.disk_rate}", "no effect", "nothing lies on a disk without --memory"
     if config.stages is None:
         of_pass = () if used & {SEQUENCE, EXPERTS} or config.memory is not None else ("micro_batch",)
-        of_speed = () if config.memory is not None else ("gflops",)
-        for name in (*of_pass, *of_speed, "memory_gb", "loss"):
+        of_step = () if config.memory is not None else ("gflops", "loss")
+        for name in (*of_pass, *of_step, "memory_gb"):
             if getattr(config, name) != getattr(ExplainConfig(), name):
                 yield f"{flag(name)} {getattr(config, name)}", "no effect", "it is for --stages"
     if config.rate is not None and config.nodes == 1:

@@ -56,7 +56,7 @@ class ExplainConfig:
     local_rate: str | None = None
     """Rate of one rank's link inside its machine; adds a column of seconds."""
     loss: Literal["auto", "plain", "cut"] = "auto"
-    """How the loss of stages is computed, as for `thinwire train`: it sets what the head keeps for its backward."""
+    """How the loss is computed, as for `thinwire train`, with --stages or --memory: it sets what the head keeps."""
     gflops: float | None = None
     """Billions of operations per second that one rank reaches, for stages; by default measured here in a moment."""
     memory_gb: float | None = None

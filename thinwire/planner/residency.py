@@ -10,8 +10,9 @@ from torch import nn
 
 from thinwire.collectives import Topology
 from thinwire.errors import ConfigError
-from thinwire.hosts.offload.activations import kept_bytes, recompute
+from thinwire.hosts.offload.activations import kept_bytes, recompute, with_loss
 from thinwire.layout.mesh import MeshShape
+from thinwire.losses import loss_in_effect
 from thinwire.methods.interface import Method
 from thinwire.methods.memory import Floor, Part, Residency, efficiency, placed, settled, why_not_resident
 from thinwire.methods.sharded import ShardedMethod
@@ -45,13 +46,15 @@ def where_all_lies(
     kept, tokens = 0, torch.empty(config.micro_batch, config.seq_len, dtype=torch.long, device="meta")
     rows: list[tuple[str, str, str]] = []
     if type(model) is Llama:
-        kept = kept_bytes(model, tokens, tokens)
+        loss, why = loss_in_effect(config.loss, tokens.numel(), model.config.vocab_size)
+        rows.append((f"--loss {config.loss}", loss, why))
+        kept = kept_bytes(with_loss(loss, model, tokens), tokens, tokens)
     else:
         rows.append(("activations", "not counted", "they are known of presets such as demo alone"))
     residency = settled(residency, *place, kept)
     if residency.activations == "recompute" and isinstance(model, Llama):
         with torch.device("meta"):
-            again = Llama(model.config)
+            again = with_loss(config.loss, Llama(model.config), tokens)
         recompute(again)
         whole, kept = kept, kept_bytes(again, tokens, tokens)
         layer = whole // max(1, model.config.num_hidden_layers)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from thinwire.collectives import Topology
-from thinwire.hosts.offload.activations import kept_bytes
-from thinwire.losses import cut_loss, loss_in_effect
+from thinwire.hosts.offload.activations import kept_bytes, with_loss
 from thinwire.methods.memory import Floor, Residency, settled
 from thinwire.methods.sharded import ShardedMethod
 from thinwire.models.llama import Llama
@@ -35,13 +32,3 @@ def resolved(run: Run, skeleton: nn.Module) -> tuple[Residency, Floor]:
         kept = kept_bytes(with_loss(config.loss, skeleton, tokens), tokens, tokens)
     residency = settled(residency, *place, kept)
     return residency, Floor.of(residency, *place)
-
-
-def with_loss(asked: str, skeleton: nn.Module, tokens: Tensor) -> nn.Module:
-    """The skeleton of a Llama with the loss that a run of these tokens in a micro-batch has."""
-    assert isinstance(skeleton, Llama)
-    if loss_in_effect(asked, tokens.numel(), skeleton.config.vocab_size)[0] == "plain":
-        return skeleton
-    model = copy.deepcopy(skeleton)
-    cut_loss(model, model.lm_head)
-    return model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from thinwire.layout.layers import layers_of
+from thinwire.losses import cut_loss, loss_in_effect
+from thinwire.models.llama import Llama
 
 
 def recompute(model: nn.Module) -> int:
@@ -36,3 +39,12 @@ def kept_bytes(model: nn.Module, *inputs: Tensor) -> int:
         model(*inputs)
     weights = {id(param.untyped_storage()) for param in model.parameters()}
     return sum(storage.nbytes() for key, storage in found.items() if key not in weights)
+
+
+def with_loss(asked: str, skeleton: Llama, tokens: Tensor) -> Llama:
+    """The skeleton of a Llama with the loss that a run of these tokens in a micro-batch has."""
+    if loss_in_effect(asked, tokens.numel(), skeleton.config.vocab_size)[0] == "plain":
+        return skeleton
+    model = copy.deepcopy(skeleton)
+    cut_loss(model, model.lm_head)
+    return model

@@ -314,7 +314,7 @@ def test_every_option_of_islands_is_documented() -> None:
     documented = {name: row[1].replace("`", "").split(", ") for row in rows for name in re.findall(r"\w+", row[0])}
     for name in ("diloco", "streaming-diloco", "local-sgd"):
         make = STRATEGIES[name]
-        own = {item.name for item in options_of(make)}  # type: ignore[arg-type]
+        own = {item.name for item in options_of(make)}
         assert own == {option for option, of in documented.items() if name in of or of == ["all"]}
 
 

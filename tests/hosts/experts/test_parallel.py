@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -84,10 +85,11 @@ def one_layer(rank: int, options: ExpertParallel) -> tuple[float, bool]:
         (weights.grad, given[rank][2].grad * 4),
     ]
     replicas = range(rank % place.ranks, 4, place.ranks)
-    whole = {}
+    whole: dict[str, Tensor] = {}
     for name, param in model.experts.named_parameters():
+        assert param.grad is not None
         every = ep.everyone.wait(ep.everyone.all_gather_exact(param.grad))
-        whole[f"experts.{name}"] = sum(every[r] for r in replicas) / 4
+        whole[f"experts.{name}"] = every[list(replicas)].sum(0) / 4
     for name, grad in ep.gather(whole).items():
         pairs.append((grad, truth.get_parameter(name.removeprefix("experts.")).grad))
     assert all(torch.equal(ep.part(ep.gather(whole))[name], part) for name, part in whole.items())
@@ -95,12 +97,12 @@ def one_layer(rank: int, options: ExpertParallel) -> tuple[float, bool]:
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs if len(b)), bytes_fit
 
 
-def rounded(rank: int, ranks: int, route: str) -> list[Tensor]:
+def rounded(rank: int, ranks: int, route: Any) -> list[Tensor]:
     """Rows that go to experts that change nothing, and back; and their gradients."""
     model = torch.nn.Module()
     model.experts = filled(0)
-    codecs = {"dispatch": "int8/32", "combine": "int4/16:nearest", "gradients": "int4/32"}
-    ep = thinwire.expert_parallel(model, ExpertParallel(ranks, route=route, **codecs), local_size=2, timeout_s=60)
+    asked = ExpertParallel(ranks, route=route, dispatch="int8/32", combine="int4/16:nearest", gradients="int4/32")
+    ep = thinwire.expert_parallel(model, asked, local_size=2, timeout_s=60)
     x, index, _ = inputs()[rank]
     rows = x.detach().repeat_interleave(2, 0)[index.flatten().argsort(stable=True)].requires_grad_()
     trip = Trip(ep.wire, torch.bincount(index.flatten(), minlength=8))
@@ -110,8 +112,13 @@ def rounded(rank: int, ranks: int, route: str) -> list[Tensor]:
     return [out.detach(), rows.grad]
 
 
+def scaled(factor: float) -> Callable[[torch.nn.Module, Any], Tensor]:
+    """The model's own loss, times a factor."""
+    return lambda model, batch: model(*batch) * factor
+
+
 def layers(rank: int, world_size: int) -> Any:
-    layouts = [
+    layouts: list[tuple[int, int, Any]] = [
         (4, 1, "tokens"), (2, 1, "tokens"), (4, 2, "tokens"), (4, 4, "tokens"), (4, 2, "slices"), (2, 2, "slices"),
         (4, 2, "experts"),
     ]  # fmt: skip
@@ -177,12 +184,13 @@ def train(
     for step in range(num_steps):
         # The loss of one rank is not a number: no rank takes the step.
         odd = step == ODD_STEP and rank == 3
-        stage.forward_backward([text_of(step, rank)], lambda m, b, odd=odd: m(*b) * (math.nan if odd else 1.0))
+        stage.forward_backward([text_of(step, rank)], scaled(math.nan if odd else 1.0))
         norm = float(stage.step(1.0))
         norms += [norm] if math.isfinite(norm) else []
     assert stage.optimizer.skipped_steps == 1
     stage.optimizer.check_replicas()
     names = [name for name, _ in model.named_parameters()]
+    assert stage.experts is not None
     weights = stage.experts.gather(stage.optimizer.masters(names))
     sent_bytes = stage.optimizer.meter.snapshot().sent_by("dispatch")
     stage.close()

@@ -17,7 +17,7 @@ from thinwire.collectives import Communicator, Meter
 from thinwire.collectives.all_to_all import Room
 from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
 from thinwire.collectives.two_hops import Rooms
-from thinwire.errors import ConfigError, Problems
+from thinwire.errors import ConfigError, Problems, nearest_divisor
 from thinwire.hosts.experts.once import Once, work_on
 from thinwire.hosts.experts.trip import Wire
 from thinwire.hosts.experts.weights import Gather
@@ -250,8 +250,7 @@ def check_experts(model: nn.Module, options: ExpertParallel, world_size: int) ->
     """Where the experts of a model lie on so many ranks. Raises ConfigError with all that does not fit."""
     problems = Problems()
     if world_size % options.parallel:
-        fits = [n for n in range(1, world_size + 1) if world_size % n == 0]
-        near = min(fits, key=lambda n: abs(n - options.parallel))
+        near = nearest_divisor(options.parallel, world_size)
         problems.messages.append(
             f"experts over {options.parallel} ranks of {world_size}: must divide them; nearest: {near}"
         )

@@ -236,8 +236,9 @@ def test_a_run_is_expanded(runs: Runs, tmp_path: Path, name: str, capsys: pytest
     assert cli.run(["expand", runs.path(name), "--to", str(tmp_path / "large"), *sizes]) == 0
     before, after = capsys.readouterr().out.partition("; loss ")[2].split("\n")[0].split(" before, ")
     assert before == after.removesuffix(" after")
-    large = build_model(f"hf:{tmp_path / 'large'}", 256, 32).model
-    assert isinstance(large, nn.Module) and large.config.hidden_size == hidden and large.config.num_hidden_layers == 4
+    model: Any = build_model(f"hf:{tmp_path / 'large'}", 256, 32)
+    large = model.model
+    assert large.config.hidden_size == hidden and large.config.num_hidden_layers == 4
     assert (tmp_path / "large/tokenizer.json").is_file()
 
 

@@ -205,7 +205,7 @@ def test_a_folder_is_expanded_and_proved(
     large: Any = build_model(f"hf:{tmp_path / 'large'}", 256, 32)
     config = large.model.config
     assert (config.n_embd, config.n_layer, config.n_head, config.n_inner, config.tie_word_embeddings) == (
-        24, 6, 3, 96, False,
+        24, 6, 3, 12, False,
     )  # fmt: skip
     monkeypatch.setattr(Axis, "kappa", 1.0)
     with pytest.raises(UnfaithfulError, match=r"differ by .* the folder was deleted"):

@@ -19,7 +19,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for proce
 METRICS_KEYS = [
     "step", "loss", "tokens", "step_s", "compute_s", "exposed_comm_s", "sent_bytes", "received_bytes", "lr",
     "grad_norm", "codec_s", "forward_s", "sent_weight_bytes", "peak_allocated_bytes", "damaged_messages",
-    "pipeline_s", "bubble", "predicted_pipeline_s", "predicted_bubble",
+    "pipeline_s", "bubble", "predicted_pipeline_s", "predicted_bubble", "disk_read_bytes", "disk_written_bytes",
+    "disk_s", "exposed_disk_s",
 ]  # fmt: skip
 SUMMARY_KEYS = {
     "heldout_loss", "tokens", "step_s", "tokens_per_s", "sent_bytes_per_step", "uncompressed_bytes_per_step",

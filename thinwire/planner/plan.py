@@ -168,7 +168,9 @@ def plan(
     memory = min(machine.memory_bytes, memory_bytes or machine.memory_bytes)
     found = ranked(to_simulate(listed, pricing), pricing.price, memory)
     if not found.fastest:
-        least = f"the least is {bytes_text(found.too_large[0].memory_bytes)}" if found.too_large else "none can run"
+        if not found.too_large:
+            raise ConfigError(*found.refused)
+        least = f"the least is {bytes_text(found.too_large[0].memory_bytes)}"
         raise ConfigError(f"memory of {bytes_text(memory)} a rank: no way to train fits; {least}", *found.refused)
     return Plan(machine, found, tokens_per_step, seq_len, pricing)
 

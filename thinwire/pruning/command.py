@@ -1,39 +1,18 @@
-"""`thinwire prune` as a command: prunes, writes the folder, loads it again, and measures the loss before and after."""
+"""`thinwire prune` as a command."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-import torch
-from safetensors.torch import save_file
-
-from thinwire.checkpoint.weights_folder import explained, new_folder
-from thinwire.convert.export import write_model
-from thinwire.convert.origin import Folder, Origin, SavedModel, load_folder, open_origin
-from thinwire.convert.verify import UnfaithfulError
 from thinwire.errors import first_few
-from thinwire.models.hf import HFCausalLM
-from thinwire.models.kept import MASKS
-from thinwire.pruning.masks import check
-from thinwire.pruning.options import PruneConfig, read
-from thinwire.pruning.prune import Pruned, prune
-
-
-@dataclass(frozen=True)
-class Written:
-    """Result of the command: what was pruned, and the held-out loss before and after, in nats."""
-
-    pruned: Pruned
-    before: float
-    after: float
+from thinwire.pruning.options import read
 
 
 def run_prune(args: Sequence[str]) -> int:
     """Write the folder, and say what pruning cost."""
     config = read(args)
+    from thinwire.pruning.folder import write_pruned
+
     done = write_pruned(config)
     print(
         f"{config.out}: {100 * done.pruned.sparsity:.1f} % of the weights in {len(done.pruned.masks)} matrices of "
@@ -44,47 +23,3 @@ def run_prune(args: Sequence[str]) -> int:
     print(f"held-out loss {done.before:.4f} before, {done.after:.4f} after")
     print(f"train what is left: thinwire train --model hf:{config.out}; zeros stay zero, and are not sent")
     return 0
-
-
-def write_pruned(config: PruneConfig) -> Written:
-    """Prune a copy of the model and write it. Raises ConfigError, and UnfaithfulError if zeros are lost on the way."""
-    check(config.method, config.pattern, config.sparsity)
-    origin = open_origin(config.source)
-    with new_folder(Path(config.out)) as folder:
-        model = as_transformers(origin, folder)
-        before = loss_of(model, origin, config)
-        texts = [tokens for tokens, _ in origin.tokens(config.data, config.samples, trains=True)]
-        pruned = prune(
-            model.model, texts, sparsity=config.sparsity, method=config.method, pattern=config.pattern, seed=config.seed
-        )
-        with explained(folder):
-            model.model.save_pretrained(folder)
-            save_file(pruned.masks, folder / MASKS)
-        origin.write_tokenizer(folder)
-        again = load_folder(folder)
-        weights: dict[str, Any] = dict(again.model.named_parameters())
-        if odd := [name for name, mask in pruned.masks.items() if bool(weights[name].detach()[~mask].any())]:
-            raise UnfaithfulError(f"{odd[0]} has other zeros when it is loaded again; the folder was deleted")
-        return Written(pruned, before, loss_of(again, origin, config))
-
-
-def as_transformers(origin: Origin, folder: Path) -> HFCausalLM:
-    """The origin's model as one of transformers; a run's goes through `folder`."""
-    if isinstance(origin, Folder):
-        return origin.model()
-    assert isinstance(origin, SavedModel)
-    write_model(origin.run, torch.float32, folder)
-    model = load_folder(folder)
-    for path in folder.glob("*.safetensors*"):
-        path.unlink()
-    return model
-
-
-@torch.no_grad()
-def loss_of(model: HFCausalLM, origin: Origin, config: PruneConfig) -> float:
-    """The mean loss on held-out text."""
-    total = num_tokens = 0.0
-    for tokens, targets in origin.tokens(config.data, config.sequences):
-        total += float(model(tokens, targets)) * tokens.numel()
-        num_tokens += tokens.numel()
-    return total / num_tokens

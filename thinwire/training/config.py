@@ -251,6 +251,9 @@ def range_errors(config: TrainConfig) -> Iterator[str]:
             yield f"{flag(item.name)} {value}: must be above 0"
         elif lowest is not None and value < lowest:
             yield f"{flag(item.name)} {value}: must be at least {lowest}; nearest: {lowest}"
+    for option, stated in (("--sequence.parallel", config.sequence), ("--experts.parallel", config.experts)):
+        if stated is not None and stated < 1:
+            yield f"{option} {stated}: must be at least 1; nearest: 1"
     if config.seed >= 1 << 63:
         yield f"--seed {config.seed}: must be below 2^63; nearest: {(1 << 63) - 1}"
     if not config.run_dir.strip():

@@ -13,7 +13,7 @@ from thinwire.methods.memory.residency import FP32_BYTES, Residency
 from thinwire.methods.sharded import ShardedMethod
 
 # Torch, gloo, compiled kernels and the stacks of threads, before there is a model.
-PROCESS_BYTES = 400_000_000
+PROCESS_BYTES = 480_000_000
 # Elements of the smallest sub-group, and how many are in memory at a time.
 LEAST_SUB_GROUP, NUM_PASSING = 1024, 3
 # Master, and AdamW's two moments.

@@ -238,14 +238,16 @@ def test_other_systems_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_two_nodes_can_have_a_rate_of_their_own() -> None:
+    # At 200 Mbit/s half a megabyte takes 0.02 s. Buckets and the kernel's buffers let a part pass at once.
+    at_5mbit, part = 4e6 / 5e6, 0.6
     with LabNetwork(LabSpec.from_text("nodes=3,rate=200mbit,link=2-0:5mbit")) as lab:
         assert str(lab.spec) == "nodes=3,rate=200mbit,local_size=1,link=0-2:5mbit"
         for pair in ((0, 2), (2, 0)):
-            assert transfer(lab, *pair, MEGABYTE // 2) > 0.95 * 4e6 / 5e6
-        assert transfer(lab, 0, 1, MEGABYTE // 2) < 0.8
+            assert transfer(lab, *pair, MEGABYTE // 2) > part * at_5mbit
+        assert min(transfer(lab, 0, 1, MEGABYTE // 2) for _ in range(3)) < part * at_5mbit
         lab.set_link(0, 2, "2.5mbit")
-        assert transfer(lab, 0, 2, MEGABYTE // 2) > 0.95 * 4e6 / 2.5e6
+        assert transfer(lab, 0, 2, MEGABYTE // 2) > part * 2 * at_5mbit
         lab.set_link(0, 2, None)
-        assert transfer(lab, 0, 2, MEGABYTE // 2) < 0.8
+        assert min(transfer(lab, 0, 2, MEGABYTE // 2) for _ in range(3)) < part * at_5mbit
         with pytest.raises(ConfigError, match="link 0-3: nodes are 0 to 2"):
             lab.set_link(3, 0, "1mbit")

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.workers import CONTEXT
 from thinwire.data import ByteTokenizer, TokenFile, cache, documents, prepare
 from thinwire.data.sources import TextSource
 from thinwire.errors import ConfigError
@@ -131,7 +131,7 @@ def digest_of(texts: str, folder: str) -> str:
 
 
 def test_processes_that_race_all_see_the_whole(texts: Path, tmp_path: Path) -> None:
-    with multiprocessing.get_context("fork").Pool(4) as pool:
+    with CONTEXT.Pool(4) as pool:
         results = pool.starmap(digest_of, [(str(texts), str(tmp_path / "cache"))] * 8)
     assert len(set(results)) == 1
     assert sorted(p.suffix for p in (tmp_path / "cache").iterdir()) == [".bin", ".json"]

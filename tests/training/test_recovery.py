@@ -74,7 +74,7 @@ def test_a_pipeline_goes_on_without_the_stages_that_are_killed(tmp_path: Path) -
 def test_a_replica_that_hangs_is_ended_and_its_successor_copies_another(tmp_path: Path) -> None:
     runner = CommandRunner(tmp_path)
     flags = runner.flags(
-        "run", workers=6, stages=3, local_size=1, strategy="sdp4bit", steps=1_000_000, timeout=12,
+        "run", workers=6, stages=3, local_size=1, strategy="sdp4bit", steps=1_000_000, timeout=TIMEOUT,
         tokens_per_step=96, checkpoint_every=0, sample_tokens=0, **{"pipeline.recover": "average"},
     )  # fmt: skip
     process = runner.start("train", *flags)

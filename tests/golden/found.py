@@ -58,10 +58,10 @@ class Found:
     bits: Any
 
     def sends_as(self, recorded: dict[str, Any]) -> bool:
-        """Whether the bytes are those recorded; those of a run's steps within LOOSE_BYTES."""
-        if "steps" not in recorded or "steps" not in self.bytes:
+        """Whether the bytes are those recorded; those of a run's steps, or of all of it, within LOOSE_BYTES."""
+        if self.bytes.keys() != recorded.keys() or not {"steps", "total"} & recorded.keys():
             return self.bytes == recorded
-        ours, theirs = self.bytes["steps"], recorded["steps"]
+        (ours,), (theirs,) = self.bytes.values(), recorded.values()
         off = [abs(a - b) for a, b in zip(ours, theirs, strict=False)]
         return len(ours) == len(theirs) and max(off) <= LOOSE_BYTES
 
@@ -205,12 +205,11 @@ def _run(folder: Path, strategy: str, session: str) -> Found:
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line.get("step", 0) > first]
     summary = json.loads((run_dir / "summary.json").read_text())
-    sent = [line["sent_bytes"] for line in steps]
-    if strategy in ISLANDS:
-        # An exchange goes on beside training: in which step its bytes are counted is up to the clock.
-        sent = [sum(sent)]
+    # An exchange goes on beside training: in which step its bytes are counted, or after the last, is up to the clock.
+    total = {"total": [summary["sent_bytes"]]}
+    sent = total if strategy in ISLANDS else {"steps": [line["sent_bytes"] for line in steps]}
     bits = {"loss": [line["loss"] for line in steps], "norm": [line["grad_norm"] for line in steps]}
-    return Found({"steps": sent}, bits | {"heldout": summary["heldout_loss"]})
+    return Found(sent, bits | {"heldout": summary["heldout_loss"]})
 
 
 def is_covered(name: str) -> bool:

@@ -78,6 +78,7 @@ class Reporter:
     def finish(
         self, *, step: int, skipped_steps: int, heldout_loss: float | None, stopped: str, sample: str, parameters: int,
         peak_rss_bytes: int, unsaved: str = "", device: str = "cpu", dtype: str = "fp32", peak_allocated_bytes: int = 0,
+        sent_bytes: int = 0,
     ) -> None:  # fmt: skip
         """Write summary.json and report.html, and say where they are.
 
@@ -99,6 +100,7 @@ class Reporter:
             "pipeline_s": typical["pipeline_s"],
             "predicted_pipeline_s": records[-1].predicted_pipeline_s if records else 0.0,
             "sent_bytes_per_step": typical["sent_bytes"],
+            "sent_bytes": sent_bytes,
             "last_exchange_bytes": self.last_bytes,
             "uncompressed_bytes_per_step": self.uncompressed_bytes,
             "strategy": self.config.strategy,

@@ -224,6 +224,7 @@ class Trainer:
         peak_rss, peak_allocated = max_over_ranks(peak_rss_bytes()), max_over_ranks(self.device.peak_bytes())
         # The ranks that hold the first rank's matrices between them compute together.
         sample = self._sample() if not stopped and self.engine.writes_sample else ""
+        sent_bytes = self.optimizer.meter.snapshot().sent_bytes
         self.engine.close()
         if self.onlooker is not None:
             self.onlooker.say(f"{stopped or 'finished'} after step {self.step}; node 0 has the results")
@@ -233,6 +234,7 @@ class Trainer:
                 stopped=stopped or "finished", sample=sample,
                 parameters=self.engine.num_parameters, peak_rss_bytes=peak_rss, unsaved=unsaved,
                 device=self.device.name, dtype=self.dtype, peak_allocated_bytes=peak_allocated,
+                sent_bytes=sent_bytes,
             )  # fmt: skip
 
     def _finish(self) -> None:

@@ -29,6 +29,8 @@ def ways(folder: Path) -> dict[str, Residency | None]:
         "100000": Residency(store=store, sub_group=100_000),
         "all": Residency(store=store, memory="100gb"),
         "weights": Residency(store=store, sub_group=1000, weights="disk"),
+        "int8": Residency(store=store, sub_group=1000, states="int8"),
+        "int8, all": Residency(store=store, memory="100gb", states="int8"),
         "recompute": Residency(store=store, weights="disk", optimizer="memory", activations="recompute"),
     }
 
@@ -98,6 +100,22 @@ def test_a_disk_changes_no_bit(first: list[dict[Any, Any]]) -> None:
             for way in ("1000", "100000", "all", "weights", "recompute"):
                 for part in (0, 1):
                     assert_same(told[name, way][part], told[name, "memory"][part])
+
+
+def test_moments_of_8_bits_are_the_same_wherever_they_lie_and_move_weights_little(
+    first: list[dict[Any, Any]], folder: Path
+) -> None:
+    for told in first:
+        for name in NAMES:
+            for part in (0, 1):
+                assert_same(told[name, "int8"][part], told[name, "int8, all"][part])
+            rounded, exact = told[name, "int8"][1], told[name, "memory"][1]
+            assert rounded[0] != exact[0] and rounded[0] == pytest.approx(exact[0], rel=0.02)
+    (gone_on, _) = run_workers(later_runs, 2, folder, [("int8", "memory"), ("memory", "int8")])
+    for (name, before, _), (after, is_same) in gone_on.items():
+        assert is_same
+        # What is saved is what the moments are rounded to.
+        assert after[0][0] == pytest.approx(first[0][name, before][1][0][0], rel=1e-3)
 
 
 def test_a_restart_goes_on_bit_for_bit_with_disk_or_without(first: list[dict[Any, Any]], folder: Path) -> None:

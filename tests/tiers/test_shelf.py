@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+from thinwire.codecs import Integer
 from thinwire.errors import ConfigError, ThinwireError
-from thinwire.tiers import BLOCK_BYTES, Pace, Shelf, TierMeter, check_folder
+from thinwire.tiers import BLOCK_BYTES, PLAIN, Coding, Pace, Shelf, TierMeter, check_folder
 
 
 def shelf(folder: Path, numel: int = 5000, record_numel: int = 1000, rate: float | None = None) -> Shelf:
-    return Shelf(folder, ("master", "m"), numel, record_numel, TierMeter(), Pace(rate))
+    return Shelf(folder, {"master": PLAIN, "m": PLAIN}, numel, record_numel, TierMeter(), Pace(rate))
 
 
 def test_records_come_back_from_disk_and_memory(tmp_path: Path) -> None:
@@ -39,6 +41,53 @@ def test_records_come_back_from_disk_and_memory(tmp_path: Path) -> None:
     assert own.pool.num_bytes == (3 + 2) * record
     own.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_coded_numbers_are_rounded_alike_wherever_they_lie(tmp_path: Path) -> None:
+    coding = {"master": PLAIN, "m": Coding(Integer(8, 64)), "v": Coding(Integer(8, 64), of_roots=True)}
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(3, 5000, generator=generator)
+    values[2] = values[2].square() * torch.logspace(-12, 0, 5000)
+    values[:, ::7] = 0.0
+    told = []
+    for record_numel, staying in ((1024, 0), (2048, 1), (5000, 9)):
+        own = Shelf(tmp_path, coding, 5000, record_numel, TierMeter(), Pace(None))
+        own.stay(staying)
+        for _ in range(2):
+            for number in own.each():
+                start, end = own.span(number)
+                for one, tensor in zip(values, own.take(number).values(), strict=True):
+                    tensor.copy_(one[start:end])
+                own.put(number)
+        own.write_out()
+        told.append({kind: own.mapped(kind, 0, 5000).clone() for kind in coding})
+        for number in own.each():
+            start, end = own.span(number)
+            for kind, tensor in own.take(number).items():
+                assert torch.equal(tensor, told[-1][kind][start:end]), kind
+            own.leave(number)
+        own.close()
+    for kind in coding:
+        assert torch.equal(told[0][kind], told[1][kind]) and torch.equal(told[0][kind], told[2][kind])
+    assert torch.equal(told[0]["master"], values[0])
+    for kind, exact in (("m", values[1]), ("v", values[2].sqrt())):
+        found = told[0][kind] if kind == "m" else told[0][kind].sqrt()
+        step = F.pad(exact, (0, 56)).view(-1, 64).abs().amax(1).repeat_interleave(64)[:5000] / 127
+        assert ((found - exact).abs() <= 1.01 * step + 1e-12).all(), kind
+        assert torch.equal(found == 0, exact == 0) if kind == "v" else not found[exact == 0].any()
+
+
+def test_coded_numbers_have_no_bias(tmp_path: Path) -> None:
+    own = Shelf(tmp_path, {"m": Coding(Integer(8, 64))}, 1024, 1024, TierMeter(), Pace(None))
+    values, total = torch.randn(1024, generator=torch.Generator().manual_seed(1)), torch.zeros(1024)
+    for _ in range(400):
+        own.take(0)["m"].copy_(values)
+        own.put(0)
+        total += own.take(0)["m"]
+        own.leave(0)
+    # Steps of about 3/127, each draw within one: the mean of 400 within five deviations.
+    assert (total / 400 - values).abs().max() < 5 * 0.5 * (4 / 127) / 20
+    own.close()
 
 
 def test_what_the_disk_gives_back_is_compared(tmp_path: Path) -> None:

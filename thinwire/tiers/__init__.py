@@ -1,8 +1,20 @@
 """Storage as one more slow link: files on a disk with a rate, a meter and checksums, behind memory of a fixed size."""
 
+from thinwire.tiers.coding import PLAIN, Coding
 from thinwire.tiers.file import DiskFile, Pace, TierMeter, TierReading
 from thinwire.tiers.mount import check_folder
 from thinwire.tiers.pool import BLOCK_BYTES, Pool
 from thinwire.tiers.shelf import Shelf
 
-__all__ = ["BLOCK_BYTES", "DiskFile", "Pace", "Pool", "Shelf", "TierMeter", "TierReading", "check_folder"]
+__all__ = [
+    "BLOCK_BYTES",
+    "PLAIN",
+    "Coding",
+    "DiskFile",
+    "Pace",
+    "Pool",
+    "Shelf",
+    "TierMeter",
+    "TierReading",
+    "check_folder",
+]

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from thinwire.codecs.random import derive_seed, named_seed
 from thinwire.errors import ThinwireError
+from thinwire.tiers.coding import Coding
 from thinwire.tiers.file import DiskFile, Pace, TierMeter
-from thinwire.tiers.pool import BLOCK_BYTES, Pool
+from thinwire.tiers.pool import BLOCK_BYTES, Pool, aligned, pages
 
 # One is read, one is in use, one is written.
 NUM_PASSING = 3
@@ -25,24 +28,32 @@ class Shelf:
     """Tensors of `numel` fp32 elements, one for each kind, in records of `record_numel` elements of all kinds.
 
     A record is zero until it is put for the first time. Its checksums are kept here, so that what the disk gives back
-    is what it was given last. Nothing is held in memory but NUM_PASSING records and those that stay, the first ones.
+    is what it was given last. Nothing is held in memory but NUM_PASSING records and those that stay, the first ones,
+    and one record of fp32 numbers of each kind that lies on the disk in another way. Those have a second file, in
+    which `write_out` puts them as they are. Roundings are drawn by an element's number, and by how often all of its
+    record was put: they do not depend on the records' length, or on what stays.
 
     Raises ConfigError where the folder has no room for all of it.
     """
 
     def __init__(
-        self, folder: Path, kinds: Sequence[str], numel: int, record_numel: int, meter: TierMeter, pace: Pace
+        self, folder: Path, kinds: Mapping[str, Coding], numel: int, record_numel: int, meter: TierMeter, pace: Pace
     ) -> None:
-        self.kinds, self.numel, self.meter = tuple(kinds), numel, meter
+        self.kinds, self.numel, self.meter = dict(kinds), numel, meter
         self.record_numel = record_numel = min(_whole(record_numel), _whole(numel))
         self.num_records, self.num_staying = -(-numel // record_numel), 0
-        num_bytes = self.num_records * record_numel * FP32_BYTES
+        self.part_bytes = {kind: aligned(coding.num_bytes(record_numel)) for kind, coding in self.kinds.items()}
+        self._coded = [kind for kind, coding in self.kinds.items() if not coding.is_plain]
         # One at a time, so that each sees what the others have taken.
-        self.files = {kind: DiskFile(folder, num_bytes, meter, pace) for kind in kinds}
-        self.pool = Pool(min(NUM_PASSING, self.num_records), len(kinds) * record_numel * FP32_BYTES)
+        self.files = {kind: DiskFile(folder, self.num_records * self.part_bytes[kind], meter, pace) for kind in kinds}
+        whole = self.num_records * record_numel * FP32_BYTES
+        self._plain = {kind: DiskFile(folder, whole, meter, pace) for kind in self._coded}
+        self._work = {kind: pages(record_numel * FP32_BYTES).view(torch.float32) for kind in self._coded}
+        self.pool = Pool(min(NUM_PASSING, self.num_records), sum(self.part_bytes.values()))
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="thinwire-read")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="thinwire-write")
         self._sums: dict[int, list[int]] = {}
+        self._num_puts: dict[int, int] = defaultdict(int)
         self._staying: dict[int, Tensor] = {}
         self._in_use: dict[int, Tensor] = {}
         self._reading: dict[int, Future[Tensor]] = {}
@@ -51,7 +62,7 @@ class Shelf:
     @property
     def num_bytes(self) -> int:
         """Of all kinds, without the end of the last record."""
-        return len(self.kinds) * self.numel * FP32_BYTES
+        return sum(coding.num_bytes(self.numel) for coding in self.kinds.values())
 
     def span(self, number: int) -> tuple[int, int]:
         """The first element of a record, and the first behind it."""
@@ -72,10 +83,13 @@ class Shelf:
         if not known and number < self.num_records:
             self._reading[number] = self._reader.submit(self._read, number, self._writing.get(number))
 
-    def take(self, number: int) -> dict[str, Tensor]:
-        """A record's tensors by kind, fp32, to be changed in place until `put` or `leave`."""
+    def take(self, number: int, kinds: Collection[str] | None = None) -> dict[str, Tensor]:
+        """A record's tensors by kind, fp32, to be changed in place until `put` or `leave`; one record at a time.
+
+        kinds: those that are wanted; None: all.
+        """
         if number in self._staying:
-            return self._tensors(number, self._staying[number])
+            return self._tensors(number, self._staying[number], kinds)
         for other in self._reading.keys() - {number}:
             self.pool.give_back(self._reading.pop(other).result())
         self.read_ahead(number)
@@ -83,13 +97,15 @@ class Shelf:
             self._in_use[number] = self._reading.pop(number).result()
         # While this one is in use.
         self.read_ahead(number + 1)
-        return self._tensors(number, self._in_use[number])
+        return self._tensors(number, self._in_use[number], kinds)
 
-    def put(self, number: int) -> None:
-        """The record was changed: it stays, or is written in the background."""
+    def put(self, number: int, kinds: Collection[str] | None = None) -> None:
+        """These kinds of the record, or all, were changed: it stays, or is written in the background."""
         if number in self._staying:
+            self._encode(number, self._staying[number], kinds)
             return
         slot = self._in_use.pop(number)
+        self._encode(number, slot, kinds)
         if number < self.num_staying:
             self._staying[number] = slot
             return
@@ -117,29 +133,51 @@ class Shelf:
 
     def mapped(self, kind: str, start: int, end: int) -> Tensor:
         """Elements [start, end) as they lie on the disk, read when they are touched; after `write_out`."""
-        place = start * FP32_BYTES
-        return self.files[kind].mapped(place, end * FP32_BYTES - place).view(torch.float32)
+        place, file = start * FP32_BYTES, self._plain.get(kind, self.files[kind])
+        return file.mapped(place, end * FP32_BYTES - place).view(torch.float32)
 
     def write_out(self) -> None:
         """Bring what stays in memory to the disk too."""
         self.flush()
         for number, slot in self._staying.items():
             self._put_down(number, slot)
+        for number in self.each() if self._coded else ():
+            self.take(number, self._coded)
+            for kind in self._coded:
+                self._plain[kind].write(number * self.record_numel * FP32_BYTES, self._work[kind].view(torch.uint8))
+            self.leave(number)
 
     def close(self) -> None:
         """Give memory and space back."""
         self._reader.shutdown()
         self._writer.shutdown()
-        for file in self.files.values():
+        for file in (*self.files.values(), *self._plain.values()):
             file.close()
 
-    def _tensors(self, number: int, slot: Tensor) -> dict[str, Tensor]:
-        start, end = self.span(number)
-        return {kind: part.view(torch.float32)[: end - start] for kind, part in self._parts(slot).items()}
+    def _tensors(self, number: int, slot: Tensor, kinds: Collection[str] | None) -> dict[str, Tensor]:
+        (start, end), found = self.span(number), dict[str, Tensor]()
+        for kind, part in self._parts(slot).items():
+            if kinds is not None and kind not in kinds:
+                continue
+            if kind in self._work:
+                self.kinds[kind].decode(self._packet(kind, part), self._work[kind])
+            found[kind] = self._work.get(kind, part.view(torch.float32))[: end - start]
+        return found
+
+    def _encode(self, number: int, slot: Tensor, kinds: Collection[str] | None) -> None:
+        self._num_puts[number] += kinds is None
+        for kind, part in self._parts(slot).items():
+            if kind in self._work and (kinds is None or kind in kinds):
+                seed = derive_seed(named_seed(0, kind), self._num_puts[number])
+                counter = number * self.record_numel
+                self.kinds[kind].encode(self._work[kind], self._packet(kind, part), seed=seed, counter=counter)
+
+    def _packet(self, kind: str, part: Tensor) -> Tensor:
+        return part[: self.kinds[kind].num_bytes(self.record_numel)]
 
     def _parts(self, slot: Tensor) -> dict[str, Tensor]:
-        size = self.record_numel * FP32_BYTES
-        return {kind: slot[i * size : (i + 1) * size] for i, kind in enumerate(self.kinds)}
+        parts = slot[: sum(self.part_bytes.values())].split(list(self.part_bytes.values()))
+        return dict(zip(self.kinds, parts, strict=True))
 
     def _read(self, number: int, before: Future[None] | None) -> Tensor:
         if before is not None:
@@ -148,9 +186,8 @@ class Shelf:
         try:
             if number not in self._sums:
                 return slot.zero_()
-            place = number * self.record_numel * FP32_BYTES
             for (kind, part), expected in zip(self._parts(slot).items(), self._sums[number], strict=True):
-                self.files[kind].read(place, part)
+                self.files[kind].read(number * self.part_bytes[kind], part)
                 if zlib.crc32(part.numpy().data) != expected:
                     raise ThinwireError(
                         f"store {self.files[kind].folder}: record {number} of {kind} is not what was written: the disk "
@@ -170,11 +207,10 @@ class Shelf:
             self.pool.give_back(slot)
 
     def _put_down(self, number: int, slot: Tensor) -> None:
-        place = number * self.record_numel * FP32_BYTES
         sums = []
         for kind, part in self._parts(slot).items():
             sums.append(zlib.crc32(part.numpy().data))
-            self.files[kind].write(place, part)
+            self.files[kind].write(number * self.part_bytes[kind], part)
         self._sums[number] = sums
 
     def _check_written(self) -> None:

@@ -113,7 +113,8 @@ class Residence:
             rows.append(("masters and optimizer state", where, why))
             rows.append((
                 "sub-groups", f"{shelf.num_records} of {shelf.record_numel:,} elements",
-                f"{', '.join(shelf.kinds)} in fp32; {shelf.pool.num_bytes / 1e6:.1f} MB of memory for those in passing",
+                f"{', '.join(map(self._told, shelf.kinds))}; {shelf.pool.num_bytes / 1e6:.1f} MB of memory for those "
+                "in passing",
             ))  # fmt: skip
         if self.replicas is not None:
             replicas = self.replicas
@@ -135,6 +136,12 @@ class Residence:
             most = f"at most {rate * DAY_S / 2e12:.2f} TB a day at the {rate / 1e6:.0f} MB/s that it wrote here"
             rows.append(("wear of the disk", f"{step_bytes / 1e9:.3f} GB written in a step", most))
         return rows
+
+    def _told(self, kind: str) -> str:
+        """How a kind of the shelf lies on the disk."""
+        assert self._states is not None
+        coding = self._states.shelf.kinds[kind]
+        return f"{kind} in {coding.codec}{' of its square root' if coding.of_roots else ''}"
 
     def close(self) -> None:
         """Give memory and space back."""

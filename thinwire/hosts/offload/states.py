@@ -17,7 +17,7 @@ from thinwire.hosts.sharded.weights import Weights
 from thinwire.methods.memory import Residency
 from thinwire.state.elementwise import is_elementwise, state_kinds
 from thinwire.state.portable import OPTIMIZER, Held, report_optimizer, state_for
-from thinwire.tiers import Pace, Shelf, TierMeter
+from thinwire.tiers import PLAIN, Pace, Shelf, TierMeter
 
 MASTER = "master"
 
@@ -73,7 +73,8 @@ class StatesOnDisk:
             numel += bucket.layout.shard_numel
         grouped = slots_of(inner, list(self._starts))
         self._like: dict[str, Any] = state_kinds(inner, [next(slots[0] for slots in grouped if slots).param])[0]
-        kinds = (MASTER, *(kind for kind, like in self._like.items() if isinstance(like, Tensor) and like.dim()))
+        states = (kind for kind, like in self._like.items() if isinstance(like, Tensor) and like.dim())
+        kinds = {MASTER: PLAIN} | {kind: residency.coding(kind) for kind in states}
         size = residency.sub_group_numel(len(kinds))
         self.shelf = Shelf(residency.folder, kinds, numel, size, meter, pace)
         self._parts: dict[int, list[Part]] = defaultdict(list)
@@ -174,7 +175,7 @@ class StatesOnDisk:
         """See Away."""
         first, found = self._starts[bucket], torch.empty_like(bucket.shard_grad)
         for record in self.shelf.records(first, first + found.numel()):
-            tensors, (start, end) = self.shelf.take(record), self.shelf.span(record)
+            tensors, (start, end) = self.shelf.take(record, [MASTER]), self.shelf.span(record)
             low, high = max(first, start), min(first + found.numel(), end)
             found[low - first : high - first] = tensors[MASTER][low - start : high - start]
             self.shelf.leave(record)
@@ -184,10 +185,10 @@ class StatesOnDisk:
         """See Away."""
         first += self._starts[bucket]
         for record in self.shelf.records(first, first + values.numel()) if values.numel() else ():
-            tensors, (start, end) = self.shelf.take(record), self.shelf.span(record)
+            tensors, (start, end) = self.shelf.take(record, [MASTER]), self.shelf.span(record)
             low, high = max(first, start), min(first + values.numel(), end)
             tensors[MASTER][low - start : high - start] = values[low - first : high - first]
-            self.shelf.put(record)
+            self.shelf.put(record, [MASTER])
 
     def add_to(self, snapshot: Snapshot) -> Snapshot:
         """See States. The pieces lie on the disk: they are saved from there, while training waits."""

@@ -46,7 +46,7 @@ class Floor:
         disk = 0
         if residency.optimizer != "memory":
             passing = NUM_PASSING * NUM_STATES * FP32_BYTES * (residency.sub_group or LEAST_SUB_GROUP)
-            disk, parts["optimizer"] = plan.optimizer, min(passing, plan.optimizer)
+            disk, parts["optimizer"] = residency.disk_bytes(plan.optimizer), min(passing, plan.optimizer)
         if residency.weights == "disk":
             largest = max((FP32_BYTES * unit.numel for unit in units_of(method, model, topology)), default=0)
             disk += plan.weights

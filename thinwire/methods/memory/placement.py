@@ -66,9 +66,11 @@ def placed(
     if residency.optimizer == "memory":
         yield Part("masters and optimizer state", plan.optimizer)
     else:
-        staying = min(plan.optimizer, left) if residency.optimizer == "auto" else 0
-        moved = plan.optimizer - staying
-        yield Part("masters and optimizer state", min(passing + staying, plan.optimizer), plan.optimizer, moved, moved)
+        whole = int(residency.state_share * plan.optimizer)
+        staying = min(whole, left) if residency.optimizer == "auto" else 0
+        moved = whole - staying
+        disk = residency.disk_bytes(plan.optimizer)
+        yield Part("masters and optimizer state", min(passing + staying, plan.optimizer), disk, moved, moved)
 
 
 def efficiency(tokens: int, disk_rate: float, flops: float) -> float:

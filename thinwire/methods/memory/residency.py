@@ -6,11 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from thinwire.codecs import Codec
 from thinwire.errors import ConfigError, Problems
 from thinwire.methods.memory.units import read_byte_rate, read_bytes
 from thinwire.methods.options import check_types
+from thinwire.tiers.coding import PLAIN, Coding
 
 FP32_BYTES = 4
+# How moments lie on a disk, by name, and the kinds of state that are sums or means of squares.
+CODECS = {"fp32": "fp32", "int8": "int8/64"}
+SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_delta")
 # Elements of a sub-group where nothing is stated, and the most of the budget that the passing ones may take.
 SUB_GROUP, PASSING_SHARE = 1 << 22, 1 / 32
 
@@ -21,7 +26,7 @@ class Residency:
 
     The optimizer's state and the fp32 masters pass through memory in sub-groups: one is read while another is stepped
     and a third is written. With `auto`, as many of them stay in memory as the budget has room for, which is measured
-    after the first steps. Numbers do not depend on where they lie.
+    after the first steps. Numbers do not depend on where they lie, but on `states`, by their rounding.
 
     Raises ConfigError for values that can't work.
     Source: ZeRO-Infinity (SC 2021), sections 5 and 6.
@@ -36,6 +41,9 @@ class Residency:
     gradients."""
     optimizer: Literal["auto", "memory", "disk"] = "auto"
     """Where masters and the optimizer's state lie: memory, disk, or auto: on disk but for what fits in the budget."""
+    states: Literal["fp32", "int8"] = "fp32"
+    """What the optimizer's moments are on the disk: fp32, or int8: integers of 8 bits in groups of 64, rounded without
+    bias, second moments by their square root. Masters stay fp32."""
     activations: Literal["auto", "keep", "recompute"] = "auto"
     """What a forward keeps for its backward: keep: all of it; recompute: what each layer is given, from which it is
     computed again; auto: in `thinwire train`, recompute where the budget asks for it."""
@@ -55,6 +63,11 @@ class Residency:
                 read_byte_rate(self.disk_rate)
         if isinstance(self.sub_group, int) and self.sub_group < 1:
             problems.messages.append(f"sub_group {self.sub_group}: must be at least 1; nearest: 1024")
+        if self.states != "fp32" and self.optimizer == "memory":
+            problems.messages.append(
+                f"residency: states {self.states!r} are those on a disk, and optimizer is 'memory': nearest: "
+                "optimizer='disk', or states='fp32'"
+            )
         problems.raise_any()
 
     @property
@@ -73,6 +86,24 @@ class Residency:
         if self.store is None:
             raise ConfigError("residency: no store is stated for what does not fit in memory: name a folder on a disk")
         return Path(self.store).expanduser()
+
+    def coding(self, kind: str) -> Coding:
+        """How a kind of the optimizer's state lies on the disk."""
+        return PLAIN if self.states == "fp32" else Coding(Codec.parse(CODECS[self.states]), of_roots=kind in SQUARES)
+
+    @property
+    def state_share(self) -> float:
+        """What masters and two moments take on the disk, of what they take as fp32."""
+        return (1 + 2 * Codec.parse(CODECS[self.states]).bits_per_element / (8 * FP32_BYTES)) / 3
+
+    def disk_bytes(self, state_bytes: int) -> int:
+        """What masters and two moments of so many bytes in fp32 take of the disk.
+
+        Moments that lie there as integers have a second place, in which they are fp32 for a checkpoint.
+        """
+        if self.states == "fp32":
+            return state_bytes
+        return int(self.state_share * state_bytes) + state_bytes * 2 // 3
 
     def sub_group_numel(self, num_kinds: int) -> int:
         """Elements of a sub-group of so many fp32 numbers each; three sub-groups are in memory at a time."""

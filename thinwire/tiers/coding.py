@@ -1,0 +1,54 @@
+"""How numbers lie on a disk: as they are, or by a codec."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs import Codec, Identity, Integer
+
+# Numbers below a step count as one, and this much more, so that no rounding makes a zero of them.
+ABOVE_STEP = 1 + 2**-7
+
+
+@dataclass(frozen=True)
+class Coding:
+    """What lies on a disk in place of fp32 numbers: the packets of a codec.
+
+    of_roots: packets of square roots, for numbers that are never negative, such as second moments. With integers, a
+    root below one step of its group, other than zero, is raised to that step: the numbers divide others, and a zero
+    would blow these up.
+    """
+
+    codec: Codec = field(default_factory=Identity)
+    of_roots: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether what lies on the disk are the numbers themselves."""
+        return isinstance(self.codec, Identity)
+
+    def num_bytes(self, numel: int) -> int:
+        """Of a packet."""
+        return self.codec.packet_bytes(numel)
+
+    def encode(self, values: Tensor, packet: Tensor, *, seed: int, counter: int) -> None:
+        """Write fp32 [n] to a packet, uint8 [num_bytes(n)]; changes `values`. seed, counter: see Codec."""
+        if self.of_roots:
+            values.sqrt_()
+            if isinstance(self.codec, Integer) and values.numel():
+                groups = values.view(-1, self.codec.group) if values.numel() % self.codec.group == 0 else values[None]
+                least = groups.amax(1, keepdim=True) * (ABOVE_STEP / self.codec.levels)
+                groups.copy_(torch.where(groups > 0, groups.maximum(least), groups))
+        self.codec.encode(values, seed=seed, counter=counter, out=packet)
+
+    def decode(self, packet: Tensor, values: Tensor) -> None:
+        """The inverse of `encode`."""
+        self.codec.decode(packet, values.numel(), out=values)
+        if self.of_roots:
+            values.square_()
+
+
+PLAIN = Coding()

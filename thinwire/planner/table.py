@@ -166,8 +166,8 @@ def reasons_of(found: Search) -> Iterator[str]:
         other = next(priced for priced in found.fastest if priced.candidate.stages == stages)
         ratio = other.step_s / best.step_s
         yield (
-            f"With {stages} stage(s) a step takes {ratio:.2f} times as long: the link needs "
-            f"{seconds_text(other.link_s)} of {seconds_text(other.step_s)}, in place of {seconds_text(best.link_s)}."
+            f"With {stages} stage(s) a step takes {ratio:.2f} times as long, {seconds_text(other.step_s)}: "
+            f"messages need {seconds_text(other.link_s)} of the busiest link, in place of {seconds_text(best.link_s)}."
         )
     if found.too_large:
         least = found.too_large[0]

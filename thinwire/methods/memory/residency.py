@@ -13,6 +13,8 @@ from thinwire.methods.options import check_types
 FP32_BYTES = 4
 # Elements of a sub-group where nothing is stated, and the most of the budget that the passing ones may take.
 SUB_GROUP, PASSING_SHARE = 1 << 22, 1 / 32
+# Sub-groups begin where blocks of the disk do.
+LEAST_SUB_GROUP = 1024
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,10 @@ class Residency:
         with problems.collect():
             if self.disk_rate is not None:
                 read_byte_rate(self.disk_rate)
-        if isinstance(self.sub_group, int) and self.sub_group < 1:
-            problems.messages.append(f"sub_group {self.sub_group}: must be at least 1; nearest: 1024")
+        if isinstance(self.sub_group, int) and (self.sub_group < 1 or self.sub_group % LEAST_SUB_GROUP):
+            near = max(1, round(self.sub_group / LEAST_SUB_GROUP)) * LEAST_SUB_GROUP
+            rule = f"must be a multiple of {LEAST_SUB_GROUP}"
+            problems.messages.append(f"--residency.sub-group {self.sub_group}: {rule}; nearest: {near}")
         problems.raise_any()
 
     @property

@@ -111,7 +111,7 @@ def test_a_worker_whose_libraries_find_no_memory_says_so(tmp_path: Path) -> None
         return str(failure({1: ProcessFailure(1, 7, exit_code, "none")}, run_dir, 20.0, memory=memory))
 
     assert told(127, "480mb").startswith("rank 1 could not load its libraries in --memory 480mb; nearest: --memory 600")
-    assert "libraries" not in told(127, None) and "libraries" not in told(1, "480mb")
+    assert "its libraries" not in told(127, None) and "its libraries" not in told(1, "480mb")
 
 
 def test_what_is_told_after_a_signal_is_no_consequence_of_it(tmp_path: Path) -> None:

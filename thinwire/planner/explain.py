@@ -38,7 +38,7 @@ from thinwire.report.units import bytes_text, percent_text, seconds_text, short
 
 NUM_LAYERS, WIDTH = 32, 1024
 # Why a strategy computes more.
-MORE_PASSES = "as many forwards and backwards of each micro-batch"
+MORE_PASSES = "it takes so many forwards and backwards of each micro-batch"
 # Steps and warm-up steps of the run that strategies are planned for.
 NUM_STEPS, NUM_WARMUP_STEPS = 1000, 100
 # Strategies among which --stages auto looks unless others are named.

@@ -23,6 +23,7 @@ MEANINGS = {
     "weights": "held through the step",
     "gradients": "at the end of backward",
     "optimizer": "AdamW: both moments, and fp32 masters where they are not the weights",
+    "weights before the ascent": "during the second forward and backward of a step",
     "passing": "weights and gradients gathered for the part of the model that computes; at most",
 }
 FOOT = (

@@ -91,17 +91,33 @@ class Stage:
     ) -> float:
         """The mean loss over this rank's micro-batches; only the last one's backward communicates.
 
+        With an ascent all of them are passed twice, at the weights and uphill; the loss is that at the weights.
         batches: of one step. loss: of one micro-batch; by default what the module returns for `module(*batch)`.
         """
+        climb = self.optimizer.climb
+        if climb is None:
+            total = self._passes(batches, loss)
+        else:
+            parameters = list(self.module.parameters())
+            gpus = {param.device for param in parameters if param.is_cuda}
+            # What the first pass draws, such as dropout, the second one draws again.
+            with self.optimizer.no_sync(), torch.random.fork_rng(gpus):
+                total = self._passes(batches, loss)
+            with climb.uphill(parameters):
+                self._passes(batches, loss, climb.alpha)
+        self.optimizer.note_loss(total)
+        return total
+
+    def _passes(self, batches: Sequence[Any], loss: Callable[[nn.Module, Any], Tensor], share: float = 1.0) -> float:
+        """Add `share` of the mean loss's gradient to the gradients; the mean loss itself, times `share`."""
         total: Tensor | float = 0.0
         for number, batch in enumerate(batches):
             is_last = number == len(batches) - 1
             with nullcontext() if is_last else self.optimizer.no_sync():
-                value = loss(self.module, batch) / len(batches)
+                value = loss(self.module, batch) / (len(batches) / share)
                 value.backward()
             # On its own device: to read it there would have the CPU wait for every micro-batch.
             total = total + value.detach().float()
-        self.optimizer.note_loss(float(total))
         return float(total)
 
     @torch.no_grad()

@@ -109,6 +109,15 @@ def build_strategy(
     return built.for_run(num_steps, num_warmup_steps) if isinstance(built, PlannedByRun) else built
 
 
+def check_unused(table: str, values: Mapping[str, Any]) -> None:
+    """Raise ConfigError for options that could not work if they were used; none are of models, whose presets differ."""
+    if table in (LLAMA, MOE):
+        return
+    owner = next((name for name in STRATEGIES if strategy_table(name) == table), None)
+    make: Any = LAYOUT_TABLES[table] if owner is None else STRATEGIES[owner]
+    make(**values)
+
+
 def checked_values(
     cls: type, content: Any, note: str, problems: Problems, *, only: Iterable[str] = (), others: Iterable[str] = ()
 ) -> dict[str, Any]:

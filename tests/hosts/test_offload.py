@@ -25,11 +25,11 @@ def ways(folder: Path) -> dict[str, Residency | None]:
     store = str(folder / "store")
     return {
         "memory": None,
-        "1000": Residency(store=store, sub_group=1000),
-        "100000": Residency(store=store, sub_group=100_000),
+        "1024": Residency(store=store, sub_group=1024),
+        "99328": Residency(store=store, sub_group=99_328),
         "all": Residency(store=store, memory="100gb"),
-        "weights": Residency(store=store, sub_group=1000, weights="disk"),
-        "int8": Residency(store=store, sub_group=1000, states="int8"),
+        "weights": Residency(store=store, sub_group=1024, weights="disk"),
+        "int8": Residency(store=store, sub_group=1024, states="int8"),
         "int8, all": Residency(store=store, memory="100gb", states="int8"),
         "recompute": Residency(store=store, weights="disk", optimizer="memory", activations="recompute"),
     }
@@ -97,7 +97,7 @@ def assert_same(one: Any, other: Any) -> None:
 def test_a_disk_changes_no_bit(first: list[dict[Any, Any]]) -> None:
     for told in first:
         for name in NAMES:
-            for way in ("1000", "100000", "all", "weights", "recompute"):
+            for way in ("1024", "99328", "all", "weights", "recompute"):
                 for part in (0, 1):
                     assert_same(told[name, way][part], told[name, "memory"][part])
 
@@ -119,7 +119,7 @@ def test_moments_of_8_bits_are_the_same_wherever_they_lie_and_move_weights_littl
 
 
 def test_a_restart_goes_on_bit_for_bit_with_disk_or_without(first: list[dict[Any, Any]], folder: Path) -> None:
-    pairs = [("1000", "weights"), ("weights", "memory"), ("memory", "100000")]
+    pairs = [("1024", "weights"), ("weights", "memory"), ("memory", "99328")]
     for own, told in zip(first, run_workers(later_runs, 2, folder, pairs), strict=True):
         for (name, before, _), (after, is_same) in told.items():
             assert is_same
@@ -127,13 +127,13 @@ def test_a_restart_goes_on_bit_for_bit_with_disk_or_without(first: list[dict[Any
 
 
 def test_another_world_takes_what_lay_on_a_disk(first: list[dict[Any, Any]], folder: Path) -> None:
-    (told,) = run_workers(later_runs, 1, folder, [("1000", "100000")])
+    (told,) = run_workers(later_runs, 1, folder, [("1024", "99328")])
     for name in NAMES:
-        saved = atoms(folder / name / "1000" / f"step-{STEPS:08d}")
+        saved = atoms(folder / name / "1024" / f"step-{STEPS:08d}")
         again = atoms(folder / name / "1000-100000-1" / f"step-{STEPS:08d}")
         assert {key for key in saved if not key.startswith("replica/")} == again.keys()
         assert all(torch.equal(saved[key], again[key]) for key in again), name
-        assert not told[name, "1000", "100000"][1]
+        assert not told[name, "1024", "99328"][1]
 
 
 class View(torch.nn.Module):
@@ -224,6 +224,7 @@ def test_what_can_not_lie_on_a_disk_is_refused() -> None:
         ({"memory": "2 gigs"}, "did you mean '2gb'"),
         ({"disk_rate": "500MB"}, "did you mean '500MB/s'"),
         ({"sub_group": 0}, "nearest: 1024"),
+        ({"sub_group": 2600}, "--residency.sub-group 2600: must be a multiple of 1024; nearest: 3072"),
         ({"optimizer": "tape"}, "one of auto, memory, disk"),
     ],
 )

@@ -49,6 +49,7 @@ def test_the_chosen_way_is_the_fastest_and_keeps_off_a_bad_link() -> None:
     assert even.best.step_s <= bad.best.step_s
     for found in (even, bad):
         assert found.best.step_s == min(priced.step_s for priced in found.search.fastest)
+        assert all(priced.link_s <= priced.step_s for priced in found.search.fastest)
         assert found.best.terms["step_s"] == pytest.approx(
             found.best.terms["compute_s"] + found.best.terms["exposed_comm_s"]
         )

@@ -77,16 +77,20 @@ def test_a_checkpoint_holds_whole_experts_which_export_reads(runs: dict[str, dic
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--workers 4 --experts.parallel 4 --moe.num-local-experts 6", "6 experts on 4 ranks"),
-        ("--workers 4 --experts.parallel 4 --moe.num-local-experts 6", "nearest: parallel 3 or 2, or slices 2"),
+        ("--workers 4 --experts.parallel 4 --moe.num-local-experts 6", "each rank needs as many of the 6 experts"),
+        (
+            "--workers 4 --experts.parallel 4 --moe.num-local-experts 6",
+            "nearest: --experts.parallel 3 or 2, or --experts.slices 2",
+        ),
         ("--workers 4 --experts.parallel 3", "must divide the 4 ranks; nearest: --experts.parallel 2"),
         ("--workers 4 --mesh data=2,expert=2 --experts.parallel 4", "give one of them"),
-        ("--workers 4 --experts.parallel 4 --experts.slices 3", "must divide both; nearest: 2"),
+        ("--workers 4 --experts.parallel 4 --experts.slices 3", "and the 4 ranks of --experts.parallel; nearest: 2"),
         ("--workers 2 --experts.parallel 2 --experts.dispatch int9", "or 'exact'"),
+        ("--workers 2 --experts.dispatch nonsense", "dispatch 'nonsense' of ExpertParallel"),
         ("--workers 2 --experts.parallel 2 --experts.move experts --experts.combine bf16", "nearest: 'exact'"),
         (
             "--workers 2 --experts.parallel 2 --experts.gradients int8/128",
-            "must end where rows end; nearest: groups of 64",
+            "--experts.gradients int8/128: its groups of 128 must end where the rows of 64 end; nearest: groups of 64",
         ),
         ("--workers 2 --experts.parallel 2 --strategy ddp", "those that can: zero, zero-bf16"),
         (

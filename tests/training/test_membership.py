@@ -18,7 +18,8 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from tests.training.commands import HANG_S, CommandRunner, children, finish, is_running
 from tests.workers import free_port
 from thinwire.convert.saved import load_run
-from thinwire.launch.failures import has_failed_by_itself
+from thinwire.launch.failures import failure, has_failed_by_itself
+from thinwire.training.run_dir import RunDir
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 
@@ -99,6 +100,18 @@ def test_launchers_end_with_the_command_that_started_them() -> None:
             # Open for as long as the launcher is there.
             _, err = command.communicate(timeout=HANG_S)
             assert err == f"thinwire: island 1: the command that started it is gone: {what}\n"
+
+
+def test_a_worker_whose_libraries_find_no_memory_says_so(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    run_dir.logs.mkdir()
+    (run_dir.logs / "rank1.log").write_text("cannot allocate memory for thread-local data: ABORT\n")
+
+    def told(exit_code: int, memory: str | None) -> str:
+        return str(failure({1: ProcessFailure(1, 7, exit_code, "none")}, run_dir, 20.0, memory=memory))
+
+    assert told(127, "480mb").startswith("rank 1 could not load its libraries in --memory 480mb; nearest: --memory 600")
+    assert "its libraries" not in told(127, None) and "its libraries" not in told(1, "480mb")
 
 
 def test_what_is_told_after_a_signal_is_no_consequence_of_it(tmp_path: Path) -> None:

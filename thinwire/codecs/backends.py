@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import importlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
@@ -21,6 +23,7 @@ from thinwire.codecs.random import MASK64, noise_keys
 COMPILED = {"cuda": "inductor"}
 # Drawn by one loop of a kernel; they stay in the first cache.
 DITHERS_AT_ONCE = 4096
+_is_without: ContextVar[bool] = ContextVar("is without kernels", default=False)
 
 
 @functools.cache
@@ -40,9 +43,19 @@ def name(device: torch.device) -> str:
     return "numba" if device.type == "cpu" and cpu_kernels() else "torch"
 
 
+@contextmanager
+def without_kernels() -> Iterator[None]:
+    """Codecs inside run in plain torch: for a few elements that is faster than to load a compiler."""
+    token = _is_without.set(True)
+    try:
+        yield
+    finally:
+        _is_without.reset(token)
+
+
 def numba_module(family: str, device: torch.device) -> ModuleType | None:
     """`thinwire.codecs.kernels.<family>` where numba runs, else None."""
-    if device.type != "cpu" or cpu_kernels() is None:
+    if device.type != "cpu" or _is_without.get() or cpu_kernels() is None:
         return None
     return _import(family)
 

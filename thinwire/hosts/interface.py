@@ -17,6 +17,7 @@ from thinwire.collectives import Communicator, Meter
 from thinwire.errors import ConfigError
 from thinwire.hosts.ranks import Axis, Ranks
 from thinwire.methods.memory import Residency
+from thinwire.methods.outer.ascent import Ascent
 from thinwire.state.clipping import clip_factor
 from thinwire.state.portable import StateDict, load_param_groups, state_dict_of
 from thinwire.table import Row
@@ -44,6 +45,7 @@ class ParallelOptimizer:
         overlaps: weights may arrive during the next forward.
         tiers: bytes and seconds of this rank's disk; None: all lies in memory.
         weights_pass: weights lie on a disk, and pass through memory in every forward.
+        climb: of a step that takes the gradient uphill, too; None: it takes it at the weights alone.
     """
 
     has_own_pace = False
@@ -58,6 +60,7 @@ class ParallelOptimizer:
     mean_loss = math.nan
     tiers: TierMeter | None = None
     weights_pass = False
+    climb: Ascent | None = None
     stop_requested = False
     _loss = math.nan
     _stop = False

@@ -96,6 +96,11 @@ class Islands:
         checked: bool = False,
         announce: bool = True,
     ) -> None:
+        if method.climb is not None:
+            raise ConfigError(
+                f"ascent {method.ascent:g} takes two backwards a step, and a loop of one's own takes one: take "
+                "thinwire.parallelize, whose stage.forward_backward takes both, or leave ascent out"
+            )
         self.method = method
         comm = Communicator(within, timeout_s=timeout_s, checked=checked) if within is not None else None
         host: Host = optimizer if isinstance(optimizer, ShardedHost) else TorchWeights(model, optimizer, comm)

@@ -20,6 +20,8 @@ from thinwire.table import Row
 
 # Of a checkpoint: what an island's outer method holds.
 OUTER = "outer"
+# Why a step with an ascent has two.
+TWICE = "of each micro-batch: the gradient is also taken uphill, so computing takes twice as long"
 # Steps that the islands have taken.
 POSITION = "position"
 
@@ -40,6 +42,7 @@ class IslandsOptimizer:
         self.inner, self.loop, self.method = inner, loop, method
         self.traffic = LoopTraffic(loop)
         self.meter = Meters(inner.meter, loop.exchanges.connected)
+        self.climb = method.climb
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -87,8 +90,10 @@ class IslandsOptimizer:
     def describe(self) -> list[Row]:
         per_step, every = self.traffic.bytes_per_step, self.loop.method.sync_every
         shown = f"{per_step / 1e6:.3f} MB", f"the mean over {every} steps, besides the island's"
+        ascent = [(f"ascent {self.climb.rho:g}", "two forwards and backwards", TWICE)] if self.climb else []
         return [
             (f"strategy {self.method.name}", f"{self.method.inner.name} inside each island", ""),
+            *ascent,
             *self.traffic.rows(),
             ("sent for exchanges per step", *shown),
             *((f"inside an island: {asked}", effect, why) for asked, effect, why in self.inner.describe()),

@@ -120,7 +120,7 @@ def run_workers(config: TrainConfig, start: Start, server: ForkServer, relay: Re
     finally:
         # The live table hides the cursor, and a killed worker can't bring it back.
         Console().show_cursor()
-    why = partial(failure, run_dir=run_dir, timeout_s=config.timeout, injected=start.inject)
+    why = partial(failure, run_dir=run_dir, timeout_s=config.timeout, injected=start.inject, memory=config.memory)
     if relay.received is not None:
         if own := {rank: one for rank, one in result.failures.items() if has_failed_by_itself(one)}:
             whose = f"island {start.island.number}: " if start.island else ""

@@ -12,6 +12,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from thinwire.checkpoint import latest, step_of
 from thinwire.collectives import faults
 from thinwire.errors import ConfigError, ThinwireError, UnsavedError
+from thinwire.methods.memory.units import read_bytes
 from thinwire.report.metrics import read_metrics
 from thinwire.training.run_dir import RunDir
 
@@ -19,20 +20,22 @@ from thinwire.training.run_dir import RunDir
 AGENT_PATIENCE_S = 15
 # Errors whose message says it all.
 SAID_PLAINLY = ("ConfigError", "CheckpointError", "PeerLostError", "ThinwireError", "UnsavedError")
+# The exit code of a process whose libraries can't be loaded, and what the loader says where there is no memory for it.
+LOADER_FAILED, NO_ROOM = 127, "cannot allocate memory"
 
 
 def failure(
     failures: Mapping[int, ProcessFailure], run_dir: RunDir, timeout_s: float, injected: Sequence[str] = (), *,
-    is_island: bool = False, advice: str = "",
+    is_island: bool = False, advice: str = "", memory: str | None = None,
 ) -> ThinwireError:  # fmt: skip
     """One short message on why the run failed: the first cause, and what is left.
 
     timeout_s: how long ranks wait for one that is silent. is_island: whether only an island failed, and others may go
-    on. advice: how the run would have gone on without a process that was killed.
+    on. advice: how the run would have gone on without a process that was killed. memory: each worker's budget.
     """
     rank, cause = first_cause(failures)
     records = read_metrics(run_dir.metrics)
-    what = explain(rank, cause, injected, is_island=is_island)
+    what = starved(rank, cause, run_dir, memory) or explain(rank, cause, injected, is_island=is_island)
     if "PeerLostError" in str(cause.message):
         what = hung(failures, cause.timestamp - timeout_s) + what
     if cause.exitcode == ConfigError.exit_code:
@@ -81,6 +84,18 @@ def explain(rank: int, cause: ProcessFailure, injected: Sequence[str] = (), *, i
     message = cause.message["message"] if isinstance(cause.message, dict) else cause.message
     kind, _, text = str(message).partition(": ")
     return f"rank {rank}: {text if kind in SAID_PLAINLY else message}"
+
+
+def starved(rank: int, cause: ProcessFailure, run_dir: RunDir, memory: str | None) -> str:
+    """Says that a worker's budget is too small to load a library in, which ends the process; empty: that was not it."""
+    log = run_dir.logs / f"rank{rank}.log"
+    if cause.exitcode != LOADER_FAILED or memory is None or not log.exists() or NO_ROOM not in log.read_text():
+        return ""
+    near = math.ceil(1.25 * read_bytes(memory) / 1e6)
+    return (
+        f"rank {rank} could not load its libraries in --memory {memory}; nearest: --memory {near}mb, or leave --memory "
+        "out"
+    )
 
 
 def is_unsaved(cause: ProcessFailure) -> bool:

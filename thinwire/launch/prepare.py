@@ -42,7 +42,7 @@ from thinwire.models.hf import check_hf, look_into
 from thinwire.models.kept import MASKS
 from thinwire.models.llama import Llama, check_cut
 from thinwire.models.moe import check_axes
-from thinwire.options import LAYOUT_TABLES, LLAMA, PIPELINE, has_islands, model_table
+from thinwire.options import LAYOUT_TABLES, LLAMA, PIPELINE, check_unused, has_islands, model_table
 from thinwire.registry import check_on_mesh
 from thinwire.report.metrics import read_metrics
 from thinwire.report.progress import Progress
@@ -73,6 +73,8 @@ def check(config: TrainConfig, problems: Problems) -> Run | None:
         problems.note(check_grid, config, run)
     if run is not None:
         problems.note(check_minutes, config, run)
+        for table in sorted(config.tables.keys() - run.used_tables):
+            problems.note(check_unused, table, config.tables[table])
     problems.note(device_of, config, run)
     problems.note(check_trackers, config.track)
     with problems.collect():

@@ -50,6 +50,7 @@ class FSDPMethod(Method):
     optimizers: ClassVar[tuple[str, ...]] = SHARDED
     optimizers_reason: ClassVar[str] = CUTS_TENSORS
     shards_optimizer: ClassVar[bool] = True
+    no_local_gradient: ClassVar[str] = "sums the gradients of a layer over the ranks as soon as backward leaves it"
 
     reshard_after_forward: bool = False
     secondary: bool = False

@@ -80,6 +80,16 @@ class Method(Protocol):
         return True
 
     @property
+    def num_passes(self) -> int:
+        """Forward and backward passes of each micro-batch in a step."""
+        return 1
+
+    @property
+    def no_local_gradient(self) -> str:
+        """Why a rank never has a whole gradient of its own, to follow its name; empty: it has one after a backward."""
+        return ""
+
+    @property
     def not_inside_islands(self) -> str:
         """Why it can't train an island of a method such as DiLoCo, to follow "NAME inside an island"; empty: it can."""
         return ""
@@ -128,7 +138,8 @@ class Method(Protocol):
 
         Raises ConfigError if the method can't run on this grid.
         """
-        return draw(self.exchanges(model, topology, micro_batches), topology, micro_batches, computes)
+        # What is sent leaves with the last pass.
+        return draw(self.exchanges(model, topology, micro_batches), topology, self.num_passes * micro_batches, computes)
 
 
 @dataclass(frozen=True)

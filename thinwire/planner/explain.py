@@ -37,6 +37,8 @@ from thinwire.report.frontier import recommended
 from thinwire.report.units import bytes_text, percent_text, seconds_text, short
 
 NUM_LAYERS, WIDTH = 32, 1024
+# Why a strategy computes more.
+MORE_PASSES = "it takes so many forwards and backwards of each micro-batch"
 # Steps and warm-up steps of the run that strategies are planned for.
 NUM_STEPS, NUM_WARMUP_STEPS = 1000, 100
 # Strategies among which --stages auto looks unless others are named.
@@ -130,6 +132,8 @@ def explain(config: ExplainConfig, problems: Problems) -> Explained:
             strategy = strategy_of(name, config)
             if strategy.exchanges_every > 1:
                 mean_over[name] = strategy.exchanges_every
+            if strategy.num_passes > 1:
+                notes.append((f"computing of {name}", f"{strategy.num_passes} times that of others", MORE_PASSES))
             if strategy.keeps_whole_weights:
                 whole.append(name)
             if model is not None and whole_model is not None and shape is not None:

@@ -172,7 +172,7 @@ class Pricing:
         }  # fmt: skip
         rates = grid.links(way.stages).rates
         link_s = max(num / rates[a][b] for (a, b), num in stages.link_bytes.items()) + exchange_s
-        return Priced(way, step_s, stages.bubble, memory, link_s, order, terms)
+        return Priced(way, step_s, stages.bubble, memory, min(link_s, step_s), order, terms)
 
     def simulated(self, way: Candidate) -> Timeline:
         """The step of a candidate without stages."""
@@ -193,7 +193,7 @@ class Pricing:
             "sent_bytes": sum(timeline.graph.sent(0).values()), "peak_rss_bytes": memory,
         }  # fmt: skip
         order = self.ranks_of(self.nodes)
-        return Priced(way, step_s, 1 - compute_s / step_s, memory, self._link_s(way), order, terms)
+        return Priced(way, step_s, 1 - compute_s / step_s, memory, min(self._link_s(way), step_s), order, terms)
 
     def _link_s(self, way: Candidate) -> float:
         """Seconds of the slowest pair's messages, where all ranks send alike."""
@@ -203,7 +203,8 @@ class Pricing:
         pairs = [pair for pair in fabric.pairs if fabric.ports(pair)]
         slowest = min((fabric.rates[a][b] for a, b in pairs), default=math.inf)
         ports = min(fabric.port_rates().values(), default=math.inf)
-        return max(crossing / others / slowest, local * crossing / ports)
+        of_node = local * crossing if plan.crossing is None else plan.crossing
+        return max(crossing / others / slowest, of_node / ports)
 
     def _best(self, way: Candidate) -> tuple[Order, float]:
         machine, operations = self.machine, 3 * self.forward_of(way.micro_batch)

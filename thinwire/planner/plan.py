@@ -151,7 +151,7 @@ def plan(
     if tokens_per_step % (seq_len * ranks):
         near = max(1, round(tokens_per_step / seq_len / ranks)) * seq_len * ranks
         problems.messages.append(
-            f"tokens_per_step {tokens_per_step}: must be a multiple of seq_len * ranks = {seq_len * ranks}; nearest: "
+            f"--tokens-per-step {tokens_per_step}: must be a multiple of seq_len * ranks = {seq_len * ranks}; nearest: "
             f"{near}"
         )
     methods = {name: problems.note(make, name, tables) for name in strategies}

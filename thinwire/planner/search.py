@@ -21,7 +21,8 @@ class Priced:
     """What one candidate costs.
 
     step_s: seconds of forwards, backwards and borders, then of what replicas send, none of it hidden. memory_bytes: of
-    the fullest stage, activations included. link_s: of the busiest node's link alone.
+    the fullest stage, activations included. link_s: of the busiest node's link alone, at most the step: a burst may
+    pass faster than a link's rate.
     order: the rank in each place; empty: each in its own. terms: of a step of the rank in the first place, by the names
     of a run's metrics.
     """
@@ -98,7 +99,8 @@ def price(candidate: Candidate, stages: Stages, planned: Planned, grid: Grid) ->
     memory = max(stages.memory_bytes(stage, plan) for stage, plan in plans.items())
     method_s = max(exchange_s(plan, grid) for plan in plans.values())
     borders_s = stages.crossing_bytes(grid) / (grid.rate or float("inf"))
-    return Priced(candidate, stages.step_s + method_s, stages.bubble, memory, borders_s + method_s)
+    step_s = stages.step_s + method_s
+    return Priced(candidate, step_s, stages.bubble, memory, min(borders_s + method_s, step_s))
 
 
 def exchange_s(plan: MethodPlan, grid: Grid) -> float:

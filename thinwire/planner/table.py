@@ -23,6 +23,7 @@ MEANINGS = {
     "weights": "held through the step",
     "gradients": "at the end of backward",
     "optimizer": "AdamW: both moments, and fp32 masters where they are not the weights",
+    "weights before the ascent": "during the second forward and backward of a step",
     "passing": "weights and gradients gathered for the part of the model that computes; at most",
 }
 FOOT = (
@@ -166,8 +167,8 @@ def reasons_of(found: Search) -> Iterator[str]:
         other = next(priced for priced in found.fastest if priced.candidate.stages == stages)
         ratio = other.step_s / best.step_s
         yield (
-            f"With {stages} stage(s) a step takes {ratio:.2f} times as long: the link needs "
-            f"{seconds_text(other.link_s)} of {seconds_text(other.step_s)}, in place of {seconds_text(best.link_s)}."
+            f"With {stages} stage(s) a step takes {ratio:.2f} times as long, {seconds_text(other.step_s)}: "
+            f"messages need {seconds_text(other.link_s)} of the busiest link, in place of {seconds_text(best.link_s)}."
         )
     if found.too_large:
         least = found.too_large[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,10 @@ log = logging.getLogger("thinwire")
 
 OPTIMIZER = "optimizer"
 REPLICA = "replica"
+# Moments that an optimizer divides by 1 - beta^t at its step t, and the number of beta in its `betas`.
+MOMENTS = {"exp_avg": 0, "exp_avg_sq": 1}
+# Kinds of numbers under which `betas` are saved.
+BETAS = ("beta1", "beta2")
 
 
 @dataclass(frozen=True)
@@ -85,8 +89,10 @@ def add_optimizer(snapshot: Snapshot, inner: torch.optim.Optimizer, held: Mappin
 
     Raises ConfigError for state that is neither a number nor has an entry for each element, such as a matrix's factors.
     """
+    groups = group_of(inner)
     for name, mine in held.items():
         snapshot.pieces[f"{WEIGHTS}/{name}"] = mine.piece()
+        add_betas(snapshot, name, groups[id(mine.tensor)])
         for kind, value in inner.state.get(mine.tensor, {}).items():
             if is_elementwise(value, mine.tensor):
                 snapshot.pieces[f"{OPTIMIZER}/{kind}/{name}"] = mine.piece(value)
@@ -108,7 +114,7 @@ def restore_optimizer(source: Source, inner: torch.optim.Optimizer, held: Mappin
     A parameter keeps its place only where everything that the optimizer holds of it is there, but for flags, which are
     then those of a new one: it starts anew otherwise.
     """
-    kinds_of = state_kinds(inner, [mine.tensor for mine in held.values()])
+    kinds_of, groups = state_kinds(inner, [mine.tensor for mine in held.values()]), group_of(inner)
     pieces = {f"{WEIGHTS}/{name}": mine.piece() for name, mine in held.items()}
     inner.state.clear()
     fresh = 0
@@ -118,7 +124,12 @@ def restore_optimizer(source: Source, inner: torch.optim.Optimizer, held: Mappin
             inner.state[mine.tensor] = state
         fresh += not state and bool(kinds)
     source.read(pieces)
-    report_optimizer(source, {kind for kinds in kinds_of for kind in kinds}, fresh, len(held))
+    rescaled = {
+        kind
+        for name, mine in held.items()
+        for kind in rescale(source, name, inner.state.get(mine.tensor, {}), groups[id(mine.tensor)])
+    }
+    report_optimizer(source, {kind for kinds in kinds_of for kind in kinds}, fresh, len(held), rescaled)
 
 
 def state_for(
@@ -156,13 +167,46 @@ def state_for(
     return state
 
 
-def report_optimizer(source: Source, kinds: set[str], fresh: int, num_held: int) -> None:
+def group_of(inner: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
+    """The optimizer's group of each tensor, by its id."""
+    return {id(tensor): group for group in inner.param_groups for tensor in group["params"]}
+
+
+def add_betas(snapshot: Snapshot, name: str, group: Mapping[str, Any]) -> None:
+    """Note how fast the moments of a parameter forget, for an optimizer that forgets at another pace."""
+    for kind, beta in zip(BETAS, group.get("betas", ()), strict=False):
+        snapshot.scalars.setdefault(kind, {})[name] = float(beta)
+
+
+def rescale(source: Source, name: str, state: Mapping[str, Any], group: Mapping[str, Any]) -> Iterator[str]:
+    """Make moments that were read those of this optimizer: m (1 - beta^t) / (1 - b^t), where b is the saved one's beta.
+
+    Divided by 1 - beta^t at step t they are then what the saved optimizer stepped with. A frozen variance is divided by
+    nothing, as with a beta of 0. Yields the kinds that were changed.
+    """
+    for kind, number in MOMENTS.items():
+        if kind not in state or "betas" not in group:
+            continue
+        is_variance, beta, was = number == 1, group["betas"][number], source.scalar(BETAS[number], name)
+        if is_variance:
+            beta = 0.0 if state.get("frozen") else beta
+            was = 0.0 if source.scalar("frozen", name) else was
+        step = float(state["step"])
+        if was not in (None, beta) and step >= 1:
+            state[kind].mul_((1 - beta**step) / (1 - was**step))
+            yield kind
+
+
+def report_optimizer(source: Source, kinds: set[str], fresh: int, num_held: int, rescaled: Iterable[str]) -> None:
     """Note what became of weights and optimizer: `fresh` of `num_held` parameters start anew."""
     source.note("weights", "carried", f"from {source.world_size} rank(s), in pieces")
-    there = {*source.kinds(OPTIMIZER), *source.scalar_kinds}
+    there = {*source.kinds(OPTIMIZER), *source.scalar_kinds}.difference(BETAS)
     carried = sorted(there & kinds)
     if carried and fresh < num_held:
         source.note(f"optimizer: {', '.join(carried)}", "carried", "in pieces, by parameter")
+    if changed := sorted(set(rescaled)):
+        why = "to this optimizer's betas, so that a step has the moments that it would have had"
+        source.note(f"optimizer: {', '.join(changed)}", "transformed", why)
     if fresh:
         source.note("optimizer", "starts anew", f"for {fresh} of {num_held} parameters, of which not all was saved")
     if lost := sorted(there - kinds):

@@ -229,6 +229,11 @@ class Trainer:
         if self.onlooker is not None:
             self.onlooker.say(f"{stopped or 'finished'} after step {self.step}; node 0 has the results")
         if self.reporter is not None:
+            if (moved := self._moved_so_far()).write_s:
+                wrote_mb = moved.written_bytes / 1e6
+                self.reporter.progress.say(
+                    f"this rank's disk: {wrote_mb:.1f} MB written in this run, at {wrote_mb / moved.write_s:.0f} MB/s"
+                )
             self.reporter.finish(
                 step=self.step, skipped_steps=self.optimizer.skipped_steps, heldout_loss=heldout_loss,
                 stopped=stopped or "finished", sample=sample,

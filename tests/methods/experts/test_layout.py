@@ -32,11 +32,12 @@ def test_a_part_is_one_range_of_each_of_its_experts(placement: Placement) -> Non
 @pytest.mark.parametrize(
     ("options", "experts", "words"),
     [
-        (ExpertParallel(4), 6, "6 experts on 4 ranks with slices 1: each needs equally many; nearest: parallel 3 or 2"),
-        (ExpertParallel(4), 6, "or slices 2"),
-        (ExpertParallel(8), 6, "or slices 4"),
-        (ExpertParallel(4, slices=8), 8, "must divide both; nearest: 4"),
-        (ExpertParallel(6, slices=6), 8, "slices 6 of 32 hidden units on 6 ranks: must divide both; nearest: 2"),
+        (ExpertParallel(4), 6, "--experts.parallel 4 with --experts.slices 1: each rank needs as many of the 6"),
+        (ExpertParallel(4), 6, "nearest: --experts.parallel 3 or 2"),
+        (ExpertParallel(4), 6, "or --experts.slices 2"),
+        (ExpertParallel(8), 6, "or --experts.slices 4"),
+        (ExpertParallel(4, slices=8), 8, "of --experts.parallel; nearest: 4"),
+        (ExpertParallel(6, slices=6), 8, "must divide the 32 hidden units of an expert and the 6 ranks"),
     ],
 )
 def test_what_does_not_divide_is_refused_with_the_nearest(options: ExpertParallel, experts: int, words: str) -> None:

@@ -23,6 +23,7 @@ from thinwire.hosts.experts.trip import Wire
 from thinwire.hosts.experts.weights import Gather
 from thinwire.hosts.ranks import along
 from thinwire.methods.experts import ExpertParallel, Placement, place_experts
+from thinwire.methods.experts.options import CODED
 from thinwire.models.moe import Experts, swiglu
 from thinwire.state.replicas import equal_bits
 from thinwire.table import Row
@@ -252,7 +253,7 @@ def check_experts(model: nn.Module, options: ExpertParallel, world_size: int) ->
     if world_size % options.parallel:
         near = nearest_divisor(options.parallel, world_size)
         problems.messages.append(
-            f"experts over {options.parallel} ranks of {world_size}: must divide them; nearest: {near}"
+            f"--experts.parallel {options.parallel}: must divide the {world_size} ranks; nearest: {near}"
         )
     placement = None
     with problems.collect():
@@ -260,11 +261,12 @@ def check_experts(model: nn.Module, options: ExpertParallel, world_size: int) ->
         num_experts, hidden_units, width = first.gate_proj.shape
         with problems.collect():
             placement = place_experts(options, num_experts, hidden_units)
-        for codec in options.codecs:
-            if width % codec.block:
+        for name in CODED:
+            codec = options.codec(name)
+            if codec is not None and width % codec.block:
                 problems.messages.append(
-                    f"codec {codec} on rows of {width}: its groups of {codec.block} must end where rows end; nearest: "
-                    f"groups of {max(n for n in range(1, width + 1) if width % n == codec.block % n == 0)}"
+                    f"--experts.{name} {codec}: its groups of {codec.block} must end where the rows of {width} end; "
+                    f"nearest: groups of {max(n for n in range(1, width + 1) if width % n == codec.block % n == 0)}"
                 )
     problems.raise_any()
     assert placement is not None

@@ -24,7 +24,6 @@ from thinwire.tiers import Pace, TierMeter
 
 # Steps after which the room that is left is known: the first one allocates what stays.
 MEASURED_STEPS = 2
-DAY_S = 86400
 
 
 class Residence:
@@ -131,10 +130,8 @@ class Residence:
             rows.append(("O_DIRECT", "no", "this file system refuses it: pages are dropped after each write"))
         done = self.meter.snapshot()
         if done.write_s:
-            # A step reads at least as much as it writes.
-            rate = done.written_bytes / done.write_s
-            most = f"at most {rate * DAY_S / 2e12:.2f} TB a day at the {rate / 1e6:.0f} MB/s that it wrote here"
-            rows.append(("wear of the disk", f"{step_bytes / 1e9:.3f} GB written in a step", most))
+            so_far = f"{done.written_bytes / 1e6:.1f} MB so far, at {done.written_bytes / done.write_s / 1e6:.0f} MB/s"
+            rows.append(("wear of the disk", f"{step_bytes / 1e6:.1f} MB written in a step", so_far))
         return rows
 
     def _told(self, kind: str) -> str:

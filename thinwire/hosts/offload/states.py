@@ -16,7 +16,7 @@ from thinwire.hosts.sharded.owned import slots_of, state_of_piece
 from thinwire.hosts.sharded.weights import Weights
 from thinwire.methods.memory import Residency
 from thinwire.state.elementwise import is_elementwise, state_kinds
-from thinwire.state.portable import OPTIMIZER, Held, report_optimizer, state_for
+from thinwire.state.portable import OPTIMIZER, Held, add_betas, report_optimizer, rescale, state_for
 from thinwire.tiers import PLAIN, Pace, Shelf, TierMeter
 
 MASTER = "master"
@@ -201,6 +201,7 @@ class StatesOnDisk:
             wanted |= {f"{OPTIMIZER}/{kind}/{first.slot.name}": kind for kind in kinds if first.is_known}
             for name, kind in wanted.items():
                 snapshot.pieces[name] = first.held(self.shelf.mapped(kind, first.start, last.end)).piece()
+            add_betas(snapshot, first.slot.name, self.inner.param_groups[first.group])
             for kind, value in first.numbers.items():
                 if value is not None:
                     number = value.item() if isinstance(value, Tensor) else value
@@ -211,21 +212,25 @@ class StatesOnDisk:
     def restore(self, source: Source) -> None:
         """See States."""
         fresh: dict[str, bool] = {}
+        rescaled: set[str] = set()
         for record in self.shelf.each():
             tensors, (start, _) = self.shelf.take(record), self.shelf.span(record)
             pieces: dict[str, Piece] = {}
+            states: dict[Part, dict[str, Any]] = {}
             for part in self._parts[record]:
                 name, value = part.slot.name, part.of(tensors[MASTER], start)
                 held = part.held(value)
                 pieces[f"{WEIGHTS}/{name}"] = held.piece()
                 into = {kind: part.of(tensors[kind], start) for kind in tensors if kind != MASTER}
-                state = state_for(source, self._like, name, held, pieces, into)
+                states[part] = state = state_for(source, self._like, name, held, pieces, into)
                 part.numbers = {kind: value for kind, value in state.items() if kind not in tensors}
                 part.is_known, fresh[name] = bool(state), not state and bool(self._like)
             source.read(pieces)
+            for part, state in states.items():
+                rescaled.update(rescale(source, part.slot.name, state, self.inner.param_groups[part.group]))
             self.shelf.put(record)
         self.shelf.flush()
-        report_optimizer(source, set(self._like), sum(fresh.values()), len(fresh))
+        report_optimizer(source, set(self._like), sum(fresh.values()), len(fresh), rescaled)
 
 
 def _by_parameter(parts: Mapping[int, Sequence[Part]]) -> dict[str, list[Part]]:

@@ -34,6 +34,7 @@ class Frontier(ShardedMethod):
     """
 
     name: ClassVar[str] = "frontier"
+    no_local_gradient: ClassVar[str] = "sums the gradients of a layer over the ranks as soon as backward leaves it"
     not_on_fsdp: ClassVar[str] = "cuts a model in its own way, not FSDP2's: use `thinwire train --strategy frontier`"
 
     weights_over: int | None = None

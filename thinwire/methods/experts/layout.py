@@ -82,16 +82,17 @@ def place_experts(options: ExpertParallel, experts: int, hidden_units: int) -> P
     if ranks % slices or hidden_units % slices:
         near = next(n for n in range(slices, 0, -1) if ranks % n == hidden_units % n == 0)
         raise ConfigError(
-            f"slices {slices} of {hidden_units} hidden units on {ranks} ranks: must divide both; nearest: {near}"
+            f"--experts.slices {slices}: must divide the {hidden_units} hidden units of an expert and the {ranks} "
+            f"ranks of --experts.parallel; nearest: {near}"
         )
     if experts % (ranks // slices):
         fits = [n for n in range(ranks - 1, 0, -1) if n % slices == 0 and experts % (n // slices) == 0]
         fewer = " or ".join(map(str, fits[:2]))
         cuts = [n for n in range(1, ranks + 1) if ranks % n == hidden_units % n == experts % (ranks // n) == 0]
-        works = [f"parallel {fewer}"] if fewer else []
-        works += [f"slices {cuts[0]}"] if cuts else []
+        works = [f"--experts.parallel {fewer}"] if fewer else []
+        works += [f"--experts.slices {cuts[0]}"] if cuts else []
         raise ConfigError(
-            f"{experts} experts on {ranks} ranks with slices {slices}: each needs equally many; nearest: "
-            f"{', or '.join(works)}"
+            f"--experts.parallel {ranks} with --experts.slices {slices}: each rank needs as many of the {experts} "
+            f"experts; nearest: {', or '.join(works)}"
         )
     return Placement(experts, ranks, slices)

@@ -9,13 +9,13 @@ from torch import nn
 from thinwire.collectives import Topology
 from thinwire.errors import ConfigError
 from thinwire.layout.buckets import Unit
-from thinwire.methods.memory.residency import FP32_BYTES, Residency
+from thinwire.methods.memory.residency import FP32_BYTES, LEAST_SUB_GROUP, Residency
 from thinwire.methods.sharded import ShardedMethod
 
 # Torch, gloo, compiled kernels and the stacks of threads, before there is a model.
 PROCESS_BYTES = 480_000_000
-# Elements of the smallest sub-group, and how many are in memory at a time.
-LEAST_SUB_GROUP, NUM_PASSING = 1024, 3
+# Sub-groups that are in memory at a time.
+NUM_PASSING = 3
 # Master, and AdamW's two moments.
 NUM_STATES = 3
 # Buckets of weights in memory at a time, and of gradients: one computes, one travels.

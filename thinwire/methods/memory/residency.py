@@ -18,6 +18,8 @@ CODECS = {"fp32": "fp32", "int8": "int8/64"}
 SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_delta")
 # Elements of a sub-group where nothing is stated, and the most of the budget that the passing ones may take.
 SUB_GROUP, PASSING_SHARE = 1 << 22, 1 / 32
+# Sub-groups begin where blocks of the disk do.
+LEAST_SUB_GROUP = 1024
 
 
 @dataclass(frozen=True)
@@ -61,12 +63,14 @@ class Residency:
         with problems.collect():
             if self.disk_rate is not None:
                 read_byte_rate(self.disk_rate)
-        if isinstance(self.sub_group, int) and self.sub_group < 1:
-            problems.messages.append(f"sub_group {self.sub_group}: must be at least 1; nearest: 1024")
+        if isinstance(self.sub_group, int) and (self.sub_group < 1 or self.sub_group % LEAST_SUB_GROUP):
+            near = max(1, round(self.sub_group / LEAST_SUB_GROUP)) * LEAST_SUB_GROUP
+            rule = f"must be a multiple of {LEAST_SUB_GROUP}"
+            problems.messages.append(f"--residency.sub-group {self.sub_group}: {rule}; nearest: {near}")
         if self.states != "fp32" and self.optimizer == "memory":
             problems.messages.append(
-                f"residency: states {self.states!r} are those on a disk, and optimizer is 'memory': nearest: "
-                "optimizer='disk', or states='fp32'"
+                f"--residency.states {self.states}: moments on a disk, and --residency.optimizer is memory; nearest: "
+                "--residency.optimizer disk, or --residency.states fp32"
             )
         problems.raise_any()
 

@@ -16,6 +16,7 @@ from thinwire.layout.layout import Layout
 from thinwire.methods.front import Front
 from thinwire.methods.interface import Method, MethodPlan, trained_shapes
 from thinwire.methods.options import check_types
+from thinwire.methods.outer.ascent import Ascent
 from thinwire.methods.outer.correction import CorrectionState
 from thinwire.methods.outer.exchange import COMMIT, OPERATION, message_bytes
 from thinwire.methods.outer.method import OuterMethod
@@ -45,10 +46,32 @@ class IslandsMethod(Front, Method):
     rejoin_steps: int = field(default=10, kw_only=True)
     """Steps over which the learning rate rises again on an island that has joined others without its optimizer's
     state; at least 0."""
+    ascent: float | None = field(default=None, kw_only=True)
+    """How far uphill FedSpeed's ascent takes the gradient of a step, rho, above 0, which doubles the computing; the
+    paper's is 0.1; by default it is taken at the weights alone."""
+    ascent_share: float = field(default=1.0, kw_only=True)
+    """Share of the gradient uphill in that of a step, alpha, above 0 and at most 1; the rest is that at the weights."""
+
+    @property
+    def climb(self) -> Ascent | None:
+        """FedSpeed's ascent; None: no step takes it. Raises ConfigError for values out of range."""
+        return None if self.ascent is None else Ascent(self.ascent, self.ascent_share)
+
+    @property
+    def num_passes(self) -> int:
+        """See Method."""
+        return 1 if self.climb is None else 2
+
+    @property
+    def no_local_gradient(self) -> str:
+        """As of the inner strategy."""
+        return self.inner.no_local_gradient
 
     @property
     def not_on_mesh(self) -> str:
-        """The reason of the inner strategy."""
+        """The reason of the inner strategy, or of the ascent."""
+        if self.climb is not None:
+            return "climbs along a rank's whole gradient, of which a tensor axis leaves it a part: leave ascent out"
         return self.inner.not_on_mesh
 
     @property
@@ -79,6 +102,13 @@ class IslandsMethod(Front, Method):
         if self.inner.not_inside_islands:
             raise ConfigError(
                 f"{self.inner.name} inside an island {self.inner.not_inside_islands}; nearest: --inner ddp"
+            )
+        if self.climb is None and self.ascent_share != 1:
+            raise ConfigError(f"ascent_share {self.ascent_share:g}: no effect without ascent; leave it out")
+        if self.climb is not None and self.inner.no_local_gradient:
+            raise ConfigError(
+                f"ascent {self.ascent:g} moves along a rank's own gradient, and {self.inner.name} inside an island "
+                f"{self.inner.no_local_gradient}; nearest: --inner sdp4bit, or leave ascent out"
             )
 
     def fragments(self, model: nn.Module) -> list[Layout]:
@@ -128,6 +158,8 @@ class IslandsMethod(Front, Method):
             parts = topology.local_size if self.inner.shards_optimizer else 1
             kept = CorrectionState(trained_shapes(model)).kept_bytes()
             other |= {row: num_bytes // parts for row, num_bytes in kept.items()}
+        if self.climb is not None:
+            other["weights before the ascent"] = 4 * sum(shape.numel() for shape in trained_shapes(model).values())
         return MethodPlan(
             found.weights, found.gradients, found.optimizer, dict(found.sent) | spread, found.passing,
             crossing=spread[OPERATION, "inter"] + spread[COMMIT, "inter"],

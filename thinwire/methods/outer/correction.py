@@ -23,7 +23,7 @@ class ProximalCorrection:
     inner steps there are. lam: in units of the inverse curvature; an inner rate needs lr (L + 1/lam) < 2.
 
     Raises ConfigError for a lam that is not positive. Source: Sun et al., "FedSpeed" (ICLR 2023), algorithm 1, in the
-    form of its dual variable (h = -lam ghat), without its ascent step.
+    form of its dual variable (h = -lam ghat); its ascent step is Ascent.
     """
 
     lam: float

@@ -130,7 +130,7 @@ def test_another_world_takes_what_lay_on_a_disk(first: list[dict[Any, Any]], fol
     (told,) = run_workers(later_runs, 1, folder, [("1024", "99328")])
     for name in NAMES:
         saved = atoms(folder / name / "1024" / f"step-{STEPS:08d}")
-        again = atoms(folder / name / "1000-100000-1" / f"step-{STEPS:08d}")
+        again = atoms(folder / name / "1024-99328-1" / f"step-{STEPS:08d}")
         assert {key for key in saved if not key.startswith("replica/")} == again.keys()
         assert all(torch.equal(saved[key], again[key]) for key in again), name
         assert not told[name, "1024", "99328"][1]

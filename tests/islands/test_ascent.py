@@ -48,7 +48,7 @@ def mixed(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
     uphill = copy.deepcopy(model)
     with torch.no_grad():
         for param, g1 in zip(uphill.parameters(), first, strict=True):
-            param += RHO * g1 / (norm + 1e-7)
+            param.add_(RHO * g1 / (norm + 1e-7))
     second = gradient(uphill, batches)
     return [(1 - ALPHA) * g1 + ALPHA * g2 for g1, g2 in zip(first, second, strict=True)]
 

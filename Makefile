@@ -30,8 +30,8 @@ demo: $(STAMP)
 	$(BIN)/thinwire train --model auto --minutes $(DEMO_MINUTES) --data stdlib --strategy sdp4bit --workers 4 --local-size 1 \
 	  --micro-batch 4 --lr 1e-3 --run-dir $(DEMO_RUN) --overwrite $(DEMO_FLAGS)
 
-# Three files at a time, in the order of tests/conftest.py: a test has up to eight processes, and often all wait.
-PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+# Four files at a time, in the order of tests/conftest.py: a test has up to eight processes, and often all wait.
+PYTEST := $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 
 # Into numba's cache, before several processes would compile the same.
 kernels: $(STAMP)

@@ -8,7 +8,11 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+# What it repeats, tests/islands and tests/training/test_membership.py show once.
+pytestmark = [
+    pytest.mark.whole,
+    pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc"),
+]
 
 
 def test_three_islands_survive_a_fault_every_few_seconds(tmp_path: Path) -> None:

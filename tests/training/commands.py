@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -115,6 +115,23 @@ def train_ranks(folder: Path, name: str, num_ranks: int, flags: Sequence[str], o
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     summary = json.loads((run_dir / "summary.json").read_text())
     return summary | {"steps": {line["step"]: line for line in lines}, "printed": log.read_text(), "folder": run_dir}
+
+
+class RunsOfRanks(dict[str, dict[str, Any]]):
+    """Runs by name, see train_ranks; each is trained when it is asked for first.
+
+    rows: by name the number of ranks, the flags, and the run whose checkpoint it resumes, if any.
+    """
+
+    def __init__(self, folder: Path, rows: Mapping[str, tuple[int, str, str]], flags: Sequence[str]) -> None:
+        self.folder, self.rows, self.flags = folder, rows, flags
+
+    def __missing__(self, name: str) -> dict[str, Any]:
+        num_ranks, flags, origin = self.rows[name]
+        if origin:
+            self[origin]
+        self[name] = train_ranks(self.folder, name, num_ranks, [*self.flags, *flags.split()], origin)
+        return self[name]
 
 
 def check_refused(folder: Path, flags: Sequence[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:

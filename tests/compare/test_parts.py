@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import signal
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -79,6 +80,14 @@ def test_a_placeholder_that_is_empty_leaves_no_word() -> None:
     values = {"run_dir": "a b", "steps": "9", "resume": "", "stop_at": "3"}
     assert not peer.is_whole
     assert peer.words(values) == ["sh", "x.sh", "a b", "9", "--until=3"]
+
+
+def test_a_command_that_can_not_stop_between_rounds_runs_whole() -> None:
+    found = contestants("cmd:peer=sh x.sh {run_dir} {steps}")
+    base, race = TrainConfig(steps=40), RaceConfig(rounds=2)
+    row = ("rounds of peer", "runs whole, in the last round", "its command has no {stop_at}")
+    assert row in rows_of(race, base, base, found)
+    assert row not in rows_of(replace(race, rounds=1), base, base, found)
 
 
 @pytest.mark.parametrize(

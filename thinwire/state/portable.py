@@ -92,8 +92,10 @@ def add_optimizer(snapshot: Snapshot, inner: torch.optim.Optimizer, held: Mappin
     groups = group_of(inner)
     for name, mine in held.items():
         snapshot.pieces[f"{WEIGHTS}/{name}"] = mine.piece()
-        add_betas(snapshot, name, groups[id(mine.tensor)])
-        for kind, value in inner.state.get(mine.tensor, {}).items():
+        state = inner.state.get(mine.tensor, {})
+        if state:
+            add_betas(snapshot, name, groups[id(mine.tensor)])
+        for kind, value in state.items():
             if is_elementwise(value, mine.tensor):
                 snapshot.pieces[f"{OPTIMIZER}/{kind}/{name}"] = mine.piece(value)
             elif isinstance(value, Tensor) and value.numel() != 1:
@@ -127,7 +129,7 @@ def restore_optimizer(source: Source, inner: torch.optim.Optimizer, held: Mappin
     rescaled = {
         kind
         for name, mine in held.items()
-        for kind in rescale(source, name, inner.state.get(mine.tensor, {}), groups[id(mine.tensor)])
+        for kind in rescale(source, name, inner.state.get(mine.tensor, {}), groups.get(id(mine.tensor), {}))
     }
     report_optimizer(source, {kind for kinds in kinds_of for kind in kinds}, fresh, len(held), rescaled)
 
@@ -168,7 +170,7 @@ def state_for(
 
 
 def group_of(inner: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
-    """The optimizer's group of each tensor, by its id."""
+    """The optimizer's group of each tensor, by its id; it has none of a tensor without an element here."""
     return {id(tensor): group for group in inner.param_groups for tensor in group["params"]}
 
 

@@ -23,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -63,27 +64,35 @@ VARIANTS: dict[str, tuple[str, int]] = {
 
 
 class Results:
-    """The finished runs in a file of lines, by what was asked for."""
+    """The finished runs in a file of lines, by what was asked for that is no default: options come to be."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         lines = path.read_text().splitlines() if path.exists() else []
-        self.found = {line["config"]: line for line in map(json.loads, lines)}
+        self.found = {asked_for(line["config"]): line for line in map(json.loads, lines)}
 
     def finished(self, config: TrainConfig) -> dict | None:
         """As `run`; None where it has not finished."""
-        return self.found.get(to_toml(config))
+        return self.found.get(asked_for(to_toml(config)))
 
     def run(self, config: TrainConfig) -> dict:
         """{"config", "heldout_loss", "sent_bytes"} of a run, from the file or made now."""
-        key = to_toml(config)
+        text = to_toml(config)
+        key = asked_for(text)
         if key not in self.found:
             loss, sent = train(config)
-            self.found[key] = {"config": key, "heldout_loss": loss, "sent_bytes": sent}
+            self.found[key] = {"config": text, "heldout_loss": loss, "sent_bytes": sent}
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a") as file:
                 file.write(json.dumps(self.found[key]) + "\n")
         return self.found[key]
+
+
+def asked_for(config: str) -> str:
+    """Of a configuration's TOML what differs from the defaults, in one order."""
+    defaults = tomllib.loads(to_toml(TrainConfig()))
+    stated = {name: value for name, value in tomllib.loads(config).items() if defaults.get(name) != value}
+    return json.dumps(stated, sort_keys=True)
 
 
 def train(config: TrainConfig) -> tuple[float, float]:

@@ -412,8 +412,8 @@ def parallelize(
         check_optimizer(model, optimizer)
         meter, wanted = Meter(), with_ranks((*options_of_experts, ExpertParallel())[0], mesh)
         experts = expert_parallel(
-            model, wanted, options["axis"].whole, local_size=options["local_size"], seed=seed,
-            timeout_s=timeout_s, checked=checked, meter=meter,
+            model, wanted, options["axis"].whole, stride=stride_of(mesh, "expert"), local_size=options["local_size"],
+            seed=seed, timeout_s=timeout_s, checked=checked, meter=meter,
         )  # fmt: skip
         options["axis"] = replace(options["axis"], group_for=experts.group_for, meter=meter)
     if "island" in names and isinstance(method, IslandsMethod):
@@ -435,8 +435,8 @@ def parallelize(
             axis = options.get("axis")
             sequence = sequence_parallel(
                 model, replace(asked, parallel=mesh["sequence"].size()), None if axis is None else axis.whole,
-                local_size=options["local_size"], seed=seed, timeout_s=timeout_s, checked=checked,
-                meter=parallel.meter,
+                stride=stride_of(mesh, "sequence"), local_size=options["local_size"], seed=seed,
+                timeout_s=timeout_s, checked=checked, meter=parallel.meter,
             )  # fmt: skip
             model.forward = sequence.forward_of(model)
         stage = Stage(module, parallel, rows, tensor, sequence, experts)
@@ -510,7 +510,8 @@ def axis_problems(axis: str, options: Sequence[object], mesh: DeviceMesh, with_a
         return
     if len(options) > 1:
         yield f"the {axis} axis takes one {type(options[0]).__name__}"
-    if beside := next((name for name in names if name in AXES and name not in (axis, "data")), None):
+    served = {axis, "data", *({"expert"} if axis == "sequence" else ())}
+    if beside := next((name for name in names if name in AXES and name not in served), None):
         yield f"a {axis} axis beside {beside}: not served; nearest: {axis} and data alone"
 
 
@@ -548,6 +549,12 @@ def sequence_problems(
     return problems.messages
 
 
+def stride_of(mesh: DeviceMesh, axis: str) -> int:
+    """How many ranks of a flat mesh lie between neighbours on an axis, and one more: those of the axes inside it."""
+    names = names_of(mesh)
+    return math.prod(mesh.mesh.shape[names.index(axis) + 1 :])
+
+
 def with_ranks(options: ExpertParallel, mesh: DeviceMesh) -> ExpertParallel:
     """The options on a mesh's expert axis."""
     return replace(options, parallel=mesh["expert"].size())
@@ -567,7 +574,7 @@ def expert_problems(
         return problems.messages
     if len(options) > 1:
         problems.messages.append("the expert axis takes one ExpertParallel")
-    if beside := sorted({"island", "pipeline", "sequence", "tensor"} & sizes.keys()):
+    if beside := sorted({"island", "pipeline", "tensor"} & sizes.keys()):
         problems.messages.append(f"an expert axis beside {beside[0]}: not served; nearest: expert and data alone")
     with problems.collect():
         check_experts(model, with_ranks((*options, ExpertParallel())[0], mesh), sizes["expert"])

@@ -33,6 +33,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
         ("four", 4, f"--strategy zero --mesh data=2,expert=2 --experts.slices 2 {stop}", ""),
         ("whole", 2, "--strategy zero --mesh data=1,expert=2 --experts.slices 1 --experts.move experts", "four"),
         ("one", 1, "--strategy zero --mesh data=1", "four"),
+        ("both", 4, f"--strategy zero --sequence.parallel 2 --experts.parallel 2 {stop}", ""),
+        ("of-both", 2, "--strategy zero --sequence.parallel 2 --experts.parallel 1", "both"),
         ("lossy", 2, LOSSY, ""),
         ("lossy-part", 2, f"{LOSSY} {stop}", ""),
         ("lossy-on", 2, LOSSY, "lossy-part"),
@@ -47,11 +49,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
 
 def test_experts_train_as_one_process_and_move_to_other_layouts(runs: dict[str, dict[str, Any]]) -> None:
     alone = runs["alone"]
-    for name in ("whole", "one"):
+    for name in ("whole", "one", "of-both"):
         run = runs[name]
         assert run["losses"] == pytest.approx(alone["losses"], rel=1e-5)
         assert run["heldout_loss"] == pytest.approx(alone["heldout_loss"], rel=1e-5)
         assert "resume proven" in run["printed"] and "within 1e-05" in run["printed"]
+    for told in ("2 ranks a sequence", "experts over 2 ranks", "mesh: data=1,expert=2,sequence=2"):
+        assert told in runs["both"]["printed"]
     assert "in slices of 1/2" in runs["four"]["printed"] and "4 of 8 experts a rank (no" in runs["whole"]["printed"]
     # What `zero` would send for the whole model, whatever is sent.
     assert runs["whole"]["uncompressed_bytes_per_step"] == 8 * runs["whole"]["parameters"] / 2
@@ -94,10 +98,11 @@ def test_a_checkpoint_holds_whole_experts_which_export_reads(runs: dict[str, dic
         ),
         ("--workers 2 --experts.parallel 2 --strategy ddp", "those that can: zero, zero-bf16"),
         (
-            "--workers 4 --experts.parallel 2 --sequence.parallel 2",
-            "one run can't have both; nearest: --sequence.parallel 1",
+            "--workers 4 --experts.parallel 4 --sequence.parallel 2",
+            "must divide the 2 ranks that --sequence.parallel 2 leaves; nearest: --experts.parallel 2",
         ),
-        ("--workers 4 --mesh data=1,expert=2,sequence=2", "on a sequence axis: not served"),
+        ("--workers 4 --experts.parallel 2 --stages 2", "one run can't have both; nearest: --stages 1"),
+        ("--workers 4 --mesh data=1,expert=2,tensor=2", "on a tensor axis: not served"),
         ("--workers 2 --experts.parallel 2 --model tiny", "nearest: a mixture such as moe-demo"),
     ],
 )

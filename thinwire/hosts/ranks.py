@@ -94,6 +94,12 @@ def open_ranks(
     return Ranks(comm, everyone, axis.counts, axis.num_names)
 
 
+def neighbours(rank: int, ranks: int, stride: int = 1) -> list[int]:
+    """The `ranks` ranks of a group to which one of them belongs; each is `stride` ranks behind the one before."""
+    first = rank - rank // stride % ranks * stride
+    return list(range(first, first + ranks * stride, stride))
+
+
 def along(grid: Topology, members: list[int]) -> int:
     """Ranks per node among some ranks of a grid; 1 if they are spread unevenly over the nodes."""
     nodes = [grid.node(rank) for rank in members]

@@ -232,8 +232,8 @@ def check_expert_ranks(config: TrainConfig, run: Run, model: nn.Module) -> None:
     shape, problems = config.mesh_shape, Problems()
     if run.experts is None:
         return
-    if shape.shared > 1 or "island" in shape.sizes or run.has_islands:
-        problems.messages.append("experts beside another axis or islands: not served; nearest: expert and data alone")
+    if shape.tensor * shape.pipeline > 1 or "island" in shape.sizes or run.has_islands:
+        problems.messages.append("experts beside islands, stages or a tensor axis: not served; nearest: data alone")
     problems.note(check_experts, model, run.experts, shape.world_size)
     with problems.collect():
         if not run.has_islands:

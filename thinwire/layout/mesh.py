@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from thinwire.errors import ConfigError, nearest
 
 # From the outside in: ranks of an inner axis are neighbours.
-AXES = ("island", "pipeline", "data", "sequence", "expert", "tensor")
+AXES = ("island", "pipeline", "data", "expert", "sequence", "tensor")
 # What other projects call them.
 ALSO = {
     "dp": "data",

@@ -363,7 +363,10 @@ class MoELlama(Llama):
         logits = super().forward(tokens)
         if targets is None:
             return logits
-        loss = next_token_loss(logits, targets)
+        return self.balanced(next_token_loss(logits, targets))
+
+    def balanced(self, loss: Tensor) -> Tensor:
+        """The loss of a text, in training with the gradient of the balance loss of the last forward."""
         if not self.training or not torch.is_grad_enabled() or not self.config.router_aux_loss_coef:
             return loss
         return with_gradient_of(loss, self.config.router_aux_loss_coef * self.balance_loss())
@@ -408,11 +411,14 @@ def mixtral_weights(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def check_axes(model: nn.Module, sizes: Mapping[str, int]) -> None:
     """Raise ConfigError for a mixture of experts on an axis that would lose its balance loss; sizes: of axes."""
-    cut = [axis for axis in ("pipeline", "sequence", "tensor") if sizes.get(axis, 1) > 1]
-    if cut and (isinstance(model, MoELlama) or (isinstance(model, HFCausalLM) and model.balance_weight)):
+    is_ours, is_theirs = isinstance(model, MoELlama), isinstance(model, HFCausalLM) and bool(model.balance_weight)
+    alone = ("pipeline", "tensor") if is_ours else ("pipeline", "sequence", "tensor")
+    cut = [axis for axis in alone if sizes.get(axis, 1) > 1]
+    if cut and (is_ours or is_theirs):
+        near = "the data, expert and sequence axes" if is_ours else "the data axis alone"
         raise ConfigError(
             f"a mixture of experts on a {cut[0]} axis: not served, its balance loss is of whole "
-            "sequences and all layers; nearest: the data axis alone"
+            f"{'models' if is_ours else 'sequences and all layers'}; nearest: {near}"
         )
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -12,11 +11,12 @@ from torch import Tensor, nn
 
 from thinwire.collectives import Topology
 from thinwire.errors import ConfigError
+from thinwire.hosts.ranks import along, neighbours
 from thinwire.layout.mesh import MeshShape
 from thinwire.methods.experts import ExpertParallel, Placement, Rows, check_data_method, facts, place_experts, sent
 from thinwire.methods.interface import Method, MethodPlan
 from thinwire.models.moe import Experts, MoELlama
-from thinwire.options import EXPERTS
+from thinwire.options import EXPERTS, SEQUENCE
 from thinwire.planner.options import ExplainConfig
 from thinwire.table import Row
 
@@ -30,19 +30,22 @@ def options_of(config: ExplainConfig, shape: MeshShape) -> ExpertParallel:
     return ExpertParallel(**{**config.tables.get(EXPERTS, {}), "parallel": shape.expert})
 
 
-def with_experts(config: ExplainConfig, shape: MeshShape) -> MeshShape:
-    """The mesh with the axis that --experts.parallel states. Raises ConfigError for ranks that it does not divide."""
-    ranks = config.tables.get(EXPERTS, {}).get("parallel", shape.expert)
-    if ranks == shape.expert:
-        return shape
-    if config.mesh is not None or shape.sizes["data"] % ranks:
-        fits = [n for n in range(1, shape.world_size + 1) if shape.sizes["data"] % n == 0]
-        near = min(fits, key=lambda n: abs(n - ranks))
-        raise ConfigError(
-            f"--experts.parallel {ranks}: must divide the {shape.sizes['data']} ranks, and leave --mesh out; nearest: "
-            f"{near}"
-        )
-    return MeshShape({**shape.sizes, "data": shape.sizes["data"] // ranks, "expert": ranks}).in_order()
+def with_splits(config: ExplainConfig, shape: MeshShape) -> MeshShape:
+    """The mesh with the axes that --sequence.parallel and --experts.parallel state.
+
+    Raises ConfigError for ranks that they do not divide.
+    """
+    for axis, table in (("sequence", SEQUENCE), ("expert", EXPERTS)):
+        ranks, data = config.tables.get(table, {}).get("parallel", shape.sizes.get(axis, 1)), shape.sizes["data"]
+        if ranks == shape.sizes.get(axis, 1):
+            continue
+        if config.mesh is not None or data % ranks:
+            near = min((n for n in range(1, data + 1) if data % n == 0), key=lambda n: abs(n - ranks))
+            raise ConfigError(
+                f"--{table}.parallel {ranks}: must divide the {data} ranks, and leave --mesh out; nearest: {near}"
+            )
+        shape = MeshShape({**shape.sizes, "data": data // ranks, axis: ranks}).in_order()
+    return shape
 
 
 def placed(model: nn.Module, config: ExplainConfig, shape: MeshShape) -> tuple[MoELlama, Placement]:
@@ -53,11 +56,11 @@ def placed(model: nn.Module, config: ExplainConfig, shape: MeshShape) -> tuple[M
     return model, place_experts(options_of(config, shape), llama.num_local_experts, llama.intermediate_size)
 
 
-def rows_of(model: MoELlama, placement: Placement, config: ExplainConfig) -> Rows:
+def rows_of(model: MoELlama, placement: Placement, config: ExplainConfig, shape: MeshShape) -> Rows:
     """Those of a micro-batch, by a router that is even."""
-    num_tokens = config.micro_batch * config.seq_len
+    num_tokens = config.micro_batch * -(-config.seq_len // shape.sequence)
     sizes = num_tokens, model.config.num_experts_per_tok, model.config.hidden_size
-    return Rows.even(placement, *sizes, torch.float32, placement.ranks // math.gcd(config.local_size, placement.ranks))
+    return Rows.even(placement, *sizes, torch.float32, placement.ranks // local_size(config, shape))
 
 
 def expert_plan(strategy: Method, whole: nn.Module, config: ExplainConfig, shape: MeshShape) -> MethodPlan:
@@ -71,18 +74,25 @@ def expert_plan(strategy: Method, whole: nn.Module, config: ExplainConfig, shape
     paths = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, Experts))
     named = dict(model.named_parameters())
     experts = {name: placement.part(param, 0) for name, param in named.items() if name.startswith(paths)}
-    size = config.local_size // shape.expert if config.local_size % shape.expert == 0 else 1
-    replicas = Topology.stated(shape.sizes["data"], size)
+    holders = neighbours(0, shape.expert, shape.sequence)
+    same = [rank for rank in range(shape.world_size) if rank // shape.sequence % shape.expert == 0]
+    replicas = Topology.stated(len(same), along(grid, same))
     rest = {name: param for name, param in named.items() if name not in experts}
     first, second = (
         strategy.plan(holder(tensors), on, config.passes) for tensors, on in ((rest, grid), (experts, replicas))
     )
     part_numel = sum(param.numel() for param in experts.values()) // model.config.num_hidden_layers
     of_layer = sent(
-        placement, rows_of(model, placement, config), options_of(config, shape), part_numel, local_size(config, shape)
+        placement,
+        rows_of(model, placement, config, shape),
+        options_of(config, shape),
+        part_numel,
+        local_size(config, shape),
     )
     passes = model.config.num_hidden_layers * config.passes
-    messages = {(OPERATION, level): num_bytes * passes for level, num_bytes in levels_of(of_layer, grid).items()}
+    messages = {
+        (OPERATION, level): num_bytes * passes for level, num_bytes in levels_of(of_layer, grid, holders).items()
+    }
     return replace(
         first, weights=first.weights + second.weights, gradients=first.gradients + second.gradients,
         optimizer=first.optimizer + second.optimizer, passing=first.passing + second.passing,
@@ -92,15 +102,15 @@ def expert_plan(strategy: Method, whole: nn.Module, config: ExplainConfig, shape
 
 def local_size(config: ExplainConfig, shape: MeshShape) -> int:
     """Ranks of a node among those that hold the experts between them."""
-    return math.gcd(config.local_size, shape.expert)
+    return along(Topology(config.nodes, config.local_size), neighbours(0, shape.expert, shape.sequence))
 
 
-def levels_of(sent_bytes: Mapping[tuple[int, int], int], grid: Topology) -> dict[str, int]:
-    """What the first rank sends inside its node, and to others."""
+def levels_of(sent_bytes: Mapping[tuple[int, int], int], grid: Topology, holders: Sequence[int]) -> dict[str, int]:
+    """What the first of the holders sends inside its node, and to others."""
     found = {"intra": 0, "inter": 0}
     for (source, home), num_bytes in sent_bytes.items():
         if source == 0:
-            found["intra" if grid.node(home) == 0 else "inter"] += num_bytes
+            found["intra" if grid.node(holders[home]) == 0 else "inter"] += num_bytes
     return found
 
 
@@ -118,5 +128,5 @@ def expert_notes(whole: nn.Module, config: ExplainConfig, shape: MeshShape) -> l
     """Rows about the placement, and what the rows of a step send. Raises ConfigError."""
     model, placement = placed(whole, config, shape)
     numel = 3 * model.config.hidden_size * model.config.intermediate_size
-    layers, rows = model.config.num_hidden_layers, rows_of(model, placement, config)
+    layers, rows = model.config.num_hidden_layers, rows_of(model, placement, config, shape)
     return facts(options_of(config, shape), placement, rows, layers, config.passes, numel, local_size(config, shape))

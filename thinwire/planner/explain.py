@@ -27,7 +27,7 @@ from thinwire.models import PRESETS, Llama, build_skeleton
 from thinwire.models.llama import LlamaConfig, cut_skeleton
 from thinwire.options import EXPERTS, PIPELINE, SEQUENCE, build_strategy, model_table, strategy_table
 from thinwire.planner.candidates import LARGEST_MICRO_BATCH, Candidate, candidates
-from thinwire.planner.experts import expert_notes, expert_plan, with_experts
+from thinwire.planner.experts import expert_notes, expert_plan, with_splits
 from thinwire.planner.options import AUTO, ExplainConfig, range_errors
 from thinwire.planner.residency import Resident, where_all_lies
 from thinwire.planner.search import Search, search
@@ -229,7 +229,7 @@ def mesh_of(config: ExplainConfig) -> MeshShape:
     """The axes of the ranks. Raises ConfigError for a mesh that does not match the number of ranks."""
     num_ranks = config.nodes * config.local_size
     shape = MeshShape({"data": num_ranks}) if config.mesh is None else MeshShape.parse(config.mesh)
-    shape = with_experts(config, shape)
+    shape = with_splits(config, shape)
     stages = config.num_stages
     if config.stages == AUTO and config.mesh is not None:
         raise ConfigError(f"--stages {AUTO} finds the mesh: leave --mesh {config.mesh} out")
@@ -349,7 +349,7 @@ def plan_on(
 def sequence_notes(config: ExplainConfig, llama: LlamaConfig, shape: MeshShape) -> list[tuple[str, str, str]]:
     """Rows about the ranks that share a sequence, whose messages the plans do not count. Raises ConfigError."""
     asked = config.tables.get(SEQUENCE, {})
-    size = shape.sizes["sequence"] if "sequence" in (config.mesh or "") else asked.get("parallel", 1)
+    size = shape.sequence
     options = SequenceParallel(**{**asked, "parallel": size})
     if size == 1:
         return []

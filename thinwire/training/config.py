@@ -163,16 +163,17 @@ class TrainConfig:
             return shape
         asked = {axis: (option, stated or 1) for axis, (option, stated) in self._asked.items()}
         several = {axis: pair for axis, pair in asked.items() if pair[1] > 1}
-        if len(several) > 1:
+        if several.keys() - {"sequence", "expert"} and len(several) > 1:
             shown = " ".join(f"{option} {ranks}" for option, ranks in several.values())
             without = ", or ".join(f"{option} 1" for option, _ in several.values())
             raise ConfigError(f"{shown}: one run can't have both; nearest: {without}")
+        left, of = self.world_size, "ranks"
         for option, ranks in asked.values():
-            if self.world_size % max(1, ranks):
-                near = nearest_divisor(ranks, self.world_size)
-                raise ConfigError(
-                    f"{option} {ranks}: must divide the {self.world_size} ranks; nearest: {option} {near}"
-                )
+            if left % max(1, ranks):
+                near = nearest_divisor(ranks, left)
+                raise ConfigError(f"{option} {ranks}: must divide the {left} {of}; nearest: {option} {near}")
+            if ranks > 1:
+                left, of = left // ranks, f"ranks that {option} {ranks} leaves"
         cut = {axis: pair[1] for axis, pair in several.items()}
         return MeshShape({"data": self.world_size // math.prod(cut.values()), **cut}).in_order()
 

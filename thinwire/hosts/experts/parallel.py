@@ -21,7 +21,7 @@ from thinwire.errors import ConfigError, Problems, nearest_divisor
 from thinwire.hosts.experts.once import Once, work_on
 from thinwire.hosts.experts.trip import Wire
 from thinwire.hosts.experts.weights import Gather
-from thinwire.hosts.ranks import along
+from thinwire.hosts.ranks import along, neighbours
 from thinwire.methods.experts import ExpertParallel, Placement, place_experts
 from thinwire.methods.experts.options import CODED
 from thinwire.models.moe import Experts, swiglu
@@ -41,13 +41,13 @@ class ExpertRanks:
 
     def __init__(
         self, options: ExpertParallel, placement: Placement, wire: Wire, everyone: Communicator,
-        shapes: Mapping[str, torch.Size], once: Once | None = None,
+        shapes: Mapping[str, torch.Size], once: Once | None = None, stride: int = 1,
     ) -> None:  # fmt: skip
         self.once = once
         self.options, self.placement, self.wire, self.everyone = options, placement, wire, everyone
         self.shapes, self.comm = shapes, wire.comm
-        own, ranks = everyone.rank, self.placement.ranks
-        self.replicas = [everyone.global_ranks[rank] for rank in range(own % ranks, everyone.world_size, ranks)]
+        place, ranks = self.comm.rank, self.placement.ranks
+        self.replicas = [each for rank, each in enumerate(everyone.global_ranks) if rank // stride % ranks == place]
 
     def group_for(self, name: str, param: nn.Parameter) -> list[int] | None:
         """For `thinwire.zero`: the ranks that hold replicas of a parameter, None for all."""
@@ -155,6 +155,7 @@ def expert_parallel(
     options: ExpertParallel,
     group: dist.ProcessGroup | DeviceMesh | None = None,
     *,
+    stride: int = 1,
     local_size: int | None = None,
     seed: int = 0,
     timeout_s: float = DEFAULT_TIMEOUT_S,
@@ -171,6 +172,7 @@ def expert_parallel(
         model: a mixture of thinwire, on every rank. Rank 0's experts are taken where ranks differ.
         options: such as ExpertParallel(4). Neighbouring ranks hold the experts between them.
         group: all ranks that train the model; None: the world.
+        stride: the next of these neighbours is so many ranks behind, where the ranks between them share a sequence.
         local_size: ranks of a node; None: found from the launcher or host names.
         seed: of what the codecs draw. timeout_s, checked, meter: see Communicator.
 
@@ -184,10 +186,9 @@ def expert_parallel(
     found = experts_of(model)
     tensors = {f"{at}.{name}": param for at, each in found.items() for name, param in each.named_parameters()}
     equal_bits(everyone, [param.data for param in tensors.values()])
-    ranks, first = placement.ranks, everyone.rank - everyone.rank % placement.ranks
+    ranks, members = placement.ranks, neighbours(everyone.rank, placement.ranks, stride)
     comm = everyone
     if ranks < everyone.world_size:
-        members = list(range(first, first + ranks))
         own = [everyone.global_ranks[rank] for rank in members]
         comm = make(own, local_size=along(everyone.topology, members), meter=everyone.meter)
     dispatch, combine, gradients = map(options.codec, ("dispatch", "combine", "gradients"))
@@ -198,10 +199,11 @@ def expert_parallel(
         among, on = range(comm.rank % step, ranks, step), placement.whole
     grid = comm.topology
     hops = Rooms() if options.route == "2dh" and min(grid.num_nodes, grid.local_size) > 1 else None
-    wire = Wire(comm, on, among, dispatch, combine, gradients, first + among[0], step, seed, hops=hops)
+    first, apart = members[among[0]], step * stride
+    wire = Wire(comm, on, among, dispatch, combine, gradients, first, apart, seed, hops=hops)
     shapes = {name: param.shape for name, param in tensors.items()}
     once = entering(wire) if options.route == "once" and min(grid.num_nodes, grid.local_size) > 1 else None
-    made = ExpertRanks(options, placement, wire if once is None else once.outer, everyone, shapes, once)
+    made = ExpertRanks(options, placement, wire if once is None else once.outer, everyone, shapes, once, stride)
     for param in tensors.values():
         param.data = placement.part(param.data, comm.rank).clone(memory_format=torch.contiguous_format)
     for experts in found.values():
@@ -224,9 +226,10 @@ def entering(wire: Wire) -> Once:
     between, inside = range(place, grid.world_size, grid.local_size), range(first, first + grid.local_size)
     nodes = Placement(grid.num_nodes, grid.num_nodes)
     of_node = Placement(placement.experts // grid.num_nodes, grid.local_size, placement.slices)
-    outer = replace(wire, placement=nodes, members=between, first=wire.first + place, step=grid.local_size, room=Room())
+    start, far = wire.first + place * wire.step, grid.local_size * wire.step
+    outer = replace(wire, placement=nodes, members=between, first=start, step=far, room=Room())
     exact = replace(outer, dispatch=None, combine=None, gradients=None, room=Room())
-    inner = Wire(wire.comm, of_node, inside, first=wire.first + first, seed=wire.seed)
+    inner = Wire(wire.comm, of_node, inside, first=wire.first + first * wire.step, step=wire.step, seed=wire.seed)
     return Once(outer, exact, inner)
 
 

@@ -16,7 +16,7 @@ from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
 from thinwire.collectives.gather import all_gather_exact
 from thinwire.cost import Network
 from thinwire.errors import ConfigError, nearest_divisor
-from thinwire.hosts.ranks import along
+from thinwire.hosts.ranks import along, neighbours
 from thinwire.hosts.sequence.attention import Attend, sequence_attention
 from thinwire.hosts.sequence.probe import check_sharing
 from thinwire.hosts.sequence.seams import heads_of, replace
@@ -105,6 +105,12 @@ class SequenceRanks:
         It returns the logits of the whole sequences, without gradient, or `mean_loss_of_sequences`.
         """
         own, longest = model.forward, getattr(model, "max_seq_len", None)
+        balanced: Callable[[Tensor], Tensor] | None = getattr(model, "balanced", None)
+        if balanced is None:
+            balanced = plain
+        else:
+            # Its balance loss counts in full on each rank, however few of the rank's tokens have a target.
+            vars(model)["balanced"] = plain
 
         def forward(tokens: Tensor, targets: Tensor | None = None) -> Tensor:
             if longest is not None and tokens.shape[1] > longest:
@@ -112,12 +118,12 @@ class SequenceRanks:
             part, aims = self.split(tokens, targets)
             if targets is not None and getattr(model, "gives_loss", False):
                 num = (aims != IGNORED).sum()
-                return self.mean_loss_of_sequences(own(part, aims) * num, num)
+                return balanced(self.mean_loss_of_sequences(own(part, aims) * num, num))
             logits = own(part)
             if targets is None:
                 return self.whole(logits)
             total = F.cross_entropy(logits.flatten(0, 1).float(), aims.flatten(), reduction="sum")
-            return self.mean_loss_of_sequences(total, (aims != IGNORED).sum())
+            return balanced(self.mean_loss_of_sequences(total, (aims != IGNORED).sum()))
 
         return forward
 
@@ -149,11 +155,17 @@ class SequenceRanks:
         return comm.wait(comm.submit(lambda link: all_gather_exact(link, x), urgent=True))
 
 
+def plain(loss: Tensor) -> Tensor:
+    """The loss of a model that has no other."""
+    return loss
+
+
 def sequence_parallel(
     model: nn.Module,
     options: SequenceParallel,
     group: dist.ProcessGroup | DeviceMesh | None = None,
     *,
+    stride: int = 1,
     local_size: int | None = None,
     network: Network | None = None,
     seed: int = 0,
@@ -170,6 +182,7 @@ def sequence_parallel(
         model: a model of thinwire, or a causal language model of transformers.
         options: such as SequenceParallel(4). A group of n ranks has n / 4 sequences at a time.
         group: all ranks that train the model; None: the world.
+        stride: the next rank of a sequence is so many ranks behind.
         local_size: ranks of a node; None: found from the launcher or host names.
         network: what the ranks of a sequence can send each other, for method "auto"; see `choose_layout`.
         seed: of what the codecs draw. timeout_s, checked, meter: see Communicator.
@@ -183,8 +196,7 @@ def sequence_parallel(
     everyone = make(group, local_size=local_size, meter=meter)
     ranks, world_size = options.parallel, everyone.world_size
     check_ranks(options, world_size)
-    first = everyone.rank - everyone.rank % ranks
-    members = list(range(first, first + ranks))
+    members = neighbours(everyone.rank, ranks, stride)
     topology = Topology.stated(ranks, along(everyone.topology, members))
     layout, why = choose_layout(options, Shape(heads, kv_heads, width, TYPICAL_TOKENS), topology.local_size, network)
     comm = everyone

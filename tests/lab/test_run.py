@@ -83,8 +83,13 @@ def test_a_dead_rank_ends_the_others_and_is_named(lab: LabNetwork) -> None:
     assert job.poll() == [-signal.SIGTERM, -signal.SIGTERM, 9, -signal.SIGTERM]
 
 
-def test_who_ignores_the_end_is_killed(lab: LabNetwork) -> None:
-    job, _ = run(lab, ["sh", "-c", "test $RANK != 0 || kill -9 $$; trap '' TERM; sleep 1000 & wait; wait"], grace_s=0.2)
+def test_who_ignores_the_end_is_killed(lab: LabNetwork, tmp_path: Path) -> None:
+    # The others must be deaf before rank 0 ends.
+    deaf = f"trap '' TERM; touch {tmp_path}/$RANK; sleep 1000 & wait; wait"
+    script = (
+        f"test $RANK = 0 || {{ {deaf}; }}; while test $(ls {tmp_path} | wc -l) -lt 3; do sleep 0.05; done; kill -9 $$"
+    )
+    job, _ = run(lab, ["sh", "-c", script], grace_s=0.2)
     assert job.failed == (0, -signal.SIGKILL) and job.exit_code == 137
     assert job.poll() == [-signal.SIGKILL] * 4
 

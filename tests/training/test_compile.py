@@ -18,40 +18,32 @@ from thinwire.training import engine
 from thinwire.training.config import TrainConfig
 from thinwire.training.run import Run
 
-STRATEGIES = ["sdp4bit", "ddp"]
-
 FRONTIER = {"strategy": "frontier", "tables": {"frontier": {"weights_over": 2}}}
 
 
-def train(rank: int, world_size: int, config: TrainConfig) -> list[tuple[list[float], int]]:
-    """The losses of each strategy, and how often a graph was compiled for them."""
-    found = []
+def train(rank: int, world_size: int, config: TrainConfig) -> tuple[list[float], int]:
+    """The losses, and how often a graph was compiled for them."""
     # Traces as inductor does, and needs no C++ compiler.
     engine.COMPILER = "aot_eager"
-    for strategy in STRATEGIES:
-        folder = Path(config.run_dir) / strategy
-        folder.mkdir(parents=True, exist_ok=True)
-        torch.compiler.reset()
-        torch._dynamo.utils.counters.clear()
-        trainer = trainer_of(replace(config, strategy=strategy, run_dir=str(folder)), rank, world_size)
-        trainer.run()
-        compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        losses = [] if trainer.reporter is None else [record.loss for record in trainer.reporter.metrics.records]
-        if trainer.reporter is not None:
-            trainer.reporter.close()
-        found.append((losses, compiled))
-    return found
+    Path(config.run_dir).mkdir(parents=True, exist_ok=True)
+    trainer = trainer_of(config, rank, world_size)
+    trainer.run()
+    losses = [] if trainer.reporter is None else [record.loss for record in trainer.reporter.metrics.records]
+    if trainer.reporter is not None:
+        trainer.reporter.close()
+    return losses, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-def test_compiled_layers_train_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["sdp4bit", pytest.param("ddp", marks=pytest.mark.whole)])
+def test_compiled_layers_train_the_same(strategy: str, tmp_path: Path) -> None:
     config = small_config(
-        tmp_path, tokens_per_step=128, workers=2, local_size=1, steps=3, sample_tokens=3, checkpoint_every=0
-    )
-    plain, _ = run_workers(train, 2, config)
-    compiled, _ = run_workers(train, 2, replace(config, compile=True, run_dir=str(tmp_path / "compiled")))
-    for strategy, (losses, none), (others, graphs) in zip(STRATEGIES, plain, compiled, strict=True):
-        assert none == 0 and graphs > 0, strategy
-        assert others == pytest.approx(losses, rel=1e-4), strategy
+        tmp_path, tokens_per_step=128, workers=2, local_size=1, steps=3, sample_tokens=3, checkpoint_every=0,
+        strategy=strategy,
+    )  # fmt: skip
+    (losses, none), _ = run_workers(train, 2, config)
+    (others, graphs), _ = run_workers(train, 2, replace(config, compile=True, run_dir=str(tmp_path / "compiled")))
+    assert none == 0 and graphs > 0
+    assert others == pytest.approx(losses, rel=1e-4)
 
 
 @pytest.mark.parametrize("more", [{"strategy": "fsdp"}, {"strategy": "diloco", "inner": "zeropp"}, FRONTIER])

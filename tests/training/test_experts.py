@@ -34,6 +34,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
         ("whole", 2, "--strategy zero --mesh data=1,expert=2 --experts.slices 1 --experts.move experts", "four"),
         ("one", 1, "--strategy zero --mesh data=1", "four"),
         ("both", 4, f"--strategy zero --sequence.parallel 2 --experts.parallel 2 {stop}", ""),
+        ("found", 4, "--strategy zero --sequence.parallel 2 --experts.parallel auto --stop-at 1", ""),
         ("of-both", 2, "--strategy zero --sequence.parallel 2 --experts.parallel 1", "both"),
         ("lossy", 2, LOSSY, ""),
         ("lossy-part", 2, f"{LOSSY} {stop}", ""),
@@ -56,6 +57,8 @@ def test_experts_train_as_one_process_and_move_to_other_layouts(runs: dict[str, 
         assert "resume proven" in run["printed"] and "within 1e-05" in run["printed"]
     for told in ("2 ranks a sequence", "experts over 2 ranks", "mesh: data=1,expert=2,sequence=2"):
         assert told in runs["both"]["printed"]
+    assert re.search(r"--experts.parallel auto: (1|2) \(seconds of a step on the links: ", runs["found"]["printed"])
+    assert runs["found"]["losses"] == pytest.approx(alone["losses"][:1], rel=1e-5)
     assert "in slices of 1/2" in runs["four"]["printed"] and "4 of 8 experts a rank (no" in runs["whole"]["printed"]
     # What `zero` would send for the whole model, whatever is sent.
     assert runs["whole"]["uncompressed_bytes_per_step"] == 8 * runs["whole"]["parameters"] / 2
@@ -101,6 +104,8 @@ def test_a_checkpoint_holds_whole_experts_which_export_reads(runs: dict[str, dic
             "--workers 4 --experts.parallel 4 --sequence.parallel 2",
             "must divide the 2 ranks that --sequence.parallel 2 leaves; nearest: --experts.parallel 2",
         ),
+        ("--workers 4 --experts.parallel auto --mesh data=4", "finds the expert axis: leave --mesh out"),
+        ("--workers 4 --experts.parallel automatic", "must be a whole number or auto, such as 1"),
         ("--workers 4 --experts.parallel 2 --stages 2", "one run can't have both; nearest: --stages 1"),
         ("--workers 4 --mesh data=1,expert=2,tensor=2", "on a tensor axis: not served"),
         ("--workers 2 --experts.parallel 2 --model tiny", "nearest: a mixture such as moe-demo"),

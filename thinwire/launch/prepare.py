@@ -232,8 +232,10 @@ def check_expert_ranks(config: TrainConfig, run: Run, model: nn.Module) -> None:
     shape, problems = config.mesh_shape, Problems()
     if run.experts is None:
         return
-    if shape.tensor * shape.pipeline > 1 or "island" in shape.sizes or run.has_islands:
+    if shape.tensor * shape.pipeline > 1 or "island" in shape.sizes or run.has_islands or config.chooses_stages:
         problems.messages.append("experts beside islands, stages or a tensor axis: not served; nearest: data alone")
+    if config.chooses_experts and config.mesh is not None:
+        problems.messages.append("--experts.parallel auto finds the expert axis: leave --mesh out")
     problems.note(check_experts, model, run.experts, shape.world_size)
     with problems.collect():
         if not run.has_islands:
@@ -413,8 +415,11 @@ def resolve(run: Run, asked: TrainConfig, threads: int) -> tuple[Run, list[Row]]
         dtype, reason = choose_dtype(asked.dtype, threads)
     rows: list[Row] = [(f"--device {asked.device}", device, why_device)]
     rows += [(f"dtype {asked.dtype}", dtype, reason)]
-    if asked.dry_run and (asked.is_planned_late or asked.chooses_stages):
-        what = f"--strategy {asked.strategy}" if asked.is_planned_late else f"--stages {asked.stages}"
+    late = {
+        f"--strategy {asked.strategy}": asked.is_planned_late, f"--stages {asked.stages}": asked.chooses_stages,
+        "--experts.parallel auto": asked.chooses_experts,
+    }  # fmt: skip
+    if asked.dry_run and (what := next((what for what, is_late in late.items() if is_late), None)):
         rows.append((what, "chosen when all ranks have met", "they measure themselves and links"))
     elif not asked.is_planned_late and not asked.chooses_stages:
         rows += [batch_row(asked, batch, asked.num_shares), *pipeline_rows(run, batch)]

@@ -77,6 +77,13 @@ def work(run: Run, place: ProcessPlace, start: Start | None) -> int:
         run, more = choose_stages(run, device, dtype)
         rows = [*rows, *more]
         keep_config(run, place)
+    if run.config.chooses_experts:
+        # Few runs need it.
+        from thinwire.planner.chosen import choose_experts
+
+        run, more = choose_experts(run)
+        rows = [*rows, *more]
+        keep_config(run, place)
     if run.config.minutes is not None:
         run, more = fix_steps(run, place, device, dtype, start.began or time.time())
         rows = [*rows, *more, *late_rows(run)]

@@ -15,7 +15,8 @@ from thinwire.device import Device
 from thinwire.errors import ConfigError
 from thinwire.hosts.pipeline.links import measured_links
 from thinwire.models import Llama, build_model, build_skeleton
-from thinwire.options import model_table
+from thinwire.options import EXPERTS, model_table
+from thinwire.planner.experts import choose_ranks
 from thinwire.planner.explain import found_stages
 from thinwire.planner.forward import layer_and_ends
 from thinwire.planner.options import AUTO, ExplainConfig
@@ -73,19 +74,59 @@ def measured(config: TrainConfig, model: Llama, device: Device, dtype: str) -> t
     own = pass_seconds(timed, num_sequences, config.seq_len, dtype, device)
     num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     told = of_all_ranks((own, device.memory_bytes(num_local)), "how fast it is")
-    box = Mailbox(None, comm.topology, timeout_s=config.timeout)
+    topology = comm.topology
+    rate, local_rate = slowest_links(comm, config.timeout)
+    layer, ends = layer_and_ends(model.config, config.seq_len)
+    # A backward computes twice what the forward does.
+    operations = 3 * num_sequences * (TIMED_LAYERS * layer.operations + ends.operations)
+    flops = operations / max(seconds for seconds, _ in told)
+    return Grid(topology.num_nodes, topology.local_size, flops, rate, local_rate), min(memory for _, memory in told)
+
+
+def slowest_links(comm: Communicator, timeout_s: float) -> tuple[float | None, float | None]:
+    """Bytes per second of the slowest link between nodes, and inside one, None where there is none; closes `comm`."""
+    box = Mailbox(None, comm.topology, timeout_s=timeout_s)
     network, topology, size = measured_links(comm, box), comm.topology, comm.world_size
     box.close()
     comm.close()
     ring = [((rank - 1) % size, rank) for rank in range(size) if size > 1]
     crossing = [network.rates[a][b] for a, b in ring if topology.node(a) != topology.node(b)]
     inside = [network.rates[a][b] for a, b in ring if topology.node(a) == topology.node(b)]
-    layer, ends = layer_and_ends(model.config, config.seq_len)
-    # A backward computes twice what the forward does.
-    operations = 3 * num_sequences * (TIMED_LAYERS * layer.operations + ends.operations)
-    flops = operations / max(seconds for seconds, _ in told)
-    rate, local_rate = (min(rates, default=None) for rates in (crossing, inside))
-    return Grid(topology.num_nodes, topology.local_size, flops, rate, local_rate), min(memory for _, memory in told)
+    return min(crossing, default=None), min(inside, default=None)
+
+
+def choose_experts(run: Run) -> tuple[Run, list[Row]]:
+    """The run with the ranks that `--experts.parallel auto` takes, the same on all; and rows on it.
+
+    A collective over the default group. Raises ConfigError on all ranks where no number of ranks can train.
+    """
+    config = run.config
+    if dist.get_rank() == 0:
+        print("--experts.parallel auto: measuring the links ...", flush=True)
+    comm = Communicator(local_size=config.local_size, timeout_s=config.timeout)
+    topology = comm.topology
+    rate, local_rate = slowest_links(comm, config.timeout)
+    told: tuple[str, int, str] = "", 1, ""
+    if dist.get_rank() == 0:
+        tokenizer, table = load_tokenizer(config.tokenizer), config.tables.get(model_table(config.model) or "", {})
+        model = build_skeleton(config.model, tokenizer.vocab_size, config.seq_len, table)
+        batch = derive(config, config.num_shares)
+        asked = ExplainConfig(
+            nodes=topology.num_nodes, local_size=topology.local_size, model=config.model, seq_len=config.seq_len,
+            micro_batches=batch.accumulation, micro_batch=batch.micro_batch, tables=config.tables,
+        )  # fmt: skip
+        try:
+            told = "", *choose_ranks(run.strategy, model, asked, rate, local_rate)
+        except ConfigError as error:
+            told = str(error), 1, ""
+    problem, ranks, why = told_by_first(told, "the ranks of experts")
+    if problem:
+        raise ConfigError(f"--experts.parallel {AUTO}: {problem}")
+    tables = {**config.tables, EXPERTS: {**config.tables[EXPERTS], "parallel": ranks}}
+    rates = {"between nodes": rate, "inside a node": local_rate}
+    links = [f"links {where} {8 * each / 1e6:,.0f} Mbit/s" for where, each in rates.items() if each is not None]
+    rows: list[Row] = [(f"--experts.parallel {AUTO}", str(ranks), why)]
+    return Run.of(replace(config, tables=tables)), [*rows, ("measured for it", ", ".join(links) or "no links", "")]
 
 
 def searched(config: TrainConfig, model: Llama, grid: Grid, memory_bytes: float) -> tuple[dict[str, Any], list[Row]]:

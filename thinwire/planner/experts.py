@@ -15,9 +15,11 @@ from thinwire.hosts.ranks import along, neighbours
 from thinwire.layout.mesh import MeshShape
 from thinwire.methods.experts import ExpertParallel, Placement, Rows, check_data_method, facts, place_experts, sent
 from thinwire.methods.interface import Method, MethodPlan
+from thinwire.methods.sequence.traffic import LOCAL_RATE, RATE
 from thinwire.models.moe import Experts, MoELlama
 from thinwire.options import EXPERTS, SEQUENCE
 from thinwire.planner.options import ExplainConfig
+from thinwire.report.units import seconds_text
 from thinwire.table import Row
 
 # What the table calls the rows of a layer on their way.
@@ -46,6 +48,40 @@ def with_splits(config: ExplainConfig, shape: MeshShape) -> MeshShape:
             )
         shape = MeshShape({**shape.sizes, "data": data // ranks, axis: ranks}).in_order()
     return shape
+
+
+def choose_ranks(
+    strategy: Method,
+    whole: nn.Module,
+    config: ExplainConfig,
+    rate: float | None = None,
+    local_rate: float | None = None,
+) -> tuple[int, str]:
+    """How many ranks should hold the experts between them, and why: as many as need the fewest seconds of the links.
+
+    Counted are weights and gradients by the strategy and the rows of a step: what a node sends on its link, then what a
+    rank sends inside. config: asks for auto ranks. rate: of a node's link, local_rate: of a rank's inside, in bytes per
+    second; by default those of a usual network. Raises ConfigError where no number of ranks can train.
+    """
+    stated = {**config.tables.get(EXPERTS, {})}
+    seconds: dict[int, float] = {}
+    refused = ""
+    for ranks in range(1, config.nodes * config.local_size + 1):
+        one = replace(config, tables={**config.tables, EXPERTS: {**stated, "parallel": ranks}})
+        try:
+            shape = with_splits(one, MeshShape({"data": config.nodes * config.local_size}))
+            plan = expert_plan(strategy, whole, one, shape)
+        except ConfigError as error:
+            refused = refused or str(error)
+            continue
+        crossing, inside = config.local_size * plan.sent_on("inter"), plan.sent_on("intra") + plan.sent_on("pair")
+        seconds[ranks] = crossing / (rate or RATE) + inside / (local_rate or LOCAL_RATE)
+    if not seconds:
+        raise ConfigError(refused)
+    best = min(seconds, key=lambda ranks: (seconds[ranks], ranks))
+    shown = ", ".join(f"{seconds_text(each)} with {ranks}" for ranks, each in seconds.items())
+    of = "" if rate or local_rate else ", of usual rates"
+    return best, f"seconds of a step on the links{of}: {shown}"
 
 
 def placed(model: nn.Module, config: ExplainConfig, shape: MeshShape) -> tuple[MoELlama, Placement]:

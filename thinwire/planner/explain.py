@@ -19,6 +19,7 @@ from thinwire.flags import flag
 from thinwire.lab.spec import read_rate
 from thinwire.layout.mesh import MeshShape
 from thinwire.losses import loss_in_effect
+from thinwire.methods.experts import averages_apart
 from thinwire.methods.interface import Method, MethodPlan
 from thinwire.methods.pipeline.inside import check_inside, why_not_inside
 from thinwire.methods.pipeline.options import Pipeline
@@ -27,7 +28,7 @@ from thinwire.models import PRESETS, Llama, build_skeleton
 from thinwire.models.llama import LlamaConfig, cut_skeleton
 from thinwire.options import EXPERTS, PIPELINE, SEQUENCE, build_strategy, model_table, strategy_table
 from thinwire.planner.candidates import LARGEST_MICRO_BATCH, Candidate, candidates
-from thinwire.planner.experts import expert_notes, expert_plan, with_splits
+from thinwire.planner.experts import choose_ranks, expert_notes, expert_plan, with_splits
 from thinwire.planner.options import AUTO, ExplainConfig, range_errors
 from thinwire.planner.residency import Resident, where_all_lies
 from thinwire.planner.search import Search, search
@@ -35,6 +36,7 @@ from thinwire.planner.stages import Grid, Stages, stages_of
 from thinwire.registry import STRATEGIES, check_on_mesh
 from thinwire.report.frontier import recommended
 from thinwire.report.units import bytes_text, percent_text, seconds_text, short
+from thinwire.table import Row
 
 NUM_LAYERS, WIDTH = 32, 1024
 # Why a strategy computes more.
@@ -104,6 +106,9 @@ def explain(config: ExplainConfig, problems: Problems) -> Explained:
     total = 0
     if not any(True for _ in range_errors(config)):
         with problems.collect():
+            if config.tables.get(EXPERTS, {}).get("parallel") == AUTO:
+                config, row = found_experts(config, names, rate, local_rate)
+                notes.append(row)
             shape = mesh_of(config)
             model = whole_model = model_of(config)
             total = sum(param.numel() for param in model.parameters() if param.requires_grad)
@@ -139,6 +144,10 @@ def explain(config: ExplainConfig, problems: Problems) -> Explained:
             if model is not None and whole_model is not None and shape is not None:
                 if shape.tensor > 1 and strategy.not_on_mesh and config.strategy == "all":
                     notes.append((f"strategy {name}", "left out", f"on a tensor axis it {strategy.not_on_mesh}"))
+                    continue
+                if shape.expert > 1 and not averages_apart(strategy) and config.strategy == "all":
+                    why = "experts over several ranks have fewer replicas than other weights"
+                    notes.append((f"strategy {name}", "left out", why))
                     continue
                 if shape.tensor > 1:
                     check_on_mesh(strategy)
@@ -182,6 +191,24 @@ def explain(config: ExplainConfig, problems: Problems) -> Explained:
         {name: steps for name, steps in mean_over.items() if name in plans}, [name for name in whole if name in plans],
         stages, heaviest, grid, result, resident,
     )  # fmt: skip
+
+
+def found_experts(
+    config: ExplainConfig, names: Sequence[str], rate: float | None, local_rate: float | None
+) -> tuple[ExplainConfig, Row]:
+    """The configuration with the ranks that `--experts.parallel auto` takes, and a row on them. Raises ConfigError.
+
+    rate, local_rate: in bits per second.
+    """
+    if config.mesh is not None or config.stages is not None:
+        raise ConfigError("--experts.parallel auto finds the expert axis: leave --mesh and --stages out")
+    strategies = [strategy_of(name, config) for name in names]
+    strategy = next(filter(averages_apart, strategies), strategies[0])
+    rates = (None if each is None else each / 8 for each in (rate, local_rate))
+    ranks, why = choose_ranks(strategy, model_of(config), config, *rates)
+    others = {name: value for name, value in config.tables[EXPERTS].items() if name != "parallel"}
+    tables = {**config.tables, EXPERTS: others if ranks == 1 else {**others, "parallel": ranks}}
+    return replace(config, tables=tables), ("--experts.parallel auto", f"{ranks}", f"{why}; strategy {strategy.name}")
 
 
 def strategy_of(name: str, config: ExplainConfig) -> Method:

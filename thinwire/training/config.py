@@ -194,8 +194,14 @@ class TrainConfig:
 
     @property
     def experts(self) -> int | None:
-        """The ranks that the options of experts state; None: none are stated."""
-        return self.tables.get("experts", {}).get("parallel")
+        """The ranks that the options of experts state; None: none are stated, or they are to be found."""
+        stated = self.tables.get("experts", {}).get("parallel")
+        return None if stated == AUTO else stated
+
+    @property
+    def chooses_experts(self) -> bool:
+        """Whether the ranks choose, when they have met, how many of them hold the experts between them."""
+        return self.tables.get("experts", {}).get("parallel") == AUTO
 
     @property
     def _asked(self) -> dict[str, tuple[str, int | None]]:

@@ -70,7 +70,10 @@ class Run:
             sequence = SequenceParallel(**{**config.tables.get(SEQUENCE, {}), "parallel": ranks})
         experts = None
         if EXPERTS in tables_in_effect(config):
-            experts = ExpertParallel(**{**config.tables.get(EXPERTS, {}), "parallel": config.mesh_shape.expert})
+            stated = config.tables.get(EXPERTS, {})
+            # Until the ranks choose how many of them hold the experts, the fewest that can.
+            ranks = stated.get("slices", 1) if config.chooses_experts else config.mesh_shape.expert
+            experts = ExpertParallel(**{**stated, "parallel": ranks})
         name = config.optimizer or strategy.optimizers[0]
         if name not in OPTIMIZERS:
             raise ConfigError(f"--optimizer {name}: no such optimizer{nearest(name, strategy.optimizers)}")
@@ -137,7 +140,8 @@ def tables_in_effect(config: TrainConfig) -> set[str]:
     has_stages = config.stages not in (None, 1) or "pipeline" in (config.mesh or "")
     stages = {PIPELINE} if has_stages else set()
     sequences = {SEQUENCE} if (config.sequence or 1) > 1 or "sequence" in (config.mesh or "") else set()
-    experts = {EXPERTS} if (config.experts or 1) > 1 or "expert" in (config.mesh or "") else set()
+    has_experts = (config.experts or 1) > 1 or config.chooses_experts or "expert" in (config.mesh or "")
+    experts = {EXPERTS} if has_experts else set()
     asked = config.memory or config.store or config.tables.get(RESIDENCY)
     resident = {RESIDENCY} if asked else set()
     if config.is_planned_late:

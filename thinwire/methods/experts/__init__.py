@@ -1,8 +1,17 @@
 """Experts of a mixture over several ranks: who holds which part of which expert, and what rows cost on their way."""
 
-from thinwire.methods.experts.inside import check_data_method
+from thinwire.methods.experts.inside import averages_apart, check_data_method
 from thinwire.methods.experts.layout import Placement, place_experts
 from thinwire.methods.experts.options import ExpertParallel
 from thinwire.methods.experts.traffic import Rows, facts, sent
 
-__all__ = ["ExpertParallel", "Placement", "Rows", "check_data_method", "facts", "place_experts", "sent"]
+__all__ = [
+    "ExpertParallel",
+    "Placement",
+    "Rows",
+    "averages_apart",
+    "check_data_method",
+    "facts",
+    "place_experts",
+    "sent",
+]

@@ -9,9 +9,14 @@ from thinwire.methods.outer.base import Connected
 from thinwire.methods.sharded import ShardedMethod
 
 
+def averages_apart(method: Method | Connected) -> bool:
+    """Whether a strategy averages each parameter over the ranks that hold it, whole."""
+    return isinstance(method, ShardedMethod) and not isinstance(method.matrix(), LevelFormat)
+
+
 def check_data_method(method: Method | Connected) -> None:
     """Raise ConfigError for a strategy that averages each parameter over all ranks, or cuts weights over them."""
-    if isinstance(method, ShardedMethod) and not isinstance(method.matrix(), LevelFormat):
+    if averages_apart(method):
         return
     name = method.method.name if isinstance(method, Connected) else method.name
     raise ConfigError(

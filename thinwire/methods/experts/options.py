@@ -9,6 +9,7 @@ from thinwire.codecs import Codec
 from thinwire.errors import ConfigError, Problems
 from thinwire.methods.options import EXACT, check_types, codec_or_exact
 
+AUTO = "auto"
 CODED = ("dispatch", "combine", "gradients")
 
 
@@ -19,8 +20,9 @@ class ExpertParallel:
     Raises ConfigError for values that can't work.
     """
 
-    parallel: int = 1
-    """Ranks that hold the experts of a layer between them. Each has tokens of its own."""
+    parallel: int | Literal["auto"] = 1
+    """Ranks that hold the experts of a layer between them. Each has tokens of its own. auto: in `thinwire train`, as
+    many as need the fewest seconds of the links, which are measured."""
     slices: int = 1
     """Ranks that hold an expert between them, in slices of its hidden units; divides parallel."""
     move: Literal["tokens", "slices", "experts"] = "tokens"
@@ -41,7 +43,7 @@ class ExpertParallel:
         with problems.collect():
             check_types(self)
             for name in ("parallel", "slices"):
-                if getattr(self, name) < 1:
+                if getattr(self, name) != AUTO and getattr(self, name) < 1:
                     raise ConfigError(f"{name} {getattr(self, name)}: must be at least 1; nearest: 1")
         stated = [name for name in CODED if getattr(self, name) != EXACT]
         if self.move == "experts" and stated:

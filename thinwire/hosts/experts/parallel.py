@@ -23,7 +23,7 @@ from thinwire.hosts.experts.trip import Wire
 from thinwire.hosts.experts.weights import Gather
 from thinwire.hosts.ranks import along, neighbours
 from thinwire.methods.experts import ExpertParallel, Placement, place_experts
-from thinwire.methods.experts.options import AUTO, CODED
+from thinwire.methods.experts.options import CODED
 from thinwire.models.moe import Experts, swiglu
 from thinwire.state.replicas import equal_bits
 from thinwire.table import Row
@@ -253,7 +253,7 @@ def experts_of(model: nn.Module) -> dict[str, Experts]:
 def check_experts(model: nn.Module, options: ExpertParallel, world_size: int) -> Placement:
     """Where the experts of a model lie on so many ranks. Raises ConfigError with all that does not fit."""
     problems = Problems()
-    if options.parallel != AUTO and world_size % options.parallel:
+    if not isinstance(options.parallel, str) and world_size % options.parallel:
         near = nearest_divisor(options.parallel, world_size)
         problems.messages.append(
             f"--experts.parallel {options.parallel}: must divide the {world_size} ranks; nearest: {near}"

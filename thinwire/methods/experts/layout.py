@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import ConfigError
-from thinwire.methods.experts.options import AUTO, ExpertParallel
+from thinwire.methods.experts.options import ExpertParallel
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def place_experts(options: ExpertParallel, experts: int, hidden_units: int) -> P
     hidden_units: of one expert.
     """
     ranks, slices = options.parallel, options.slices
-    if ranks == AUTO:
+    if isinstance(ranks, str):
         raise ConfigError("parallel 'auto': thinwire train finds the ranks, a library states them; nearest: 1")
     if ranks % slices or hidden_units % slices:
         near = next(n for n in range(slices, 0, -1) if ranks % n == hidden_units % n == 0)

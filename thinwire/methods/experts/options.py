@@ -9,7 +9,6 @@ from thinwire.codecs import Codec
 from thinwire.errors import ConfigError, Problems
 from thinwire.methods.options import EXACT, check_types, codec_or_exact
 
-AUTO = "auto"
 CODED = ("dispatch", "combine", "gradients")
 
 
@@ -43,7 +42,7 @@ class ExpertParallel:
         with problems.collect():
             check_types(self)
             for name in ("parallel", "slices"):
-                if getattr(self, name) != AUTO and getattr(self, name) < 1:
+                if getattr(self, name) != "auto" and getattr(self, name) < 1:
                     raise ConfigError(f"{name} {getattr(self, name)}: must be at least 1; nearest: 1")
         stated = [name for name in CODED if getattr(self, name) != EXACT]
         if self.move == "experts" and stated:

@@ -79,7 +79,8 @@ def test_figures_are_of_the_steps_since_the_resume(tmp_path: Path, capsys: pytes
     config = TrainConfig(run_dir=str(tmp_path), tokens_per_step=10, strategy="fsdp")
     ending = {"skipped_steps": 0, "heldout_loss": None, "stopped": "", "sample": "", "parameters": 1}
     for first_step, last_step, sent_bytes, step_s in ((0, 5, 100, 2.0), (5, 8, 800, 4.0), (8, 8, 800, 4.0)):
-        reporter = Reporter(config, first_step=first_step, world_size=1, uncompressed_bytes=800.0, rows=[])
+        plain = 800.0 if first_step < last_step else 0.0
+        reporter = Reporter(config, first_step=first_step, world_size=1, uncompressed_bytes=plain, rows=[])
         for step in range(first_step + 1, last_step + 1):
             reporter.step(replace(record(step), sent_bytes=sent_bytes, step_s=step_s))
         reporter.finish(step=last_step, peak_rss_bytes=1, **ending)  # type: ignore[arg-type]

@@ -26,7 +26,7 @@ from thinwire.report.units import bytes_text, seconds_text, short
 from thinwire.table import Row
 from thinwire.training.clock import pass_seconds
 from thinwire.training.config import TrainConfig, derive
-from thinwire.training.effects import batch_row, pipeline_rows
+from thinwire.training.effects import batch_row, pipeline_rows, unused_rows
 from thinwire.training.run import Run
 
 # Of the model that is timed: its ends weigh about as much as in a stage.
@@ -125,8 +125,13 @@ def choose_experts(run: Run) -> tuple[Run, list[Row]]:
     tables = {**config.tables, EXPERTS: {**config.tables[EXPERTS], "parallel": ranks}}
     rates = {"between nodes": rate, "inside a node": local_rate}
     links = [f"links {where} {8 * each / 1e6:,.0f} Mbit/s" for where, each in rates.items() if each is not None]
-    rows: list[Row] = [(f"--experts.parallel {AUTO}", str(ranks), why)]
-    return Run.of(replace(config, tables=tables)), [*rows, ("measured for it", ", ".join(links) or "no links", "")]
+    rows: list[Row] = [
+        (f"--experts.parallel {AUTO}", str(ranks), why),
+        ("measured for it", ", ".join(links) or "no links", "as they are while nothing else is sent"),
+    ]
+    made = Run.of(replace(config, tables=tables))
+    # Codecs and slices of one rank.
+    return made, [*rows, *(row for row in unused_rows(made) if row[0].startswith(f"--{EXPERTS}."))]
 
 
 def searched(config: TrainConfig, model: Llama, grid: Grid, memory_bytes: float) -> tuple[dict[str, Any], list[Row]]:

@@ -145,7 +145,8 @@ class Reporter:
         if summary["sample"]:
             say(f"\n--- the model goes on from {self.config.prompt!r} ---\n{printable(summary['sample'])}\n---")
         sent, plain = summary["sent_bytes_per_step"], summary["uncompressed_bytes_per_step"]
-        if sent:
+        # Where no step was taken, those before a resume may be of a layout that sent something, and this one nothing.
+        if sent and plain:
             ratio = f"{plain / sent:.1f} times fewer" if sent < plain else f"{sent / plain:.1f} times as many"
             by = "by rank 0 " if self.has_stages else ""
             instead = "whole models that average gradients in " if self.cuts_work else "in "

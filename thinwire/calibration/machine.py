@@ -31,6 +31,8 @@ CODECS = (
     "int8/128:bf16+hadamard32", "int8/64:nearest", "int4/64",
 )  # fmt: skip
 NUM_ROUNDS = 40
+# Work that waits for nothing but a core has one all the time.
+LEAST_BUSY = 0.8
 DISK_BYTES = 1 << 26
 
 
@@ -54,7 +56,7 @@ def calibrate(
         dtypes: compute types, "fp32" or "bf16".
         codecs: to be timed, as text.
         folder: where the speed of a disk is measured; None: it is not.
-        say: told what is measured.
+        say: told what is measured, and warned where other programs keep the cores busy.
 
     Raises PeerLostError if a rank is missing.
     """
@@ -64,13 +66,18 @@ def calibrate(
         replace(PRESETS[name], num_hidden_layers=1, vocab_size=256) for name in ("tiny", "demo", "125m")
     ]
     hosts, names, cores, memory = _places(comm)
-    say("links")
+    say("measuring links ...")
     network = measured_rates(comm)
     share, carried = shared_rates(comm, network)
-    say("computing and packing")
+    say("measuring computing and packing ...")
     found = probes(layers, dtypes, codecs, device)
     is_first = hosts.index(hosts[comm.rank]) == comm.rank
-    alone = _alone(comm, found, is_first)
+    alone, busy = _alone(comm, found, is_first)
+    if device.kind == "cpu" and busy < LEAST_BUSY:
+        say(
+            f"warning: a rank that should compute without a pause got a core for {busy:.0%} of the time. Other "
+            "programs keep the cores busy, and the rates are too low: measure again when they have ended"
+        )
     slowdown = _together(comm, found[0], float(alone[comm.rank, 0]))
     # Of each machine's first rank, for all of its ranks.
     own = torch.stack([alone[hosts.index(host)] for host in hosts])
@@ -78,7 +85,7 @@ def calibrate(
     speeds = tuple(float(typical[0] / seconds) for seconds in own[:, 0])
     rates = {probe.kind: probe.amount / float(seconds) for probe, seconds in zip(found, typical, strict=True)}
     rates |= fitted({probe.kind: (probe.amount, float(seconds)) for probe, seconds in zip(found, typical, strict=True)})
-    rates |= {CARRY: carried, ROUND: 1 / _round_s(comm)}
+    rates |= {ROUND: 1 / _round_s(comm)} | ({CARRY: carried} if comm.world_size > 1 else {})
     threads = torch.get_num_threads()
     made = Cores(hosts, cores)
     busiest = max(range(len(cores)), key=lambda host: hosts.count(host) / cores[host])
@@ -145,11 +152,16 @@ def _places(comm: Communicator) -> tuple[tuple[int, ...], tuple[str, ...], tuple
     return hosts, names, cores, least
 
 
-def _alone(comm: Communicator, found: Sequence[Probe], is_first: bool) -> Tensor:
-    """Seconds of each probe on the first rank of each machine, fp64 [world_size, probes]; zeros of the others."""
+def _alone(comm: Communicator, found: Sequence[Probe], is_first: bool) -> tuple[Tensor, float]:
+    """Seconds of each probe on the first rank of each machine, fp64 [world_size, probes]; zeros of the others.
+
+    Beside them the share of that time in which the rank had a core, of the rank that had one least.
+    """
     comm.barrier()
+    start, start_cpu_s = time.perf_counter(), time.process_time()
     own = [seconds_of(probe.run) for probe in found] if is_first else [0.0] * len(found)
-    return _gathered(comm, own)
+    busy = (time.process_time() - start_cpu_s) / (time.perf_counter() - start) if is_first else 1.0
+    return _gathered(comm, own), float(_gathered(comm, [busy]).min())
 
 
 def _together(comm: Communicator, probe: Probe, alone_s: float) -> float:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from thinwire.cost import Machine
 from thinwire.errors import Problems, ThinwireError, nearest
@@ -119,21 +120,30 @@ def measure(config: CalibrateConfig) -> int:
     from thinwire.calibration import calibrate
     from thinwire.calibration.machine import CODECS
     from thinwire.collectives import Communicator
+    from thinwire.launch.machine import threads_per_worker
     from thinwire.models.llama import PRESETS as SIZES
     from thinwire.training.advice import all_on_this_machine
 
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    dist.init_process_group("gloo", timeout=timedelta(seconds=config.timeout))
+    threads, why = threads_per_worker(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    torch.set_num_threads(threads)
+    timeout = timedelta(seconds=config.timeout)
+    store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timeout)))
+    ranks, lines = reached_ranks(config, store, rank, world_size)
+    if rank == 0:
+        print(f"threads per rank: {threads} ({why})", *lines, sep="\n", flush=True)
+    if rank not in ranks:
+        return 0
+    own = dist.PrefixStore("thinwire/calibrate", store)
+    dist.init_process_group("gloo", store=own, rank=ranks.index(rank), world_size=len(ranks), timeout=timeout)
     comm = Communicator(local_size=config.local_size, timeout_s=config.timeout)
     machine = calibrate(
         comm, layers=[replace(SIZES[name], num_hidden_layers=1, vocab_size=257) for name in config.models],
         dtypes=config.dtypes, codecs=config.codecs or CODECS, folder=config.disk,
-        say=lambda what: print(f"measuring {what} ...", flush=True) if comm.rank == 0 else None,
+        say=lambda what: print(what, flush=True) if comm.rank == 0 else None,
     )  # fmt: skip
     if comm.rank == 0:
         Path(config.out).write_text(machine.to_json())
-        for line in lines_on(machine):
-            print(line)
+        print(*lines_on(machine), *lines, sep="\n")
         if all_on_this_machine(comm.world_size):
             print("links are this machine's loopback, no network: plan for other machines with theirs")
         print(f"written to {config.out}")
@@ -141,6 +151,23 @@ def measure(config: CalibrateConfig) -> int:
     sys.stdout.flush()
     # gloo's threads may still wait for peers that have left.
     os._exit(0)
+
+
+def reached_ranks(config: CalibrateConfig, store: Any, rank: int, world_size: int) -> tuple[list[int], list[str]]:
+    """The ranks that are measured, and lines on links that are down; a collective."""
+    from thinwire.calibration.reach import all_connected, links_down
+    from thinwire.launch.agent import LOOPBACK
+    from thinwire.launch.machine import interface_towards
+
+    found = interface_towards(os.environ["MASTER_ADDR"])
+    down = links_down(store, rank, world_size, found[1] if found else LOOPBACK)
+    local = config.local_size or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    ranks = all_connected(down, [each // local for each in range(world_size)])
+    lines = [f"the link between ranks {a} and {b} is down: no connection is made" for a, b in down]
+    if len(ranks) < world_size:
+        out = ", ".join(str(each) for each in range(world_size) if each not in ranks)
+        lines.append(f"rank {out} is left out, for training connects all ranks; the file has the other {len(ranks)}")
+    return ranks, lines
 
 
 def lines_on(machine: Machine) -> list[str]:

@@ -1,0 +1,52 @@
+"""Which ranks reach each other at all, found before a process group connects them."""
+
+from __future__ import annotations
+
+import socket
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch.distributed as dist
+
+from thinwire.collectives.store_gather import gather
+
+CONNECT_S = 5.0
+Pairs = list[tuple[int, int]]
+
+
+def links_down(store: dist.Store, rank: int, world_size: int, address: str) -> Pairs:
+    """Pairs of ranks of which one can't connect to the other, the lower first; equal on all ranks, a collective.
+
+    store: through which all ranks can talk. address: at which the others should reach this rank. A process group
+    connects every rank with every other, so one such pair would keep it from being made.
+    """
+    with socket.create_server(("", 0), backlog=world_size) as server:
+        told = gather(store, rank, world_size, (address, server.getsockname()[1]), "its address")
+        others = [other for other in range(world_size) if other != rank]
+        with ThreadPoolExecutor(max_workers=min(32, world_size)) as pool:
+            reached = dict(zip(others, pool.map(_connects, [told[other] for other in others]), strict=True))
+        lost = gather(store, rank, world_size, [other for other in others if not reached[other]], "whom it reaches")
+    return sorted({(min(a, b), max(a, b)) for a, found in enumerate(lost) for b in found})
+
+
+def all_connected(down: Sequence[tuple[int, int]], nodes: Sequence[int]) -> list[int]:
+    """Ranks between which no link is down: the node with the most such links is left out, until there is none.
+
+    nodes: of each rank. The node of rank 0 stays, for rank 0 writes the result; of two nodes the first stays.
+    """
+    kept = set(nodes)
+    while left := [pair for pair in down if nodes[pair[0]] in kept and nodes[pair[1]] in kept]:
+        lost = Counter(node for pair in left for node in {nodes[rank] for rank in pair} if node != nodes[0])
+        if not lost:
+            break
+        kept.remove(max(lost, key=lambda node: (lost[node], node)))
+    return [rank for rank, node in enumerate(nodes) if node in kept]
+
+
+def _connects(place: tuple[str, int]) -> bool:
+    try:
+        socket.create_connection(place, CONNECT_S).close()
+    except OSError:
+        return False
+    return True

@@ -26,7 +26,7 @@ GROUPS = {
     "data": ("text_field", "tokenizer", "cache_dir"),
     "training": (
         "inner", "optimizer", "weight_decay", "warmup_steps", "grad_clip", "dead_steps", "dtype", "compile", "loss",
-        "stop_at",
+        "teacher", "teacher_weight", "stop_at",
     ),
     "checkpoints": ("checkpoint_every", "keep_last", "keep_every", "keep_best", "allow_resume_drift"),
     "results": ("eval_sequences", "prompt", "sample_tokens", "track"),

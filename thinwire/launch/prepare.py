@@ -106,6 +106,7 @@ def check(config: TrainConfig, problems: Problems) -> Run | None:
             check_expert_ranks(config, run, model)
         if run is not None and not wrong_numbers and model is not None:
             check_residency(config, run, model)
+    problems.note(check_teacher, config, run)
     return run
 
 
@@ -375,6 +376,29 @@ def check_model(config: TrainConfig) -> nn.Module | None:
             config.seed,
             config.tables.get(model_table(config.model) or ""),
         )
+
+
+def check_teacher(config: TrainConfig, run: Run | None) -> None:
+    """Raise ConfigError, with all that is wrong, for a teacher that can't be asked in every forward of the model."""
+    problems = Problems()
+    if config.teacher is None:
+        if config.teacher_weight is not None:
+            raise ConfigError("--teacher-weight without --teacher: name the teacher, as hf:DIR")
+        return
+    if not config.teacher.startswith("hf:"):
+        raise ConfigError(f"--teacher {config.teacher}: must be hf:DIR, a folder of a mixture of experts")
+    problems.note(
+        check_hf, config.teacher.removeprefix("hf:"), load_tokenizer(config.tokenizer).vocab_size, config.seq_len, {}
+    )
+    axes = {"pipeline", "expert", "sequence", "tensor", "island"} & config.mesh_shape.sizes.keys()
+    is_late = config.chooses_experts or config.chooses_stages or config.is_planned_late
+    if axes or is_late or (run is not None and run.has_islands):
+        problems.messages.append(
+            "--teacher beside islands, stages, or an axis but data: not served; leave one of both out"
+        )
+    if config.compile or config.memory is not None or config.store is not None:
+        problems.messages.append("--teacher with --compile, --memory or --store: not served; leave one of both out")
+    problems.raise_any()
 
 
 def check_join(config: TrainConfig) -> None:

@@ -89,6 +89,8 @@ def work(run: Run, place: ProcessPlace, start: Start | None) -> int:
         rows = [*rows, *more, *late_rows(run)]
         keep_config(run, place)
     trainer = Trainer(run, place, stop, dtype, rows, device)
+    if run.config.teacher is not None and trainer.engine.distillation is not None:
+        keep_config(run.but(teacher_weight=trainer.engine.distillation.weight), place)
     try:
         trainer.run()
     except BaseException:

@@ -96,6 +96,12 @@ class TrainConfig:
     loss: Literal["auto", "plain", "cut"] = "auto"
     """plain: of the logits of a micro-batch; cut: of those of a few tokens at a time, in a small part of the memory.
     auto takes cut where the logits are large."""
+    teacher: str | None = None
+    """For a mixture of experts: hf:DIR of another, such as the one that it was pruned from. The model's experts learn
+    from its experts, and from the text."""
+    teacher_weight: float | None = None
+    """Weight of what experts make otherwise than their teacher's; by default that at which both losses are equal before
+    the first step. At least 0."""
     compile: bool = False
     """Compile the model's layers with torch.compile."""
     seed: int = 0
@@ -228,13 +234,13 @@ AUTO = "auto"
 LOWEST: dict[str, int | None] = {
     "workers": 1, "local_size": 1, "stages": 1, "nodes": 1, "node": 0, "steps": 1, "stop_at": 1, "tokens_per_step": 1,
     "seq_len": 1, "micro_batch": 1, "lr": None, "weight_decay": 0, "warmup_steps": 0, "grad_clip": 0, "seed": 0,
-    "dead_steps": 0, "checkpoint_every": 0, "keep_last": 1, "keep_every": 0, "restarts": 0,
+    "dead_steps": 0, "teacher_weight": 0, "checkpoint_every": 0, "keep_last": 1, "keep_every": 0, "restarts": 0,
     "eval_sequences": 0, "sample_tokens": 0, "timeout": None, "minutes": None,
 }  # fmt: skip
 
 # Machines may differ in these; the rest must be equal on all ranks.
 PER_MACHINE = {
-    "model", "data", "tokenizer", "text_field", "cache_dir", "run_dir", "node", "join", "workers", "resume",
+    "model", "teacher", "data", "tokenizer", "text_field", "cache_dir", "run_dir", "node", "join", "workers", "resume",
     "overwrite", "dry_run", "track", "prompt", "sample_tokens", "device", "dtype", "inject", "restarts", "memory",
     "store", "plan",
 }  # fmt: skip

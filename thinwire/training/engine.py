@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -29,6 +30,7 @@ from thinwire.methods.memory import Residency
 from thinwire.methods.outer.base import connect
 from thinwire.models import build_model, generate
 from thinwire.models.build import build_skeleton
+from thinwire.models.distil import Distillation
 from thinwire.models.llama import Llama, cut_over
 from thinwire.optim import make_optimizer
 from thinwire.options import model_table
@@ -89,6 +91,10 @@ class Engine:
             head = self.model.lm_head if isinstance(self.model, Llama) else head_of(self.model)
         if head is not None and shape.pipeline == 1:
             cut_loss(self.model, head)
+        self.distillation = None
+        if config.teacher is not None:
+            teacher = device.place(build_model(config.teacher, corpus.tokenizer.vocab_size, config.seq_len))
+            self.distillation = Distillation(self.model, teacher, config.teacher_weight)
         mesh = mesh_of(shape, device)
         if isinstance(self.model, Llama) and shape.tensor > 1:
             cut_over(self.model, mesh["tensor"])
@@ -117,6 +123,8 @@ class Engine:
         )  # fmt: skip
         torch.manual_seed(derive_seed(config.seed, self.share, *self._place_in_sequence) >> 1)
         self._forward_s = 0.0
+        if self.distillation is not None and self.distillation.weight is None:
+            self.distillation.weight = self._even_weight(self.distillation)
 
     @property
     def _place_in_sequence(self) -> tuple[int, ...]:
@@ -155,14 +163,27 @@ class Engine:
     @torch.no_grad()
     def next_loss(self) -> float:
         """The loss that the next step would have; nothing is trained, and nothing is left changed."""
+        with self._next_batches() as batches:
+            return self.stage.next_loss(batches, self._loss_of)
+
+    @contextmanager
+    def _next_batches(self) -> Iterator[list[tuple[Tensor, ...]]]:
+        """This rank's batches of the next step, which are taken again afterwards, with the same random numbers."""
         position, random, own_random = self.loader.state_dict(), torch.get_rng_state(), self.device.random_state()
-        batches = [self.device.take(self.loader.next_batch()) for _ in range(self.batch.accumulation)]
-        loss = self.stage.next_loss(batches, self._loss_of)
+        yield [self.device.take(self.loader.next_batch()) for _ in range(self.batch.accumulation)]
         self.loader.load_state_dict(position)
         torch.set_rng_state(random)
         if own_random is not None:
             self.device.set_random_state(own_random)
-        return loss
+
+    def _even_weight(self, distillation: Distillation) -> float:
+        """By which the text and the teacher weigh the same in the next step, over all ranks; a collective."""
+        self.optimizer.synchronize()
+        with self._next_batches() as batches, self.device.autocast(self.dtype):
+            parts = [distillation.parts(*batch) for batch in batches]
+        text, errors = (self.optimizer.all_mean(float(sum(part))) for part in zip(*parts, strict=True))
+        # A student that is its teacher has nothing to learn from it yet.
+        return text / errors if errors else 1.0
 
     @torch.no_grad()
     def evaluate(self) -> float:

@@ -1,0 +1,114 @@
+"""A student's experts learn from those of its teacher, by the loss as it is written out."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tests.pruning.test_prune import small, text
+from tests.training.commands import train_ranks
+from thinwire import cli
+from thinwire.checkpoint.folder import latest
+from thinwire.checkpoint.source import read_weights
+from thinwire.checkpoint.weights_folder import write_weights
+from thinwire.errors import ConfigError
+from thinwire.models import MoELlama
+from thinwire.models.distil import Distillation
+from thinwire.models.kept import MASKS
+from thinwire.models.moe import MoE, mixtral_config, mixtral_weights
+
+
+def written_out(student: MoELlama, teacher: MoELlama, tokens: torch.Tensor) -> torch.Tensor:
+    """The sum over layers and experts of the mean squared error, expert by expert."""
+    inputs: list[torch.Tensor] = []
+    layers = [module for module in teacher.modules() if isinstance(module, MoE)]
+    hooks = [module.register_forward_pre_hook(lambda _, args: inputs.append(args[0])) for module in layers]
+    with torch.no_grad():
+        teacher(tokens)
+    for hook in hooks:
+        hook.remove()
+    total = torch.zeros((), dtype=torch.float64)
+    for theirs, ours, x in zip(layers, (m for m in student.modules() if isinstance(m, MoE)), inputs, strict=True):
+        flat = x.flatten(0, 1)
+        index = theirs.gate(flat).index
+        for expert in range(index.max() + 1):
+            rows = flat[(index == expert).any(1)]
+            results = []
+            for each in (theirs.experts, ours.experts):
+                gate, up = (rows @ weight[expert].t() for weight in (each.gate_proj, each.up_proj))
+                results.append((F.silu(gate) * up) @ each.down_proj[expert])
+            total = total + (F.mse_loss(results[0], results[1]) if len(rows) else 0)
+    return total
+
+
+def test_loss_and_gradient_are_those_that_are_written_out() -> None:
+    teacher, student, plain = (small(router_aux_loss_coef=0.0).double() for _ in range(3))
+    draws = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for one, other in zip(student.parameters(), plain.parameters(), strict=True):
+            one.add_(0.05 * torch.randn(one.shape, generator=draws, dtype=torch.float64))
+            other.copy_(one)
+    (tokens,) = text(rows=3)
+    distillation = Distillation(student, teacher, 0.7)
+    loss = student(tokens, tokens)
+    loss.backward()
+    errors = written_out(plain, teacher, tokens)
+    expected = plain(tokens, tokens)
+    assert float(loss) == pytest.approx(float(expected), rel=1e-12)
+    (expected + 0.7 * errors).backward()
+    for (name, one), other in zip(student.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-9, atol=1e-14, msg=name)
+    assert [float(part) for part in distillation.parts(tokens, tokens)] == pytest.approx(
+        [float(expected), float(errors)]
+    )
+    assert all(param.grad is None for param in teacher.parameters())
+
+
+def test_models_that_are_not_alike_are_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"2 layer\(s\) of experts \(4, 16\) .* teacher 2 layer\(s\) of experts \(8, 16\)"
+    ):
+        Distillation(small(), small(num_local_experts=8))
+
+
+def test_a_pruned_folder_learns_from_the_one_it_was_pruned_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    ours = small()
+    (tmp_path / "dense").mkdir()
+    settings: dict[str, Any] = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "bos_token_id": None}
+    settings["max_position_embeddings"] = 32
+    (tmp_path / "dense/config.json").write_text(json.dumps(mixtral_config(ours.config) | settings))
+    write_weights(tmp_path / "dense", mixtral_weights(ours.state_dict()).items())
+    (tmp_path / "text.txt").write_text("".join(f"line {n} of {n * n} lines\n" for n in range(600)))
+    flags = ["--data", str(tmp_path / "text.txt"), "--samples", "8", "--out", str(tmp_path / "sparse")]
+    assert cli.run(["prune", f"hf:{tmp_path / 'dense'}", *flags]) == 0
+    taught = (
+        "--seq-len 16 --micro-batch 2 --tokens-per-step 64 --lr 0.003 --dtype fp32 --eval-sequences 0 "
+        f"--sample-tokens 0 --timeout 60 --local-size 1 --steps 4 --strategy sdp4bit --model hf:{tmp_path / 'sparse'} "
+        f"--teacher hf:{tmp_path / 'dense'}"
+    ).split()
+    runs = {
+        "whole": train_ranks(tmp_path, "whole", 2, taught),
+        "part": train_ranks(tmp_path, "part", 2, [*taught, "--stop-at", "2"]),
+    }
+    runs["on"] = train_ranks(tmp_path, "on", 2, ["--steps", "4"], "part")
+    losses = {name: [line["loss"] for line in run["steps"].values()] for name, run in runs.items()}
+    assert losses["on"] == losses["whole"]
+    told = tomllib.loads((runs["whole"]["folder"] / "config.toml").read_text())
+    # Both weigh the same before the first step, and what was found is kept.
+    assert told["teacher_weight"] > 0
+    assert told["teacher_weight"] == tomllib.loads((runs["on"]["folder"] / "config.toml").read_text())["teacher_weight"]
+    assert (tmp_path / "sparse" / MASKS).is_file()
+    checkpoint = latest(runs["whole"]["folder"] / "checkpoints")
+    assert checkpoint is not None
+    kept = {name: value for name, value in read_weights(checkpoint) if "parametrizations" in name}
+    assert len(kept) == 12

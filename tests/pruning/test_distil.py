@@ -104,6 +104,7 @@ def test_a_pruned_folder_learns_from_the_one_it_was_pruned_from(
     losses = {name: [line["loss"] for line in run["steps"].values()] for name, run in runs.items()}
     assert losses["on"] == losses["whole"]
     told = tomllib.loads((runs["whole"]["folder"] / "config.toml").read_text())
+    assert "its experts teach, weight " in runs["whole"]["printed"]
     # Both weigh the same before the first step, and what was found is kept.
     assert told["teacher_weight"] > 0
     assert told["teacher_weight"] == tomllib.loads((runs["on"]["folder"] / "config.toml").read_text())["teacher_weight"]

@@ -97,7 +97,8 @@ def test_a_checkpoint_holds_whole_experts_which_export_reads(runs: dict[str, dic
         ("--workers 2 --experts.parallel 2 --experts.move experts --experts.combine bf16", "nearest: 'exact'"),
         (
             "--workers 2 --experts.parallel 2 --experts.gradients int8/128",
-            "--experts.gradients int8/128: its groups of 128 must end where the rows of 64 end; nearest: groups of 64",
+            "--experts.gradients int8/128: its groups of 128 must end where the rows of 64 end; "
+            "nearest: --experts.gradients int8/64",
         ),
         ("--workers 2 --experts.parallel 2 --strategy ddp", "those that can: zero, zero-bf16"),
         (

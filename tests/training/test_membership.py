@@ -16,7 +16,6 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from tests.training.commands import HANG_S, CommandRunner, children, finish, is_running
-from tests.workers import free_port
 from thinwire.convert.saved import load_run
 from thinwire.launch.failures import failure, has_failed_by_itself
 from thinwire.training.run_dir import RunDir
@@ -87,8 +86,10 @@ time.sleep(60)
 
 
 def test_launchers_end_with_the_command_that_started_them() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as meeting:
-        ports = {"it leaves the others": meeting.getsockname()[1], "all islands stop": free_port()}
+    with socket.create_server(("127.0.0.1", 0)) as meeting, socket.socket() as deaf:
+        # Bound and not listening: it answers nobody, and no other test can take it.
+        deaf.bind(("127.0.0.1", 0))
+        ports = {"it leaves the others": meeting.getsockname()[1], "all islands stop": deaf.getsockname()[1]}
         commands = {
             what: subprocess.Popen(
                 ["sh", "-c", '"$0" -c "$1"; exit', sys.executable, ORPHAN.format(port=port)],

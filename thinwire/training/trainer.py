@@ -128,6 +128,9 @@ class Trainer:
         if self.optimizer.weights_pass and config.sample_tokens:
             why = "every token would read all weights from the disk; `thinwire generate` takes a machine with room"
             link_rows.append((f"--sample-tokens {config.sample_tokens}", "none", why))
+        if (lessons := self.engine.distillation) is not None:
+            why = "stated" if config.teacher_weight is not None else "with which both losses are equal before this step"
+            link_rows.append((f"--teacher {config.teacher}", f"its experts teach, weight {lessons.weight:.4g}", why))
         if self.stage.sequence is not None:
             link_rows.append(self._sequence_row(self.stage.sequence))
         if survivor is not None and survivor.reporter is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.checkpoint import Piece, Share
+from thinwire.codecs import Codec
 from thinwire.collectives import Communicator, Meter
 from thinwire.collectives.all_to_all import Room
 from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
@@ -250,6 +252,15 @@ def experts_of(model: nn.Module) -> dict[str, Experts]:
     return found
 
 
+def in_groups(codec: Codec, size: int) -> str:
+    """The text of a codec with groups of another size, or of bf16, which has no groups, where it can't have those."""
+    text = str(codec).replace(f"/{codec.block}", f"/{size}", 1)
+    try:
+        return text if Codec.parse(text).block == size else "bf16"
+    except ConfigError:
+        return "bf16"
+
+
 def check_experts(model: nn.Module, options: ExpertParallel, world_size: int) -> Placement:
     """Where the experts of a model lie on so many ranks. Raises ConfigError with all that does not fit."""
     problems = Problems()
@@ -269,7 +280,7 @@ def check_experts(model: nn.Module, options: ExpertParallel, world_size: int) ->
             if codec is not None and width % codec.block:
                 problems.messages.append(
                     f"--experts.{name} {codec}: its groups of {codec.block} must end where the rows of {width} end; "
-                    f"nearest: groups of {max(n for n in range(1, width + 1) if width % n == codec.block % n == 0)}"
+                    f"nearest: --experts.{name} {in_groups(codec, math.gcd(width, codec.block))}"
                 )
     problems.raise_any()
     assert placement is not None

@@ -10,6 +10,9 @@ from thinwire.compare.checks import WARM_UP_STEPS
 from thinwire.compare.record import Leg
 from thinwire.lab import Counters, LabNetwork
 
+# Of the counters at the end of one step, on a machine that is slower than the steps.
+MOST_READINGS = 5
+
 
 class MetricsTail:
     """New lines of a metrics file, whether lines are appended or the file is written again."""
@@ -70,7 +73,7 @@ class LegWatch:
         if not rows:
             return False
         self.leg.first_step = self.leg.first_step or rows[0]["step"]
-        self.leg.last_step, self.last_row = rows[-1]["step"], rows[-1]
+        self._note(rows)
         if self._is_timing and self.leg.last_step >= self._last_warm:
             self._count()
         return True
@@ -79,9 +82,18 @@ class LegWatch:
     def _last_warm(self) -> int:
         return max(self.leg.first_step + WARM_UP_STEPS - 1, self._settled_after)
 
+    def _note(self, rows: list[dict[str, Any]]) -> None:
+        self.leg.last_step, self.last_row = rows[-1]["step"], rows[-1]
+
     def _count(self) -> None:
         """Read the links' counters at the end of a step, and lift the rates after the last timed one."""
         leg, counters = self.leg, self._network.counters()
+        for _ in range(MOST_READINGS):
+            # A step that has ended while they were read has sent some of what they count.
+            if not (rows := self._tail.new_rows()):
+                break
+            self._note(rows)
+            counters = self._network.counters()
         if self._from is None:
             self._from = leg.last_step, counters
         if leg.last_step > self._last_warm:

@@ -27,9 +27,9 @@ OPERATION = "tokens to experts"
 Key = TypeVar("Key")
 
 
-def options_of(config: ExplainConfig, shape: MeshShape) -> ExpertParallel:
-    """What is asked for on a mesh. Raises ConfigError."""
-    return ExpertParallel(**{**config.tables.get(EXPERTS, {}), "parallel": shape.expert})
+def options_of(config: ExplainConfig, shape: MeshShape, width: int) -> ExpertParallel:
+    """What is in effect on a mesh, for rows of `width` elements. Raises ConfigError."""
+    return ExpertParallel(**{**config.tables.get(EXPERTS, {}), "parallel": shape.expert}).fitted(width)
 
 
 def with_splits(config: ExplainConfig, shape: MeshShape) -> MeshShape:
@@ -89,7 +89,9 @@ def placed(model: nn.Module, config: ExplainConfig, shape: MeshShape) -> tuple[M
     if not isinstance(model, MoELlama):
         raise ConfigError(f"experts over {shape.expert} ranks: the model has none; nearest: --model moe-demo")
     llama = model.config
-    return model, place_experts(options_of(config, shape), llama.num_local_experts, llama.intermediate_size)
+    return model, place_experts(
+        options_of(config, shape, llama.hidden_size), llama.num_local_experts, llama.intermediate_size
+    )
 
 
 def rows_of(model: MoELlama, placement: Placement, config: ExplainConfig, shape: MeshShape) -> Rows:
@@ -121,7 +123,7 @@ def expert_plan(strategy: Method, whole: nn.Module, config: ExplainConfig, shape
     of_layer = sent(
         placement,
         rows_of(model, placement, config, shape),
-        options_of(config, shape),
+        options_of(config, shape, model.config.hidden_size),
         part_numel,
         local_size(config, shape),
     )
@@ -165,4 +167,12 @@ def expert_notes(whole: nn.Module, config: ExplainConfig, shape: MeshShape) -> l
     model, placement = placed(whole, config, shape)
     numel = 3 * model.config.hidden_size * model.config.intermediate_size
     layers, rows = model.config.num_hidden_layers, rows_of(model, placement, config, shape)
-    return facts(options_of(config, shape), placement, rows, layers, config.passes, numel, local_size(config, shape))
+    return facts(
+        options_of(config, shape, model.config.hidden_size),
+        placement,
+        rows,
+        layers,
+        config.passes,
+        numel,
+        local_size(config, shape),
+    )

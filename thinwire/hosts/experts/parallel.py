@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.checkpoint import Piece, Share
-from thinwire.codecs import Codec
 from thinwire.collectives import Communicator, Meter
 from thinwire.collectives.all_to_all import Room
 from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
@@ -25,7 +24,7 @@ from thinwire.hosts.experts.trip import Wire
 from thinwire.hosts.experts.weights import Gather
 from thinwire.hosts.ranks import along, neighbours
 from thinwire.methods.experts import ExpertParallel, Placement, place_experts
-from thinwire.methods.experts.options import CODED
+from thinwire.methods.experts.options import CODED, in_groups
 from thinwire.models.moe import Experts, swiglu
 from thinwire.state.replicas import equal_bits
 from thinwire.table import Row
@@ -44,8 +43,9 @@ class ExpertRanks:
     def __init__(
         self, options: ExpertParallel, placement: Placement, wire: Wire, everyone: Communicator,
         shapes: Mapping[str, torch.Size], once: Once | None = None, stride: int = 1,
+        asked: ExpertParallel | None = None,
     ) -> None:  # fmt: skip
-        self.once = once
+        self.once, self._asked = once, asked or options
         self.options, self.placement, self.wire, self.everyone = options, placement, wire, everyone
         self.shapes, self.comm = shapes, wire.comm
         place, ranks = self.comm.rank, self.placement.ranks
@@ -140,7 +140,14 @@ class ExpertRanks:
             "experts": ("experts to tokens", "in each micro-batch; no rows travel"),
         }
         straight = [(f"experts route {asked.route}", "linear", "one node, or one rank a node")]
+        found = [(name, getattr(self._asked, name), getattr(asked, name)) for name in CODED]
+        fitted = [
+            (f"experts {name} {text}", used, "groups end where a row ends")
+            for name, text, used in found
+            if text != used
+        ]
         return [
+            *fitted,
             *(straight if asked.route != "linear" and is_straight else []),
             (f"experts over {asked.parallel} ranks", str(self.placement), copies),
             (f"experts move {asked.move}", moved[asked.move][0], f"{self.comm.topology}; {moved[asked.move][1]}"),
@@ -186,6 +193,7 @@ def expert_parallel(
     everyone = make(group, local_size=local_size, meter=meter)
     placement = check_experts(model, options, everyone.world_size)
     found = experts_of(model)
+    asked, options = options, options.fitted(next(iter(found.values())).gate_proj.shape[2])
     tensors = {f"{at}.{name}": param for at, each in found.items() for name, param in each.named_parameters()}
     equal_bits(everyone, [param.data for param in tensors.values()])
     ranks, members = placement.ranks, neighbours(everyone.rank, placement.ranks, stride)
@@ -205,7 +213,7 @@ def expert_parallel(
     wire = Wire(comm, on, among, dispatch, combine, gradients, first, apart, seed, hops=hops)
     shapes = {name: param.shape for name, param in tensors.items()}
     once = entering(wire) if options.route == "once" and min(grid.num_nodes, grid.local_size) > 1 else None
-    made = ExpertRanks(options, placement, wire if once is None else once.outer, everyone, shapes, once, stride)
+    made = ExpertRanks(options, placement, wire if once is None else once.outer, everyone, shapes, once, stride, asked)
     for param in tensors.values():
         param.data = placement.part(param.data, comm.rank).clone(memory_format=torch.contiguous_format)
     for experts in found.values():
@@ -252,15 +260,6 @@ def experts_of(model: nn.Module) -> dict[str, Experts]:
     return found
 
 
-def in_groups(codec: Codec, size: int) -> str:
-    """The text of a codec with groups of another size, or of bf16, which has no groups, where it can't have those."""
-    text = str(codec).replace(f"/{codec.block}", f"/{size}", 1)
-    try:
-        return text if Codec.parse(text).block == size else "bf16"
-    except ConfigError:
-        return "bf16"
-
-
 def check_experts(model: nn.Module, options: ExpertParallel, world_size: int) -> Placement:
     """Where the experts of a model lie on so many ranks. Raises ConfigError with all that does not fit."""
     problems = Problems()
@@ -276,7 +275,7 @@ def check_experts(model: nn.Module, options: ExpertParallel, world_size: int) ->
         with problems.collect():
             placement = place_experts(options, num_experts, hidden_units)
         for name in CODED:
-            codec = options.codec(name)
+            codec = options.fitted(width).codec(name)
             if codec is not None and width % codec.block:
                 problems.messages.append(
                     f"--experts.{name} {codec}: its groups of {codec.block} must end where the rows of {width} end; "

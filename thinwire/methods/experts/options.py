@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from thinwire.codecs import Codec
@@ -10,6 +11,15 @@ from thinwire.errors import ConfigError, Problems
 from thinwire.methods.options import EXACT, check_types, codec_or_exact
 
 CODED = ("dispatch", "combine", "gradients")
+
+
+def in_groups(codec: Codec, size: int) -> str:
+    """The text of a codec with groups of another size, or of bf16, which has no groups, where it can't have those."""
+    text = str(codec).replace(f"/{codec.block}", f"/{size}", 1)
+    try:
+        return text if Codec.parse(text).block == size else "bf16"
+    except ConfigError:
+        return "bf16"
 
 
 @dataclass(frozen=True)
@@ -60,6 +70,16 @@ class ExpertParallel:
     def codec(self, name: str) -> Codec | None:
         """The codec of `dispatch`, `combine` or `gradients`; None for exact: the rows' own bytes in their own dtype."""
         return codec_or_exact(self, name)
+
+    def fitted(self, width: int) -> ExpertParallel:
+        """The same for rows of `width` elements: groups that nobody stated end where a row ends."""
+        found = {name: (getattr(self, name), self.codec(name)) for name in CODED}
+        changed = {
+            name: in_groups(codec, math.gcd(width, codec.block))
+            for name, (text, codec) in found.items()
+            if codec is not None and width % codec.block and "/" not in text
+        }
+        return replace(self, **changed)  # type: ignore[arg-type]
 
     @property
     def codecs(self) -> tuple[Codec, ...]:

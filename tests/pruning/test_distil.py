@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from tests.pruning.test_prune import small, text
-from tests.training.commands import train_ranks
+from tests.training.commands import check_refused, train_ranks
 from thinwire import cli
 from thinwire.checkpoint.folder import latest
 from thinwire.checkpoint.source import read_weights
@@ -91,6 +91,10 @@ def test_a_pruned_folder_learns_from_the_one_it_was_pruned_from(
     (tmp_path / "text.txt").write_text("".join(f"line {n} of {n * n} lines\n" for n in range(600)))
     flags = ["--data", str(tmp_path / "text.txt"), "--samples", "8", "--out", str(tmp_path / "sparse")]
     assert cli.run(["prune", f"hf:{tmp_path / 'dense'}", *flags]) == 0
+    folder = tmp_path / "refused"
+    folder.mkdir()
+    flags = ["--model", "tiny", "--seq-len", "16", "--teacher", f"hf:{tmp_path / 'dense'}", "--compile"]
+    check_refused(folder, flags, r"(?s)the model has 0 layer\(s\) of experts .* --teacher with --compile", monkeypatch)
     taught = (
         "--seq-len 16 --micro-batch 2 --tokens-per-step 64 --lr 0.003 --dtype fp32 --eval-sequences 0 "
         f"--sample-tokens 0 --timeout 60 --local-size 1 --steps 4 --strategy sdp4bit --model hf:{tmp_path / 'sparse'} "

@@ -38,6 +38,7 @@ from thinwire.methods.pipeline.options import Pipeline, check_stages
 from thinwire.methods.pipeline.recover import NONE
 from thinwire.methods.sequence import Shape, check_strategy, choose_layout
 from thinwire.models import build_model, build_skeleton
+from thinwire.models.distil import check_alike
 from thinwire.models.hf import check_hf, look_into
 from thinwire.models.kept import MASKS
 from thinwire.models.llama import Llama, check_cut
@@ -387,9 +388,13 @@ def check_teacher(config: TrainConfig, run: Run | None) -> None:
         return
     if not config.teacher.startswith("hf:"):
         raise ConfigError(f"--teacher {config.teacher}: must be hf:DIR, a folder of a mixture of experts")
-    problems.note(
-        check_hf, config.teacher.removeprefix("hf:"), load_tokenizer(config.tokenizer).vocab_size, config.seq_len, {}
-    )
+    sizes = load_tokenizer(config.tokenizer).vocab_size, config.seq_len
+    with problems.collect():
+        teacher = build_skeleton(config.teacher, *sizes)
+        with suppress(ConfigError):
+            # Whatever is wrong with the model itself is told elsewhere.
+            model = build_skeleton(config.model, *sizes, config.tables.get(model_table(config.model) or ""))
+            problems.note(check_alike, model, teacher)
     axes = {"pipeline", "expert", "sequence", "tensor", "island"} & config.mesh_shape.sizes.keys()
     is_late = config.chooses_experts or config.chooses_stages or config.is_planned_late
     if axes or is_late or (run is not None and run.has_islands):

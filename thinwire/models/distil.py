@@ -65,14 +65,8 @@ class Distillation:
 
     def __init__(self, student: nn.Module, teacher: nn.Module, weight: float | None = None) -> None:
         self.weight = weight
+        check_alike(student, teacher)
         self._students, self._teachers = expert_modules(student), expert_modules(teacher)
-        shapes = [[tuple(map(int, sizes(each))) for each in found] for found in (self._students, self._teachers)]
-        if shapes[0] != shapes[1] or not shapes[0]:
-            said = [f"{len(each)} layer(s) of experts" + (f" {each[0]}" if each else "") for each in shapes]
-            raise ConfigError(
-                f"--teacher: the model has {said[0]} (experts, hidden size) and its teacher {said[1]}: they must be "
-                "alike; nearest: the folder that the model was pruned from"
-            )
         self._teacher = teacher.eval().requires_grad_(False)
         own = student.forward
 
@@ -120,6 +114,17 @@ class Distillation:
                 hooks.callback(each.register_forward_pre_hook(note, with_kwargs=True).remove)
             self._teacher(tokens)
         return [Lesson.of(each, *call) for each, call in zip(self._teachers, calls, strict=True)]
+
+
+def check_alike(student: nn.Module, teacher: nn.Module) -> None:
+    """Raise ConfigError for a teacher whose experts do not match those of the student."""
+    shapes = [[tuple(map(int, sizes(each))) for each in expert_modules(model)] for model in (student, teacher)]
+    if shapes[0] != shapes[1] or not shapes[0]:
+        said = [f"{len(each)} layer(s) of experts" + (f" {each[0]}" if each else "") for each in shapes]
+        raise ConfigError(
+            f"--teacher: the model has {said[0]} (experts, hidden size) and its teacher {said[1]}: they must be "
+            "alike; nearest: the folder that the model was pruned from"
+        )
 
 
 def expert_modules(model: nn.Module) -> list[nn.Module]:

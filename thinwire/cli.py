@@ -64,7 +64,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "plan": Command(
         "Find the fastest way to train on machines that were measured.",
-        "thinwire.planner.plan_command:run_plan", "thinwire.planner.plan_options:plan_line",
+        "thinwire.compare.verify:run_plan", "thinwire.planner.plan_options:plan_line",
     ),
     "codecs": Command(
         "List the codecs that options take, with bits per element and traits.",

@@ -27,6 +27,7 @@ from thinwire import _compat
 from thinwire.checkpoint import Snapshot, Source
 from thinwire.collectives import Communicator, Meter, Peers, Topology, WorldPeers
 from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
+from thinwire.collectives.groups import reserve
 from thinwire.errors import ConfigError, Problems, nearest_divisor
 from thinwire.hosts.experts import ExpertRanks, expert_parallel
 from thinwire.hosts.experts.parallel import check_experts, check_optimizer
@@ -35,7 +36,9 @@ from thinwire.hosts.pipeline.stage import PipelineStage, models_own, take_part
 from thinwire.hosts.ranks import Axis, along
 from thinwire.hosts.sequence import SequenceRanks, sequence_parallel
 from thinwire.hosts.sequence.seams import heads_of
+from thinwire.hosts.stages import StageAxis, skeleton_of
 from thinwire.hosts.tensor import TensorAxis, check_same_copies, cut_parameters, misfits
+from thinwire.islands.optimizer import INSIDE
 from thinwire.layout.mesh import AXES, check_axis
 from thinwire.methods.experts import ExpertParallel, check_data_method
 from thinwire.methods.interface import Method
@@ -46,10 +49,15 @@ from thinwire.methods.pipeline.inside import check_inside, check_recovers
 from thinwire.methods.pipeline.options import Pipeline, check_stages
 from thinwire.methods.sequence import SequenceParallel, Shape, check_strategy, choose_layout
 from thinwire.models.moe import MoELlama, check_axes
+from thinwire.models.tensor import cut_over
 from thinwire.registry import check_on_mesh
 from thinwire.table import SENT, Row, announce as announce_table
 
 __all__ = ["PipelinedStage", "Stage", "apply", "parallelize", "pipeline"]
+
+
+# Process groups that a stage of an island opens along the pipeline; its host too, where the stages are all of it.
+NUM_GROUPS = 6
 
 
 class Stage:
@@ -220,13 +228,16 @@ class PipelinedStage(Stage):
 
     A micro-batch is (tokens, targets), the same on all ranks of a pipeline. The model given to `parallelize` holds the
     weights of this rank's layers alone; called, it is the pipeline's forward, on all of its ranks at once, and nothing
-    is trained. pipeline: what takes the steps.
+    is trained. pipeline: what takes the steps. tensor: the axis that cuts the weights of a stage, if any. holders: the
+    ranks of this stage; empty: all.
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: ParallelOptimizer, rows: Sequence[Row], pipeline: PipelineStage
-    ) -> None:
-        super().__init__(model, optimizer, [*rows, *pipeline.describe()])
+        self, model: nn.Module, optimizer: ParallelOptimizer, rows: Sequence[Row], pipeline: PipelineStage,
+        tensor: TensorAxis | None = None, holders: Sequence[int] = (),
+    ) -> None:  # fmt: skip
+        super().__init__(model, optimizer, [*rows, *pipeline.describe()], tensor)
+        self._holders = tuple(holders)
         self.pipeline: PipelineStage = pipeline
         self.borders = pipeline.borders
         model.forward = pipeline.forward
@@ -254,11 +265,13 @@ class PipelinedStage(Stage):
 
     def describe(self) -> list[Row]:
         """As Stage's; what the method of the data axis says is of the replicas of a stage."""
-        own, num = self.optimizer.describe(), self.optimizer.comm.world_size
+        rows, num = self.optimizer.describe(), self.optimizer.comm.world_size
+        own = [row for row in rows if row[0].startswith(INSIDE)] or rows
+        outer = [*self._rows, *(row for row in rows if row not in own)]
         if num == 1:
             name, effect, _ = own[0]
-            return [*self._rows, (name, effect, "one replica of each stage: it averages and sends nothing")]
-        return [*self._rows, own[0], *((f"{num} replicas: {asked}", effect, why) for asked, effect, why in own[1:])]
+            return [*outer, (name, effect, "one replica of each stage: it averages and sends nothing")]
+        return [*outer, own[0], *((f"{num} replicas: {asked}", effect, why) for asked, effect, why in own[1:])]
 
     @property
     def uncompressed_bytes_per_step(self) -> float:
@@ -267,8 +280,7 @@ class PipelinedStage(Stage):
     def snapshot(self) -> Snapshot:
         snapshot = super().snapshot()
         # Of what replicas of a stage all hold, other stages hold nothing.
-        holders = tuple(self.optimizer.comm.global_ranks)
-        snapshot.pieces = {name: replace(piece, holders=holders) for name, piece in snapshot.pieces.items()}
+        snapshot.pieces = {name: replace(piece, holders=self._holders) for name, piece in snapshot.pieces.items()}
         times = [self.pipeline.recoveries.get(stage, 0) for stage in range(self.pipeline.num_stages)]
         snapshot.common |= {"micro_batches": self.pipeline.num_before, "recoveries": times}
         return snapshot
@@ -296,6 +308,7 @@ def pipeline(
     method: Method,
     *,
     stages: int,
+    tensor: int = 1,
     options: Pipeline | None = None,
     local_size: int | None = None,
     overlap: bool = False,
@@ -309,26 +322,43 @@ def pipeline(
     Args:
         model: called as model(tokens, targets=None): logits, or the mean loss; the same weights on all ranks. It is
             left with the weights of this rank's stage.
-        optimizer: over its parameters.
+        optimizer: over its parameters; one that has taken no step yet, where `tensor` is more than 1.
         method: of the data axis, such as `thinwire.SDP4Bit()`; where there are more ranks than stages.
-        stages: must divide the number of ranks. Ranks 0 to replicas - 1 have the first stage, and so on.
+        stages: times `tensor` must divide the number of ranks. The first ranks have the first stage, and so on.
+        tensor: neighbours between which the matrices of a stage's layers are cut, by columns and by rows: of thinwire's
+            own models, and of those of transformers that say how. Others take `parallelize_module` and `parallelize`.
         options: of the pipeline.
         local_size, overlap, seed, timeout_s, checked, announce: as for `parallelize`.
 
     Raises ConfigError with all that does not fit, before anything is sent.
     """
     world_size = dist.get_world_size()
-    if stages < 1 or world_size % stages:
-        near = nearest_divisor(stages, world_size)
-        raise ConfigError(f"{stages} stages on {world_size} ranks: must divide them; nearest: {near}")
+    for what, ranks, left in (("stages", stages, world_size), ("tensor ranks", tensor, world_size // max(1, stages))):
+        if ranks < 1 or left % ranks:
+            near = nearest_divisor(ranks, left)
+            raise ConfigError(f"{ranks} {what} on {left} ranks: must divide them; nearest: {near}")
     device = next(iter(model.parameters())).device
-    mesh = init_device_mesh(device.type, (stages, world_size // stages), mesh_dim_names=("pipeline", "data"))
+    sizes = {"pipeline": stages, "data": world_size // stages // tensor} | ({"tensor": tensor} if tensor > 1 else {})
+    mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    if tensor > 1:
+        cut_with_optimizer(model, optimizer, mesh["tensor"])
     made = parallelize(
         model, optimizer, mesh, [options or Pipeline(), method], local_size=local_size, overlap=overlap, seed=seed,
         timeout_s=timeout_s, checked=checked, announce=announce,
     )  # fmt: skip
     assert isinstance(made, PipelinedStage)
     return made
+
+
+def cut_with_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> None:
+    """`cut_over`, and the parts in the optimizer in place of what they are of. Raises ConfigError."""
+    if optimizer.state:
+        raise ConfigError("the optimizer has taken steps with whole matrices: cut the model before the first")
+    names = {id(param): name for name, param in model.named_parameters()}
+    cut_over(model, mesh)
+    parts = dict(model.named_parameters())
+    for group in optimizer.param_groups:
+        group["params"] = [parts[names[id(param)]] if id(param) in names else param for param in group["params"]]
 
 
 def parallelize(
@@ -392,12 +422,18 @@ def parallelize(
     of_island = " of this island" if isinstance(method, Connected) else ""
     rows: list[Row] = [(f"mesh{of_island}", shape_of(mesh), "axes from the outside in")]
     names, tensor = names_of(mesh), None
+    part = stages = None
+    if "pipeline" in names:
+        # Before the others' stages leave the model.
+        skeleton = skeleton_of(model) if isinstance(method, IslandsMethod | Connected) else None
+        part = take_part(model, optimizer, (options_of_pipeline or [Pipeline()])[0], mesh["pipeline"])
+        if skeleton is not None:
+            trained = tuple(map(part.holdings.trained_by, range(mesh["pipeline"].size())))
+            stages = StageAxis(mesh["pipeline"], skeleton, trained)
     if "tensor" in names:
+        # Of a stage's layers alone.
         tensor = cut_parameters(model, optimizer, mesh["tensor"])
         rows.append(tensor_row(model, tensor, timeout_s))
-    part = None
-    if "pipeline" in names:
-        part = take_part(model, optimizer, (options_of_pipeline or [Pipeline()])[0], mesh["pipeline"])
     # Ranks of a sequence have the same weights: to the data axis' method they are like all others. So are those that
     # hold different experts, for all other weights.
     is_flat = set(names) <= {"data", "sequence", "expert"}
@@ -405,7 +441,8 @@ def parallelize(
         inside = mesh[tuple(name for name in names if name != "island")]
         whole = _compat.flattened(inside) if inside.ndim > 1 else inside
         num_names = part.num_names if part is not None else 0
-        options["axis"] = Axis(whole if is_flat or inside.ndim == 1 else mesh["data"], whole, tensor, num_names)
+        group = whole if is_flat or inside.ndim == 1 else mesh["data"]
+        options["axis"] = Axis(group, whole, tensor, num_names, stages=stages)
         options["local_size"] = node_inside(mesh, inside, local_size)
     experts = None
     if "expert" in names:
@@ -416,6 +453,11 @@ def parallelize(
             seed=seed, timeout_s=timeout_s, checked=checked, meter=meter,
         )  # fmt: skip
         options["axis"] = replace(options["axis"], group_for=experts.group_for, meter=meter)
+    if stages is not None:
+        # The first rank of an island opens a group with other islands' first ones, and no group opens behind that.
+        reserve(mesh["pipeline"], NUM_GROUPS, timeout_s)
+        if tensor is not None:
+            reserve(mesh["tensor"], 1, timeout_s)
     if "island" in names and isinstance(method, IslandsMethod):
         method = method.connected_to(lambda: other_islands(mesh, timeout_s, checked))
     if residencies:
@@ -426,8 +468,12 @@ def parallelize(
     if overlap and not parallel.overlaps:
         rows.append(("overlap", "no effect", "weights are whole when a step ends"))
     if part is not None:
-        own = PipelineStage(part, mesh["pipeline"], parallel, seed=seed, timeout_s=timeout_s, checked=checked)
-        stage: Stage = PipelinedStage(model, parallel, rows, own)
+        own = PipelineStage(
+            part, mesh["pipeline"], parallel, seed=seed, timeout_s=timeout_s, checked=checked, tensor=tensor
+        )
+        if stages is not None:
+            stages.after_write = own.weights_written
+        stage: Stage = PipelinedStage(model, parallel, rows, own, tensor, holders_of(mesh, "pipeline"))
     else:
         sequence = None
         if "sequence" in names:
@@ -478,10 +524,8 @@ def checked_method(
             check_on_mesh(method.method if isinstance(method, Connected) else method)
     problems.messages += pipeline_problems(model, mesh, method, pipelines)
     if method is not None and "pipeline" in names:
-        problems.note(
-            check_recovers, (*pipelines, Pipeline())[0], method, mesh["data"].size() if "data" in names else 1
-        )
-    problems.note(check_axes, model, dict(zip(names, mesh.mesh.shape, strict=False)))
+        problems.note(check_recovers, (*pipelines, Pipeline())[0], method, sizes_of(mesh))
+    problems.note(check_axes, model, sizes_of(mesh))
     problems.messages += sequence_problems(model, mesh, method, sequences)
     problems.messages += expert_problems(model, mesh, method, experts)
     if "tensor" in names:
@@ -510,16 +554,17 @@ def axis_problems(axis: str, options: Sequence[object], mesh: DeviceMesh, with_a
         return
     if len(options) > 1:
         yield f"the {axis} axis takes one {type(options[0]).__name__}"
-    served = {axis, "data", *({"expert"} if axis == "sequence" else ())}
-    if beside := next((name for name in names if name in AXES and name not in served), None):
-        yield f"a {axis} axis beside {beside}: not served; nearest: {axis} and data alone"
+    beside = {"sequence": {"expert"}, "pipeline": {"tensor", "island"}}
+    served = {axis, "data", *beside.get(axis, ())}
+    if other := next((name for name in names if name in AXES and name not in served), None):
+        yield f"a {axis} axis beside {other}: not served; nearest: {axis} and data alone"
 
 
 def pipeline_problems(
     model: nn.Module, mesh: DeviceMesh, method: Method | Connected | None, pipelines: Sequence[Pipeline]
 ) -> list[str]:
     """Why a pipeline axis does not fit model, mesh and method, one message for each reason; empty: it does."""
-    sizes = dict(zip(names_of(mesh), mesh.mesh.shape, strict=False))
+    sizes = sizes_of(mesh)
     problems = Problems(axis_problems("pipeline", pipelines, mesh, f"pipeline=1,{shape_of(mesh)}"))
     if "pipeline" not in sizes:
         return problems.messages
@@ -535,7 +580,7 @@ def sequence_problems(
     model: nn.Module, mesh: DeviceMesh, method: Method | Connected | None, options: Sequence[SequenceParallel]
 ) -> list[str]:
     """Why a sequence axis does not fit model, mesh and method, one message for each reason; empty: it does."""
-    sizes, ranks = dict(zip(names_of(mesh), mesh.mesh.shape, strict=False)), (*options, SequenceParallel())[0].parallel
+    sizes, ranks = sizes_of(mesh), (*options, SequenceParallel())[0].parallel
     problems = Problems(axis_problems("sequence", options, mesh, f"{shape_of(mesh)},sequence={ranks}"))
     if "sequence" not in sizes:
         return problems.messages
@@ -555,6 +600,14 @@ def stride_of(mesh: DeviceMesh, axis: str) -> int:
     return math.prod(mesh.mesh.shape[names.index(axis) + 1 :])
 
 
+def holders_of(mesh: DeviceMesh, axis: str) -> list[int]:
+    """The ranks of a mesh that have this rank's place on one of its axes."""
+    place = mesh.get_coordinate()
+    assert place is not None
+    dim = names_of(mesh).index(axis)
+    return mesh.mesh.select(dim, place[dim]).flatten().tolist()
+
+
 def with_ranks(options: ExpertParallel, mesh: DeviceMesh) -> ExpertParallel:
     """The options on a mesh's expert axis."""
     return replace(options, parallel=mesh["expert"].size())
@@ -564,7 +617,7 @@ def expert_problems(
     model: nn.Module, mesh: DeviceMesh, method: Method | Connected | None, options: Sequence[ExpertParallel]
 ) -> list[str]:
     """Why an expert axis does not fit model, mesh and method, one message for each reason; empty: it does."""
-    problems, sizes = Problems(), dict(zip(names_of(mesh), mesh.mesh.shape, strict=False))
+    problems, sizes = Problems(), sizes_of(mesh)
     if "expert" not in sizes:
         if options:
             problems.messages.append(
@@ -640,6 +693,11 @@ def node_inside(mesh: DeviceMesh, inside: DeviceMesh, local_size: int | None) ->
 def names_of(mesh: DeviceMesh) -> tuple[str, ...]:
     """The names of a mesh's dimensions, as far as it has any."""
     return tuple(mesh.mesh_dim_names or ())
+
+
+def sizes_of(mesh: DeviceMesh) -> dict[str, int]:
+    """The ranks along each of a mesh's axes, as far as these have names."""
+    return dict(zip(names_of(mesh), mesh.mesh.shape, strict=False))
 
 
 def shape_of(mesh: DeviceMesh) -> str:

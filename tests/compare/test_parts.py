@@ -31,7 +31,7 @@ from thinwire.compare.measure import (
     weights_share,
 )
 from thinwire.compare.options import read_race
-from thinwire.compare.plan import rows_of
+from thinwire.compare.plan import make_plan, rows_of
 from thinwire.compare.record import Leg, Record, SeedEntry, delete_race, load_record
 from thinwire.compare.watch import LegWatch, MetricsTail
 from thinwire.errors import ConfigError, Problems
@@ -67,6 +67,32 @@ def test_options_stand_over_those_of_the_configuration() -> None:
     assert contestants("zero[lr=1,weight_decay=0.0]")[0].config(base).weight_decay == 0.0
 
 
+def test_a_contestant_may_lie_on_the_ranks_in_its_own_way() -> None:
+    base, problems = TrainConfig(workers=4), Problems()
+    text = "zero,pp=zero[stages=2,micro_batch=2,order=[0,2,1,3],pipeline.forward=int8/64,pipeline.layers='1,2']"
+    plain, cut = read_contestants(text, problems, base)
+    assert not problems.messages and cut.has_layout and not plain.has_layout
+    config = cut.config(base)
+    assert (config.stages, config.micro_batch, config.order) == (2, 2, (0, 2, 1, 3))
+    assert config.tables == {"pipeline": {"forward": "int8/64", "layers": "1,2"}} and config.mesh_shape.pipeline == 2
+    assert plain.config(base) == replace(base, strategy="zero")
+    for text, message in (
+        ("a=zero[pipeline.fwd=exact]", "pipeline.unknown key 'fwd'"),
+        ("a=sdp4bit[stages=0]", "--stages 0"),
+    ):
+        problems = Problems()
+        read_contestants(text, problems, base)
+        assert message in "; ".join(problems.messages)
+
+
+def test_layouts_that_do_not_fit_are_told_before_a_race(tmp_path: Path) -> None:
+    for stages, message in ((4, "4 stages: the model has 3 layers"), (3, "--stages 3: must divide the 4 ranks")):
+        strategies, lab = f"zero,pp=zero[stages={stages}]", "nodes=4,rate=20mbit"
+        race = RaceConfig(strategies=strategies, lab=lab, out=str(tmp_path / "out"))
+        with pytest.raises(ConfigError, match=message):
+            make_plan(race, TrainConfig(model="tiny", steps=12), Problems())
+
+
 def test_a_contestant_has_to_fit_the_race_and_not_a_run_of_usual_length() -> None:
     text = "onebit-adam[freeze=20]"
     for steps, fits in ((100, True), (300, False)):
@@ -98,7 +124,7 @@ def test_a_command_that_can_not_stop_between_rounds_runs_whole() -> None:
         ("powersgd[rank=many]", "rank = 'many': must be a whole number"),
         ("sdp4bit[weights]", "'weights' must be option=value"),
         ("sdp4bit[inter_gradients=int4/100+hadamard32]", "multiple of 32|100.*32"),
-        ("zero[bits=3]", "zero has no option 'bits'; choose one of grad_clip, lr, optimizer, weight_decay"),
+        ("zero[bits=3]", "zero has no option 'bits'; choose one of grad_clip, lr, micro_batch"),
         ("sdp4bit[lr=-1]", "--lr -1: must be above 0"),
         ("zero[lr=fast]", "lr = 'fast': must be a number"),
         ("zero[optimizer=dgc-sgd]", "--optimizer dgc-sgd does not fit"),

@@ -121,8 +121,9 @@ def test_all_see_the_same_tokens_in_the_same_order(races: Races, whole: str) -> 
 
 def test_bytes_of_the_kernel_are_those_of_the_meter_and_headers(rows: dict[str, Any]) -> None:
     zero, quantised = rows["zero"]["mean"], rows["q"]["mean"]
-    # So short are these steps that part of one may be counted with another.
-    assert 0.97 < zero["kernel_sent_bytes_per_step"] / zero["sent_bytes_per_step"] < 1.08
+    # So short are these steps that, on a busy machine, up to one may be counted that is not among the timed.
+    more = 1 / rows["zero"]["seeds"][0]["num_timed_steps"]
+    assert 0.97 - more < zero["kernel_sent_bytes_per_step"] / zero["sent_bytes_per_step"] < 1.08 + more
     assert 0.8 < quantised["kernel_sent_bytes_per_step"] / quantised["sent_bytes_per_step"] < 1.3
     # One of two nodes sends, so the mean over nodes is half, and the worst is all of it.
     peer = rows["peer"]["mean"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -190,14 +191,15 @@ def test_replicas_are_equal_and_bytes_are_those_of_the_formula(name: str, runs: 
         assert all(found["sent"] == found["promised"] for found in ranks)
 
 
-def goes_on(rank: int, world_size: int, name: str, folder: Path) -> tuple[list, list]:
-    """Hashes of the steps after a save, in the run itself and in one that takes the checkpoint."""
-    mesh, model, stage = make(name)
-    number = mesh[ISLANDS].get_local_rank()
-    own = folder / name / f"island-{number}"
+def saved_and_resumed(
+    make: Callable[[], tuple[Any, nn.Module, Any]], take: Callable[[Any, Any, int], float], folder: Path
+) -> tuple[list, list]:
+    """Norms and hashes of the steps after a save, in the run itself and in one that takes the checkpoint."""
+    mesh, model, stage = make()
+    own = folder / f"island-{mesh[ISLANDS].get_local_rank()}"
     for step in range(3):
         take(mesh, stage, step)
-    save(stage, own, 3, dist.PrefixStore(f"island{number}", default_store()))
+    save(stage, own, 3, dist.PrefixStore(own.name, default_store()))
 
     def rest() -> list:
         found = []
@@ -210,13 +212,17 @@ def goes_on(rank: int, world_size: int, name: str, folder: Path) -> tuple[list, 
 
     one = rest()
     stage.close()
-    mesh, model, stage = make(name)
+    mesh, model, stage = make()
     source = Source(own / "step-00000003", stage.optimizer.everyone.rank)
     stage.restore(source)
     assert source.is_same
     other = rest()
     stage.close()
     return one, other
+
+
+def goes_on(rank: int, world_size: int, name: str, folder: Path) -> tuple[list, list]:
+    return saved_and_resumed(lambda: make(name), take, folder / name)
 
 
 @pytest.mark.parametrize("name", ["stream-data", "lossy-tensor"])

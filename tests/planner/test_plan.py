@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.training.commands import CommandRunner
 from thinwire.calibration.machine import CODECS
+from thinwire.compare.contestants import Contestant
+from thinwire.compare.measure import Figures
+from thinwire.compare.options import RaceConfig
+from thinwire.compare.plan import make_plan
+from thinwire.compare.verify import lab_of, run_plan
 from thinwire.cost import Cores, Machine, Network
 from thinwire.errors import ConfigError, Problems
 from thinwire.planner import plan as module
 from thinwire.planner.plan import Plan, plan
-from thinwire.planner.plan_command import run_plan
 from thinwire.report.page import plan_table
 from thinwire.report.run import read_run
+from thinwire.training.config import TrainConfig
 from thinwire.training.settings import read_toml
+from thinwire.training.signals import StoppedError
 
 FAST, SLOW = 12.5e6, 1.25e6
 RATES = {"layer 64 fp32": 4e9, "launch 64 fp32": 1e4, "layer 512 fp32": 4e11, "launch 512 fp32": 1e4, "copy": 5e9}
@@ -129,3 +136,57 @@ def test_a_run_measures_plans_and_is_held_against_its_plan(runner: CommandRunner
     assert "The plan against the run" in table
     # Bytes are known before: the last steps sent what was predicted.
     assert run.steps[-1]["sent_bytes"] == pytest.approx(run.plan["predicted"]["sent_bytes"], rel=0.01)
+
+
+def test_the_lab_has_the_links_of_the_machine() -> None:
+    assert str(lab_of(machine(FAST))) == "nodes=4,rate=100000kbit,local_size=1"
+    assert str(lab_of(machine(FAST, bad=(0, 2)))) == "nodes=4,rate=100000kbit,local_size=1,link=0-2:10000kbit"
+    whole = machine(FAST)
+    rates = tuple(tuple(SLOW if 3 in (a, b) else FAST for b in range(4)) for a in range(4))
+    slow = replace(whole, network=replace(whole.network, rates=rates))
+    assert str(lab_of(slow)) == "nodes=4,rate=100000kbit,local_size=1,slow=3:10000kbit"
+    near = replace(whole, network=replace(whole.network, nodes=(0, 0, 1, 1)))
+    assert str(lab_of(near)) == "nodes=2,rate=100000kbit,local_size=2"
+    assert lab_of(replace(whole, network=replace(whole.network, nodes=(0,) * 4))).rate is None
+
+
+def test_the_best_ways_race_and_the_fastest_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raced: list[str] = []
+    stopped: list[bool] = []
+
+    def race(config: RaceConfig, train: TrainConfig, *, contestants: Sequence[Contestant]) -> SimpleNamespace:
+        # All that a race checks before it starts.
+        made = make_plan(config, train, Problems(), contestants)
+        assert [one.config(made.train).strategy for one in contestants] == [one.strategy for one in contestants]
+        assert all(one.config(made.train).mesh_shape.world_size == 4 for one in contestants)
+        raced.extend(str(one) for one in contestants)
+        # The last one is the fastest.
+        rows = [
+            SimpleNamespace(name=one.name, reason="", mean=Figures(step_s=1.0 / number, peak_rss_bytes=1e9))
+            for number, one in enumerate(contestants, 1)
+        ]
+        return SimpleNamespace(contestants=rows, stopped="SIGINT" if stopped else "")
+
+    monkeypatch.setattr("thinwire.compare.run.race", race)
+    file, out = tmp_path / "machine.json", tmp_path / "plan.toml"
+    file.write_text(machine(FAST / 5, bad=(0, 2)).to_json())
+    flags = ["--machine", str(file), "--out", str(out), "--model", "tiny", "--tokens-per-step", "4096"]
+    assert run_plan([*flags, "--verify", "3"]) == 0
+    printed = capsys.readouterr().out
+    assert "The plan against the race" in printed and "takes 3.00 times as long" in printed
+    written, last = read_toml(out, Problems()), raced[2]
+    assert f"micro_batch={written.micro_batch}" in last and last.startswith(written.strategy)
+    assert (f"stages={written.stages}" in last) == (written.stages is not None)
+    with pytest.raises(ConfigError, match=r"--verify 1000: \d+ ways were priced and fit; nearest: \d+"):
+        run_plan([*flags, "--verify", "1000"])
+    before = out.read_text()
+    stopped.append(True)
+    with pytest.raises(StoppedError):
+        run_plan([*flags, "--verify", "2"])
+    assert out.read_text() == before
+    with pytest.raises(ConfigError, match=r"--trace and --verify: .* leave one of both out"):
+        run_plan([*flags, "--verify", "2", "--trace", str(tmp_path / "trace.json")])
+    with pytest.raises(ConfigError, match="--verify -1: must be at least 0"):
+        run_plan([*flags, "--verify", "-1"])

@@ -72,6 +72,27 @@ def test_a_cut_loss_keeps_no_logits() -> None:
     assert any(note[:2] == ("--loss cut", "cut") for note in found.notes)
 
 
+def test_tensor_ranks_share_borders_matrices_and_work() -> None:
+    asked = ("--stages", "2", "--micro-batches", "4", "--strategy", "zero", "--local-size", "2")
+    whole, cut = explained(*asked).stages, explained(*asked, "--tensor", "2").stages
+    assert whole is not None and cut is not None
+    assert cut.link_bytes[0, 1] == whole.link_bytes[0, 1] / 2
+    layers = [sum(param.numel() for param in found.parts[0]["layers0"].parameters()) for found in (whole, cut)]
+    norms = sum(param.numel() for param in cut.parts[0]["layers0"].parameters() if param.dim() == 1)
+    assert layers[1] == (layers[0] - norms) // 2 + norms
+    kept = [found.timeline.peak_bytes[0] for found in (whole, cut)]
+    assert 0.5 * kept[0] < kept[1] < 0.85 * kept[0]
+    assert cut.step_s < 0.7 * whole.step_s
+    by_mesh = explained(*asked[2:], "--mesh", "pipeline=2,data=2,tensor=2")
+    assert by_mesh.stages is not None and by_mesh.stages.link_bytes == cut.link_bytes
+    for flags, message in (
+        (("--tensor", "3"), "--tensor 3: must divide the 4 ranks .* nearest: --tensor 2"),
+        (("--stages", "auto", "--tensor", "2"), "leave --mesh and --tensor out"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            explained("--local-size", "2", "--nodes", "2", *flags)
+
+
 def test_a_step_of_stages_counts_borders_and_the_stage_that_holds_most() -> None:
     found = explained("--stages", "4", "--micro-batches", "8", "--strategy", "zero", "--pipeline.plan", "1f1b")
     assert found.stages is not None and found.grid is not None
@@ -140,7 +161,7 @@ def test_auto_ranks_what_fits_and_says_why(capsys: pytest.CaptureFixture[str]) -
     [
         (["--stages", "auto", "--memory-gb", "0.001"], r"no way to train fits; the least is .* MB"),
         (["--stages", "five"], "--stages five: must be a whole number from 1 to 10,000, or auto"),
-        (["--stages", "auto", "--mesh", "data=4"], "leave --mesh data=4 out"),
+        (["--stages", "auto", "--mesh", "data=4"], "leave --mesh and --tensor out"),
         (["--stages", "auto", "--parameters", "1e6"], "only presets such as demo"),
     ],
 )

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.pruning.test_prune import small, text
+from tests.pruning.test_prune import mixtral_folder, small, text
 from tests.training.commands import check_refused, train_ranks
 from thinwire import cli
 from thinwire.checkpoint.folder import latest
 from thinwire.checkpoint.source import read_weights
-from thinwire.checkpoint.weights_folder import write_weights
 from thinwire.errors import ConfigError
 from thinwire.models import MoELlama
 from thinwire.models.distil import Distillation
 from thinwire.models.kept import MASKS
-from thinwire.models.moe import MoE, mixtral_config, mixtral_weights
+from thinwire.models.moe import MoE
 
 
 def written_out(student: MoELlama, teacher: MoELlama, tokens: torch.Tensor) -> torch.Tensor:
@@ -82,13 +79,7 @@ def test_a_pruned_folder_learns_from_the_one_it_was_pruned_from(
 ) -> None:
     pytest.importorskip("transformers")
     monkeypatch.setenv("HOME", str(tmp_path))
-    ours = small()
-    (tmp_path / "dense").mkdir()
-    settings: dict[str, Any] = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "bos_token_id": None}
-    settings["max_position_embeddings"] = 32
-    (tmp_path / "dense/config.json").write_text(json.dumps(mixtral_config(ours.config) | settings))
-    write_weights(tmp_path / "dense", mixtral_weights(ours.state_dict()).items())
-    (tmp_path / "text.txt").write_text("".join(f"line {n} of {n * n} lines\n" for n in range(600)))
+    mixtral_folder(tmp_path)
     flags = ["--data", str(tmp_path / "text.txt"), "--samples", "8", "--out", str(tmp_path / "sparse")]
     assert cli.run(["prune", f"hf:{tmp_path / 'dense'}", *flags]) == 0
     folder = tmp_path / "refused"

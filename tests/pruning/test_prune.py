@@ -153,18 +153,24 @@ def test_zeros_stay_and_are_not_sent() -> None:
         assert torch.equal(after[name] == 0, ~mask) and not torch.equal(after[name], dense[name])
 
 
+def mixtral_folder(folder: Path) -> MoELlama:
+    """A mixture, as a folder `dense` of transformers below another, beside a text.txt."""
+    ours = small()
+    (folder / "dense").mkdir()
+    settings: dict[str, Any] = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "bos_token_id": None}
+    settings["max_position_embeddings"] = 32
+    (folder / "dense/config.json").write_text(json.dumps(mixtral_config(ours.config) | settings))
+    write_weights(folder / "dense", mixtral_weights(ours.state_dict()).items())
+    (folder / "text.txt").write_text("".join(f"line {n} of {n * n} lines\n" for n in range(600)))
+    return ours
+
+
 def test_a_mixtral_folder_is_pruned_loaded_and_trained(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("transformers")
     monkeypatch.setenv("HOME", str(tmp_path))
-    ours = small()
-    (tmp_path / "dense").mkdir()
-    settings: dict[str, Any] = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "bos_token_id": None}
-    settings["max_position_embeddings"] = 32
-    (tmp_path / "dense/config.json").write_text(json.dumps(mixtral_config(ours.config) | settings))
-    write_weights(tmp_path / "dense", mixtral_weights(ours.state_dict()).items())
-    (tmp_path / "text.txt").write_text("".join(f"line {n} of {n * n} lines\n" for n in range(600)))
+    ours = mixtral_folder(tmp_path)
     command = ["prune", f"hf:{tmp_path / 'dense'}", "--data", str(tmp_path / "text.txt"), "--samples", "8"]
     assert cli.run([*command, "--out", str(tmp_path / "sparse")]) == 0
     said = capsys.readouterr().out

@@ -23,6 +23,7 @@ CUT = "--mesh data=2,tensor=2 --local-size 1"
 WHOLE = "--mesh data=2 --local-size 1"
 STOP = f"--stop-at {SAVED}"
 FP32 = " ".join(f"--frontier.{option}=fp32" for option in ("weights", "intra-gradients", "inter-gradients", "refresh"))
+EXACT = "--pipeline.forward exact --pipeline.backward exact"
 DILOCO = "--strategy diloco --diloco.sync-every 2 --inner zero"
 ROWS = {
     "alone": (2, "--strategy zero --local-size 1", ""),
@@ -39,6 +40,7 @@ ROWS = {
     "fsdp": (4, f"--strategy fsdp {CUT}", ""),
     "islands": (2, f"{DILOCO} --mesh island=2,data=1", ""),
     "island-tensor": (4, f"{DILOCO} --mesh island=2,tensor=2", ""),
+    "island-stages": (4, f"{DILOCO} --stages 2 {EXACT}", ""),
 }
 
 
@@ -81,11 +83,13 @@ def test_error_feedback_moves_with_the_matrices(name: str, runs: RunsOfRanks) ->
     assert re.search(r"error feedback of gradients, of \d rank\(s\): transformed", runs[name]["printed"])
 
 
-def test_islands_may_be_cut(runs: RunsOfRanks) -> None:
-    for step, found in by_step(runs["island-tensor"]).items():
+@pytest.mark.parametrize("name", ["island-tensor", "island-stages"])
+def test_islands_may_be_cut(name: str, runs: RunsOfRanks) -> None:
+    for step, found in by_step(runs[name]).items():
         assert found == pytest.approx(by_step(runs["islands"])[step], rel=1e-5), step
-    assert "2 island(s) of 2 rank(s)" in runs["island-tensor"]["printed"]
-    assert runs["island-tensor"]["heldout_loss"] == pytest.approx(runs["islands"]["heldout_loss"], rel=1e-5)
+    assert "2 island(s) of 2 rank(s)" in runs[name]["printed"]
+    assert runs[name]["heldout_loss"] == pytest.approx(runs["islands"]["heldout_loss"], rel=1e-5)
+    assert runs[name]["sample"]
 
 
 @pytest.mark.parametrize("name", ["mesh", "sdp4bit", *COVERED[:2]])

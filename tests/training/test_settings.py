@@ -37,6 +37,25 @@ def test_defaults_then_file_then_flags(toml: Path) -> None:
     assert flags.tables == {"sdp4bit": {"weights": "int8", "vector_weights": "int4/64:bf16"}}
 
 
+def test_another_way_to_lie_on_the_ranks_replaces_that_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("workers = 4\nstages = 2\ntensor = 2\n")
+    assert read(str(path)).mesh_shape.sizes == {"pipeline": 2, "data": 1, "tensor": 2}
+    assert read(str(path), "--mesh", "data=4").mesh_shape.sizes == {"data": 4}
+    assert read(str(path), "--tensor", "1").mesh_shape.sizes == {"pipeline": 2, "data": 2}
+    path.write_text('workers = 4\nmesh = "data=4"\n')
+    assert read(str(path), "--tensor", "2").mesh_shape.sizes == {"data": 2, "tensor": 2}
+
+
+def test_islands_are_cut_inside() -> None:
+    asked = ("--workers", "8", "--strategy", "diloco", "--stages", "2")
+    assert read(*asked).mesh_shape.sizes == {"island": 4, "pipeline": 2, "data": 1}
+    assert read(*asked, "--local-size", "4").mesh_shape.sizes == {"island": 2, "pipeline": 2, "data": 2}
+    assert read(*asked, "--tensor", "2").mesh_shape.sizes == {"island": 2, "pipeline": 2, "data": 1, "tensor": 2}
+    with pytest.raises(ConfigError, match="islands of 3 ranks can't be cut so; nearest: --local-size 2"):
+        _ = read(*asked, "--local-size", "3").mesh_shape
+
+
 def test_a_flag_may_restore_the_default_over_the_file(toml: Path) -> None:
     assert read(str(toml), "--steps", str(TrainConfig().steps)).steps == TrainConfig().steps
 

@@ -41,6 +41,8 @@ ROWS = {
     "kept": (4, f"--strategy sdp4bit --stages 2 {STILL}", "four"),
     "back": (2, f"--strategy zero --stages 1 {STILL}", "lossy"),
     "first": (2, f"--strategy zero --stages 2 --pipeline.head first --pipeline.plan fitted {STILL}", "lossy"),
+    "tensor": (4, f"--strategy sdp4bit --stages 2 --tensor 2 {EXACT}", "four"),
+    "tensor-still": (4, f"--strategy zero --stages 2 --tensor 2 {STILL}", "lossy"),
     "auto": (4, f"--strategy zero --stages auto {EXACT}", ""),
     "skip": (4, "--strategy zero --stages 4 --pipeline.head first --pipeline.skip 0.25", ""),
     "skip-again": (4, "--strategy zero --stages 4 --pipeline.head first --pipeline.skip 0.25", ""),
@@ -53,14 +55,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> RunsOfRanks:
 
 
 def test_stages_change_no_loss_and_no_norm(runs: RunsOfRanks) -> None:
-    for name in ("four", "zero", "ddp"):
+    for name in ("four", "zero", "ddp", "tensor"):
         for step, found in runs[name]["steps"].items():
             for key in ("loss", "grad_norm"):
                 assert found[key] == pytest.approx(runs["alone"]["steps"][step][key], rel=2e-5), (name, step, key)
-    for name in ("zero", "ddp"):
+    for name in ("zero", "ddp", "tensor"):
         assert runs[name]["heldout_loss"] == pytest.approx(runs["alone"]["heldout_loss"], rel=1e-5)
         assert "resume proven" in runs[name]["printed"]
-    assert runs["ddp"]["sample"]
+    assert runs["ddp"]["sample"] and runs["tensor"]["sample"]
+    assert "parameters cut over 2 ranks" in runs["tensor"]["printed"]
 
 
 def test_stages_that_are_chosen_are_said_kept_and_change_no_loss(runs: RunsOfRanks) -> None:
@@ -78,7 +81,13 @@ def test_a_pipeline_goes_on_as_it_was(runs: RunsOfRanks) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "origin"), [pytest.param("kept", "four", marks=pytest.mark.whole), ("back", "lossy"), ("first", "lossy")]
+    ("name", "origin"),
+    [
+        pytest.param("kept", "four", marks=pytest.mark.whole),
+        ("back", "lossy"),
+        ("first", "lossy"),
+        ("tensor-still", "lossy"),
+    ],
 )
 def test_checkpoints_move_between_stages_without_a_difference(name: str, origin: str, runs: RunsOfRanks) -> None:
     before, after = weights(runs[origin]), weights(runs[name])
@@ -117,8 +126,16 @@ def test_stages_that_are_skipped_are_the_same_in_each_run(runs: RunsOfRanks) -> 
         (("--stages", "2", "--pipeline.plan", "dualpipe-v", "--tokens-per-step", "128"), "nearest that works: 4"),
         (("--stages", "2", "--strategy", "fsdp"), "fsdp can't train the stages of a pipeline: it would gather"),
         (("--stages", "2", "--strategy", "one-byte"), "one-byte can't train the stages of a pipeline"),
-        (("--stages", "2", "--strategy", "diloco", "--local-size", "2"), "stages beside islands"),
-        (("--mesh", "pipeline=2,tensor=2"), "stages beside islands or a tensor axis"),
+        (("--stages", "2", "--strategy", "diloco", "--local-size", "1"), "islands of 1 ranks can't be cut so"),
+        (("--stages", "2", "--strategy", "diloco", "--local-size", "2", "--inner", "fsdp"), "would gather a stage's"),
+        (("--stages", "2", "--tensor", "4"), "--tensor 4: must divide the 2 ranks that --stages 2 leaves; nearest"),
+        (("--tensor", "2", "--mesh", "pipeline=2,data=2"), "--tensor 2 and --mesh pipeline=2,data=2: give one"),
+        (("--tensor", "4"), "a tensor axis of 4 ranks can't cut num_key_value_heads 2"),
+        (
+            ("--mesh", "pipeline=4,tensor=2", "--workers", "8", "--pipeline.recover", "average"),
+            "beside a tensor axis of 2",
+        ),
+        (("--nodes", "4", "--node", "1", "--join", "h:1", "--workers", "1", "--tensor", "4"), "machines of 1"),
         (("--mesh", "pipeline=2,data=2", "--stages", "4"), "--stages 4 and --mesh pipeline=2,data=2: give one"),
         (("--stages", "2", "--pipeline.plan", "1f1b", "--pipeline.in-flight", "3"), "plan '1f1b' has its own"),
         (("--stages", "2", "--pipeline.plan", "gpipe", "--pipeline.head", "first"), "nearest: plan 'fitted'"),
@@ -128,6 +145,8 @@ def test_stages_that_are_skipped_are_the_same_in_each_run(runs: RunsOfRanks) -> 
         (("--stages", "4", "--inject", "kill stage=4 step=2"), "stages are numbered from 0 to 3"),
         (("--stages", "4", "--pipeline.recover", "average", "--minutes", "1"), "recover: .* nearest: --steps"),
         (("--stages", "auto", "--mesh", "data=4"), "--stages auto finds the mesh"),
+        (("--stages", "auto", "--tensor", "2"), "--stages auto finds the mesh: leave --mesh, --tensor"),
+        (("--strategy", "auto", "--tensor", "2"), "--strategy auto finds mesh and order: leave --mesh, --tensor"),
         (("--stages", "auto", "--model", "moe-tiny"), "for presets such as demo, and not for moe-tiny"),
         (("--stages", "auto", "--strategy", "diloco"), "--stages auto: stages beside islands"),
         (("--stages", "auto", "--pipeline.recover", "average"), "--stages auto with recover: .* nearest: --stages 4"),

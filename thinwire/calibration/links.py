@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
 from functools import partial
 from statistics import median
 
@@ -52,9 +51,9 @@ def bucket_of(num_bytes: float, once_s: float, twice_s: float, delay_s: float) -
 def measured_rates(comm: Communicator) -> Network:
     """Rates and delays between all ranks, both ways, equal on all of them; a collective.
 
-    In each round pairs of ranks send to each other, messages that grow until they take PROBE_S. The delay is the time
-    of a short message. See `bucket_of`; the burst is the median of the links'. Of two probes the faster counts: other
-    work on a machine only slows them.
+    In each round pairs of ranks send to each other in turns, messages that grow until they take PROBE_S. The delay is
+    the time of a short message. See `bucket_of`; the burst is the median of the links'. Of two probes the faster
+    counts: other work on a machine only slows them.
     """
     size = comm.world_size
     rates = [[float("inf")] * size for _ in range(size)]
@@ -133,19 +132,14 @@ def _fastest(comm: Communicator, peer: dict[int, int], num_bytes: dict[int, int]
 def _swap(comm: Communicator, peer: dict[int, int], num_bytes: dict[int, int]) -> Tensor:
     """Seconds after which each rank has the message of its peer, fp64 [world_size]; num_bytes: by receiver."""
     time.sleep(REST_S)
-    comm.barrier()
-    start = time.perf_counter()
-    # One job each way, so that none waits for the slower one.
-    jobs: list[Future[None]] = []
+    other, took_s = peer.get(comm.rank), 0.0
+    # One way after the other: gloo's word that a receive is posted would stand behind what this rank sends.
     for upwards in (True, False):
-        jobs.append(comm.submit(partial(_one_way, peer=peer, num_bytes=num_bytes, upwards=upwards)))
-    other = peer.get(comm.rank)
-    took_s = 0.0
-    if other is not None:
-        comm.wait(jobs[0 if other < comm.rank else 1])
-        took_s = time.perf_counter() - start
-    for job in jobs:
-        comm.wait(job)
+        comm.barrier()
+        start = time.perf_counter()
+        comm.wait(comm.submit(partial(_one_way, peer=peer, num_bytes=num_bytes, upwards=upwards)))
+        if other is not None and (other < comm.rank) == upwards:
+            took_s = time.perf_counter() - start
     return comm.wait(comm.all_gather_exact(torch.tensor([took_s], dtype=torch.float64))).flatten()
 
 

@@ -62,6 +62,15 @@ def give_back(members: Members) -> None:
         _idle_groups.setdefault((dist.group.WORLD, tuple(members.names)), []).append(members.group)
 
 
+def reserve(group: dist.ProcessGroup | Sequence[int] | DeviceMesh | None, number: int, timeout_s: float) -> None:
+    """Open so many groups over these ranks for those who ask later, when ranks may be in different numbers of groups.
+
+    A collective over the ranks.
+    """
+    for members in [own_members(group, timeout_s) for _ in range(number)]:
+        give_back(members)
+
+
 def forget_groups() -> None:
     """Drop the free groups, before their world is destroyed."""
     _idle_groups.clear()

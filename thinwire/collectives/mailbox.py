@@ -98,6 +98,10 @@ class Mailbox:
     def meter(self) -> Meter:
         return self._wire.meter
 
+    def share_bytes(self, num_bytes: int) -> int:
+        """What this rank sends of a message of so many bytes."""
+        return num_bytes
+
     def begin(self, expected: Sequence[Expected]) -> None:
         """Begin a step in which these messages will be taken in this order."""
         assert not self._posted and not self._coming and not self._sent, "the step before has not finished"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from thinwire.errors import ConfigError, Problems, nearest
-from thinwire.options import checked_values, option_tables, strategy_table
+from thinwire.options import PIPELINE, checked_values, option_tables, strategy_table
 from thinwire.registry import STRATEGIES
 from thinwire.training.config import TrainConfig, range_errors
 from thinwire.training.run import Run
@@ -19,6 +19,9 @@ from thinwire.training.run import Run
 PLACEHOLDERS = ("run_dir", "steps", "seed", "config", "resume", "stop_at")
 # Training options that each contestant may set for itself, because their best values depend on the method.
 TUNED = ("lr", "optimizer", "weight_decay", "grad_clip")
+# How the model lies on the ranks, and the options of a pipeline, such as pipeline.plan: each contestant's own, too.
+LAYOUT = ("stages", "tensor", "micro_batch", "order")
+PREFIX = "pipeline."
 # Folder and row of the measurement of computing alone. It is not a contestant.
 COMPUTE = "compute"
 _NAME = r"[A-Za-z0-9][\w.+-]*"
@@ -49,13 +52,17 @@ class Contestant:
         """The configuration with this strategy. An outside program gets the base configuration."""
         if self.command:
             return base
-        tuned = {name: value for name, value in self.options.items() if name in TUNED}
-        config = replace(base, strategy=self.strategy, **tuned)
-        table = strategy_table(self.strategy)
-        if table is None:
-            return config
-        own = {name: value for name, value in self.options.items() if name not in TUNED}
-        return replace(config, tables={**base.tables, table: {**base.tables.get(table, {}), **own}})
+        own = dict(self.options)
+        stated = {name: own.pop(name) for name in (*TUNED, *LAYOUT) if name in own}
+        below = {name.removeprefix(PREFIX): own.pop(name) for name in self.options if name.startswith(PREFIX)}
+        added = {PIPELINE: below, strategy_table(self.strategy) or "": own}
+        tables = {name: {**base.tables.get(name, {}), **values} for name, values in added.items() if values}
+        return replace(base, strategy=self.strategy, tables={**base.tables, **tables}, **stated)
+
+    @property
+    def has_layout(self) -> bool:
+        """Whether it lies on the ranks in its own way."""
+        return any(name in LAYOUT or name.startswith(PREFIX) for name in self.options)
 
     def settled_after(self, base: TrainConfig) -> int:
         """Number of first steps in which the strategy does not yet work as it does later; 0 for an outside program."""
@@ -141,24 +148,34 @@ def read_strategy(text: str, problems: Problems, base: TrainConfig) -> Contestan
         raise ConfigError(f"--strategies {text}: unknown strategy {strategy!r}{nearest(strategy, STRATEGIES)}")
     options: dict[str, Any] = {}
     if match["options"] is not None:
-        stated = dict(_option(part, text) for part in match["options"].split(",") if part.strip())
-        options = checked_options(strategy, stated, f"--strategies {text}: ", problems)
+        stated = dict(_option(part, text) for part in split(match["options"], problems) if part.strip())
+        options = checked_options(strategy, stated, f"--strategies {text}: ", problems, base)
     contestant = Contestant(_usable(match["name"] or strategy), strategy, options)
     Run.of(contestant.config(base))
     return contestant
 
 
-def checked_options(strategy: str, stated: Mapping[str, Any], note: str, problems: Problems) -> dict[str, Any]:
-    """The checked options: the strategy's, and those of TUNED."""
-    table = strategy_table(strategy)
-    own = {name: value for name, value in stated.items() if name.replace("-", "_") not in TUNED}
-    tuned = {name.replace("-", "_"): value for name, value in stated.items() if name not in own}
+def checked_options(
+    strategy: str, stated: Mapping[str, Any], note: str, problems: Problems, base: TrainConfig
+) -> dict[str, Any]:
+    """The checked options: the strategy's, those of TUNED and LAYOUT, and those of the pipeline."""
+    table, shared = strategy_table(strategy), (*TUNED, *LAYOUT)
+    below = {name.removeprefix(PREFIX): value for name, value in stated.items() if name.startswith(PREFIX)}
+    own = {
+        name: value
+        for name, value in stated.items()
+        if name.replace("-", "_") not in shared and not name.startswith(PREFIX)
+    }
+    tuned = {name: value for name, value in stated.items() if name.replace("-", "_") in shared}
     for name in own if table is None else ():
-        problems.messages.append(f"{note}{strategy} has no option {name!r}{nearest(name, TUNED)}")
-    options = {} if table is None else checked_values(option_tables()[table], own, note, problems, others=TUNED)
-    tuned = checked_values(TrainConfig, tuned, note, problems, only=TUNED)
-    problems.messages += [note + message for message in range_errors(replace(TrainConfig(), **tuned))]
-    return options | tuned
+        problems.messages.append(f"{note}{strategy} has no option {name!r}{nearest(name, shared)}")
+    options = {} if table is None else checked_values(option_tables()[table], own, note, problems, others=shared)
+    tuned = checked_values(TrainConfig, tuned, note, problems, only=shared)
+    # Of the base itself nothing is said once more for each contestant.
+    ranks = TrainConfig(workers=base.workers, nodes=base.nodes)
+    problems.messages += [note + message for message in range_errors(replace(ranks, **tuned))]
+    below = checked_values(option_tables()[PIPELINE], below, f"{note}{PREFIX}", problems)
+    return options | tuned | {f"{PREFIX}{name}": value for name, value in below.items()}
 
 
 def _option(part: str, text: str) -> tuple[str, Any]:

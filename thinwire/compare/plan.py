@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -91,13 +91,17 @@ class RacePlan:
         }
 
 
-def make_plan(race: RaceConfig, train: TrainConfig, problems: Problems) -> RacePlan:
+def make_plan(
+    race: RaceConfig, train: TrainConfig, problems: Problems, contestants: Sequence[Contestant] | None = None
+) -> RacePlan:
     """Check everything, choose the compute dtype and prepare the tokens, once for all contestants.
+
+    contestants: those that race; None: those that the configuration names.
 
     Raises ConfigError with all problems at once.
     """
-    contestants = read_contestants(race.strategies, problems, train)
     lab = problems.note(LabSpec.from_text, race.lab) or LabSpec()
+    contestants = list(contestants or read_contestants(race.strategies, problems, shared_config(train, lab)))
     seeds = problems.note(read_seeds, race.seeds, train.seed) or ()
     target = problems.note(read_target, race.target_loss)
     problems.messages += [*range_errors(race, train.steps), *folder_errors(race)]
@@ -131,9 +135,15 @@ def check_training(train: TrainConfig, contestants: list[Contestant], problems: 
     own = [contestant for contestant in contestants if contestant.strategy]
     first = own[0].config(train) if own else train
     # --out has been checked, and a run directory with this name is empty.
-    check(replace(first, run_dir=str(Path(tempfile.gettempdir(), uuid.uuid4().hex))), problems)
+    nowhere = Path(tempfile.gettempdir(), uuid.uuid4().hex)
+    # Each rank of the lab is a machine to itself, and says at its start what it finds of an order.
+    check(replace(first, run_dir=str(nowhere), order=()), problems)
     for contestant in own[1:]:
-        problems.note(lambda one=contestant: Run.of(one.config(train)))
+        if contestant.has_layout:
+            with problems.collect():
+                check(replace(contestant.config(train), run_dir=str(nowhere), order=()), problems)
+        else:
+            problems.note(lambda one=contestant: Run.of(one.config(train)))
     # Contestants that share a wrong table of options report the same error.
     problems.messages = list(dict.fromkeys(problems.messages))
 

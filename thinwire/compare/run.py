@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import product
@@ -36,6 +36,7 @@ def race(
     command: str = "",
     problems: Problems | None = None,
     board: Board | None = None,
+    contestants: Sequence[Contestant] | None = None,
 ) -> Result:
     """Run a race, write OUT/compare.json after every leg and OUT/compare.html at the end. Return the result.
 
@@ -45,11 +46,12 @@ def race(
     Args:
         command: the command line as typed, for the page.
         problems: errors found so far, to be raised with those found here.
+        contestants: those that race, in place of those that the configuration names.
     """
     train = train or TrainConfig()
     if config.resume and train.dtype == "auto":
         train = replace(train, dtype=recorded_dtype(Path(config.out)))
-    plan = make_plan(config, train, problems or Problems())
+    plan = make_plan(config, train, problems or Problems(), contestants)
     record = Record(plan.settings(), command)
     if config.resume:
         record = load_record(plan.out, record.settings)

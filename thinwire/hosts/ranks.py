@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.collectives import Communicator, Meter, Topology
+from thinwire.hosts.stages import StageAxis
 from thinwire.hosts.tensor import TensorAxis
 from thinwire.state.agreement import Agreed, StepStatus, word_bytes
 
@@ -25,6 +27,7 @@ class Axis:
         num_names: parameters of the whole model, if ranks of another axis hold other parameters; else 0.
         group_for: (name, parameter) -> the global ranks that hold replicas of it; None: all of `group`.
         meter: what counts the messages; None: a new one.
+        stages: the axis that cuts the layers, if a method of islands asks for whole models.
     """
 
     group: DeviceMesh
@@ -33,6 +36,7 @@ class Axis:
     num_names: int = 0
     group_for: Callable[[str, nn.Parameter], Sequence[int] | None] | None = None
     meter: Meter | None = None
+    stages: StageAxis | None = None
 
     def counts(self, name: str) -> bool:
         """Whether this rank counts its part of a parameter in sums. One of the ranks with the same elements does."""
@@ -98,6 +102,12 @@ def neighbours(rank: int, ranks: int, stride: int = 1) -> list[int]:
     """The `ranks` ranks of a group to which one of them belongs; each is `stride` ranks behind the one before."""
     first = rank - rank // stride % ranks * stride
     return list(range(first, first + ranks * stride, stride))
+
+
+def communicator_along(mesh: DeviceMesh, everyone: Communicator, **options: Any) -> Communicator:
+    """Over one axis of a mesh; everyone: over all of its ranks."""
+    members = [everyone.global_ranks.index(rank) for rank in mesh.mesh.flatten().tolist()]
+    return Communicator(mesh, local_size=along(everyone.topology, members), **options)
 
 
 def along(grid: Topology, members: list[int]) -> int:

@@ -16,6 +16,8 @@ from thinwire.collectives import Communicator
 from thinwire.collectives.elastic import PATIENCE_S
 from thinwire.errors import PeerLostError
 from thinwire.hosts.interface import ParallelOptimizer
+from thinwire.hosts.ranks import communicator_along
+from thinwire.hosts.stages import StageAxis
 from thinwire.hosts.tensor import TensorAxis
 
 # What an island's first rank tells the others.
@@ -49,34 +51,58 @@ class ShardedHost(Host, Protocol):
     inner: torch.optim.Optimizer
 
 
-class TensorHost:
-    """A Host whose model a tensor axis cuts: whole parameters to and from the parts of its ranks.
+class CutHost:
+    """A Host whose model is cut: whole parameters to and from a rank's parts of matrices, and of layers.
 
-    comm: all ranks of the island. What torch sends to gather them is counted by formula.
+    comm: all ranks of the island. What torch sends to gather matrices is counted by formula.
     """
 
-    def __init__(self, inner: ParallelOptimizer, axis: TensorAxis) -> None:
+    def __init__(self, inner: ParallelOptimizer, tensor: TensorAxis | None, stages: StageAxis | None) -> None:
         self.comm: Communicator | None = inner.everyone
-        self._inner, self._axis = inner, axis
+        self._inner, self._tensor, self._stages = inner, tensor, stages
+        self._along: Communicator | None = None
+        if stages is not None:
+            self._along = communicator_along(stages.mesh, inner.everyone, meter=inner.meter)
 
     def masters(self, names: Collection[str]) -> dict[str, Tensor]:
         """Copies of the whole parameters; a collective over the island."""
-        if sent := self._gather_bytes(names):
-            self._inner.meter.count("masters", "intra", sent, sent)
-        return self._axis.gather(self._inner.masters(names))
+        own = self._own(names)
+        found = self._inner.masters(own)
+        if self._tensor is not None:
+            if sent := self._gather_bytes(self._tensor, own):
+                self._inner.meter.count("masters", "intra", sent, sent)
+            found = self._tensor.gather(found)
+        if self._stages is not None and self._along is not None:
+            found = self._stages.gather(found, names, self._along)
+        return found
 
     def adopt_weights(self, values: Mapping[str, Tensor]) -> None:
         """Take this rank's part of whole parameters; a collective over the island."""
-        self._inner.adopt_weights(self._axis.part(values))
+        own = {name: values[name] for name in self._own(values)}
+        self._inner.adopt_weights(own if self._tensor is None else self._tensor.part(own))
+        if self._stages is not None:
+            self._stages.after_write()
 
     def handover_bytes(self, names: Collection[str]) -> tuple[int, int]:
-        """A rank sends its part to the others of the tensor axis for `masters`; `adopt_weights` sends nothing there."""
-        reads, writes = self._inner.handover_bytes(names)
-        return reads + self._gather_bytes(names), writes
+        """A rank sends its part to the others of each axis for `masters`; `adopt_weights` sends nothing there."""
+        own = self._own(names)
+        reads, writes = self._inner.handover_bytes(own)
+        reads += 0 if self._tensor is None else self._gather_bytes(self._tensor, own)
+        if self._stages is not None and self._along is not None:
+            reads += self._stages.gather_bytes(names, self._along)
+        return reads, writes
 
-    def _gather_bytes(self, names: Collection[str]) -> int:
-        size, cuts = self._axis.mesh.size(), self._axis.cuts
-        parts = [cuts[name].shape.numel() // size for name in set(self._axis.local_names()).intersection(names)]
+    def close(self) -> None:
+        """Give the process group of the stages back."""
+        if self._along is not None:
+            self._along.close()
+
+    def _own(self, names: Collection[str]) -> list[str]:
+        return list(names) if self._stages is None else [name for name in names if name in self._stages.own]
+
+    def _gather_bytes(self, axis: TensorAxis, names: Collection[str]) -> int:
+        size, cuts = axis.mesh.size(), axis.cuts
+        parts = [cuts[name].shape.numel() // size for name in set(axis.local_names()).intersection(names)]
         return 4 * (size - 1) * sum(parts)
 
 

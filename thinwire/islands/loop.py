@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,13 +28,20 @@ from thinwire.state.whole import local_tensor, write_whole
 from thinwire.table import Row
 
 
+class Whole(NamedTuple):
+    """What islands exchange: the parameters of `model`, which may lack memory, with these shapes where it has parts."""
+
+    model: nn.Module
+    shapes: Mapping[str, torch.Size]
+
+
 class OuterLoop:
     """Counts inner steps, exchanges fragments with other islands when they are due, and goes on with the result.
 
     All ranks of an island have one and call it alike; its first rank alone has peers, and the outer state, fp32 on the
     CPU. torch_optimizer: the one whose gradients a correction is added to, and whose learning rate rises anew on an
-    island that joins others. options: what else all islands must have in common. whole: shapes of parameters of which
-    the model holds a part and the host hands over the whole.
+    island that joins others. options: what else all islands must have in common. whole: what the host
+    hands over; None: the model's parameters, as this rank has them.
 
     Every island must take the same steps. Raises ConfigError where islands train different models or by other options.
     """
@@ -48,13 +55,14 @@ class OuterLoop:
         *,
         torch_optimizer: torch.optim.Optimizer,
         options: str = "",
-        whole: Mapping[str, torch.Size] | None = None,
+        whole: Whole | None = None,
         seed: int = 0,
     ) -> None:
         self.host, self.model, self.method, self.torch_optimizer = host, model, method, torch_optimizer
         self.island = Island(host.comm)
         self.island.first_does(lambda: None)
-        fragments = cut(model, method.num_fragments, method.pattern, method.codec.block, whole)
+        self.whole = whole or Whole(model, {})
+        fragments = cut(self.whole.model, method.num_fragments, method.pattern, method.codec.block, self.whole.shapes)
         connected = (peers or alone()) if self.island.is_first else None
         self.exchanges = Exchanges(method, fragments, connected, options=options, seed=seed)
         self.steps = 0

@@ -11,8 +11,8 @@ from torch import nn
 from thinwire.checkpoint import Snapshot, Source
 from thinwire.collectives.peers import Meters
 from thinwire.hosts.interface import ParallelOptimizer, RankOptions, apply
-from thinwire.islands.island import TensorHost
-from thinwire.islands.loop import OuterLoop
+from thinwire.islands.island import CutHost
+from thinwire.islands.loop import OuterLoop, Whole
 from thinwire.islands.recovery import Change
 from thinwire.islands.traffic import LoopTraffic
 from thinwire.methods.outer.base import Connected, IslandsMethod
@@ -22,6 +22,8 @@ from thinwire.table import Row
 OUTER = "outer"
 # Why a step with an ascent has two.
 TWICE = "of each micro-batch: the gradient is also taken uphill, so computing takes twice as long"
+# In front of what the inner strategy says of itself.
+INSIDE = "inside an island: "
 # Steps that the islands have taken.
 POSITION = "position"
 
@@ -60,7 +62,7 @@ class IslandsOptimizer:
     @property
     def uncompressed_bytes_per_step(self) -> float:
         """Payload of fp32 gradients and weights where the optimizer is sharded over all islands' ranks."""
-        num_parameters = sum(param.numel() for param in self.loop.model.parameters() if param.requires_grad)
+        num_parameters = sum(param.numel() for param in self.loop.whole.model.parameters() if param.requires_grad)
         return 8 * num_parameters * (1 - 1 / max(1, self.comm.world_size * self.traffic.num_islands))
 
     def step(self) -> None:
@@ -96,7 +98,7 @@ class IslandsOptimizer:
             *ascent,
             *self.traffic.rows(),
             ("sent for exchanges per step", *shown),
-            *((f"inside an island: {asked}", effect, why) for asked, effect, why in self.inner.describe()),
+            *((f"{INSIDE}{asked}", effect, why) for asked, effect, why in self.inner.describe()),
         ]
 
     def snapshot(self) -> Snapshot:
@@ -138,6 +140,8 @@ class IslandsOptimizer:
     def close(self) -> None:
         """Wait for all communication, leave the other islands, and give the process groups back."""
         self.loop.exchanges.close()
+        if isinstance(self.loop.host, CutHost):
+            self.loop.host.close()
         self.inner.close()
 
 
@@ -150,11 +154,12 @@ def _apply_connected(
     wrapped, inner = apply(method.inner, model, optimizer, **options)
     peers = connected.peers() if callable(connected.peers) else connected.peers
     axis = options.get("axis")
-    tensor = axis.tensor if axis is not None else None
-    whole = {name: cut.shape for name, cut in tensor.cuts.items()} if tensor is not None else None
+    tensor, stages = (axis.tensor, axis.stages) if axis is not None else (None, None)
+    shapes = {name: cut.shape for name, cut in tensor.cuts.items()} if tensor is not None else {}
     loop = OuterLoop(
-        inner if tensor is None else TensorHost(inner, tensor), model, method.outer(), peers,
-        options=connected.options, torch_optimizer=optimizer, whole=whole, seed=options["seed"],
+        inner if tensor is stages is None else CutHost(inner, tensor, stages), model, method.outer(), peers,
+        options=connected.options, torch_optimizer=optimizer, whole=Whole(stages.skeleton if stages else model, shapes),
+        seed=options["seed"],
     )  # fmt: skip
     return wrapped, cast(ParallelOptimizer, IslandsOptimizer(inner, loop, method))
 

@@ -117,6 +117,8 @@ def measure(config: CalibrateConfig) -> int:
     import torch
     import torch.distributed as dist
 
+    # A worker has it all, and its memory is counted from there.
+    import thinwire.launch.preload  # noqa: F401
     from thinwire.calibration import calibrate
     from thinwire.calibration.machine import CODECS
     from thinwire.collectives import Communicator

@@ -21,7 +21,7 @@ GROUPS = {
         "model", "data", "strategy", "workers", "device", "steps", "minutes", "tokens_per_step", "seq_len",
         "micro_batch", "lr", "seed", "run_dir", "resume", "overwrite", "dry_run",
     ),
-    "machines": ("local_size", "mesh", "stages", "order", "plan", "join", "nodes", "node", "timeout"),
+    "machines": ("local_size", "mesh", "stages", "tensor", "order", "plan", "join", "nodes", "node", "timeout"),
     "memory": ("memory", "store"),
     "data": ("text_field", "tokenizer", "cache_dir"),
     "training": (
@@ -91,8 +91,8 @@ def configured(stated: Stated, problems: Problems) -> TrainConfig:
     elif "minutes" in flags:
         below = replace(below, steps=TrainConfig().steps)
     if "mesh" in flags:
-        below = replace(below, stages=None)
-    elif "stages" in flags:
+        below = replace(below, stages=None, tensor=None)
+    elif "stages" in flags or "tensor" in flags:
         below = replace(below, mesh=None)
     limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
     if limit != resource.RLIM_INFINITY and (flags.get("memory") or below.memory) is None:

@@ -41,8 +41,9 @@ from thinwire.models import build_model, build_skeleton
 from thinwire.models.distil import check_alike
 from thinwire.models.hf import check_hf, look_into
 from thinwire.models.kept import MASKS
-from thinwire.models.llama import Llama, check_cut
+from thinwire.models.llama import Llama
 from thinwire.models.moe import check_axes
+from thinwire.models.tensor import check_cut
 from thinwire.options import LAYOUT_TABLES, LLAMA, PIPELINE, check_unused, has_islands, model_table
 from thinwire.registry import check_on_mesh
 from thinwire.report.metrics import read_metrics
@@ -92,8 +93,8 @@ def check(config: TrainConfig, problems: Problems) -> Run | None:
             run.strategy.check_model(model)
         if model is not None:
             check_axes(model, config.mesh_shape.sizes)
-        if isinstance(model, Llama) and config.mesh is not None:
-            check_cut(model.config, config.mesh_shape.tensor)
+        if config.mesh_shape.tensor > 1:
+            check_tensor(config, model)
         if config.is_planned_late:
             check_planned_late(config, model)
         elif run is not None and not wrong_numbers and config.chooses_stages:
@@ -101,7 +102,7 @@ def check(config: TrainConfig, problems: Problems) -> Run | None:
         elif run is not None and not wrong_numbers:
             check_pipeline(config, run, model)
             if run.pipeline is not None:
-                check_recovers(run.pipeline, run.strategy, config.mesh_shape.sizes["data"])
+                check_recovers(run.pipeline, run.strategy, config.mesh_shape.sizes)
         if run is not None and not wrong_numbers and model is not None:
             check_sequence(config, run, model)
             check_expert_ranks(config, run, model)
@@ -128,11 +129,22 @@ def check_mesh(config: TrainConfig, run: Run | None) -> None:
     if shape.tensor > 1 and run is not None:
         with problems.collect():
             check_on_mesh(run.strategy)
-    if shape.tensor > 1 and config.model.startswith("hf:"):
+    problems.raise_any()
+
+
+def check_tensor(config: TrainConfig, model: nn.Module | None) -> None:
+    """Raise ConfigError, with all that is wrong, for a tensor axis that does not fit the model or leaves a machine."""
+    problems, size = Problems(), config.mesh_shape.tensor
+    machine = int(os.environ.get("LOCAL_WORLD_SIZE", config.workers))
+    if config.world_size > machine and machine % size:
         problems.messages.append(
-            f"--mesh {config.mesh}: the matrices of {config.model} can't be cut here; nearest: a preset such as demo, "
-            "or parallelize_module and thinwire.parallelize in a loop of your own"
+            f"a tensor axis of {size} ranks on machines of {machine}: its sums in each layer would cross the network; "
+            f"nearest: --tensor {gcd(size, machine)}, or --stages {size}"
         )
+    if config.model.startswith("hf:"):
+        problems.note(check_cut, check_hf(config.model.removeprefix("hf:"), 1, 1, {}), size)
+    elif isinstance(model, Llama):
+        problems.note(check_cut, model.config, size)
     problems.raise_any()
 
 
@@ -141,9 +153,6 @@ def check_pipeline(config: TrainConfig, run: Run, model: nn.Module | None) -> No
     shape, problems = config.mesh_shape, Problems()
     if run.pipeline is None:
         return
-    beside = {"island", "tensor"} & {name for name, size in shape.sizes.items() if size > 1}
-    if beside or run.has_islands:
-        problems.messages.append("stages beside islands or a tensor axis: not served; nearest: pipeline and data alone")
     if config.compile:
         problems.messages.append("--compile: the layers of a pipeline's stages are not compiled; leave it out")
     num_layers = None if model is None else len(layer_list(model)[1])
@@ -156,17 +165,15 @@ def check_pipeline(config: TrainConfig, run: Run, model: nn.Module | None) -> No
             f"--minutes {config.minutes:g} with recover: a process that is started anew would choose another number of "
             f"steps; nearest: --steps {config.steps}"
         )
-    with problems.collect():
-        if not run.has_islands:
-            check_inside(run.strategy, shape.sizes["data"])
+    problems.note(check_inside, run.strategy, shape.sizes["data"])
     problems.raise_any()
 
 
 def check_choice(config: TrainConfig, run: Run, model: nn.Module | None) -> None:
     """Raise ConfigError, with all that is wrong, where stages can't be chosen."""
     problems, what, stated = Problems(), f"--stages {config.stages}", "--stages 2"
-    if config.mesh is not None or run.sequence is not None:
-        problems.messages.append(f"{what} finds the mesh: leave --mesh and --sequence.parallel out")
+    if config.mesh is not None or run.sequence is not None or (config.tensor or 1) > 1:
+        problems.messages.append(f"{what} finds the mesh: leave --mesh, --tensor and --sequence.parallel out")
     if run.has_islands:
         problems.messages.append(f"{what}: stages beside islands are not served; nearest: --strategy sdp4bit")
     if type(model) is not Llama:
@@ -182,8 +189,10 @@ def check_choice(config: TrainConfig, run: Run, model: nn.Module | None) -> None
 def check_planned_late(config: TrainConfig, model: nn.Module | None) -> None:
     """Raise ConfigError, with all that is wrong, where the ranks can't choose a strategy for themselves."""
     problems, what, stated = Problems(), f"--strategy {config.strategy}", "--strategy sdp4bit"
-    if config.mesh is not None or config.order or (config.sequence or 1) > 1:
-        problems.messages.append(f"{what} finds mesh and order: leave --mesh, --order and --sequence.parallel out")
+    if config.mesh is not None or config.order or max(config.sequence or 1, config.tensor or 1) > 1:
+        problems.messages.append(
+            f"{what} finds mesh and order: leave --mesh, --tensor, --order and --sequence.parallel out"
+        )
     if config.inner is not None:
         problems.messages.append(f"{what} chooses no islands; nearest: --strategy diloco --inner {config.inner}")
     if type(model) is not Llama:
@@ -350,7 +359,7 @@ def check_fault(text: str, config: TrainConfig) -> None:
 def fault_row(text: str, run: Run) -> Row:
     """What an injected fault will do."""
     kind = faults.parse(text).kind
-    ends = kind == "kill" and run.config.mesh_shape.pipeline > 1 and not run.recovers
+    ends = kind == "kill" and run.config.mesh_shape.pipeline > 1 and not run.recovers and not run.has_islands
     more = ", and with it the run: --pipeline.recover average would go on without a stage" if ends else ""
     return f"--inject {text!r}", "armed", faults.KINDS[kind] + more
 

@@ -6,8 +6,6 @@ from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
 from thinwire.errors import ConfigError, nearest_divisor
@@ -287,48 +285,6 @@ class Llama(nn.Module):
             )
         logits = self.lm_head(self.model(tokens))
         return logits if targets is None else next_token_loss(logits, targets)
-
-
-# A layer's matrices that a tensor axis cuts by columns of x W^T, and the next ones, which it cuts by rows.
-COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
-ROWS = ("self_attn.o_proj", "mlp.down_proj")
-
-
-def check_cut(config: LlamaConfig, size: int) -> None:
-    """Raise ConfigError if heads and inner width are not divisible by `size`, the ranks of a tensor axis."""
-    for what in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        if (value := getattr(config, what)) % size:
-            fits = max(n for n in range(1, size + 1) if value % n == 0)
-            raise ConfigError(
-                f"a tensor axis of {size} ranks can't cut {what} {value}: must divide it; nearest: {fits}"
-            )
-
-
-def cut_over(model: Llama, mesh: DeviceMesh) -> None:
-    """Cut the matrices of every layer over a tensor axis: heads and inner width by columns, the next matrices by rows.
-
-    A layer then has two all_reduce of the activations in its forward and two in its backward. Raises ConfigError as
-    check_cut does.
-    Source: Shoeybi et al., "Megatron-LM" (2019), section 3.
-    """
-    check_cut(model.config, mesh.size())
-    plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in COLUMNS}
-    plan |= {name: RowwiseParallel() for name in ROWS}
-    for layer in model.model.layers:
-        parallelize_module(layer, mesh, plan)
-
-
-def cut_skeleton(model: Llama, size: int) -> None:
-    """Give a model on the device "meta" the shapes of one rank of a tensor axis. Raises as check_cut does."""
-    check_cut(model.config, size)
-    for layer in model.model.layers:
-        for dim, names in enumerate((COLUMNS, ROWS)):
-            for name in names:
-                linear = layer.get_submodule(name)
-                assert isinstance(linear, Linear)
-                shape = list(linear.weight.shape)
-                shape[dim] //= size
-                linear.weight = nn.Parameter(torch.empty(shape, device="meta"))
 
 
 PRESETS: dict[str, LlamaConfig] = {

@@ -14,18 +14,20 @@ from thinwire.collectives import Topology
 from thinwire.collectives.gather import gather_bytes
 from thinwire.data import load_tokenizer
 from thinwire.device import Device
-from thinwire.errors import ConfigError, Problems, nearest
+from thinwire.errors import ConfigError, Problems, nearest, nearest_divisor
 from thinwire.flags import flag
 from thinwire.lab.spec import read_rate
 from thinwire.layout.mesh import MeshShape
 from thinwire.losses import loss_in_effect
 from thinwire.methods.experts import averages_apart
 from thinwire.methods.interface import Method, MethodPlan
+from thinwire.methods.outer.base import IslandsMethod
 from thinwire.methods.pipeline.inside import check_inside, why_not_inside
 from thinwire.methods.pipeline.options import Pipeline
 from thinwire.methods.sequence import SequenceParallel, Shape, facts
 from thinwire.models import PRESETS, Llama, build_skeleton
-from thinwire.models.llama import LlamaConfig, cut_skeleton
+from thinwire.models.llama import LlamaConfig
+from thinwire.models.tensor import cut_skeleton
 from thinwire.options import EXPERTS, PIPELINE, SEQUENCE, build_strategy, model_table, strategy_table
 from thinwire.planner.candidates import LARGEST_MICRO_BATCH, Candidate, candidates
 from thinwire.planner.experts import choose_ranks, expert_notes, expert_plan, with_splits
@@ -115,16 +117,17 @@ def explain(config: ExplainConfig, problems: Problems) -> Explained:
             if config.stages is not None:
                 grid = grid_of(config, rate, local_rate)
             if config.stages == AUTO and grid is not None:
-                config, result = found_stages(check_can_cut(model, shape), config, names, grid)
+                config, result = found_stages(check_can_cut(model), config, names, grid)
                 names, shape = [config.strategy], mesh_of(config)
             if shape.tensor > 1:
-                model = cut(model, shape.tensor)
+                cut_skeleton(model, shape.tensor)
             if shape.pipeline > 1:
-                llama, grid = check_can_cut(model, shape), grid or grid_of(config, rate, local_rate)
+                llama, grid = check_can_cut(model), grid or grid_of(config, rate, local_rate)
                 options, num = Pipeline(**config.tables.get(PIPELINE, {})), config.passes
                 stages = stages_of(
-                    llama, options, shape.pipeline, num, config.micro_batch, config.seq_len, grid, config.loss
-                )
+                    llama, options, shape.pipeline, num, config.micro_batch, config.seq_len, grid, config.loss,
+                    shape.tensor,
+                )  # fmt: skip
                 notes += notes_on_stages(stages, llama, config, grid)
                 loss, why = loss_in_effect(config.loss, config.micro_batch * config.seq_len, llama.config.vocab_size)
                 notes.append((f"--loss {config.loss}", loss, why))
@@ -151,7 +154,12 @@ def explain(config: ExplainConfig, problems: Problems) -> Explained:
                     continue
                 if shape.tensor > 1:
                     check_on_mesh(strategy)
-                if shape.pipeline > 1 and (reason := why_not_inside(strategy, replicas)):
+                reason = why_not_inside(strategy, replicas) if shape.pipeline > 1 else ""
+                if shape.pipeline > 1 and isinstance(strategy, IslandsMethod):
+                    reason = "trains islands, which are nodes here"
+                    if config.strategy != "all":
+                        raise ConfigError(f"{name} {reason}: price its stages by --strategy {strategy.inner.name}")
+                if reason:
                     if config.strategy != "all":
                         check_inside(strategy, replicas)
                     notes.append((f"strategy {name}", "left out", f"with --stages it {reason}"))
@@ -258,8 +266,8 @@ def mesh_of(config: ExplainConfig) -> MeshShape:
     shape = MeshShape({"data": num_ranks}) if config.mesh is None else MeshShape.parse(config.mesh)
     shape = with_splits(config, shape)
     stages = config.num_stages
-    if config.stages == AUTO and config.mesh is not None:
-        raise ConfigError(f"--stages {AUTO} finds the mesh: leave --mesh {config.mesh} out")
+    if config.stages == AUTO and (config.mesh is not None or config.tensor not in (None, 1)):
+        raise ConfigError(f"--stages {AUTO} finds the mesh: leave --mesh and --tensor out")
     if stages is not None and stages != shape.pipeline:
         if config.mesh is not None or num_ranks % stages:
             raise ConfigError(
@@ -267,6 +275,14 @@ def mesh_of(config: ExplainConfig) -> MeshShape:
                 f"--nodes {stages} --local-size 1"
             )
         shape = MeshShape({"pipeline": stages, "data": num_ranks // stages})
+    tensor, left = config.tensor or 1, shape.sizes["data"]
+    if tensor > 1 and tensor != shape.tensor:
+        if config.mesh is not None or left % tensor:
+            raise ConfigError(
+                f"--tensor {tensor}: must divide the {left} ranks of the data axis, and leave --mesh out; nearest: "
+                f"--tensor {nearest_divisor(tensor, left)}"
+            )
+        shape = MeshShape({**shape.sizes, "data": left // tensor, "tensor": tensor})
     if shape.island_size is not None:
         raise ConfigError(
             f"--mesh {config.mesh}: here every node is an island of strategies that have any; nearest: "
@@ -280,18 +296,10 @@ def mesh_of(config: ExplainConfig) -> MeshShape:
     return shape
 
 
-def cut(model: nn.Module, size: int) -> nn.Module:
-    """One rank's part of the model on a tensor axis. Raises ConfigError for a model that can't be cut here."""
-    if not isinstance(model, Llama):
-        raise ConfigError(f"a tensor axis of {size} ranks: only presets such as demo can be cut here; nearest: 1")
-    cut_skeleton(model, size)
-    return model
-
-
-def check_can_cut(model: nn.Module, shape: MeshShape) -> Llama:
+def check_can_cut(model: nn.Module) -> Llama:
     """The model, if its layers are known here. Raises ConfigError."""
-    if type(model) is not Llama or shape.tensor > 1:
-        raise ConfigError("stages: only presets such as demo, without experts or a tensor axis, can be priced here")
+    if type(model) is not Llama:
+        raise ConfigError("stages: only presets such as demo, without experts, can be priced here")
     return model
 
 
@@ -357,16 +365,13 @@ def plan_on(
     """
     if shape.expert > 1:
         return expert_plan(strategy, whole, config, shape)
-    # Ranks of a stage are neighbours, those of another axis are others.
-    grid, inner = Topology(config.nodes, config.local_size), shape.tensor * shape.pipeline
-    if inner == 1:
+    grid, num_replicas = Topology(config.nodes, config.local_size), shape.sizes["data"]
+    if shape.tensor * shape.pipeline == 1:
         return strategy.plan(model, grid, config.passes)
-    along = Topology(grid.num_nodes, grid.local_size // inner) if grid.local_size % inner == 0 else None
-    if shape.pipeline > 1:
-        size = min(grid.local_size, shape.sizes["data"])
-        along = Topology(shape.sizes["data"] // size, size) if shape.sizes["data"] % size == 0 else None
-    num_replicas = grid.world_size // inner
-    plan = strategy.plan(model, along or Topology(num_replicas, 1), config.passes)
+    # Ranks of a stage are neighbours; those of a tensor axis lie between its replicas.
+    on_node = min(max(1, grid.local_size // shape.tensor), num_replicas)
+    on_node = on_node if num_replicas % on_node == 0 and grid.local_size % shape.tensor == 0 else 1
+    plan = strategy.plan(model, Topology(num_replicas // on_node, on_node), config.passes)
     num_told = max(2, num_replicas) - 1
     word = strategy.plan(whole, Topology(num_told + 1, 1), 1).sent["all_gather_exact", "inter"] // num_told
     words = {("all_gather_exact", level): sent for level, sent in gather_bytes(grid, word).items()}
@@ -390,7 +395,8 @@ def sequence_notes(config: ExplainConfig, llama: LlamaConfig, shape: MeshShape) 
 def tensor_note(config: LlamaConfig, seq_len: int, shape: MeshShape) -> tuple[str, str, str]:
     """Row about torch's own traffic on the tensor axis, which the plans do not count."""
     activations = 4 * seq_len * config.hidden_size
-    sent = 4 * config.num_hidden_layers * 2 * (shape.tensor - 1) * activations // shape.tensor
+    layers = -(-config.num_hidden_layers // shape.pipeline)
+    sent = 4 * layers * 2 * (shape.tensor - 1) * activations // shape.tensor
     why = "four all_reduce of the activations in every layer, in fp32 by torch; not in the table"
     return f"tensor axis of {shape.tensor} ranks", f"{bytes_text(sent)} a rank for each sequence of a step", why
 

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from thinwire.losses import cut_loss
 from thinwire.models import Llama
 from thinwire.models.llama import LlamaConfig
+from thinwire.models.tensor import cut_skeleton
 
 
 @dataclass(frozen=True)
@@ -23,10 +24,11 @@ class Forward:
     kept_bytes: float
 
 
-def forward_of(config: LlamaConfig, batch: int, seq_len: int, *, is_cut: bool = False) -> Forward:
+def forward_of(config: LlamaConfig, batch: int, seq_len: int, *, is_cut: bool = False, tensor: int = 1) -> Forward:
     """Of the loss of `batch` sequences, counted by torch on tensors without memory; the kernels are those of a CPU.
 
-    is_cut: with `--loss cut`, whose forward has the head's gradient already: it counts as a gradient, not here.
+    is_cut: with `--loss cut`, whose forward has the head's gradient already: it counts as a gradient, not here. tensor:
+    ranks over which matrices are cut; the forward is that of one of them.
     """
     kept: dict[int, Tensor] = {}
 
@@ -36,6 +38,7 @@ def forward_of(config: LlamaConfig, batch: int, seq_len: int, *, is_cut: bool = 
 
     with FakeTensorMode():
         model = Llama(config)
+        cut_skeleton(model, tensor)
         tokens = torch.zeros(batch, seq_len, dtype=torch.int64)
         given = {each.untyped_storage()._cdata for each in (*model.parameters(), tokens)}
         with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
@@ -51,8 +54,12 @@ def forward_of(config: LlamaConfig, batch: int, seq_len: int, *, is_cut: bool = 
 
 
 @cache
-def layer_and_ends(config: LlamaConfig, seq_len: int, *, is_cut: bool = False) -> tuple[Forward, Forward]:
+def layer_and_ends(
+    config: LlamaConfig, seq_len: int, *, is_cut: bool = False, tensor: int = 1
+) -> tuple[Forward, Forward]:
     """One sequence: in one of the layers, which are all alike, and in embedding, head and loss together."""
-    one, two = (forward_of(replace(config, num_hidden_layers=num), 1, seq_len, is_cut=is_cut) for num in (1, 2))
+    one, two = (
+        forward_of(replace(config, num_hidden_layers=num), 1, seq_len, is_cut=is_cut, tensor=tensor) for num in (1, 2)
+    )
     layer = Forward(two.operations - one.operations, two.kept_bytes - one.kept_bytes)
     return layer, Forward(one.operations - layer.operations, one.kept_bytes - layer.kept_bytes)

@@ -15,7 +15,8 @@ from thinwire.layout.mesh import MeshShape
 
 LIMITS = {
     "nodes": (1, 10**6), "local_size": (1, 10**4), "parameters": (1, 10**15), "seq_len": (1, 10**9),
-    "micro_batches": (1, 10**6), "micro_batch": (1, 10**6), "gflops": (1e-3, 1e9), "memory_gb": (1e-3, 1e6),
+    "tensor": (1, 10**4), "micro_batches": (1, 10**6), "micro_batch": (1, 10**6),
+    "gflops": (1e-3, 1e9), "memory_gb": (1e-3, 1e6),
 }  # fmt: skip
 MOST_STAGES = 10**4
 AUTO = "auto"
@@ -40,6 +41,8 @@ class ExplainConfig:
     """Axes of the ranks, such as data=2,tensor=2, as for `thinwire train`; by default all ranks are the data axis."""
     stages: str | None = None
     """Stages of a pipeline, as for `thinwire train`, or auto: those of the fastest way to train that is found."""
+    tensor: int | None = None
+    """Ranks over which the matrices of each layer are cut, as for `thinwire train`."""
     tokenizer: str = "bytes"
     """bytes, or the path of a tokenizer.json; it sets the size of the vocabulary."""
     seq_len: int = 256

@@ -18,7 +18,7 @@ BYTES = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """Find the fastest way to train a model on machines that `thinwire calibrate` has measured; nothing is run.
+    """Find the fastest way to train a model on machines that `thinwire calibrate` has measured.
 
     What it writes is a CONFIG.toml of `thinwire train`. Options of strategies and of the pipeline are those of
     `thinwire train`; options of the pipeline that are stated are not searched.
@@ -46,6 +46,9 @@ class PlanConfig:
     """Compute type."""
     out: str = "plan.toml"
     """File to write; the prediction goes beside it, with the ending .json."""
+    verify: int = 0
+    """Race so many of the fastest ways in the lab, on links of the measured rates, print predicted beside measured, and
+    write the one that was fastest. 0: nothing is run."""
     trace: str | None = None
     """File for the simulated step's timeline, which Perfetto shows, of a plan without stages."""
     tables: Annotated[Mapping[str, Mapping[str, Any]], tyro.conf.Suppress] = field(default_factory=dict)

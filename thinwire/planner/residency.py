@@ -38,7 +38,8 @@ def where_all_lies(
         raise ConfigError("--memory: name one strategy whose parts are to be placed; nearest: --strategy sdp4bit")
     method = strategy_of(names[0], config)
     shape = MeshShape({}) if config.mesh is None else MeshShape.parse(config.mesh)
-    axes = {name for name, size in shape.sizes.items() if size > 1} | ({"pipeline"} if config.stages else set())
+    flags = {"pipeline": config.stages, "tensor": config.tensor}
+    axes = {name for name, size in shape.sizes.items() if size > 1} | {name for name, at in flags.items() if at}
     if why := why_not_resident(method, axes):
         raise ConfigError(why)
     assert isinstance(method, ShardedMethod)

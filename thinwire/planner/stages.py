@@ -124,17 +124,18 @@ class Stages:
 
 def stages_of(
     model: Llama, options: Pipeline, stages: int, num_micro_batches: int, batch: int, seq_len: int, grid: Grid,
-    loss: str = "auto",
+    loss: str = "auto", tensor: int = 1,
 ) -> Stages:  # fmt: skip
     """Cut the model, and simulate a step of `num_micro_batches` with `batch` sequences each.
 
-    loss: as of `thinwire train`.
+    loss: as of `thinwire train`. tensor: ranks over which the model's matrices have been cut already; what these send
+    each other takes no time here.
 
     Raises ConfigError for stages, layers and micro-batches that do not fit each other.
     """
     check_stages(options, stages, len(model.model.layers))
     parts, sizes = cut_parts(model, options, stages)
-    even = costs_of(model, options, sizes, options.home(stages), batch, seq_len, grid.flops, loss)
+    even = costs_of(model, options, sizes, options.home(stages), batch, seq_len, grid.flops, loss, tensor)
     costs, links, cores = grid.costs(even, options, stages), grid.links(stages), grid.cores(stages)
     num = min(num_micro_batches, LONGEST)
     plan = options.plan_of(stages, num, costs, links)
@@ -145,7 +146,7 @@ def stages_of(
         slope = (timeline.makespan_s - simulate(half, costs, links, cores).makespan_s) / (num - num // 2)
         more_s = slope * (num_micro_batches - num)
     head, embedding, home = model.lm_head.weight, model.model.embed_tokens.weight, options.home(stages)
-    tied_bytes = head.nbytes if head is embedding and home[-1] != home[0] else 0
+    tied_bytes = -(-head.nbytes // tensor) if head is embedding and home[-1] != home[0] else 0
     return Stages(options, tuple(parts), sizes, timeline, in_flight(plan), num_micro_batches, more_s, tied_bytes)
 
 
@@ -174,11 +175,11 @@ def cut_parts(model: Llama, options: Pipeline, stages: int) -> tuple[list[nn.Mod
 
 def costs_of(
     model: Llama, options: Pipeline, sizes: Sequence[int], home: Sequence[int], batch: int, seq_len: int, flops: float,
-    loss: str = "auto",
+    loss: str = "auto", tensor: int = 1,
 ) -> Costs:  # fmt: skip
     """Of one micro-batch; a backward computes twice what the forward does."""
     loss, _ = loss_in_effect(loss, batch * seq_len, model.config.vocab_size)
-    layer, ends = layer_and_ends(model.config, seq_len, is_cut=loss == "cut")
+    layer, ends = layer_and_ends(model.config, seq_len, is_cut=loss == "cut", tensor=tensor)
     work = [num * layer.operations for num in sizes]
     kept = [num * layer.kept_bytes for num in sizes]
     work[-1] += ends.operations
@@ -187,7 +188,8 @@ def costs_of(
     seconds = tuple(batch * each / flops for each in work)
     crossing = options.crossing(0)
     forward, backward = (
-        (float(crossing.packet_bytes(way, num_elements, torch.float32)),) * len(home) for way in ("forward", "backward")
+        (float(-(-crossing.packet_bytes(way, num_elements, torch.float32) // tensor)),) * len(home)
+        for way in ("forward", "backward")
     )
     held, inputs = tuple(batch * each for each in kept), (4.0 * num_elements,) * len(home)
     return Costs(seconds, seconds, seconds, forward, backward, held, inputs)

@@ -21,8 +21,8 @@ from thinwire.training.settings import to_toml
 SEQUENCES = 8
 
 
-def write_plan(config: PlanConfig, problems: Problems) -> Plan:
-    """Plan as asked, print why, and write the files. Raises ConfigError with all errors at once."""
+def made_plan(config: PlanConfig, problems: Problems) -> Plan:
+    """Plan as asked, and print why. Raises ConfigError with all errors at once."""
     machine = problems.note(Machine.read, config.machine)
     memory = None if config.memory is None else problems.note(read_bytes, config.memory)
     names = CHOSEN_FROM if config.strategies == "all" else tuple(filter(None, config.strategies.split(",")))
@@ -39,6 +39,10 @@ def write_plan(config: PlanConfig, problems: Problems) -> Plan:
             f"--stages {config.stages}: must divide the {machine.num_ranks} ranks; nearest: {near}"
         )
     out = Path(config.out)
+    if config.verify < 0:
+        problems.messages.append(f"--verify {config.verify}: must be at least 0; nearest: 0")
+    if config.verify and config.trace is not None:
+        problems.messages.append("--trace and --verify: the way that is written may be another; leave one of both out")
     if not out.absolute().parent.is_dir():
         problems.messages.append(f"--out {config.out}: its folder does not exist")
     problems.raise_any()
@@ -51,14 +55,24 @@ def write_plan(config: PlanConfig, problems: Problems) -> Plan:
     )  # fmt: skip
     if config.trace is not None and found.best.candidate.stages > 1:
         raise ConfigError("--trace: of a plan without stages alone; nearest: --stages 1")
+    if config.verify > len(found.search.fastest):
+        raise ConfigError(
+            f"--verify {config.verify}: {len(found.search.fastest)} ways were priced and fit; nearest: "
+            f"{len(found.search.fastest)}"
+        )
     show(found)
+    return found
+
+
+def write_plan(config: PlanConfig, found: Plan) -> None:
+    """Write the files of a plan, and say where they are."""
+    out = Path(config.out)
     prediction = out.with_suffix(".json")
     prediction.write_text(found.to_json())
     out.write_text(to_toml(training(config, found, prediction)))
     if config.trace is not None:
         Path(config.trace).write_text(json.dumps(found.trace()) + "\n")
     print(f"written to {out}, its prediction to {prediction}; train with: thinwire train {out}")
-    return found
 
 
 def show(found: Plan) -> None:

@@ -40,6 +40,9 @@ class TrainConfig:
     """Cut the model's layers over this many ranks, through which micro-batches pass: short for --mesh pipeline=N. The
     other ranks are replicas of the stages, by --strategy. auto: the ranks measure themselves and their links, and take
     what a simulated step is fastest with."""
+    tensor: int | None = None
+    """Cut the matrices of each layer over this many ranks of one machine: short for --mesh tensor=N. Beside --stages
+    each stage is cut so."""
     strategy: str = "sdp4bit"
     """How ranks share the work, such as sdp4bit, zero, ddp or fsdp; `thinwire explain` lists them all. auto: the ranks
     measure themselves and their links, and take what a simulated step is fastest with, stages of a pipeline too."""
@@ -169,7 +172,7 @@ class TrainConfig:
             return shape
         asked = {axis: (option, stated or 1) for axis, (option, stated) in self._asked.items()}
         several = {axis: pair for axis, pair in asked.items() if pair[1] > 1}
-        if several.keys() - {"sequence", "expert"} and len(several) > 1:
+        if len(several) > 1 and not any(several.keys() <= together for together in TOGETHER):
             shown = " ".join(f"{option} {ranks}" for option, ranks in several.values())
             without = ", or ".join(f"{option} 1" for option, _ in several.values())
             raise ConfigError(f"{shown}: one run can't have both; nearest: {without}")
@@ -181,7 +184,24 @@ class TrainConfig:
             if ranks > 1:
                 left, of = left // ranks, f"ranks that {option} {ranks} leaves"
         cut = {axis: pair[1] for axis, pair in several.items()}
-        return MeshShape({"data": self.world_size // math.prod(cut.values()), **cut}).in_order()
+        size = math.prod(cut.values())
+        if not cut or not self._has_islands:
+            return MeshShape({"data": self.world_size // size, **cut}).in_order()
+        island = self.local_size or (self.workers if self.nodes > 1 else size)
+        if island % size or self.world_size % island:
+            flags = " ".join(f"{option} {ranks}" for option, ranks in several.values())
+            raise ConfigError(
+                f"{flags}: islands of {island} ranks can't be cut so; nearest: --local-size {size}, which must divide "
+                f"the {self.world_size} ranks"
+            )
+        return MeshShape({"island": self.world_size // island, "data": island // size, **cut}).in_order()
+
+    @property
+    def _has_islands(self) -> bool:
+        # It loads methods, and with them torch, which no help needs.
+        from thinwire.options import has_islands
+
+        return has_islands(self.strategy)
 
     @property
     def chooses_stages(self) -> bool:
@@ -216,6 +236,7 @@ class TrainConfig:
             "pipeline": ("--stages", None if isinstance(self.stages, str) else self.stages),
             "sequence": ("--sequence.parallel", self.sequence),
             "expert": ("--experts.parallel", self.experts),
+            "tensor": ("--tensor", self.tensor),
         }
 
     @property
@@ -228,14 +249,16 @@ class TrainConfig:
         return min(1000, self.steps // 10) if self.warmup_steps is None else self.warmup_steps
 
 
+# Axes that one run may have beside data.
+TOGETHER = {"sequence", "expert"}, {"pipeline", "tensor"}
 DEFAULTS = TrainConfig()
 AUTO = "auto"
 # Smallest value each number may have; None stands for "above zero".
 LOWEST: dict[str, int | None] = {
-    "workers": 1, "local_size": 1, "stages": 1, "nodes": 1, "node": 0, "steps": 1, "stop_at": 1, "tokens_per_step": 1,
-    "seq_len": 1, "micro_batch": 1, "lr": None, "weight_decay": 0, "warmup_steps": 0, "grad_clip": 0, "seed": 0,
-    "dead_steps": 0, "teacher_weight": 0, "checkpoint_every": 0, "keep_last": 1, "keep_every": 0, "restarts": 0,
-    "eval_sequences": 0, "sample_tokens": 0, "timeout": None, "minutes": None,
+    "workers": 1, "local_size": 1, "stages": 1, "tensor": 1, "nodes": 1, "node": 0, "steps": 1, "stop_at": 1,
+    "tokens_per_step": 1, "seq_len": 1, "micro_batch": 1, "lr": None, "weight_decay": 0, "warmup_steps": 0,
+    "grad_clip": 0, "seed": 0, "dead_steps": 0, "teacher_weight": 0, "checkpoint_every": 0, "keep_last": 1,
+    "keep_every": 0, "restarts": 0, "eval_sequences": 0, "sample_tokens": 0, "timeout": None, "minutes": None,
 }  # fmt: skip
 
 # Machines may differ in these; the rest must be equal on all ranks.

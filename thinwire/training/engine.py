@@ -31,7 +31,8 @@ from thinwire.methods.outer.base import connect
 from thinwire.models import build_model, generate
 from thinwire.models.build import build_skeleton
 from thinwire.models.distil import Distillation
-from thinwire.models.llama import Llama, cut_over
+from thinwire.models.llama import Llama
+from thinwire.models.tensor import cut_over
 from thinwire.optim import make_optimizer
 from thinwire.options import model_table
 from thinwire.training.config import PER_MACHINE, TrainConfig, derive
@@ -74,11 +75,10 @@ class Engine:
         shape = config.mesh_shape
         # Ranks of the tensor axis, of a sequence and of a pipeline see the same data.
         self.num_shares = place.num_ranks // shape.shared
-        inner = shape.tensor * shape.sequence
-        self.share = place.number // inner % self.num_shares
-        # The same among the ranks of an island.
+        # Stages are the outermost axis of an island, tensor and sequence the innermost.
         num_replicas = place.world_size // shape.shared
-        self.replica = place.rank // inner % num_replicas, num_replicas
+        self.replica = place.rank // (shape.tensor * shape.sequence) % num_replicas, num_replicas
+        self.share = place.island.number * num_replicas + self.replica[0]
         self.batch = derive(config, self.num_shares)
         fields = config.tables.get(model_table(config.model) or "")
         model, residency, initial = built(run, corpus.tokenizer.vocab_size, fields)
@@ -96,7 +96,7 @@ class Engine:
             teacher = device.place(build_model(config.teacher, corpus.tokenizer.vocab_size, config.seq_len))
             self.distillation = Distillation(self.model, teacher, config.teacher_weight)
         mesh = mesh_of(shape, device)
-        if isinstance(self.model, Llama) and shape.tensor > 1:
+        if shape.tensor > 1:
             cut_over(self.model, mesh["tensor"])
         if config.compile:
             compile_layers(self.model)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.hosts.pipeline import models
 from tests.workers import Rows, run_rows, run_workers
@@ -138,6 +138,67 @@ def test_recomputing_draws_the_same_random_numbers() -> None:
             assert (one == two).all() and (one == three).all()
 
 
+SIZES = [3, 5, 2, 6]
+
+
+class Normed(nn.Module):
+    """A stage with batch normalisation in front; of the first stage its input is the same in any cut of a batch."""
+
+    def __init__(self, chunk: int, momentum: float | None) -> None:
+        super().__init__()
+        self.stage = models.Stage(chunk, 2)
+        self.norm = nn.BatchNorm1d(models.WIDTH, momentum=momentum, dtype=torch.float64)
+
+    def forward(self, hidden: Tensor | None, micro_batch: tuple[Tensor, Tensor]) -> Tensor:
+        embedding, self.stage.embedding = self.stage.embedding, None
+        hidden = self.norm(embedding(micro_batch[0]) if embedding is not None else hidden)
+        output = self.stage(hidden, micro_batch)
+        self.stage.embedding = embedding
+        return output
+
+
+def statistics(chunk: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer.clone() for name, buffer in chunk.named_buffers()}
+
+
+def _normalised(rank: int, world_size: int, mode: str) -> Any:
+    chunk = Normed(rank, None if mode == "always" else 0.1)
+    mailbox = Mailbox(None, Topology(world_size, 1))
+    runner = Runner(recompute(plan("1f1b", 2, 4), mode), {rank: chunk}, mailbox, models.shape, dtype=torch.float64)
+    batches = models.micro_batches(SIZES)
+    runner.evaluate(batches)
+    fresh = statistics(chunk)
+    found = []
+    for _ in range(2):
+        runner.run(batches)
+        found.append(statistics(chunk))
+    mailbox.close()
+    assert chunk.norm.track_running_stats
+    return fresh, found
+
+
+@pytest.mark.parametrize("mode", ["never", "always"])
+def test_statistics_of_batches_move_once_a_step(mode: str) -> None:
+    batches = models.micro_batches(SIZES)
+    told = run_rows(_normalised, ["never", "always"], 2).of(mode)
+    momentum = None if mode == "always" else 0.1
+    chunks = [Normed(number, momentum) for number in range(2)]
+    inputs: list[list[Tensor]] = [[], []]
+    for number, chunk in enumerate(chunks):
+        chunk.norm.register_forward_pre_hook(lambda module, args, at=number: inputs[at].append(args[0].detach()))
+    for batch in batches:
+        chunks[1](chunks[0](None, batch), batch)
+    for rank, (fresh, found) in enumerate(told):
+        # torch's own, in one step of all that the micro-batches hold together.
+        whole = nn.BatchNorm1d(models.WIDTH, momentum=momentum, dtype=torch.float64)
+        assert all(torch.equal(fresh[f"norm.{name}"], value) for name, value in whole.named_buffers())
+        for after in found:
+            whole(torch.cat(inputs[rank]))
+            assert after["norm.num_batches_tracked"] == whole.num_batches_tracked
+            for name, value in whole.named_buffers():
+                torch.testing.assert_close(after[f"norm.{name}"], value, rtol=1e-12, atol=1e-12)
+
+
 def _dies(rank: int, world_size: int) -> str | None:
     chunk = models.Stage(rank, world_size)
     mailbox = Mailbox(None, Topology(world_size, 1), timeout_s=20.0)
@@ -162,7 +223,7 @@ def _refusals(rank: int, world_size: int) -> None:
     mailbox = Mailbox(None, Topology(1, 1))
     with pytest.raises(ConfigError, match=r"rank 0 was given chunks \[0, 1\]: the plan's are \[0\]"):
         Runner(plan("gpipe", 1, 1), {0: nn.Identity(), 1: nn.Identity()}, mailbox, models.shape)
-    counting = nn.BatchNorm1d(4)
+    counting = nn.InstanceNorm1d(4, track_running_stats=True)
     with pytest.raises(ConfigError, match="keeps statistics of each forward"):
         Runner(recompute(plan("gpipe", 1, 1), "always"), {0: counting}, mailbox, models.shape)
     runner = Runner(plan("gpipe", 1, 2), {0: models.Stage(0, 1)}, mailbox, models.shape, dtype=torch.float64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -208,19 +209,26 @@ def test_replicas_of_a_stage_are_equal_and_bytes_are_those_of_the_formula(
             assert all(sent == found["promised"] for step, sent in enumerate(found["sent"]) if step not in (7, 8))
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_training_is_that_of_one_process(name: str, ranks: list[dict[str, Any]]) -> None:
+def alone(
+    steps: int, optimizer_of: Callable[[nn.Module], torch.optim.Optimizer] = adamw
+) -> tuple[nn.Module, list[float]]:
+    """The model after some steps of one process with the batches of two replicas, and the norm of each step."""
     whole = model()
-    optimizer = adamw(whole)
-    start = {key: param.detach().clone() for key, param in whole.named_parameters()}
-    norms = []
-    for step in range(STEPS):
+    optimizer, norms = optimizer_of(whole), []
+    for step in range(steps):
         for share in range(2):
             for batch in batches(step, 2, share, 2):
                 (whole(*batch) / 4).backward()
         norms.append(float(nn.utils.clip_grad_norm_(whole.parameters(), 0.5)))
         optimizer.step()
         optimizer.zero_grad()
+    return whole, norms
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_training_is_that_of_one_process(name: str, ranks: list[dict[str, Any]]) -> None:
+    start = {key: param.detach().clone() for key, param in model().named_parameters()}
+    whole, norms = alone(STEPS)
     told = [rank[name] for rank in ranks if rank[name]["place"][1] == 0]
     found = {key: torch.from_numpy(value) for part in told for key, value in part["weights"].items()}
     assert found.keys() == start.keys()

@@ -51,8 +51,8 @@ def test_what_does_not_fit_is_refused_at_once() -> None:
     with pytest.raises(ConfigError, match="nearest: 3 stages"):
         check_stages(Pipeline(recover="average"), 2, 2)
     with pytest.raises(ConfigError, match=r"2 replicas of each stage by ddp: .* nearest: zero or sdp4bit"):
-        check_recovers(Pipeline(recover="average"), DDP(), 2)
-    check_recovers(Pipeline(recover="average"), SDP4Bit(), 2)
+        check_recovers(Pipeline(recover="average"), DDP(), {"data": 2})
+    check_recovers(Pipeline(recover="average"), SDP4Bit(), {"data": 2})
     with pytest.raises(ConfigError, match="has 2 chunks on each; nearest: plan 'fitted'"):
         Pipeline(recover="average", plan="zbv")
     with pytest.raises(ConfigError, match=r"'swap' with 3 stages: .* nearest: 4 stages"):

@@ -45,13 +45,17 @@ class Holdings:
         tied = tuple(name for name in others[0] if name in others[-1]) if len(others) > 1 else ()
         ends = tuple(tuple(name for name in own if name not in tied) for own in others)
         trained = ((name, param) for name, param in made.model.named_parameters() if id(param) in names)
-        like = {name: torch.empty_like(param, device="meta") for name, param in trained}
+        like = {name: torch.empty(param.shape, dtype=param.dtype, device="meta") for name, param in trained}
         return cls(tuple(layers), ends, tied, like)
 
     def kept_by(self, rank: int) -> list[int]:
         """The ranks of whose ends a rank keeps copies."""
         num_ranks = len(self.ends)
         return [other for other in range(num_ranks) if self.ends[other] and keeper_of(other, num_ranks) == rank]
+
+    def trained_by(self, rank: int) -> tuple[str, ...]:
+        """The parameters that a rank steps; the first one steps those that are tied."""
+        return *self.within(rank), *self.ends[rank], *(self.tied if rank == 0 else ())
 
     def within(self, rank: int) -> list[str]:
         """The parameters of a rank's layers."""

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from thinwire.collectives import Expected, Label, Mailbox
 from thinwire.errors import ConfigError
+from thinwire.hosts.pipeline.statistics import once, tracking
 from thinwire.hosts.pipeline.tied import TiedWeights
 from thinwire.hosts.pipeline.visits import VisitState
 from thinwire.methods.pipeline import Action, Plan, check
@@ -30,9 +31,10 @@ class Runner:
     crossing: the codecs at borders between ranks. device: of the chunks. tied: see TiedWeights. last: by chunk, what
     crossed the border behind it, where differences to that cross; keys: of a micro-batch's sequences.
 
-    What a micro-batch is, only the chunks and `shape` know: each rank is given the same ones. Raises ConfigError for
-    a plan that can't run, chunks that are not this rank's, and for normalisation that keeps statistics where the plan
-    computes forwards twice, or orders in which both sides of a border with differences do not see the same.
+    Batch normalisation takes each micro-batch's own statistics, and a step moves the running ones once. What a
+    micro-batch is, only the chunks and `shape` know: each rank is given the same ones. Raises ConfigError for
+    a plan that can't run, chunks that are not this rank's, and for other normalisation that keeps statistics where the
+    plan computes forwards twice, or orders in which both sides of a border with differences do not see the same.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Runner:
         self._recomputed = {action.visit for action in self.order if action.kind == RECOMPUTE}
         self.last, self.keys = dict(last or {}), keys
         self._check_chunks()
+        self._normalising = tracking(self.chunks.values())
         # Micro-batches that steps before had: codecs draw by the number of the micro-batch.
         self.num_before = 0
         # What this rank did in the last step, and when, in seconds from the step's start.
@@ -63,7 +66,8 @@ class Runner:
         micro-batches than the plan's; PeerLostError and other errors of a mailbox.
         """
         gradients = self.tied.gradients_to_come(self.plan.num_micro_batches)
-        loss = self._play(self.order, micro_batches, shares, self.num_before, gradients)
+        with once(self._normalising, commits=True) as self._statistics:
+            loss = self._play(self.order, micro_batches, shares, self.num_before, gradients)
         self.tied.add_gradients(self.plan.num_micro_batches)
         self.mailbox.finish()
         self.num_before += len(micro_batches)
@@ -78,7 +82,8 @@ class Runner:
         first_number: of the first micro-batch, by which codecs draw; None: all draw as the first of the run.
         """
         order = [action for action in self.order if action.kind == FORWARD]
-        output = self._play(order, micro_batches, shares, first_number, [])
+        with once(self._normalising, commits=False) as self._statistics:
+            output = self._play(order, micro_batches, shares, first_number, [])
         self.mailbox.finish()
         return output
 
@@ -94,7 +99,7 @@ class Runner:
         """Payload that this rank sends in `run`, by formula; the most it can be where a codec's packets vary."""
         given = [self.plan.routes.gives(action) for action in self.order]
         return self.tied.sent_bytes + sum(
-            self._num_bytes(arrival, micro_batches)
+            self.mailbox.share_bytes(self._num_bytes(arrival, micro_batches))
             for arrival in given
             if arrival is not None and self.plan.home[arrival.chunk] != self.mailbox.rank
         )
@@ -104,7 +109,8 @@ class Runner:
         routes = self.plan.routes
         crossing = [visit for visit, after in routes.after.items() if visit.chunk == chunk and after is not None]
         shapes = [torch.Size(self.shape(chunk, micro_batches[visit.micro_batch])) for visit in crossing]
-        sizes = [self.crossing.packet_bytes(direction, shape.numel(), self.dtype) for shape in shapes]
+        packets = [self.crossing.packet_bytes(direction, shape.numel(), self.dtype) for shape in shapes]
+        sizes = list(map(self.mailbox.share_bytes, packets))
         return sum(sizes) / max(1, len(sizes))
 
     def _check_chunks(self) -> None:
@@ -115,7 +121,7 @@ class Runner:
             name
             for chunk in self.chunks.values()
             for name, module in chunk.named_modules()
-            if isinstance(module, _NormBase) and module.track_running_stats
+            if isinstance(module, _NormBase) and module.track_running_stats and not isinstance(module, _BatchNorm)
         ]
         if counting and self._recomputed:
             raise ConfigError(
@@ -238,7 +244,8 @@ class _Step:
         # Where nothing arrives a path ends in the loss, of which this micro-batch has a share.
         gradient = self.shares[visit.micro_batch] if arrived is None else arrived
         if action.kind == RECOMPUTE:
-            state.recompute()
+            with self.runner._statistics.paused():
+                state.recompute()
         elif action.kind == WEIGHT:
             state.backward_weight()
         elif action.kind == INPUT:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-from thinwire.collectives import Communicator, Mailbox
+from thinwire.collectives import Mailbox
 from thinwire.cost import Network
 from thinwire.errors import ConfigError
 from thinwire.hosts.interface import ParallelOptimizer
@@ -21,10 +23,12 @@ from thinwire.hosts.pipeline.links import measured_links
 from thinwire.hosts.pipeline.measured import measured
 from thinwire.hosts.pipeline.recovery import EndCopies, Holdings, first_copies, packed, recovered
 from thinwire.hosts.pipeline.runner import Runner
+from thinwire.hosts.pipeline.shared import SharedMailbox
 from thinwire.hosts.pipeline.tied import TiedWeights
-from thinwire.hosts.ranks import along
+from thinwire.hosts.ranks import communicator_along
+from thinwire.hosts.tensor import TensorAxis
 from thinwire.losses import cut_loss
-from thinwire.methods.pipeline import Chunk, Cut, Plan, cut, in_flight, simulate, token_shares
+from thinwire.methods.pipeline import Chunk, Costs, Cut, Plan, cut, in_flight, simulate, token_shares
 from thinwire.methods.pipeline.border import LastMessages, sequence_keys
 from thinwire.methods.pipeline.options import Pipeline
 from thinwire.methods.pipeline.plan import BACKWARD, FORWARD, ordered, straight
@@ -105,6 +109,7 @@ def take_part(model: nn.Module, optimizer: torch.optim.Optimizer, options: Pipel
     num_parameters, num_names = sum(param.numel() for param in trained), len(trained)
     chunks = {number: StageChunk(made.chunk(number), made.dtype) for number in own}
     tied = made.tied(made.home, rank)
+    check_ties(made)
     holdings = Holdings.of(made)
     copies = first_copies(holdings, model, rank) if options.recover != NONE else {}
     made.reduce_to(own, [param for peer, params in tied.items() if peer < rank for param in params])
@@ -115,6 +120,15 @@ def take_part(model: nn.Module, optimizer: torch.optim.Optimizer, options: Pipel
         for param in dropped:
             optimizer.state.pop(param, None)
     return Part(options, made, chunks, tied, num_parameters, num_names, holdings, copies)
+
+
+def check_ties(made: Cut) -> None:
+    """Raise ConfigError for a weight of both ends that is cut over a tensor axis."""
+    if any(isinstance(param, DTensor) for param in made.tied((0, 1), 0).get(1, [])):
+        raise ConfigError(
+            "embedding and head share a weight that the tensor axis cuts, and lie on two stages: not served; nearest: "
+            "leave them out of parallelize_module's plan, or untie them"
+        )
 
 
 @dataclass(frozen=True)
@@ -157,18 +171,25 @@ class PipelineStage:
     """Takes steps with the other stages. Its ranks see the same micro-batches, (tokens, targets), in the same order.
 
     part: of this rank. mesh: the pipeline axis. optimizer: over the part's weights; its meter counts the messages.
-    local_size: ranks of a node, of all of the mesh.
+    tensor: the axis that cuts the weights of a stage, if any.
     """
 
     def __init__(
-        self, part: Part, mesh: DeviceMesh, optimizer: ParallelOptimizer, *, seed: int, timeout_s: float, checked: bool
-    ) -> None:
+        self, part: Part, mesh: DeviceMesh, optimizer: ParallelOptimizer, *, seed: int, timeout_s: float, checked: bool,
+        tensor: TensorAxis | None = None,
+    ) -> None:  # fmt: skip
         self.part, self.optimizer = part, optimizer
         everyone = optimizer.everyone
-        members = [everyone.global_ranks.index(rank) for rank in mesh.mesh.flatten().tolist()]
-        self.comm = Communicator(mesh, local_size=along(everyone.topology, members), timeout_s=timeout_s)
+        self.comm = communicator_along(mesh, everyone, timeout_s=timeout_s)
         topology = self.comm.topology
-        self.mailbox = Mailbox(mesh, topology, timeout_s=timeout_s, checked=checked, meter=optimizer.meter)
+        options: dict[str, Any] = {"timeout_s": timeout_s, "checked": checked, "meter": optimizer.comm.meter}
+        # The ranks that have the same micro-batches, hidden states and gradients as this one.
+        self.alike = None if tensor is None else communicator_along(tensor.mesh, everyone, **options)
+        self.mailbox = (
+            Mailbox(mesh, topology, **options)
+            if self.alike is None
+            else SharedMailbox(self.alike, mesh, topology, **options)
+        )
         # What is measured is no part of a step.
         self._probe = Mailbox(mesh, topology, timeout_s=timeout_s)
         self.crossing = part.options.crossing(seed)
@@ -180,7 +201,7 @@ class PipelineStage:
         # Of what no neighbour has the like of, where a lost stage is recovered.
         self.ends: EndCopies | None = None
         if part.options.recover != NONE:
-            box = Mailbox(mesh, topology, timeout_s=timeout_s, checked=checked, meter=optimizer.meter)
+            box = Mailbox(mesh, topology, timeout_s=timeout_s, checked=checked, meter=optimizer.comm.meter)
             self.ends = EndCopies(box, part.holdings, part.copies)
         # The norm of the last gradient of this stage's layers, and how often each stage was recovered.
         self.norm = 0.0
@@ -265,9 +286,14 @@ class PipelineStage:
         self.comm.wait(self.comm.broadcast_(whole, source))
         return whole
 
+    def weights_written(self) -> None:
+        """Others than `step` have written this stage's weights: what other ranks have of them is brought anew."""
+        self.tied.is_stale = True
+
     def restore(self, num_before: int) -> None:
         """Go on after so many micro-batches; the copies of weights on other ranks are brought anew."""
-        self.num_before, self.tied.is_stale = num_before, True
+        self.num_before = num_before
+        self.weights_written()
         self._forget_messages()
         self.keep_copies()
 
@@ -355,6 +381,8 @@ class PipelineStage:
     def break_off(self) -> None:
         """Close all connections after a loss: whoever waits for this rank learns of it at once."""
         self.comm.break_off()
+        if self.alike is not None:
+            self.alike.break_off()
         boxes = [self.mailbox, self._probe] + ([self.ends.mailbox] if self.ends is not None else [])
         for box in boxes:
             box.break_off()
@@ -389,7 +417,7 @@ class PipelineStage:
         if self.ends is not None:
             for rank in range(self.num_stages):
                 found[rank] += holdings.num_bytes(holdings.ends[rank])
-        return found
+        return [self.mailbox.share_bytes(num) for num in found]
 
     def describe(self) -> list[Row]:
         """Rows of (asked for, in effect, why they differ or how it was found)."""
@@ -409,8 +437,9 @@ class PipelineStage:
         if self.ends is not None:
             self.ends.take()
             self.ends.mailbox.close()
-        for each in (self.comm, self.mailbox, self._probe):
-            each.close()
+        for each in (self.comm, self.mailbox, self._probe, self.alike):
+            if each is not None:
+                each.close()
 
     def _call_by(self, loss: Loss) -> None:
         model = self.part.made.model
@@ -447,11 +476,21 @@ class PipelineStage:
 
     def _fit(self, runner: Runner, batches: Sequence[Batch]) -> None:
         """Measure, and plan the steps that follow; all ranks make the same plan of the same numbers."""
-        costs = measured(runner, self.comm, batches)
-        network: Network = measured_links(self.comm, self._probe)
+        costs: Costs = self._of_first(measured(runner, self.comm, batches))
+        network: Network = self._of_first(measured_links(self.comm, self._probe))
         num = len(batches)
         plan = self.part.options.plan_of(self.num_stages, num, costs, network)
         self._runners[num] = self._running(plan)
         found = simulate(plan, costs, network)
         bubbles = tuple(idle / max(found.makespan_s, 1e-12) for idle in found.idle_s)
         self.prediction = Prediction(found.makespan_s, bubbles, in_flight(plan), found.link_bytes)
+
+    def _of_first(self, value: Any) -> Any:
+        """What the first of the ranks that are alike has found: they must act in one order."""
+        if self.alike is None:
+            return value
+        packed = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        (size, *_) = self.alike.wait(self.alike.all_gather_exact(torch.tensor([packed.numel()]))).flatten().tolist()
+        whole = packed if self.alike.rank == 0 else packed.new_empty(size)
+        self.alike.wait(self.alike.broadcast_(whole))
+        return pickle.loads(whole.numpy().tobytes())

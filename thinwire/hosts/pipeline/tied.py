@@ -35,8 +35,8 @@ class TiedWeights:
     @property
     def sent_bytes(self) -> int:
         """Payload of the next step: weights of the owner, gradients of the other."""
-        owned = sum(param.nbytes for _, param in self._owned) if self.is_stale else 0
-        return owned + sum(param.nbytes for _, param in self._borrowed)
+        sent = [*(self._owned if self.is_stale else ()), *self._borrowed]
+        return sum(self.mailbox.share_bytes(param.nbytes) for _, param in sent)
 
     def weights_to_come(self, number: int) -> list[Expected]:
         """The messages that `take_weights` will take; number: of micro-batches in the step."""

@@ -344,7 +344,7 @@ class _StandIn(nn.Module):
         public = {name: value for name, value in vars(original).items() if name != "forward" and name[0] != "_"}
         self.__dict__.update(public)
         for name, param in original.named_parameters(recurse=False):
-            self.__dict__[name] = param.data.new_empty(0)
+            self.__dict__[name] = torch.empty(0, dtype=param.dtype, device=param.device)
 
 
 class _PassOn(_StandIn):

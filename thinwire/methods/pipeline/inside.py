@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from thinwire.collectives import Topology
 from thinwire.errors import ConfigError
 from thinwire.methods.ddp import DDPMethod
 from thinwire.methods.fsdp import FSDPMethod
 from thinwire.methods.interface import Method
-from thinwire.methods.outer.base import Connected
+from thinwire.methods.outer.base import Connected, IslandsMethod
 from thinwire.methods.pipeline.options import Pipeline
 from thinwire.methods.pipeline.recover import NONE
 from thinwire.methods.sharded import ShardedMethod
 
+CLIMBS = "takes the gradient a second time uphill, which stages do not: leave ascent out"
 ONCE_A_MICRO_BATCH = "would gather a stage's weights anew for each micro-batch"
 
 
@@ -24,8 +27,19 @@ def check_inside(method: Method | Connected, num_replicas: int) -> None:
         )
 
 
-def check_recovers(options: Pipeline, method: Method | Connected, num_replicas: int) -> None:
-    """Raise ConfigError for a method whose replicas of a stage can't go on without a lost one."""
+def check_recovers(options: Pipeline, method: Method | Connected, sizes: Mapping[str, int]) -> None:
+    """Raise ConfigError where a stage can't go on without a lost rank; sizes: of the mesh."""
+    num_replicas, tensor = sizes.get("data", 1), sizes.get("tensor", 1)
+    if options.recover != NONE and isinstance(method, IslandsMethod | Connected):
+        raise ConfigError(
+            f"recover {options.recover!r} inside of islands: an island that fails is started again, and takes the "
+            f"state of the others; nearest: recover {NONE!r}"
+        )
+    if options.recover != NONE and tensor > 1:
+        raise ConfigError(
+            f"recover {options.recover!r} beside a tensor axis of {tensor}: a neighbour has other parts of its layers' "
+            f"matrices than a lost rank; nearest: recover {NONE!r}"
+        )
     if options.recover != NONE and num_replicas > 1 and isinstance(method, DDPMethod):
         raise ConfigError(
             f"recover {options.recover!r} with {num_replicas} replicas of each stage by {method.name}: each has the "
@@ -35,6 +49,10 @@ def check_recovers(options: Pipeline, method: Method | Connected, num_replicas: 
 
 def why_not_inside(method: Method | Connected, num_replicas: int) -> str:
     """Why a method can't, to follow its name; empty: it can. num_replicas: of each stage."""
+    if isinstance(method, Connected):
+        method = method.method
+    if isinstance(method, IslandsMethod):
+        return CLIMBS if method.climb is not None else why_not_inside(method.inner, num_replicas)
     if isinstance(method, FSDPMethod):
         return ONCE_A_MICRO_BATCH
     if isinstance(method, ShardedMethod) and method.levels(Topology(num_replicas, 1)).weights_over > 1:

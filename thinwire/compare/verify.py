@@ -1,0 +1,160 @@
+"""`thinwire plan` as a command: plan, and, if asked, race the best ways and hold the plan to its word."""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from thinwire.errors import Problems, ThinwireError
+from thinwire.planner.plan_options import PlanConfig, read_plan_line
+
+if TYPE_CHECKING:
+    from thinwire.compare.contestants import Contestant
+    from thinwire.compare.measure import Result
+    from thinwire.cost import Machine
+    from thinwire.lab import LabSpec
+    from thinwire.planner.plan import Plan
+    from thinwire.planner.search import Priced
+
+# Steps of each way: in each of two rounds, some warm up and the others are timed.
+STEPS, ROUNDS = 20, 2
+# A rate of two nodes that is lower than the others' by more than this is one of its own.
+SLOWER = 0.9
+# Parts of a prediction, and how a race calls them.
+TERMS = {
+    "step_s": "step_s", "compute_s": "compute_s", "exposed_comm_s": "exposed_comm_s", "codec_s": "codec_s",
+    "sent_bytes": "sent_bytes_per_step", "peak_rss_bytes": "peak_rss_bytes",
+}  # fmt: skip
+
+
+def run_plan(args: Sequence[str]) -> int:
+    """Plan, print what was found, and write it. Raises ConfigError with all errors at once."""
+    problems = Problems()
+    config = read_plan_line(args, problems)
+    # Nobody who asks for --help waits for torch.
+    from thinwire.planner.written import made_plan, write_plan
+
+    found = made_plan(config, problems)
+    if config.verify:
+        found = verified(config, found)
+    write_plan(config, found)
+    return 0
+
+
+def verified(config: PlanConfig, found: Plan) -> Plan:
+    """Race the fastest ways in the lab; the plan with the one in front that was the fastest.
+
+    Prints predicted beside measured. Raises ConfigError where the lab can't be made, StoppedError after a signal,
+    ThinwireError where no way ran to its end.
+    """
+    from thinwire.compare.options import RaceConfig
+    from thinwire.compare.run import race
+    from thinwire.planner.written import training
+    from thinwire.training.signals import StoppedError
+
+    ways = found.search.fastest[: config.verify]
+    contestants = [contestant(number, way, found) for number, way in enumerate(ways, 1)]
+    out = Path(config.out)
+    asked = RaceConfig(
+        lab=str(lab_of(found.machine)), rounds=ROUNDS, no_bound=True, overwrite=True,
+        out=str(out.with_name(f"{out.stem}-verify")),
+    )  # fmt: skip
+    shared = replace(
+        training(config, found, out.with_suffix(".json")), steps=STEPS, eval_sequences=0, checkpoint_every=0,
+        # What a way states itself is not shared.
+        plan=None, order=(), stages=None, micro_batch=config.micro_batch, tables=dict(config.tables),
+    )  # fmt: skip
+    print(f"racing {len(ways)} way(s) in the lab, {asked.lab}: links as measured, on the cores of this machine")
+    result = race(asked, shared, contestants=contestants)
+    if result.stopped:
+        raise StoppedError(signal.Signals[result.stopped])
+    measured = {row.name: row.mean.step_s for row in result.contestants}
+    show(contestants, ways, result)
+    times = [measured.get(one.name) or math.inf for one in contestants]
+    if not math.isfinite(min(times)):
+        raise ThinwireError(f"no way ran to its end; what they printed is in {asked.out}")
+    fastest = times.index(min(times))
+    regret = times[0] / times[fastest]
+    print(
+        f"the fastest measured is {contestants[fastest].name}; the fastest predicted takes {regret:.2f} times as long"
+    )
+    rest = [way for way in found.search.fastest if way is not ways[fastest]]
+    return replace(found, search=replace(found.search, fastest=(ways[fastest], *rest)))
+
+
+def contestant(number: int, way: Priced, found: Plan) -> Contestant:
+    """A way to train, as a race knows it."""
+    from thinwire.compare.contestants import PREFIX, Contestant
+
+    candidate = way.candidate
+    options: dict[str, Any] = {"micro_batch": candidate.micro_batch}
+    if way.order != tuple(range(found.machine.num_ranks)):
+        options["order"] = way.order
+    if candidate.stages > 1:
+        options["stages"] = candidate.stages
+        options |= {f"{PREFIX}{name}": value for name, value in candidate.options.items()}
+    stages = f"-{candidate.stages}-stages" if candidate.stages > 1 else ""
+    return Contestant(f"{number}-{candidate.strategy}{stages}", candidate.strategy, options)
+
+
+def lab_of(machine: Machine) -> LabSpec:
+    """A network with the links of a machine: the fastest rate, and nodes and pairs of nodes that are slower."""
+    from thinwire.lab import LabSpec
+
+    network, size = machine.network, machine.local_size
+    rates: dict[tuple[int, int], float] = {}
+    for a, b in network.pairs:
+        pair = min(a // size, b // size), max(a // size, b // size)
+        if pair[0] != pair[1]:
+            rates[pair] = min(rates.get(pair, math.inf), network.rates[a][b])
+    nodes = machine.num_ranks // size
+    if not rates:
+        return LabSpec(nodes=nodes, rate=None, local_size=size)
+    # A node reaches nobody faster than its own link lets it.
+    own = [max(rate for pair, rate in rates.items() if node in pair) for node in range(nodes)]
+    slow = {node: _text(rate) for node, rate in enumerate(own) if rate < SLOWER * max(own)}
+    link = {(a, b): _text(rate) for (a, b), rate in rates.items() if rate < SLOWER * min(own[a], own[b])}
+    return LabSpec(nodes=nodes, rate=_text(max(own)), local_size=size, slow=slow, link=link)
+
+
+def _text(rate: float) -> str:
+    """Of a link that lets so many bytes per second of messages pass."""
+    return f"{8e-3 * rate:.0f}kbit"
+
+
+def show(contestants: Sequence[Contestant], ways: Sequence[Priced], result: Result) -> None:
+    """Print each way's parts of a step, predicted and measured."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from thinwire.planner.table import PLAIN_WIDTH
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = max(PLAIN_WIDTH, console.width)
+    table = Table("way", "of rank 0 and step", "predicted", "measured", "error", title="The plan against the race")
+    rows = {row.name: row for row in result.contestants}
+    for one, way in zip(contestants, ways, strict=True):
+        row = rows[one.name]
+        if row.reason:
+            table.add_row(one.name, row.status, "", "", row.reason)
+            continue
+        for line in compared(way.terms, vars(row.mean)):
+            table.add_row(one.name, *line)
+    console.print(table)
+
+
+def compared(predicted: Mapping[str, float], measured: Mapping[str, float | None]) -> Iterator[tuple[str, ...]]:
+    """(part, predicted, measured, error) of each part that both know."""
+    from thinwire.report.page import value_text
+    from thinwire.report.units import percent_text
+
+    for name, figure in TERMS.items():
+        value, found = predicted.get(name), measured.get(figure)
+        if value is not None and found is not None:
+            error = percent_text(found / value - 1) if value else ""
+            yield name, value_text(name, value), value_text(name, found), error

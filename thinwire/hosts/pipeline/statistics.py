@@ -1,0 +1,84 @@
+"""Running statistics of batch normalisation, which a step of several micro-batches moves once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+def tracking(chunks: Iterable[nn.Module]) -> list[_BatchNorm]:
+    """The modules of some chunks that keep running statistics of batches."""
+    modules = (module for chunk in chunks for module in chunk.modules())
+    return [module for module in modules if isinstance(module, _BatchNorm) and module.track_running_stats]
+
+
+class StepStatistics:
+    """Moments of all micro-batches of a step, for each of some modules.
+
+    In a forward a micro-batch is normalised by its own mean and variance. With n elements of a channel in all
+    micro-batches of the step together, their mean m and variance v n / (n - 1) move the running ones:
+
+        mean <- (1 - a) mean + a m        var <- (1 - a) var + a v n / (n - 1)
+
+    where a is the module's momentum, or 1 / steps where that is None. Source: Huang et al., GPipe (2019), section 2.2.
+    """
+
+    def __init__(self, modules: Sequence[_BatchNorm]) -> None:
+        self._sums: dict[_BatchNorm, tuple[int, Tensor, Tensor]] = {}
+        self._modules, self._counts = modules, True
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, a forward is one that was counted before."""
+        self._counts = False
+        try:
+            yield
+        finally:
+            self._counts = True
+
+    @torch.no_grad()
+    def note(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """A forward of a module; a forward pre-hook."""
+        if not self._counts or not module.training:
+            return
+        assert isinstance(module, _BatchNorm)
+        x = args[0].detach().double().transpose(0, 1).flatten(1)
+        number, total, squares = self._sums.get(module, (0, x.new_zeros(len(x)), x.new_zeros(len(x))))
+        self._sums[module] = number + x.shape[1], total + x.sum(1), squares + x.square().sum(1)
+
+    @torch.no_grad()
+    def commit(self) -> None:
+        """Move the running statistics of the modules that had a forward."""
+        for module, (number, total, squares) in self._sums.items():
+            assert module.running_mean is not None and module.running_var is not None
+            steps = 1
+            if module.num_batches_tracked is not None:
+                steps = int(module.num_batches_tracked.add_(1))
+            factor = 1 / steps if module.momentum is None else module.momentum
+            mean = total / number
+            variance = (squares / number - mean.square()).clamp(min=0) * number / max(1, number - 1)
+            module.running_mean.lerp_(mean.to(module.running_mean.dtype), factor)
+            module.running_var.lerp_(variance.to(module.running_var.dtype), factor)
+
+
+@contextmanager
+def once(modules: Sequence[_BatchNorm], *, commits: bool) -> Iterator[StepStatistics]:
+    """Inside, forwards move no statistics; at the end those of all of them do so once, or, without `commits`, not."""
+    found = StepStatistics(modules)
+    hooks = [module.register_forward_pre_hook(found.note) for module in modules] if commits else []
+    for module in modules:
+        module.track_running_stats = False
+    try:
+        yield found
+    finally:
+        for module in modules:
+            module.track_running_stats = True
+        for hook in hooks:
+            hook.remove()
+    if commits:
+        found.commit()

@@ -1,0 +1,162 @@
+"""Which matrices of a model a tensor axis cuts, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from thinwire.errors import ConfigError
+from thinwire.models.hf import HFCausalLM
+from thinwire.models.llama import Llama
+
+# How transformers calls a matrix of x W^T that is cut by columns of the result, and the next one, cut by rows.
+COLUMNS, ROWS = "colwise", "rowwise"
+# Of the modules of a layer.
+LLAMA = dict.fromkeys(
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"), COLUMNS
+) | dict.fromkeys(("self_attn.o_proj", "mlp.down_proj"), ROWS)
+STYLES = {COLUMNS: ColwiseParallel, ROWS: RowwiseParallel}
+DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+PROBE = (3, 1, 4, 1, 5, 2, 6, 0)
+
+
+def check_cut(config: Any, size: int) -> None:
+    """Raise ConfigError if heads and inner width are not divisible by `size`, the ranks of a tensor axis.
+
+    config: a LlamaConfig, or that of a model of transformers, which must say how its matrices are cut.
+    """
+    for what in DIVIDED:
+        value = getattr(config, what, None) or size
+        if value % size:
+            fits = max(n for n in range(1, size + 1) if value % n == 0)
+            raise ConfigError(
+                f"a tensor axis of {size} ranks can't cut {what} {value}: must divide it; nearest: {fits}"
+            )
+    if hasattr(config, "model_type"):
+        plan_of(config)
+
+
+def plan_of(config: Any) -> dict[str, str]:
+    """{pattern of module names: COLUMNS or ROWS}, as transformers states it. Raises ConfigError."""
+    stated = getattr(config, "base_model_tp_plan", None)
+    if not stated:
+        raise ConfigError(
+            f"{config.model_type}: transformers states no tensor parallelism for it; nearest: parallelize_module with "
+            "a plan of your own, and thinwire.parallelize, or a family such as llama, mistral or qwen2"
+        )
+    for pattern, style in stated.items():
+        if style not in STYLES:
+            raise ConfigError(
+                f"{config.model_type}: {pattern} would be {style}, which is not served on a tensor axis; nearest: a "
+                "family that is cut by columns and rows alone, such as llama, mistral or qwen2"
+            )
+    return stated
+
+
+def cuts_of(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """(module, COLUMNS or ROWS) of every matrix that a tensor axis cuts. Raises ConfigError for an unknown model."""
+    if isinstance(model, HFCausalLM):
+        below = f"model.{model.model.base_model_prefix}."
+        plan = {below + pattern: style for pattern, style in plan_of(model.model.config).items()}
+    elif type(model) is Llama:
+        plan = {f"model.layers.*.{name}": style for name, style in LLAMA.items()}
+    else:
+        raise ConfigError(
+            f"{type(model).__name__}: which of its matrices to cut is not known; call parallelize_module with a plan "
+            "of your own before"
+        )
+    for name, module in model.named_modules():
+        style = next((style for pattern, style in plan.items() if fnmatchcase(name, pattern)), None)
+        if style is not None and isinstance(module, nn.Linear):
+            yield name, style
+
+
+def cut_over(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Cut the matrices of every layer over a tensor axis: heads and inner width by columns, the next matrices by rows.
+
+    A layer then has two all_reduce of the activations in its forward and two in its backward. model: a preset, or one
+    of transformers whose config says how it is cut; that its logits stay the same is proven on a few tokens. Raises
+    ConfigError as check_cut does, and for a model that can't be cut so. A collective over the axis.
+    Source: Shoeybi et al., "Megatron-LM" (2019), section 3.
+    """
+    config = model.model.config if isinstance(model, HFCausalLM) else getattr(model, "config", None)
+    check_cut(config, mesh.size())
+    cuts = list(cuts_of(model))
+    before = probed(model) if isinstance(model, HFCausalLM) else None
+    for name, style in cuts:
+        parallelize_module(model.get_submodule(name), mesh, STYLES[style]())
+    columns = [name.rpartition(".")[0] for name, style in cuts if style == COLUMNS]
+    for name in {name for name in columns if columns.count(name) > 1}:
+        model.get_submodule(name).register_forward_pre_hook(SharedInput(mesh), with_kwargs=True)
+    if before is None:
+        return
+    try:
+        far = (probed(model) - before).abs().max() / before.abs().max()
+    except (RuntimeError, ValueError, TypeError) as error:
+        why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(f"{type(model.model).__name__} can't be cut over a tensor axis: {why}") from error
+    if not far <= 1e-4:
+        raise ConfigError(f"{type(model.model).__name__}, cut over a tensor axis, gives other logits, by {far:.1e}")
+
+
+class SharedInput:
+    """Has the matrices of a module that are cut by columns take its hidden state as one tensor of the axis.
+
+    Their gradients of it then add up on each rank, and are summed over the ranks once, in place of once a matrix. A
+    forward pre-hook; the hidden state is the first tensor of three dimensions.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        for place, value in enumerate(args):
+            if is_hidden(value):
+                return (*args[:place], self._shared(value), *args[place + 1 :]), kwargs
+        for name, value in kwargs.items():
+            if is_hidden(value):
+                return args, {**kwargs, name: self._shared(value)}
+        return args, kwargs
+
+    def _shared(self, hidden: Tensor) -> Tensor:
+        return DTensor.from_local(hidden, self.mesh, [Replicate()], run_check=False)
+
+    def __deepcopy__(self, memo: object) -> SharedInput:
+        # A mesh is not copied with a model.
+        return self
+
+
+def is_hidden(value: object) -> bool:
+    """Whether it is a tensor [batch, seq, features] of this rank."""
+    return isinstance(value, Tensor) and not isinstance(value, DTensor) and value.ndim == 3
+
+
+@torch.no_grad()
+def probed(model: nn.Module) -> Tensor:
+    """The logits of a few tokens."""
+    was_training, device = model.training, next(model.parameters()).device
+    logits = model.eval()(torch.tensor([PROBE], device=device))
+    model.train(was_training)
+    return logits
+
+
+def cut_skeleton(model: nn.Module, size: int) -> None:
+    """Give a model without memory the shapes of one rank of a tensor axis. Raises as check_cut and cuts_of do."""
+    check_cut(model.model.config if isinstance(model, HFCausalLM) else getattr(model, "config", None), size)
+    for name, style in list(cuts_of(model)):
+        linear = model.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
+        shape = list(linear.weight.shape)
+        shape[0 if style == COLUMNS else 1] //= size
+        linear.weight = nn.Parameter(torch.empty(shape, device=linear.weight.device))
+        if linear.bias is not None and style == COLUMNS:
+            linear.bias = nn.Parameter(torch.empty(shape[0], device=linear.weight.device))

@@ -91,7 +91,7 @@ class Results:
 def asked_for(config: str) -> str:
     """Of a configuration's TOML what differs from the defaults, in one order."""
     defaults = tomllib.loads(to_toml(TrainConfig()))
-    stated = {name: value for name, value in tomllib.loads(config).items() if defaults.get(name) != value}
+    stated = {name: value for name, value in tomllib.loads(config).items() if value not in (defaults.get(name), {})}
     return json.dumps(stated, sort_keys=True)
 
 

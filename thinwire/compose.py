@@ -91,7 +91,7 @@ class Stage:
             self.borders = sequence.rounds
             self._rows += sequence.describe()
         if experts is not None:
-            self.borders = experts.rounds
+            self.borders = "; ".join(filter(None, [self.borders, experts.rounds]))
             self._rows += experts.describe()
 
     def forward_backward(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -17,12 +18,12 @@ from tests.workers import run_workers
 from thinwire import Zero, compose
 from thinwire.errors import ConfigError
 from thinwire.models import HFCausalLM, MoELlama, build_model
+from thinwire.models.capacity import RowCounts, capacity, check_capacity, needed_factor
 from thinwire.models.moe import (
     MIXTURES,
     Experts,
     Order,
     Router,
-    capacity,
     check_axes,
     drop,
     grouped_product,
@@ -48,7 +49,7 @@ def text(rows: int = 4) -> tuple[Tensor, Tensor]:
 
 def sums_of(first: list[int], scores: Tensor) -> Tensor:
     counts = torch.bincount(torch.tensor(first), minlength=scores.shape[1])
-    return torch.stack([scores.sum(0), counts.float(), torch.zeros(scores.shape[1])])
+    return torch.stack([scores.sum(0), counts.float(), torch.zeros(scores.shape[1]), counts.float()])
 
 
 def test_capacities_are_those_of_tutel() -> None:
@@ -69,6 +70,61 @@ def test_rows_above_the_capacity_are_dropped_in_order_or_by_priority() -> None:
     order = Order.of(drop(index, 8, limit), 8)
     out = order.decode(order.encode(torch.ones(64, 3)), 64)
     assert int(out.any(1).sum()) == 8
+
+
+def test_rows_are_counted_over_all_ranks_as_they_are_dropped() -> None:
+    draws, counts = torch.Generator().manual_seed(3), RowCounts(2)
+    expected = [0, 0]
+    # Two micro-batches of three ranks with unequal tokens, two layers.
+    for _ in range(2):
+        chosen = [[torch.rand(n, 4, generator=draws).topk(2, -1).indices for _ in range(2)] for n in (11, 5, 0)]
+        for of_rank in chosen:
+            for index in of_rank:
+                kept = drop(index, 4, capacity(0.5, len(index), 4, 2, len(index)))
+                expected = [expected[0] + index.numel(), expected[1] + int((kept == 4).sum())]
+        asked = torch.stack([torch.stack([torch.bincount(i.flatten(), minlength=4) for i in each]) for each in chosen])
+        counts.note(torch.tensor([11, 5, 0]), asked, 0.5)
+    found = counts.take()
+    assert [found.asked, found.dropped] == expected and found.dropped > 0
+    assert found.dropped_share == found.dropped / found.asked
+    assert counts.take().asked == 0
+
+
+def test_the_factor_that_is_needed_drops_nothing_and_a_smaller_one_something() -> None:
+    draws = torch.Generator().manual_seed(0)
+    for num_tokens, num_experts in ((7, 4), (64, 8), (392, 8)):
+        index = torch.rand(num_tokens, num_experts, generator=draws).pow(3).topk(2, -1).indices
+        most = int(torch.bincount(index.flatten()).max())
+        near = needed_factor(most, num_tokens, num_experts, 2)
+        assert capacity(near, num_tokens, num_experts, 2, 0) >= most
+        assert capacity(near - 1 / num_tokens, num_tokens, num_experts, 2, 0) < most
+        counts = RowCounts(2)
+        counts.note(torch.tensor([num_tokens]), torch.bincount(index.flatten())[None, None], near)
+        assert counts.take() == type(counts.take())(2 * num_tokens, 0, near)
+
+
+def test_a_capacity_without_room_names_the_nearest_that_has_some() -> None:
+    with pytest.raises(ConfigError, match=r"an expert of 8 would take no row; nearest: 0.125"):
+        check_capacity(0.1, 64, 8, 2)
+    with pytest.raises(ConfigError, match=r"nearest: -0.125"):
+        check_capacity(-0.1, 64, 8, 2)
+    assert (check_capacity(0.125, 64, 8, 2), check_capacity(0, 64, 8, 2)) == (2, 0)
+
+
+def test_the_capacity_may_change_from_step_to_step() -> None:
+    tokens, targets = text()
+    model, plain = small(router_aux_loss_coef=0.0), small()
+    losses = []
+    for factor in (0.0, 0.5, -0.5, 0.0):
+        model.capacity_factor = factor
+        losses.append(model(tokens, targets).item())
+        found = model.row_counts.take()
+        # Nothing is counted, and with several ranks nothing is sent, where nobody asks.
+        assert (found.dropped > 0) == (found.asked > 0) == bool(factor)
+    assert losses[0] == losses[3] == plain(tokens, targets).item() and losses[1] == losses[2] != losses[0]
+    assert plain.row_counts.take().asked == 2 * 2 * tokens.numel()
+    with pytest.raises(ConfigError, match="finite"):
+        model.capacity_factor = math.nan
 
 
 def test_first_choices_come_before_second_ones() -> None:
@@ -197,6 +253,7 @@ def test_ranks_with_halves_of_a_batch_have_the_gradients_of_the_whole() -> None:
         ({"balance": "importance-load"}, "nearest: gshard"),
         ({"router_aux_loss_coef": -1.0}, "nearest is 0"),
         ({"num_local_experts": 0}, "above zero"),
+        ({"capacity_factor": math.inf}, "nearest is 0.0"),
     ],
 )
 def test_wrong_options_are_refused(changes: dict[str, Any], message: str) -> None:

@@ -42,9 +42,9 @@ from thinwire.models.distil import check_alike
 from thinwire.models.hf import check_hf, look_into
 from thinwire.models.kept import MASKS
 from thinwire.models.llama import Llama
-from thinwire.models.moe import check_axes
+from thinwire.models.moe import MIXTURES, check_axes
 from thinwire.models.tensor import check_cut
-from thinwire.options import LAYOUT_TABLES, LLAMA, PIPELINE, check_unused, has_islands, model_table
+from thinwire.options import LAYOUT_TABLES, LLAMA, MOE, PIPELINE, check_unused, has_islands, model_table
 from thinwire.registry import check_on_mesh
 from thinwire.report.metrics import read_metrics
 from thinwire.report.progress import Progress
@@ -106,6 +106,7 @@ def check(config: TrainConfig, problems: Problems) -> Run | None:
         if run is not None and not wrong_numbers and model is not None:
             check_sequence(config, run, model)
             check_expert_ranks(config, run, model)
+            capacity_rows(config)
         if run is not None and not wrong_numbers and model is not None:
             check_residency(config, run, model)
     problems.note(check_teacher, config, run)
@@ -252,6 +253,14 @@ def check_expert_ranks(config: TrainConfig, run: Run, model: nn.Module) -> None:
         if not run.has_islands:
             check_data_method(run.strategy)
     problems.raise_any()
+
+
+def capacity_rows(config: TrainConfig) -> list[Row]:
+    """What the capacity of a mixture is, if it has one. Raises ConfigError for one that holds no row."""
+    if config.model not in MIXTURES:
+        return []
+    batch, mixture = derive(config, config.num_shares), replace(MIXTURES[config.model], **config.tables.get(MOE, {}))
+    return mixture.capacity_rows(batch.micro_batch * -(-config.seq_len // config.mesh_shape.sequence))
 
 
 def check_residency(config: TrainConfig, run: Run, model: nn.Module) -> None:
@@ -461,7 +470,7 @@ def resolve(run: Run, asked: TrainConfig, threads: int) -> tuple[Run, list[Row]]
         rows.append((what, "chosen when all ranks have met", "they measure themselves and links"))
     elif not asked.is_planned_late and not asked.chooses_stages:
         rows += [batch_row(asked, batch, asked.num_shares), *pipeline_rows(run, batch)]
-    rows += [*model_rows(asked), *unused_rows(run), *late_rows(run)]
+    rows += [*model_rows(asked), *capacity_rows(asked), *unused_rows(run), *late_rows(run)]
     resolved = run.with_island_size()
     if run.has_islands:
         size = resolved.config.local_size or 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from thinwire.errors import ConfigError, nearest
+from thinwire.models.capacity import RowCounts, capacity, check_capacity
 from thinwire.models.hf import HFCausalLM
 from thinwire.models.llama import Linear, Llama, LlamaConfig, next_token_loss, with_gradient_of
+from thinwire.table import Row
 
 ROUTERS = ("linear", "noisy", "cosine", "sigmoid")
 # Their choice for a token depends on tokens after it.
@@ -52,8 +54,9 @@ class MoEConfig(LlamaConfig):
     weigh_inputs: bool = False
     """Multiply an expert's input by its weight, in place of its output."""
     capacity_factor: float = 0.0
-    """Most rows of an expert on a rank, num_experts_per_tok * int(f * ceil(tokens / num_local_experts)) for |f|; the
-    rows above it are dropped. 0: none is dropped."""
+    """Most rows that an expert takes of a rank's tokens, num_experts_per_tok * int(f * ceil(tokens /
+    num_local_experts)), or for f < 0 the same by -f, but no more than are asked for; the rows above it are dropped. 0:
+    as many as are asked for."""
     batch_priority: bool = False
     """With a capacity, the tokens with the highest weights come first, in place of the first tokens."""
 
@@ -67,6 +70,8 @@ class MoEConfig(LlamaConfig):
                 f"num_experts_per_tok={self.num_experts_per_tok}: must be at most num_local_experts="
                 f"{self.num_local_experts}; nearest is {self.num_local_experts}"
             )
+        if not math.isfinite(self.capacity_factor):
+            raise ConfigError(f"capacity_factor={self.capacity_factor}: must be a finite number; nearest is 0.0")
         if self.router_aux_loss_coef < 0:
             raise ConfigError(f"router_aux_loss_coef={self.router_aux_loss_coef}: must be at least 0; nearest is 0")
         if self.router in NOT_CAUSAL:
@@ -83,16 +88,16 @@ class MoEConfig(LlamaConfig):
             )
 
 
-def capacity(factor: float, num_tokens: int, num_experts: int, top_k: int, most: int) -> int:
-    """Most rows that an expert takes, if the fullest one is asked for `most`.
-
-    k * int(f * ceil(T / E)) for f > 0; `most` for f = 0; the smaller of `most` and the first with -f for f < 0.
-    Source: Hwang et al., "Tutel" (MLSys 2023), section 3.
-    """
-    bound = top_k * int(abs(factor) * math.ceil(num_tokens / num_experts))
-    if factor > 0:
-        return bound
-    return min(most, bound) if factor < 0 else most
+    def capacity_rows(self, num_tokens: int) -> list[Row]:
+        """A row on the capacity for so many tokens of a rank. Raises ConfigError for one that holds no row."""
+        factor, top_k, num_experts = self.capacity_factor, self.num_experts_per_tok, self.num_local_experts
+        if not factor:
+            why = "without a capacity, no row is dropped"
+            return [("batch_priority true", "no effect", why)] if self.batch_priority else []
+        limit = check_capacity(factor, num_tokens, num_experts, top_k)
+        asked = f"an even router asks for {-(-num_tokens * top_k // num_experts)}; rows above are dropped, and counted"
+        kept = "those of the highest weights" if self.batch_priority else "the first"
+        return [(f"capacity_factor {factor:g}", f"{limit} rows of an expert, of a rank's {num_tokens} tokens: {kept}", asked)]
 
 
 @dataclass(frozen=True)
@@ -223,9 +228,9 @@ def swiglu(rows: Tensor, counts: Tensor, weights: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a router chose: index int64 [tokens, k], weights [tokens, k], sums [3, experts] for the balance loss.
+    """What a router chose: index int64 [tokens, k], weights [tokens, k], sums [4, experts] for the balance loss.
 
-    The rows of `sums`: scores, first choices, and the smooth load of the noisy router; sums over tokens.
+    The rows of `sums`: scores, first choices, the smooth load of the noisy router, and choices; sums over tokens.
     """
 
     index: Tensor
@@ -270,7 +275,8 @@ class Router(nn.Module):
             load = torch.special.ndtr((clean - least) / deviation)
         if config.norm_topk_prob:
             weights = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
-        return Choice(index, weights, torch.stack([scores.sum(0), first.sum(0), load.sum(0)]))
+        asked = torch.bincount(index.flatten(), minlength=config.num_local_experts).to(scores.dtype)
+        return Choice(index, weights, torch.stack([scores.sum(0), first.sum(0), load.sum(0), asked]))
 
     def _logits(self, x: Tensor) -> Tensor:
         if self.proj is None or self.log_temperature is None:
@@ -281,11 +287,14 @@ class Router(nn.Module):
 
 
 class MoE(nn.Module):
-    """A router and its experts. sums: what the last forward in training left for the balance loss, see Choice."""
+    """A router and its experts.
+
+    sums: what the last forward in training left for the balance loss, see Choice. capacity_factor: of the next forward.
+    """
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.capacity_factor = config, config.capacity_factor
         self.gate, self.experts = Router(config), Experts(config)
         self.sums: Tensor | None = None
 
@@ -295,9 +304,9 @@ class MoE(nn.Module):
         choice = self.gate(flat)
         self.sums = choice.sums if self.training else None
         index = choice.index
-        if config.capacity_factor and len(flat):
+        if self.capacity_factor and len(flat):
             sizes = len(flat), config.num_local_experts, config.num_experts_per_tok
-            limit = capacity(config.capacity_factor, *sizes, most=len(flat))
+            limit = capacity(self.capacity_factor, *sizes, most=len(flat))
             priority = choice.weights.amax(-1) if config.batch_priority else None
             index = drop(index, config.num_local_experts, limit, priority)
         return self.experts(flat, index, choice.weights).view_as(x)
@@ -307,10 +316,10 @@ def gshard_loss(sums: Tensor) -> Tensor:
     """E * sum_e mean(score_e) * (share of tokens whose first choice is e); 1 for an even router, at most E.
 
     Shape:
-        sums: [..., 3, experts], see Choice; over all tokens of the batch. result: [...].
+        sums: [..., 4, experts], see Choice; over all tokens of the batch. result: [...].
     Source: Lepikhin et al., "GShard" (2020), algorithm 1.
     """
-    scores, first, _ = sums.unbind(-2)
+    scores, first = sums[..., 0, :], sums[..., 1, :]
     num_tokens = first.sum(-1, keepdim=True)
     return scores.shape[-1] * (scores / num_tokens * (first / num_tokens)).sum(-1)
 
@@ -320,7 +329,7 @@ def importance_load_loss(sums: Tensor) -> Tensor:
 
     Source: Shazeer et al., "Outrageously large neural networks" (2017), section 4.
     """
-    scores, _, load = sums.unbind(-2)
+    scores, load = sums[..., 0, :], sums[..., 2, :]
     parts = [part.var(-1, correction=0) / part.mean(-1).square() for part in (scores, load)]
     return (parts[0] + parts[1]) / 2
 
@@ -340,7 +349,8 @@ class MoELlama(Llama):
     In training its loss is that of the text, and its gradient has router_aux_loss_coef times that of the layers' mean
     balance loss too: what is shown stays comparable on any number of ranks and micro-batches.
     gather: if set, brings the sums of all ranks together in training, so that the loss is that of the global batch; a
-    collective. Source: Jiang et al., "Mixtral of experts" (2024).
+    collective. row_counts: what routers have asked of experts in training, on all ranks that `gather` knows; counted
+    where there is a balance loss or a capacity. Source: Jiang et al., "Mixtral of experts" (2024).
     """
 
     config: MoEConfig
@@ -348,6 +358,7 @@ class MoELlama(Llama):
     def __init__(self, config: MoEConfig, seed: int = 0) -> None:
         super().__init__(config, seed)
         self.gather: Callable[[Tensor], Tensor] | None = None
+        self.row_counts = RowCounts(config.num_experts_per_tok)
 
     def make_mlp(self) -> nn.Module:
         return MoE(self.config)
@@ -367,16 +378,39 @@ class MoELlama(Llama):
 
     def balanced(self, loss: Tensor) -> Tensor:
         """The loss of a text, in training with the gradient of the balance loss of the last forward."""
-        if not self.training or not torch.is_grad_enabled() or not self.config.router_aux_loss_coef:
+        if not self.training or not torch.is_grad_enabled():
+            return loss
+        if not self.config.router_aux_loss_coef:
+            if self.capacity_factor:
+                self._told(self._sums().detach())
             return loss
         return with_gradient_of(loss, self.config.router_aux_loss_coef * self.balance_loss())
 
+    @property
+    def capacity_factor(self) -> float:
+        """Of the next forward, the same on all ranks; may change from step to step. First that of the configuration."""
+        return next(block.capacity_factor for block in self.modules() if isinstance(block, MoE))
+
+    @capacity_factor.setter
+    def capacity_factor(self, factor: float) -> None:
+        replace(self.config, capacity_factor=factor)
+        for block in self.modules():
+            if isinstance(block, MoE):
+                block.capacity_factor = factor
+
+    def _sums(self) -> Tensor:
+        """Of the last forward in training, [layers, 4, experts]."""
+        return torch.stack([each.sums for each in self.modules() if isinstance(each, MoE) and each.sums is not None])
+
+    def _told(self, sums: Tensor) -> Tensor:
+        """The `sums` of all ranks, [ranks, layers, 4, experts], whose rows are counted. A collective."""
+        every = sums[None] if self.gather is None else self.gather(sums)
+        self.row_counts.note(every[:, 0, 1].sum(-1), every[:, :, 3], self.capacity_factor)
+        return every
+
     def balance_loss(self) -> Tensor:
         """The mean over layers of the loss of the last forward in training."""
-        found = [block.sums for block in self.modules() if isinstance(block, MoE) and block.sums is not None]
-        sums = torch.stack(found)
-        if self.gather is not None:
-            sums = summed_over_ranks(sums, self.gather)
+        sums = summed_over_ranks(self._sums(), self._told)
         of_layers = gshard_loss(sums) if self.config.balance == "gshard" else importance_load_loss(sums)
         return of_layers.mean()
 

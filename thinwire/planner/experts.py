@@ -16,6 +16,7 @@ from thinwire.layout.mesh import MeshShape
 from thinwire.methods.experts import ExpertParallel, Placement, Rows, check_data_method, facts, place_experts, sent
 from thinwire.methods.interface import Method, MethodPlan
 from thinwire.methods.sequence.traffic import LOCAL_RATE, RATE
+from thinwire.models.capacity import check_capacity
 from thinwire.models.moe import Experts, MoELlama
 from thinwire.options import EXPERTS, SEQUENCE
 from thinwire.planner.options import ExplainConfig
@@ -95,10 +96,22 @@ def placed(model: nn.Module, config: ExplainConfig, shape: MeshShape) -> tuple[M
 
 
 def rows_of(model: MoELlama, placement: Placement, config: ExplainConfig, shape: MeshShape) -> Rows:
-    """Those of a micro-batch, by a router that is even."""
-    num_tokens = config.micro_batch * -(-config.seq_len // shape.sequence)
-    sizes = num_tokens, model.config.num_experts_per_tok, model.config.hidden_size
-    return Rows.even(placement, *sizes, torch.float32, placement.ranks // local_size(config, shape))
+    """Those of a micro-batch, by a router that is even. Raises ConfigError for a capacity that holds none."""
+    num_tokens, mixture = tokens_of(config, shape), model.config
+    top_k = mixture.num_experts_per_tok
+    limit = check_capacity(mixture.capacity_factor, num_tokens, mixture.num_local_experts, top_k)
+    sizes = num_tokens, top_k, mixture.hidden_size
+    return Rows.even(placement, *sizes, torch.float32, placement.ranks // local_size(config, shape), limit)
+
+
+def tokens_of(config: ExplainConfig, shape: MeshShape) -> int:
+    """Of a rank in a micro-batch."""
+    return config.micro_batch * -(-config.seq_len // shape.sequence)
+
+
+def capacity_notes(model: nn.Module, config: ExplainConfig, shape: MeshShape) -> list[Row]:
+    """A row on a mixture's capacity, if it has one. Raises ConfigError for one that holds no row."""
+    return model.config.capacity_rows(tokens_of(config, shape)) if isinstance(model, MoELlama) else []
 
 
 def expert_plan(strategy: Method, whole: nn.Module, config: ExplainConfig, shape: MeshShape) -> MethodPlan:

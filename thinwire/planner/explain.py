@@ -30,7 +30,7 @@ from thinwire.models.llama import LlamaConfig
 from thinwire.models.tensor import cut_skeleton
 from thinwire.options import EXPERTS, PIPELINE, SEQUENCE, build_strategy, model_table, strategy_table
 from thinwire.planner.candidates import LARGEST_MICRO_BATCH, Candidate, candidates
-from thinwire.planner.experts import choose_ranks, expert_notes, expert_plan, with_splits
+from thinwire.planner.experts import capacity_notes, choose_ranks, expert_notes, expert_plan, with_splits
 from thinwire.planner.options import AUTO, ExplainConfig, range_errors
 from thinwire.planner.residency import Resident, where_all_lies
 from thinwire.planner.search import Search, search
@@ -188,6 +188,7 @@ def explain(config: ExplainConfig, problems: Problems) -> Explained:
     if shape is not None and isinstance(model, Llama):
         with problems.collect():
             notes += sequence_notes(config, model.config, shape)
+            notes += capacity_notes(model, config, shape)
             notes += expert_notes(model, config, shape) if shape.expert > 1 else []
     problems.raise_any()
     if rate is not None and (soonest := recommended(rate)):

@@ -58,6 +58,8 @@ def figures(run: RunFiles) -> list[Figure]:
     found = [loss_figure(run), bytes_figure(run), time_figure(run)]
     if run.last("predicted_pipeline_s") > 0:
         found.append(pipeline_figure(run))
+    if run.last("needed_capacity") > 0:
+        found.append(experts_figure(run))
     return [*found, optimizer_figure(run)] if any({"lr", "grad_norm"} <= row.keys() for row in run.steps) else found
 
 
@@ -176,10 +178,25 @@ def pipeline_figure(run: RunFiles) -> Figure:
     return Figure("Seconds in the pipeline", legend, chart.svg(), [*notes, *([note] if note else [])])
 
 
+def experts_figure(run: RunFiles) -> Figure:
+    """Of a mixture of experts, what a capacity dropped and which one would have dropped nothing."""
+    series = (("dropped_rows", "part of rows dropped", "norm"), ("needed_capacity", "factor needed", "rate"))
+    dropped = _mean([y for _, y in run.series("dropped_rows")])
+    notes = [f"A capacity dropped {dropped:.2%} of the rows of all ranks and layers; the factor needed drops none."]
+    return Figure("Rows of experts", [], over_steps(run, series), notes)
+
+
 def optimizer_figure(run: RunFiles) -> Figure:
     """The learning rate and the norm of the gradient before clipping, one above the other, over the steps."""
+    notes = ["The norm is that of the mean gradient of all ranks, before it is clipped."]
+    pictures = over_steps(run, (("lr", "learning rate", "rate"), ("grad_norm", "gradient norm", "norm")))
+    return Figure("Learning rate and gradient norm", [], pictures, notes)
+
+
+def over_steps(run: RunFiles, series: Sequence[tuple[str, str, str]]) -> str:
+    """Small charts, one above the other, of (key of a step, its words, style)."""
     pictures = []
-    for key, y_label, style in (("lr", "learning rate", "rate"), ("grad_norm", "gradient norm", "norm")):
+    for key, y_label, style in series:
         points = run.series(key)
         steps = (run.steps[0]["step"] - 0.5, max(run.steps[-1]["step"] + 0.5, run.steps[0]["step"] + MIN_STEPS_ACROSS))
         chart = Chart(y_label, steps, around((y for _, y in points), zero=True), "step", y_label, height=HALF_HEIGHT)
@@ -187,8 +204,7 @@ def optimizer_figure(run: RunFiles) -> Figure:
         for x in (x for x, y in points if not math.isfinite(y)):
             chart.cross(x, "bad")
         pictures.append(chart.svg())
-    notes = ["The norm is that of the mean gradient of all ranks, before it is clipped."]
-    return Figure("Learning rate and gradient norm", [], "".join(pictures), notes)
+    return "".join(pictures)
 
 
 def time_scale(bars: Sequence[float], totals: Sequence[float]) -> tuple[float, str]:

@@ -25,7 +25,9 @@ class StepMetrics:
     pipeline_s: of a pipeline, seconds that rank 0's forwards and backwards took, from the first to the last; bubble:
     the part of them in which it computed nothing; predicted_pipeline_s, predicted_bubble: as simulated, 0 before.
     disk_read_bytes, disk_written_bytes: between rank 0's memory and its disk; disk_s: seconds that the disk was busy;
-    exposed_disk_s: seconds that rank 0 stood still waiting for it.
+    exposed_disk_s: seconds that rank 0 stood still waiting for it. dropped_rows: of a mixture of experts, the part of
+    the rows of all ranks and layers that a capacity dropped; needed_capacity: the smallest capacity factor that would
+    have dropped none.
     """
 
     step: int
@@ -51,6 +53,8 @@ class StepMetrics:
     disk_written_bytes: int = 0
     disk_s: float = 0.0
     exposed_disk_s: float = 0.0
+    dropped_rows: float = 0.0
+    needed_capacity: float = 0.0
 
 
 @dataclass(frozen=True)

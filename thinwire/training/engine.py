@@ -30,8 +30,10 @@ from thinwire.methods.memory import Residency
 from thinwire.methods.outer.base import connect
 from thinwire.models import build_model, generate
 from thinwire.models.build import build_skeleton
+from thinwire.models.capacity import RowLoad
 from thinwire.models.distil import Distillation
 from thinwire.models.llama import Llama
+from thinwire.models.moe import MoELlama
 from thinwire.models.tensor import cut_over
 from thinwire.optim import make_optimizer
 from thinwire.options import model_table
@@ -142,6 +144,10 @@ class Engine:
         batches = [self.device.take(self.loader.next_batch()) for _ in range(self.batch.accumulation)]
         self.stage.forward_backward(batches, self._loss_of)
         return self._forward_s
+
+    def take_row_load(self) -> RowLoad:
+        """What routers have asked of experts in this step, on all ranks; nothing without experts."""
+        return self.model.row_counts.take() if isinstance(self.model, MoELlama) else RowLoad()
 
     def set_lr(self, lr: float) -> None:
         """Of the next update; that of a recovered stage is larger."""

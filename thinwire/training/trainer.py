@@ -22,6 +22,7 @@ from thinwire.hosts.sequence import SequenceRanks
 from thinwire.hosts.sequence.seams import heads_of
 from thinwire.methods.sequence import Shape
 from thinwire.methods.sequence.traffic import most_sent
+from thinwire.models.moe import MoELlama
 from thinwire.optim.schedule import lr_at
 from thinwire.report.machine import peak_rss_bytes
 from thinwire.report.metrics import MembershipEvent, StepMetrics
@@ -187,9 +188,12 @@ class Trainer:
 
     @property
     def _layout(self) -> dict[str, str]:
-        """How ranks share a sequence or the experts: sums are in another order in each layout."""
+        """How ranks share a sequence or the experts, and what a capacity is of; sums are in another order in each."""
         sequence, experts = self.stage.sequence, self.stage.experts
         found = {} if sequence is None else {"sequence": str(sequence.layout)}
+        if isinstance(self.model, MoELlama) and self.model.capacity_factor:
+            ranks, tokens = self.engine.num_shares, self.batch.micro_batch * self.config.seq_len
+            found["capacity"] = f"{self.model.capacity_factor} of {tokens} tokens x {self.batch.accumulation} x {ranks}"
         return found if experts is None else found | {"experts": f"{experts.placement}, move {experts.options.move}"}
 
     def _device_rows(self) -> list[Row]:
@@ -332,6 +336,7 @@ class Trainer:
         before_step, self._moved = self._moved, self._moved_so_far()
         moved = self._moved - before_step
         step_s = time.perf_counter() - start
+        rows = self.engine.take_row_load()
         self._compare_losses(optimizer.mean_loss)
         if teller := self.reporter or self.onlooker:
             teller.step(
@@ -343,7 +348,7 @@ class Trainer:
                     sent_weight_bytes=sent.sent_by("weights"), peak_allocated_bytes=self.device.peak_bytes(),
                     damaged_messages=sent.num_damaged, **self._of_pipeline(), disk_read_bytes=moved.read_bytes,
                     disk_written_bytes=moved.written_bytes, disk_s=moved.read_s + moved.write_s,
-                    exposed_disk_s=moved.wait_s,
+                    exposed_disk_s=moved.wait_s, dropped_rows=rows.dropped_share, needed_capacity=rows.needed,
                 )
             )  # fmt: skip
         self._watch_gradient(grad_norm)

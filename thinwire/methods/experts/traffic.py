@@ -35,11 +35,16 @@ class Rows:
 
     @classmethod
     def even(
-        cls, placement: Placement, num_tokens: int, top_k: int, width: int, dtype: torch.dtype, num_nodes: int = 1
-    ) -> Rows:
-        """Of a router that sends equally many rows to each expert; num_tokens: of a rank."""
+        cls, placement: Placement, num_tokens: int, top_k: int, width: int, dtype: torch.dtype, num_nodes: int = 1,
+        limit: int = 0,
+    ) -> Rows:  # fmt: skip
+        """Of a router that sends equally many rows to each expert; num_tokens: of a rank.
+
+        limit: most rows of a rank for an expert; 0: any number.
+        """
         num_experts = placement.experts
         each = -(-num_tokens * top_k // num_experts)
+        each = min(each, limit or each)
         # All but the tokens whose experts all lie elsewhere.
         elsewhere = math.comb(num_experts - num_experts // num_nodes, top_k) / math.comb(num_experts, top_k)
         enter = math.ceil(num_tokens * (1 - elsewhere))

@@ -1,0 +1,90 @@
+"""How many rows an expert takes from a rank, and how many were asked for and dropped on all ranks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from thinwire.errors import ConfigError
+
+
+def capacity(factor: float, num_tokens: int, num_experts: int, top_k: int, most: int) -> int:
+    """Most rows that an expert takes, if the fullest one is asked for `most`.
+
+    k * int(f * ceil(T / E)) for f > 0; `most` for f = 0; the smaller of `most` and the first with -f for f < 0.
+    Source: Hwang et al., "Tutel" (MLSys 2023), section 3.
+    """
+    bound = top_k * int(abs(factor) * math.ceil(num_tokens / num_experts))
+    if factor > 0:
+        return bound
+    return min(most, bound) if factor < 0 else most
+
+
+def needed_factor(most: int, num_tokens: int, num_experts: int, top_k: int) -> float:
+    """The smallest factor, to 3 decimals, whose capacity holds `most` rows."""
+    each = math.ceil(num_tokens / num_experts)
+    # A quotient in binary may be too small by its last bit.
+    return math.ceil(1000 * math.ceil(most / top_k) / each) / 1000 if each else 0.0
+
+
+def check_capacity(factor: float, num_tokens: int, num_experts: int, top_k: int) -> int:
+    """The capacity for so many tokens of a rank; 0: without a limit. Raises ConfigError for one that holds no row."""
+    if not factor:
+        return 0
+    found = capacity(factor, num_tokens, num_experts, top_k, num_tokens)
+    if not found:
+        near = math.copysign(needed_factor(1, num_tokens, num_experts, top_k), factor)
+        raise ConfigError(
+            f"capacity_factor={factor}: of {num_tokens} tokens of a rank, an expert of {num_experts} would take no "
+            f"row; nearest: {near}"
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class RowLoad:
+    """What routers asked of experts, on all ranks and in all layers.
+
+    asked: rows. dropped: those above a capacity. needed: the smallest capacity factor that would have dropped none.
+    """
+
+    asked: int = 0
+    dropped: int = 0
+    needed: float = 0.0
+
+    @property
+    def dropped_share(self) -> float:
+        """Of the rows that were asked for."""
+        return self.dropped / self.asked if self.asked else 0.0
+
+
+class RowCounts:
+    """Adds up the rows of experts over micro-batches; top_k: experts of a token."""
+
+    def __init__(self, top_k: int) -> None:
+        self.top_k = top_k
+        self._asked = self._dropped = self._needed = torch.zeros(())
+
+    def note(self, num_tokens: Tensor, asked: Tensor, factor: float) -> None:
+        """A micro-batch: tokens of each rank, [ranks]; rows asked for, [ranks, layers, experts]; the capacity factor.
+
+        Nothing is read from a GPU.
+        """
+        asked = asked.double()
+        each = (num_tokens.double() / asked.shape[-1]).ceil()
+        most = asked.amax((1, 2))
+        self._asked = self._asked + asked.sum()
+        if factor:
+            limit = self.top_k * (abs(factor) * each).floor()
+            self._dropped = self._dropped + (asked - limit[:, None, None]).clamp_min(0).sum()
+        needed = (most / self.top_k).ceil() / each.clamp_min(1)
+        self._needed = torch.maximum(self._needed.to(needed), needed.max())
+
+    def take(self) -> RowLoad:
+        """What has come since the last time."""
+        found = RowLoad(int(self._asked), int(self._dropped), math.ceil(1000 * float(self._needed)) / 1000)
+        self._asked = self._dropped = self._needed = torch.zeros(())
+        return found

@@ -87,7 +87,6 @@ class MoEConfig(LlamaConfig):
                 f"balance='importance-load' needs the noise of router='noisy', not {self.router!r}; nearest: gshard"
             )
 
-
     def capacity_rows(self, num_tokens: int) -> list[Row]:
         """A row on the capacity for so many tokens of a rank. Raises ConfigError for one that holds no row."""
         factor, top_k, num_experts = self.capacity_factor, self.num_experts_per_tok, self.num_local_experts
@@ -97,7 +96,13 @@ class MoEConfig(LlamaConfig):
         limit = check_capacity(factor, num_tokens, num_experts, top_k)
         asked = f"an even router asks for {-(-num_tokens * top_k // num_experts)}; rows above are dropped, and counted"
         kept = "those of the highest weights" if self.batch_priority else "the first"
-        return [(f"capacity_factor {factor:g}", f"{limit} rows of an expert, of a rank's {num_tokens} tokens: {kept}", asked)]
+        return [
+            (
+                f"capacity_factor {factor:g}",
+                f"{limit} rows of an expert, of a rank's {num_tokens} tokens: {kept}",
+                asked,
+            )
+        ]
 
 
 @dataclass(frozen=True)

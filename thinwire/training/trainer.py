@@ -194,7 +194,10 @@ class Trainer:
         if isinstance(self.model, MoELlama) and self.model.capacity_factor:
             ranks, tokens = self.engine.num_shares, self.batch.micro_batch * self.config.seq_len
             found["capacity"] = f"{self.model.capacity_factor} of {tokens} tokens x {self.batch.accumulation} x {ranks}"
-        return found if experts is None else found | {"experts": f"{experts.placement}, move {experts.options.move}"}
+        if experts is not None:
+            asked = experts.options
+            found["experts"] = f"{experts.placement}, move {asked.move}, route {asked.route}, {asked.chunks} chunks"
+        return found
 
     def _device_rows(self) -> list[Row]:
         """What a GPU computes in, which the launcher has left open."""

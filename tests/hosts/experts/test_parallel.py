@@ -15,7 +15,8 @@ import thinwire
 from tests.workers import run_workers
 from thinwire import ExpertParallel
 from thinwire.collectives.all_to_all import NUMBER_BYTES
-from thinwire.hosts.experts.trip import Combine, Dispatch, Trip
+from thinwire.hosts.experts import once
+from thinwire.hosts.experts.trip import Trip
 from thinwire.losses import cut_loss
 from thinwire.methods.experts import Rows, sent
 from thinwire.models.moe import Experts, MoEConfig, MoELlama
@@ -98,16 +99,17 @@ def one_layer(rank: int, options: ExpertParallel) -> tuple[float, bool]:
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs if len(b)), bytes_fit
 
 
-def rounded(rank: int, ranks: int, route: Any) -> list[Tensor]:
+def rounded(rank: int, ranks: int, route: Any, chunks: int = 1) -> list[Tensor]:
     """Rows that go to experts that change nothing, and back; and their gradients."""
     model = torch.nn.Module()
     model.experts = filled(0)
-    asked = ExpertParallel(ranks, route=route, dispatch="int8/32", combine="int4/16:nearest", gradients="int4/32")
+    asked = ExpertParallel(
+        ranks, route=route, chunks=chunks, dispatch="int8/32", combine="int4/16:nearest", gradients="int4/32"
+    )
     ep = thinwire.expert_parallel(model, asked, local_size=2, timeout_s=60)
     x, index, _ = inputs()[rank]
     rows = x.detach().repeat_interleave(2, 0)[index.flatten().argsort(stable=True)].requires_grad_()
-    trip = Trip(ep.wire, torch.bincount(index.flatten(), minlength=8))
-    out = Combine.apply(trip, Dispatch.apply(trip, rows))
+    out = Trip(ep.wire, torch.bincount(index.flatten(), minlength=8)).through(rows, lambda rows, _: rows)
     (out * torch.arange(1.0, 1 + out.numel(), dtype=torch.float64).view_as(out).cos()).sum().backward()
     ep.close()
     return [out.detach(), rows.grad]
@@ -125,21 +127,59 @@ def layers(rank: int, world_size: int) -> Any:
     ]  # fmt: skip
     plain = [one_layer(rank, ExpertParallel(w, slices=s, move=move)) for w, s, move in layouts]
     plain += [one_layer(rank, ExpertParallel(4, slices=2, route=route)) for route in ("2dh", "once")]
-    coded = [
-        one_layer(rank, ExpertParallel(4, route=route, dispatch="int8/32:nearest", combine="bf16", gradients="int8/32"))
-        for route in ("linear", "2dh", "once")
+    plain += [
+        one_layer(rank, ExpertParallel(4, slices=2, chunks=n, move=move)) for n, move in ((3, "tokens"), (2, "slices"))
     ]
-    return plain, coded, [rounded(rank, ranks, route) for ranks, route in ((4, "linear"), (2, "linear"), (4, "2dh"))]
+    plain += [one_layer(rank, ExpertParallel(4, chunks=32)), one_layer(rank, ExpertParallel(4, route="2dh", chunks=4))]
+    coded = [
+        one_layer(
+            rank,
+            ExpertParallel(4, route=route, chunks=n, dispatch="int8/32:nearest", combine="bf16", gradients="int8/32"),
+        )
+        for route, n in (("linear", 1), ("2dh", 1), ("once", 1), ("linear", 3))
+    ]
+    several = (4, "linear", 1), (2, "linear", 1), (4, "2dh", 1), (4, "linear", 5), (4, "2dh", 3)
+    return plain, coded, [rounded(rank, *each) for each in several], overlapped(rank)
+
+
+def overlapped(rank: int) -> list[int]:
+    """Chunks that experts have worked on, each once the next one was there, forward and backward."""
+    model, done, work = torch.nn.Module(), list[int](), once.swiglu
+    model.experts = filled(0)
+    ep = thinwire.expert_parallel(model, ExpertParallel(4, chunks=4), local_size=2, timeout_s=60)
+    trips: list[Trip] = []
+
+    class Watched(Trip):
+        def depart(self, rows: Tensor) -> None:
+            trips.append(self)
+            super().depart(rows)
+
+        def arrive(self, number: int) -> Tensor:
+            found = super().arrive(number)
+            # Comes while this rank computes nothing: a message that waits for the work on this chunk never would.
+            for later in [n for n in self._under_way if abs(n - number) == 1]:
+                self._under_way[later].result(timeout=60)
+            done.append(number)
+            return found
+
+    once.Trip, x = Watched, inputs()[rank]  # type: ignore[misc]
+    model.experts(*x).square().sum().backward()
+    once.Trip = Trip  # type: ignore[misc]
+    assert len(trips) == 1 and work is once.swiglu
+    ep.close()
+    return done
 
 
 def test_outputs_gradients_and_bytes_are_those_of_one_process_and_of_the_formula() -> None:
-    for plain, coded, (four, two, by_hops) in run_workers(layers, 4, local_size=2):
+    for plain, coded, (four, *others), worked in run_workers(layers, 4, local_size=2):
         for error, bytes_fit in plain:
             assert error < 1e-12 and bytes_fit
         for error, bytes_fit in coded:
             assert 1e-4 < error < 0.05 and bytes_fit
-        # Rows are rounded alike on any number of ranks, gradients at random too.
-        assert all(map(torch.equal, four, two)) and all(map(torch.equal, four, by_hops))
+        # Rows are rounded alike on any number of ranks, by any route, in any chunks; gradients at random too.
+        for each in others:
+            assert all(map(torch.equal, four, each))
+        assert worked == [0, 1, 2, 3, 3, 2, 1, 0]
 
 
 def text_of(step: int, share: int, num_shares: int = 4) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from thinwire.hosts.experts.trip import Combine, Dispatch, Trip, Wire
+from thinwire.hosts.experts.trip import Trip, Wire
 from thinwire.models.moe import Experts, dtype_of_work, mixed, swiglu
 
 
@@ -35,13 +35,14 @@ class Once:
         counts = enters.sum(0)
         # Its experts elsewhere are none here.
         own = torch.where(node[token] == at[:, None], index[token] - at[:, None] * per_node, per_node)
-        trip = Trip(self.outer, counts)
-        there = Dispatch.apply(trip, x[token].to(dtype_of_work(x, experts.gate_proj)))
-        told = Dispatch.apply(Trip(self.exact, counts), torch.cat([weights[token], own.to(weights.dtype)], 1))
-        chosen = told[:, top_k:].detach().long()
         work = partial(work_on, self.inner, experts)
-        part = mixed(there, chosen, told[:, :top_k], per_node, experts.weigh_inputs, work)
-        back = Combine.apply(trip, part)
+
+        def of_node(there: Tensor, _: Tensor) -> Tensor:
+            told = Trip(self.exact, counts).here(torch.cat([weights[token], own.to(weights.dtype)], 1))
+            chosen = told[:, top_k:].detach().long()
+            return mixed(there, chosen, told[:, :top_k], per_node, experts.weigh_inputs, work)
+
+        back = Trip(self.outer, counts).through(x[token].to(dtype_of_work(x, experts.gate_proj)), of_node)
         return back.new_zeros(len(x), x.shape[1]).index_add(0, token, back).to(x.dtype)
 
 
@@ -51,6 +52,5 @@ def work_on(wire: Wire, experts: Experts, rows: Tensor, counts: Tensor, weights:
     weights: what this rank works with, by default its own part.
     """
     weights = weights or (experts.gate_proj, experts.up_proj, experts.down_proj)
-    trip = Trip(wire, counts)
-    there = Dispatch.apply(trip, rows.to(dtype_of_work(rows, weights[0])))
-    return Combine.apply(trip, swiglu(there, trip.local_counts.to(rows.device), weights))
+    rows = rows.to(dtype_of_work(rows, weights[0]))
+    return Trip(wire, counts).through(rows, lambda rows, counts: swiglu(rows, counts, weights))

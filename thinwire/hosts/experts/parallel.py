@@ -131,8 +131,9 @@ class ExpertRanks:
         """Rows of (asked for, in effect, why they differ or how it was found)."""
         asked, num = self.options, len(self.replicas)
         codecs = f"dispatch {asked.dispatch}, combine {asked.combine}, gradients {asked.gradients}"
+        codecs += f"; in {asked.chunks} chunks" if asked.chunks > 1 else ""
         copies = f"{num} replicas of each average its gradients" if num > 1 else "no replicas: nothing is averaged"
-        is_straight = self.wire.hops is None and self.once is None
+        is_straight = not self.wire.hops and self.once is None
         route = "linear" if is_straight else asked.route
         moved = {
             "tokens": (f"tokens to experts, route {route}", codecs),
@@ -208,9 +209,12 @@ def expert_parallel(
         step = placement.slices
         among, on = range(comm.rank % step, ranks, step), placement.whole
     grid = comm.topology
-    hops = Rooms() if options.route == "2dh" and min(grid.num_nodes, grid.local_size) > 1 else None
+    has_hops = options.route == "2dh" and min(grid.num_nodes, grid.local_size) > 1
+    hops = [Rooms() for _ in range(options.chunks)] if has_hops else ()
     first, apart = members[among[0]], step * stride
-    wire = Wire(comm, on, among, dispatch, combine, gradients, first, apart, seed, hops=hops)
+    wire = Wire(
+        comm, on, among, dispatch, combine, gradients, first, apart, seed, hops=hops, num_chunks=options.chunks
+    )  # fmt: skip
     shapes = {name: param.shape for name, param in tensors.items()}
     once = entering(wire) if options.route == "once" and min(grid.num_nodes, grid.local_size) > 1 else None
     made = ExpertRanks(options, placement, wire if once is None else once.outer, everyone, shapes, once, stride, asked)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, TypeVar
@@ -44,8 +45,9 @@ class Wire:
     step: int = 1
     seed: int = 0
     num_drawn: int = 0
-    hops: Rooms | None = None
+    hops: Sequence[Rooms] = ()
     room: Room = field(default_factory=Room)
+    num_chunks: int = 1
 
     def forward_seed(self, way: int) -> int:
         """Of the way there, 0, or back, 1."""
@@ -60,16 +62,34 @@ class Wire:
         """Of the first row of a rank of this group."""
         return (self.first + rank * self.step) * NUMBERS_OF_A_RANK
 
-    def run(self, job: Callable[[Link], Rounds[T]]) -> T:
-        """The result of a job among the members."""
-        return self.comm.wait(self.comm.submit(lambda link: job(link.subgroup(self.members)), urgent=True))
+    def submit(self, job: Callable[[Link], Rounds[T]]) -> Future[T]:
+        """Start a job among the members."""
+        return self.comm.submit(lambda link: job(link.subgroup(self.members)), urgent=True)
+
+
+@dataclass
+class Chunk:
+    """Rows that travel together. counts: of each expert of this rank, int64 [experts of a rank].
+
+    came: rows from each rank. firsts: the number of the first of them. order: where each row that came goes among those
+    that are sorted by expert; back: the way back.
+    """
+
+    counts: Tensor
+    came: list[int]
+    firsts: list[int]
+    order: Tensor
+    back: Tensor
 
 
 class Trip:
     """The rows of one layer in one forward, which are sorted by expert, and their gradients.
 
-    counts: this rank's rows of each expert. local_counts: once the rows are there, the rows of each expert of this rank
-    from all ranks, int64 [experts of a rank].
+    Of N chunks each has the same share of the consecutive rows from each rank to each: chunk c of n rows has those from
+    c n // N on. So the rows of an expert are cut, and neither what a row is rounded to nor the bytes depend on N. While
+    experts work on one chunk, the next ones come and those before go back.
+
+    counts: this rank's rows of each expert.
     """
 
     def __init__(self, wire: Wire, counts: Tensor) -> None:
@@ -77,110 +97,196 @@ class Trip:
         self.counts = counts.cpu().view(placement.teams, placement.each)
         self.blocks: list[int] = self.counts.sum(1).tolist()
         self.starts = [0, *accumulate(self.blocks)]
-        self.local_counts = torch.zeros(placement.each, dtype=torch.int64)
-        self._came: list[int] = []
-        self._order = self._back = torch.zeros(0, dtype=torch.int64)
-        self._first: list[int] = []
+        self.chunks: list[Chunk] = []
+        self._under_way: dict[int, Future[Tensor]] = {}
+        self._seed_of_gradients: int | None = None
 
-    def depart(self, rows: Tensor) -> Tensor:
-        """Rows [n, width] of all experts to their ranks: result [m, width], rows of this rank's experts, by expert."""
+    def here(self, rows: Tensor) -> Tensor:
+        """Rows [n, width] that go to their experts in one chunk, and do not come back: those of this rank's experts."""
+        return Arrive.apply(self, 0, *Depart.apply(self, rows))
+
+    def through(self, rows: Tensor, work: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """What experts make of rows [n, width]; work: of the rows that are here, sorted by expert, and their counts."""
+        back = []
+        for number, token in enumerate(Depart.apply(self, rows)):
+            there = Arrive.apply(self, number, token)
+            back.append(Return.apply(self, number, work(there, self.chunks[number].counts.to(rows.device))))
+        return Collect.apply(self, *back)
+
+    def depart(self, rows: Tensor) -> None:
+        """Rows [n, width] of all experts set out for their ranks. Waits for the first chunk alone, which tells how many
+        rows come."""
         wire, placement = self.wire, self.wire.placement
         notes = torch.cat([torch.tensor(self.starts[:-1])[:, None], self.counts], 1)
         notes = notes.repeat_interleave(placement.slices, 0)
-        sends, counts, numbers = self._to_teams(rows)
+        sends, counts, numbers = self._to_teams(rows, 0)
 
         def job(link: Link) -> Rounds[tuple[Tensor, list[int], Tensor]]:
             seed, name = wire.forward_seed(0), "dispatch"
-            if wire.hops is not None:
+            if wire.hops:
                 how = RowCodec(sends.shape[1], sends.dtype, wire.dispatch, seed)
-                return all_to_all_two_hops(link, sends, counts, notes, wire.hops, how, numbers, operation=name)
+                return all_to_all_two_hops(link, sends, counts, notes, wire.hops[0], how, numbers, operation=name)
             return all_to_all_counted(
                 link, sends, counts, notes, wire.room, wire.dispatch, seed=seed, first_rows=numbers, rounds_own=True,
                 operation=name,
             )  # fmt: skip
 
-        found, self._came, told = wire.run(job)
-        by_source = told[:, 1:]
-        self.local_counts = by_source.sum(0)
-        self._first = [wire.number(rank) + int(start) for rank, start in enumerate(told[:, 0].tolist())]
-        experts = torch.arange(placement.each).repeat(placement.ranks).repeat_interleave(by_source.flatten())
-        order = experts.argsort(stable=True)
-        self._order, self._back = order.to(rows.device), order.argsort().to(rows.device)
-        return found.index_select(0, self._order)
+        found, _, told = wire.comm.wait(wire.submit(job))
+        firsts = [wire.number(rank) + int(start) for rank, start in enumerate(told[:, 0].tolist())]
+        ends = told[:, 1:].cumsum(1)
+        self.chunks = [self._chunk(number, ends, firsts, rows.device) for number in range(wire.num_chunks)]
+        self._under_way[0] = Future()
+        self._under_way[0].set_result(found)
+        for number, chunk in list(enumerate(self.chunks))[1:]:
+            sends, counts, numbers = self._to_teams(rows, number)
+            seed = wire.forward_seed(0)
+            self._under_way[number] = self._exchange(
+                number, sends, counts, chunk.came, numbers, wire.dispatch, seed, "dispatch"
+            )
 
-    def go_back(self, rows: Tensor, *, is_backward: bool) -> Tensor:
-        """Rows of this rank's experts to where they came from, where what slices give is added: [n, width]."""
-        wire, slices = self.wire, self.wire.placement.slices
-        sends = rows.index_select(0, self._back)
-        receives = [block for block in self.blocks for _ in range(slices)]
-        codec, seed, name = (
-            (wire.gradients, wire.draw(), "dispatch_gradients")
-            if is_backward
-            else (wire.combine, wire.forward_seed(1), "combine")
-        )
-        found = self._exchange(sends, self._came, receives, self._first, codec, seed, name)
-        if slices == 1:
-            return found
-        parts = found.split(receives)
-        teams = [parts[at : at + slices] for at in range(0, len(parts), slices)]
-        return torch.cat([torch.stack(each).sum(0) for each in teams])
+    def arrive(self, number: int) -> Tensor:
+        """The rows of a chunk, [m, width], sorted by expert, or the gradients of what they became."""
+        found = self.wire.comm.wait(self._under_way.pop(number))
+        return found.index_select(0, self.chunks[number].order)
 
-    def depart_again(self, grads: Tensor) -> Tensor:
-        """Gradients of what came back, to the ranks of the experts, as `depart`."""
-        sends, counts, numbers = self._to_teams(grads)
-        seed = self.wire.draw()
-        found = self._exchange(sends, counts, self._came, numbers, self.wire.gradients, seed, "combine_gradients")
-        return found.index_select(0, self._order)
+    def go_back(self, number: int, rows: Tensor, *, is_backward: bool) -> None:
+        """Rows of this rank's experts set out for where they came from."""
+        wire, chunk = self.wire, self.chunks[number]
+        codec, seed, name = wire.combine, wire.forward_seed(1), "combine"
+        if is_backward:
+            # The same for all chunks.
+            self._seed_of_gradients = self._seed_of_gradients or wire.draw()
+            codec, seed, name = wire.gradients, self._seed_of_gradients, "dispatch_gradients"
+        sends = rows.index_select(0, chunk.back)
+        receives = self._each_slice(self._pieces(number))
+        self._under_way[number] = self._exchange(number, sends, chunk.came, receives, chunk.firsts, codec, seed, name)
 
-    def _to_teams(self, rows: Tensor) -> tuple[Tensor, list[int], list[int]]:
-        """The rows for each rank, one after the other; how many; and the number of the first."""
-        slices = self.wire.placement.slices
-        counts = [block for block in self.blocks for _ in range(slices)]
+    def collect(self) -> Tensor:
+        """What went back, of all chunks, where what slices give is added: [n, width]."""
+        slices, of_chunks = self.wire.placement.slices, []
+        for number in range(len(self.chunks)):
+            parts = self.wire.comm.wait(self._under_way.pop(number)).split(self._each_slice(self._pieces(number)))
+            teams = [parts[at : at + slices] for at in range(0, len(parts), slices)]
+            of_chunks.append([each[0] if slices == 1 else torch.stack(each).sum(0) for each in teams])
+        self._seed_of_gradients = None
+        return torch.cat([part for of_team in zip(*of_chunks, strict=True) for part in of_team])
+
+    def depart_again(self, grads: Tensor) -> None:
+        """Gradients of what came back set out for the ranks of the experts: those of the last chunk, which are worked
+        on first, before the others."""
+        wire, seed = self.wire, self.wire.draw()
+        for number, chunk in reversed(list(enumerate(self.chunks))):
+            sends, counts, numbers = self._to_teams(grads, number)
+            self._under_way[number] = self._exchange(
+                number, sends, counts, chunk.came, numbers, wire.gradients, seed, "combine_gradients"
+            )
+
+    def _chunk(self, number: int, ends: Tensor, firsts: Sequence[int], device: torch.device) -> Chunk:
+        """What comes in a chunk. ends: where the rows for each expert end, [ranks, experts of a rank]."""
+        num_chunks, experts = self.wire.num_chunks, torch.arange(ends.shape[1])
+        sizes = ends[:, -1:]
+        begin, end = number * sizes // num_chunks, (number + 1) * sizes // num_chunks
+        upto = torch.minimum(torch.maximum(ends, begin), end)
+        by_source = upto.diff(dim=1, prepend=begin)
+        order = experts.repeat(len(ends)).repeat_interleave(by_source.flatten()).argsort(stable=True)
+        starts = [first + int(more) for first, more in zip(firsts, begin, strict=True)]
+        came: list[int] = by_source.sum(1).tolist()
+        return Chunk(by_source.sum(0), came, starts, order.to(device), order.argsort().to(device))
+
+    def _pieces(self, number: int) -> list[slice]:
+        """The rows to each team of a chunk."""
+        num = self.wire.num_chunks
+        return [
+            slice(start + number * size // num, start + (number + 1) * size // num)
+            for start, size in zip(self.starts, self.blocks, strict=False)
+        ]
+
+    def _each_slice(self, pieces: Sequence[slice]) -> list[int]:
+        """How many rows go to each rank."""
+        return [piece.stop - piece.start for piece in pieces for _ in range(self.wire.placement.slices)]
+
+    def _to_teams(self, rows: Tensor, number: int) -> tuple[Tensor, list[int], list[int]]:
+        """The rows of a chunk for each rank, one after the other; how many; and the number of the first."""
+        slices, pieces = self.wire.placement.slices, self._pieces(number)
         own = self.wire.number(self.wire.members.index(self.wire.comm.rank))
-        numbers = [own + start for start in self.starts[:-1] for _ in range(slices)]
-        if slices > 1:
-            rows = torch.cat([block for block in rows.split(self.blocks) for _ in range(slices)])
-        return rows.contiguous(), counts, numbers
+        numbers = [own + piece.start for piece in pieces for _ in range(slices)]
+        if slices > 1 or self.wire.num_chunks > 1:
+            rows = torch.cat([rows[piece] for piece in pieces for _ in range(slices)])
+        return rows.contiguous(), self._each_slice(pieces), numbers
 
     def _exchange(
-        self, rows: Tensor, counts: Sequence[int], receives: Sequence[int], numbers: Sequence[int],
+        self, number: int, rows: Tensor, counts: Sequence[int], receives: Sequence[int], numbers: Sequence[int],
         codec: Codec | None, seed: int, operation: str,
-    ) -> Tensor:  # fmt: skip
-        wire = self.wire
-        if wire.hops is not None:
-            how, nothing = RowCodec(rows.shape[1], rows.dtype, codec, seed), torch.zeros(len(counts), 0).long()
-            hops = wire.hops
-            return wire.run(
-                lambda link: all_to_all_two_hops(link, rows, counts, nothing, hops, how, numbers, operation=operation)
-            )[0]
-        return wire.run(
-            lambda link: all_to_all_rows(
-                link, rows, counts, receives, codec, seed=seed, first_rows=numbers, rounds_own=True, operation=operation
-            )
-        )
+    ) -> Future[Tensor]:  # fmt: skip
+        if not self.wire.hops:
+            return self.wire.submit(
+                lambda link: all_to_all_rows(
+                    link, rows, counts, receives, codec, seed=seed, first_rows=numbers, rounds_own=True,
+                    operation=operation,
+                )
+            )  # fmt: skip
+        hops = self.wire.hops[number]
+        how, nothing = RowCodec(rows.shape[1], rows.dtype, codec, seed), torch.zeros(len(counts), 0).long()
+
+        def job(link: Link) -> Rounds[Tensor]:
+            found = yield from all_to_all_two_hops(link, rows, counts, nothing, hops, how, numbers, operation=operation)
+            return found[0]
+
+        return self.wire.submit(job)
 
 
-class Dispatch(torch.autograd.Function):
-    """Rows to their experts."""
+class Depart(torch.autograd.Function):
+    """Rows set out for their experts; a token for each chunk, by which autograd keeps the order."""
 
     @staticmethod
-    def forward(ctx: Any, trip: Trip, rows: Tensor) -> Tensor:
+    def forward(ctx: Any, trip: Trip, rows: Tensor) -> tuple[Tensor, ...]:
         ctx.trip = trip
-        return trip.depart(rows.detach())
+        trip.depart(rows.detach())
+        return tuple(rows.new_empty(0) for _ in trip.chunks)
+
+    @staticmethod
+    def backward(ctx: Any, *tokens: Tensor) -> tuple[Tensor | None, ...]:
+        return None, ctx.trip.collect()
+
+
+class Arrive(torch.autograd.Function):
+    """The rows of a chunk are here. Their gradients set out without anyone waiting for them."""
+
+    @staticmethod
+    def forward(ctx: Any, trip: Trip, number: int, token: Tensor) -> Tensor:
+        ctx.trip, ctx.number, ctx.token = trip, number, token.detach()
+        return trip.arrive(number)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, ctx.trip.go_back(grads[0], is_backward=True)
+        trip = ctx.trip
+        trip.go_back(ctx.number, grads[0], is_backward=True)
+        return None, None, ctx.token
 
 
-class Combine(torch.autograd.Function):
-    """What experts return, to where the rows came from."""
+class Return(torch.autograd.Function):
+    """What experts made of a chunk sets out for where its rows came from."""
 
     @staticmethod
-    def forward(ctx: Any, trip: Trip, rows: Tensor) -> Tensor:
-        ctx.trip = trip
-        return trip.go_back(rows.detach(), is_backward=False)
+    def forward(ctx: Any, trip: Trip, number: int, rows: Tensor) -> Tensor:
+        ctx.trip, ctx.number = trip, number
+        trip.go_back(number, rows.detach(), is_backward=False)
+        return rows.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *tokens: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, ctx.trip.arrive(ctx.number)
+
+
+class Collect(torch.autograd.Function):
+    """What experts made of all chunks is back."""
+
+    @staticmethod
+    def forward(ctx: Any, trip: Trip, *tokens: Tensor) -> Tensor:
+        ctx.trip, ctx.tokens = trip, [token.detach() for token in tokens]
+        return trip.collect()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, ctx.trip.depart_again(grads[0])
+        ctx.trip.depart_again(grads[0])
+        return None, *ctx.tokens

@@ -10,6 +10,8 @@ from thinwire.codecs import Codec
 from thinwire.errors import ConfigError, Problems
 from thinwire.methods.options import EXACT, check_types, codec_or_exact
 
+# As many as Tutel has.
+MOST_CHUNKS = 32
 CODED = ("dispatch", "combine", "gradients")
 
 
@@ -40,6 +42,8 @@ class ExpertParallel:
     route: Literal["linear", "2dh", "once"] = "linear"
     """Of rows. linear: from each rank to each; 2dh: inside a node first, then one message from node to node; once: a
     token enters each node once, and one sum comes back."""
+    chunks: int = 1
+    """Parts, 1 to 32, into which the rows of a layer are cut: experts work on one while others travel."""
     dispatch: str = EXACT
     """Codec of rows to their experts, such as bf16 or int8/64:nearest, or exact. It draws by a row's number alone."""
     combine: str = EXACT
@@ -54,6 +58,13 @@ class ExpertParallel:
             for name in ("parallel", "slices"):
                 if getattr(self, name) != "auto" and getattr(self, name) < 1:
                     raise ConfigError(f"{name} {getattr(self, name)}: must be at least 1; nearest: 1")
+            if not 1 <= self.chunks <= MOST_CHUNKS:
+                near = min(max(self.chunks, 1), MOST_CHUNKS)
+                raise ConfigError(f"chunks {self.chunks}: must be 1 to {MOST_CHUNKS}; nearest: {near}")
+        if self.chunks > 1 and (self.move == "experts" or self.route == "once"):
+            why = "no rows travel" if self.move == "experts" else "what goes back is a sum over all rows of a node"
+            what = f"move {self.move!r}" if self.move == "experts" else f"route {self.route!r}"
+            problems.messages.append(f"chunks {self.chunks} with {what}: {why}; nearest: 1")
         stated = [name for name in CODED if getattr(self, name) != EXACT]
         if self.move == "experts" and stated:
             problems.messages.append(

@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 
 import torch
 
@@ -59,7 +59,8 @@ def sent(
     """Bytes from rank to rank: forward, and backward too in training.
 
     With n_pe rows of rank p for expert e, p sends sum_e n_pe rows to each of the s ranks that hold parts of e, but to
-    itself, and as many come back. Backward is the same with gradients. In front of the rows are 2 + E / G numbers.
+    itself, and as many come back. Backward is the same with gradients. In front of the rows are 2 + E / G numbers, of
+    the first chunk alone.
     Where weights move, a rank sends its part, of `part_numel` elements, to each rank that gathers it, and backward as
     many gradients; where slices do, a row goes to the one rank of a team at its source's place.
 
@@ -77,7 +78,9 @@ def sent(
     if options.route == "once" and has_hops:
         return sent_once(placement, rows, options, local_size, 4 if in_training else 2)
     by_hops = options.route == "2dh" and has_hops
-    for ways in packets(placement, rows, options, counted=by_hops)[: 4 if in_training else 2]:
+    num_ways = 4 if in_training else 2
+    chunks = (packets(placement, rows, options, chunk, counted=by_hops)[:num_ways] for chunk in range(options.chunks))
+    for ways in chain.from_iterable(chunks):
         for (source, home), num_bytes in ways.items():
             between = source - source % local_size + home % local_size if by_hops else home
             for pair in ((source, between), (between, home)):
@@ -123,21 +126,25 @@ def sent_once(
     return {pair: num_bytes for pair, num_bytes in found.items() if pair[0] != pair[1]}
 
 
-def packets(placement: Placement, rows: Rows, options: ExpertParallel, *, counted: bool) -> list[dict[Pair, int]]:
-    """Bytes of rows from their source to their home, back, and of the gradients of both.
+def packets(
+    placement: Placement, rows: Rows, options: ExpertParallel, chunk: int, *, counted: bool
+) -> list[dict[Pair, int]]:
+    """Bytes of a chunk's rows from their source to their home, back, and of the gradients of both.
 
-    counted: each has the number of its rows in front; otherwise those to their home alone.
+    counted: each has the number of its rows in front; otherwise those of the first chunk to their home alone.
     """
     ways: list[dict[Pair, int]] = [{}, {}, {}, {}]
     for source, home in product(range(placement.ranks), repeat=2):
         if options.move == "slices" and source % placement.slices != home % placement.slices:
             continue
         first = placement.team(home) * placement.each
-        num_rows = sum(rows.counts[source][first : first + placement.each])
+        total, parts = sum(rows.counts[source][first : first + placement.each]), options.chunks
+        num_rows = (chunk + 1) * total // parts - chunk * total // parts
         there, back = (source, home), (home, source)
         kinds = (("dispatch", there), ("combine", back), ("gradients", there), ("gradients", back))
         for way, (kind, pair) in zip(ways, kinds, strict=True):
-            head = NUMBER_BYTES * (2 + placement.each) if kind == "dispatch" else NUMBER_BYTES * counted
+            is_told = kind == "dispatch" and chunk == 0
+            head = NUMBER_BYTES * (2 + placement.each if is_told else counted)
             body = rows_bytes(num_rows, rows.width, rows.dtype, options.codec(kind)) if num_rows else 0
             way[pair] = head + body
     return ways

@@ -18,6 +18,7 @@ SMALL = (
     "--moe.num-hidden-layers", "2", "--moe.router-aux-loss-coef", "0", "--dtype", "fp32", "--eval-sequences", "4",
     "--sample-tokens", "8", "--timeout", "60", "--local-size", "1", "--steps", str(STEPS),
 )  # fmt: skip
+TIGHT = "--moe.capacity-factor 0.75 --moe.batch-priority true"
 LOSSY = (
     "--strategy sdp4bit --experts.parallel 2 --experts.dispatch int8 --experts.combine int8/64:nearest "
     "--experts.gradients int8/64"
@@ -36,6 +37,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
         ("both", 4, f"--strategy zero --sequence.parallel 2 --experts.parallel 2 {stop}", ""),
         ("found", 4, "--strategy zero --sequence.parallel 2 --experts.parallel auto --stop-at 1", ""),
         ("of-both", 2, "--strategy zero --sequence.parallel 2 --experts.parallel 1", "both"),
+        ("tight", 2, f"--strategy zero --experts.parallel 2 --experts.chunks 3 {TIGHT} {stop}", ""),
+        ("tight-on", 2, "--strategy zero --experts.parallel 2 --experts.chunks 1 " + TIGHT, "tight"),
         ("lossy", 2, LOSSY, ""),
         ("lossy-part", 2, f"{LOSSY} {stop}", ""),
         ("lossy-on", 2, LOSSY, "lossy-part"),
@@ -74,6 +77,16 @@ def test_rounded_rows_resume_bit_for_bit_and_are_exact_on_one_process(runs: dict
     assert one["losses"] == pytest.approx(whole["losses"], rel=0.05)
 
 
+def test_a_capacity_drops_rows_which_the_run_counts(runs: dict[str, dict[str, Any]]) -> None:
+    tight, on = runs["tight"], runs["tight-on"]
+    rows = "capacity_factor 0.75: 8 rows of an expert, of a rank's 44 tokens: those of the highest weights"
+    assert rows in tight["printed"] and "in 3 chunks" in tight["printed"] and "resume proven" in on["printed"]
+    lines = on["steps"].values()
+    assert all(0 < line["dropped_rows"] < 0.7 and line["needed_capacity"] > 0.75 for line in lines)
+    assert "Rows of experts" in (on["folder"] / "report.html").read_text()
+    assert not any(line["dropped_rows"] or line["needed_capacity"] for line in runs["alone"]["steps"].values())
+
+
 def test_a_checkpoint_holds_whole_experts_which_export_reads(runs: dict[str, dict[str, Any]]) -> None:
     folders = [latest(runs[name]["folder"] / "checkpoints") for name in ("lossy", "alone")]
     halves, whole = (dict(read_weights(folder)) for folder in folders if folder is not None)
@@ -101,6 +114,8 @@ def test_a_checkpoint_holds_whole_experts_which_export_reads(runs: dict[str, dic
             "--experts.gradients int8/128: its groups of 128 must end where the rows of 64 end; "
             "nearest: --experts.gradients int8/64",
         ),
+        ("--workers 2 --experts.parallel 2 --experts.chunks 40", "chunks 40: must be 1 to 32; nearest: 32"),
+        ("--workers 2 --moe.capacity-factor 0.05 --micro-batch 1", "would take no row; nearest: 0.5"),
         ("--workers 2 --experts.parallel 2 --strategy ddp", "those that can: zero, zero-bf16"),
         (
             "--workers 4 --experts.parallel 4 --sequence.parallel 2",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ CONFIG = MoEConfig(
     vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, max_position_embeddings=LENGTH, router_aux_loss_coef=0.01,
 )  # fmt: skip
+TIGHT = replace(CONFIG, capacity_factor=0.6, batch_priority=True, router_aux_loss_coef=0.0)
 TOKENS = [10, 7, 0, 3]
 OPERATIONS = (
     "dispatch", "combine", "combine_gradients", "dispatch_gradients", "expert_weights", "expert_weight_gradients",
@@ -157,8 +159,10 @@ def overlapped(rank: int) -> list[int]:
         def arrive(self, number: int) -> Tensor:
             found = super().arrive(number)
             # Comes while this rank computes nothing: a message that waits for the work on this chunk never would.
-            for later in [n for n in self._under_way if abs(n - number) == 1]:
-                self._under_way[later].result(timeout=60)
+            beside = [self._under_way[n] for n in (number - 1, number + 1) if n in self._under_way]
+            assert beside
+            for future in beside:
+                future.result(timeout=60)
             done.append(number)
             return found
 
@@ -219,18 +223,19 @@ def adamw(params: Any) -> torch.optim.Optimizer:
 
 def train(
     rank: int, make: Any, method: thinwire.Method, sizes: dict[str, int], slices: int = 1, num_steps: int = STEPS,
-    has_logits: bool = True,
+    has_logits: bool = True, config: MoEConfig = CONFIG, chunks: int = 1,
 ) -> Any:  # fmt: skip
     torch.manual_seed(0)
-    model = MoELlama(CONFIG)
+    model = MoELlama(config)
     if not has_logits:
         cut_loss(model)
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     num_shares, share = 4 // sizes.get("sequence", 1), 0
     for at, (axis, size) in zip(mesh.get_coordinate() or (), sizes.items(), strict=True):
         share = share if axis == "sequence" else share * size + at
+    spread = [ExpertParallel(slices=slices, chunks=chunks)] if "expert" in sizes else []
     stage = thinwire.parallelize(
-        model, make(model.parameters()), mesh, [method, ExpertParallel(slices=slices)], local_size=2, timeout_s=60,
+        model, make(model.parameters()), mesh, [method, *spread], local_size=2, timeout_s=60,
         announce=False,
     )  # fmt: skip
     norms = []
@@ -243,28 +248,37 @@ def train(
     assert stage.optimizer.skipped_steps == 1
     stage.optimizer.check_replicas()
     names = [name for name, _ in model.named_parameters()]
-    assert stage.experts is not None
-    weights = stage.experts.gather(stage.optimizer.masters(names))
+    weights = stage.optimizer.masters(names)
+    if stage.experts is not None:
+        weights = stage.experts.gather(weights)
     sent_bytes = stage.optimizer.meter.snapshot().sent_by("dispatch")
     stage.close()
-    return norms, weights, sent_bytes
+    return norms, weights, sent_bytes, model.row_counts.take()
 
 
-def meshes(rank: int, world_size: int) -> list[Any]:
+def meshes(rank: int, world_size: int) -> tuple[list[Any], list[Any]]:
     pairs, four, zero = {"data": 2, "expert": 2}, {"data": 1, "expert": 4}, thinwire.Zero()
     return [
         train(rank, sgd, zero, pairs), train(rank, adamw, zero, four, slices=4),
         train(rank, adamw, thinwire.SDP4Bit(), pairs, slices=2, num_steps=FEW),
         train(rank, sgd, zero, {"data": 1, "expert": 2, "sequence": 2}),
         train(rank, sgd, zero, {"data": 1, "sequence": 2, "expert": 2}, num_steps=FEW, has_logits=False),
+    ], [
+        train(rank, sgd, zero, {"data": 4}, num_steps=FEW, config=TIGHT),
+        train(rank, sgd, zero, pairs, num_steps=FEW, config=TIGHT, chunks=2),
     ]  # fmt: skip
 
 
 def test_twenty_steps_are_those_of_one_process() -> None:
     # SGD shows a gradient that is a number of times too large, which AdamW hides.
     truths = [alone(sgd, STEPS), alone(adamw, STEPS), alone(adamw, FEW), alone(sgd, STEPS, 2), alone(sgd, FEW, 2)]
-    for found in run_workers(meshes, 4, local_size=2):
-        for number, ((norms, weights, sent_bytes), (true_norms, true_weights)) in enumerate(
+    told = []
+    for found, (replicas, spread) in run_workers(meshes, 4, local_size=2):
+        # A capacity drops the same rows wherever experts lie, and all ranks know how many.
+        torch.testing.assert_close(spread[0], replicas[0], rtol=1e-5, atol=0)
+        assert spread[3] == replicas[3] and 0.05 < spread[3].dropped_share < 0.9 and spread[3].needed > 0.6
+        told.append(spread[3])
+        for number, ((norms, weights, sent_bytes, rows), (true_norms, true_weights)) in enumerate(
             zip(found, truths, strict=True)
         ):
             is_exact = number != 2
@@ -272,6 +286,9 @@ def test_twenty_steps_are_those_of_one_process() -> None:
             for name, value in true_weights.items():
                 torch.testing.assert_close(weights[name], value, rtol=0, atol=2e-4 if is_exact else 2e-2, msg=name)
             assert sent_bytes > NUMBER_BYTES
+            # Each step's tokens have two experts in two layers, padding included.
+            assert rows.dropped == 0 and rows.asked % (4 * LENGTH) == 0
+    assert len(set(told)) == 1
 
 
 def lose_a_rank(rank: int, world_size: int) -> str:

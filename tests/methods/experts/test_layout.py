@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -56,10 +57,44 @@ def test_rows_that_enter_once_cross_half_as_often() -> None:
     assert crossing("linear") < crossing("2dh") < 1.001 * crossing("linear")
 
 
+def test_chunks_and_a_loose_capacity_change_no_bytes_and_a_tight_one_does() -> None:
+    place = Placement(8, 4)
+    counts = [[3, 0, 7, 1, 5, 2, 2, 4], [1] * 8, [0] * 8, [9, 0, 0, 0, 0, 0, 0, 1]]
+
+    def total(rows: Rows, **options: Any) -> int:
+        return sum(sent(place, rows, ExpertParallel(4, **options), 0, 2).values())
+
+    for codec in ("exact", "int8/64:nearest"):
+        one, five = (total(Rows(counts, 64), chunks=n, dispatch=codec, gradients=codec) for n in (1, 5))
+        assert one == five
+    # By two hops each chunk has its own numbers in front.
+    assert 0 < total(Rows(counts, 64), chunks=2, route="2dh") - total(Rows(counts, 64), route="2dh") < 2000
+    loose, tight = (total(Rows.even(place, 64, 2, 64, torch.float32, 2, limit)) for limit in (20, 8))
+    even = total(Rows.even(place, 64, 2, 64, torch.float32, 2))
+    assert loose == even and tight < 0.52 * even
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"chunks": 33}, "chunks 33: must be 1 to 32; nearest: 32"),
+        ({"chunks": 0}, "nearest: 1"),
+        ({"chunks": 2, "move": "experts"}, "chunks 2 with move 'experts': no rows travel; nearest: 1"),
+        ({"chunks": 2, "route": "once"}, "chunks 2 with route 'once'"),
+    ],
+)
+def test_chunks_that_can_not_be_name_the_nearest(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        ExpertParallel(4, **options)
+
+
 def test_explain_plans_the_experts_of_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
     command = "--model moe-tiny --nodes 2 --local-size 2 --strategy zero --seq-len 64"
-    for more in ("", "--experts.parallel 4 --experts.route once"):
+    for more in ("", "--experts.parallel 4 --experts.route once --moe.capacity-factor 0.5"):
         assert run_explain([*command.split(), *more.split()]) == 0
     plain, spread = capsys.readouterr().out.split("experts over 4 ranks")
+    assert "capacity_factor 0.5" in plain and "64 rows of an expert, of a rank's 512 tokens" in plain
+    assert run_explain([*command.split(), "--experts.parallel", "4", "--moe.capacity-factor", "0.01"]) == 2
+    assert "would take no row; nearest: 0.016" in capsys.readouterr().err
     assert "2 of 8 experts a rank" in spread and "experts move tokens" in spread
     assert "no effect" not in spread and "experts over" not in plain

@@ -140,8 +140,25 @@ def layers(rank: int, world_size: int) -> Any:
         )
         for route, n in (("linear", 1), ("2dh", 1), ("once", 1), ("linear", 3))
     ]
+    moving: list[Any] = ["slices", "experts"]
+    coded += [
+        one_layer(rank, ExpertParallel(4, slices=2, move=move, weights="int8/32", gradients="int8/32"))
+        for move in moving
+    ]
     several = (4, "linear", 1), (2, "linear", 1), (4, "2dh", 1), (4, "linear", 5), (4, "2dh", 3)
-    return plain, coded, [rounded(rank, *each) for each in several], overlapped(rank)
+    weights = [moved(rank, *each) for each in ((4, 2), (2, 1))]
+    return plain, coded, [rounded(rank, *each) for each in several], overlapped(rank), weights
+
+
+def moved(rank: int, ranks: int, slices: int) -> Tensor:
+    """What a rank's tokens become by experts whose rounded weights come to them."""
+    model = torch.nn.Module()
+    model.experts = filled(0)
+    asked = ExpertParallel(ranks, slices=slices, move="experts", weights="int4/32:nearest")
+    ep = thinwire.expert_parallel(model, asked, local_size=2, timeout_s=60)
+    found = model.experts(*inputs()[rank]).detach()
+    ep.close()
+    return found
 
 
 def overlapped(rank: int) -> list[int]:
@@ -175,7 +192,7 @@ def overlapped(rank: int) -> list[int]:
 
 
 def test_outputs_gradients_and_bytes_are_those_of_one_process_and_of_the_formula() -> None:
-    for plain, coded, (four, *others), worked in run_workers(layers, 4, local_size=2):
+    for plain, coded, (four, *others), worked, weights in run_workers(layers, 4, local_size=2):
         for error, bytes_fit in plain:
             assert error < 1e-12 and bytes_fit
         for error, bytes_fit in coded:
@@ -183,6 +200,8 @@ def test_outputs_gradients_and_bytes_are_those_of_one_process_and_of_the_formula
         # Rows are rounded alike on any number of ranks, by any route, in any chunks; gradients at random too.
         for each in others:
             assert all(map(torch.equal, four, each))
+        # So are weights that move, this rank's own too.
+        assert torch.equal(*weights)
         assert worked == [0, 1, 2, 3, 3, 2, 1, 0]
 
 

@@ -81,9 +81,12 @@ def test_chunks_and_a_loose_capacity_change_no_bytes_and_a_tight_one_does() -> N
         ({"chunks": 0}, "nearest: 1"),
         ({"chunks": 2, "move": "experts"}, "chunks 2 with move 'experts': no rows travel; nearest: 1"),
         ({"chunks": 2, "route": "once"}, "chunks 2 with route 'once'"),
+        ({"weights": "bf16"}, "weights 'bf16' with move 'tokens': no weights travel; nearest: 'exact'"),
+        ({"weights": "bf16", "move": "slices"}, "with move 'slices' of 1 slice: no weights travel"),
+        ({"weights": "int8/64:stochastic", "move": "experts"}, "not at random; nearest: 'int8/64:nearest'"),
     ],
 )
-def test_chunks_that_can_not_be_name_the_nearest(options: dict[str, Any], words: str) -> None:
+def test_what_does_not_fit_names_the_nearest(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         ExpertParallel(4, **options)
 

@@ -60,11 +60,11 @@ class ExpertRanks:
         placement, comm, move = self.placement, self.comm, self.options.move
         weights: Sequence[Tensor] = (experts.gate_proj, experts.up_proj, experts.down_proj)
         if move == "experts":
-            return swiglu(rows, counts, Gather.apply(comm, range(comm.world_size), placement, *weights))
+            return swiglu(rows, counts, Gather.apply(self.wire, range(comm.world_size), placement, *weights))
         if move == "slices" and placement.slices > 1:
             first = comm.rank - comm.rank % placement.slices
             team = range(first, first + placement.slices)
-            weights = Gather.apply(comm, team, placement.of_team, *weights)
+            weights = Gather.apply(self.wire, team, placement.of_team, *weights)
         return work_on(self.wire, experts, rows, counts, tuple(weights))
 
     def gather(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -123,9 +123,13 @@ class ExpertRanks:
     def rounds(self) -> str:
         """Where and how rows are rounded, by which a loss depends on more than the weights; empty: nowhere."""
         asked = self.options
-        if self.wire.dispatch is None and self.wire.combine is None:
+        wire = self.wire
+        if wire.dispatch is None and wire.combine is None and wire.weights is None:
             return ""
-        return f"experts: dispatch {asked.dispatch}, combine {asked.combine}, {self.wire.placement.slices} parts added"
+        moved = "" if wire.weights is None else f", weights {asked.weights}"
+        return (
+            f"experts: dispatch {asked.dispatch}, combine {asked.combine}, {wire.placement.slices} parts added{moved}"
+        )
 
     def describe(self) -> list[Row]:
         """Rows of (asked for, in effect, why they differ or how it was found)."""
@@ -137,8 +141,11 @@ class ExpertRanks:
         route = "linear" if is_straight else asked.route
         moved = {
             "tokens": (f"tokens to experts, route {route}", codecs),
-            "slices": (f"slices to each other, tokens to experts, route {route}", codecs),
-            "experts": ("experts to tokens", "in each micro-batch; no rows travel"),
+            "slices": (f"slices to each other, tokens to experts, route {route}", f"weights {asked.weights}, {codecs}"),
+            "experts": (
+                "experts to tokens",
+                f"in each micro-batch; no rows travel; weights {asked.weights}, gradients {asked.gradients}",
+            ),
         }
         straight = [(f"experts route {asked.route}", "linear", "one node, or one rank a node")]
         found = [(name, getattr(self._asked, name), getattr(asked, name)) for name in CODED]
@@ -202,7 +209,7 @@ def expert_parallel(
     if ranks < everyone.world_size:
         own = [everyone.global_ranks[rank] for rank in members]
         comm = make(own, local_size=along(everyone.topology, members), meter=everyone.meter)
-    dispatch, combine, gradients = map(options.codec, ("dispatch", "combine", "gradients"))
+    dispatch, combine, gradients, moved = map(options.codec, ("dispatch", "combine", "gradients", "weights"))
     among, on, step = range(ranks), placement, 1
     if options.move == "slices":
         # Of each team, the rank at this one's place.
@@ -213,8 +220,8 @@ def expert_parallel(
     hops = [Rooms() for _ in range(options.chunks)] if has_hops else ()
     first, apart = members[among[0]], step * stride
     wire = Wire(
-        comm, on, among, dispatch, combine, gradients, first, apart, seed, hops=hops, num_chunks=options.chunks
-    )  # fmt: skip
+        comm, on, among, dispatch, combine, gradients, moved, first, apart, seed, hops=hops, num_chunks=options.chunks
+    )
     shapes = {name: param.shape for name, param in tensors.items()}
     once = entering(wire) if options.route == "once" and min(grid.num_nodes, grid.local_size) > 1 else None
     made = ExpertRanks(options, placement, wire if once is None else once.outer, everyone, shapes, once, stride, asked)

@@ -41,6 +41,7 @@ class Wire:
     dispatch: Codec | None = None
     combine: Codec | None = None
     gradients: Codec | None = None
+    weights: Codec | None = None
     first: int = 0
     step: int = 1
     seed: int = 0

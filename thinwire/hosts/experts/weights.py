@@ -8,45 +8,55 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.collectives import Communicator
+from thinwire.codecs import Codec, derive_seed
 from thinwire.collectives.all_to_all import all_to_all_rows
 from thinwire.collectives.link import Link
 from thinwire.collectives.rounds import Rounds
+from thinwire.hosts.experts.trip import Wire
 from thinwire.methods.experts import Placement
 
 
 class Gather(torch.autograd.Function):
-    """The tensors of all experts of some ranks, [E, I, H] each, of this rank's parts of them.
+    """The tensors of all experts of some ranks, [E, I, H] each, of this rank's parts of them, by `wire.weights`.
 
-    Their gradients are sums over these ranks of what each one has of this rank's parts, in rank order.
+    A rank's own parts are rounded, too: outputs are the same wherever experts lie. Their gradients are sums over these
+    ranks of what each one has of this rank's parts, in rank order; those of others come by `wire.gradients`.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, comm: Communicator, members: Sequence[int], placement: Placement, *parts: Tensor
+        ctx: Any, wire: Wire, members: Sequence[int], placement: Placement, *parts: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.how = comm, members, placement
+        ctx.how = wire, members, placement
         # One message carries them all.
         own = torch.stack([part.detach() for part in parts])
-        found = _exchange(comm, members, own[None].expand(len(members), *own.shape), "expert_weights")
+        sends = own[None].expand(len(members), *own.shape)
+        found = _exchange(wire, members, sends, wire.weights, 0, "expert_weights", rounds_own=True)
         return tuple(placement.joined(found[:, number]) for number in range(len(parts)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        comm, members, placement = ctx.how
+        wire, members, placement = ctx.how
         sends = torch.stack(
             [torch.stack([placement.part(grad, rank) for grad in grads]) for rank in range(len(members))]
         )
-        found = _exchange(comm, members, sends, "expert_weight_gradients")
+        # What two ranks draw for the same weights must not be the same.
+        seed = 0 if wire.gradients is None else derive_seed(wire.draw(), wire.comm.rank)
+        found = _exchange(wire, members, sends, wire.gradients, seed, "expert_weight_gradients")
         return None, None, None, *found.sum(0).unbind()
 
 
-def _exchange(comm: Communicator, members: Sequence[int], sends: Tensor, operation: str) -> Tensor:
+def _exchange(
+    wire: Wire, members: Sequence[int], sends: Tensor, codec: Codec | None, seed: int, operation: str, *,
+    rounds_own: bool = False,
+) -> Tensor:  # fmt: skip
     """Element i of `sends` to member i; what came from each, in the same shape."""
     rows = sends.reshape(-1, sends.shape[-1])
     counts = [len(rows) // len(members)] * len(members)
 
     def job(link: Link) -> Rounds[Tensor]:
-        return all_to_all_rows(link.subgroup(members), rows, counts, counts, operation=operation)
+        return all_to_all_rows(
+            link.subgroup(members), rows, counts, counts, codec, seed=seed, rounds_own=rounds_own, operation=operation
+        )
 
-    return comm.wait(comm.submit(job, urgent=True)).view(sends.shape)
+    return wire.comm.wait(wire.comm.submit(job, urgent=True)).view(sends.shape)

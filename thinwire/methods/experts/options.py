@@ -8,11 +8,11 @@ from typing import Literal
 
 from thinwire.codecs import Codec
 from thinwire.errors import ConfigError, Problems
-from thinwire.methods.options import EXACT, check_types, codec_or_exact
+from thinwire.methods.options import EXACT, SAME_EACH_TIME, check_types, codec_or_exact
 
 # As many as Tutel has.
 MOST_CHUNKS = 32
-CODED = ("dispatch", "combine", "gradients")
+CODED = ("dispatch", "combine", "gradients", "weights")
 
 
 def in_groups(codec: Codec, size: int) -> str:
@@ -49,7 +49,9 @@ class ExpertParallel:
     combine: str = EXACT
     """Codec of what experts return, such as bf16 or int8/64:nearest, or exact."""
     gradients: str = EXACT
-    """Codec of the gradients of both, such as bf16 or int8/64, or exact."""
+    """Codec of the gradients of all that travels, such as bf16 or int8/64, or exact."""
+    weights: str = EXACT
+    """Codec of weights that move, such as bf16 or int8/64:nearest, or exact. It must round the same way each time."""
 
     def __post_init__(self) -> None:
         problems = Problems()
@@ -65,11 +67,15 @@ class ExpertParallel:
             why = "no rows travel" if self.move == "experts" else "what goes back is a sum over all rows of a node"
             what = f"move {self.move!r}" if self.move == "experts" else f"route {self.route!r}"
             problems.messages.append(f"chunks {self.chunks} with {what}: {why}; nearest: 1")
-        stated = [name for name in CODED if getattr(self, name) != EXACT]
-        if self.move == "experts" and stated:
-            problems.messages.append(
-                f"{stated[0]} {getattr(self, stated[0])!r} with move 'experts': no rows travel; nearest: {EXACT!r}"
-            )
+        still = {name: "rows" for name in ("dispatch", "combine")} if self.move == "experts" else {"weights": "weights"}
+        if self.move == "slices" and self.slices > 1:
+            still = {}
+        for name, what in still.items():
+            if (stated := getattr(self, name)) != EXACT:
+                of = " of 1 slice" if self.move == "slices" else ""
+                problems.messages.append(
+                    f"{name} {stated!r} with move {self.move!r}{of}: no {what} travel; nearest: {EXACT!r}"
+                )
         if self.route != "linear" and self.move != "tokens":
             problems.messages.append(
                 f"route {self.route!r} with move {self.move!r}: it is for rows that go to all ranks; nearest: 'linear'"
@@ -79,8 +85,8 @@ class ExpertParallel:
         problems.raise_any()
 
     def codec(self, name: str) -> Codec | None:
-        """The codec of `dispatch`, `combine` or `gradients`; None for exact: the rows' own bytes in their own dtype."""
-        return codec_or_exact(self, name)
+        """The codec of one of CODED; None for exact: the rows' own bytes in their own dtype."""
+        return codec_or_exact(self, name, SAME_EACH_TIME if name == "weights" else None)
 
     def fitted(self, width: int) -> ExpertParallel:
         """The same for rows of `width` elements: groups that nobody stated end where a row ends."""

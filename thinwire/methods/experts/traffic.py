@@ -12,7 +12,7 @@ import torch
 
 from thinwire.collectives.all_to_all import NUMBER_BYTES, rows_bytes
 from thinwire.methods.experts.layout import Placement
-from thinwire.methods.experts.options import ExpertParallel
+from thinwire.methods.experts.options import CODED, ExpertParallel
 from thinwire.table import Row
 
 Pair = tuple[int, int]
@@ -71,7 +71,9 @@ def sent(
     for source, home in product(range(placement.ranks), repeat=2):
         gathers = options.move == "slices" and placement.team(source) == placement.team(home)
         if source != home and (gathers or options.move == "experts"):
-            found[source, home] += part_numel * rows.dtype.itemsize * (2 if in_training else 1)
+            for kind in ("weights", "gradients")[: 2 if in_training else 1]:
+                num_rows = part_numel // rows.width
+                found[source, home] += rows_bytes(num_rows, rows.width, rows.dtype, options.codec(kind))
     if options.move == "experts":
         return dict(found)
     has_hops = 1 < local_size < placement.ranks
@@ -170,7 +172,7 @@ def facts(
         ),
         (
             f"experts move {options.move}", f"{max(by_rank.values(), default=0) / 1e6:.3f} MB sent a rank and step",
-            f"by a router that is even; dispatch {options.dispatch}, combine {options.combine}, "
-            f"gradients {options.gradients}",
+            f"by a router that is even; {', '.join(f'{name} {getattr(options, name)}' for name in CODED)}"
+            + (f"; in {options.chunks} chunks" if options.chunks > 1 else ""),
         ),
     ]  # fmt: skip

@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -128,13 +129,16 @@ class Embedding(nn.Embedding):
 class Attention(nn.Module):
     """Causal grouped-query attention with rotary positions. Source: Ainslie et al. 2023 (GQA).
 
-    attend: of q, k and v, `attend` itself unless tokens of a sequence lie on several ranks.
+    attend: of q, k and v, `attend` itself unless tokens of a sequence lie on several ranks. Then send is what becomes
+    of q, k and v before, each as soon as it is there.
     """
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = attend
+        self.attend: Callable[[Any, Any, Any], Tensor] = attend
+        self.send: Callable[[Tensor], Any] | None = None
         self.head_size = config.head_size
+        self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         kv_size = config.num_key_value_heads * config.head_size
         self.q_proj = Linear(config.hidden_size, config.hidden_size)
         self.k_proj = Linear(config.hidden_size, kv_size)
@@ -143,12 +147,12 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Maps `x` [batch, seq, hidden] to the same shape."""
-        q, k, v = (
-            projection(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        y = self.attend(q, k, v)
+        found: list[Any] = []
+        for projection in (self.q_proj, self.k_proj, self.v_proj):
+            own = projection(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+            own = own if projection is self.v_proj else rotate(own, cos, sin)
+            found.append(own if self.send is None else self.send(own))
+        y = self.attend(*found)
         return self.o_proj(y.transpose(1, 2).flatten(-2))
 
 

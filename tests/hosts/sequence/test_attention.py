@@ -88,8 +88,9 @@ def dossier_bytes(comm: Communicator, rank: int) -> dict[str, Any]:
     q = probe.expand(2, heads, 64, 16).contiguous()
     exchange = HeadExchange(Wire(comm), range(4), heads, heads)
     before = comm.meter.snapshot()
-    (whole,) = exchange.to_heads([q], is_backward=False)
-    (back,) = exchange.to_tokens([whole], is_backward=False)
+    shares = exchange.shares(heads)
+    whole = exchange.heads_here(exchange.to_heads(q, shares, is_backward=False), shares, 2)
+    back = exchange.tokens_here(exchange.to_tokens(whole, shares, is_backward=False), shares, 2)
     spent = (comm.meter.snapshot() - before).sent_bytes
     before = comm.meter.snapshot()
     q.requires_grad_()

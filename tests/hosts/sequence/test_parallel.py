@@ -107,7 +107,42 @@ def memory(method: str) -> float:
     return part / whole
 
 
+def late_waits() -> int:
+    """Messages that were there before the work behind them began, in one layer, forward and backward."""
+    model, found, sent = Llama(CONFIG), list[str](), list[Any]()
+    seq = thinwire.sequence_parallel(model, thinwire.SequenceParallel(4, "ulysses"), local_size=2, timeout_s=120)
+    block: Any = model.model.layers[1].self_attn
+    send = block.send
+
+    def watched(x: Tensor) -> Any:
+        sent.append(send(x))
+        return sent[-1]
+
+    def forward(*_: Any) -> None:
+        # Queries and keys come while values are not projected yet.
+        assert len(sent) == 2
+        found.extend(each.under_way.result(timeout=60) is not None and "forward" for each in sent)
+
+    block.send = watched
+    block.v_proj.register_forward_pre_hook(forward)
+    loss = model(seq.split(batch_of(0, 0)[0])[0]).square().mean()
+    there = [each.under_way for each in sent]
+    arrive = sent[2].exchange.tokens_here
+
+    def backward(*given: Any) -> Tensor:
+        # Gradients of queries and keys come while autograd has not gone on behind the values.
+        assert not any(now.under_way is before for now, before in zip(sent, there, strict=True))
+        found.extend(each.under_way.result(timeout=60) is not None and "backward" for each in sent[:2])
+        return arrive(*given)
+
+    sent[2].exchange.tokens_here = backward
+    loss.backward()
+    seq.close()
+    return len(found)
+
+
 def several(rank: int, world_size: int) -> list[Any]:
+    assert late_waits() == 4
     return [
         memory("ulysses"), memory("ring"),
         train(rank, world_size, 4, "ulysses", False), train(rank, world_size, 2, "ring", False),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -20,16 +21,18 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def ulysses_attention(
-    q: Tensor, k: Tensor, v: Tensor, wire: Wire | Communicator, *, is_causal: bool = True, attend: Attend | None = None,
+    q: Tensor | Sent, k: Tensor | Sent, v: Tensor | Sent, wire: Wire | Communicator, *, is_causal: bool = True, attend: Attend | None = None,
     members: Sequence[int] | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention over the whole sequence: each rank gets all tokens of some heads, attends, and sends the outputs back.
 
     Heads that do not divide go to the first ranks, one more each. Key heads that several ranks read go to each of them.
-    Ranks have the tokens of the sequence in their order, equally many. One message to each rank carries q, k and v.
+    Ranks have the tokens of the sequence in their order, equally many. q, k and v have a message each, which are under
+    way at once; those of their gradients are awaited one by one, when autograd goes on behind each.
 
     Args:
-        q: this rank's tokens, [batch, heads, tokens, d]; k, v: [batch, kv_heads, tokens, d].
+        q: this rank's tokens, [batch, heads, tokens, d]; k, v: [batch, kv_heads, tokens, d]; each of them, or what
+            `send_heads` gave for it.
         wire: ranks of the sequence, with the codecs; a Communicator: exact.
         is_causal: tokens attend to those before them.
         attend: attention of whole sequences; by default torch's, with is_causal.
@@ -40,9 +43,12 @@ def ulysses_attention(
     Source: Jacobs et al., "DeepSpeed Ulysses" (2023), section 3.
     """
     wire = Wire(wire) if isinstance(wire, Communicator) else wire
-    exchange = HeadExchange(wire, members or range(wire.comm.world_size), q.shape[1], k.shape[1])
-    attend = attend or partial(whole_attention, is_causal=is_causal)
-    whole_q, whole_k, whole_v = _ToHeads.apply(exchange, q, k, v)
+    if not (isinstance(q, Sent) and isinstance(k, Sent) and isinstance(v, Sent)):
+        assert isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor), "all are sent, or none"
+        exchange = HeadExchange(wire, members or range(wire.comm.world_size), q.shape[1], k.shape[1])
+        q, k, v = (Sent.of(exchange, x) for x in (q, k, v))
+    exchange, attend = q.exchange, attend or partial(whole_attention, is_causal=is_causal)
+    whole_q, whole_k, whole_v = (_Arrive.apply(x, x.token) for x in (q, k, v))
     out = attend(whole_q, exchange.for_queries(whole_k), exchange.for_queries(whole_v))
     return _ToTokens.apply(exchange, out)
 
@@ -74,19 +80,30 @@ def ring_attention(
     return _Ring.apply(q, k, v, wire, members, is_causal, q.shape[-1] ** -0.5 if scale is None else scale)
 
 
+def send_heads(x: Tensor, heads: int, kv_heads: int, wire: Wire, layout: Layout) -> Tensor | Sent:
+    """q, k or v, [batch, its heads, tokens, d], sets out for the ranks of its heads, for `sequence_attention`.
+
+    Every rank sends them in the same order. Where no heads are exchanged, x itself. A collective.
+    """
+    if layout.ulysses == 1:
+        return x
+    return Sent.of(HeadExchange(wire, layout.heads_group(wire.comm.rank), heads, kv_heads), x)
+
+
 def sequence_attention(
-    q: Tensor, k: Tensor, v: Tensor, wire: Wire, layout: Layout, *, is_causal: bool = True, scale: float | None = None,
+    q: Tensor | Sent, k: Tensor | Sent, v: Tensor | Sent, wire: Wire, layout: Layout, *, is_causal: bool = True, scale: float | None = None,
     attend: Attend | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of a layout: heads are exchanged inside each group, keys and values travel between the groups.
 
-    attend: of whole sequences, where nothing travels in a ring.
+    q, k, v: see ulysses_attention. attend: of whole sequences, where nothing travels in a ring.
     """
     rank = wire.comm.rank
     if layout.ring > 1:
         ring = layout.ring_group(rank)
         attend = partial(ring_attention, wire=wire, is_causal=is_causal, scale=scale, members=ring)
     if layout.ulysses == 1 and attend is not None:
+        assert isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor), "no heads are exchanged"
         return attend(q, k, v)
     attend = attend or partial(whole_attention, is_causal=is_causal, scale=scale)
     return ulysses_attention(q, k, v, wire, attend=attend, members=layout.heads_group(rank))
@@ -109,43 +126,41 @@ class HeadExchange:
         self.keys = [kv_share(share, heads, kv_heads) for share in self.queries]
         self.group = heads // kv_heads
 
-    def shares(self, num_tensors: int) -> list[list[slice]]:
-        """For each rank, its heads of q, or of q, k and v."""
-        return [[queries, keys, keys][:num_tensors] for queries, keys in zip(self.queries, self.keys, strict=True)]
+    def shares(self, num_heads: int) -> list[slice]:
+        """For each rank, its heads of a tensor that has so many: of queries, or of keys or values."""
+        return self.queries if num_heads == self.queries[-1].stop else self.keys
 
-    def to_heads(self, tensors: Sequence[Tensor], *, is_backward: bool) -> list[Tensor]:
-        """[batch, all heads, own tokens, d] of q, or of q, k and v, to [batch, own heads, all tokens, d]."""
-        shares = self.shares(len(tensors))
-        batch, _, tokens, width = tensors[0].shape
-        sends = [
-            torch.cat([x[:, share].transpose(0, 1).reshape(-1, width) for x, share in zip(tensors, each, strict=True)])
-            for each in shares
-        ]
-        numbers = [share.stop - share.start for share in shares[self.own]]
-        receives = [batch * tokens * sum(numbers)] * len(self.members)
-        rows = self._send(sends, receives, is_backward)
-        parts = rows.view(len(self.members), sum(numbers), batch, tokens, width).split(numbers, 1)
-        return [part.permute(2, 1, 0, 3, 4).reshape(batch, -1, len(self.members) * tokens, width) for part in parts]
+    def to_heads(self, x: Tensor, shares: Sequence[slice], *, is_backward: bool) -> Future[Tensor]:
+        """x [batch, all heads, own tokens, d] sets out for the ranks that have `shares` of it; see `heads_here`."""
+        batch, _, tokens, width = x.shape
+        sends = [x[:, share].transpose(0, 1).reshape(-1, width) for share in shares]
+        return self._send(sends, [batch * tokens * _len(shares[self.own])] * len(sends), is_backward)
 
-    def to_tokens(self, tensors: Sequence[Tensor], *, is_backward: bool) -> list[Tensor]:
-        """The transpose of `to_heads`: what several ranks give for one head is added."""
-        shares = self.shares(len(tensors))
-        batch, _, tokens, width = tensors[0].shape
-        tokens //= len(self.members)
-        sends = [
-            torch.cat([x.narrow(2, at * tokens, tokens).transpose(0, 1).reshape(-1, width) for x in tensors])
-            for at in range(len(self.members))
-        ]
-        numbers = [[share.stop - share.start for share in each] for each in shares]
-        rows = self._send(sends, [batch * tokens * sum(each) for each in numbers], is_backward)
-        results = [
-            rows.new_zeros(batch, max(each[i].stop for each in shares), tokens, width) for i in range(len(tensors))
-        ]
-        for came, each in zip(rows.split([batch * tokens * sum(n) for n in numbers]), shares, strict=True):
-            parts = came.view(-1, batch, tokens, width).split([share.stop - share.start for share in each])
-            for result, share, part in zip(results, each, parts, strict=True):
-                result[:, share] += part.transpose(0, 1)
-        return results
+    def heads_here(self, sent: Future[Tensor], shares: Sequence[slice], batch: int) -> Tensor:
+        """What the others' `to_heads` sent this rank: [batch, own heads, all tokens, d]."""
+        rows = self.wire.comm.wait(sent)
+        parts = rows.view(len(self.members), _len(shares[self.own]), batch, -1, rows.shape[1])
+        return parts.permute(2, 1, 0, 3, 4).flatten(2, 3)
+
+    def to_tokens(self, x: Tensor, shares: Sequence[slice], *, is_backward: bool) -> Future[Tensor]:
+        """x [batch, own heads, all tokens, d] sets out for the ranks of its tokens; see `tokens_here`."""
+        batch, _, tokens, width = x.shape
+        sends = [part.transpose(0, 1).reshape(-1, width) for part in x.chunk(len(self.members), 2)]
+        each = batch * tokens // len(self.members)
+        return self._send(sends, [each * _len(share) for share in shares], is_backward)
+
+    def tokens_here(self, sent: Future[Tensor], shares: Sequence[slice], batch: int) -> Tensor:
+        """What the others' `to_tokens` sent this rank: [batch, all heads, own tokens, d].
+
+        It is the transpose of `heads_here`: what several ranks give for one head is added.
+        """
+        rows, numbers = self.wire.comm.wait(sent), [_len(share) for share in shares]
+        tokens = len(rows) // (batch * sum(numbers))
+        result = rows.new_zeros(batch, shares[-1].stop, tokens, rows.shape[1])
+        parts = rows.view(-1, batch, tokens, rows.shape[1]).split(numbers)
+        for share, part in zip(shares, parts, strict=True):
+            result[:, share] += part.transpose(0, 1)
+        return result
 
     def for_queries(self, x: Tensor) -> Tensor:
         """Key or value heads that this rank's queries read, in equal groups of them."""
@@ -156,33 +171,70 @@ class HeadExchange:
             return x
         return x[:, heads]
 
-    def _send(self, sends: Sequence[Tensor], receives: Sequence[int], is_backward: bool) -> Tensor:
+    def _send(self, sends: Sequence[Tensor], receives: Sequence[int], is_backward: bool) -> Future[Tensor]:
         wire = self.wire
         codec, seed = (wire.gradients, wire.draw()) if is_backward else (wire.codec, wire.seed)
         name = "sequence_gradients" if is_backward else "sequence"
         return wire.rows(self.members, torch.cat(list(sends)), list(map(len, sends)), receives, codec, seed, name)
 
 
-class _ToHeads(torch.autograd.Function):
+class Sent:
+    """q, k or v on its way to the ranks of its heads, in a message of its own; its gradient comes back in another.
+
+    token: by which autograd orders both.
+    """
+
+    def __init__(self, exchange: HeadExchange, num_heads: int, batch: int) -> None:
+        self.exchange, self.shares, self.batch = exchange, exchange.shares(num_heads), batch
+        self.under_way: Future[Tensor] = Future()
+        self.token = torch.empty(0)
+
+    @classmethod
+    def of(cls, exchange: HeadExchange, x: Tensor) -> Sent:
+        """x [batch, heads, own tokens, d], which sets out now."""
+        made = cls(exchange, x.shape[1], len(x))
+        made.token = _Leave.apply(made, x)
+        return made
+
+
+class _Leave(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exchange: HeadExchange, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.exchange = exchange
-        return tuple(exchange.to_heads([x.detach() for x in tensors], is_backward=False))
+    def forward(ctx: Any, sent: Sent, x: Tensor) -> Tensor:
+        ctx.sent = sent
+        sent.under_way = sent.exchange.to_heads(x.detach(), sent.shares, is_backward=False)
+        return x.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *tokens: Tensor) -> tuple[Tensor | None, ...]:
+        sent = ctx.sent
+        return None, sent.exchange.tokens_here(sent.under_way, sent.shares, sent.batch)
+
+
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, sent: Sent, token: Tensor) -> Tensor:
+        ctx.sent, ctx.token = sent, token.detach()
+        return sent.exchange.heads_here(sent.under_way, sent.shares, sent.batch)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.exchange.to_tokens(grads, is_backward=True)
+        sent = ctx.sent
+        sent.under_way = sent.exchange.to_tokens(grads[0], sent.shares, is_backward=True)
+        return None, ctx.token
 
 
 class _ToTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: HeadExchange, out: Tensor) -> Tensor:
-        ctx.exchange = exchange
-        return exchange.to_tokens([out.detach()], is_backward=False)[0]
+        ctx.exchange, ctx.batch = exchange, len(out)
+        sent = exchange.to_tokens(out.detach(), exchange.queries, is_backward=False)
+        return exchange.tokens_here(sent, exchange.queries, ctx.batch)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, ctx.exchange.to_heads(grads, is_backward=True)[0]
+        exchange = ctx.exchange
+        sent = exchange.to_heads(grads[0], exchange.queries, is_backward=True)
+        return None, exchange.heads_here(sent, exchange.queries, ctx.batch)
 
 
 class _Ring(torch.autograd.Function):
@@ -242,3 +294,7 @@ def _passing(own: Tensor, wire: Wire, members: list[int]) -> Iterator[tuple[int,
         if step < size - 1:
             following = wire.shift(members, packet, 1, "sequence")
         yield (rank - step) % size, unpack(packet, own, wire.codec)
+
+
+def _len(share: slice) -> int:
+    return share.stop - share.start

@@ -17,7 +17,7 @@ from thinwire.collectives.gather import all_gather_exact
 from thinwire.cost import Network
 from thinwire.errors import ConfigError, nearest_divisor
 from thinwire.hosts.ranks import along, neighbours
-from thinwire.hosts.sequence.attention import Attend, sequence_attention
+from thinwire.hosts.sequence.attention import Attend, Sent, send_heads, sequence_attention
 from thinwire.hosts.sequence.probe import check_sharing
 from thinwire.hosts.sequence.seams import heads_of, replace
 from thinwire.hosts.sequence.wire import Wire
@@ -69,8 +69,12 @@ class SequenceRanks:
         found = tokens_of(self.layout, self.comm.rank, tokens.shape[1] * self.layout.size).to(tokens.device)
         return found.clamp(max=max(self._length - 1, 0)) if self._length else found
 
+    def send(self, x: Tensor, heads: int, kv_heads: int) -> Tensor | Sent:
+        """q, k or v of this rank's tokens sets out, for `attention`, which it is given to; see `send_heads`."""
+        return send_heads(x, heads, kv_heads, self.wire, self.layout)
+
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = True, scale: float | None = None,
+        self, q: Tensor | Sent, k: Tensor | Sent, v: Tensor | Sent, *, is_causal: bool = True, scale: float | None = None,
         attend: Attend | None = None,
     ) -> Tensor:  # fmt: skip
         """Attention of this rank's tokens over the whole sequence, see `sequence_attention`. A collective."""
@@ -205,7 +209,7 @@ def sequence_parallel(
         comm = make(own, local_size=topology.local_size, meter=everyone.meter)
     wire = Wire(comm, options.codec("wire"), options.codec("gradients"), seed)
     found = SequenceRanks(layout, why, options, wire, everyone)
-    replace(model, found.attention, found.positions)
+    replace(model, found.attention, found.positions, found.send)
     return found
 
 

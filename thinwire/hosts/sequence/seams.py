@@ -21,10 +21,13 @@ OWN_RULES = {
 
 
 class Exchanged(Protocol):
-    """Attention of tokens that lie on several ranks. attend: of whole sequences; None: torch's own."""
+    """Attention of tokens that lie on several ranks. q, k, v: tensors, or what was sent of them.
+
+    attend: of whole sequences; None: torch's own.
+    """
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = True, scale: float | None = None, attend: Any = None
+        self, q: Any, k: Any, v: Any, *, is_causal: bool = True, scale: float | None = None, attend: Any = None
     ) -> Tensor: ...
 
 
@@ -54,11 +57,18 @@ def heads_of(model: nn.Module) -> tuple[int, int, int, int]:
     return heads, kv_heads, width, config.num_hidden_layers
 
 
-def replace(model: nn.Module, attention: Exchanged, positions: Callable[[Tensor], Tensor]) -> None:
-    """Have a model attend by `attention`, and place its tokens at `positions(tokens)`, int64 [tokens]."""
+def replace(
+    model: nn.Module, attention: Exchanged, positions: Callable[[Tensor], Tensor], send: Callable[..., Any]
+) -> None:
+    """Have a model attend by `attention`, and place its tokens at `positions(tokens)`, int64 [tokens].
+
+    send: of q, k or v and the heads of queries and of keys, as soon as it is there, where the model lets that be done.
+    """
     for module in model.modules():
         if isinstance(module, Attention):
             # Compiled layers leave their code for it.
+            heads = module.num_heads, module.num_kv_heads
+            module.send = torch.compiler.disable(lambda x, heads=heads: send(x, *heads))
             module.attend = torch.compiler.disable(lambda q, k, v: attention(q, k, v, attend=attend))
         elif isinstance(module, Decoder):
             module.positions = positions

@@ -42,7 +42,7 @@ class Wire:
     def rows(
         self, members: Sequence[int], rows: Tensor, counts: Sequence[int], receives: Sequence[int],
         codec: Codec | None, seed: int, operation: str,
-    ) -> Tensor:  # fmt: skip
+    ) -> Future[Tensor]:  # fmt: skip
         """Rows to each of some ranks; see all_to_all_rows."""
 
         def job(link: Link) -> Rounds[Tensor]:
@@ -50,7 +50,7 @@ class Wire:
             found = yield from all_to_all_rows(inside, rows, counts, receives, codec, seed=seed, operation=operation)
             return found
 
-        return self.comm.wait(self._submit(job))
+        return self._submit(job)
 
     def shift(self, members: Sequence[int], packet: Tensor, by: int, operation: str) -> Future[Tensor]:
         """The packet goes `by` places on among some ranks; see `shift`."""

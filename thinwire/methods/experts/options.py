@@ -67,7 +67,7 @@ class ExpertParallel:
             why = "no rows travel" if self.move == "experts" else "what goes back is a sum over all rows of a node"
             what = f"move {self.move!r}" if self.move == "experts" else f"route {self.route!r}"
             problems.messages.append(f"chunks {self.chunks} with {what}: {why}; nearest: 1")
-        still = {name: "rows" for name in ("dispatch", "combine")} if self.move == "experts" else {"weights": "weights"}
+        still = dict.fromkeys(("dispatch", "combine"), "rows") if self.move == "experts" else {"weights": "weights"}
         if self.move == "slices" and self.slices > 1:
             still = {}
         for name, what in still.items():

@@ -51,12 +51,11 @@ def sent(layout: Layout, shape: Shape, wire: Codec | None = None, gradients: Cod
         for peer in layout.heads_group(rank):
             if peer != rank:
                 theirs = peer % layout.ulysses
-                to_heads = _len(queries[theirs]) + 2 * _len(keys[theirs])
-                from_heads = _len(queries[own])
-                found[rank, peer] += shape.bytes_of(to_heads * tokens, wire)
-                found[rank, peer] += shape.bytes_of(from_heads * tokens, wire)
-                found[rank, peer] += shape.bytes_of(_len(queries[theirs]) * tokens, gradients)
-                found[rank, peer] += shape.bytes_of((_len(queries[own]) + 2 * _len(keys[own])) * tokens, gradients)
+                # Messages of q, of k and of v, and of the outputs; then of their gradients.
+                there = [_len(queries[theirs]), _len(keys[theirs]), _len(keys[theirs]), _len(queries[own])]
+                back = [_len(queries[own]), _len(keys[own]), _len(keys[own]), _len(queries[theirs])]
+                found[rank, peer] += sum(shape.bytes_of(num * tokens, wire) for num in there)
+                found[rank, peer] += sum(shape.bytes_of(num * tokens, gradients) for num in back)
         ring = layout.ring_group(rank)
         at, rows = ring.index(rank), 2 * _len(keys[own]) * tokens * layout.ulysses
         for step in range(1, layout.ring):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -141,8 +142,48 @@ def late_waits() -> int:
     return len(found)
 
 
+# Where documents end in the two sequences of a batch: across the borders of ranks, and inside of one.
+ENDS = ([5, 6, 21, LENGTH], [17, LENGTH])
+
+
+def packed(rank: int) -> tuple[Tensor, list[Tensor]]:
+    """The logits of packed documents, and the mean gradients of all ranks."""
+    model = Llama(CONFIG).double()
+    seq = thinwire.sequence_parallel(model, thinwire.SequenceParallel(4, "ulysses"), local_size=2, timeout_s=120)
+    tokens, targets = batch_of(0, 0)
+    documents = torch.stack([torch.bucketize(torch.arange(LENGTH), torch.tensor(ends), right=True) for ends in ENDS])
+    part, aims = seq.split(tokens, targets, documents)
+    logits = model(part)
+    loss = F.cross_entropy(logits.flatten(0, 1), aims.flatten(), reduction="sum", ignore_index=IGNORED)
+    seq.mean_loss(loss, (aims != IGNORED).sum()).backward()
+    grads = [seq.comm.wait(seq.comm.all_gather_exact(param.grad)).mean(0) for param in model.parameters()]
+    whole = seq.whole(logits)
+    with pytest.raises(ConfigError, match=r"documents \[2, 29\]: both"):
+        seq.split(tokens, targets, documents[:, 1:])
+    seq.layout = seq.layout.parse("ring", 4)
+    with pytest.raises(ConfigError, match="nearest: method 'ulysses'"):
+        seq.split(tokens, targets, documents)
+    seq.close()
+    return whole, grads
+
+
+def one_by_one() -> tuple[Tensor, list[Tensor]]:
+    """One process takes each document by itself."""
+    model = Llama(CONFIG).double()
+    tokens, targets = batch_of(0, 0)
+    rows = []
+    for row, ends in zip(tokens, ENDS, strict=True):
+        rows.append(torch.cat([model(row[None, a:b]) for a, b in pairwise([0, *ends])], 1))
+    logits = torch.cat(rows)
+    F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+    return logits.detach(), [param.grad for param in model.parameters() if param.grad is not None]
+
+
 def several(rank: int, world_size: int) -> list[Any]:
     assert late_waits() == 4
+    (logits, grads), (alone_logits, alone_grads) = packed(rank), one_by_one()
+    torch.testing.assert_close(logits, alone_logits, rtol=0, atol=1e-6)
+    torch.testing.assert_close(grads, alone_grads, rtol=0, atol=1e-6)
     return [
         memory("ulysses"), memory("ring"),
         train(rank, world_size, 4, "ulysses", False), train(rank, world_size, 2, "ring", False),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,8 +22,8 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def ulysses_attention(
-    q: Tensor | Sent, k: Tensor | Sent, v: Tensor | Sent, wire: Wire | Communicator, *, is_causal: bool = True, attend: Attend | None = None,
-    members: Sequence[int] | None = None,
+    q: Tensor | Sent, k: Tensor | Sent, v: Tensor | Sent, wire: Wire | Communicator, *, is_causal: bool = True,
+    attend: Attend | None = None, members: Sequence[int] | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention over the whole sequence: each rank gets all tokens of some heads, attends, and sends the outputs back.
 
@@ -91,8 +92,8 @@ def send_heads(x: Tensor, heads: int, kv_heads: int, wire: Wire, layout: Layout)
 
 
 def sequence_attention(
-    q: Tensor | Sent, k: Tensor | Sent, v: Tensor | Sent, wire: Wire, layout: Layout, *, is_causal: bool = True, scale: float | None = None,
-    attend: Attend | None = None,
+    q: Tensor | Sent, k: Tensor | Sent, v: Tensor | Sent, wire: Wire, layout: Layout, *, is_causal: bool = True,
+    scale: float | None = None, attend: Attend | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of a layout: heads are exchanged inside each group, keys and values travel between the groups.
 
@@ -114,6 +115,24 @@ def whole_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: flo
     return F.scaled_dot_product_attention(
         q, k, v, is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
+
+
+def apart(attend: Attend, bounds: Sequence[Sequence[int]]) -> Attend:
+    """An attention in which each document of a sequence sees itself alone.
+
+    bounds: for each sequence, where its documents begin, and where the last ends; of whole sequences.
+    """
+
+    def attend_apart(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        rows = [
+            torch.cat(
+                [attend(*(x[row : row + 1, :, begin:end] for x in (q, k, v))) for begin, end in pairwise(ends)], 2
+            )
+            for row, ends in enumerate(bounds)
+        ]
+        return torch.cat(rows)
+
+    return attend_apart
 
 
 class HeadExchange:

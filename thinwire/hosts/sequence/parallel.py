@@ -17,7 +17,7 @@ from thinwire.collectives.gather import all_gather_exact
 from thinwire.cost import Network
 from thinwire.errors import ConfigError, nearest_divisor
 from thinwire.hosts.ranks import along, neighbours
-from thinwire.hosts.sequence.attention import Attend, Sent, send_heads, sequence_attention
+from thinwire.hosts.sequence.attention import Attend, Sent, apart, send_heads, sequence_attention, whole_attention
 from thinwire.hosts.sequence.probe import check_sharing
 from thinwire.hosts.sequence.seams import heads_of, replace
 from thinwire.hosts.sequence.wire import Wire
@@ -42,24 +42,47 @@ class SequenceRanks:
         self.layout, self.options, self.wire, self._why = layout, options, wire, why
         self.comm, self.everyone = wire.comm, everyone
         self._length = 0
+        self._bounds: list[list[int]] = []
 
-    def split(self, tokens: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def split(
+        self, tokens: Tensor, targets: Tensor | None = None, documents: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """This rank's tokens and targets, of sequences that all ranks of the sequence give alike.
 
         Sequences are padded to a multiple of layout.unit: by token 0 and target -100, which counts for nothing.
 
         Shape:
             tokens: int64 [batch, length]. targets: the same; targets[:, i] is what follows tokens[:, i]: they are
-            shifted before they are split, or the last token of a rank would have none. None: all -100.
+            shifted before they are split, or the last token of a rank would have none. None: all -100. documents: the
+            same; of each token, the number of its document, which is a run of equal numbers. Tokens see their own
+            document alone. None: a sequence is one.
             results: [batch, padded length / ranks].
+
+        Raises ConfigError for shapes that differ, and for documents in a ring.
         """
         targets = torch.full_like(tokens, IGNORED) if targets is None else targets
         if tokens.shape != targets.shape or tokens.ndim != 2:
             raise ConfigError(f"tokens {list(tokens.shape)} and targets {list(targets.shape)}: both [batch, length]")
         self._length = tokens.shape[1]
         more = -self._length % self.layout.unit
+        self._bounds = [] if documents is None else self._bounds_of(documents, tokens)
         own = tokens_of(self.layout, self.comm.rank, self._length + more).to(tokens.device)
         return F.pad(tokens, (0, more))[:, own], F.pad(targets, (0, more), value=IGNORED)[:, own]
+
+    def _bounds_of(self, documents: Tensor, tokens: Tensor) -> list[list[int]]:
+        """Where the documents of each sequence begin, and where the sequence ends; padding is a document of its own."""
+        if documents.shape != tokens.shape:
+            raise ConfigError(
+                f"tokens {list(tokens.shape)} and documents {list(documents.shape)}: both [batch, length]"
+            )
+        if self.layout.ring > 1:
+            raise ConfigError(
+                f"documents with method {self.layout}: a block of keys has parts of several; nearest: method 'ulysses'"
+            )
+        length = tokens.shape[1]
+        ends = {length, length + -length % self.layout.unit}
+        changes = (documents[:, 1:] != documents[:, :-1]).cpu()
+        return [sorted({0, *(1 + row.nonzero().flatten()).tolist(), *ends}) for row in changes]
 
     def positions(self, tokens: Tensor) -> Tensor:
         """Positions of this rank's tokens [batch, n] in the whole sequence that was split last: int64 [n].
@@ -74,10 +97,15 @@ class SequenceRanks:
         return send_heads(x, heads, kv_heads, self.wire, self.layout)
 
     def attention(
-        self, q: Tensor | Sent, k: Tensor | Sent, v: Tensor | Sent, *, is_causal: bool = True, scale: float | None = None,
-        attend: Attend | None = None,
+        self, q: Tensor | Sent, k: Tensor | Sent, v: Tensor | Sent, *, is_causal: bool = True,
+        scale: float | None = None, attend: Attend | None = None,
     ) -> Tensor:  # fmt: skip
-        """Attention of this rank's tokens over the whole sequence, see `sequence_attention`. A collective."""
+        """Attention of this rank's tokens over the whole sequence, see `sequence_attention`. A collective.
+
+        Each of the documents that were split last sees itself alone.
+        """
+        if self._bounds:
+            attend = apart(attend or partial(whole_attention, is_causal=is_causal, scale=scale), self._bounds)
         return sequence_attention(q, k, v, self.wire, self.layout, is_causal=is_causal, scale=scale, attend=attend)
 
     def mean_loss(self, total: Tensor, num_valid: Tensor | int) -> Tensor:
@@ -104,9 +132,9 @@ class SequenceRanks:
         return joined[:, order.argsort().to(x.device)][:, : self._length]
 
     def forward_of(self, model: nn.Module) -> Callable[..., Tensor]:
-        """The forward of a causal language model, called with whole sequences: model(tokens, targets=None).
+        """The forward of a causal language model, called with whole sequences: model(tokens, targets, documents).
 
-        It returns the logits of the whole sequences, without gradient, or `mean_loss_of_sequences`.
+        Both are optional, see `split`.         It returns the logits of the whole sequences, without gradient, or `mean_loss_of_sequences`.
         """
         own, longest = model.forward, getattr(model, "max_seq_len", None)
         balanced: Callable[[Tensor], Tensor] | None = getattr(model, "balanced", None)
@@ -116,10 +144,10 @@ class SequenceRanks:
             # Its balance loss counts in full on each rank, however few of the rank's tokens have a target.
             vars(model)["balanced"] = plain
 
-        def forward(tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        def forward(tokens: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
             if longest is not None and tokens.shape[1] > longest:
                 raise ConfigError(f"sequence of {tokens.shape[1]} tokens: the model holds at most {longest}")
-            part, aims = self.split(tokens, targets)
+            part, aims = self.split(tokens, targets, documents)
             if targets is not None and getattr(model, "gives_loss", False):
                 num = (aims != IGNORED).sum()
                 return balanced(self.mean_loss_of_sequences(own(part, aims) * num, num))

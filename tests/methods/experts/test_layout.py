@@ -97,7 +97,7 @@ def test_explain_plans_the_experts_of_a_rank(capsys: pytest.CaptureFixture[str])
         assert run_explain([*command.split(), *more.split()]) == 0
     plain, spread = capsys.readouterr().out.split("experts over 4 ranks")
     assert "capacity_factor 0.5" in plain and "64 rows of an expert, of a rank's 512 tokens" in plain
-    assert run_explain([*command.split(), "--experts.parallel", "4", "--moe.capacity-factor", "0.01"]) == 2
-    assert "would take no row; nearest: 0.016" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"would take no row; nearest: 0.016"):
+        run_explain([*command.split(), "--experts.parallel", "4", "--moe.capacity-factor", "0.01"])
     assert "2 of 8 experts a rank" in spread and "experts move tokens" in spread
     assert "no effect" not in spread and "experts over" not in plain

@@ -134,7 +134,8 @@ class SequenceRanks:
     def forward_of(self, model: nn.Module) -> Callable[..., Tensor]:
         """The forward of a causal language model, called with whole sequences: model(tokens, targets, documents).
 
-        Both are optional, see `split`.         It returns the logits of the whole sequences, without gradient, or `mean_loss_of_sequences`.
+        Targets and documents are optional, see `split`. It returns the logits of the whole sequences, without gradient,
+        or `mean_loss_of_sequences`.
         """
         own, longest = model.forward, getattr(model, "max_seq_len", None)
         balanced: Callable[[Tensor], Tensor] | None = getattr(model, "balanced", None)

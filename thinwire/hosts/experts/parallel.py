@@ -285,13 +285,20 @@ def check_experts(model: nn.Module, options: ExpertParallel, world_size: int) ->
         num_experts, hidden_units, width = first.gate_proj.shape
         with problems.collect():
             placement = place_experts(options, num_experts, hidden_units)
-        for name in CODED:
-            codec = options.fitted(width).codec(name)
-            if codec is not None and width % codec.block:
-                problems.messages.append(
-                    f"--experts.{name} {codec}: its groups of {codec.block} must end where the rows of {width} end; "
-                    f"nearest: --experts.{name} {in_groups(codec, math.gcd(width, codec.block))}"
-                )
+        problems.note(check_groups, options, width)
     problems.raise_any()
     assert placement is not None
     return placement
+
+
+def check_groups(options: ExpertParallel, width: int) -> None:
+    """Raise ConfigError for codecs whose groups do not end where a row of `width` elements ends."""
+    problems = Problems()
+    for name in CODED:
+        codec = options.fitted(width).codec(name)
+        if codec is not None and width % codec.block:
+            problems.messages.append(
+                f"--experts.{name} {codec}: its groups of {codec.block} must end where the rows of {width} end; "
+                f"nearest: --experts.{name} {in_groups(codec, math.gcd(width, codec.block))}"
+            )
+    problems.raise_any()

@@ -1,0 +1,79 @@
+"""Mixtures of transformers whose expert parallelism sends rows by thinwire: as by its own all-to-all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tests.workers import run_workers
+from thinwire import ConfigError, ExpertParallel
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers.distributed.expert_parallel")
+from thinwire.adapters.experts import register_experts  # noqa: E402
+
+LENGTH = 12
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def trained(folder: str, rank: int, implementation: str) -> list[Tensor]:
+    """Loss and gradients of a rank's own text."""
+    from transformers.distributed import DistributedConfig
+
+    spread = DistributedConfig(fsdp_size=2, ep_size=2, ep_implementation=implementation)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, distributed_config=spread, dtype=torch.float64, experts_implementation="eager"
+    )
+    tokens = torch.randint(64, (2, LENGTH), generator=torch.Generator().manual_seed(rank))
+    loss = model(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    return [loss.detach(), *(whole(param.grad) for param in model.parameters() if param.grad is not None)]
+
+
+def both(rank: int, world_size: int, folder: str) -> Any:
+    truth = trained(folder, rank, "all_to_all")
+    found = []
+    for options in (ExpertParallel(chunks=3), ExpertParallel(dispatch="int8", combine="bf16", gradients="int8/32")):
+        rows = register_experts(options, local_size=1, timeout_s=60)
+        found.append((trained(folder, rank, "thinwire"), rows.meter.snapshot().sent_by("dispatch")))
+        rows.close()
+    return truth, found
+
+
+def test_rows_of_transformers_experts_travel_by_thinwire(tmp_path: Path) -> None:
+    config = transformers.MixtralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=LENGTH,
+        router_aux_loss_coef=0.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.MixtralForCausalLM(config).save_pretrained(tmp_path)
+    for truth, ((chunks, exact_bytes), (rounded, few_bytes)) in run_workers(both, 2, str(tmp_path)):
+        assert len(truth) > 10
+        for expected, exact, close in zip(truth, chunks, rounded, strict=True):
+            torch.testing.assert_close(exact, expected, rtol=0, atol=1e-12)
+            assert float((close - expected).norm()) < 0.1 * float(expected.norm())
+        assert not torch.equal(truth[0], rounded[0])
+        # float64 rows, and 8 bits with a scale of two bytes for each.
+        assert few_bytes < exact_bytes / 6
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"parallel": 4}, "parallel 4 for transformers: ep_size says it; nearest: 1"),
+        ({"parallel": 1, "move": "experts"}, "nearest: 'tokens'"),
+        ({"route": "once"}, "nearest: '2dh'"),
+    ],
+)
+def test_options_of_own_mixtures_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        register_experts(ExpertParallel(**options))

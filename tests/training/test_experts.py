@@ -18,7 +18,7 @@ SMALL = (
     "--moe.num-hidden-layers", "2", "--moe.router-aux-loss-coef", "0", "--dtype", "fp32", "--eval-sequences", "4",
     "--sample-tokens", "8", "--timeout", "60", "--local-size", "1", "--steps", str(STEPS),
 )  # fmt: skip
-TIGHT = "--moe.capacity-factor 0.75 --moe.batch-priority true"
+TIGHT = "--moe.capacity-factor 0.75 --moe.batch-priority True"
 LOSSY = (
     "--strategy sdp4bit --experts.parallel 2 --experts.dispatch int8 --experts.combine int8/64:nearest "
     "--experts.gradients int8/64"

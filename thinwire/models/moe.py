@@ -92,7 +92,7 @@ class MoEConfig(LlamaConfig):
         factor, top_k, num_experts = self.capacity_factor, self.num_experts_per_tok, self.num_local_experts
         if not factor:
             why = "without a capacity, no row is dropped"
-            return [("batch_priority true", "no effect", why)] if self.batch_priority else []
+            return [("batch_priority True", "no effect", why)] if self.batch_priority else []
         limit = check_capacity(factor, num_tokens, num_experts, top_k)
         asked = f"an even router asks for {-(-num_tokens * top_k // num_experts)}; rows above are dropped, and counted"
         kept = "those of the highest weights" if self.batch_priority else "the first"

@@ -115,8 +115,10 @@ class Trip:
         return Collect.apply(self, *back)
 
     def depart(self, rows: Tensor) -> None:
-        """Rows [n, width] of all experts set out for their ranks. Waits for the first chunk alone, which tells how many
-        rows come."""
+        """Rows [n, width] of all experts set out for their ranks.
+
+        Waits for the first chunk alone, which tells how many rows come.
+        """
         wire, placement = self.wire, self.wire.placement
         notes = torch.cat([torch.tensor(self.starts[:-1])[:, None], self.counts], 1)
         notes = notes.repeat_interleave(placement.slices, 0)
@@ -147,8 +149,7 @@ class Trip:
 
     def arrive(self, number: int) -> Tensor:
         """The rows of a chunk, [m, width], sorted by expert, or the gradients of what they became."""
-        found = self.wire.comm.wait(self._under_way.pop(number))
-        return found.index_select(0, self.chunks[number].order)
+        return self.wire.comm.wait(self._under_way.pop(number)).index_select(0, self.chunks[number].order)
 
     def go_back(self, number: int, rows: Tensor, *, is_backward: bool) -> None:
         """Rows of this rank's experts set out for where they came from."""
@@ -173,8 +174,10 @@ class Trip:
         return torch.cat([part for of_team in zip(*of_chunks, strict=True) for part in of_team])
 
     def depart_again(self, grads: Tensor) -> None:
-        """Gradients of what came back set out for the ranks of the experts: those of the last chunk, which are worked
-        on first, before the others."""
+        """Gradients of what came back set out for the ranks of the experts.
+
+        Those of the last chunk leave first: autograd goes back through it before the others.
+        """
         wire, seed = self.wire, self.wire.draw()
         for number, chunk in reversed(list(enumerate(self.chunks))):
             sends, counts, numbers = self._to_teams(grads, number)

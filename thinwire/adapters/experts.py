@@ -41,7 +41,7 @@ class TransformersExperts:
         self._make = partial(Communicator, local_size=local_size, timeout_s=timeout_s, meter=self.meter)
         self._comms: dict[tuple[int, ...], Communicator] = {}
 
-    def __call__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> RowsToExperts:
+    def __call__(self, experts: Any, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> RowsToExperts:
         """For one layer; transformers calls it on all ranks. Raises ConfigError for what does not fit the model."""
         if tp_mesh.size() > 1:
             raise ConfigError(

@@ -130,15 +130,18 @@ def layers(rank: int, world_size: int) -> Any:
     plain = [one_layer(rank, ExpertParallel(w, slices=s, move=move)) for w, s, move in layouts]
     plain += [one_layer(rank, ExpertParallel(4, slices=2, route=route)) for route in ("2dh", "once")]
     plain += [
-        one_layer(rank, ExpertParallel(4, slices=2, chunks=n, move=move)) for n, move in ((3, "tokens"), (2, "slices"))
+        one_layer(rank, ExpertParallel(4, slices=2, chunks=3)),
+        one_layer(rank, ExpertParallel(4, slices=2, chunks=2, move="slices")),
+        one_layer(rank, ExpertParallel(4, chunks=32)),
+        one_layer(rank, ExpertParallel(4, route="2dh", chunks=4)),
     ]
-    plain += [one_layer(rank, ExpertParallel(4, chunks=32)), one_layer(rank, ExpertParallel(4, route="2dh", chunks=4))]
+    routes: list[tuple[Any, int]] = [("linear", 1), ("2dh", 1), ("once", 1), ("linear", 3)]
     coded = [
         one_layer(
             rank,
             ExpertParallel(4, route=route, chunks=n, dispatch="int8/32:nearest", combine="bf16", gradients="int8/32"),
         )
-        for route, n in (("linear", 1), ("2dh", 1), ("once", 1), ("linear", 3))
+        for route, n in routes
     ]
     moving: list[Any] = ["slices", "experts"]
     coded += [

@@ -110,7 +110,7 @@ def memory(method: str) -> float:
 
 def late_waits() -> int:
     """Messages that were there before the work behind them began, in one layer, forward and backward."""
-    model, found, sent = Llama(CONFIG), list[str](), list[Any]()
+    model, found, sent = Llama(CONFIG), list[Tensor](), list[Any]()
     seq = thinwire.sequence_parallel(model, thinwire.SequenceParallel(4, "ulysses"), local_size=2, timeout_s=120)
     block: Any = model.model.layers[1].self_attn
     send = block.send
@@ -122,7 +122,7 @@ def late_waits() -> int:
     def forward(*_: Any) -> None:
         # Queries and keys come while values are not projected yet.
         assert len(sent) == 2
-        found.extend(each.under_way.result(timeout=60) is not None and "forward" for each in sent)
+        found.extend([each.under_way.result(timeout=60) for each in sent])
 
     block.send = watched
     block.v_proj.register_forward_pre_hook(forward)
@@ -133,7 +133,7 @@ def late_waits() -> int:
     def backward(*given: Any) -> Tensor:
         # Gradients of queries and keys come while autograd has not gone on behind the values.
         assert not any(now.under_way is before for now, before in zip(sent, there, strict=True))
-        found.extend(each.under_way.result(timeout=60) is not None and "backward" for each in sent[:2])
+        found.extend([each.under_way.result(timeout=60) for each in sent[:2]])
         return arrive(*given)
 
     sent[2].exchange.tokens_here = backward
@@ -156,7 +156,8 @@ def packed(rank: int) -> tuple[Tensor, list[Tensor]]:
     logits = model(part)
     loss = F.cross_entropy(logits.flatten(0, 1), aims.flatten(), reduction="sum", ignore_index=IGNORED)
     seq.mean_loss(loss, (aims != IGNORED).sum()).backward()
-    grads = [seq.comm.wait(seq.comm.all_gather_exact(param.grad)).mean(0) for param in model.parameters()]
+    own = [param.grad for param in model.parameters() if param.grad is not None]
+    grads = [seq.comm.wait(seq.comm.all_gather_exact(grad)).mean(0) for grad in own]
     whole = seq.whole(logits)
     with pytest.raises(ConfigError, match=r"documents \[2, 29\]: both"):
         seq.split(tokens, targets, documents[:, 1:])

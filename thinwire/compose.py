@@ -45,7 +45,7 @@ from thinwire.methods.interface import Method
 from thinwire.methods.memory import Residency, why_not_resident
 from thinwire.methods.outer.base import Connected, IslandsMethod
 from thinwire.methods.pipeline.cut import layers_of
-from thinwire.methods.pipeline.inside import check_inside, check_recovers
+from thinwire.methods.pipeline.inside import check_inside, check_recovers, check_spread
 from thinwire.methods.pipeline.options import Pipeline, check_stages
 from thinwire.methods.sequence import SequenceParallel, Shape, check_strategy, choose_layout
 from thinwire.models.moe import MoELlama, check_axes
@@ -188,7 +188,8 @@ class Stage:
         if self._cut is not None:
             place = self.optimizer.comm.rank, self.optimizer.comm.world_size
             cut = {name: self._cut.piece_of_whole(name, piece, *place) for name, piece in snapshot.pieces.items()}
-            snapshot.pieces = cut
+            # What was padding alone is nothing now.
+            snapshot.pieces = {name: piece for name, piece in cut.items() if piece.values.numel()}
             shares = map(self._cut.share_of_whole, snapshot.shares)
             snapshot.shares = [share for share in shares if share is not None]
         snapshot.common |= {"borders": self.borders}
@@ -237,6 +238,8 @@ class PipelinedStage(Stage):
         tensor: TensorAxis | None = None, holders: Sequence[int] = (),
     ) -> None:  # fmt: skip
         super().__init__(model, optimizer, [*rows, *pipeline.describe()], tensor)
+        # Rows of embedding and head may be on all stages; a tensor axis is not beside them.
+        self._cut = tensor or pipeline.part.rows
         self._holders = tuple(holders)
         self.pipeline: PipelineStage = pipeline
         self.borders = pipeline.borders
@@ -525,6 +528,7 @@ def checked_method(
     problems.messages += pipeline_problems(model, mesh, method, pipelines)
     if method is not None and "pipeline" in names:
         problems.note(check_recovers, (*pipelines, Pipeline())[0], method, sizes_of(mesh))
+        problems.note(check_spread, (*pipelines, Pipeline())[0], method, sizes_of(mesh))
     problems.note(check_axes, model, sizes_of(mesh))
     problems.messages += sequence_problems(model, mesh, method, sequences)
     problems.messages += expert_problems(model, mesh, method, experts)

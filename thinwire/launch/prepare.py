@@ -32,8 +32,8 @@ from thinwire.losses import head_of, loss_in_effect
 from thinwire.methods.experts import check_data_method
 from thinwire.methods.interface import Method
 from thinwire.methods.memory import why_not_resident
-from thinwire.methods.pipeline.cut import layers_of as layer_list
-from thinwire.methods.pipeline.inside import check_inside, check_recovers
+from thinwire.methods.pipeline.cut import SPREAD, layers_of as layer_list
+from thinwire.methods.pipeline.inside import check_inside, check_recovers, check_spread
 from thinwire.methods.pipeline.options import Pipeline, check_stages
 from thinwire.methods.pipeline.recover import NONE
 from thinwire.methods.sequence import Shape, check_strategy, choose_layout
@@ -103,6 +103,7 @@ def check(config: TrainConfig, problems: Problems) -> Run | None:
             check_pipeline(config, run, model)
             if run.pipeline is not None:
                 check_recovers(run.pipeline, run.strategy, config.mesh_shape.sizes)
+                check_spread(run.pipeline, run.strategy, config.mesh_shape.sizes)
         if run is not None and not wrong_numbers and model is not None:
             check_sequence(config, run, model)
             check_expert_ranks(config, run, model)
@@ -498,6 +499,13 @@ def loss_of(config: TrainConfig) -> tuple[Any, str]:
     vocab_size = config.tables.get(model_table(config.model) or "", {}).get("vocab_size", vocab_size)
     if config.model.startswith("hf:"):
         vocab_size = check_hf(config.model.removeprefix("hf:"), 1, 1, {}).vocab_size
+    if PIPELINE in tables_in_effect(config) and config.tables.get(PIPELINE, {}).get("head") == SPREAD:
+        if config.loss == "cut":
+            raise ConfigError(
+                f"--loss cut with head {SPREAD!r}: each stage has its part of the logits, and keeps it for gradients; "
+                "nearest: --loss auto, or head 'last'"
+            )
+        return "plain", f"each stage has its part of the logits: head {SPREAD!r}"
     loss, why = loss_in_effect(config.loss, derive(config, config.num_shares).micro_batch * config.seq_len, vocab_size)
     if loss == "cut" and config.model.startswith("hf:"):
         try:

@@ -22,7 +22,8 @@ from thinwire.losses import loss_in_effect
 from thinwire.methods.experts import averages_apart
 from thinwire.methods.interface import Method, MethodPlan
 from thinwire.methods.outer.base import IslandsMethod
-from thinwire.methods.pipeline.inside import check_inside, why_not_inside
+from thinwire.methods.pipeline.cut import SPREAD
+from thinwire.methods.pipeline.inside import check_inside, check_spread, why_not_inside
 from thinwire.methods.pipeline.options import Pipeline
 from thinwire.methods.sequence import SequenceParallel, Shape, facts
 from thinwire.models import PRESETS, Llama, build_skeleton
@@ -124,12 +125,15 @@ def explain(config: ExplainConfig, problems: Problems) -> Explained:
             if shape.pipeline > 1:
                 llama, grid = check_can_cut(model), grid or grid_of(config, rate, local_rate)
                 options, num = Pipeline(**config.tables.get(PIPELINE, {})), config.passes
+                check_spread(options, None, shape.sizes)
                 stages = stages_of(
                     llama, options, shape.pipeline, num, config.micro_batch, config.seq_len, grid, config.loss,
                     shape.tensor,
                 )  # fmt: skip
                 notes += notes_on_stages(stages, llama, config, grid)
                 loss, why = loss_in_effect(config.loss, config.micro_batch * config.seq_len, llama.config.vocab_size)
+                if options.head == SPREAD:
+                    loss, why = "plain", f"each stage has its part of the logits: head {SPREAD!r}"
                 notes.append((f"--loss {config.loss}", loss, why))
     plans: dict[str, MethodPlan] = {}
     replicas = shape.sizes["data"] if shape is not None else 1

@@ -97,9 +97,12 @@ class Placed(Grid):
             each, launch_s = zip(seconds, home, strict=True), self.pass_s / len(home) / 3
             return tuple((own + launch_s) / speeds[ranks[rank]] + more_s for own, rank in each)
 
+        # All wait for the slowest.
+        slowest = min(speeds[rank] for rank in ranks)
+        spread = {kind: seconds / slowest for kind, seconds in found.spread.seconds.items()}
         return replace(
-            found, forward_s=on(found.forward_s, packing["forward"]), input_s=on(found.input_s, packing["backward"]),
-            weight_s=on(found.weight_s),
+            found, spread=replace(found.spread, seconds=spread), weight_s=on(found.weight_s),
+            forward_s=on(found.forward_s, packing["forward"]), input_s=on(found.input_s, packing["backward"]),
         )  # fmt: skip
 
 

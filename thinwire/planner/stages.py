@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -14,8 +14,11 @@ from thinwire.losses import loss_in_effect
 from thinwire.methods.interface import MethodPlan
 from thinwire.methods.pipeline import Costs, Timeline, in_flight, simulate
 from thinwire.methods.pipeline.balance import balanced
-from thinwire.methods.pipeline.cut import stated_sizes
+from thinwire.methods.pipeline.cut import SPREAD, stated_sizes
 from thinwire.methods.pipeline.options import Pipeline, check_stages
+from thinwire.methods.pipeline.plan import SCORE, TRAIN
+from thinwire.methods.pipeline.simulate import SpreadCosts
+from thinwire.methods.pipeline.vocabulary import NUM_SCORES, Own
 from thinwire.models import Llama
 from thinwire.planner.forward import layer_and_ends
 
@@ -146,7 +149,8 @@ def stages_of(
         slope = (timeline.makespan_s - simulate(half, costs, links, cores).makespan_s) / (num - num // 2)
         more_s = slope * (num_micro_batches - num)
     head, embedding, home = model.lm_head.weight, model.model.embed_tokens.weight, options.home(stages)
-    tied_bytes = -(-head.nbytes // tensor) if head is embedding and home[-1] != home[0] else 0
+    is_sent = head is embedding and home[-1] != home[0] and options.head != SPREAD
+    tied_bytes = -(-head.nbytes // tensor) if is_sent else 0
     return Stages(options, tuple(parts), sizes, timeline, in_flight(plan), num_micro_batches, more_s, tied_bytes)
 
 
@@ -156,7 +160,8 @@ def cut_parts(model: Llama, options: Pipeline, stages: int) -> tuple[list[nn.Mod
     numels = [sum(param.numel() for param in layer.parameters()) for layer in layers]
     embedding, head = model.model.embed_tokens, model.lm_head
     operations = list(map(float, numels))
-    operations[0 if options.head == "first" else -1] += head.weight.numel()
+    if options.head != SPREAD:
+        operations[0 if options.head == "first" else -1] += head.weight.numel()
     sizes = (
         stated_sizes(options.layers, chunks, len(layers))
         if options.layers
@@ -166,11 +171,24 @@ def cut_parts(model: Llama, options: Pipeline, stages: int) -> tuple[list[nn.Mod
     parts = [nn.ModuleDict() for _ in range(stages)]
     for chunk, (size, end) in enumerate(zip(sizes, accumulate(sizes), strict=True)):
         parts[home[chunk]][f"layers{chunk}"] = nn.ModuleList(layers[end - size : end])
+    if options.head == SPREAD:
+        for rank, part in enumerate(parts):
+            own = Own.of(rank, stages, len(head.weight))
+            part["embedding"], part["head"] = (rows_of(own, each.weight) for each in (embedding, head))
+            if head.weight is embedding.weight:
+                part["head"] = part["embedding"]
+        parts[home[-1]]["norm"] = model.model.norm
+        return parts, sizes
     parts[home[0]]["embedding"] = embedding
     if home[-1] == home[0] or head.weight is not embedding.weight:
         parts[home[-1]]["head"] = head
     parts[home[-1]]["norm"] = model.model.norm
     return parts, sizes
+
+
+def rows_of(own: Own, weight: torch.Tensor) -> nn.Module:
+    """A module with the rows that a rank has of a weight."""
+    return nn.Embedding(own.size, weight.shape[1], _weight=weight.new_empty(own.size, weight.shape[1]))
 
 
 def costs_of(
@@ -179,11 +197,14 @@ def costs_of(
 ) -> Costs:  # fmt: skip
     """Of one micro-batch; a backward computes twice what the forward does."""
     loss, _ = loss_in_effect(loss, batch * seq_len, model.config.vocab_size)
+    # A spread head has logits.
+    loss = "plain" if options.head == SPREAD else loss
     layer, ends = layer_and_ends(model.config, seq_len, is_cut=loss == "cut", tensor=tensor)
     work = [num * layer.operations for num in sizes]
     kept = [num * layer.kept_bytes for num in sizes]
-    work[-1] += ends.operations
-    kept[-1] += ends.kept_bytes
+    if options.head != SPREAD:
+        work[-1] += ends.operations
+        kept[-1] += ends.kept_bytes
     num_elements = batch * seq_len * model.config.hidden_size
     seconds = tuple(batch * each / flops for each in work)
     crossing = options.crossing(0)
@@ -192,4 +213,14 @@ def costs_of(
         for way in ("forward", "backward")
     )
     held, inputs = tuple(batch * each for each in kept), (4.0 * num_elements,) * len(home)
-    return Costs(seconds, seconds, seconds, forward, backward, held, inputs)
+    costs = Costs(seconds, seconds, seconds, forward, backward, held, inputs)
+    if options.head != SPREAD:
+        return costs
+    num_ranks, num_tokens = max(home) + 1, batch * seq_len
+    # The logits, and one more product in S or T, by which they differ.
+    product_s, rows = batch * ends.operations / num_ranks / flops, Own.of(0, num_ranks, model.config.vocab_size).size
+    sizes_of = {"hidden": forward[0], "part": backward[0], "scores": 4.0 * NUM_SCORES * num_tokens}
+    sizes_of |= {"rows": forward[0] / num_ranks, "gradient": backward[0] / num_ranks}
+    products = {SCORE: 2, TRAIN: 1} if options.barriers == 1 else {SCORE: 1, TRAIN: 2}
+    times = {kind: num * product_s for kind, num in products.items()}
+    return replace(costs, spread=SpreadCosts(times, sizes_of, 4.0 * (num_tokens * rows + num_elements)))

@@ -13,7 +13,8 @@ import torch
 from thinwire.collectives import Communicator
 from thinwire.hosts.pipeline.runner import Runner
 from thinwire.methods.pipeline import Costs
-from thinwire.methods.pipeline.plan import BACKWARD, FORWARD, INPUT, WEIGHT
+from thinwire.methods.pipeline.plan import BACKWARD, FORWARD, INPUT, SPREAD_KINDS, WEIGHT
+from thinwire.methods.pipeline.simulate import SpreadCosts
 
 
 def measured(runner: Runner, comm: Communicator, micro_batches: Sequence[Any]) -> Costs:
@@ -26,6 +27,7 @@ def measured(runner: Runner, comm: Communicator, micro_batches: Sequence[Any]) -
     for action, begun_s, ended_s in runner.spans:
         seconds[action.kind, action.chunk].append(ended_s - begun_s)
     own = torch.zeros(len(runner.plan.home), 3, dtype=torch.float64)
+    spread = torch.tensor([median(seconds.get((kind, comm.rank), [0.0])) for kind in SPREAD_KINDS], dtype=torch.float64)
     for (kind, chunk), found in seconds.items():
         if kind == BACKWARD:
             own[chunk, 1:] = median(found) / 2
@@ -38,6 +40,11 @@ def measured(runner: Runner, comm: Communicator, micro_batches: Sequence[Any]) -
         for direction in ("forward", "backward")
     )
     even = Costs.even(len(runner.plan.home))
+    if runner.plan.barriers:
+        # All wait for the slowest.
+        slowest = comm.wait(comm.all_gather_exact(spread)).amax(0).tolist()
+        sizes = runner.shared_bytes(micro_batches)
+        even = replace(even, spread=SpreadCosts(dict(zip(SPREAD_KINDS, slowest, strict=True)), sizes))
     return replace(
         even, forward_s=tuple(forward_s), input_s=tuple(input_s), weight_s=tuple(weight_s),
         forward_bytes=forward_bytes, backward_bytes=backward_bytes,

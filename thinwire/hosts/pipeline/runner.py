@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +15,27 @@ from thinwire.errors import ConfigError
 from thinwire.hosts.pipeline.statistics import once, tracking
 from thinwire.hosts.pipeline.tied import TiedWeights
 from thinwire.hosts.pipeline.visits import VisitState
+from thinwire.hosts.pipeline.vocabulary import HeadPass, SpreadVocabulary
 from thinwire.methods.pipeline import Action, Plan, check
 from thinwire.methods.pipeline.border import Crossing, LastMessages
-from thinwire.methods.pipeline.plan import BACKWARD, FORWARD, INPUT, RECOMPUTE, WEIGHT, Arrival, Visit
+from thinwire.methods.pipeline.plan import (
+    AGREE,
+    BACKWARD,
+    EMBED,
+    FORWARD,
+    FORWARD_KINDS,
+    INPUT,
+    RECOMPUTE,
+    SCATTER,
+    SCORE,
+    SPREAD_KINDS,
+    TRAIN,
+    WEIGHT,
+    Arrival,
+    Shared,
+    Visit,
+)
+from thinwire.methods.pipeline.vocabulary import wide
 
 Shape = Callable[[int, Any], Sequence[int]]
 
@@ -29,7 +47,8 @@ class Runner:
     give the next hidden state, or, at the end of a path, the mean loss of the micro-batch. mailbox: over the plan's
     ranks in order. shape: of the output of (chunk, micro-batch); dtype: of all of these outputs, as they travel.
     crossing: the codecs at borders between ranks. device: of the chunks. tied: see TiedWeights. last: by chunk, what
-    crossed the border behind it, where differences to that cross; keys: of a micro-batch's sequences.
+    crossed the border behind it, where differences to that cross; keys: of a micro-batch's sequences. vocabulary: this
+    rank's rows of embedding and head, where the plan spreads them.
 
     Batch normalisation takes each micro-batch's own statistics, and a step moves the running ones once. What a
     micro-batch is, only the chunks and `shape` know: each rank is given the same ones. Raises ConfigError for
@@ -42,6 +61,7 @@ class Runner:
         dtype: torch.dtype = torch.float32, crossing: Crossing | None = None,
         device: torch.device | str = "cpu", tied: TiedWeights | None = None,
         last: Mapping[int, LastMessages] | None = None, keys: Callable[[Any], Sequence[bytes]] | None = None,
+        vocabulary: SpreadVocabulary | None = None,
     ) -> None:  # fmt: skip
         check(plan)
         self.plan, self.chunks, self.mailbox, self.shape = plan, dict(chunks), mailbox, shape
@@ -51,6 +71,7 @@ class Runner:
         self.tied = tied or TiedWeights(mailbox, {})
         self._recomputed = {action.visit for action in self.order if action.kind == RECOMPUTE}
         self.last, self.keys = dict(last or {}), keys
+        self._vocabulary = vocabulary
         self._check_chunks()
         self._normalising = tracking(self.chunks.values())
         # Micro-batches that steps before had: codecs draw by the number of the micro-batch.
@@ -81,7 +102,7 @@ class Runner:
 
         first_number: of the first micro-batch, by which codecs draw; None: all draw as the first of the run.
         """
-        order = [action for action in self.order if action.kind == FORWARD]
+        order = [action for action in self.order if action.kind in FORWARD_KINDS]
         with once(self._normalising, commits=False) as self._statistics:
             output = self._play(order, micro_batches, shares, first_number, [])
         self.mailbox.finish()
@@ -97,12 +118,15 @@ class Runner:
 
     def sent_bytes(self, micro_batches: Sequence[Any]) -> int:
         """Payload that this rank sends in `run`, by formula; the most it can be where a codec's packets vary."""
-        given = [self.plan.routes.gives(action) for action in self.order]
-        return self.tied.sent_bytes + sum(
-            self.mailbox.share_bytes(self._num_bytes(arrival, micro_batches))
-            for arrival in given
-            if arrival is not None and self.plan.home[arrival.chunk] != self.mailbox.rank
-        )
+        own = map(self.mailbox.share_bytes, self.messages_of(self.mailbox.rank, micro_batches))
+        return self.tied.sent_bytes + sum(own)
+
+    def messages_of(self, rank: int, micro_batches: Sequence[Any]) -> Iterator[int]:
+        """Bytes of each message that a rank sends in `run`, without those of tied weights."""
+        for action in self.plan.orders[rank]:
+            for given in self.plan.routes.gives(action):
+                if self.target(given) != rank:
+                    yield self._num_bytes(given, micro_batches)
 
     def border_bytes(self, direction: str, chunk: int, micro_batches: Sequence[Any]) -> float:
         """Mean size of a message with a chunk's output, or with its gradient; 0 behind the last chunk of all paths."""
@@ -112,6 +136,15 @@ class Runner:
         packets = [self.crossing.packet_bytes(direction, shape.numel(), self.dtype) for shape in shapes]
         sizes = list(map(self.mailbox.share_bytes, packets))
         return sum(sizes) / max(1, len(sizes))
+
+    def shared_bytes(self, micro_batches: Sequence[Any]) -> dict[str, float]:
+        """Mean size of a message of what ranks share, by kind."""
+        found: dict[str, list[int]] = {}
+        for rank in range(self.plan.num_ranks):
+            for given in (given for action in self.plan.orders[rank] for given in self.plan.routes.gives(action)):
+                if isinstance(given, Shared):
+                    found.setdefault(given.kind, []).append(self._num_bytes(given, micro_batches))
+        return {kind: sum(sizes) / len(sizes) for kind, sizes in found.items()}
 
     def _check_chunks(self) -> None:
         own = self.plan.chunks_of(self.mailbox.rank)
@@ -167,30 +200,67 @@ class Runner:
             Expected(self.label(need), sender, self._num_bytes(need, micro_batches))
             for action in order
             for need in self.plan.routes.needs(action)
-            if isinstance(need, Arrival) and (sender := self.sender(need)) != self.mailbox.rank
+            if isinstance(need, Arrival | Shared)
+            and (sender := self.sender(need)) != self.mailbox.rank
+            and self._num_bytes(need, micro_batches)
         ]
 
-    def sender(self, arrival: Arrival) -> int:
+    @property
+    def vocabulary(self) -> SpreadVocabulary:
+        """Of a plan that spreads it."""
+        assert self._vocabulary is not None
+        return self._vocabulary
+
+    def sender(self, arrival: Arrival | Shared) -> int:
         """The rank that what arrives comes from."""
+        if isinstance(arrival, Shared):
+            return arrival.source
         routes = self.plan.routes
         visit = (routes.before if arrival.kind == "forward" else routes.after)[arrival.visit]
         assert visit is not None
         return self.plan.home[visit.chunk]
 
-    def border(self, arrival: Arrival) -> int:
-        """The chunk whose output, or its gradient, arrives."""
+    def target(self, arrival: Arrival | Shared) -> int:
+        """The rank at which it arrives."""
+        return arrival.target if isinstance(arrival, Shared) else self.plan.home[arrival.chunk]
+
+    def border(self, arrival: Arrival | Shared) -> int:
+        """The chunk whose output, or its gradient, arrives; of what ranks share, a number of its own."""
+        num = len(self.plan.home)
+        if isinstance(arrival, Shared):
+            # What the head is given comes from the last chunk; parts and gradients must draw apart.
+            of_kind = {"hidden": num - 1, "rows": num, "part": num + 1, "gradient": num + 1 + self.plan.num_ranks}
+            return of_kind[arrival.kind] + {"part": arrival.source, "gradient": arrival.target}.get(arrival.kind, 0)
         before = self.plan.routes.before[arrival.visit]
         if arrival.kind == "backward" or before is None:
             return arrival.chunk
         return before.chunk
 
-    def label(self, arrival: Arrival) -> Label:
+    def label(self, arrival: Arrival | Shared) -> Label:
         """How the mailbox knows it."""
+        if isinstance(arrival, Shared):
+            # Behind the hops of all chunks.
+            place = ("hidden", "scores", "rows", "part", "gradient").index(arrival.kind) * self.plan.num_ranks
+            return Label(direction_of(arrival), arrival.micro_batch, len(self.plan.home) + place + arrival.source)
         return Label(arrival.kind, arrival.micro_batch, self.plan.routes.hop[arrival.visit])
 
-    def _num_bytes(self, arrival: Arrival, micro_batches: Sequence[Any]) -> int:
-        shape = self.shape(self.border(arrival), micro_batches[arrival.micro_batch])
-        return self.crossing.packet_bytes(arrival.kind, torch.Size(shape).numel(), self.dtype)
+    def _num_bytes(self, arrival: Arrival | Shared, micro_batches: Sequence[Any]) -> int:
+        micro_batch, direction = micro_batches[arrival.micro_batch], direction_of(arrival)
+        if not isinstance(arrival, Shared):
+            num = torch.Size(self.shape(self.border(arrival), micro_batch)).numel()
+            return self.crossing.packet_bytes(direction, num, self.dtype)
+        rank = arrival.source if arrival.kind == "rows" else arrival.target
+        num = self.vocabulary.num_elements(arrival.kind, rank, micro_batch)
+        if arrival.kind == "scores":
+            return num * wide(self.dtype).itemsize
+        return self.crossing.packet_bytes(direction, num, self.dtype) if num else 0
+
+
+def direction_of(arrival: Arrival | Shared) -> str:
+    """How a message counts, and by which codec it goes."""
+    if isinstance(arrival, Shared):
+        return "backward" if arrival.kind in ("part", "gradient") else "forward"
+    return arrival.kind
 
 
 class _Step:
@@ -203,24 +273,45 @@ class _Step:
         self.first_number = first_number
         self.loss = torch.zeros((), device=runner.device)
         # What went from one chunk of this rank to another.
-        self._handed: dict[Arrival, Tensor] = {}
+        self._handed: dict[Arrival | Shared, Tensor] = {}
         self._visits: dict[Visit, VisitState] = {}
+        # Micro-batches between S and T.
+        self._passes: dict[int, HeadPass] = {}
 
-    def arrived(self, action: Action) -> Tensor | None:
-        """What an action needs from its neighbour, when it is there."""
+    def arrived(self, action: Action) -> list[Tensor]:
+        """What an action needs from its neighbours, when it is there."""
         needs = self.runner.plan.routes.needs(action)
-        arrival = next((need for need in needs if isinstance(need, Arrival)), None)
-        if arrival is None:
-            return None
+        return [self._taken(need) for need in needs if isinstance(need, Arrival | Shared)]
+
+    def _taken(self, arrival: Arrival | Shared) -> Tensor:
         if arrival in self._handed:
             return self._handed.pop(arrival)
-        runner, direction = self.runner, arrival.kind
+        runner, direction = self.runner, direction_of(arrival)
+        if isinstance(arrival, Shared):
+            return self._taken_of_shared(arrival)
         packet = runner.mailbox.take(runner.label(arrival), lambda packet: runner.crossing.length(direction, packet))
         micro_batch, border = self.micro_batches[arrival.micro_batch], runner.border(arrival)
         shape, packet = torch.Size(runner.shape(border, micro_batch)), packet.to(runner.device)
         if (last := self._last(direction, border)) is not None:
             return last.unpack(runner.crossing, packet, shape, runner.dtype, self._keys(micro_batch))
         return runner.crossing.unpack(direction, packet, shape, runner.dtype)
+
+    def _taken_of_shared(self, arrival: Shared) -> Tensor:
+        runner, direction = self.runner, direction_of(arrival)
+        if not runner._num_bytes(arrival, self.micro_batches):
+            return torch.empty(0, dtype=runner.dtype, device=runner.device)
+        if arrival.kind == "scores":
+            return runner.mailbox.take(runner.label(arrival)).to(runner.device).view(wide(runner.dtype))
+        packet = runner.mailbox.take(runner.label(arrival), lambda packet: runner.crossing.length(direction, packet))
+        return self._unpacked(arrival, packet.to(runner.device))
+
+    def _unpacked(self, arrival: Shared, packet: Tensor) -> Tensor:
+        runner, micro_batch = self.runner, self.micro_batches[arrival.micro_batch]
+        shape = torch.Size(runner.shape(0, micro_batch))
+        if arrival.kind in ("rows", "gradient"):
+            rank = arrival.source if arrival.kind == "rows" else arrival.target
+            shape = torch.Size((runner.vocabulary.count(rank, micro_batch), shape[-1]))
+        return runner.crossing.unpack(direction_of(arrival), packet, shape, runner.dtype)
 
     def _last(self, direction: str, border: int) -> LastMessages | None:
         """What differences over a border refer to, in training."""
@@ -230,19 +321,22 @@ class _Step:
         assert self.runner.keys is not None
         return self.runner.keys(micro_batch)
 
-    def do(self, action: Action, arrived: Tensor | None) -> None:
+    def do(self, action: Action, arrived: Sequence[Tensor]) -> None:
         """One action, and what others need of it sent to them."""
         visit = action.visit
+        if action.kind in SPREAD_KINDS:
+            self._give(action, self._spread(action, arrived))
+            return
         if action.kind == FORWARD:
             output = self._forward(visit, arrived)
-            if self.runner.plan.routes.after[visit] is None:
-                self.loss = self.loss + self.shares[visit.micro_batch] * output
-            else:
+            if self.runner.plan.routes.gives(action):
                 self._give(action, output)
+            else:
+                self.loss = self.loss + self.shares[visit.micro_batch] * output
             return
         state = self._visits[visit]
         # Where nothing arrives a path ends in the loss, of which this micro-batch has a share.
-        gradient = self.shares[visit.micro_batch] if arrived is None else arrived
+        gradient = sum(arrived[1:], arrived[0]) if arrived else self.shares[visit.micro_batch]
         if action.kind == RECOMPUTE:
             with self.runner._statistics.paused():
                 state.recompute()
@@ -255,19 +349,80 @@ class _Step:
         if action.kind in (BACKWARD, WEIGHT):
             del self._visits[visit]
 
-    def _forward(self, visit: Visit, arrived: Tensor | None) -> Tensor:
+    def _forward(self, visit: Visit, arrived: Sequence[Tensor]) -> Tensor:
         chunk, micro_batch = self.runner.chunks[visit.chunk], self.micro_batches[visit.micro_batch]
+        if self.runner.plan.barriers and self.runner.plan.routes.before[visit] is None:
+            arrived = [self.runner.vocabulary.joined(micro_batch, arrived)]
+        hidden = arrived[0] if arrived else None
         if not torch.is_grad_enabled():
-            return chunk(arrived, micro_batch)
+            return chunk(hidden, micro_batch)
         recomputed = visit in self.runner._recomputed
-        state = self._visits[visit] = VisitState(chunk, arrived, micro_batch, recomputed=recomputed)
+        state = self._visits[visit] = VisitState(chunk, hidden, micro_batch, recomputed=recomputed)
         return state.forward()
 
+    def _spread(self, action: Action, arrived: Sequence[Tensor]) -> Tensor | None:
+        """What this rank does on its rows of embedding or head; what it gives others of that."""
+        vocabulary, number = self.runner.vocabulary, action.micro_batch
+        micro_batch, share = self.micro_batches[number], self.shares[number]
+        if action.kind == EMBED:
+            return vocabulary.embed(micro_batch)
+        if action.kind == SCATTER:
+            vocabulary.scatter(micro_batch, arrived[0])
+        elif action.kind == SCORE:
+            if micro_batch[1] is None:
+                self.loss = self.loss + share * vocabulary.logits(micro_batch, arrived[0])
+                return None
+            self._passes[number] = HeadPass(vocabulary, micro_batch, share, self.runner.plan.barriers)
+            return self._passes[number].score(arrived[0])
+        elif action.kind == AGREE and number in self._passes:
+            loss, part = self._passes[number].agree(arrived)
+            if self.runner.mailbox.rank == self.runner.plan.home[self.runner.plan.paths[number][-1]]:
+                self.loss = self.loss + loss
+            if not torch.is_grad_enabled():
+                del self._passes[number]
+            return part
+        elif action.kind == TRAIN:
+            return self._passes.pop(number).train()
+        return None
+
     def _give(self, action: Action, value: Tensor | None) -> None:
-        runner = self.runner
-        arrival = runner.plan.routes.gives(action)
-        if arrival is None or value is None:
+        if value is None:
             return
+        given = self.runner.plan.routes.gives(action)
+        shared = [each for each in given if isinstance(each, Shared)]
+        if shared:
+            self._share(shared, value)
+        else:
+            for arrival in given:
+                assert isinstance(arrival, Arrival)
+                self._pass_on(arrival, value)
+
+    def _share(self, shared: Sequence[Shared], value: Tensor) -> None:
+        """Give ranks, this one too, the same value, or each its part of a gradient."""
+        runner, number = self.runner, shared[0].micro_batch
+        values = [value] * len(shared)
+        if shared[0].kind == "gradient":
+            values = runner.vocabulary.parted(self.micro_batches[number], value)
+        packet: Tensor | None = None
+        for each, own in zip(shared, values, strict=True):
+            direction = direction_of(each)
+            if not own.numel():
+                continue
+            if each.kind == "scores":
+                packet = own.to(wide(runner.dtype)).contiguous().view(-1).view(torch.uint8)
+            elif packet is None or each.kind == "gradient":
+                drawn = 0 if self.first_number is None else self.first_number + number
+                packet = runner.crossing.pack(direction, own.to(runner.dtype), runner.border(each), drawn)
+            if each.target == runner.mailbox.rank:
+                # As the others have it.
+                kept = packet.view(wide(runner.dtype)) if each.kind == "scores" else self._unpacked(each, packet)
+                self._handed[each] = kept
+            else:
+                length = packet.numel() if each.kind == "scores" else runner.crossing.length(direction, packet)
+                runner.mailbox.send(each.target, runner.label(each), packet, length)
+
+    def _pass_on(self, arrival: Arrival, value: Tensor) -> None:
+        runner = self.runner
         target = runner.plan.home[arrival.chunk]
         if target == runner.mailbox.rank:
             self._handed[arrival] = value

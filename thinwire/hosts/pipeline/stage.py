@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import pickle
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -25,14 +24,16 @@ from thinwire.hosts.pipeline.recovery import EndCopies, Holdings, first_copies, 
 from thinwire.hosts.pipeline.runner import Runner
 from thinwire.hosts.pipeline.shared import SharedMailbox
 from thinwire.hosts.pipeline.tied import TiedWeights
+from thinwire.hosts.pipeline.vocabulary import SpreadRows, SpreadVocabulary, spread_rows, whole_logits
 from thinwire.hosts.ranks import communicator_along
 from thinwire.hosts.tensor import TensorAxis
 from thinwire.losses import cut_loss
 from thinwire.methods.pipeline import Chunk, Costs, Cut, Plan, cut, in_flight, simulate, token_shares
 from thinwire.methods.pipeline.border import LastMessages, sequence_keys
 from thinwire.methods.pipeline.options import Pipeline
-from thinwire.methods.pipeline.plan import BACKWARD, FORWARD, ordered, straight
+from thinwire.methods.pipeline.plan import AGREE, BACKWARD, EMBED, FORWARD, SCATTER, SCORE, TRAIN, ordered, straight
 from thinwire.methods.pipeline.recover import NONE, RECOVERIES, SWAP, lr_factor
+from thinwire.methods.pipeline.vocabulary import Own
 from thinwire.table import Row
 
 # The first step warms up; this one is measured.
@@ -72,7 +73,7 @@ class StageChunk(nn.Module):
             raise ConfigError(
                 "a stage of a pipeline has no loss of another function: `loss` must return what `module(*batch)` gives"
             )
-        return output if self.chunk.is_last else output.to(self.dtype)
+        return output if self.chunk.gives_loss else output.to(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Part:
     """What a rank keeps of a model.
 
     tied: by rank, weights that it uses too. holdings: what all ranks have; copies: what this one keeps of others' ends,
-    where a lost stage is recovered.
+    where a lost stage is recovered. vocabulary: this rank's rows of embedding and head, where all ranks have some.
     """
 
     options: Pipeline
@@ -91,6 +92,12 @@ class Part:
     num_names: int
     holdings: Holdings
     copies: dict[int, Tensor]
+    vocabulary: SpreadVocabulary | None = None
+
+    @property
+    def rows(self) -> SpreadRows | None:
+        """How parameters lie of which this rank has some rows."""
+        return None if self.vocabulary is None else self.vocabulary.rows
 
 
 def take_part(model: nn.Module, optimizer: torch.optim.Optimizer, options: Pipeline, mesh: DeviceMesh) -> Part:
@@ -112,6 +119,12 @@ def take_part(model: nn.Module, optimizer: torch.optim.Optimizer, options: Pipel
     check_ties(made)
     holdings = Holdings.of(made)
     copies = first_copies(holdings, model, rank) if options.recover != NONE else {}
+    vocabulary: SpreadVocabulary | None = None
+    if made.vocabulary is not None:
+        rows = spread_rows(made, optimizer, Own.of(rank, stages, made.vocabulary.size))
+        vocabulary = SpreadVocabulary(
+            *rows, rank=rank, num_ranks=stages, features=made.features, padding=made.vocabulary.padding
+        )
     made.reduce_to(own, [param for peer, params in tied.items() if peer < rank for param in params])
     kept = {id(param) for param in model.parameters()}
     for group in optimizer.param_groups:
@@ -119,7 +132,7 @@ def take_part(model: nn.Module, optimizer: torch.optim.Optimizer, options: Pipel
         group["params"] = [param for param in group["params"] if id(param) in kept]
         for param in dropped:
             optimizer.state.pop(param, None)
-    return Part(options, made, chunks, tied, num_parameters, num_names, holdings, copies)
+    return Part(options, made, chunks, tied, num_parameters, num_names, holdings, copies, vocabulary)
 
 
 def check_ties(made: Cut) -> None:
@@ -226,12 +239,13 @@ class PipelineStage:
     def borders(self) -> str:
         """Where and how hidden states are rounded; empty where they travel as they are."""
         made, codec = self.part.made, self.crossing.forward + (", differences" if self.part.options.delta else "")
-        return "" if self.crossing.codec("forward") is None else f"{codec} behind {made.sizes} on {made.home}"
+        ends = "" if self.part.vocabulary is None else ", and at both ends"
+        return "" if self.crossing.codec("forward") is None else f"{codec} behind {made.sizes} on {made.home}{ends}"
 
     def cut_loss(self, head: nn.Linear) -> None:
         """Have the model's head give the loss, see thinwire.losses.cut_loss; of no effect where it is not."""
         for chunk in self.part.chunks.values():
-            if chunk.chunk.is_last:
+            if chunk.chunk.gives_loss:
                 cut_loss(chunk.chunk.model, head)
 
     def forward_backward(self, batches: Sequence[Batch], loss: Loss = models_own) -> float:
@@ -276,6 +290,10 @@ class PipelineStage:
         output = self._forward_runner().evaluate([(tokens, targets)], [1.0])
         source = self.part.made.home[-1]
         shape: list[int] = []
+        if targets is None and self.part.made.vocabulary is not None:
+            own = output[:, -1:] if last_only else output
+            logits = self.comm.wait(self.comm.all_gather_exact(own.to(self.part.made.dtype).contiguous()))
+            return whole_logits(logits, self.part.made.vocabulary.size)
         if targets is None:
             output = output[:, -1:] if last_only and self.comm.rank == source else output
             sizes = torch.tensor([*output.shape] if output.ndim else [0, 0, 0])
@@ -402,14 +420,8 @@ class PipelineStage:
 
         The most that it can be where a codec's packets vary in length.
         """
-        made = self.part.made
-        found = [0] * self.num_stages
-        for path, batch in zip(self._runner(len(batches)).plan.paths, batches, strict=True):
-            for chunk, after in pairwise(path):
-                source, target, numel = made.home[chunk], made.home[after], math.prod(made.shape(chunk, batch))
-                if source != target:
-                    found[source] += self.crossing.packet_bytes("forward", numel, made.dtype)
-                    found[target] += self.crossing.packet_bytes("backward", numel, made.dtype)
+        made, runner = self.part.made, self._runner(len(batches))
+        found = [sum(runner.messages_of(rank, batches)) for rank in range(self.num_stages)]
         holdings = self.part.holdings
         tied = holdings.num_bytes(holdings.tied)
         for rank in {made.home[0], made.home[-1]} if tied else ():
@@ -443,6 +455,8 @@ class PipelineStage:
 
     def _call_by(self, loss: Loss) -> None:
         model = self.part.made.model
+        if self.part.vocabulary is not None:
+            self.part.vocabulary.loss = loss
         for chunk in self.part.chunks.values():
             chunk.loss = loss
             if chunk.training != model.training:
@@ -457,21 +471,22 @@ class PipelineStage:
         """Of a plan for one micro-batch, from which forwards alone are taken."""
         if not self._forwards:
             home = self.part.made.home
-            orders = [
-                ordered(
-                    [(FORWARD, chunk, 0) for chunk in range(len(home)) if home[chunk] == rank]
-                    + [(BACKWARD, chunk, 0) for chunk in reversed(range(len(home))) if home[chunk] == rank]
-                )
-                for rank in range(self.num_stages)
-            ]
-            self._forwards[1] = self._running(Plan(home, straight(len(home), 1), tuple(orders)))
+            barriers = self.part.options.barriers if self.part.vocabulary is not None else 0
+            orders = []
+            for rank in range(self.num_stages):
+                own = [chunk for chunk in range(len(home)) if home[chunk] == rank]
+                order = [(FORWARD, chunk, 0) for chunk in own]
+                spread = [[(EMBED, rank, 0)], [(kind, rank, 0) for kind in (SCORE, AGREE, TRAIN)], [(SCATTER, rank, 0)]]
+                first, head, last = spread if barriers else ([], [], [])
+                orders.append(ordered(first + order + head + [(BACKWARD, *each[1:]) for each in order[::-1]] + last))
+            self._forwards[1] = self._running(Plan(home, straight(len(home), 1), tuple(orders), barriers))
         return self._forwards[1]
 
     def _running(self, plan: Plan) -> Runner:
         made = self.part.made
         return Runner(
             plan, self.part.chunks, self.mailbox, made.shape, dtype=made.dtype, crossing=self.crossing,
-            device=self.device, tied=self.tied, last=self.last, keys=keys_of,
+            device=self.device, tied=self.tied, last=self.last, keys=keys_of, vocabulary=self.part.vocabulary,
         )  # fmt: skip
 
     def _fit(self, runner: Runner, batches: Sequence[Batch]) -> None:

@@ -13,10 +13,12 @@ from thinwire.methods.pipeline.plan import (
     INPUT,
     KINDS,
     RECOMPUTE,
+    SPREAD_KINDS,
     WEIGHT,
     Action,
     Arrival,
     Plan,
+    Shared,
     Visit,
 )
 
@@ -40,8 +42,9 @@ def check(plan: Plan, limits: Limits | None = None) -> None:
     """Raise ConfigError, with all that is wrong, for a plan that can't run.
 
     Each visit's forward stands once in the order of its chunk's rank, and so does its backward, whole or as both
-    halves; a recomputation stands between the two. Orders and paths have no circle, so that no rank waits for ever.
-    What is held at once is within the limits.
+    halves; a recomputation stands between the two. Where embedding and head are spread over all ranks, each rank does
+    its part for each micro-batch once. Orders and paths have no circle, so that no rank waits for ever. What is held at
+    once is within the limits.
     """
     problems = [*_of_paths(plan)]
     problems = problems or [*_of_orders(plan)]
@@ -91,8 +94,12 @@ def _of_orders(plan: Plan) -> Iterator[str]:
     for rank, order in enumerate(plan.orders):
         for action in order:
             found[action] += 1
-            if action.kind not in KINDS:
-                yield f"rank {rank}: {action} is no action: kinds are {', '.join(KINDS)}"
+            if plan.barriers and action.kind in SPREAD_KINDS:
+                if action.chunk != rank or not 0 <= action.micro_batch < plan.num_micro_batches:
+                    yield f"rank {rank}: {action}: its rows are {rank}, micro-batches 0 to {plan.num_micro_batches - 1}"
+            elif action.kind not in KINDS:
+                known = (*KINDS, *(SPREAD_KINDS if plan.barriers else ()))
+                yield f"rank {rank}: {action} is no action: kinds are {', '.join(known)}"
             elif action.visit not in plan.routes.hop:
                 yield f"rank {rank}: {action}: micro-batch {action.micro_batch} does not visit chunk {action.chunk}"
             elif plan.home[action.chunk] != rank:
@@ -102,6 +109,11 @@ def _of_orders(plan: Plan) -> Iterator[str]:
     yield from (f"{action} stands {times} times in the orders: once is right" for action, times in repeated)
     for visit in plan.routes.hop:
         yield from _of_visit(visit, {kind for kind in KINDS if Action(kind, *visit) in found}, plan.home[visit.chunk])
+    for rank in range(plan.num_ranks if plan.barriers else 0):
+        for number in range(plan.num_micro_batches):
+            missing = [kind for kind in SPREAD_KINDS if Action(kind, rank, number) not in found]
+            if missing:
+                yield f"rank {rank}: micro-batch {number} has no {' and no '.join(missing)}"
 
 
 def _of_visit(visit: Visit, kinds: set[str], home: int) -> Iterator[str]:
@@ -115,7 +127,7 @@ def _of_visit(visit: Visit, kinds: set[str], home: int) -> Iterator[str]:
 
 def _of_waiting(plan: Plan) -> Iterator[str]:
     """Run the orders without a clock; what each rank waits for where all of them wait."""
-    done: set[Action | Arrival | None] = set()
+    done: set[Action | Arrival | Shared] = set()
     places = [0] * plan.num_ranks
     moved = True
     while moved:
@@ -123,7 +135,7 @@ def _of_waiting(plan: Plan) -> Iterator[str]:
         for rank, order in enumerate(plan.orders):
             while places[rank] < len(order) and all(need in done for need in plan.routes.needs(order[places[rank]])):
                 action = order[places[rank]]
-                done |= {action, plan.routes.gives(action)}
+                done |= {action, *plan.routes.gives(action)}
                 places[rank] += 1
                 moved = True
     stuck = [(rank, order[places[rank]]) for rank, order in enumerate(plan.orders) if places[rank] < len(order)]

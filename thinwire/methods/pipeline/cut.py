@@ -17,7 +17,8 @@ from thinwire.methods.pipeline.balance import balanced
 PROBE = (3, 1, 4, 1, 5, 2, 6, 0)
 # Targets that count for no loss.
 IGNORED = -100
-HEADS = ("last", "first")
+SPREAD = "spread"
+HEADS = ("last", "first", SPREAD)
 
 
 class InputModule(NamedTuple):
@@ -28,13 +29,26 @@ class InputModule(NamedTuple):
     widens: bool
 
 
+class Vocabulary(NamedTuple):
+    """The modules whose rows are spread over all ranks: one has a row for each of `size` tokens, and so has the other.
+
+    head: the name of the Linear whose output is the logits. padding: a token whose embedding is not trained.
+    """
+
+    embedding: InputModule
+    head: str
+    size: int
+    padding: int | None
+
+
 @dataclass(frozen=True)
 class Cut:
     """A model and how many of its layers each chunk has, in order; the first may be the embedding, the last the head.
 
     home: the rank of each chunk, a stage a rank. layers: the module list's name. front: what has parameters and runs
     before the layers; back: the names of what runs after them. features, dtype: of the hidden state. returns: how many
-    values a layer returns, 0 for a tensor alone.
+    values a layer returns, 0 for a tensor alone. vocabulary: where embedding and head are in no chunk,
+    but on all ranks.
     """
 
     model: nn.Module
@@ -46,6 +60,7 @@ class Cut:
     features: int
     dtype: torch.dtype
     returns: int
+    vocabulary: Vocabulary | None = None
 
     @property
     def num_chunks(self) -> int:
@@ -62,18 +77,29 @@ class Cut:
         names += [front.name for front in self.front] if chunk == 0 else []
         return names + (list(self.back) if chunk == self.num_chunks - 1 else [])
 
+    @property
+    def spread_names(self) -> list[str]:
+        """The modules that are on all ranks."""
+        return [] if self.vocabulary is None else [self.vocabulary.embedding.name, self.vocabulary.head]
+
     def stand_ins(self, kept: Collection[str]) -> dict[str, nn.Module]:
         """Modules without weights for all that some chunk has, but those that are kept."""
-        names = [name for chunk in range(self.num_chunks) for name in self.names_of(chunk) if name not in kept]
-        fronts = {front.name: front for front in self.front}
+        names = [name for chunk in range(self.num_chunks) for name in self.names_of(chunk)] + self.spread_names
+        names = [name for name in names if name not in kept]
+        fronts, behind = {front.name: front for front in self.front}, set(self.back)
+        if self.vocabulary is not None:
+            fronts[self.vocabulary.embedding.name] = self.vocabulary.embedding
+            behind.add(self.vocabulary.head)
         found: dict[str, nn.Module] = {}
         for name, module in ((name, self.model.get_submodule(name)) for name in names):
-            returns = 0 if name in self.back else self.returns
+            returns = 0 if name in behind else self.returns
             found[name] = _Zeros(module, fronts[name]) if name in fronts else _PassOn(module, returns)
         return found
 
     def reduce_to(self, chunks: Collection[int], borrowed: Collection[nn.Parameter] = ()) -> None:
         """Drop, in the model itself, all weights but those of some chunks; these must have been made before.
+
+        What is on all ranks stays as it is.
 
         borrowed: weights that are another rank's; a module that has no others stays in its chunk alone.
         """
@@ -81,7 +107,7 @@ class Cut:
         names = [name for chunk in chunks for name in self.names_of(chunk)]
         own = {name: list(self.model.get_submodule(name).parameters()) for name in names}
         kept = [name for name, params in own.items() if not params or any(id(param) not in not_own for param in params)]
-        for name, module in self.stand_ins(kept).items():
+        for name, module in self.stand_ins([*kept, *self.spread_names]).items():
             self.model.set_submodule(name, module)
 
     def shape(self, chunk: int, micro_batch: tuple[Tensor, Tensor | None]) -> tuple[int, int, int]:
@@ -113,19 +139,26 @@ class Chunk(nn.Module):
     Called with (hidden state or None, (tokens [batch, seq], targets or None)): the next hidden state, or the mean loss
     of the micro-batch, or logits without targets. The model's own forward runs, so masks and positions are its own:
     other layers pass the hidden state on, other embeddings give zeros, and the first own layer takes what arrived.
+    Where the vocabulary is spread over all ranks, the embedding arrives at the first chunk, and the last one gives what
+    its head would be given.
     """
 
     def __init__(self, cut: Cut, number: int) -> None:
         super().__init__()
         self.is_first, self.is_last = number == 0, number == cut.num_chunks - 1
+        self.gives_loss = self.is_last and cut.vocabulary is None
         own = cut.names_of(number)
         self.model = _copy_of(cut.model, own, cut.stand_ins(own))
         layers = self.model.get_submodule(cut.layers)
         assert isinstance(layers, nn.ModuleList)
         first, size = sum(cut.sizes[:number]), cut.sizes[number]
         # Ends alone: a head takes what arrived from the last of the layers that pass on, an embedding leaves it there.
-        layers[first if size else -1].register_forward_pre_hook(self._take, with_kwargs=True)
-        layers[first + size - 1].register_forward_hook(self._keep)
+        if cut.vocabulary is not None and self.is_first:
+            self.model.get_submodule(cut.vocabulary.embedding.name).register_forward_hook(self._embed)
+        else:
+            layers[first if size else -1].register_forward_pre_hook(self._take, with_kwargs=True)
+        behind = None if cut.vocabulary is None or not self.is_last else self.model.get_submodule(cut.vocabulary.head)
+        (behind or layers[first + size - 1]).register_forward_hook(self._keep)
         self._runs = False
         self._arrived: Tensor | None = None
         self._left: Tensor | None = None
@@ -134,11 +167,11 @@ class Chunk(nn.Module):
         tokens, targets = micro_batch
         self._runs, self._arrived = True, hidden
         try:
-            output = self.model(tokens, targets) if self.is_last else self.model(tokens)
+            output = self.model(tokens, targets) if self.gives_loss else self.model(tokens)
             left = self._left
         finally:
             self._runs, self._arrived, self._left = False, None, None
-        if self.is_last:
+        if self.gives_loss:
             return output
         assert left is not None
         return left
@@ -151,6 +184,9 @@ class Chunk(nn.Module):
         if args:
             return (self._arrived, *args[1:]), kwargs
         return args, kwargs | {_name_of_hidden(kwargs): self._arrived}
+
+    def _embed(self, embedding: nn.Module, args: Any, output: Any) -> Tensor | None:
+        return self._arrived
 
     def _keep(self, layer: nn.Module, args: Any, output: Any) -> None:
         # The layer is the whole model's, too.
@@ -180,12 +216,13 @@ def cut(
     most parameters. layers: how many each stage has, such as "5,6,6,3"; by default so that the slowest stage has as
     few floating-point operations as can be, and, among such cuts, the largest as few parameters. head: "last": the
     last stage has it; "first": micro-batches come back to the first stage, which has it as a chunk of its own after
-    all others, beside the embedding. apart: embedding and head are chunks of their own, on the first and the last
-    rank.
+    all others, beside the embedding; "spread": no chunk has embedding or head, see Vocabulary. apart: embedding and
+    head are chunks of their own, on the first and the last rank.
 
     The model is run once on a few tokens, and so are its chunks. Raises ConfigError for more stages than layers, for
     layers that don't add up, and for a model whose layers exchange more than one hidden state or whose weights are
-    used in more than one place.
+    used in more than one place; for "spread" also for a model that does more to tokens than to look them up, or more to
+    the head's product than the mean cross-entropy.
     """
     if head not in HEADS:
         raise ConfigError(f"head {head!r} is unknown{nearest(head, HEADS)}")
@@ -194,13 +231,15 @@ def cut(
         near = max(1, min(stages, len(found)))
         raise ConfigError(f"{stages} stages of {len(found)} layers: nearest that works: {near}")
     stated = stated_sizes(layers, stages, len(found)) if layers else None
-    probe = _Probe(model, name, found, 0 if head == "first" else -1)
+    probe = _Probe(model, name, found, 0 if head == "first" else -1, spread=head == SPREAD)
     sizes, home = stated or balanced(probe.operations, probe.num_parameters, stages), tuple(range(stages))
     if head == "first":
         sizes, home = (*sizes, 0), (*home, 0)
     elif apart:
         sizes, home = (0, *sizes, 0), (0, *home, stages - 1)
-    made = Cut(model, sizes, home, name, probe.front, probe.back, probe.features, probe.dtype, probe.returns)
+    made = Cut(
+        model, sizes, home, name, probe.front, probe.back, probe.features, probe.dtype, probe.returns, probe.vocabulary
+    )
     # On a copy, so that the model's own layers get no hooks.
     _check_equal(replace(made, model=_copy_of(model, (), {})), probe)
     return made
@@ -233,10 +272,10 @@ class _Probe:
     """What one forward shows: which modules run before and after the layers, and what each layer costs.
 
     operations, num_parameters: of each layer, with the head's added to those of the layer at `head`, and the
-    embedding's to the first one's.
+    embedding's to the first one's. spread: neither of them is of any layer, and of `front` and `back` neither.
     """
 
-    def __init__(self, model: nn.Module, name: str, layers: nn.ModuleList, head: int) -> None:
+    def __init__(self, model: nn.Module, name: str, layers: nn.ModuleList, head: int, *, spread: bool) -> None:
         inside = {id(param) for param in layers.parameters()}
         owners = {
             owner_name: owner
@@ -249,6 +288,8 @@ class _Probe:
         self._calls: list[str] = []
         self._fronts: dict[str, InputModule] = {}
         self._outputs: list[Any] = []
+        # What a module before the layers was given, and what a module gave.
+        self._seen: dict[str, tuple[Any, Any]] = {}
         device = next(model.parameters()).device
         vocabulary = min(
             (owner.num_embeddings for owner in owners.values() if isinstance(owner, nn.Embedding)), default=8
@@ -258,6 +299,10 @@ class _Probe:
         counter = FlopCounterMode(display=False)
         self.logits = self._run(model, watched, counter)
         front, self.back = self._sides(owners, name, len(layers))
+        self.vocabulary = self._spread(model, owners, front) if spread else None
+        if self.vocabulary is not None:
+            front = tuple(owner for owner in front if owner != self.vocabulary.embedding.name)
+            self.back = tuple(owner for owner in self.back if owner != self.vocabulary.head)
         self.front = tuple(self._fronts[owner] for owner in front)
         hidden, self.returns = _hidden_of(self._outputs)
         self.features, self.dtype = hidden.shape[-1], hidden.dtype
@@ -285,11 +330,41 @@ class _Probe:
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             self._calls.append(name)
             self._outputs.append(output)
+            self._seen[name] = next(iter(args), None), output
             given = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
             if given is not None and isinstance(output, Tensor):
                 self._fronts[name] = InputModule(name, output.shape[-1], output.ndim > given.ndim)
 
         return note
+
+    def _spread(self, model: nn.Module, owners: Mapping[str, nn.Module], front: Sequence[str]) -> Vocabulary:
+        """The embedding and the head, if their rows can be on different ranks."""
+        why, head = f"head {SPREAD!r}: the model ", self.back[-1] if self.back else ""
+        near = "; nearest: head 'last'"
+        given = {name: self._seen[name] for name in front}
+        embedding = next((name for name, (ids, _) in given.items() if _same(ids, self.tokens)), "")
+        embeds, gives = owners.get(embedding), owners.get(head)
+        if not isinstance(embeds, nn.Embedding) or not _same(
+            given[embedding][1], nn.functional.embedding(self.tokens, embeds.weight)
+        ):
+            raise ConfigError(f"{why}does more to tokens than to look them up in an nn.Embedding{near}")
+        if embeds.max_norm is not None or embeds.scale_grad_by_freq or embeds.sparse:
+            raise ConfigError(f"{why}has an embedding with max_norm, scale_grad_by_freq or sparse{near}")
+        if not isinstance(gives, nn.Linear) or gives.bias is not None or not _same(self._seen[head][1], self.logits):
+            raise ConfigError(f"{why}does not give the output of an nn.Linear without bias as its logits{near}")
+        if gives.out_features != embeds.num_embeddings or not (
+            embeds.weight.requires_grad and gives.weight.requires_grad
+        ):
+            raise ConfigError(f"{why}has not as many trained rows in head and embedding{near}")
+        targets = torch.where(torch.arange(len(PROBE), device=self.tokens.device) % 3 == 0, IGNORED, self.tokens)
+        was_training = model.training
+        with torch.no_grad():
+            loss = model.eval()(self.tokens, targets)
+        model.train(was_training)
+        expected = nn.functional.cross_entropy(self.logits.float().flatten(0, 1), targets.flatten())
+        if loss.ndim or not torch.isclose(loss.float(), expected, rtol=1e-2):
+            raise ConfigError(f"{why}has another loss than the mean cross-entropy{near}")
+        return Vocabulary(self._fronts[embedding], head, embeds.num_embeddings, embeds.padding_idx)
 
     def _sides(self, owners: Mapping[str, nn.Module], name: str, num_layers: int) -> tuple[tuple[str, ...], ...]:
         expected = [f"{name}.{index}" for index in range(num_layers)]
@@ -303,6 +378,10 @@ class _Probe:
                 raise ConfigError(f"{owner} has weights that are used among the layers, or not by itself: can't be cut")
         self._outputs = [out for call, out in zip(self._calls, self._outputs, strict=True) if call in expected]
         return tuple(front), tuple(back)
+
+
+def _same(one: Any, other: Tensor) -> bool:
+    return isinstance(one, Tensor) and torch.equal(one, other)
 
 
 def _hidden_of(outputs: Sequence[Any]) -> tuple[Tensor, int]:
@@ -319,8 +398,12 @@ def _check_equal(made: Cut, probe: _Probe) -> None:
     hidden: Tensor | None = None
     try:
         with torch.no_grad():
+            if made.vocabulary is not None:
+                hidden = made.model.get_submodule(made.vocabulary.embedding.name)(probe.tokens)
             for number in range(made.num_chunks):
                 hidden = made.chunk(number).eval()(hidden, (probe.tokens, None))
+            if made.vocabulary is not None:
+                hidden = made.model.get_submodule(made.vocabulary.head)(hidden)
     except (RuntimeError, TypeError, AttributeError, KeyError, IndexError, ValueError) as error:
         why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(f"the layers exchange more than a hidden state, so they can't be cut: {why}") from error

@@ -6,16 +6,33 @@ from collections.abc import Iterable, Sequence
 
 from thinwire.cost import Network
 from thinwire.errors import ConfigError
-from thinwire.methods.pipeline.plan import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Plan, Visit
+from thinwire.methods.pipeline.plan import (
+    AGREE,
+    BACKWARD,
+    EMBED,
+    FORWARD,
+    INPUT,
+    SCATTER,
+    SCORE,
+    SPREAD_KINDS,
+    TRAIN,
+    WEIGHT,
+    Action,
+    Plan,
+    Visit,
+)
 from thinwire.methods.pipeline.simulate import Clock, Costs
 
-# Backward frees memory and lets others go on; the gradients of weights are for nobody but the optimizer.
-URGENCY = {BACKWARD: 0, INPUT: 0, FORWARD: 1, WEIGHT: 2}
+# Backward frees memory and lets others go on; the gradients of weights are for nobody but the optimizer. Where the head
+# is spread, all ranks wait for each other's scores, and logits are kept until T.
+URGENCY = {AGREE: 0, BACKWARD: 1, INPUT: 1, SCORE: 2, TRAIN: 2, SCATTER: 2, EMBED: 3, FORWARD: 4, WEIGHT: 5}
+# Micro-batches whose embedding may be there before the first layer takes it, and the one that it takes.
+EMBEDDED = 2
 
 
 def fitted(
     home: Sequence[int], paths: Sequence[Sequence[int]], costs: Costs, network: Network | None = None, *,
-    in_flight: int | None = None, halves: bool = False,
+    in_flight: int | Sequence[int] | None = None, halves: bool = False, barriers: int = 0,
 ) -> Plan:  # fmt: skip
     """The plan in which a rank that is free does at once the most urgent of what can start.
 
@@ -24,39 +41,47 @@ def fitted(
     costs give the same plan, so one rank makes it and tells the others.
 
     in_flight: micro-batches at most at once that a rank has begun and not yet ended; None: twice the number of
-    ranks. More hide longer messages, and keep more activations. halves: each backward is done as its two halves.
-    Raises ConfigError where in_flight is below 1, or so low that ranks would wait for each other for ever.
+    ranks; a number for all ranks, or one for each. More hide longer messages, and keep more activations. halves: each
+    backward is done as its two halves. barriers: see Plan; embeddings are then made one micro-batch ahead. Raises
+    ConfigError where in_flight is below 1, or so low that ranks would wait for each other for ever.
     """
     num_ranks = max(home) + 1
-    most = 2 * num_ranks if in_flight is None else in_flight
-    if most < 1:
-        raise ConfigError(f"in_flight {most}: must be at least 1")
-    scheduler = _Scheduler(home, paths, most, halves)
-    timeline = Clock(home, paths, num_ranks, costs, network).run(scheduler.choose, set())
+    given = 2 * num_ranks if in_flight is None else in_flight
+    most = [given] * num_ranks if isinstance(given, int) else list(given)
+    if min(most) < 1:
+        raise ConfigError(f"in_flight {min(most)}: must be at least 1")
+    scheduler = _Scheduler(home, paths, most, halves, barriers)
+    timeline = Clock(home, paths, num_ranks, costs, network, barriers=barriers).run(scheduler.choose, set())
     if any(scheduler.waiting):
         raise ConfigError(
-            f"in_flight {most} is too few for these paths: ranks that have begun so many micro-batches wait for each "
-            f"other for ever; nearest that may do: {most + 1}"
+            f"in_flight {min(most)} is too few for these paths: ranks that have begun so many micro-batches wait for "
+            f"each other for ever; nearest that may do: {min(most) + 1}"
         )
-    return Plan(tuple(home), tuple(map(tuple, paths)), timeline.orders)
+    return Plan(tuple(home), tuple(map(tuple, paths)), timeline.orders, barriers)
 
 
 class _Scheduler:
     """What each rank has still to do, most urgent first, and which micro-batches it has begun and not ended."""
 
-    def __init__(self, home: Sequence[int], paths: Sequence[Sequence[int]], most: int, halves: bool) -> None:
-        self.most = most
+    def __init__(
+        self, home: Sequence[int], paths: Sequence[Sequence[int]], most: Sequence[int], halves: bool, barriers: int
+    ) -> None:
+        self.most, self.paths = most, paths
         kinds = (FORWARD, INPUT, WEIGHT) if halves else (FORWARD, BACKWARD)
         self.ends = WEIGHT if halves else BACKWARD
         hops = {Visit(chunk, number): hop for number, path in enumerate(paths) for hop, chunk in enumerate(path)}
         num_ranks = max(home) + 1
         visits = [[visit for visit in hops if home[visit.chunk] == rank] for rank in range(num_ranks)]
+        spread = SPREAD_KINDS if barriers else ()
         self.waiting = [
             sorted(
-                (Action(kind, *visit) for visit in of_rank for kind in kinds),
-                key=lambda action: (URGENCY[action.kind], action.micro_batch, -hops[action.visit]),
+                [
+                    *(Action(kind, *visit) for visit in of_rank for kind in kinds),
+                    *(Action(kind, rank, number) for number in range(len(paths)) for kind in spread),
+                ],
+                key=lambda action: (URGENCY[action.kind], action.micro_batch, -hops.get(action.visit, 0), action.kind),
             )
-            for of_rank in visits
+            for rank, of_rank in enumerate(visits)
         ]
         self.left = [_count(visit.micro_batch for visit in of_rank) for of_rank in visits]
         self.begun: list[set[int]] = [set() for _ in visits]
@@ -65,7 +90,10 @@ class _Scheduler:
         """The most urgent action that can start now."""
         begun = self.begun[rank]
         for action in self.waiting[rank]:
-            is_full = action.kind == FORWARD and action.micro_batch not in begun and len(begun) == self.most
+            is_full = action.kind == FORWARD and action.micro_batch not in begun and len(begun) == self.most[rank]
+            ahead = action.micro_batch - EMBEDDED
+            if action.kind == EMBED and ahead >= 0:
+                is_full = Action(FORWARD, self.paths[ahead][0], ahead) not in clock.done
             if not is_full and clock.can_start(action):
                 self._note(rank, action)
                 return action
@@ -73,6 +101,8 @@ class _Scheduler:
 
     def _note(self, rank: int, action: Action) -> None:
         self.waiting[rank].remove(action)
+        if action.kind in SPREAD_KINDS:
+            return
         self.begun[rank].add(action.micro_batch)
         if action.kind == self.ends:
             self.left[rank][action.micro_batch] -= 1

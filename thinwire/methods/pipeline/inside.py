@@ -10,6 +10,7 @@ from thinwire.methods.ddp import DDPMethod
 from thinwire.methods.fsdp import FSDPMethod
 from thinwire.methods.interface import Method
 from thinwire.methods.outer.base import Connected, IslandsMethod
+from thinwire.methods.pipeline.cut import SPREAD
 from thinwire.methods.pipeline.options import Pipeline
 from thinwire.methods.pipeline.recover import NONE
 from thinwire.methods.sharded import ShardedMethod
@@ -45,6 +46,17 @@ def check_recovers(options: Pipeline, method: Method | Connected, sizes: Mapping
             f"recover {options.recover!r} with {num_replicas} replicas of each stage by {method.name}: each has the "
             "whole state of the optimizer, and a lost one would begin with another; nearest: zero or sdp4bit"
         )
+
+
+def check_spread(options: Pipeline, method: Method | Connected | None, sizes: Mapping[str, int]) -> None:
+    """Raise ConfigError where the vocabulary's rows can't lie on all stages; sizes: of the mesh."""
+    tensor, near = sizes.get("tensor", 1), f"; nearest: head 'last', or {SPREAD!r} with pipeline and data alone"
+    if options.head == SPREAD and isinstance(method, IslandsMethod | Connected):
+        raise ConfigError(
+            f"head {SPREAD!r} inside of islands: they exchange whole weights, and no stage has these{near}"
+        )
+    if options.head == SPREAD and tensor > 1:
+        raise ConfigError(f"head {SPREAD!r} beside a tensor axis of {tensor}: not served{near}")
 
 
 def why_not_inside(method: Method | Connected, num_replicas: int) -> str:

@@ -11,14 +11,14 @@ from thinwire.cost import Network
 from thinwire.errors import ConfigError, Problems, nearest
 from thinwire.methods.options import check_types
 from thinwire.methods.pipeline.border import EXACT, Crossing
-from thinwire.methods.pipeline.check import check
-from thinwire.methods.pipeline.cut import stated_sizes
+from thinwire.methods.pipeline.check import check, in_flight
+from thinwire.methods.pipeline.cut import SPREAD, stated_sizes
 from thinwire.methods.pipeline.fitted import fitted
-from thinwire.methods.pipeline.orders import ORDERS, plan
+from thinwire.methods.pipeline.orders import ORDERS, SPREAD_ORDERS, plan
 from thinwire.methods.pipeline.plan import Plan, straight
 from thinwire.methods.pipeline.recompute import MODES, recompute
 from thinwire.methods.pipeline.recover import NONE, RECOVERIES, SWAP, fewest_stages
-from thinwire.methods.pipeline.simulate import Costs
+from thinwire.methods.pipeline.simulate import Costs, simulate
 from thinwire.methods.pipeline.skip import path_length, skipping
 from thinwire.methods.pipeline.swap import swapping
 from thinwire.table import Row
@@ -54,8 +54,12 @@ class Pipeline:
     layers: str = ""
     """How many layers each chunk has, such as 5,6,6,3; by default so that the slowest has as little to compute as can
     be."""
-    head: Literal["last", "first"] = "last"
-    """Who has the head: the last stage, or the first, to which micro-batches then come back (fitted plans alone)."""
+    head: Literal["last", "first", "spread"] = "last"
+    """Who has the head: the last stage; the first, to which micro-batches then come back (fitted plans alone); or all
+    stages, each some of the vocabulary's rows of head and embedding (plans fitted, 1f1b and v-half)."""
+    barriers: Literal[1, 2] = 1
+    """With head spread: how often all stages wait for each other between a micro-batch's last forward and its first
+    backward. With 1 each stage computes two products more, with 2 one more micro-batch is in flight."""
     skip: float = 0.0
     """Share of the stages that each micro-batch leaves out, such as 0.33, by SkipPipe (fitted plans, head 'first')."""
     recompute: Literal["never", "except-last", "always"] = "never"
@@ -92,6 +96,24 @@ class Pipeline:
             problems.messages.append(
                 f"head 'first': micro-batches of plan {self.plan!r} do not come back to the first stage; nearest: plan "
                 f"{FITTED!r}, or head 'last'"
+            )
+        if self.head == SPREAD and self.plan not in (FITTED, *SPREAD_ORDERS):
+            known = ", ".join((FITTED, *SPREAD_ORDERS))
+            problems.messages.append(
+                f"head {SPREAD!r}: plan {self.plan!r} has no place for its passes; nearest: plan 1f1b, of {known}"
+            )
+        if self.head == SPREAD and self.delta:
+            problems.messages.append(
+                f"head {SPREAD!r} and delta: what goes to all stages has no last message; nearest: no delta"
+            )
+        if self.head == SPREAD and self.recover in RECOVERIES and self.recover != NONE:
+            problems.messages.append(
+                f"head {SPREAD!r} with recover {self.recover!r}: a lost stage's rows are on no other; nearest: head "
+                f"'last', or recover {NONE!r}"
+            )
+        if self.head != SPREAD and self.barriers != 1:
+            problems.messages.append(
+                f"barriers {self.barriers}: head {self.head!r} has none; nearest: head {SPREAD!r}, or leave it out"
             )
         if self.skip and (self.head != "first" or self.num_chunks(1) > 1):
             problems.messages.append(
@@ -161,6 +183,8 @@ class Pipeline:
             made = skipping(stages, micro_batches, self.skip, in_flight=self.in_flight)
         elif self.recover == SWAP:
             made = swapping(stages, micro_batches, self.in_flight)
+        elif self.head == SPREAD:
+            made = self._spread(stages, micro_batches, costs, network)
         elif self.plan == FITTED:
             home = self.home(stages)
             paths = straight(len(home), micro_batches)
@@ -171,6 +195,18 @@ class Pipeline:
         check(made)
         return made
 
+    def _spread(self, stages: int, micro_batches: int, costs: Costs | None, network: Network | None) -> Plan:
+        """With the passes of a spread head; fitted: the faster one of what scheduling finds and of 1f1b."""
+        if self.plan != FITTED:
+            return SPREAD_ORDERS[self.plan](stages, micro_batches, self.barriers)
+        home = self.home(stages)
+        known, given = SPREAD_ORDERS["1f1b"](stages, micro_batches, self.barriers), costs or Costs.even(len(home))
+        held = self.in_flight if self.in_flight is not None else 2 * stages
+        found = [known] if known.home == home and max(in_flight(known)) <= held else []
+        paths = straight(len(home), micro_batches)
+        found.append(fitted(home, paths, given, network, in_flight=self.in_flight, barriers=self.barriers))
+        return min(found, key=lambda made: simulate(made, given, network).makespan_s)
+
     def describe(self, sizes: Sequence[int], features: int, itemsize: int) -> list[Row]:
         """Rows of (asked for, in effect, why); sizes: layers of each chunk; itemsize: bytes of an exact element."""
         crossing, per_token = self.crossing(0), []
@@ -178,7 +214,10 @@ class Pipeline:
             codec = crossing.codec(direction)
             num_bytes = features * itemsize if codec is None else codec.packet_bytes(features)
             per_token.append(f"{direction} {getattr(self, direction)}, {num_bytes:,} bytes a token")
-        with_head = "the first stage, to which micro-batches come back" if self.head == "first" else "the last stage"
+        with_head = {
+            "last": "the last stage", "first": "the first stage, to which micro-batches come back",
+            SPREAD: f"all stages, some rows on each, like the embedding; barriers: {self.barriers}",
+        }[self.head]  # fmt: skip
         is_fitted = self.plan == FITTED and not self.skip and self.recover != SWAP
         why = "fitted to what the second step measures" if is_fitted else ""
         rows: list[Row] = [

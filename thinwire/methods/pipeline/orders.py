@@ -7,7 +7,19 @@ from functools import cache, partial
 
 from thinwire import _compat
 from thinwire.errors import ConfigError, nearest
-from thinwire.methods.pipeline.plan import BACKWARD, FORWARD, Plan, ordered, straight
+from thinwire.methods.pipeline.plan import (
+    AGREE,
+    BACKWARD,
+    EMBED,
+    FORWARD,
+    SCATTER,
+    SCORE,
+    TRAIN,
+    Plan,
+    ordered,
+    repeated,
+    straight,
+)
 from thinwire.methods.pipeline.v_half import v_half
 
 # How far a search for a number of micro-batches that a schedule takes may go.
@@ -43,6 +55,38 @@ def one_f_one_b(num_ranks: int, num_micro_batches: int) -> Plan:
             order.append((BACKWARD, rank, number))
         orders.append(ordered(order))
     return Plan(tuple(range(num_ranks)), straight(num_ranks, num_micro_batches), tuple(orders))
+
+
+# Units of time of a turn of `spread_one_f_one_b`: a forward takes 2, a backward 4, S and T 1 each.
+TURN, HOP = 8, 4
+
+
+def spread_one_f_one_b(num_ranks: int, num_micro_batches: int, barriers: int) -> Plan:
+    """1F1B with head and embedding spread over all ranks: in each turn one forward, one backward, one S and one T.
+
+    At most p - r + barriers micro-batches are in flight on rank r: each barrier puts one turn between the last forward
+    of a micro-batch and its first backward. Embeddings are made one turn ahead, and get their gradients one turn later.
+    Any number of micro-batches. Steps from rank to rank of half a turn, forward and back, leave two kinds of ranks,
+    which alternate; with the times below none does two things at once.
+    Source: "Balancing Pipeline Parallelism with Vocabulary Parallelism" (MLSys 2025), section 5.
+    """
+    starts = []
+    for rank in range(num_ranks):
+        # Of micro-batch 0, from the end of its last forward on.
+        away = HOP * (num_ranks - 1 - rank)
+        first, last = -2 - HOP * (num_ranks - 1), TURN * barriers + 1 + HOP * num_ranks
+        passes = (
+            ((SCORE, 0.0), (AGREE, 4.9), (TRAIN, 5.0))
+            if away % TURN == 0
+            else ((SCORE, 1.0), (AGREE, 3.9), (TRAIN, 4.0))
+        )
+        starts.append(
+            {(FORWARD, rank): -2.0 - away, (BACKWARD, rank): TURN * barriers + 1.0 + away}
+            | {(EMBED, rank): first - TURN - 0.1, (SCATTER, rank): last + TURN - 0.1}
+            | {(kind, rank): start for kind, start in passes}
+        )  # fmt: skip
+    home, paths = tuple(range(num_ranks)), straight(num_ranks, num_micro_batches)
+    return Plan(home, paths, repeated(starts, TURN, num_micro_batches), barriers)
 
 
 @cache
@@ -94,6 +138,8 @@ ORDERS: dict[str, tuple[range, Callable[[int, int, int], Plan]]] = {
     "zbv": (range(2, 3), partial(from_torch, "ZBVZeroBubble")),
     "dualpipe-v": (range(2, 3), partial(from_torch, "DualPipeV")),
 }
+# Those in which head and embedding may be spread: the plan of (ranks, micro-batches, barriers).
+SPREAD_ORDERS: dict[str, Callable[[int, int, int], Plan]] = {"1f1b": spread_one_f_one_b, "v-half": v_half}
 
 
 def plan(order: str, num_ranks: int, num_micro_batches: int, chunks_per_rank: int | None = None) -> Plan:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 FORWARD, BACKWARD, INPUT, WEIGHT, RECOMPUTE = "F", "B", "I", "W", "R"
+SCORE, AGREE, TRAIN, EMBED, SCATTER = "S", "C", "T", "E", "D"
 KINDS = {
     FORWARD: "forward",
     BACKWARD: "backward, whole",
@@ -15,6 +16,17 @@ KINDS = {
     WEIGHT: "backward, the gradients of the weights alone",
     RECOMPUTE: "forward again, for a backward whose activations were not kept",
 }
+# What every rank does for every micro-batch where embedding and head are spread over all ranks: each has some of their
+# rows. Of such an action the chunk is the number of these rows, which is the rank's.
+SPREAD_KINDS = {
+    EMBED: "rows of the tokens that are here, for the first layer",
+    SCORE: "logits of the rows that are here",
+    AGREE: "the softmax over all ranks, the barrier; with one barrier also this rank's part of the layers' gradient",
+    TRAIN: "the gradient of the head's rows; with two barriers also this rank's part of the layers' gradient",
+    SCATTER: "the gradient of the embedding's rows",
+}
+# Forward alone.
+FORWARD_KINDS = (FORWARD, EMBED, SCORE, AGREE)
 
 
 class Visit(NamedTuple):
@@ -38,7 +50,7 @@ class Event(NamedTuple):
 
 
 class Action(Event):
-    """One piece of a rank's work: kind is one of KINDS."""
+    """One piece of a rank's work: kind is one of KINDS, or of SPREAD_KINDS."""
 
     __slots__ = ()
 
@@ -52,12 +64,15 @@ class Plan:
     """One step of a pipeline, known before it runs.
 
     home: the rank of each chunk of layers. paths: for each micro-batch the chunks that it visits, in order; the loss
-    follows the last. orders: for each rank what it does, in order. `check` says whether a plan can run.
+    follows the last. orders: for each rank what it does, in order. barriers: between the last forward of a micro-batch
+    and its first backward, where embedding and head are spread over all ranks: 1 or 2; 0: they are in the first and the
+    last chunk. `check` says whether a plan can run.
     """
 
     home: tuple[int, ...]
     paths: tuple[tuple[int, ...], ...]
     orders: tuple[tuple[Action, ...], ...]
+    barriers: int = 0
 
     @property
     def num_ranks(self) -> int:
@@ -74,7 +89,7 @@ class Plan:
     @cached_property
     def routes(self) -> Routes:
         """What comes before and after each visit."""
-        return Routes(self.paths)
+        return Routes(self.paths, self.home, self.barriers)
 
 
 class Arrival(Event):
@@ -90,39 +105,87 @@ class Arrival(Event):
         return f"{what} of micro-batch {self.micro_batch} at chunk {self.chunk}"
 
 
-class Routes:
-    """The neighbours of each visit on its micro-batch's path, and at which hop of the path it is."""
+class Shared(NamedTuple):
+    """What one rank gives another where embedding and head are spread over all ranks.
 
-    def __init__(self, paths: Sequence[Sequence[int]]) -> None:
+    kind: "rows": the embedding of the tokens that the source has; "hidden": what the head is given; "scores": the
+    largest logit of each token, the sum of their exponents and the target's; "part": the source's part of the gradient
+    of "hidden"; "gradient": that of "rows".
+    """
+
+    kind: str
+    source: int
+    target: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"the {self.kind} of micro-batch {self.micro_batch} from rank {self.source}"
+
+
+class Routes:
+    """The neighbours of each visit on its micro-batch's path, and at which hop of the path it is.
+
+    home, barriers: see Plan; needed where barriers are not 0.
+    """
+
+    def __init__(self, paths: Sequence[Sequence[int]], home: Sequence[int] = (), barriers: int = 0) -> None:
         self.before: dict[Visit, Visit | None] = {}
         self.after: dict[Visit, Visit | None] = {}
         self.hop: dict[Visit, int] = {}
+        self.barriers = barriers
+        self._ranks = range(max(home) + 1) if barriers else range(0)
+        self._ends = [(home[path[0]], home[path[-1]]) if barriers and path else (0, 0) for path in paths]
         for micro_batch, path in enumerate(paths):
             visits = [Visit(chunk, micro_batch) for chunk in path]
             self.before.update(zip(visits, [None, *visits], strict=False))
             self.after.update(zip(visits, [*visits[1:], None], strict=True))
             self.hop.update((visit, hop) for hop, visit in enumerate(visits))
 
-    def needs(self, action: Action) -> list[Action | Arrival]:
+    def needs(self, action: Action) -> list[Action | Arrival | Shared]:
         """What must be there before an action can start."""
-        visit, own = action.visit, Action(FORWARD, *action.visit)
+        visit, own, number = action.visit, Action(FORWARD, *action.visit), action.micro_batch
         if action.kind == FORWARD:
-            return [Arrival("forward", *visit)] if self.before[visit] else []
+            return [Arrival("forward", *visit)] if self.before[visit] else self._from_all("rows", number, 0)
         if action.kind == RECOMPUTE:
             return [own]
         if action.kind == WEIGHT:
             return [Action(INPUT, *visit)]
-        return [own, Arrival("backward", *visit)] if self.after[visit] else [own]
+        if action.kind in (BACKWARD, INPUT):
+            return [own, *([Arrival("backward", *visit)] if self.after[visit] else self._from_all("part", number, -1))]
+        first, last = self._ends[number]
+        if action.kind == SCORE:
+            return [Shared("hidden", last, action.chunk, number)]
+        if action.kind == AGREE:
+            scores = (Shared("scores", rank, action.chunk, number) for rank in self._ranks)
+            return [Action(SCORE, *visit), *scores]
+        if action.kind == TRAIN:
+            return [Action(AGREE, *visit)]
+        return [Shared("gradient", first, action.chunk, number)] if action.kind == SCATTER else []
 
-    def gives(self, action: Action) -> Arrival | None:
-        """What a neighbour has of an action."""
+    def gives(self, action: Action) -> list[Arrival | Shared]:
+        """What others have of an action, or the rank itself later."""
+        rank, number = action.chunk, action.micro_batch
         if action.kind == FORWARD:
             after = self.after[action.visit]
-            return Arrival("forward", *after) if after else None
+            return [Arrival("forward", *after)] if after else self._to_all("hidden", number, -1)
         if action.kind in (BACKWARD, INPUT):
             before = self.before[action.visit]
-            return Arrival("backward", *before) if before else None
-        return None
+            return [Arrival("backward", *before)] if before else self._to_all("gradient", number, 0)
+        if action.kind == SCORE:
+            return [Shared("scores", rank, other, number) for other in self._ranks]
+        if action.kind == EMBED:
+            return [Shared("rows", rank, self._ends[number][0], number)]
+        # With one barrier the gradient needs no more than what ranks agree on.
+        if action.kind == (AGREE if self.barriers == 1 else TRAIN):
+            return [Shared("part", rank, self._ends[number][1], number)]
+        return []
+
+    def _from_all(self, kind: str, number: int, end: int) -> list[Action | Arrival | Shared]:
+        """From each rank to that of one end of a path."""
+        return [Shared(kind, rank, self._ends[number][end], number) for rank in self._ranks]
+
+    def _to_all(self, kind: str, number: int, end: int) -> list[Arrival | Shared]:
+        return [Shared(kind, self._ends[number][end], rank, number) for rank in self._ranks]
 
 
 def straight(num_chunks: int, num_micro_batches: int) -> tuple[tuple[int, ...], ...]:
@@ -133,3 +196,19 @@ def straight(num_chunks: int, num_micro_batches: int) -> tuple[tuple[int, ...], 
 def ordered(actions: Iterable[tuple[str, int, int]]) -> tuple[Action, ...]:
     """A rank's order."""
     return tuple(Action(*action) for action in actions)
+
+
+def repeated(
+    starts: Sequence[Mapping[tuple[str, int], float]], interval: float, num_micro_batches: int
+) -> tuple[tuple[Action, ...], ...]:
+    """The order of each rank that does (kind, chunk) of micro-batch m at its start, plus m times the interval."""
+    numbers = range(num_micro_batches)
+    return tuple(
+        ordered(
+            (*each, number)
+            for _, each, number in sorted(
+                (start + interval * number, each, number) for each, start in of_rank.items() for number in numbers
+            )
+        )
+        for of_rank in starts
+    )

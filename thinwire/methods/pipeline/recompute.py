@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from thinwire.errors import ConfigError, nearest
 from thinwire.methods.pipeline.plan import BACKWARD, FORWARD, INPUT, RECOMPUTE, Action, Plan
@@ -27,7 +28,7 @@ def recompute(plan: Plan, mode: str) -> Plan:
         raise ConfigError("the plan recomputes already: give recompute() the plan without")
     if mode == "never":
         return plan
-    return Plan(plan.home, plan.paths, tuple(tuple(_with(order, mode == "except-last")) for order in plan.orders))
+    return replace(plan, orders=tuple(tuple(_with(order, mode == "except-last")) for order in plan.orders))
 
 
 def _with(order: Sequence[Action], except_last: bool) -> Iterator[Action]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,13 +14,30 @@ from thinwire.methods.pipeline.plan import (
     FORWARD,
     INPUT,
     RECOMPUTE,
+    SCORE,
+    SPREAD_KINDS,
+    TRAIN,
     WEIGHT,
     Action,
     Arrival,
     Plan,
     Routes,
+    Shared,
     Visit,
 )
+
+
+@dataclass(frozen=True)
+class SpreadCosts:
+    """What one micro-batch costs each rank where embedding and head are spread over all of them.
+
+    seconds: by kind of action; one that is not there takes none. sizes: bytes of a message, by kind of Shared. kept:
+    bytes from S to T.
+    """
+
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    sizes: Mapping[str, float] = field(default_factory=dict)
+    kept: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -30,7 +47,7 @@ class Costs:
     forward_s, input_s, weight_s: seconds of a forward and of the two halves of its backward; a whole backward takes
     both halves, a recomputation as long as a forward. forward_bytes, backward_bytes: of the message with a chunk's
     output, and of the one with the gradient of that output. kept_bytes: activations that a backward needs; input_bytes:
-    what is kept of a visit that is recomputed.
+    what is kept of a visit that is recomputed. spread: of embedding and head, where a plan spreads them.
     """
 
     forward_s: tuple[float, ...]
@@ -40,6 +57,7 @@ class Costs:
     backward_bytes: tuple[float, ...]
     kept_bytes: tuple[float, ...]
     input_bytes: tuple[float, ...]
+    spread: SpreadCosts = SpreadCosts()
 
     @classmethod
     def even(
@@ -56,6 +74,8 @@ class Costs:
 
     def seconds(self, action: Action) -> float:
         """How long an action takes."""
+        if action.kind in SPREAD_KINDS:
+            return self.spread.seconds.get(action.kind, 0.0)
         if action.kind == BACKWARD:
             return self.input_s[action.chunk] + self.weight_s[action.chunk]
         return {FORWARD: self.forward_s, RECOMPUTE: self.forward_s, INPUT: self.input_s, WEIGHT: self.weight_s}[
@@ -112,7 +132,7 @@ def simulate(plan: Plan, costs: Costs, network: Network | None = None, cores: Co
         places[rank] += 1
         return action
 
-    clock = Clock(plan.home, plan.paths, plan.num_ranks, costs, network, cores)
+    clock = Clock(plan.home, plan.paths, plan.num_ranks, costs, network, cores, plan.barriers)
     return clock.run(next_of_order, _recomputed(plan))
 
 
@@ -140,14 +160,15 @@ class Clock:
     costs: Costs
     network: Network | None = None
     cores: Cores | None = None
-    done: set[Action | Arrival] = field(default_factory=set)
+    barriers: int = 0
+    done: set[Action | Arrival | Shared] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         if len(self.costs.forward_s) != len(self.home):
             raise ConfigError(f"costs of {len(self.costs.forward_s)} chunks for a plan of {len(self.home)}")
         if self.network is not None and len(self.network.nodes) != self.num_ranks:
             raise ConfigError(f"a network of {len(self.network.nodes)} ranks for a plan of {self.num_ranks}")
-        self.routes = Routes(self.paths)
+        self.routes = Routes(self.paths, self.home, self.barriers)
         self.events: Events[Any] = Events(self.network or Network.even(self.num_ranks), self.cores)
         self.free = set(range(self.num_ranks))
         self.memory = [_Memory() for _ in range(self.num_ranks)]
@@ -181,6 +202,8 @@ class Clock:
         self.free.discard(rank)
         if action.kind in (FORWARD, RECOMPUTE):
             self.memory[rank].add(self._held_bytes(action, recomputed))
+        elif action.kind == SCORE:
+            self.memory[rank].add(self.costs.spread.kept)
         self._begun_s[rank] = self.events.now_s
         self.events.work(rank, self.costs.seconds(action), (rank, action))
 
@@ -196,15 +219,21 @@ class Clock:
         self._spans[rank].append((action, self._begun_s[rank], self.events.now_s))
         if action.kind in (BACKWARD, WEIGHT):
             self.memory[rank].add(-self.costs.kept_bytes[action.chunk])
-        given = self.routes.gives(action)
-        if given is None:
-            return
-        target = self.home[given.chunk]
+        elif action.kind == TRAIN:
+            self.memory[rank].add(-self.costs.spread.kept)
+        for given in self.routes.gives(action):
+            self._give(rank, action, given)
+
+    def _give(self, rank: int, action: Action, given: Arrival | Shared) -> None:
+        target = given.target if isinstance(given, Shared) else self.home[given.chunk]
         if target == rank:
             self.done.add(given)
             return
-        sizes = self.costs.forward_bytes if given.kind == "forward" else self.costs.backward_bytes
-        # Both messages of a border are of the size of the output that crosses it.
-        num_bytes = sizes[action.chunk if given.kind == "forward" else given.chunk]
+        if isinstance(given, Shared):
+            num_bytes = self.costs.spread.sizes.get(given.kind, 0.0)
+        else:
+            sizes = self.costs.forward_bytes if given.kind == "forward" else self.costs.backward_bytes
+            # Both messages of a border are of the size of the output that crosses it.
+            num_bytes = sizes[action.chunk if given.kind == "forward" else given.chunk]
         self._link_bytes[rank, target] = self._link_bytes.get((rank, target), 0.0) + num_bytes
         self.events.send((rank, target), num_bytes, given)

@@ -205,7 +205,7 @@ class Step:
         for crossing in (one for one in routes.crossings if one.is_output and one.home == rank):
             self._add(self._gradients, crossing.number, given[crossing.node])
         coming = routes.returns(rank)
-        self.mailbox.begin([Expected(_label(BACKWARD, one), sender, one.num_bytes) for one, sender in coming])
+        self.mailbox.begin([Expected(_label(BACKWARD, one, sender), sender, one.num_bytes) for one, sender in coming])
         for unit in reversed(self.own):
             for crossing in routes.outputs[unit]:
                 for sender in crossing.senders if crossing.home == rank else ():

@@ -50,7 +50,9 @@ class Attention(nn.Module):
         self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part(x).view(x.size(0), x.size(1), 2, -1).transpose(1, 2) for part in (self.query, self.key, self.value))
+        q, k, v = (
+            part(x).view(x.size(0), x.size(1), 2, -1).transpose(1, 2) for part in (self.query, self.key, self.value)
+        )
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
 
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import thinwire
 from tests.placement import models
 from tests.workers import run_rows
 from thinwire.cost import Cores, Machine, Network
-from thinwire.errors import ConfigError
 from thinwire.placement import Placement
 from thinwire.placement.plan import BACKWARD, FORWARD
 from thinwire.placement.trace import trace
@@ -22,32 +21,29 @@ from thinwire.placement.trace import trace
 STEPS = 2
 
 
-def machine(num_ranks: int, memory_bytes: float = float("inf")) -> Machine:
-    """Ranks with cores of their own and links on which a message takes a tenth of an operation."""
-    network = Network.even(num_ranks, 1e9, 1e-4)
-    return Machine(
-        tuple("abcd"[:num_ranks]), network, Cores(tuple(range(num_ranks)), (1.0,) * num_ranks), {},
-        memory_bytes=memory_bytes,
-    )  # fmt: skip
+def machine(num_ranks: int, memory_bytes: float = float("inf"), rate: float = 1e9) -> Machine:
+    """Ranks with cores of their own, and links with a delay of a tenth of a forward."""
+    network = Network.even(num_ranks, rate, 1e-4)
+    names, cores = tuple("abcd"[:num_ranks]), Cores(tuple(range(num_ranks)), (1.0,) * num_ranks)
+    return Machine(names, network, cores, {}, memory_bytes=memory_bytes)
 
 
-def seconds(name: str) -> Mapping[str, tuple[float, float]]:
-    """A millisecond for each forward, two for each backward; what only looks at a tensor is free."""
-    traced = trace(models.made(name), models.batch(name, 0))
-    return {
-        node.name: (1e-3, 2e-3) if node.op == "call_module" else (0.0, 0.0) for node in traced.nodes
-    }
+def seconds(model: nn.Module, inputs: Sequence[Any]) -> dict[str, tuple[float, float]]:
+    """A millisecond for each forward of a module, two for its backward."""
+    is_module = {node.name: node.op == "call_module" for node in trace(model, inputs).nodes}
+    return {name: (1e-3 * own, 2e-3 * own) for name, own in is_module.items()}
 
 
-def placed(name: str, method: str, num_ranks: int, rank: int = 0) -> Placement:
-    # Each rank has stated other seconds: the first one's plan counts.
-    stated = {key: (a * (1 + rank), b) for key, (a, b) in seconds(name).items()}
-    return thinwire.place(models.made(name), models.batch(name, 0), machine(num_ranks), method, seconds=stated)
+def placed(name: str, method: str, num_ranks: int, rank: int = 0, rate: float = 1e9) -> Placement:
+    """Each rank states other seconds: the first one's plan counts."""
+    model, inputs = models.made(name), models.batch(name, 0)
+    stated = {key: (a * (1 + rank), b) for key, (a, b) in seconds(model, inputs).items()}
+    return thinwire.place(model, inputs, machine(num_ranks, rate=rate), method, seconds=stated)
 
 
 def _trained(rank: int, world_size: int, row: str) -> dict[str, Any]:
-    name, method = row.split()
-    placement = placed(name, method, world_size, rank)
+    name, method, *slow = row.split()
+    placement = placed(name, method, world_size, rank, rate=1e3 if slow else 1e9)
     model = placement.traced.model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     own = placement.apply(optimizer, checked=method == "m-etf", announce=False)
@@ -83,7 +79,7 @@ def _trained(rank: int, world_size: int, row: str) -> dict[str, Any]:
     return told
 
 
-ROWS = ["branched m-sct", "branched m-etf", "transformer m-topo", "transformer m-etf"]
+ROWS = ["branched m-sct", "branched m-etf slow", "transformer m-topo", "transformer m-etf"]
 
 
 def equal(found: Any, expected: Tensor) -> bool:
@@ -92,22 +88,81 @@ def equal(found: Any, expected: Tensor) -> bool:
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_placed_models_train_as_one_process(num_ranks: int) -> None:
-    rows = ROWS if num_ranks == 2 else ROWS[1:3]
+    rows = ROWS if num_ranks == 2 else ["branched m-etf", "transformer m-topo"]
     told = run_rows(_trained, rows, num_ranks, local_size=1)
     for row in rows:
         ranks, expected = told.of(row), models.alone(row.split()[0], STEPS)
-        assert len({rank["homes"] for rank in ranks}) == 1 and len(set(ranks[0]["homes"])) == num_ranks, row
+        homes = ranks[0]["homes"]
+        assert all(rank["homes"] == homes for rank in ranks), row
+        assert len(set(homes)) == (1 if row.endswith("slow") else num_ranks), row
         for step, (outputs, grads) in enumerate(expected["steps"]):
-            for rank in ranks:
-                assert all(equal(rank["steps"][step][0][key], value) for key, value in outputs.items()), row
-            found = [key for rank in ranks for key in rank["steps"][step][1]]
-            assert sorted(set(found) - {"idle"}) == sorted(grads) and len(set(found)) == len(found), row
-            for rank in ranks:
-                assert all(equal(g, grads[key]) for key, g in rank["steps"][step][1].items() if key != "idle"), row
+            for found, own in (rank["steps"][step] for rank in ranks):
+                assert all(equal(found[key], value) for key, value in outputs.items()), row
+                assert all(equal(value, grads[key]) for key, value in own.items() if key != "idle"), row
+            names = [key for rank in ranks for key in rank["steps"][step][1]]
+            assert sorted(name for name in names if name != "idle") == sorted(grads), row
         state = {key: value for rank in ranks for key, value in rank["state"].items()}
         assert state.keys() == expected["state"].keys(), row
         assert sum(len(rank["state"]) for rank in ranks) == len(state), row
+        for number, rank in enumerate(ranks):
+            assert rank["sent"][0] == rank["sent"][1] and rank["calls"] == rank["promised"], row
+            own = [unit for unit, home in enumerate(homes) if home == number]
+            forward, backward = [(FORWARD, unit) for unit in own], [(BACKWARD, unit) for unit in reversed(own)]
+            assert rank["spans"] == [*forward, *backward], row
+        values = {key: torch.from_numpy(value) for key, value in state.items()}
+        assert all(torch.allclose(values[key], value, atol=1e-12) for key, value in expected["state"].items()), row
 
 
-def test_nothing() -> None:
-    assert ConfigError and init_device_mesh
+def _copies(rank: int, world_size: int, name: str) -> dict[str, Any]:
+    """Two copies on two ranks each, with a batch of its own for each copy."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "stage"))
+    model, inputs = models.made("branched", torch.float32), models.batch("branched", 0, torch.float32)
+    placement = thinwire.place(model, inputs, machine(2), "m-etf", seconds=seconds(model, inputs))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    own = placement.apply(optimizer, mesh["stage"], announce=False)
+    method = {"zero": thinwire.Zero(), "sdp4bit": thinwire.SDP4Bit()}[name]  # type: ignore[attr-defined]
+    model, sharded = thinwire.zero(model, optimizer, method, axis=own.axis(mesh), announce=False)
+    norms, losses = [], []
+    for step in range(STEPS):
+        output = model(*models.batch("branched", 10 * step + mesh["data"].get_local_rank(), torch.float32))
+        output["loss"].backward()
+        sharded.note_loss(float(output["loss"]))
+        norms.append(float(sharded.clip_grad_norm_(0.5)))
+        sharded.step()
+        sharded.zero_grad()
+        losses.append(sharded.mean_loss)
+        sharded.check_replicas()
+    # What is not finite on one rank of one copy skips the step on all.
+    x, targets = models.batch("branched", 99, torch.float32)
+    model(x * (float("inf") if mesh["data"].get_local_rank() else 1.0), targets)["loss"].backward()
+    sharded.step()
+    state = {key: param.detach().numpy().copy() for key, param in model.named_parameters() if key != "idle"}
+    skipped = sharded.skipped_steps
+    sharded.close()
+    own.close()
+    return {"norms": norms, "losses": losses, "state": state, "skipped": skipped}
+
+
+def test_copies_average_over_the_data_axis_and_agree_on_all_ranks() -> None:
+    told = run_rows(_copies, ["zero", "sdp4bit"], 4, local_size=1)
+    model = models.made("branched", torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    norms, losses = [], []
+    for step in range(STEPS):
+        copies = [model(*models.batch("branched", 10 * step + copy, torch.float32))["loss"] for copy in range(2)]
+        loss = (copies[0] + copies[1]) / 2
+        loss.backward()
+        losses.append(loss.item())
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = dict(model.named_parameters())
+    for name, close in (("zero", 1e-5), ("sdp4bit", 0.05)):
+        ranks = told.of(name)
+        assert all(rank["skipped"] == 1 and rank["norms"] == ranks[0]["norms"] for rank in ranks)
+        assert ranks[0]["norms"] == pytest.approx(norms, rel=close)
+        assert ranks[0]["losses"] == pytest.approx(losses, rel=close)
+        for rank in ranks:
+            found = {key: torch.from_numpy(value) for key, value in rank["state"].items()}
+            assert all(torch.allclose(found[key], weights[key], atol=close) for key in found)
+        assert {key for rank in ranks for key in rank["state"]} == weights.keys()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,45 +46,77 @@ class Schedule:
         return sorted(range(len(self.spans)), key=lambda op: (*self.spans[op], op))
 
     def peak_bytes(self) -> list[float]:
-        """The most memory that each device holds at any time.
-
-        An operation's temporary bytes and outputs count from its start, a copy from the start of the first operation
-        that takes it. Temporary bytes are freed at the operation's end, a value when all of its targets have run,
-        unless the graph keeps values. A group's permanent bytes count from the start of its first operation.
-        """
-        graph, never = self.graph, float("inf")
-        changes: list[list[tuple[float, int, float]]] = [[] for _ in range(self.devices.num)]
-
-        def hold(device: int, num_bytes: float, begin_s: float, end_s: float) -> None:
-            # What ends is freed before what begins at the same time; what takes no time is held for all that.
-            changes[device].append((begin_s, 1, num_bytes))
-            changes[device].append((end_s, 0 if end_s > begin_s else 2, -num_bytes))
-
-        begun: set[int] = set()
+        """The most memory that each device holds at any time; see Ledger."""
+        ledger, most = Ledger(self.graph, self.devices.num), [0.0] * self.devices.num
+        ends: list[tuple[float, int]] = []
         for op in self.order:
             start_s, end_s = self.spans[op]
-            device, group = self.homes[op], graph.group_of[op]
-            hold(device, graph.ops[op].temporary, start_s, end_s)
-            if group not in begun:
-                begun.add(group)
-                hold(device, graph.reserved[group], start_s, never)
-        for number, value in enumerate(graph.values):
-            home, ends = self.homes[value.source], [self.spans[target][1] for target in value.targets]
-            last_s = never if graph.keeps or not ends else max(ends)
-            if not graph.keeps:
-                hold(home, value.held_bytes, self.spans[value.source][0], last_s)
-            for transfer in (each for each in self.transfers if each.value == number):
-                takers = [target for target in value.targets if self.homes[target] == transfer.target]
-                hold(transfer.target, value.num_bytes, min(self.spans[taker][0] for taker in takers), last_s)
-        return [_peak(each) for each in changes]
+            while ends and ends[0][0] <= start_s:
+                ended = heapq.heappop(ends)[1]
+                ledger.end(ended, self.homes[ended])
+            ledger.start(op, self.homes[op])
+            heapq.heappush(ends, (end_s, op))
+            most[self.homes[op]] = max(most[self.homes[op]], ledger.used_bytes[self.homes[op]])
+        return most
 
 
-def _peak(changes: list[tuple[float, int, float]]) -> float:
-    held = peak = 0.0
-    for _, _, more in sorted(changes):
-        held += more
-        peak = max(peak, held)
-    return peak
+class Ledger:
+    """What the memory of devices holds while operations start and end in the order of time.
+
+    An operation's temporary bytes and outputs count from its start, a copy from the start of the first operation that
+    takes it, a group's bytes from the start of its first operation. Temporary bytes are freed when the operation ends,
+    a value and its copies when all of its targets have, unless the graph keeps values.
+    """
+
+    def __init__(self, graph: OpGraph, num_devices: int) -> None:
+        self.graph = graph
+        self.used_bytes = [0.0] * num_devices
+        # The device of each group that has one.
+        self.bound: dict[int, int] = {}
+        self._copies: list[set[int]] = [set() for _ in graph.values]
+        self._homes: dict[int, int] = {}
+        self._left = [len(set(value.targets)) for value in graph.values]
+
+    def missing(self, op: int, device: int) -> list[int]:
+        """The inputs of an operation that a device does not have."""
+        values, homes = self.graph.values, self._homes
+        return [
+            value
+            for value in self.graph.inputs[op]
+            if homes[values[value].source] != device and device not in self._copies[value]
+        ]
+
+    def missing_bytes(self, op: int, device: int) -> float:
+        """Bytes of the inputs that a device does not have."""
+        return sum(self.graph.values[value].num_bytes for value in self.missing(op, device))
+
+    def need(self, op: int, device: int) -> float:
+        """Bytes that a device needs beside what it holds to start an operation."""
+        graph, group = self.graph, self.graph.group_of[op]
+        more = graph.ops[op].temporary + self.missing_bytes(op, device)
+        more += 0.0 if group in self.bound else graph.reserved[group]
+        # A group has reserved the outputs that are kept.
+        return more + (0.0 if graph.keeps else sum(graph.values[value].held_bytes for value in graph.outputs[op]))
+
+    def start(self, op: int, device: int) -> None:
+        """Hold what an operation needs."""
+        self.used_bytes[device] += self.need(op, device)
+        for value in self.missing(op, device):
+            self._copies[value].add(device)
+        self.bound.setdefault(self.graph.group_of[op], device)
+        self._homes[op] = device
+
+    def end(self, op: int, device: int) -> None:
+        """Free what is held no longer once an operation has run."""
+        self.used_bytes[device] -= self.graph.ops[op].temporary
+        for number in self.graph.inputs[op]:
+            self._left[number] -= 1
+            if self._left[number] or self.graph.keeps:
+                continue
+            value = self.graph.values[number]
+            self.used_bytes[self._homes[value.source]] -= value.held_bytes
+            for other in self._copies[number]:
+                self.used_bytes[other] -= value.num_bytes
 
 
 class NoRoomError(ConfigError):
@@ -99,16 +132,13 @@ class Board:
         self.spans = [(0.0, 0.0)] * len(graph.ops)
         self.transfers: list[Transfer] = []
         self.free_s = [0.0] * devices.num
-        self.used_bytes = [0.0] * devices.num
-        # The device of each group that has one.
-        self.bound: dict[int, int] = {}
+        self.ledger = Ledger(graph, devices.num)
         self._link_free_s: dict[tuple[int, int], float] = defaultdict(float)
         # When a value is on a device that did not make it.
         self._arrivals: dict[tuple[int, int], float] = {}
         # What was computed of messages to a device holds until another one is sent there.
         self._num_sent = [0] * devices.num
         self._known: dict[tuple[int, int], tuple[int, float]] = {}
-        self._left = [len(set(value.targets)) for value in graph.values]
 
     def seconds(self, op: int, device: int) -> float:
         """How long an operation takes on a device."""
@@ -126,62 +156,33 @@ class Board:
             known = self._known[op, device] = (self._num_sent[device], ready_s)
         return known[1]
 
-    def missing_bytes(self, op: int, device: int) -> float:
-        """Bytes of the inputs that a device does not have."""
-        values = self.graph.values
-        return sum(
-            values[value].num_bytes
-            for value in self.graph.inputs[op]
-            if self.homes[values[value].source] != device and (value, device) not in self._arrivals
-        )
-
     def fits(self, op: int, device: int) -> bool:
         """Whether the operation's group may be there, and memory holds now what the operation needs."""
-        graph, group = self.graph, self.graph.group_of[op]
-        home = self.bound.get(group)
-        if home is not None and home != device:
-            return False
-        more = graph.ops[op].temporary + self.missing_bytes(op, device) + self._new_outputs(op)
-        more += graph.reserved[group] if home is None else 0.0
-        return self.used_bytes[device] + more <= self.devices.memory_bytes
+        home = self.ledger.bound.get(self.graph.group_of[op], device)
+        room = self.devices.memory_bytes - self.ledger.used_bytes[device]
+        return home == device and self.ledger.need(op, device) <= room
 
     def place(self, op: int, device: int, not_before_s: float = 0.0) -> None:
         """Run an operation on a device as early as it can be, and send what it needs there."""
-        graph, group = self.graph, self.graph.group_of[op]
         start_s = max(self.ready_s(op, device), self.free_s[device], not_before_s)
-        if group not in self.bound:
-            self.bound[group] = device
-            self.used_bytes[device] += graph.reserved[group]
-        self.used_bytes[device] += graph.ops[op].temporary + self.missing_bytes(op, device) + self._new_outputs(op)
         for value, begin_s, arrive_s in self._messages(op, device):
-            source = self.homes[graph.values[value].source]
+            source = self.homes[self.graph.values[value].source]
             assert source is not None
             self.transfers.append(Transfer(value, source, device, begin_s, arrive_s))
             self._arrivals[value, device] = arrive_s
-            self._link_free_s[source, device] = begin_s + self.devices.link_s(
-                graph.values[value].num_bytes, source, device
-            )
+            link_s = self.devices.link_s(self.graph.values[value].num_bytes, source, device)
+            self._link_free_s[source, device] = begin_s + link_s
             self._num_sent[device] += 1
+        self.ledger.start(op, device)
         self.homes[op] = device
         self.free_s[device] = start_s + self.seconds(op, device)
         self.spans[op] = (start_s, self.free_s[device])
 
-    def end(self, op: int) -> list[int]:
-        """Free what an operation held, now that it has run; its targets."""
-        graph, home = self.graph, self.homes[op]
+    def end(self, op: int) -> None:
+        """Free what an operation held, now that it has run."""
+        home = self.homes[op]
         assert home is not None
-        self.used_bytes[home] -= graph.ops[op].temporary
-        for number in graph.inputs[op]:
-            self._left[number] -= 1
-            if not self._left[number] and not graph.keeps:
-                value = graph.values[number]
-                source = self.homes[value.source]
-                assert source is not None
-                self.used_bytes[source] -= value.held_bytes
-                for device in range(self.devices.num):
-                    if (number, device) in self._arrivals:
-                        self.used_bytes[device] -= value.num_bytes
-        return sorted({target for number in graph.outputs[op] for target in graph.values[number].targets})
+        self.ledger.end(op, home)
 
     def done(self) -> Schedule:
         """The schedule, when all operations are placed."""
@@ -189,20 +190,10 @@ class Board:
         assert len(homes) == len(self.graph.ops)
         return Schedule(self.graph, self.devices, homes, tuple(self.spans), tuple(self.transfers))
 
-    def _new_outputs(self, op: int) -> float:
-        """Bytes of an operation's outputs, unless its group has reserved them."""
-        if self.graph.keeps:
-            return 0.0
-        return sum(self.graph.values[value].held_bytes for value in self.graph.outputs[op])
-
     def _messages(self, op: int, device: int) -> list[tuple[int, float, float]]:
         """The values that a device would be sent for an operation: (value, begin, arrival)."""
         graph, found = self.graph, []
-        missing = []
-        for value in graph.inputs[op]:
-            source = graph.values[value].source
-            if self.homes[source] != device and (value, device) not in self._arrivals:
-                missing.append((self.spans[source][1], value))
+        missing = [(self.spans[graph.values[value].source][1], value) for value in self.ledger.missing(op, device)]
         free_s: dict[int, float] = {}
         for end_s, value in sorted(missing):
             source = self.homes[graph.values[value].source]

@@ -59,7 +59,7 @@ class EarliestFirst:
                 if at_s > self.now_s:
                     self._next_s = min(self._next_s, at_s)
                 elif self.board.fits(op, device):
-                    found.append((self.board.missing_bytes(op, device), device))
+                    found.append((self.board.ledger.missing_bytes(op, device), device))
             if found:
                 device = min(found)[1]
                 self.board.place(op, device, self.now_s)
@@ -77,7 +77,8 @@ class EarliestFirst:
         self.now_s = next_s
 
     def _end(self, op: int) -> None:
-        for target in self.board.end(op):
+        self.board.end(op)
+        for target in {target for value in self.graph.outputs[op] for target in self.graph.values[value].targets}:
             self._waits[target] -= 1
             if not self._waits[target]:
                 self.ready.append(target)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -124,6 +124,8 @@ class Placement:
             ("memory of a rank", f"at most {bytes_text(max(peaks))}", "what weights need, and activations"),
             ("activations and gradients sent", bytes_text(sent), "by all ranks in a step"),
         ]  # fmt: skip
+        if len(used) == 1 < num:
+            rows.append(("spread over ranks", "no", "messages would take longer than they save"))
         if self.traced.changed:
             rows.append(("write in place", "out of place", ", ".join(self.traced.changed)))
         return rows
@@ -145,6 +147,8 @@ def place(
     The forward is traced by torch.fx and placed; the backward of a node runs where its forward did, and in the opposite
     order. A node takes the seconds of both, a message those of the activation and of its gradient. Nodes that use the
     same weight share a rank. Of each rank's memory 13% stays free.
+
+    If one rank has room for all and is faster alone, m-etf and m-sct leave all to it.
 
     Args:
         model: any whose forward torch.fx can follow; whole, on this process's device.
@@ -178,10 +182,12 @@ def place(
         way, schedule = scheduled(base.graph, devices, METHODS[method])
     except NoRoomError as error:
         raise ConfigError(_nothing_fits(error, base.graph, devices, machine, method)) from None
+    schedule = on_ranks(schedule)
+    if method != "m-topo":
+        schedule = min([schedule, *_on_one(schedule)], key=lambda each: each.makespan_s)
     # Units of units are units of nodes.
     units = tuple(tuple(op for one in unit for op in base.units[one]) for unit in way.units)
-    found_on = on_ranks(schedule)
-    return Placement(traced, found, machine, method, replace(way, units=units), found_on, names, training)
+    return Placement(traced, found, machine, method, replace(way, units=units), schedule, names, training)
 
 
 def devices_of(machine: Machine, *, training: bool) -> Devices:
@@ -275,6 +281,16 @@ def on_ranks(schedule: Schedule) -> Schedule:
     ranks, _ = annealed(cost, range(devices.num), fixed=0)
     other = replay(graph, devices, [ranks[home] for home in schedule.homes], schedule.order)
     return other if other.makespan_s < schedule.makespan_s else schedule
+
+
+def _on_one(schedule: Schedule) -> Iterator[Schedule]:
+    """All of it on the fastest rank, if memory holds that: earliest-first schedulers spread what needs no message yet,
+    and on slow links pay for it later."""
+    devices = schedule.devices
+    home = max(range(devices.num), key=devices.speed)
+    alone = replay(schedule.graph, devices, [home] * len(schedule.homes))
+    if max(alone.peak_bytes()) <= devices.memory_bytes:
+        yield alone
 
 
 def _nothing_fits(error: NoRoomError, graph: OpGraph, devices: Devices, machine: Machine, method: str) -> str:

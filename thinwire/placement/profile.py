@@ -199,16 +199,17 @@ def _timed(
         rounds.values |= {traced.named[name]: value for name, value in constants.items()}
         for node in nodes:
             value_of = rounds.cut(node)
-            start = _now(traced.model)
+            start_s = _now(traced.model)
             value = traced.call(node, value_of)
-            middle = _now(traced.model)
+            forward_s, backward_s = _now(traced.model) - start_s, 0.0
             tensors = [tensor for tensor in tensors_of(value) if tensor.requires_grad]
             if tensors:
                 weights = [each for each in traced.weights(node) if each.requires_grad]
                 gradients = [torch.ones_like(tensor) for tensor in tensors]
-                middle, start = _now(traced.model), start + _now(traced.model) - middle
+                start_s = _now(traced.model)
                 torch.autograd.grad(tensors, [*rounds.leaves, *weights], gradients, allow_unused=True)
-            found[node.name].append((middle - start, _now(traced.model) - middle))
+                backward_s = _now(traced.model) - start_s
+            found[node.name].append((forward_s, backward_s))
             rounds.needs_grad[node] = bool(tensors)
             rounds.values[node] = mapped(value, Tensor.detach)
     return {

@@ -264,6 +264,9 @@ def _with_several(graph: OpGraph, traced: Traced, found: Profile, names: Sequenc
 def on_ranks(schedule: Schedule) -> Schedule:
     """The schedule with its devices on other ranks, where links or speeds differ and that makes it shorter."""
     graph, devices = schedule.graph, schedule.devices
+    links = {(devices.network.rates[a][b], devices.network.delays_s[a][b]) for a, b in devices.network.pairs}
+    if len(links) <= 1 and len(set(devices.speeds)) <= 1:
+        return schedule
     traffic: dict[tuple[int, int], list[float]] = defaultdict(list)
     for transfer in schedule.transfers:
         traffic[transfer.source, transfer.target].append(graph.values[transfer.value].num_bytes)
@@ -272,15 +275,16 @@ def on_ranks(schedule: Schedule) -> Schedule:
         work[home] += graph.ops[op].seconds
 
     def cost(ranks: Sequence[int]) -> float:
-        links = (
+        sent = (
             sum(devices.link_s(size, ranks[a], ranks[b]) + devices.delay_s(ranks[a], ranks[b]) for size in sizes)
             for (a, b), sizes in traffic.items()
         )
-        return sum(links) + max(seconds / devices.speed(ranks[each]) for each, seconds in enumerate(work))
+        return sum(sent) + max(seconds / devices.speed(ranks[each]) for each, seconds in enumerate(work))
 
     ranks, _ = annealed(cost, range(devices.num), fixed=0)
     other = replay(graph, devices, [ranks[home] for home in schedule.homes], schedule.order)
-    return other if other.makespan_s < schedule.makespan_s else schedule
+    is_better = other.makespan_s < schedule.makespan_s and max(other.peak_bytes()) <= devices.memory_bytes
+    return other if is_better else schedule
 
 
 def _on_one(schedule: Schedule) -> Iterator[Schedule]:

@@ -78,7 +78,9 @@ def favourites(graph: OpGraph, devices: Devices) -> dict[int, int]:
     below = [edge for edge, value in x.items() if value < 0.5]
     found: dict[int, int] = {}
     taken: set[int] = set()
-    for i, j in sorted(below, key=lambda edge: (round(x[edge], 9), -graph.seconds_between(*edge, devices), edge)):
+    for i, j in sorted(
+        below, key=lambda edge: (round(x[edge], 9), -graph.seconds_between(edge[0], edge[1], devices), edge)
+    ):
         if i not in found and j not in taken:
             found[i] = j
             taken.add(j)

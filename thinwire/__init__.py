@@ -49,6 +49,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "thinwire.methods.sharded": ("ShardedMethod",),
     "thinwire.models.kept": ("keep",),
     "thinwire.optim": ("DGCSGD", "LANS", "Muon", "OneBitAdamW"),
+    "thinwire.placement": ("Placed", "Placement", "place"),
     "thinwire.planner.plan": ("plan",),
     "thinwire.pruning.prune": ("Pruned", "prune"),
     "thinwire.registry": ("STRATEGIES", "strategy_named"),

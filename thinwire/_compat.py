@@ -18,6 +18,7 @@
 - input_gradients, weight_gradients: torch.distributed.pipelining._backward, private: the halves of a backward that
   torch's own schedules use.
 - cpu_flash_forward, cpu_flash_backward: aten's attention of the CPU, private: alone gives the softmax's sums.
+- DispatchMode: torch.utils._python_dispatch.TorchDispatchMode, in a private module; torch's documentation names it.
 - pipeline_table: torch.distributed.pipelining._schedule_visualizer.get_schedule_ops, private; 2.11 to 2.13 have it.
 """
 
@@ -46,6 +47,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode  # noqa: F401
 from torch.utils.serialization import config as serialization
 
 from thinwire.errors import ConfigError

@@ -70,6 +70,7 @@ class Mailbox:
             when it is taken.
         meter: counts messages as operation "pipeline_forward" or "pipeline_backward", and the time that `take` and
             `finish` wait as exposed_s.
+        operation: stands for "pipeline" in these names.
 
     Raises ConfigError for a window below 1, PeerLostError with the name of a missing rank. After any error the mailbox
     can't be used.
@@ -78,12 +79,14 @@ class Mailbox:
     def __init__(
         self, group: dist.ProcessGroup | Sequence[int] | DeviceMesh | Members | None, topology: Topology, *,
         timeout_s: float = DEFAULT_TIMEOUT_S, checked: bool = False, meter: Meter | None = None, window: int = 8,
+        operation: str = "pipeline",
     ) -> None:  # fmt: skip
         if window < 1:
             raise ConfigError(f"window {window}: a mailbox asks for at least 1 message ahead")
         self._wire = Wire(own_members(group, timeout_s), timeout_s, checked, meter)
         self.topology = topology
         self.window = window
+        self.operation = operation
         self._step = 0
         self._coming: deque[Expected] = deque()
         self._posted: dict[Label, _Posted] = {}
@@ -118,7 +121,7 @@ class Mailbox:
         self._count(label, peer, length, 0)
         changed: Tensor | None = message
         if faults.are_armed():
-            changed = faults.on_message(_operation(label), message)
+            changed = faults.on_message(self._operation(label), message)
         while self._sent and self._sent[0][2].is_completed():
             self._sent.popleft()
         if changed is None:
@@ -173,13 +176,13 @@ class Mailbox:
         return landing
 
     def _header(self, label: Label, num_bytes: int, payload: Tensor) -> Tensor:
-        name = f"{_operation(label)} {label.micro_batch} at hop {label.hop}"
+        name = f"{self._operation(label)} {label.micro_batch} at hop {label.hop}"
         return headers.header(self._step, num_bytes, name, payload)
 
     def _count(self, label: Label, peer: int, sent_bytes: int, received_bytes: int) -> None:
         node = self.topology.node
         level = "intra" if node(peer) == node(self.rank) else "inter"
-        self.meter.count(_operation(label), level, sent_bytes, received_bytes)
+        self.meter.count(self._operation(label), level, sent_bytes, received_bytes)
 
     def _isend(self, peer: int, label: Label, part: Tensor) -> dist.Work:
         try:
@@ -194,20 +197,19 @@ class Mailbox:
             raise self._lost(label, peer, error) from None
 
     def _wait(self, label: Label, peer: int, work: dist.Work) -> None:
-        with self.meter.timed("exposed_s", _operation(label)):
+        with self.meter.timed("exposed_s", self._operation(label)):
             try:
                 work.wait(timedelta(seconds=self._wire.timeout_s))
             except RuntimeError as error:
                 raise self._lost(label, peer, error) from None
 
     def _lost(self, label: Label, peer: int, error: Exception) -> Exception:
-        return self._wire.lost(_operation(label), label.micro_batch, peer, error)
+        return self._wire.lost(self._operation(label), label.micro_batch, peer, error)
 
     def _tag(self, label: Label) -> int:
         assert label.hop < 1 << HOP_BITS and label.micro_batch < 1 << MICRO_BATCH_BITS
         tag = (self._step % 2) << MICRO_BATCH_BITS | label.micro_batch
         return (tag << HOP_BITS | label.hop) << 1 | DIRECTIONS.index(label.direction)
 
-
-def _operation(label: Label) -> str:
-    return f"pipeline_{label.direction}"
+    def _operation(self, label: Label) -> str:
+        return f"{self.operation}_{label.direction}"

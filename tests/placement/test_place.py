@@ -1,0 +1,220 @@
+"""Models traced, measured and placed, without processes; and what can't be."""
+
+from __future__ import annotations
+
+import builtins
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import thinwire
+from tests.placement import models
+from tests.placement.test_runner import machine, seconds
+from thinwire.cost import Message
+from thinwire.errors import ConfigError
+from thinwire.placement.plan import FORWARD, Plan
+from thinwire.placement.profile import profile
+from thinwire.placement.trace import trace
+
+WIDTH = models.WIDTH
+
+
+class Router(nn.Module):
+    """Follows values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.sum() > 0 else -x
+
+
+class Routed(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.part = nn.Sequential(inner, nn.Linear(WIDTH, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(self.first(x)).mean()
+
+
+class Own(nn.Module):
+    """One forward that is given."""
+
+    def __init__(self, forward: Any) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.recurrent = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        self.way = forward
+
+    def forward(self, x: Tensor) -> Any:
+        return self.way(self, x)
+
+
+X = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+def test_a_plan_is_simulated_as_it_was_made_and_travels_as_numbers() -> None:
+    model, inputs = models.made("branched"), models.batch("branched", 0)
+    stated = seconds(model, inputs)
+    placement = thinwire.place(model, inputs, machine(2), "m-etf", seconds=stated)
+    assert placement.alone_s == pytest.approx(sum(map(sum, stated.values())))
+    assert placement.homes.keys() < stated.keys() and set(placement.homes.values()) == {0, 1}
+    # The outputs go to all ranks, which the schedule leaves out.
+    assert placement.schedule.makespan_s <= placement.step_s < placement.schedule.makespan_s + 1e-3
+    assert placement.step_s < placement.alone_s
+    sent = [task for task in placement.timeline.graph.tasks if isinstance(task.does, Message)]
+    for rank in range(2):
+        promised = placement.routes.sent_bytes(rank)
+        assert sum(task.does.num_bytes for task in sent if task.rank == rank) == promised > 0  # type: ignore[union-attr]
+    names = list(placement.homes)
+    assert Plan.decoded(placement.plan.encoded(names), names) == placement.plan
+    assert "units on 2 of 2 ranks" in placement.describe()[0][1]
+    again = thinwire.place(model, inputs, machine(2), "m-etf", seconds=stated)
+    assert again.plan == placement.plan
+
+
+def test_a_tied_weight_has_one_rank_and_slow_links_leave_all_on_one() -> None:
+    model, inputs = models.made("transformer"), models.batch("transformer", 0)
+    for method in ("m-topo", "m-etf", "m-sct"):
+        homes = thinwire.place(model, inputs, machine(3), method, seconds=seconds(model, inputs)).homes
+        assert homes["embedding"] == homes["embedding_weight"] and len(set(homes.values())) > 1
+    slow = thinwire.place(model, inputs, machine(3, rate=10.0), seconds=seconds(model, inputs))
+    assert set(slow.homes.values()) == {0} and slow.schedule.makespan_s == pytest.approx(slow.alone_s)
+    assert ("spread over ranks", "no", "messages would take longer than they save") in slow.describe()
+
+
+def test_memory_cuts_the_model_and_too_little_names_the_floor() -> None:
+    model, inputs = models.made("transformer"), models.batch("transformer", 0)
+    stated = seconds(model, inputs)
+
+    def placed(memory_bytes: float, num_ranks: int = 2) -> thinwire.Placement:
+        return thinwire.place(model, inputs, machine(num_ranks, memory_bytes, rate=10.0), "m-etf", seconds=stated)
+
+    whole = max(placed(1e9, 1).schedule.peak_bytes())
+    half = placed(0.8 * whole)
+    assert set(half.homes.values()) == {0, 1} and max(half.schedule.peak_bytes()) <= 0.87 * 0.8 * whole
+    # The reserve alone makes the whole too large.
+    assert set(placed(1.05 * whole).homes.values()) == {0, 1}
+    with pytest.raises(ConfigError) as told:
+        placed(0.1 * whole)
+    found = re.search(
+        r"nearest: ([\d.]+) kB each, with which it does; no method can with less than ([\d.]+) kB", str(told.value)
+    )
+    assert "less 13%" in str(told.value) and found is not None
+    least, bound = (1e3 * float(number) for number in found.groups())
+    assert bound <= least and placed(1.01 * least).plan
+    with pytest.raises(ConfigError):
+        placed(0.99 * bound)
+    with pytest.raises(ConfigError, match=r"and 20 kB of the process"):
+        own = replace(machine(2, whole), base_bytes=2e4)
+        thinwire.place(model, inputs, own, "m-etf", seconds=stated)
+
+
+def test_what_is_measured_is_kept_out_of_the_model() -> None:
+    model, inputs = models.made("branched", torch.float32), models.batch("branched", 0, torch.float32)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    random = torch.get_rng_state()
+    traced = trace(model, inputs)
+    found = profile(traced, inputs, {}, num_rounds=2)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random) and all(param.grad is None for param in model.parameters())
+    assert found.seconds.keys() == found.sizes.keys() and min(min(pair) for pair in found.seconds.values()) >= 0
+    assert all(found.seconds[name][1] > 0 for name, size in found.sizes.items() if size.needs_grad)
+    # Shapes are no operations; a view holds nothing of its own, a matrix of 6 x 5 does.
+    assert not {"getattr_1", "getitem_6"} & found.sizes.keys() and found.sizes["view"].new_bytes == 0
+    assert found.sizes["head"].new_bytes == 6 * 5 * 4 and found.sizes["head"].shape == (6, 5)
+    assert not found.sizes["blocks_0_scale"].new_bytes and found.sizes["blocks_0_scale"].needs_grad
+
+
+def test_inference_keeps_no_activations() -> None:
+    model, inputs = models.made("branched"), models.batch("branched", 0)
+    stated = seconds(model, inputs)
+    training, alone = (
+        thinwire.place(model, inputs, machine(2), "m-etf", seconds=stated, training=training)
+        for training in (True, False)
+    )
+    assert sum(alone.schedule.peak_bytes()) < 0.5 * sum(training.schedule.peak_bytes())
+    assert all(task.does.kind == FORWARD for task in alone.timeline.graph.tasks if not isinstance(task.does, Message))
+    with pytest.raises(ConfigError, match="was given no optimizer, and the placement was made with training=True"):
+        training.apply(None)
+    with pytest.raises(ConfigError, match="a group of 1 ranks for a placement on 2; nearest: a machine of 1"):
+        training.apply(torch.optim.SGD(model.parameters()))
+
+
+def test_a_single_rank_runs_the_model_as_it_was() -> None:
+    model, inputs = models.made("branched"), models.batch("branched", 0)
+    expected = model.eval()(*inputs)
+    one = thinwire.place(model, inputs, machine(1), training=False, seconds=seconds(model, inputs)).apply(None)
+    assert all(torch.equal(value, expected[key]) for key, value in model(*inputs).items())
+    with pytest.raises(ConfigError, match=r"'blocks_0_short' gives \[3, 8\] of torch.float64, and .* for \[6, 8\]"):
+        model(inputs[0][:3], inputs[1][:3])
+    with pytest.raises(ConfigError, match=r"factor=3.0: the placement was made for factor=2.0"):
+        model(*inputs, factor=3.0)
+    one.close()
+
+
+@pytest.mark.parametrize(
+    ("forward", "message"),
+    [
+        (lambda self, x: self.layer(x).add_(1.0), "'add_' writes into its input.*such as x = x \\+ y"),
+        (lambda self, x: self.layer(x) * x.sum().item(), "'item' makes a tensor of 'sum_1' into a number"),
+        (lambda self, x: self.layer(x) if x.mean() > 0 else x, "can't trace Own.forward: .* module of its own"),
+        (lambda self, x: self.recurrent(x), "returns all that 'recurrent' gives, several tensors"),
+        (lambda self, x: (lambda y: y + F.relu(y, inplace=True) + y)(self.layer(x)), "'relu' writes into its input"),
+    ],
+)  # fmt: skip
+def test_forwards_that_can_not_be_planned(forward: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        thinwire.place(Own(forward), X, machine(2), "m-etf")
+
+
+def test_a_module_that_can_not_be_traced_is_named_and_may_be_a_leaf() -> None:
+    for leaf in ("part.0", Router):
+        placement = thinwire.place(Routed(Router()), X, machine(2), "m-etf", leaves=[leaf])
+        assert "part_0" in placement.homes
+    with pytest.raises(ConfigError) as told:
+        thinwire.place(Routed(Router()), X, machine(2))
+    assert "can't trace module 'part.0' (Router): symbolically traced variables" in str(told.value)
+    assert "leaves=['part.0'], or leaves=[Router]" in str(told.value)
+    with pytest.raises(ConfigError, match=r"leaf 'prat.0' is no module of Routed; did you mean 'part.0'\?"):
+        thinwire.place(Routed(Router()), X, machine(2), leaves=["prat.0"])
+    with pytest.raises(ConfigError, match=r"leaves 'part.0' must be a list, such as \['part.0'\]"):
+        thinwire.place(Routed(Router()), X, machine(2), leaves="part.0")
+
+
+def test_several_tensors_of_a_node_stay_with_those_that_take_them() -> None:
+    model = Own(lambda self, x: torch.cat(self.recurrent(self.layer(x))[0].chunk(2, -1), -1).mean())
+    placement = thinwire.place(model, X[None], machine(2), "m-etf")
+    unit = next(unit for unit in placement.plan.units if "chunk" in unit)
+    assert "cat" in unit and "recurrent" not in unit
+
+
+def test_bad_input_has_a_nearest_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = models.made("branched"), models.batch("branched", 0)
+    stated = seconds(model, inputs)
+    with pytest.raises(ConfigError, match=r"method 'm-stc': no way to place a model; did you mean 'm-sct'\?"):
+        thinwire.place(model, inputs, machine(2), "m-stc")
+    with pytest.raises(ConfigError, match=r"states -1: .* nearest: 0"):
+        thinwire.place(model, inputs, machine(2), states=-1)
+    with pytest.raises(ConfigError, match=r"inputs do not fit Branched\.forward"):
+        thinwire.place(model, inputs[:1], machine(2))
+    with pytest.raises(ConfigError, match="'x' requires a gradient"):
+        thinwire.place(model, (inputs[0].clone().requires_grad_(), inputs[1]), machine(2))
+    with pytest.raises(ConfigError, match="stated seconds lack the node 'head'"):
+        thinwire.place(model, inputs, machine(2), seconds={k: v for k, v in stated.items() if k != "head"})
+    with pytest.raises(ConfigError, match=r"stated seconds of 'haed': no node of the graph; did you mean 'head'\?"):
+        thinwire.place(model, inputs, machine(2), seconds=stated | {"haed": (0.0, 0.0)})
+    ours = builtins.__import__
+
+    def without_scipy(name: str, *rest: Any) -> Any:
+        if name.startswith("scipy"):
+            raise ImportError(name)
+        return ours(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without_scipy)
+    with pytest.raises(ConfigError, match=r"pip install 'thinwire\[plan\]'; nearest without it: m-etf"):
+        thinwire.place(model, inputs, machine(2), seconds=stated)

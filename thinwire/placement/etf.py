@@ -1,0 +1,98 @@
+"""m-ETF: of all operations that are ready, the one that can start earliest starts, where memory allows."""
+
+from __future__ import annotations
+
+import heapq
+import math
+
+from thinwire.placement.board import Board, NoRoomError, Schedule
+from thinwire.placement.graph import Devices, OpGraph
+
+
+class EarliestFirst:
+    """One run of m-ETF over time.
+
+    At each moment the operations whose inputs exist are `ready`. Those that could start now on some device, with room
+    for all that they need, start, the first of the graph first. Then time goes on to what happens next: an operation
+    ends, or an input arrives where its operation can start. Starts never go back in time, so memory is what it is then.
+    """
+
+    def __init__(self, graph: OpGraph, devices: Devices) -> None:
+        self.graph, self.devices = graph, devices
+        self.board = Board(graph, devices)
+        self.now_s = 0.0
+        self.ready = [op for op, inputs in enumerate(graph.inputs) if not inputs]
+        self._waits = [len({graph.values[value].source for value in inputs}) for inputs in graph.inputs]
+        self._ends: list[tuple[float, int]] = []
+
+    def run(self) -> Schedule:
+        """Place everything. Raises NoRoomError."""
+        num_started = 0
+        while num_started < len(self.graph.ops):
+            while self._ends and self._ends[0][0] <= self.now_s:
+                self._end(heapq.heappop(self._ends)[1])
+            if self._start_one():
+                num_started += 1
+            else:
+                self._go_on()
+        return self.board.done()
+
+    def begin_moment(self) -> None:
+        """Called before operations are chosen."""
+
+    def may_s(self, op: int, device: int) -> float:
+        """When an operation is allowed on a device, however early it could start there."""
+        return self.now_s
+
+    def start_s(self, op: int, device: int) -> float:
+        """When an operation with known ends of all its inputs could start on a device."""
+        return max(self.now_s, self.board.ready_s(op, device), self.board.free_s[device])
+
+    def _start_one(self) -> bool:
+        """Start the first operation that can start now; whether there was one. Note when one could, if not."""
+        self.begin_moment()
+        self._next_s = math.inf
+        for op in self.ready:
+            found: list[tuple[float, int]] = []
+            for device in range(self.devices.num):
+                at_s = max(self.start_s(op, device), self.may_s(op, device))
+                if at_s > self.now_s:
+                    self._next_s = min(self._next_s, at_s)
+                elif self.board.fits(op, device):
+                    found.append((self.board.ledger.missing_bytes(op, device), device))
+            if found:
+                device = min(found)[1]
+                self.board.place(op, device, self.now_s)
+                self.ready.remove(op)
+                heapq.heappush(self._ends, (self.board.spans[op][1], op))
+                return True
+        return False
+
+    def _go_on(self) -> None:
+        """To the next moment at which something can change."""
+        next_s = min(self._next_s, self._ends[0][0] if self._ends else math.inf)
+        if next_s == math.inf:
+            names = [self.graph.ops[op].name for op in self.ready]
+            raise NoRoomError(f"{names[0]!r} fits on no device beside what is there")
+        self.now_s = next_s
+
+    def _end(self, op: int) -> None:
+        self.board.end(op)
+        for target in {target for value in self.graph.outputs[op] for target in self.graph.values[value].targets}:
+            self._waits[target] -= 1
+            if not self._waits[target]:
+                self.ready.append(target)
+        self.ready.sort()
+
+
+def m_etf(graph: OpGraph, devices: Devices) -> Schedule:
+    """Earliest task first, with memory.
+
+    Of all pairs of a ready operation o and a device d with enough memory the one with the least
+    sched(o, d) = max(ready(o, d), free(d)) comes next, where ready(o, d) is when the last input of o is on d; then the
+    first in the graph, then the device that has most of its inputs. Without memory and messages a schedule is at most
+    2 - 1/n times as long as the best. Raises NoRoomError.
+    Source: "Baechi" (SoCC 2020), section 3.2; Hwang et al., "Scheduling precedence graphs in systems with
+    interprocessor communication times" (1989).
+    """
+    return EarliestFirst(graph, devices).run()

@@ -1,0 +1,307 @@
+"""Runs a placed model: each rank its units in the plan's order, and what crosses between them as messages."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from thinwire import _compat
+from thinwire.collectives import Communicator, Expected, Label, Mailbox, Meter
+from thinwire.collectives.groups import ranks_of
+from thinwire.errors import ConfigError
+from thinwire.hosts.ranks import Axis
+from thinwire.placement.plan import BACKWARD, FORWARD, Crossing, Plan, Routes
+from thinwire.placement.profile import mapped
+from thinwire.table import Row, announce as announce_table
+
+if TYPE_CHECKING:
+    from thinwire.placement.place import Placement
+
+# Of a rank that has no other: it stays zero.
+IDLE = "idle"
+
+
+class Placed:
+    """A model of which each rank of a group holds a part; made by `Placement.apply`.
+
+    model: the given object; it holds the weights of this rank's part, by their names in the whole. Called by all ranks
+    of the group at once, with the same inputs, it gives the output of the whole model to all of them, and
+    `backward` on a loss of it leaves each rank the gradients of its weights, equal to those of one process up to
+    rounding. Random numbers, such as those of dropout, are each rank's own.
+
+    rank: in the group. routes: what crosses. meter: counts messages as placement_forward and placement_backward.
+    spans: the units that this rank ran in the last forward and backward, as (direction, unit, begin, end) in seconds.
+    """
+
+    def __init__(
+        self, placement: Placement, optimizer: torch.optim.Optimizer | None,
+        group: dist.ProcessGroup | DeviceMesh | Sequence[int] | None, *, timeout_s: float, checked: bool,
+        announce: bool,
+    ) -> None:  # fmt: skip
+        own, traced = placement.routes, placement.traced
+        num = placement.machine.num_ranks
+        ranks = ranks_of(group) if dist.is_initialized() else [0]
+        if len(ranks) != num:
+            near = "the ranks of one copy, such as mesh['stage']" if len(ranks) > num else f"a machine of {len(ranks)}"
+            raise ConfigError(f"a group of {len(ranks)} ranks for a placement on {num}; nearest: {near}")
+        comm = Communicator(group, timeout_s=timeout_s, checked=checked)
+        self.model, self.rank, self.num_ranks = traced.model, comm.rank, num
+        plan = self._common_plan(comm, own)
+        self.routes = own if plan == own.plan else Routes(traced, own.profile, plan, num, own.training)
+        self.meter: Meter = comm.meter
+        comm.close()
+        self.mailbox = Mailbox(
+            group, comm.topology, timeout_s=timeout_s, checked=checked, meter=self.meter, operation="placement"
+        )
+        self.spans: list[tuple[str, int, float, float]] = []
+        self.num_names = 1 + sum(param.requires_grad for param in self.model.parameters())
+        self._device = next((param.device for param in self.model.parameters()), torch.device("cpu"))
+        self.weights = self._take_part(optimizer)
+        self.model.forward = self._forward
+        if announce and self.rank == 0:
+            announce_table([*placement.describe(), *self._notes(plan == own.plan)])
+
+    def axis(self, mesh: DeviceMesh, data: str = "data") -> Axis:
+        """For `thinwire.zero(model, optimizer, method, axis=...)`: copies average along `data`, and ranks agree.
+
+        The norm that clips is then that of the whole model, and a step that is not finite is skipped on all ranks.
+        mesh: of all ranks of all copies. Raises ConfigError for a mesh without that dimension.
+        """
+        names = tuple(mesh.mesh_dim_names or ())
+        if data not in names or mesh.ndim != 2:
+            raise ConfigError(f"a mesh of {names or mesh.ndim} dimensions: give one of two, of which one is {data!r}")
+        return Axis(mesh[data], _compat.flattened(mesh), num_names=self.num_names)
+
+    def close(self) -> None:
+        """Give the process group back. Call it between steps."""
+        self.mailbox.close()
+
+    def _common_plan(self, comm: Communicator, own: Routes) -> Plan:
+        """The first rank's; raises ConfigError for a rank with another model or other inputs."""
+        names = [name for name in own.traced.named if name not in own.profile.constants]
+        nodes = own.traced.named
+        told = [(name, nodes[name].op, str(nodes[name].target), own.profile.sizes[name].shape) for name in names]
+        mark = torch.tensor([zlib.crc32(repr((told, own.training)).encode())])
+        marks = comm.wait(comm.all_gather_exact(mark)).flatten().tolist()
+        if odd := next((rank for rank, each in enumerate(marks) if each != marks[0]), None):
+            raise ConfigError(
+                f"rank {comm.global_ranks[odd]} has placed another model, or for inputs of other shapes, than rank "
+                f"{comm.global_ranks[0]}: give all ranks of a group the same"
+            )
+        plans = comm.wait(comm.all_gather_exact(own.plan.encoded(names)))
+        return Plan.decoded(plans.view(comm.world_size, 2, -1)[0], names)
+
+    def _take_part(self, optimizer: torch.optim.Optimizer | None) -> list[nn.Parameter]:
+        """Drop what other ranks have. Return this rank's weights that are trained."""
+        routes, homes = self.routes, dict[int, int]()
+        for unit, home in zip(routes.plan.units, routes.plan.homes, strict=True):
+            for name in unit:
+                homes |= {id(tensor): home for tensor in routes.traced.weights(routes.traced.named[name])}
+        for module in self.model.modules():
+            for held in (module._parameters, module._buffers):
+                for name, tensor in held.items():
+                    # What nobody reads stays with the first.
+                    if tensor is not None and homes.get(id(tensor), 0) != self.rank:
+                        held[name] = None
+        weights = [param for param in self.model.parameters() if param.requires_grad]
+        if optimizer is not None and not weights:
+            self.model.register_parameter(IDLE, nn.Parameter(torch.zeros(1, device=self._device)))
+            weights = [self.model.get_parameter(IDLE)]
+            optimizer.param_groups[0]["params"].append(weights[0])
+        if optimizer is not None:
+            keep_alone(optimizer, self.model)
+        return weights
+
+    def _notes(self, is_own: bool) -> list[Row]:
+        rows = [] if is_own else [("plan", "that of the first rank", "ranks measured other seconds")]
+        return [*rows, ("random numbers", "each rank's own", "dropout differs from that of one process")]
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        inputs = self.routes.traced.bind(args, kwargs)
+        step = Step(self, inputs)
+        if torch.is_grad_enabled() and self.routes.training:
+            outputs = _Whole.apply(step, *self.weights)
+        else:
+            outputs = step.forward(keeps_graph=False)
+        found = dict(zip(self.routes.output_nodes, outputs, strict=True))
+
+        def value(node: fx.Node) -> Any:
+            if node in inputs:
+                return inputs[node]
+            return found[node.name] if node.name in found else self.routes.profile.constants[node.name]
+
+        return mapped(self.routes.traced.output, value, fx.Node)
+
+
+class _Whole(torch.autograd.Function):
+    """The whole model as one function of this rank's weights: its outputs, and the gradients of the weights."""
+
+    @staticmethod
+    def forward(ctx: Any, step: Step, *weights: nn.Parameter) -> tuple[Tensor, ...]:
+        ctx.step = step
+        outputs = step.forward(keeps_graph=True)
+        ctx.mark_non_differentiable(*(tensor for tensor in outputs if not tensor.is_floating_point()))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        found = ctx.step.backward(gradients)
+        ctx.step = None
+        return None, *found
+
+
+class Step:
+    """One forward of a placed model, and its backward.
+
+    Each unit is differentiated by itself: its inputs are cut off from what made them, as those that arrive are. The
+    gradients of a value are summed in the order of the units that took it, here first, then by the rank that sent them.
+    """
+
+    def __init__(self, placed: Placed, inputs: dict[fx.Node, Any]) -> None:
+        self.placed, self.routes, self.mailbox = placed, placed.routes, placed.mailbox
+        self.inputs = inputs
+        self.own = [unit for unit, home in enumerate(self.routes.plan.homes) if home == placed.rank]
+        self._named = self.routes.traced.named
+        # By the number of a crossing: its tensor here, without a graph; by unit: its cut inputs, and its outputs.
+        self._held: dict[int, Tensor] = {}
+        self._graphs: dict[int, tuple[dict[int, Tensor], dict[int, Tensor]]] = {}
+        self._gradients: dict[int, Tensor] = {}
+        self._of_weights: dict[int, Tensor] = {}
+
+    def forward(self, *, keeps_graph: bool) -> tuple[Tensor, ...]:
+        """The model's outputs, without a graph; a collective over the group."""
+        placed, arrivals = self.placed, self.routes.arrivals(self.placed.rank)
+        self.mailbox.begin([Expected(_label(FORWARD, one), one.home, one.num_bytes) for one in arrivals])
+        placed.spans.clear()
+        for unit in self.own:
+            for crossing in self.routes.inputs[unit]:
+                self._take(crossing)
+            begun_s = time.perf_counter()
+            outputs = self._run(unit, keeps_graph)
+            placed.spans.append((FORWARD, unit, begun_s, time.perf_counter()))
+            for crossing, output in zip(self.routes.outputs[unit], outputs, strict=True):
+                self._held[crossing.number] = output
+                for target in crossing.targets:
+                    self.mailbox.send(target, _label(FORWARD, crossing), _packet(output))
+        shown = {one.node: one for one in self.routes.crossings if one.is_output}
+        for crossing in shown.values():
+            self._take(crossing)
+        found = tuple(self._held[shown[name].number] for name in self.routes.output_nodes)
+        self._held.clear()
+        self.mailbox.finish()
+        return found
+
+    def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The gradients of this rank's weights; a collective over the group. gradients: of the outputs."""
+        routes, rank = self.routes, self.placed.rank
+        given = dict(zip(routes.output_nodes, gradients, strict=True))
+        for crossing in (one for one in routes.crossings if one.is_output and one.home == rank):
+            self._add(self._gradients, crossing.number, given[crossing.node])
+        coming = routes.returns(rank)
+        self.mailbox.begin([Expected(_label(BACKWARD, one, sender), sender, one.num_bytes) for one, sender in coming])
+        for unit in reversed(self.own):
+            for crossing in routes.outputs[unit]:
+                for sender in crossing.senders if crossing.home == rank else ():
+                    packet = self.mailbox.take(_label(BACKWARD, crossing, sender))
+                    self._add(self._gradients, crossing.number, self._tensor(crossing, packet))
+            begun_s = time.perf_counter()
+            self._differentiate(unit)
+            self.placed.spans.append((BACKWARD, unit, begun_s, time.perf_counter()))
+            for crossing in routes.gives_back(unit):
+                gradient = self._gradients.pop(crossing.number, None)
+                if gradient is None:
+                    gradient = torch.zeros(crossing.shape, dtype=crossing.dtype)
+                self.mailbox.send(crossing.home, _label(BACKWARD, crossing, rank), _packet(gradient))
+        self.mailbox.finish()
+        return [self._of_weights.get(id(weight)) for weight in self.placed.weights]
+
+    def _take(self, crossing: Crossing) -> None:
+        if crossing.number not in self._held:
+            self._held[crossing.number] = self._tensor(crossing, self.mailbox.take(_label(FORWARD, crossing)))
+
+    def _tensor(self, crossing: Crossing, packet: Tensor) -> Tensor:
+        return packet.view(crossing.dtype).view(crossing.shape).to(self.placed._device)
+
+    def _run(self, unit: int, keeps_graph: bool) -> list[Tensor]:
+        """A unit's outputs without their graph, which is kept if a backward follows."""
+        routes = self.routes
+        leaves: dict[int, Tensor] = {}
+        values: dict[fx.Node, Any] = dict(self.inputs)
+        for crossing in routes.inputs[unit]:
+            tensor = self._held[crossing.number].detach()
+            if keeps_graph and crossing.needs_grad:
+                leaves[crossing.number] = tensor.requires_grad_()
+            values[self._named[crossing.node]] = tensor
+
+        def value_of(node: fx.Node) -> Any:
+            return values[node] if node in values else routes.profile.constants[node.name]
+
+        with torch.set_grad_enabled(keeps_graph):
+            for name in routes.plan.units[unit]:
+                values[self._named[name]] = routes.traced.call(self._named[name], value_of)
+        outputs = {one.number: values[self._named[one.node]] for one in routes.outputs[unit]}
+        for crossing in routes.outputs[unit]:
+            _check(crossing, outputs[crossing.number])
+        if keeps_graph:
+            self._graphs[unit] = leaves, outputs
+        return [output.detach() for output in outputs.values()]
+
+    def _differentiate(self, unit: int) -> None:
+        """Add to the gradients of a unit's inputs and weights."""
+        leaves, outputs = self._graphs.pop(unit)
+        ends = {
+            number: output for number, output in outputs.items() if output.requires_grad and number in self._gradients
+        }
+        gradients = [self._gradients.pop(number) for number in ends]
+        weights = [weight for name in self.routes.plan.units[unit] for weight in self._weights(name)]
+        weights = list({id(weight): weight for weight in weights}.values())
+        if not ends or not (leaves or weights):
+            return
+        found = torch.autograd.grad(list(ends.values()), [*leaves.values(), *weights], gradients, allow_unused=True)
+        for number, gradient in zip(leaves, found[: len(leaves)], strict=True):
+            self._add(self._gradients, number, gradient)
+        for weight, gradient in zip(weights, found[len(leaves) :], strict=True):
+            self._add(self._of_weights, id(weight), gradient)
+
+    def _weights(self, name: str) -> list[Tensor]:
+        return [weight for weight in self.routes.traced.weights(self._named[name]) if weight.requires_grad]
+
+    @staticmethod
+    def _add(sums: dict[int, Tensor], key: int, gradient: Tensor | None) -> None:
+        if gradient is not None:
+            sums[key] = gradient if key not in sums else sums[key] + gradient
+
+
+def _label(direction: str, crossing: Crossing, sender: int = 0) -> Label:
+    """A gradient comes from several ranks, each of which has tags of its own."""
+    return Label(direction, crossing.number, sender)
+
+
+def _packet(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().flatten().view(torch.uint8)
+
+
+def _check(crossing: Crossing, output: Any) -> None:
+    shape, dtype = (output.shape, output.dtype) if isinstance(output, Tensor) else (None, None)
+    if (shape, dtype) != (crossing.shape, crossing.dtype):
+        told = f"{list(shape)} of {dtype}" if shape is not None else type(output).__name__
+        raise ConfigError(
+            f"{crossing.node!r} gives {told}, and the placement was made for {list(crossing.shape)} of "
+            f"{crossing.dtype}: place the model for inputs of these shapes"
+        )
+
+
+def keep_alone(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Leave an optimizer the parameters that the model still has, and their state."""
+    kept = {id(param) for param in model.parameters()}
+    for group in optimizer.param_groups:
+        for param in (param for param in group["params"] if id(param) not in kept):
+            optimizer.state.pop(param, None)
+        group["params"] = [param for param in group["params"] if id(param) in kept]

@@ -132,9 +132,9 @@ def test_equals_the_papers_algorithm_on_whole_tensors(kind: str) -> None:
     plain, own = Held(), Held()
     reference, optimizer = Plain(kind, plain), made(kind, own)
     check_equal(trained(own, optimizer, range(STEPS)), trained(plain, reference, range(STEPS)))
-    for name, norms in reference.norms.items():
-        grown = [b > 1.02 * a for a, b in itertools.pairwise(norms) if a > 0]
-        assert any(grown) == (kind == "apollo-free"), name
+    pairs = [pair for norms in reference.norms.values() for pair in itertools.pairwise(norms)]
+    assert any(after > 1.02 * before > 0 for before, after in pairs) == (kind == "apollo-free")
+    for norms in reference.norms.values():
         assert not all(norms) and norms[-1] > 0.1, "a step without a gradient must not stop the matrix"
     kept = sum(torch.as_tensor(v).numel() for v in optimizer.state[own.get_parameter("wide")].values())
     channels = {"apollo": 50 * 6, "apollo-rows": 24 * 5, "apollo-free": 50 * 3, "apollo-mini": 50}[kind]
@@ -161,7 +161,7 @@ def shards(rank: int, world_size: int, local_size: int) -> dict[str, Any]:
             model, whole, other = Held(), Held(), Held()
             model, optimizer = thinwire.zero(
                 model, made(kind, model), method, local_size=local_size, timeout_s=60, announce=False,
-                bucket_numel=2048 if name == "zero" else None,
+                bucket_numel=2048 if local_size > 1 else None,
             )  # fmt: skip
             reference, inner = Plain(kind, whole), made(kind, other)
             across, grid = looking_across(inner, dict(other.named_parameters())), optimizer.comm.topology
@@ -305,7 +305,7 @@ def test_projections_keep_lengths_and_scales_follow_the_rank() -> None:
         for _ in range(50):
             before, param.grad = param.detach().clone(), constant + 3 * torch.randn(64, 128, generator=generator)
             optimizer.step()
-        found[rank] = float((before - param).norm() / param.grad.norm())  # type: ignore[union-attr]
+        found[rank] = float((before - param.detach()).norm() / param.grad.norm())
     for rank in (8, 32):
         assert found[rank] / found[64] == pytest.approx(math.sqrt(rank / 64), rel=0.05)
 
@@ -323,7 +323,7 @@ def test_the_state_of_a_large_matrix() -> None:
     ("options", "message"),
     [
         ({"matrices": "wides"}, "apollo matrices 'wides': found in the name of no parameter of two dim.*nearest: wide"),
-        ({"matrices": "bias"}, "nearest: table"),
+        ({"matrices": "bias"}, "nearest: wide, tall, table"),
         ({"matrices": "("}, "no regular expression"),
         ({"rank": 25}, "apollo rank 25: must be at most 24, the elements of a channel of 'wide', 24x50; nearest: 24"),
         ({"rank": 0}, "apollo rank 0: must be at least 1"),

@@ -129,11 +129,10 @@ class Method(Protocol):
     def cuts(self, model: nn.Module, topology: Topology, names: Collection[str]) -> Cuts:
         """The elements of these parameters that the optimizer steps on each rank.
 
-        By default every rank steps all of it, of which the first stands for all.
+        By default every rank steps all of them by itself, for which a single span stands.
         """
-        none = [(0, 0)] * (topology.world_size - 1)
         shapes = {name: shape for name, shape in trained_shapes(model).items() if name in names}
-        return {name: (shape, [(0, shape.numel()), *none]) for name, shape in shapes.items()}
+        return {name: (shape, [(0, shape.numel())]) for name, shape in shapes.items()}
 
     def exchanges(self, model: nn.Module, topology: Topology, micro_batches: int) -> Exchanges:
         """What the plan sends, and when; by default all of it after the last backward."""

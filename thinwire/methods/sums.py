@@ -176,7 +176,7 @@ def planned_with(
     """
     kept, sent = [], []
     rounds = rounds_of(optimizer, parts_of(cuts, 0, groups), grid)
-    for rank in range(grid.world_size):
+    for rank in range(max((len(spans) for _, spans in cuts.values()), default=1)):
         parts = parts_of(cuts, rank, groups).values()
         # AdamW keeps two moments of each element.
         kept.append(sum(optimizer.num_kept(part) - 2 * (part.own[1] - part.own[0]) for part in parts))

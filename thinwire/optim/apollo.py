@@ -63,7 +63,7 @@ class Apollo(SummingOptimizer):
 
     num_rounds = 2
     operation = "projected gradients"
-    # Its name; whether a tensor has one scale; the default of `scale`.
+    # What messages call it, and whether a matrix has one scale.
     title: ClassVar[str] = "apollo"
     by_tensor: ClassVar[bool] = False
 
@@ -186,6 +186,8 @@ class Apollo(SummingOptimizer):
         if not state:
             state |= {"step": 0, "norm": 0.0}
             state |= {kind: torch.zeros(last - first, cut.rank, device=grad.device) for kind in MOMENTS}
+        # torch's load_state_dict gives them the parameter's dtype.
+        state |= {kind: state[kind].float() for kind in MOMENTS}
         state["step"] += 1
         seed = derive_seed(named_seed(self.seed, part.name), (state["step"] - 1) // group["period"])
         projected, squares = cut.project(grad.reshape(-1).float(), part, seed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -98,7 +99,8 @@ def test_refused_options_say_why(options: dict) -> None:
 def test_optimizers_by_name() -> None:
     x = torch.zeros(3, 4)
     for name in OPTIMIZERS:
-        params, options = ([("x", x)], {"matrices": "x"}) if name in NAMED else ([x], {})
+        named: tuple[list[Any], dict[str, str]] = ([("x", x)], {"matrices": "x"})
+        params, options = named if name in NAMED else ([x], {})
         assert make_optimizer(name, [{"params": params}], 0.1, **options).param_groups[0]["lr"] == 0.1
     with pytest.raises(ConfigError, match="unknown optimizer 'lens'; did you mean 'lans'"):
         make_optimizer("lens", [{"params": [x]}], 0.1)

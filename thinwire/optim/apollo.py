@@ -40,9 +40,9 @@ class Apollo(SummingOptimizer):
     so that its state is 2 n r numbers, in place of AdamW's 2 m n. The limit stands for clipping; an update below a
     hundredth of N leaves N as it is, and N never becomes 0. All other tensors take AdamW's step, with the same lr.
 
-    Where a host cuts tensors, P is drawn from (seed, name, period) on every rank. Where ranks cut rows, and these are
-    no channels, the parts of P G travel to the ranks that have the channels, in `codec`, and scales come back in fp32;
-    then each rank sends a number for each matrix. The state of a channel lies on one rank.
+    Where a host cuts tensors, P is drawn from (seed, name, period) on every rank. What a piece adds to channels of
+    which other ranks have elements too travels, in `codec`, to the ranks that have the moments of these channels, each
+    of which lies once; scales come back in fp32, and each rank sends a number for each matrix.
 
     Args:
         params: named, such as `model.named_parameters()`, or groups of named ones.
@@ -164,9 +164,10 @@ class Apollo(SummingOptimizer):
         return found
 
     def num_kept(self, part: Part) -> int:
-        """Both moments of the channels here, and two numbers."""
-        first, last = Projection.of(part).owned(part.rank)
-        return 2 * (last - first) * Projection.of(part).rank + 2
+        """Both moments of the channels here, and two numbers; nothing where the rank has no element."""
+        cut, (start, stop) = Projection.of(part), part.own
+        first, last = cut.owned(part.rank)
+        return 2 * (last - first) * cut.rank + 2 if start < stop else 0
 
     def _kinds(self) -> dict[str, Any]:
         return {"step": 0, "norm": 0.0} | {kind: torch.empty(1) for kind in MOMENTS}

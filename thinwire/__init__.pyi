@@ -69,7 +69,14 @@ from thinwire.methods.sequence import SequenceParallel as SequenceParallel
 from thinwire.methods.sharded import ShardedMethod as ShardedMethod
 from thinwire.methods.slope_log import SlopeLog as SlopeLog
 from thinwire.models.kept import keep as keep
-from thinwire.optim import DGCSGD as DGCSGD, LANS as LANS, Muon as Muon, OneBitAdamW as OneBitAdamW
+from thinwire.optim import (
+    DGCSGD as DGCSGD,
+    LANS as LANS,
+    Apollo as Apollo,
+    ApolloMini as ApolloMini,
+    Muon as Muon,
+    OneBitAdamW as OneBitAdamW,
+)
 from thinwire.placement import Placed as Placed, Placement as Placement, place as place
 from thinwire.planner.plan import plan as plan
 from thinwire.pruning.prune import Pruned as Pruned, prune as prune

@@ -36,6 +36,7 @@ from thinwire.methods.data.zero import Zero, ZeroBF16
 from thinwire.methods.data.zero_compressed import ZeroCompressed
 from thinwire.methods.data.zeropp import ZeroPP
 from thinwire.methods.plain_ddp import DDP
+from thinwire.optim import NAMED, make_optimizer as make_named
 
 STEPS = 20
 ALL_GRIDS = ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4))
@@ -109,6 +110,8 @@ ROWS = {
     "zero-muon": Row(Zero(), 0.02, ((2, 1), (4, 2)), optimizer="muon", reference="torch-muon"),
     "fsdp-muon": Row(FSDP(), 0.02, ((4, 2),), range(1, STEPS, 2), optimizer="muon", reference="torch-muon"),
     "ddp-muon": Row(DDP(), 0.02, ((2, 1),), may_skip_parameters=False, optimizer="muon", reference="torch-muon"),
+    "zero-apollo": Row(Zero(), 0.0, ((4, 2),), optimizer="apollo"),
+    "fsdp-apollo": Row(FSDP(), 0.0, ((2, 1),), range(1, STEPS, 2), optimizer="apollo-mini"),
     "ddp": Row(DDP(), 0.0, FLAT_GRIDS, may_skip_parameters=False),
     "ddp-unused": Row(DDP(find_unused_parameters=True), 0.0, ((2, 1),)),
     "ddp-bf16": Row(DDP(codec="bf16"), 0.005, ((4, 1),), may_skip_parameters=False),
@@ -221,9 +224,9 @@ GRIDS = [pytest.param(*cell, marks=() if cell in covering() else pytest.mark.who
 SAVED, AFTER = 7, 4
 # One row of each kind of state, and of each way to average gradients.
 STATEFUL = [
-    "zero", "zero-bf16", "zero-muon", "fsdp-muon", "ddp-muon", "zero-estimates", "sdp4bit", "sdp4bit-loco",
-    "zero-compressed", "ddp", "powersgd", "powersgd-torch", "two-way", "dgc", "onebit-adam", "fsdp-bf16", "frontier",
-    "zeropp-loco", "one-byte", "lgreco-ef-topk", "lgreco-dgc", "ef-topk", "sketch",
+    "zero", "zero-bf16", "zero-muon", "fsdp-muon", "ddp-muon", "zero-apollo", "zero-estimates", "sdp4bit",
+    "sdp4bit-loco", "zero-compressed", "ddp", "powersgd", "powersgd-torch", "two-way", "dgc", "onebit-adam",
+    "fsdp-bf16", "frontier", "zeropp-loco", "one-byte", "lgreco-ef-topk", "lgreco-dgc", "ef-topk", "sketch",
 ]  # fmt: skip
 REDUCING = [
     "zero-estimates", "sdp4bit", "sdp4bit-loco", "zero-compressed", "ddp", "powersgd", "powersgd-torch", "two-way",
@@ -271,6 +274,10 @@ def make_optimizer(model: nn.Module, kind: str = "adamw") -> Any:
         return torch.optim.SGD(groups, lr=0.05)
     if kind == "muon":
         return thinwire.Muon(groups, lr=0.01, eps=1e-4)
+    if kind in NAMED:
+        names = {param: name for name, param in model.named_parameters()}
+        named = [{**group, "params": [(names[param], param) for param in group["params"]]} for group in groups]
+        return make_named(kind, named, 0.003, matrices="up|down|side", eps=1e-4)
     if kind == "torch-muon":
         return TorchMuon(decayed, plain)
     if kind == "dgc-sgd":

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from thinwire.errors import ConfigError
-from thinwire.optim import LANS, OPTIMIZERS, make_optimizer
+from thinwire.optim import LANS, NAMED, OPTIMIZERS, make_optimizer
 
 LR, BETA1, BETA2, EPS, DECAY = 0.05, 0.8, 0.9, 1e-6, 0.1
 
@@ -96,8 +97,10 @@ def test_refused_options_say_why(options: dict) -> None:
 
 
 def test_optimizers_by_name() -> None:
-    x = torch.zeros(3)
+    x = torch.zeros(3, 4)
     for name in OPTIMIZERS:
-        assert make_optimizer(name, [{"params": [x]}], 0.1).param_groups[0]["lr"] == 0.1
+        named: tuple[list[Any], dict[str, str]] = ([("x", x)], {"matrices": "x"})
+        params, options = named if name in NAMED else ([x], {})
+        assert make_optimizer(name, [{"params": params}], 0.1, **options).param_groups[0]["lr"] == 0.1
     with pytest.raises(ConfigError, match="unknown optimizer 'lens'; did you mean 'lans'"):
         make_optimizer("lens", [{"params": [x]}], 0.1)

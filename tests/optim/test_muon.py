@@ -12,7 +12,9 @@ from torch import Tensor, nn
 import thinwire
 from tests.workers import run_workers
 from thinwire.errors import ConfigError
+from thinwire.hosts.sums import looking_across
 from thinwire.hosts.tensor import cut_parameters
+from thinwire.methods.sums import planned_with
 from thinwire.optim import OPTIMIZERS, Muon, make_optimizer
 from thinwire.optim.muon import orthogonalised
 from thinwire.training.config import TrainConfig
@@ -126,7 +128,11 @@ def shards(rank: int, world_size: int, local_size: int) -> dict[str, Any]:
         model, Muon(model.parameters(), 0.02), thinwire.Zero(), local_size=local_size, timeout_s=30,
         bucket_numel=bucket_numel,
     )  # fmt: skip
-    plan = thinwire.Zero().plan(Held(), optimizer.comm.topology, 1, orthogonal={"wide", "tall", "stack"})
+    grid, whole = optimizer.comm.topology, Held()
+    muon = Muon(whole.parameters())
+    across = looking_across(muon, dict(whole.named_parameters()))
+    cuts = thinwire.Zero().cuts(whole, grid, across)
+    plan = planned_with(thinwire.Zero().plan(whole, grid, 1), muon, cuts, across, grid)
     found: dict[str, Any] = {"formula": optimizer.bytes_per_step, "plan": sum(plan.sent.values())}
     before = optimizer.meter.snapshot()
     stepped(model, optimizer, range(1))

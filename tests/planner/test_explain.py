@@ -11,13 +11,17 @@ from tests.conformance.strategy_suite import Net, batch, make_optimizer
 from tests.workers import run_workers
 from thinwire.collectives import Topology
 from thinwire.compose import apply
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, Problems
 from thinwire.methods.data.dgc import DGC
 from thinwire.methods.data.powersgd import PowerSGD
+from thinwire.models import build_skeleton
 from thinwire.options import has_islands
 from thinwire.planner.command import run_explain
+from thinwire.planner.explain import explain
+from thinwire.planner.options import ExplainConfig
 from thinwire.registry import STRATEGIES
 
+SUMS = [("projected gradients", level) for level in ("intra", "inter")]
 # Methods that begin with steps of another kind begin with fewer.
 OPTIONS: dict[str, dict[str, Any]] = {
     "powersgd": {"start_step": 2},
@@ -116,6 +120,35 @@ def test_memory_is_that_of_the_tensors() -> None:
     for found in run_workers(memory, 2):
         for name, (held, planned) in found.items():
             assert held == pytest.approx(planned, rel=0.02), name
+
+
+def test_an_optimizer_of_choice_is_counted() -> None:
+    """Under DDP by hand: a matrix of [m, n] has 2 n r numbers, and 2 more; what lies in no layer has two moments."""
+    asked: dict[str, Any] = {"strategy": "ddp,zero,frontier,fsdp", "model": "tiny", "nodes": 4}
+    found, plain = (explain(ExplainConfig(**asked, optimizer=name), Problems()) for name in ("apollo", "adamw"))
+    with torch.device("meta"):
+        model = build_skeleton("tiny", 256, 256, None)
+    held = 0
+    for name, param in model.named_parameters():
+        is_matrix = param.dim() == 2 and ".layers." in name
+        held += 2 * max(param.shape) * (min(param.shape) // 4) + 2 if is_matrix else 2 * param.numel()
+    assert found.plans["ddp"].optimizer == 4 * held < plain.plans["ddp"].optimizer
+    assert found.plans["ddp"].sent == plain.plans["ddp"].sent | dict.fromkeys(SUMS, 0)
+    for name in ("zero", "frontier", "fsdp"):
+        assert found.plans[name].optimizer < plain.plans[name].optimizer
+        assert found.plans[name].sent[SUMS[1]] > 0 or name == "frontier"
+
+
+def test_an_optimizer_that_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for flags, why in {
+        "--strategy dgc": "strategy dgc keeps the momentum",
+        "--strategy diloco": "ask for what trains them, such as --strategy ddp",
+        "--strategy zero --memory 2gb": "counted on the data axis alone",
+    }.items():
+        with pytest.raises(ConfigError, match=why):
+            run_explain([*flags.split(), "--optimizer", "apollo"])
+    assert run_explain(["--optimizer", "apollo-mini", "--model", "tiny"]) == 0
+    assert "strategy dgc: left out" in capsys.readouterr().out
 
 
 def test_all_strategies_stand_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:

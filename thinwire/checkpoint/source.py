@@ -90,6 +90,10 @@ class Source:
     def has(self, name: str) -> bool:
         return name in self._index
 
+    def holds(self, name: str, numel: int) -> bool:
+        """Whether there is a tensor of that name, of so many elements."""
+        return self.has(name) and self._index[name][0].numel == numel
+
     def has_any(self, kind: str) -> bool:
         return any(name.startswith(f"{kind}/") for name in self._index)
 

@@ -16,8 +16,10 @@ from thinwire.checkpoint import Piece, Share
 from thinwire.collectives import Communicator
 from thinwire.errors import ConfigError
 from thinwire.optim import Muon
-from thinwire.optim.muon import Shards, orthogonalised
+from thinwire.optim.muon import orthogonalised
+from thinwire.optim.sums import Part, Shards
 from thinwire.state.elementwise import needs_whole_tensors
+from thinwire.state.portable import group_of
 from thinwire.state.replicas import digest, odd_ranks
 
 
@@ -128,10 +130,6 @@ class TensorAxis:
         whole = DTensor.from_local(x.contiguous(), self.mesh, [Shard(at)], run_check=False).full_tensor()
         return orthogonalised(whole).chunk(self.mesh.size(), at)[self.rank]
 
-    def turn(self, directions: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's parts of the orthogonalised directions, by parameter; a collective. See Shards."""
-        return {name: self.orthogonalised(name, direction) for name, direction in directions.items()}
-
     def part(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """This rank's part of whole tensors."""
         found: dict[str, Tensor] = {}
@@ -161,6 +159,8 @@ def cut_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Dev
         )
     turned = {id(param) for param in optimizer.matrices} if isinstance(optimizer, Muon) else set[int]()
     orthogonal = {name: param.shape for name, param in model.named_parameters() if id(param) in turned}
+    groups = group_of(optimizer)
+    options = {name: groups[id(param)] for name, param in model.named_parameters() if name in orthogonal}
     axis = TensorAxis(mesh)
     leaves: dict[int, tuple[str, nn.Parameter]] = {}
     for prefix, module in model.named_modules():
@@ -183,9 +183,14 @@ def cut_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Dev
             key: value.to_local() if isinstance(value, DTensor) else value for key, value in held.items()
         }
     if isinstance(optimizer, Muon):
-        # Hosts that cut the parts further put their own in its place.
+        # Hosts that cut the parts further put their own in the place of these, which one rank of each axis has whole.
         local = dict(model.named_parameters())
-        optimizer.shards = Shards({local[name]: name for name in orthogonal}, orthogonal, axis.turn)
+        parts = {
+            local[name]: Part(name, local[name].shape, ((0, local[name].numel()),), 0, options[name])
+            for name in orthogonal
+        }
+        optimizer.join(Shards(parts))
+        optimizer.shapes, optimizer.orthogonalise = orthogonal, axis.orthogonalised
     for module in axis.places:
         module.register_forward_pre_hook(lambda module, *_: axis.show_whole(module))
         module.register_forward_hook(lambda module, *_: axis.show_local(module), always_call=True)

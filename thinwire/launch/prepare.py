@@ -44,6 +44,7 @@ from thinwire.models.kept import MASKS
 from thinwire.models.llama import Llama
 from thinwire.models.moe import MIXTURES, check_axes
 from thinwire.models.tensor import check_cut
+from thinwire.optim import WHOLE
 from thinwire.options import LAYOUT_TABLES, LLAMA, MOE, PIPELINE, check_unused, has_islands, model_table
 from thinwire.registry import check_on_mesh
 from thinwire.report.metrics import read_metrics
@@ -272,8 +273,11 @@ def check_residency(config: TrainConfig, run: Run, model: nn.Module) -> None:
     axes = {name for name, size in config.mesh_shape.sizes.items() if size > 1}
     if why := why_not_resident(run.strategy, axes):
         raise ConfigError(why)
-    if run.config.optimizer == "muon" and residency.optimizer != "memory":
-        problems.messages.append("residency: Muon needs whole matrices, and a disk gives pieces; nearest: adamw")
+    if run.config.optimizer in WHOLE and residency.optimizer != "memory":
+        optimizer = run.config.optimizer
+        problems.messages.append(
+            f"residency: {optimizer} looks across matrices, and a disk gives pieces; nearest: adamw"
+        )
     residency, floor = resolved(run, model)
     if config.compile and (residency.weights == "disk" or residency.activations == "recompute"):
         problems.messages.append("--compile: weights or activations that come and go can't be compiled; leave it out")

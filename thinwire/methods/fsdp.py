@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import ClassVar, Protocol, cast
 
+import torch
 from torch import nn
 
 from thinwire.codecs import Codec
@@ -19,11 +21,13 @@ from thinwire.methods import schedule
 from thinwire.methods.interface import (
     CUTS_TENSORS,
     WEIGHTS_COME_AND_GO,
+    Cuts,
     GatheredMethod,
     GradientMemory,
     Method,
     MethodPlan,
     agreement_sent,
+    trained_shapes,
 )
 from thinwire.methods.schedule import BACKWARD, END, FORWARD, Exchange, Exchanges, plain, shares_of
 from thinwire.optim import SHARDED
@@ -111,6 +115,11 @@ class FSDPMethod(Method):
         words = plain(agreement_sent(topology), END)
         return Exchanges(shares_of(model, units), (*found, *words), ahead=1)
 
+    def cuts(self, model: nn.Module, topology: Topology, names: Collection[str]) -> Cuts:
+        """See Method."""
+        shapes = {name: shape for name, shape in trained_shapes(model).items() if name in names}
+        return {name: (shape, cut_by_rows(shape, topology.world_size)) for name, shape in shapes.items()}
+
     def plan(self, model: nn.Module, topology: Topology, micro_batches: int) -> MethodPlan:
         """Weights are whole from forward to backward, or one module at a time. Gradients accumulate whole."""
         chosen = cast(ShardingStrategy, self)
@@ -144,3 +153,10 @@ class FSDPMethod(Method):
             sent=dict(sent),
             other={name: size for name, size in held.items() if size},
         )
+
+
+def cut_by_rows(shape: torch.Size, world_size: int) -> list[tuple[int, int]]:
+    """The elements [first, last) of each rank: FSDP2 cuts dimension 0 into equal parts, the last smaller or empty."""
+    rows, row = -(-shape[0] // world_size), shape[1:].numel()
+    ends = [min(rank * rows, shape[0]) * row for rank in range(world_size + 1)]
+    return list(itertools.pairwise(ends))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -19,6 +19,8 @@ from thinwire.methods.schedule import END, Exchanges, draw, plain
 from thinwire.state.agreement import word_bytes
 from thinwire.state.memory import State
 
+# By parameter, its shape and the elements [first, last) of each rank, of the flat whole.
+Cuts = dict[str, tuple[torch.Size, list[tuple[int, int]]]]
 # The reason of strategies whose weights are not whole all the time.
 WEIGHTS_COME_AND_GO = "brings and drops weights around every layer, which compiled code can't have"
 # Why strategies that shard the optimizer can't drive some optimizers.
@@ -123,6 +125,14 @@ class Method(Protocol):
         Raises ConfigError if the method can't run on this grid.
         """
         ...
+
+    def cuts(self, model: nn.Module, topology: Topology, names: Collection[str]) -> Cuts:
+        """The elements of these parameters that the optimizer steps on each rank.
+
+        By default every rank steps all of them by itself, for which a single span stands.
+        """
+        shapes = {name: shape for name, shape in trained_shapes(model).items() if name in names}
+        return {name: (shape, [(0, shape.numel())]) for name, shape in shapes.items()}
 
     def exchanges(self, model: nn.Module, topology: Topology, micro_batches: int) -> Exchanges:
         """What the plan sends, and when; by default all of it after the last backward."""

@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from thinwire.codecs import Cast, Codec, Identity
@@ -19,12 +18,12 @@ from thinwire.layout.levels import Levels
 from thinwire.methods.interface import (
     CUTS_TENSORS,
     WEIGHTS_COME_AND_GO,
+    Cuts,
     GradientMemory,
     Method,
     MethodPlan,
     agreement_sent,
 )
-from thinwire.methods.matrices import OPERATION, CutMatrices
 from thinwire.methods.schedule import BACKWARD, END, FORWARD, Exchange, Exchanges, Hop, plain, shares_of
 from thinwire.optim import SHARDED
 from thinwire.table import Row
@@ -102,13 +101,14 @@ class ShardedMethod(Method, ABC):
         """Rows of (asked for, in effect, why), of a group of more than one rank."""
         return describe_formats(self, levels.topology)
 
-    def plan(
-        self, model: nn.Module, topology: Topology, micro_batches: int, orthogonal: Collection[str] = ()
-    ) -> MethodPlan:
-        """4 N/s1 of weights, gradients, 12 N/P of masters and moments, and whole units in passing.
+    def cuts(self, model: nn.Module, topology: Topology, names: Collection[str]) -> Cuts:
+        """See Method."""
+        trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+        units = self.units(model, trained, [self.levels(topology)], lambda _: 0, None)
+        return cut_by((layout for unit in units for layout in unit.layouts), names)
 
-        orthogonal: the parameters of which Muon, with a codec of bf16, makes the updates orthogonal.
-        """
+    def plan(self, model: nn.Module, topology: Topology, micro_batches: int) -> MethodPlan:
+        """4 N/s1 of weights, gradients, 12 N/P of masters and moments, and whole units in passing."""
         trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
         levels = self.levels(topology)
         units = self.units(model, trained, [levels], lambda _: 0, None)
@@ -125,14 +125,10 @@ class ShardedMethod(Method, ABC):
         passing += staying + sum(others) if levels.weights_over > 1 else 0
         lost = sum(map(self.memory_bytes, layouts))
         sent = agreement_sent(topology, len(trained)) | sent_by(units, micro_batches)
-        if orthogonal:
-            cut = CutMatrices.of(cut_by(layouts, orthogonal), topology, Cast("bf16"))
-            sent |= {(OPERATION, level): num_bytes for level, num_bytes in cut.most_bytes().items()}
-        turned = sum(param.numel() for name, param in trained.items() if name in orthogonal)
         return MethodPlan(
             weights=sum(layout.numel * layout.dtype.itemsize for layout in layouts) // levels.weights_over,
             gradients=4 * gradients,
-            optimizer=12 * shard - 4 * turned // topology.world_size,
+            optimizer=12 * shard,
             passing=4 * passing,
             sent=sent,
             other={"error feedback": lost} if lost else {},
@@ -190,11 +186,9 @@ def exchanges_of(layout: BucketLayout, unit: int, num_gathers: int, micro_batche
             yield Exchange(operation, BACKWARD if is_sum else FORWARD, tuple(hops), unit)
 
 
-def cut_by(
-    layouts: Iterable[BucketLayout], names: Collection[str]
-) -> dict[str, tuple[torch.Size, list[tuple[int, int]]]]:
-    """By parameter, its shape and the elements [first, last) whose masters each rank has; see CutMatrices."""
-    found: dict[str, tuple[torch.Size, list[tuple[int, int]]]] = {}
+def cut_by(layouts: Iterable[BucketLayout], names: Collection[str]) -> Cuts:
+    """By parameter, its shape and the elements [first, last) whose masters each rank has; see `Method.cuts`."""
+    found: Cuts = {}
     for layout in layouts:
         for span in (span for span in layout.spans if span.name in names):
             parts = []

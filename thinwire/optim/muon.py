@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from thinwire.codecs.grammar import read
-from thinwire.errors import ConfigError
-from thinwire.optim.parameterwise import Parameterwise
+from thinwire.optim.parameterwise import check_adamw
+from thinwire.optim.sums import Part, Span, Sum, SummingOptimizer, Update, codec_of_sums
 
 # Coefficients of a quintic with a steep slope at zero: five steps bring singular values near 1.
 QUINTIC = 3.4445, -4.775, 2.0315
@@ -20,22 +18,7 @@ NUM_STEPS = 5
 LEAST_NORM = 1e-7
 
 
-@dataclass(frozen=True)
-class Shards:
-    """What Muon needs where it steps pieces of matrices, which a host gives it.
-
-    Args:
-        names: of the parameter that a piece belongs to, by piece.
-        shapes: of the whole parameters, by name.
-        turn: pieces of directions, flat, by name -> this rank's pieces of the orthogonalised whole; a collective.
-    """
-
-    names: Mapping[Tensor, str]
-    shapes: Mapping[str, torch.Size]
-    turn: Callable[[dict[str, Tensor]], dict[str, Tensor]]
-
-
-class Muon(Parameterwise):
+class Muon(SummingOptimizer):
     """Per matrix X [m, n] with gradient G:
 
         M <- momentum M + (1 - momentum) G        U = G + momentum (M - G)
@@ -56,8 +39,11 @@ class Muon(Parameterwise):
     "Muon is scalable for LLM training" (2025), section 2.2.
     """
 
-    needs_whole_tensors = True
-    shards: Shards | None = None
+    num_rounds = 2
+    operation = "orthogonal updates"
+    # Shapes that further axes cut, and who orthogonalises a part of such a matrix, by name.
+    shapes: Mapping[str, torch.Size] = {}
+    orthogonalise: Callable[[str, Tensor], Tensor] = staticmethod(lambda name, x: orthogonalised(x))
 
     def __init__(
         self,
@@ -74,36 +60,52 @@ class Muon(Parameterwise):
         given = {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**given, "orthogonal": orthogonal})
         for group in self.param_groups:
-            _check(group)
-        self.codec = read(codec)
-        if self.codec.has_variable_length:
-            raise ConfigError(f"muon codec {codec}: its packets differ in length; leave zstd out")
+            momentum = group["momentum"]
+            is_good = 0 <= momentum < 1
+            check_adamw("muon", group, ("momentum", momentum, is_good, "at least 0 and below 1; the usual: 0.95"))
+        self.codec = codec_of_sums("muon", codec)
 
-    @property
-    def matrices(self) -> list[Tensor]:
-        """The parameters whose updates become orthogonal."""
-        return [p for group in self.param_groups for p in group["params"] if group["orthogonal"] and p.dim() in (2, 3)]
+    def is_across(self, param: Tensor, group: Mapping[str, Any]) -> bool:
+        """Whether it is a matrix, or a stack of them, of a group that becomes orthogonal."""
+        return group["orthogonal"] and param.dim() in (2, 3)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient; where matrices are cut, a collective."""
-        self._cut: list[tuple[Tensor, dict[str, Any], str, Tensor]] = []
-        loss = super().step(closure)
-        if self.shards is not None:
-            turned = self.shards.turn({name: direction for _, _, name, direction in self._cut})
-            for param, group, name, _ in self._cut:
-                _move(param, turned[name].view_as(param), self.shards.shapes[name], group)
-        self._cut.clear()
-        return loss
+    def sums(self, parts: Mapping[str, Part]) -> dict[str, Sequence[dict[str, Sum]]]:
+        """To the rank that holds most of a matrix, the one with the least work of several, and from it back."""
+        found: dict[str, Sequence[dict[str, Sum]]] = {}
+        work = [0] * max((len(part.spans) for part in parts.values()), default=0)
+        for name, part in parts.items():
+            there, back = dict[str, Sum](), dict[str, Sum]()
+            for key, pieces in _pieces(part).items():
+                lengths = [last - first for first, last in pieces]
+                owner = max(range(len(pieces)), key=lambda rank: (lengths[rank], -work[rank]))
+                rows, columns = part.shape[-2:]
+                work[owner] += rows * columns * min(rows, columns)
+                whole = tuple((0, rows * columns) if rank == owner else (0, 0) for rank in range(len(pieces)))
+                there[key], back[key] = Sum(1, pieces, whole, self.codec), Sum(1, whole, pieces, self.codec)
+            found[name] = there, back
+        return found
 
-    def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
-        if self.shards is not None and param in self.shards.names:
-            name = self.shards.names[param]
-            self._cut.append((param, group, name, self._direction(param, grad, group)))
-        elif self.shards is None and group["orthogonal"] and param.dim() in (2, 3):
-            _move(param, orthogonalised(self._direction(param, grad, group)), param.shape, group)
-        else:
-            self._step_adamw(param, grad, group)
+    def num_kept(self, part: Part) -> int:
+        """The momentum of each element."""
+        return part.own[1] - part.own[0]
+
+    def _kinds(self) -> dict[str, Any]:
+        return {"momentum_buffer": torch.empty(1)}
+
+    def _across(self, param: Tensor, grad: Tensor, part: Part, group: dict[str, Any]) -> Update:
+        flat, size = self._direction(param, grad, group).reshape(-1, 1), part.shape[-2:].numel()
+        own = {key: pieces[part.rank] for key, pieces in _pieces(part).items()}
+        starts = {key: int(key) * size - part.own[0] for key in own}
+        wholes = yield {
+            key: flat[starts[key] + first : starts[key] + last] for key, (first, last) in own.items() if first < last
+        }
+        turned = yield {
+            key: self.orthogonalise(part.name, whole.view(part.shape[-2:])).reshape(-1, 1)
+            for key, whole in wholes.items()
+            if len(whole)
+        }
+        update = torch.cat([turned[key] for key in own if len(turned[key])]) if turned else flat
+        _move(param, update.view_as(param), self.shapes.get(part.name, part.shape), group)
 
     def _direction(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
         """U, and the momentum in its place."""
@@ -114,16 +116,15 @@ class Muon(Parameterwise):
         held.lerp_(grad, 1 - group["momentum"])
         return grad.lerp(held, group["momentum"])
 
-    def _step_adamw(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
-        state, (beta1, beta2) = self.state[param], group["betas"]
-        if not state:
-            state |= {"step": 0, "exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)}
-        state["step"] += 1
-        param.mul_(1 - group["lr"] * group["weight_decay"])
-        state["exp_avg"].lerp_(grad, 1 - beta1)
-        state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        spread = state["exp_avg_sq"].sqrt().div_(math.sqrt(1 - beta2 ** state["step"])).add_(group["eps"])
-        param.addcdiv_(state["exp_avg"], spread, value=-group["lr"] / (1 - beta1 ** state["step"]))
+
+def _pieces(part: Part) -> dict[str, tuple[Span, ...]]:
+    """Of each matrix of a stack, by its number, the elements that each rank holds."""
+    size, found = part.shape[-2:].numel(), dict[str, tuple[Span, ...]]()
+    for number in range(part.shape.numel() // size if size else 0):
+        inside = [(first - number * size, last - number * size) for first, last in part.spans]
+        held = [(max(first, 0), min(last, size)) for first, last in inside]
+        found[str(number)] = tuple(span if span[0] < span[1] else (0, 0) for span in held)
+    return found
 
 
 def _move(param: Tensor, update: Tensor, shape: torch.Size, group: dict[str, Any]) -> None:
@@ -148,19 +149,3 @@ def orthogonalised(x: Tensor) -> Tensor:
         gram = y @ y.T
         y = torch.addmm(y, torch.addmm(gram, gram, gram, beta=b, alpha=c), y, beta=a)
     return y.T if is_tall else y
-
-
-def _check(group: dict[str, Any]) -> None:
-    """Raise ConfigError for the first value of a parameter group that can't work."""
-    (beta1, beta2), decay = group["betas"], group["weight_decay"]
-    rules = (
-        ("lr", group["lr"], group["lr"] >= 0, "at least 0; nearest: 0"),
-        ("momentum", group["momentum"], 0 <= group["momentum"] < 1, "at least 0 and below 1; the usual: 0.95"),
-        ("beta1", beta1, 0 <= beta1 < 1, "at least 0 and below 1; the usual: 0.9"),
-        ("beta2", beta2, 0 <= beta2 < 1, "at least 0 and below 1; the usual: 0.95"),
-        ("eps", group["eps"], group["eps"] > 0, "above 0; the usual: 1e-8"),
-        ("weight_decay", decay, decay >= 0, "at least 0; nearest: 0"),
-    )
-    for name, value, is_good, rule in rules:
-        if not is_good:
-            raise ConfigError(f"muon {name} {value}: must be {rule}")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from thinwire.errors import ConfigError, nearest
+from thinwire.optim.apollo import Apollo, ApolloMini
 from thinwire.optim.dgc_sgd import DGCSGD
 from thinwire.optim.lans import LANS
 from thinwire.optim.muon import Muon
@@ -20,21 +21,27 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd-plain": torch.optim.SGD,
     "lans": LANS,
     "muon": Muon,
+    "apollo": Apollo,
+    "apollo-mini": ApolloMini,
     "dgc-sgd": DGCSGD,
     "onebit-adam": OneBitAdamW,
 }
 # Elementwise optimizers: a tensor can be cut anywhere.
 ELEMENTWISE = ("adamw", "sgd", "sgd-plain")
-# Optimizers of methods that cut tensors: for Muon the ranks bring the pieces of each matrix together.
-SHARDED = (*ELEMENTWISE, "muon")
-# Optimizers that need whole tensors.
-WHOLE = ("lans", "muon")
+# Optimizers that draw by the names of parameters.
+NAMED = ("apollo", "apollo-mini")
+# Optimizers that take parts of matrices on a tensor axis, whose ranks bring them together.
+MESHED = (*ELEMENTWISE, "muon")
+# Optimizers of methods that cut tensors: the others' ranks sum what looks across pieces.
+SHARDED = (*MESHED, *NAMED)
+# Optimizers that look across the elements of a tensor.
+WHOLE = ("lans", "muon", *NAMED)
 # Optimizers that take any gradient and have no communication of their own.
 GENERAL = (*ELEMENTWISE, *WHOLE)
 
 
-def make_optimizer(name: str, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
+def make_optimizer(name: str, groups: list[dict[str, Any]], lr: float, **options: Any) -> torch.optim.Optimizer:
     """The optimizer registered under `name` over these parameter groups; raises ConfigError that names the nearest."""
     if name not in OPTIMIZERS:
         raise ConfigError(f"unknown optimizer {name!r}{nearest(name, OPTIMIZERS)}")
-    return OPTIMIZERS[name](groups, lr=lr)
+    return OPTIMIZERS[name](groups, lr=lr, **options)

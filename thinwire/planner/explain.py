@@ -16,6 +16,7 @@ from thinwire.data import load_tokenizer
 from thinwire.device import Device
 from thinwire.errors import ConfigError, Problems, nearest, nearest_divisor
 from thinwire.flags import flag
+from thinwire.hosts.sums import looking_across
 from thinwire.lab.spec import read_rate
 from thinwire.layout.mesh import MeshShape
 from thinwire.losses import loss_in_effect
@@ -26,9 +27,11 @@ from thinwire.methods.pipeline.cut import SPREAD
 from thinwire.methods.pipeline.inside import check_inside, check_spread, why_not_inside
 from thinwire.methods.pipeline.options import Pipeline
 from thinwire.methods.sequence import SequenceParallel, Shape, facts
+from thinwire.methods.sums import planned_with
 from thinwire.models import PRESETS, Llama, build_skeleton
 from thinwire.models.llama import LlamaConfig
 from thinwire.models.tensor import cut_skeleton
+from thinwire.optim import SummingOptimizer
 from thinwire.options import EXPERTS, PIPELINE, SEQUENCE, build_strategy, model_table, strategy_table
 from thinwire.planner.candidates import LARGEST_MICRO_BATCH, Candidate, candidates
 from thinwire.planner.experts import capacity_notes, choose_ranks, expert_notes, expert_plan, with_splits
@@ -40,12 +43,14 @@ from thinwire.registry import STRATEGIES, check_on_mesh
 from thinwire.report.frontier import recommended
 from thinwire.report.units import bytes_text, percent_text, seconds_text, short
 from thinwire.table import Row
+from thinwire.training.engine import optimizer_over
 
 NUM_LAYERS, WIDTH = 32, 1024
 # Why a strategy computes more.
 MORE_PASSES = "it takes so many forwards and backwards of each micro-batch"
 # Steps and warm-up steps of the run that strategies are planned for.
 NUM_STEPS, NUM_WARMUP_STEPS = 1000, 100
+ADAMW = "adamw"
 # Strategies among which --stages auto looks unless others are named.
 SEARCHED = ("zero", "sdp4bit")
 
@@ -63,6 +68,7 @@ class Explained:
         heaviest: that stage, by strategy.
         search: what was priced to find the stages.
         resident: where the parts of the one strategy lie under a budget.
+        optimizer: whose state and messages are counted.
     """
 
     num_parameters: int
@@ -80,6 +86,7 @@ class Explained:
     grid: Grid | None = None
     search: Search | None = None
     resident: Resident | None = None
+    optimizer: str = ADAMW
 
     def link_s(self, found: MethodPlan) -> float | None:
         """Seconds of a step's messages between nodes on one node's link, all ranks of the node together."""
@@ -113,6 +120,12 @@ def explain(config: ExplainConfig, problems: Problems) -> Explained:
                 config, row = found_experts(config, names, rate, local_rate)
                 notes.append(row)
             shape = mesh_of(config)
+            cut = config.memory or config.stages or shape.tensor * shape.pipeline * shape.expert > 1
+            if config.optimizer != ADAMW and cut:
+                raise ConfigError(
+                    f"--optimizer {config.optimizer}: counted on the data axis alone, and in memory: leave --mesh, "
+                    "--stages, --tensor and --memory out; nearest: --optimizer adamw"
+                )
             model = whole_model = model_of(config)
             total = sum(param.numel() for param in model.parameters() if param.requires_grad)
             if config.stages is not None:
@@ -168,6 +181,11 @@ def explain(config: ExplainConfig, problems: Problems) -> Explained:
                         check_inside(strategy, replicas)
                     notes.append((f"strategy {name}", "left out", f"with --stages it {reason}"))
                     continue
+                if reason := why_not_by(strategy, config.optimizer):
+                    if config.strategy != "all":
+                        raise ConfigError(f"--optimizer {config.optimizer}: strategy {name} {reason}")
+                    notes.append((f"strategy {name}", "left out", f"it {reason}"))
+                    continue
                 if stages is None:
                     plans[name] = plan_on(strategy, model, whole_model, config, shape)
                 else:
@@ -202,7 +220,7 @@ def explain(config: ExplainConfig, problems: Problems) -> Explained:
     return Explained(
         total, topology, config.passes, plans, rate, local_rate, notes, vocabulary_of(config, model),
         {name: steps for name, steps in mean_over.items() if name in plans}, [name for name in whole if name in plans],
-        stages, heaviest, grid, result, resident,
+        stages, heaviest, grid, result, resident, config.optimizer,
     )  # fmt: skip
 
 
@@ -372,7 +390,8 @@ def plan_on(
         return expert_plan(strategy, whole, config, shape)
     grid, num_replicas = Topology(config.nodes, config.local_size), shape.sizes["data"]
     if shape.tensor * shape.pipeline == 1:
-        return strategy.plan(model, grid, config.passes)
+        plan = strategy.plan(model, grid, config.passes)
+        return plan if config.optimizer == ADAMW else by_optimizer(plan, strategy, model, config.optimizer, grid)
     # Ranks of a stage are neighbours; those of a tensor axis lie between its replicas.
     on_node = min(max(1, grid.local_size // shape.tensor), num_replicas)
     on_node = on_node if num_replicas % on_node == 0 and grid.local_size % shape.tensor == 0 else 1
@@ -381,6 +400,23 @@ def plan_on(
     word = strategy.plan(whole, Topology(num_told + 1, 1), 1).sent["all_gather_exact", "inter"] // num_told
     words = {("all_gather_exact", level): sent for level, sent in gather_bytes(grid, word).items()}
     return replace(plan, sent={**plan.sent, **words})
+
+
+def why_not_by(strategy: Method, optimizer: str) -> str:
+    """Why a strategy's plan can't be made for an optimizer, to follow its name; empty: it can."""
+    if optimizer == ADAMW:
+        return ""
+    if isinstance(strategy, IslandsMethod):
+        return f"trains islands: ask for what trains them, such as --strategy {strategy.inner.name}"
+    return "" if optimizer in strategy.optimizers else strategy.optimizers_reason
+
+
+def by_optimizer(plan: MethodPlan, strategy: Method, model: nn.Module, optimizer: str, grid: Topology) -> MethodPlan:
+    """The plan with the state and the messages of an optimizer in the place of AdamW's. Raises ConfigError."""
+    inner = optimizer_over(optimizer, model, lr=0.0, weight_decay=0.0, seed=0)
+    assert isinstance(inner, SummingOptimizer)
+    across = looking_across(inner, dict(model.named_parameters()))
+    return planned_with(plan, inner, strategy.cuts(model, grid, across), across, grid)
 
 
 def sequence_notes(config: ExplainConfig, llama: LlamaConfig, shape: MeshShape) -> list[tuple[str, str, str]]:

@@ -22,12 +22,12 @@ LEVELS = {"pair": "inside a pair", "intra": "inside a node", "inter": "between n
 MEANINGS = {
     "weights": "held through the step",
     "gradients": "at the end of backward",
-    "optimizer": "AdamW: both moments, and fp32 masters where they are not the weights",
+    "optimizer": "what it remembers, and fp32 masters where they are not the weights",
     "weights before the ascent": "during the second forward and backward of a step",
     "passing": "weights and gradients gathered for the part of the model that computes; at most",
 }
 FOOT = (
-    "fp32, AdamW. Not counted: {}scratch memory for the packets of a few buckets. Bytes are payload that one rank "
+    "fp32, {}. Not counted: {}scratch memory for the packets of a few buckets. Bytes are payload that one rank "
     "sends in a step."
 )
 # Candidates that are shown.
@@ -42,7 +42,7 @@ def print_explained(config: ExplainConfig, problems: Problems) -> None:
         console.width = max(PLAIN_WIDTH, console.width)
     for table in tables(found):
         console.print(table)
-    console.print(FOOT.format("" if found.stages else "activations, and "))
+    console.print(FOOT.format(found.optimizer, "" if found.stages else "activations, and "))
     for line in reasons(found):
         console.print(line)
     for asked, effect, why in found.notes:

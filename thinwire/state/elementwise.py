@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import ConfigError
-from thinwire.optim import Muon
+from thinwire.optim import SummingOptimizer
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     """Raise ConfigError unless two steps on halves of a tensor equal two steps on the whole, for every param group.
 
-    The halves have gradients of very different size, so any norm, factorisation or matrix step shows. thinwire's Muon
-    passes: hosts bring pieces of a matrix together for it.
+    The halves have gradients of very different size, so any norm, factorisation or matrix step shows. A
+    SummingOptimizer passes, such as thinwire.Muon: hosts sum what its pieces add.
     """
     name = type(optimizer).__name__
     # Flat pieces of a parameter, on which it is tried below, are no matrices.
-    if needs_whole_tensors(optimizer) and not isinstance(optimizer, Muon):
+    if needs_whole_tensors(optimizer) and not isinstance(optimizer, SummingOptimizer):
         nearest = "thinwire.Muon, " if isinstance(optimizer, torch.optim.Muon) else ""
         raise ConfigError(
             f"{name} can't be sharded: its update of one element depends on others of the same tensor; take {nearest}a "
@@ -51,14 +51,16 @@ def needs_whole_tensors(optimizer: torch.optim.Optimizer) -> bool:
 
 def state_kinds(optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> list[dict[str, Any]]:
     """What `optimizer` holds of each parameter after a step: by kind, what it looks like for a few elements."""
-    groups, shards = optimizer.param_groups, optimizer.shards if isinstance(optimizer, Muon) else None
+    if isinstance(optimizer, SummingOptimizer):
+        return [optimizer.kinds(param) for param in params]
+    groups = optimizer.param_groups
     number_of = {id(param): number for number, group in enumerate(groups) for param in group["params"]}
     found: dict[tuple[int, bool], dict[str, Any]] = {}
     keys: list[tuple[int, bool]] = []
     for param in params:
         key = 0, False
         if needs_whole_tensors(optimizer):
-            key = number_of.get(id(param), 0), param.dim() in (2, 3) if shards is None else param in shards.names
+            key = number_of.get(id(param), 0), param.dim() in (2, 3)
         if key not in found:
             twin, pieces = _stepped_twin(
                 optimizer, groups[key[0]], [slice(0, 8)], torch.Size([2, 4]) if key[1] else None, param

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from thinwire.checkpoint import WEIGHTS, Piece, Snapshot, Source
 from thinwire.errors import ConfigError
+from thinwire.optim import SummingOptimizer
+from thinwire.optim.sums import Record
 from thinwire.state.elementwise import is_elementwise, state_kinds
 from thinwire.state.replicas import check_layout
 
@@ -21,7 +23,7 @@ log = logging.getLogger("thinwire")
 OPTIMIZER = "optimizer"
 REPLICA = "replica"
 # Moments that an optimizer divides by 1 - beta^t at its step t, and the number of beta in its `betas`.
-MOMENTS = {"exp_avg": 0, "exp_avg_sq": 1}
+MOMENTS = {"exp_avg": 0, "exp_avg_sq": 1, "exp_avg_projected": 0, "exp_avg_sq_projected": 1}
 # Kinds of numbers under which `betas` are saved.
 BETAS = ("beta1", "beta2")
 
@@ -43,6 +45,10 @@ class Held:
         flat = (self.tensor if values is None else values).detach().view(-1)
         return Piece(self.numel, self.offset, flat, self.is_copy)
 
+    def record(self, record: Record, values: Tensor) -> Piece:
+        """State that has no entry for each element."""
+        return Piece(record.numel, record.offset, values.detach().view(-1), self.is_copy)
+
 
 class StateDict(Source):
     """What `state_dict_of` gave on this rank, read like a checkpoint; only the same layout takes it back."""
@@ -51,6 +57,10 @@ class StateDict(Source):
         self._begin(0, 1)
         self._parts, self._tensors = {0: state_dict["numbers"]}, state_dict["tensors"]
         self._index = {name: [] for name in self._tensors}
+
+    def holds(self, name: str, numel: int) -> bool:
+        """True: the layout is the same, and a piece without elements was not saved."""
+        return True
 
     def fits(self, layout: Mapping[str, Any]) -> bool:
         """True; raises ConfigError, with every difference, where the layout is another."""
@@ -87,16 +97,20 @@ def load_param_groups(param_groups: Sequence[dict[str, Any]], state_dict: Mappin
 def add_optimizer(snapshot: Snapshot, inner: torch.optim.Optimizer, held: Mapping[str, Held]) -> Snapshot:
     """Put weights and what the optimizer holds of them into the snapshot, by parameter.
 
-    Raises ConfigError for state that is neither a number nor has an entry for each element, such as a matrix's factors.
+    What has no entry for each element is a tensor of its own, of which each rank has the rows that the optimizer's
+    `records` name. Raises ConfigError for other state that is no number, such as a matrix's factors.
     """
     groups = group_of(inner)
     for name, mine in held.items():
         snapshot.pieces[f"{WEIGHTS}/{name}"] = mine.piece()
-        state = inner.state.get(mine.tensor, {})
+        state, records = inner.state.get(mine.tensor, {}), records_of(inner, mine)
         if state:
             add_betas(snapshot, name, groups[id(mine.tensor)])
         for kind, value in state.items():
-            if is_elementwise(value, mine.tensor):
+            if kind in records:
+                if value.numel():
+                    snapshot.pieces[f"{OPTIMIZER}/{kind}/{name}"] = mine.record(records[kind], value)
+            elif is_elementwise(value, mine.tensor):
                 snapshot.pieces[f"{OPTIMIZER}/{kind}/{name}"] = mine.piece(value)
             elif isinstance(value, Tensor) and value.numel() != 1:
                 raise ConfigError(
@@ -121,7 +135,7 @@ def restore_optimizer(source: Source, inner: torch.optim.Optimizer, held: Mappin
     inner.state.clear()
     fresh = 0
     for (name, mine), kinds in zip(held.items(), kinds_of, strict=True):
-        state = state_for(source, kinds, name, mine, pieces)
+        state = state_for(source, kinds, name, mine, pieces, records=records_of(inner, mine))
         if state:
             inner.state[mine.tensor] = state
         fresh += not state and bool(kinds)
@@ -141,16 +155,25 @@ def state_for(
     mine: Held,
     pieces: dict[str, Piece],
     into: Mapping[str, Tensor] | None = None,
+    records: Mapping[str, Record] | None = None,
 ) -> dict[str, Any]:
     """The optimizer's state of a parameter, whose pieces are added to those to be read; empty where some is missing.
 
-    into: by kind, where a tensor is read to; by default a new one.
+    into: by kind, where a tensor is read to; by default a new one. records: where the kinds lie that have no entry for
+    each element; one of another size is missing.
     """
     state: dict[str, Any] = {}
     wanted: dict[str, Piece] = {}
     for kind, like in kinds.items():
         number = source.scalar(kind, name)
-        if isinstance(like, Tensor) and like.dim() and source.has(f"{OPTIMIZER}/{kind}/{name}"):
+        if records and kind in records:
+            record = records[kind]
+            if not source.holds(f"{OPTIMIZER}/{kind}/{name}", record.numel):
+                return {}
+            state[kind] = torch.zeros(record.shape, device=mine.tensor.device)
+            if record.shape.numel():
+                wanted[f"{OPTIMIZER}/{kind}/{name}"] = mine.record(record, state[kind])
+        elif isinstance(like, Tensor) and like.dim() and source.has(f"{OPTIMIZER}/{kind}/{name}"):
             new = torch.empty_like(mine.tensor, memory_format=torch.contiguous_format) if into is None else into[kind]
             state[kind] = new
             wanted[f"{OPTIMIZER}/{kind}/{name}"] = mine.piece(state[kind])
@@ -167,6 +190,11 @@ def state_for(
             return {}
     pieces.update(wanted)
     return state
+
+
+def records_of(inner: torch.optim.Optimizer, mine: Held) -> dict[str, Record]:
+    """Where what the optimizer holds of a parameter lies, by kind, if it has no entry for each element."""
+    return inner.records(mine.tensor) if isinstance(inner, SummingOptimizer) else {}
 
 
 def group_of(inner: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:

@@ -17,7 +17,7 @@ from thinwire.methods.memory import Residency
 from thinwire.methods.pipeline.options import Pipeline
 from thinwire.methods.pipeline.recover import NONE
 from thinwire.methods.sequence import SequenceParallel
-from thinwire.optim import OPTIMIZERS, SHARDED, WHOLE
+from thinwire.optim import MESHED, OPTIMIZERS, WHOLE
 from thinwire.options import (
     CHOSEN_FROM,
     DEFAULT_INNER,
@@ -82,9 +82,9 @@ class Run:
                 f"--optimizer {name} does not fit strategy {strategy.name}, which {strategy.optimizers_reason}"
                 f"{nearest(name, strategy.optimizers)}"
             )
-        if name in WHOLE and name not in SHARDED and config.mesh_shape.tensor > 1:
+        if name in WHOLE and name not in MESHED and config.mesh_shape.tensor > 1:
             raise ConfigError(
-                f"--optimizer {name} needs whole tensors, which --mesh {config.mesh} cuts{nearest(name, SHARDED)}"
+                f"--optimizer {name} needs whole tensors, which --mesh {config.mesh} cuts{nearest(name, MESHED)}"
             )
         if name in WHOLE and experts is not None and experts.slices > 1:
             raise ConfigError(f"--optimizer {name} needs whole matrices, which --experts.slices {experts.slices} cuts")

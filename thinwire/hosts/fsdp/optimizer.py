@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Unpack
@@ -19,12 +18,12 @@ from thinwire.errors import ConfigError
 from thinwire.hosts.agreeing import AgreeingOptimizer
 from thinwire.hosts.fsdp.compress import CompressedFSDP, groups_of
 from thinwire.hosts.interface import ParallelOptimizer, RankOptions, apply
-from thinwire.hosts.matrices import JoinedMatrices
 from thinwire.hosts.ranks import Axis, Ranks, open_ranks
-from thinwire.hosts.tensor import TensorAxis
+from thinwire.hosts.sums import JoinedSums, looking_across
 from thinwire.layout.layers import layers_of
-from thinwire.methods.fsdp import FSDPMethod, ShardingStrategy
-from thinwire.optim import Muon
+from thinwire.methods.fsdp import FSDPMethod, ShardingStrategy, cut_by_rows
+from thinwire.methods.sums import Groups
+from thinwire.optim import SummingOptimizer
 from thinwire.state.elementwise import check_elementwise
 from thinwire.state.portable import Held
 from thinwire.state.replicas import ReplicaError, digest, odd_ranks, same_start, trained_parameters
@@ -59,8 +58,7 @@ def wrap_fsdp(
     device = next(model.parameters()).device.type
     mesh = init_device_mesh(device, (comm.world_size,)) if axis is None else axis.group
     modules = shard_modules(model, mesh, strategy.reshard_after_forward)
-    turned = {id(param) for param in optimizer.matrices} if isinstance(optimizer, Muon) else set[int]()
-    orthogonal = {name: param.shape for name, param in trained.items() if id(param) in turned}
+    across, shapes = looking_across(optimizer, trained), {name: param.shape for name, param in trained.items()}
     shards = shard_param_groups(model, optimizer, trained)
     compressed = CompressedFSDP(model, groups_of(model), strategy, comm, seed=seed, overlap=overlap)
     compressed.start_or_wait()
@@ -72,8 +70,8 @@ def wrap_fsdp(
         start,
     ]
     return model, FSDPOptimizer(
-        model, optimizer, ranks, compressed, shards, modules, strategy.reshard_after_forward, rows, orthogonal, seed,
-        axis.tensor if axis is not None else None,
+        model, optimizer, ranks, compressed, shards, modules, strategy.reshard_after_forward, rows, across, shapes,
+        seed,
     )  # fmt: skip
 
 
@@ -120,30 +118,28 @@ class FSDPOptimizer(AgreeingOptimizer):
         modules: list[nn.Module],
         reshard_after_forward: bool,
         rows: list[Row],
-        orthogonal: Mapping[str, torch.Size],
+        across: Groups,
+        shapes: Mapping[str, torch.Size],
         seed: int,
-        tensor: TensorAxis | None,
     ) -> None:
-        """orthogonal: shapes of the whole parameters whose updates Muon makes orthogonal. seed: of their codec."""
+        """across: of the optimizer. shapes: of the whole parameters. seed: of the codec of the optimizer's sums."""
         super().__init__(model, inner, ranks, shards, compressed.num_parameters, rows)
         self.compressed = compressed
         self.modules: list[FSDPModule] = [module for module in modules if isinstance(module, FSDPModule)]
         self.reshard_after_forward = reshard_after_forward
         self._sharded = {name: param for name, param in model.named_parameters() if name in shards}
-        self._matrices = None
-        if isinstance(inner, Muon):
-            held = {name: shards[name] for name in orthogonal if shards[name].numel()}
-            parts = {name: (shape, cut_by_rows(shape, self.comm.world_size)) for name, shape in orthogonal.items()}
-            self._matrices = JoinedMatrices.of(
-                inner, held, [(self.comm, parts)], lambda: derive_seed(seed, self.steps), tensor
-            )
-            self._rows += self._matrices.rows()
+        self._sums = None
+        if isinstance(inner, SummingOptimizer):
+            held = {name: shards[name] for name in across if shards[name].numel()}
+            cuts = {name: (shapes[name], cut_by_rows(shapes[name], self.comm.world_size)) for name in across}
+            self._sums = JoinedSums.of(inner, held, [(self.comm, cuts)], across, lambda: derive_seed(seed, self.steps))
+            self._rows += self._sums.rows()
 
     @property
     def bytes_per_step(self) -> int:
         """Payload bytes that this rank sends in one step of one micro-batch that uses every parameter."""
-        turned = self._matrices.bytes_per_step if self._matrices is not None else 0
-        return self.compressed.bytes_per_step + self.agreement_bytes + turned
+        summed = self._sums.bytes_per_step if self._sums is not None else 0
+        return self.compressed.bytes_per_step + self.agreement_bytes + summed
 
     def describe(self) -> list[Row]:
         *rows, sent = super().describe()
@@ -286,13 +282,6 @@ class FSDPOptimizer(AgreeingOptimizer):
         self.compressed.weights_changed()
         if self.compressed.differences:
             source.note("reference of weight differences", "transformed", "the first gather sends the weights exactly")
-
-
-def cut_by_rows(shape: torch.Size, world_size: int) -> list[tuple[int, int]]:
-    """The elements [first, last) of each rank: FSDP2 cuts dimension 0 into equal parts, the last smaller or empty."""
-    rows, row = -(-shape[0] // world_size), shape[1:].numel()
-    ends = [min(rank * rows, shape[0]) * row for rank in range(world_size + 1)]
-    return list(itertools.pairwise(ends))
 
 
 @apply.register

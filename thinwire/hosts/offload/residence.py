@@ -18,7 +18,7 @@ from thinwire.hosts.sharded.weights import Weights
 from thinwire.layout.buckets import Unit
 from thinwire.methods.memory import Residency
 from thinwire.methods.memory.placement import stays
-from thinwire.optim import Muon
+from thinwire.optim import SummingOptimizer
 from thinwire.table import Row
 from thinwire.tiers import Pace, TierMeter
 
@@ -56,8 +56,9 @@ class Residence:
         Raises ConfigError for what can't lie on a disk, and for a folder that can't take it.
         """
         weights, states = residency.weights == "disk", residency.optimizer != "memory"
-        if states and isinstance(inner, Muon):
-            raise ConfigError("residency: Muon needs whole matrices, which a disk gives in pieces; nearest: adamw")
+        if states and isinstance(inner, SummingOptimizer):
+            name = type(inner).__name__
+            raise ConfigError(f"residency: {name} looks across matrices, which a disk gives in pieces; nearest: adamw")
         cut = any(layout.levels.weights_over > 1 for unit in units for layout in unit.layouts)
         if weights and (cut or device.type != "cpu"):
             why = "are cut over ranks already" if cut else f"lie on {device}"

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from thinwire.checkpoint import Snapshot, Source
 from thinwire.collectives import Communicator
 from thinwire.hosts.interface import ParallelOptimizer
-from thinwire.hosts.matrices import JoinedMatrices
 from thinwire.hosts.ranks import Ranks
 from thinwire.hosts.sharded.bucket import FlatBucket, LiveUnit, Slot
 from thinwire.hosts.sharded.gradients import Gradients
@@ -26,10 +25,11 @@ from thinwire.hosts.sharded.passing import PassingWeights
 from thinwire.hosts.sharded.seeds import Seeds
 from thinwire.hosts.sharded.state import ShardedState
 from thinwire.hosts.sharded.weights import Weights
-from thinwire.hosts.tensor import TensorAxis
+from thinwire.hosts.sums import JoinedSums, looking_across
 from thinwire.layout.buckets import BucketLayout, Unit, sent_by
 from thinwire.methods.sharded import ShardedMethod, cut_by
-from thinwire.optim import Muon
+from thinwire.methods.sums import Groups
+from thinwire.optim import SummingOptimizer
 from thinwire.state.agreement import StepStatus
 from thinwire.state.clipping import Clipping
 from thinwire.state.replicas import compare_replicas
@@ -73,7 +73,6 @@ class ShardedOptimizer(ParallelOptimizer, torch.optim.Optimizer):
         overlap: bool,
         seed: int,
         notes: list[Row],
-        tensor: TensorAxis | None = None,
         residence: Residence | None = None,
         initial: Callable[[str], Tensor] | None = None,
     ) -> None:
@@ -102,14 +101,13 @@ class ShardedOptimizer(ParallelOptimizer, torch.optim.Optimizer):
         self._frozen = [p for group in inner.param_groups for p in group["params"] if not p.requires_grad]
         self._clipping = Clipping()
         self._seeds = Seeds(seed)
-        turned = {id(param) for param in inner.matrices} if isinstance(inner, Muon) else set[int]()
-        orthogonal = {slot.name for slot in self._slots if id(slot.param) in turned}
+        across = looking_across(inner, {slot.name: slot.param for slot in self._slots})
         self.states: States
-        self._matrices = None
+        self._sums = None
         if has_masters:
             self.states = held = StatesInMemory(inner, self.units)
-            if isinstance(inner, Muon):
-                self._matrices = self._join_matrices(inner, held, orthogonal, tensor)
+            if isinstance(inner, SummingOptimizer):
+                self._sums = self._join(inner, held, across)
         self.memory = Memory(method, self.buckets)
         # The base class gives step hooks and profiling; params and state stay the inner optimizer's.
         self._complete = False
@@ -135,12 +133,10 @@ class ShardedOptimizer(ParallelOptimizer, torch.optim.Optimizer):
             self._guard_weights()
         self._residence = residence
 
-    def _join_matrices(
-        self, muon: Muon, states: StatesInMemory, names: Collection[str], tensor: TensorAxis | None
-    ) -> JoinedMatrices:
-        held = {owned.slot.name: owned.master for owned in states.owned if owned.slot.name in names}
-        parts = [(c, cut_by((b.layout for b in self.buckets if b.comm is c), names)) for c in self._comms]
-        return JoinedMatrices.of(muon, held, parts, self._seeds.updates, tensor)
+    def _join(self, inner: SummingOptimizer, states: StatesInMemory, across: Groups) -> JoinedSums:
+        held = {owned.slot.name: owned.master for owned in states.owned if owned.slot.name in across}
+        cuts = [(c, cut_by((b.layout for b in self.buckets if b.comm is c), across)) for c in self._comms]
+        return JoinedSums.of(inner, held, cuts, across, self._seeds.updates)
 
     def _guard_weights(self) -> None:
         unit_of = {id(slot.param): unit for unit in self.units for slot in unit.slots}
@@ -297,7 +293,7 @@ class ShardedOptimizer(ParallelOptimizer, torch.optim.Optimizer):
         """Payload this rank sends in a step of one micro-batch; the most it can be, if entropy-coded."""
         words = sum(self._ranks_of(comm).word_bytes(len(self._slots_of(comm))) for comm in self._comms)
         sent = sum(sent_by([unit.unit for unit in self.units], 1).values())
-        return words + sent + (self._matrices.bytes_per_step if self._matrices is not None else 0)
+        return words + sent + (self._sums.bytes_per_step if self._sums is not None else 0)
 
     @property
     def uncompressed_bytes_per_step(self) -> float:
@@ -338,8 +334,8 @@ class ShardedOptimizer(ParallelOptimizer, torch.optim.Optimizer):
                 own, fresh = self.memory.own[0], max(bucket.layout.wire.fresh for bucket in buckets)
                 effect = str(own) if own is not None else "differences from estimates" if fresh else "on"
                 rows.append(("error feedback", effect, f"{held / 1e6:.3f} MB on this rank"))
-            if self._matrices is not None:
-                rows += self._matrices.rows()
+            if self._sums is not None:
+                rows += self._sums.rows()
             device = buckets[0].live.device
             kernels = {codec.backend(device) for bucket in buckets for codec in bucket.layout.wire.codecs}
             rows.append(("codec kernels", ", ".join(sorted(kernels)), f"on {device}"))

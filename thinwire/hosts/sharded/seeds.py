@@ -27,5 +27,5 @@ class Seeds:
         return derive_seed(self.base, self.step, layout.stream, WEIGHTS)
 
     def updates(self) -> int:
-        """The seed of pieces of matrices on their way to those who make them orthogonal, and back."""
+        """The seed of what an optimizer sums over ranks."""
         return derive_seed(self.base, self.step, 0, UPDATES)

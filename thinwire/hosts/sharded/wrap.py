@@ -55,7 +55,8 @@ def zero(
 
     Args:
         model: the same on all ranks; parameters in fp32, bf16 or fp16.
-        optimizer: elementwise, such as AdamW, or thinwire.Muon; it then steps flat fp32 pieces of the parameters.
+        optimizer: elementwise, such as AdamW, or thinwire.Muon, Apollo or ApolloMini; it then steps flat fp32 pieces of
+            the parameters.
         method: what travels and how, such as `thinwire.SDP4Bit()`.
         group: the ranks that hold replicas of this model: a process group, one dimension of a DeviceMesh, None for all.
         local_size: ranks per node; None: found.
@@ -119,7 +120,7 @@ def zero(
         residence = Residence.of(residency, model, inner=optimizer, units=units, device=device)
     sharded = ShardedOptimizer(
         model, optimizer, method, units, ranks, comms, overlap=overlap, seed=seed, notes=notes,
-        tensor=axis.tensor if axis is not None else None, residence=residence, initial=initial,
+        residence=residence, initial=initial,
     )  # fmt: skip
     if announce and ranks.comm.rank == 0:
         announce_table(sharded.describe())

@@ -1,0 +1,82 @@
+"""What an optimizer that looks across elements asks of a host that gives it pieces: to sum what its pieces add."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.codecs import derive_seed
+from thinwire.collectives import Communicator
+from thinwire.methods.interface import Cuts
+from thinwire.methods.sums import Groups, Round, parts_of, rounds_of, sent_by_rounds
+from thinwire.optim import Shards, SummingOptimizer
+from thinwire.optim.sums import Values
+from thinwire.state.portable import group_of
+from thinwire.table import Row
+
+
+def looking_across(inner: torch.optim.Optimizer, named: Mapping[str, nn.Parameter]) -> dict[str, dict[str, Any]]:
+    """The groups of those of the model's parameters whose updates look across, before pieces take their places."""
+    if not isinstance(inner, SummingOptimizer):
+        return {}
+    found, groups = {id(param) for param in inner.matrices}, group_of(inner)
+    return {name: groups[id(param)] for name, param in named.items() if id(param) in found}
+
+
+@dataclass(frozen=True)
+class JoinedSums:
+    """The sums of each of some groups of ranks, of which this rank is a member.
+
+    groups: with the rounds of a step. seed: of the step under way. device: of the pieces.
+    """
+
+    optimizer: SummingOptimizer
+    groups: Sequence[tuple[Communicator, Sequence[Round]]]
+    seed: Callable[[], int]
+    device: torch.device
+
+    @classmethod
+    def of(
+        cls,
+        optimizer: SummingOptimizer,
+        held: Mapping[str, Tensor],
+        cuts: Sequence[tuple[Communicator, Cuts]],
+        options: Groups,
+        seed: Callable[[], int],
+    ) -> JoinedSums:
+        """Let the optimizer step pieces. held: this rank's, by parameter; cuts: of the parameters of each group."""
+        parts = {name: part for comm, own in cuts for name, part in parts_of(own, comm.rank, options).items()}
+        rounds = [(comm, rounds_of(optimizer, parts_of(own, comm.rank, options), comm.topology)) for comm, own in cuts]
+        device = next((piece.device for piece in held.values()), torch.device("cpu"))
+        joined = cls(optimizer, rounds, seed, device)
+        optimizer.join(Shards({piece: parts[name] for name, piece in held.items()}, joined.total))
+        return joined
+
+    def total(self, number: int, partials: Mapping[str, Values]) -> dict[str, Values]:
+        """The totals of a round; zeros stand for what has no gradient. A collective."""
+        totals: dict[str, Values] = {}
+        seed = derive_seed(self.seed(), number)
+        for comm, rounds in self.groups:
+            own = {key: partials[key[0]][key[1]] for key in rounds[number].sums if key[1] in partials.get(key[0], {})}
+            found = comm.wait(comm.submit(partial(rounds[number].take, partials=own, seed=seed, device=self.device)))
+            for (name, key), values in found.items():
+                totals.setdefault(name, {})[key] = values
+        return totals
+
+    @property
+    def bytes_per_step(self) -> int:
+        """Payload that this rank sends in a step."""
+        return sum(sent_by_rounds(rounds, comm.rank) for comm, rounds in self.groups)
+
+    def rows(self) -> list[Row]:
+        """A row of (asked for, in effect, why)."""
+        first = [rounds[0] for _, rounds in self.groups]
+        total = sum(len({name for name, _ in each.sums}) for each in first)
+        cut = sum(len(set[str]().union(*(each.travelling for each in rounds))) for _, rounds in self.groups)
+        why = f"as {self.optimizer.codec}, {self.bytes_per_step / 1e6:.3f} MB from this rank in a step"
+        return [(self.optimizer.operation, f"{total} tensors, of {cut} of which ranks exchange parts", why)]

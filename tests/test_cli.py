@@ -18,7 +18,7 @@ from thinwire.errors import ConfigError, Problems
 from thinwire.flags import CommandLine
 from thinwire.lab.command import LabOptions
 from thinwire.launch.line import GROUPS
-from thinwire.training.config import TrainConfig
+from thinwire.run.config import TrainConfig
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from thinwire.options import CHOSEN_FROM, PIPELINE
 from thinwire.planner.plan import Plan, plan
 from thinwire.planner.plan_options import PlanConfig, read_bytes
 from thinwire.planner.table import PLAIN_WIDTH, ranking, reasons_of
-from thinwire.training.config import TrainConfig
-from thinwire.training.settings import to_toml
+from thinwire.run.config import TrainConfig
+from thinwire.run.settings import to_toml
 
 SEQUENCES = 8
 

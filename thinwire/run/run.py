@@ -30,7 +30,7 @@ from thinwire.options import (
     model_table,
     used_tables,
 )
-from thinwire.training.config import DEFAULTS, TrainConfig
+from thinwire.run.config import DEFAULTS, TrainConfig
 
 
 @dataclass(frozen=True)

@@ -28,10 +28,10 @@ from thinwire.checkpoint import Disk, Keep, Piece, Saver, Snapshot, verify
 from thinwire.checkpoint.dcp import Index, parts_of, read_part, read_pieces
 from thinwire.checkpoint.folder import checksum, part_of
 from thinwire.checkpoint.saver import write_part
-from thinwire.training.config import TrainConfig
-from thinwire.training.place import ProcessPlace
-from thinwire.training.run import Run
-from thinwire.training.signals import StopFlag
+from thinwire.run.config import TrainConfig
+from thinwire.run.place import ProcessPlace
+from thinwire.run.run import Run
+from thinwire.run.signals import StopFlag
 from thinwire.training.trainer import Trainer
 
 NUMEL = 1_000_000

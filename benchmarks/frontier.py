@@ -39,8 +39,8 @@ from thinwire.errors import ConfigError
 from thinwire.report.frontier import LEAST_STEPS, RATES, RECORDED, Outcome, beaten, frontier_svg
 from thinwire.report.run import read_run
 from thinwire.report.units import bytes_text
-from thinwire.training.config import TrainConfig
-from thinwire.training.settings import to_toml
+from thinwire.run.config import TrainConfig
+from thinwire.run.settings import to_toml
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- frontier:begin -->", "<!-- frontier:end -->"

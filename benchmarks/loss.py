@@ -35,9 +35,9 @@ from thinwire.compare.contestants import read_contestants
 from thinwire.errors import ConfigError, Problems
 from thinwire.launch.line import read_config
 from thinwire.methods.sharded import ShardedMethod
-from thinwire.training.config import TrainConfig
-from thinwire.training.run import Run
-from thinwire.training.settings import to_toml
+from thinwire.run.config import TrainConfig
+from thinwire.run.run import Run
+from thinwire.run.settings import to_toml
 
 BASE = TrainConfig(
     data="stdlib", workers=4, local_size=1, dtype="fp32", eval_sequences=256, sample_tokens=0, checkpoint_every=0

@@ -30,9 +30,9 @@ from thinwire.launch.line import read_config
 from thinwire.methods.memory import placed, read_byte_rate, read_bytes
 from thinwire.methods.sharded import ShardedMethod
 from thinwire.models.build import build_skeleton
-from thinwire.training.config import derive
-from thinwire.training.residency import resolved
-from thinwire.training.run import Run
+from thinwire.run.config import derive
+from thinwire.run.residency import resolved
+from thinwire.run.run import Run
 
 WARM_UP, POLL_S = 2, 0.05
 

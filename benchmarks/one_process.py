@@ -48,11 +48,11 @@ from thinwire.methods.outer.base import IslandsMethod
 from thinwire.methods.sharded import ShardedMethod
 from thinwire.models import build_model
 from thinwire.optim.schedule import lr_at
+from thinwire.run.config import TrainConfig, derive
+from thinwire.run.run import Run
+from thinwire.run.settings import read_toml
 from thinwire.state.memory import Place
-from thinwire.training.config import TrainConfig, derive
 from thinwire.training.engine import Corpus, build_optimizer
-from thinwire.training.run import Run
-from thinwire.training.settings import read_toml
 
 T = TypeVar("T")
 Messages = dict[tuple[int, int, int], list[Tensor]]

@@ -30,7 +30,7 @@ import torch
 
 from thinwire.compare import RaceConfig, race
 from thinwire.report.svg import Chart, around
-from thinwire.training.config import TrainConfig
+from thinwire.run.config import TrainConfig
 
 RATES = {"50mbit": 50e6, "100mbit": 100e6, "200mbit": 200e6, "500mbit": 500e6, "1gbit": 1e9}
 NODES = (2, 4, 8)

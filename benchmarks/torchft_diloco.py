@@ -34,10 +34,10 @@ from thinwire.errors import Problems
 from thinwire.layout.fragments import cut
 from thinwire.models import build_model
 from thinwire.optim.schedule import lr_at
-from thinwire.training.config import TrainConfig, derive
+from thinwire.run.config import TrainConfig, derive
+from thinwire.run.run import Run
+from thinwire.run.settings import read_toml
 from thinwire.training.engine import build_optimizer
-from thinwire.training.run import Run
-from thinwire.training.settings import read_toml
 
 WAIT = timedelta(seconds=120)
 

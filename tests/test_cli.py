@@ -18,7 +18,7 @@ from thinwire.errors import ConfigError, Problems
 from thinwire.flags import CommandLine
 from thinwire.lab.command import LabOptions
 from thinwire.launch.line import GROUPS
-from thinwire.training.config import TrainConfig
+from thinwire.run.config import TrainConfig
 
 
 @pytest.fixture
@@ -102,6 +102,41 @@ def test_all_problems_come_at_once(tmp_path: Path) -> None:
         train(tmp_path, "missing.txt", "--strategy", "sdp4", "--lr", "-1", "--sed", "3", "--model", "tinny")
     for part in ("5 problems", "missing.txt", "sdp4bit", "--lr -1.0", "--seed", "tinny"):
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            ["train", "--sdp4bit.weights", "int9", "--sdp4bit.inter-gradients", "foo", "--optimizer", "adamm"],
+            ["weights 'int9' of SDP4Bit", "inter_gradients 'foo' of SDP4Bit", "--optimizer adamm: no such optimizer"],
+        ),
+        (
+            ["train", "--strategy", "diloco", "--inner", "powersgd", "--powersgd.rank", "0", "--diloco.codec", "bar"],
+            ["rank 0 of powersgd", "codec 'bar' of DiLoCo"],
+        ),
+        (
+            ["train", "--strategy", "lgreco-powersgd", "--powersgd.rank", "0", "--lgreco.alpha", "0"],
+            ["rank 0 of powersgd", "alpha 0.0 of lgreco-powersgd"],
+        ),
+        (
+            ["train", "--workers", "2", "--stages", "2", "--pipeline.plan", "foo", "--pipeline.forward", "int9"],
+            ["plan 'foo' is unknown", "forward: codec 'int9'"],
+        ),
+        (["train", "--strategy", "sdp4", "--inner", "dpd"], ["--inner dpd: no such", "--strategy sdp4: no such"]),
+        (["train", "--dgc.density", "2", "--dgc.momentum", "1"], ["density 2.0 ", "momentum 1.0 of dgc"]),
+        (["codecs", "foo", "bar"], ["codec 'foo'", "codec 'bar'"]),
+        (["plan", "--model", "tinny"], ["machine.json: No such file", "model 'tinny': no such preset"]),
+    ],
+)
+def test_two_mistakes_on_one_line_are_both_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], told: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        cli.run(words)
+    problems = caught.value.problems
+    assert len(problems) == len(told) and all(any(part in one for one in problems) for part in told), problems
 
 
 def test_a_port_in_use(tmp_path: Path, text: Path) -> None:

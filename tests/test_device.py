@@ -18,8 +18,8 @@ from thinwire import device
 from thinwire.device import Cuda, Device, choose, take
 from thinwire.errors import ConfigError
 from thinwire.launch.prepare import device_of, resolve
-from thinwire.training.config import TrainConfig
-from thinwire.training.run import Run
+from thinwire.run.config import TrainConfig
+from thinwire.run.run import Run
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,12 @@
-"""No command waits for what it does not use."""
+"""No command waits for what it does not use, and rooms import what the tables of rooms say."""
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +14,8 @@ import thinwire
 from thinwire.cli import COMMANDS
 from thinwire.registry import STRATEGIES, class_of
 
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "thinwire"
 # `--help` of every command in one process, which can't import what takes seconds.
 PROGRAM = """
 import builtins, sys
@@ -62,3 +66,45 @@ def test_explaining_a_cluster_needs_no_trainer() -> None:
     program = "import sys, thinwire.planner.table; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert not [name for name in done.stdout.split() if name.startswith(("thinwire.training", "thinwire.launch"))]
+
+
+# Rows of a table of rooms: the column in which their names stand.
+TABLES = {"README.md": ("## Where things are", 1), "CONTRIBUTING.md": ("## The house", 2)}
+
+
+def rooms_of(place: str) -> list[set[str]]:
+    """The rooms in each row of a page's table; those with a * are independent of their row."""
+    heading, column = TABLES[place]
+    section = (ROOT / place).read_text().split(heading)[1].split("\n## ")[0]
+    cells = [line.split("|")[column] for line in section.splitlines() if line.startswith("|")]
+    names = [{name + star for name, star in re.findall(r"`(\w+)(?:\.py)?`(\*?)", cell)} for cell in cells]
+    return [row for row in names if row]
+
+
+def imported_rooms() -> dict[str, set[str]]:
+    """The rooms that each room of the package imports, in functions too."""
+    found: dict[str, set[str]] = {}
+    for path in PACKAGE.rglob("*.py"):
+        room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        for node in ast.walk(ast.parse(path.read_text())):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.module:
+                modules = [f"{node.module}.{alias.name}" for alias in node.names]
+            others = (module.split(".")[1] for module in modules if module.startswith("thinwire."))
+            found.setdefault(room, set()).update(other for other in others if other != room)
+    rooms = found.keys() - {"__init__", "__main__"}
+    return {room: found[room] & rooms for room in rooms}
+
+
+@pytest.mark.parametrize("place", TABLES)
+def test_a_row_of_rooms_imports_only_from_rows_above(place: str) -> None:
+    rows, rooms = rooms_of(place), imported_rooms()
+    row_of = {name.rstrip("*"): number for number, row in enumerate(rows) for name in row}
+    independent = {name.rstrip("*") for row in rows for name in row if name.endswith("*")}
+    assert row_of.keys() <= rooms.keys(), row_of.keys() - rooms.keys()
+    if place == "CONTRIBUTING.md":
+        assert row_of.keys() == rooms.keys()
+    for room in row_of:
+        below = {other for other in rooms[room] & row_of.keys() if row_of[other] > row_of[room]}
+        beside = {other for other in rooms[room] & independent if room in independent and row_of[other] == row_of[room]}
+        assert not below | beside, f"{room} imports {sorted(below | beside)}"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from thinwire.errors import ConfigError, Problems, nearest, type_name
 from thinwire.flags import options_of
@@ -22,6 +22,7 @@ from thinwire.models.moe import MIXTURES, MoEConfig
 from thinwire.registry import STRATEGIES, class_of
 
 Tables = Mapping[str, Mapping[str, Any]]
+T = TypeVar("T")
 
 # The fields of a strategy that hold another one: the one that it stands on, or the one inside its islands.
 BASE, INNER = "base", "inner"
@@ -79,7 +80,12 @@ def has_islands(strategy: str) -> bool:
 
 
 def used_tables(strategy: str, inner: str | None = None) -> set[str]:
-    """The tables of options that have an effect on a strategy; inner: the one inside its islands, if it has any."""
+    """The tables of options that have an effect on a strategy, none on one that does not exist.
+
+    inner: the strategy inside its islands, if it has any.
+    """
+    if strategy not in STRATEGIES:
+        return set()
     own, base = strategy_table(strategy), base_of(strategy)
     tables = {own} if own else set()
     tables |= {table_name(type(base))} if base else set()
@@ -94,19 +100,45 @@ def build_strategy(
     inner: the strategy inside its islands. num_warmup_steps: steps during which the learning rate rises. Raises
     ConfigError for an unknown name, a refused option, or one that does not fit the run.
     """
+    problems = Problems()
     for name, flag in ((inner, "--inner"), (strategy, "--strategy")):
         if name is not None and name not in STRATEGIES:
-            raise ConfigError(f"{flag} {name}: no such strategy{nearest(name, STRATEGIES)}")
-    options = dict(tables.get(strategy_table(strategy) or "", {}))
-    base = base_of(strategy)
+            problems.messages.append(f"{flag} {name}: no such strategy{nearest(name, STRATEGIES)}")
+    problems.raise_any()
+    options, base = dict(tables.get(strategy_table(strategy) or "", {})), base_of(strategy)
+    inside: dict[str, Any] = {}
     if base is not None and (stated := tables.get(table_name(type(base)))):
-        options[BASE] = replace(base, **stated)
+        with problems.collect():
+            inside[BASE] = made(functools.partial(replace, base), stated)
     if has_islands(strategy):
-        options[INNER] = build_strategy(
-            inner or DEFAULT_INNER, tables, num_steps=num_steps, num_warmup_steps=num_warmup_steps
-        )
-    built = STRATEGIES[strategy](**options)
+        with problems.collect():
+            inside[INNER] = build_strategy(
+                inner or DEFAULT_INNER, tables, num_steps=num_steps, num_warmup_steps=num_warmup_steps
+            )
+    built = problems.note(made, functools.partial(STRATEGIES[strategy], **inside), options)
+    problems.raise_any()
+    assert built is not None
     return built.for_run(num_steps, num_warmup_steps) if isinstance(built, PlannedByRun) else built
+
+
+def made(make: Callable[..., T], options: Mapping[str, Any]) -> T:
+    """The result of `make(**options)`. Raises ConfigError with the problems of all options, not of the first alone.
+
+    A problem that begins with the name of an option is that option's; `make` is then called without it.
+    """
+    problems, left = Problems(), dict(options)
+    while True:
+        try:
+            result = make(**left)
+            break
+        except ConfigError as error:
+            problems.messages += error.problems
+            wrong = [name for name in left if any(text.startswith((f"{name} ", f"{name}:")) for text in error.problems)]
+            if not wrong:
+                problems.raise_any()
+            left = {name: value for name, value in left.items() if name not in wrong}
+    problems.raise_any()
+    return result
 
 
 def check_unused(table: str, values: Mapping[str, Any]) -> None:
@@ -115,7 +147,7 @@ def check_unused(table: str, values: Mapping[str, Any]) -> None:
         return
     owner = next((name for name in STRATEGIES if strategy_table(name) == table), None)
     make: Any = LAYOUT_TABLES[table] if owner is None else STRATEGIES[owner]
-    make(**values)
+    made(make, values)
 
 
 def checked_values(

@@ -37,7 +37,7 @@ from thinwire.compare.watch import LegWatch, MetricsTail
 from thinwire.errors import ConfigError, Problems
 from thinwire.lab import Counters, LabSpec
 from thinwire.report.run import RunFiles
-from thinwire.training.config import TrainConfig
+from thinwire.run.config import TrainConfig
 
 
 def contestants(text: str) -> list[Contestant]:

@@ -27,10 +27,10 @@ from thinwire.errors import ConfigError, Problems
 from thinwire.launch.prepare import model_rows, prepare
 from thinwire.launch.start import Start
 from thinwire.models import HFCausalLM, build_model
-from thinwire.training.config import TrainConfig
-from thinwire.training.place import ProcessPlace
-from thinwire.training.run import Run
-from thinwire.training.signals import StopFlag
+from thinwire.run.config import TrainConfig
+from thinwire.run.place import ProcessPlace
+from thinwire.run.run import Run
+from thinwire.run.signals import StopFlag
 from thinwire.training.trainer import Trainer
 
 transformers = pytest.importorskip("transformers")

@@ -45,7 +45,7 @@ from thinwire.planner.plan_options import PlanConfig, read_bytes, read_plan_line
 from thinwire.pruning.options import PruneConfig, read as read_prune
 from thinwire.registry import STRATEGIES, Frontier, ZeroPP
 from thinwire.report.metrics import MembershipEvent, StepMetrics
-from thinwire.training.config import TrainConfig
+from thinwire.run.config import TrainConfig
 
 CONVERSIONS: dict[str, Any] = {"export": ExportConfig, "import": ImportConfig, "generate": GenerateConfig}
 MADE_ANEW: dict[str, Any] = {"expand": ExpandConfig, "prune": PruneConfig}

@@ -15,8 +15,8 @@ import thinwire
 from tests.workers import run_workers
 from thinwire import DGC, ConfigError, EFInteger, EFTopK, LGreCo, PowerSGD, Threshold
 from thinwire.methods.data.lgreco import LGreCoMean, knapsack
-from thinwire.training.config import TrainConfig
-from thinwire.training.run import Run
+from thinwire.run.config import TrainConfig
+from thinwire.run.run import Run
 
 NUM_BINS = 50
 

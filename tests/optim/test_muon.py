@@ -17,9 +17,9 @@ from thinwire.hosts.tensor import cut_parameters
 from thinwire.methods.sums import planned_with
 from thinwire.optim import OPTIMIZERS, Muon, make_optimizer
 from thinwire.optim.muon import orthogonalised
-from thinwire.training.config import TrainConfig
+from thinwire.run.config import TrainConfig
+from thinwire.run.run import Run
 from thinwire.training.engine import build_optimizer
-from thinwire.training.run import Run
 
 SHAPES = {"wide": (24, 50), "tall": (50, 24), "table": (37, 24), "vector": (24,)}
 

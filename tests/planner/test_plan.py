@@ -24,9 +24,9 @@ from thinwire.planner import plan as module
 from thinwire.planner.plan import Plan, plan
 from thinwire.report.page import plan_table
 from thinwire.report.run import read_run
-from thinwire.training.config import TrainConfig
-from thinwire.training.settings import read_toml
-from thinwire.training.signals import StoppedError
+from thinwire.run.config import TrainConfig
+from thinwire.run.settings import read_toml
+from thinwire.run.signals import StoppedError
 
 FAST, SLOW = 12.5e6, 1.25e6
 RATES = {"layer 64 fp32": 4e9, "launch 64 fp32": 1e4, "layer 512 fp32": 4e11, "launch 512 fp32": 1e4, "copy": 5e9}

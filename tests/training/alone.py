@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.device import Device
-from thinwire.training.config import TrainConfig, with_derived
-from thinwire.training.place import ProcessPlace
-from thinwire.training.run import Run
-from thinwire.training.signals import StopFlag
+from thinwire.run.config import TrainConfig, with_derived
+from thinwire.run.place import ProcessPlace
+from thinwire.run.run import Run
+from thinwire.run.signals import StopFlag
 from thinwire.training.trainer import Trainer
 
 

@@ -14,11 +14,11 @@ from thinwire.checkpoint import CheckpointError, Keep, step_of
 from thinwire.checkpoint.folder import folder_of, sealed
 from thinwire.errors import ConfigError, ThinwireError
 from thinwire.launch.prepare import check_resume
+from thinwire.run.config import TrainConfig
+from thinwire.run.run_dir import RunDir
+from thinwire.run.settings import to_toml
 from thinwire.training.agreement import agree_on_checkpoint
-from thinwire.training.config import TrainConfig
 from thinwire.training.origin import is_verified
-from thinwire.training.run_dir import RunDir
-from thinwire.training.settings import to_toml
 
 DAMAGED = {
     "later": [(1, 6)],

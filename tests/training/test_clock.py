@@ -17,14 +17,14 @@ from thinwire.device import Device
 from thinwire.errors import ConfigError, Problems
 from thinwire.launch.line import read_config
 from thinwire.launch.prepare import keep_chosen, plan
+from thinwire.run.config import TrainConfig, with_derived
+from thinwire.run.effects import Row
+from thinwire.run.place import ProcessPlace
+from thinwire.run.run import Run
+from thinwire.run.settings import to_toml
+from thinwire.run.signals import StopFlag
 from thinwire.training import clock
 from thinwire.training.clock import MeasuredSteps, choose_model, fix_steps
-from thinwire.training.config import TrainConfig, with_derived
-from thinwire.training.effects import Row
-from thinwire.training.place import ProcessPlace
-from thinwire.training.run import Run
-from thinwire.training.settings import to_toml
-from thinwire.training.signals import StopFlag
 from thinwire.training.trainer import Trainer
 
 

@@ -14,9 +14,9 @@ from tests.workers import run_workers
 from thinwire.collectives import Topology
 from thinwire.errors import ConfigError
 from thinwire.launch.prepare import check_compiled
+from thinwire.run.config import TrainConfig
+from thinwire.run.run import Run
 from thinwire.training import engine
-from thinwire.training.config import TrainConfig
-from thinwire.training.run import Run
 
 FRONTIER = {"strategy": "frontier", "tables": {"frontier": {"weights_over": 2}}}
 

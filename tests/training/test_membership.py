@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from tests.training.commands import HANG_S, CommandRunner, children, finish, is_running
 from thinwire.convert.saved import load_run
 from thinwire.launch.failures import failure, has_failed_by_itself
-from thinwire.training.run_dir import RunDir
+from thinwire.run.run_dir import RunDir
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 

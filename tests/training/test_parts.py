@@ -22,12 +22,12 @@ from thinwire.optim.schedule import lr_at
 from thinwire.report.metrics import MembershipEvent, MetricsWriter, StepMetrics, medians, read_events, read_metrics
 from thinwire.report.progress import Progress
 from thinwire.report.run import read_run
-from thinwire.training.config import TrainConfig
-from thinwire.training.effects import late_rows, resume_rows, unused_rows
+from thinwire.run.config import TrainConfig
+from thinwire.run.effects import late_rows, resume_rows, unused_rows
+from thinwire.run.run import Run
+from thinwire.run.run_dir import RunDir
 from thinwire.training.proof import Proof, ResumeDriftError
 from thinwire.training.reporter import Reporter
-from thinwire.training.run import Run
-from thinwire.training.run_dir import RunDir
 
 
 def record(step: int, loss: float = 2.0) -> StepMetrics:

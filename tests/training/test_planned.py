@@ -13,8 +13,8 @@ from thinwire.cost import Network
 from thinwire.errors import ConfigError
 from thinwire.report.page import plan_table
 from thinwire.report.run import read_run
+from thinwire.run.config import TrainConfig, range_errors
 from thinwire.training import planned
-from thinwire.training.config import TrainConfig, range_errors
 from thinwire.training.planned import Planned, read_plan
 
 RANKS: Any = SimpleNamespace(rank=0, world_size=3)

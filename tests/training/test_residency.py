@@ -12,9 +12,9 @@ from thinwire.launch.prepare import plan
 from thinwire.methods.memory import efficiency
 from thinwire.models.build import build_skeleton
 from thinwire.planner.command import run_explain
-from thinwire.training.config import TrainConfig
-from thinwire.training.residency import resolved
-from thinwire.training.run import Run
+from thinwire.run.config import TrainConfig
+from thinwire.run.residency import resolved
+from thinwire.run.run import Run
 
 
 @pytest.mark.parametrize(

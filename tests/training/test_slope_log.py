@@ -13,8 +13,8 @@ import torch
 from tests.training.commands import CommandRunner, finish
 from thinwire import ConfigError, SlopeLog
 from thinwire.models import build_model
+from thinwire.run.config import TrainConfig
 from thinwire.state.replicas import ReplicaError
-from thinwire.training.config import TrainConfig
 from thinwire.training.engine import build_optimizer
 
 FLAGS: dict[str, Any] = {"strategy": "one-byte", "optimizer": "sgd", "lr": 1e-3}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from ipaddress import ip_address
 
 import torch.distributed as dist
 
@@ -42,6 +44,16 @@ def all_connected(down: Sequence[tuple[int, int]], nodes: Sequence[int]) -> list
             break
         kept.remove(max(lost, key=lambda node: (lost[node], node)))
     return [rank for rank, node in enumerate(nodes) if node in kept]
+
+
+def all_on_this_machine(world_size: int) -> bool:
+    """Whether the ranks are this machine's own workers, or meet at a loopback address, which others can't reach."""
+    if int(os.environ.get("LOCAL_WORLD_SIZE", "0")) >= world_size:
+        return True
+    try:
+        return ip_address(socket.gethostbyname(os.environ.get("MASTER_ADDR", ""))).is_loopback
+    except (OSError, ValueError):
+        return False
 
 
 def _connects(place: tuple[str, int]) -> bool:

@@ -9,7 +9,7 @@ from functools import partial
 from statistics import median
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from thinwire.codecs import Codec
@@ -94,6 +94,20 @@ def layer_probe(config: LlamaConfig, dtype: str, device: Device, num_sequences: 
         placed(tokens, tokens)
     kind = f"layer {config.hidden_size} {dtype}" if num_sequences > 1 else f"launch {config.hidden_size} {dtype}"
     return Probe(kind, 3 * counter.get_total_flops(), forward_backward)
+
+
+def pass_seconds(model: nn.Module, num_sequences: int, seq_len: int, dtype: str, device: Device) -> float:
+    """Seconds of one forward and backward, the second of two."""
+    (tokens,) = device.take([torch.zeros(num_sequences, seq_len, dtype=torch.int64)])
+    seconds = 0.0
+    for _ in range(2):
+        start = time.perf_counter()
+        with device.autocast(dtype):
+            loss = model(tokens, tokens)
+        loss.backward()
+        device.synchronize()
+        seconds = time.perf_counter() - start
+    return seconds
 
 
 def codec_probes(codec: Codec, x: Tensor) -> Iterable[Probe]:

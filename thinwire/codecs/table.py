@@ -6,13 +6,17 @@ from collections.abc import Iterator, Sequence
 
 from thinwire.codecs.base import Codec
 from thinwire.codecs.spelling import SPELLINGS
+from thinwire.errors import Problems
 
 HEADS = ("codec", "bits", "traits", "options")
 
 
 def print_codecs(texts: Sequence[str]) -> None:
-    """Print a line for each codec, by default for all. Raises ConfigError for a text that is no codec."""
-    rows = [HEADS, *(row(Codec.parse(text)) for text in texts)] if texts else [HEADS, *all_rows()]
+    """Print a line for each codec, by default for all. Raises ConfigError for the texts that are no codec."""
+    problems = Problems()
+    codecs = [problems.note(Codec.parse, text) for text in texts]
+    problems.raise_any()
+    rows = [HEADS, *(map(row, filter(None, codecs)) if texts else all_rows())]
     widths = [max(len(line[column]) for line in rows) for column in range(len(HEADS) - 1)]
     for codec, bits, traits, options in rows:
         print(f"{codec:<{widths[0]}}  {bits:>{widths[1]}}  {traits:<{widths[2]}}  {options}".rstrip())

@@ -3,7 +3,7 @@
 From Python:
 
     from thinwire.compare import RaceConfig, race
-    from thinwire.training.config import TrainConfig
+    from thinwire.run.config import TrainConfig
 
     result = race(RaceConfig(strategies="zero,sdp4bit", lab="nodes=4,rate=100mbit"), TrainConfig(steps=60))
     print(result.row("sdp4bit").mean.step_s, result.row("sdp4bit").ratio["step_s"])

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from thinwire.compare.options import read_race
 from thinwire.errors import Problems, ThinwireError
-from thinwire.training.signals import StoppedError
+from thinwire.run.signals import StoppedError
 
 
 def run_compare(args: Sequence[str]) -> int:

@@ -12,8 +12,8 @@ from pathlib import Path
 from thinwire.compare.checks import WARM_UP_STEPS
 from thinwire.compare.contestants import COMPUTE, Contestant
 from thinwire.compare.plan import RacePlan
-from thinwire.training.run_dir import RunDir
-from thinwire.training.settings import to_toml
+from thinwire.run.run_dir import RunDir
+from thinwire.run.settings import to_toml
 
 # Enough for a median; more steps would only make the race longer.
 MOST_ALONE_STEPS = 10

@@ -13,8 +13,8 @@ from typing import Any
 from thinwire.errors import ConfigError, Problems, nearest
 from thinwire.options import PIPELINE, checked_values, option_tables, strategy_table
 from thinwire.registry import STRATEGIES
-from thinwire.training.config import TrainConfig, range_errors
-from thinwire.training.run import Run
+from thinwire.run.config import TrainConfig, range_errors
+from thinwire.run.run import Run
 
 PLACEHOLDERS = ("run_dir", "steps", "seed", "config", "resume", "stop_at")
 # Training options that each contestant may set for itself, because their best values depend on the method.

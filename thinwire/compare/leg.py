@@ -19,7 +19,7 @@ from typing import Any, TextIO
 from thinwire.compare.record import Leg
 from thinwire.compare.watch import LegWatch, MetricsTail
 from thinwire.lab import Job, LabNetwork, start
-from thinwire.training.signals import STOPPING
+from thinwire.run.signals import STOPPING
 
 POLL_S = 0.02
 # A training that is asked to stop finishes its step in the slow network, then saves.

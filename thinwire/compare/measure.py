@@ -18,11 +18,10 @@ from thinwire.compare.record import Leg, Record, SeedEntry
 from thinwire.errors import ConfigError
 from thinwire.lab import LabSpec
 from thinwire.options import has_islands
-from thinwire.report.machine import machine
+from thinwire.report.machine import machine, versions
 from thinwire.report.run import RunFiles, number, read_run
 from thinwire.report.verdict import FINISHED
 from thinwire.table import Row as EffectRow
-from thinwire.training.reporter import versions
 
 FAILED, UNFINISHED = "failed", "unfinished"
 REFERENCE = "ddp-bf16"

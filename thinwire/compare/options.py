@@ -11,7 +11,7 @@ import tyro
 from thinwire.errors import Problems
 from thinwire.flags import CommandLine
 from thinwire.launch.line import command_line as of_training, read_config
-from thinwire.training.config import TrainConfig
+from thinwire.run.config import TrainConfig
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,10 @@ from thinwire.flags import flag
 from thinwire.lab import LabSpec
 from thinwire.launch.machine import choose_dtype, threads_per_worker
 from thinwire.launch.prepare import check
+from thinwire.run.config import DEFAULTS, TrainConfig, with_derived
+from thinwire.run.effects import late_rows, unused_rows
+from thinwire.run.run import Run, tables_in_effect, tokens_of
 from thinwire.table import Row
-from thinwire.training.config import DEFAULTS, TrainConfig, with_derived
-from thinwire.training.effects import late_rows, unused_rows
-from thinwire.training.run import Run, tables_in_effect, tokens_of
 
 DEFAULT_SMOOTH = 20
 # Options that the race sets itself, and why. A user who states one is told that it has no effect.

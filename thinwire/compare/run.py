@@ -25,8 +25,8 @@ from thinwire.lab import LabNetwork
 from thinwire.report import write_race_report
 from thinwire.report.metrics import read_metrics
 from thinwire.report.run import number
-from thinwire.training.config import TrainConfig
-from thinwire.training.run_dir import RunDir
+from thinwire.run.config import TrainConfig
+from thinwire.run.run_dir import RunDir
 
 
 def race(

@@ -54,7 +54,7 @@ def verified(config: PlanConfig, found: Plan) -> Plan:
     from thinwire.compare.options import RaceConfig
     from thinwire.compare.run import race
     from thinwire.planner.written import training
-    from thinwire.training.signals import StoppedError
+    from thinwire.run.signals import StoppedError
 
     ways = found.search.fastest[: config.verify]
     contestants = [contestant(number, way, found) for number, way in enumerate(ways, 1)]

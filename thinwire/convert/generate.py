@@ -17,7 +17,7 @@ from thinwire.data import Tokenizer, load_tokenizer, printable
 from thinwire.errors import ConfigError
 from thinwire.models import build_model, generate_tokens
 from thinwire.models.hf import refuse_pickles
-from thinwire.training.run_dir import RunDir
+from thinwire.run.run_dir import RunDir
 
 # A decoder's output for the first bytes of an incomplete character.
 BROKEN = "\ufffd"

@@ -17,9 +17,9 @@ from thinwire.methods.outer.parameters import parameters_in
 from thinwire.models import build_model
 from thinwire.models.kept import whole
 from thinwire.options import model_table
-from thinwire.training.config import TrainConfig
-from thinwire.training.run_dir import RunDir
-from thinwire.training.settings import read_toml
+from thinwire.run.config import TrainConfig
+from thinwire.run.run_dir import RunDir
+from thinwire.run.settings import read_toml
 
 
 @dataclass(frozen=True)

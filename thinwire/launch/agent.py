@@ -30,9 +30,9 @@ from thinwire.launch.fork_server import ForkServer
 from thinwire.launch.machine import free_port
 from thinwire.launch.start import Start
 from thinwire.methods.pipeline.recover import FEWEST_STAGES
-from thinwire.training.config import TrainConfig
-from thinwire.training.run_dir import RunDir
-from thinwire.training.signals import STOPPING, StoppedError
+from thinwire.run.config import TrainConfig
+from thinwire.run.run_dir import RunDir
+from thinwire.run.signals import STOPPING, StoppedError
 
 LOOPBACK = "127.0.0.1"
 LOOK_EVERY_S = 0.2

@@ -121,10 +121,10 @@ def measure(config: CalibrateConfig) -> int:
     import thinwire.launch.preload  # noqa: F401
     from thinwire.calibration import calibrate
     from thinwire.calibration.machine import CODECS
+    from thinwire.calibration.reach import all_on_this_machine
     from thinwire.collectives import Communicator
     from thinwire.launch.machine import threads_per_worker
     from thinwire.models.llama import PRESETS as SIZES
-    from thinwire.training.advice import all_on_this_machine
 
     threads, why = threads_per_worker(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     torch.set_num_threads(threads)

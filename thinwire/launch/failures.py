@@ -14,7 +14,7 @@ from thinwire.collectives import faults
 from thinwire.errors import ConfigError, ThinwireError, UnsavedError
 from thinwire.methods.memory.units import read_bytes
 from thinwire.report.metrics import read_metrics
-from thinwire.training.run_dir import RunDir
+from thinwire.run.run_dir import RunDir
 
 # Half of the time that torchrun's agent gives workers between asking them to end and killing them.
 AGENT_PATIENCE_S = 15

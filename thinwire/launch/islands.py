@@ -23,12 +23,12 @@ from thinwire.errors import ConfigError, Problems, ThinwireError, UnsavedError
 from thinwire.launch.agent import await_node_0, run_workers
 from thinwire.launch.fork_server import Forked, ForkServer
 from thinwire.launch.start import Start
-from thinwire.training.config import TrainConfig
-from thinwire.training.place import IslandPlace
-from thinwire.training.run import island_size
-from thinwire.training.run_dir import RunDir
-from thinwire.training.settings import read_toml, to_toml
-from thinwire.training.signals import STOPPING, StoppedError
+from thinwire.run.config import TrainConfig
+from thinwire.run.place import IslandPlace
+from thinwire.run.run import island_size
+from thinwire.run.run_dir import RunDir
+from thinwire.run.settings import read_toml, to_toml
+from thinwire.run.signals import STOPPING, StoppedError
 
 POLL_S = 0.1
 CONNECT_S = 5.0

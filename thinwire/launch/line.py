@@ -12,8 +12,8 @@ import tyro
 
 from thinwire.errors import ConfigError, Problems
 from thinwire.flags import CommandLine, Stated
-from thinwire.training.config import TrainConfig
-from thinwire.training.run_dir import RunDir
+from thinwire.run.config import TrainConfig
+from thinwire.run.run_dir import RunDir
 
 # The flags under their titles in --help; the first are those that most runs need.
 GROUPS = {
@@ -71,7 +71,7 @@ def read_config(args: Sequence[str], problems: Problems) -> TrainConfig:
 def configured(stated: Stated, problems: Problems) -> TrainConfig:
     """The same from the values that the command line states."""
     # It knows the strategies, and with them torch, for which --help does not wait.
-    from thinwire.training.settings import check_length, read_toml
+    from thinwire.run.settings import check_length, read_toml
 
     tables = dict(stated)
     flags = tables.pop("")

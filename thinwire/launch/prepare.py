@@ -50,16 +50,16 @@ from thinwire.registry import check_on_mesh
 from thinwire.report.metrics import read_metrics
 from thinwire.report.progress import Progress
 from thinwire.report.trackers import check_trackers
+from thinwire.run.config import FIXED_ON_RESUME, TrainConfig, derive, range_errors, with_derived
+from thinwire.run.effects import batch_row, late_rows, pipeline_rows, resume_rows, unused_rows
+from thinwire.run.residency import resolved
+from thinwire.run.run import Run, island_size, tables_in_effect, tokens_of
+from thinwire.run.run_dir import RunDir
+from thinwire.run.settings import parse_toml, read_toml, to_toml
 from thinwire.table import Row
 from thinwire.tiers import check_folder
 from thinwire.training.clock import choose_model
-from thinwire.training.config import FIXED_ON_RESUME, TrainConfig, derive, range_errors, with_derived
-from thinwire.training.effects import batch_row, late_rows, pipeline_rows, resume_rows, unused_rows
 from thinwire.training.planned import read_plan
-from thinwire.training.residency import resolved
-from thinwire.training.run import Run, island_size, tables_in_effect, tokens_of
-from thinwire.training.run_dir import RunDir
-from thinwire.training.settings import parse_toml, read_toml, to_toml
 
 
 def check(config: TrainConfig, problems: Problems) -> Run | None:

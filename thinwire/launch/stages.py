@@ -23,11 +23,11 @@ from thinwire.launch.agent import LOOPBACK, await_node_0, passing_on
 from thinwire.launch.failures import failure
 from thinwire.launch.fork_server import Forked, ForkServer
 from thinwire.launch.start import Start
-from thinwire.training.config import TrainConfig
-from thinwire.training.place import ProcessPlace
-from thinwire.training.run_dir import RunDir
-from thinwire.training.settings import to_toml
-from thinwire.training.signals import STOPPING, StoppedError
+from thinwire.run.config import TrainConfig
+from thinwire.run.place import ProcessPlace
+from thinwire.run.run_dir import RunDir
+from thinwire.run.settings import to_toml
+from thinwire.run.signals import STOPPING, StoppedError
 
 POLL_S = 0.1
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 
+from thinwire.run.place import IslandPlace
 from thinwire.table import Row
-from thinwire.training.place import IslandPlace
 
 
 @dataclass(frozen=True)

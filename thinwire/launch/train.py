@@ -17,9 +17,9 @@ from thinwire.launch.prepare import dry_run, of_other_rank, prepare
 from thinwire.launch.stages import launch_stages, watch_stage
 from thinwire.launch.start import Start
 from thinwire.launch.worker import exit_after
-from thinwire.training.config import TrainConfig
-from thinwire.training.place import ProcessPlace
-from thinwire.training.run import Run, recovers
+from thinwire.run.config import TrainConfig
+from thinwire.run.place import ProcessPlace
+from thinwire.run.run import Run, recovers
 
 
 def train(stated: Stated, problems: Problems) -> int:

@@ -27,15 +27,15 @@ from thinwire.errors import PeerLostError, Problems, ThinwireError
 from thinwire.hosts.offload.room import give_pages_back, small_stacks
 from thinwire.launch.machine import threads_per_worker
 from thinwire.launch.start import Start
+from thinwire.run.config import with_derived
+from thinwire.run.effects import late_rows
+from thinwire.run.place import IslandPlace, ProcessPlace
+from thinwire.run.run import Run, island_size
+from thinwire.run.run_dir import RunDir
+from thinwire.run.settings import parse_toml, read_toml, to_toml
+from thinwire.run.signals import StopFlag
 from thinwire.training.clock import fix_steps
-from thinwire.training.config import with_derived
-from thinwire.training.effects import late_rows
-from thinwire.training.place import IslandPlace, ProcessPlace
 from thinwire.training.recovery import Survivor
-from thinwire.training.run import Run, island_size
-from thinwire.training.run_dir import RunDir
-from thinwire.training.settings import parse_toml, read_toml, to_toml
-from thinwire.training.signals import StopFlag
 from thinwire.training.trainer import Trainer
 
 # Losses without a step between them after which a stage gives up.

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from thinwire.calibration.work import pass_seconds
 from thinwire.collectives import Communicator, Mailbox
 from thinwire.collectives.store_gather import of_all_ranks, told_by_first
 from thinwire.data import load_tokenizer
@@ -23,11 +24,10 @@ from thinwire.planner.options import AUTO, ExplainConfig
 from thinwire.planner.search import Search
 from thinwire.planner.stages import Grid
 from thinwire.report.units import bytes_text, seconds_text, short
+from thinwire.run.config import TrainConfig, derive
+from thinwire.run.effects import batch_row, pipeline_rows, unused_rows
+from thinwire.run.run import Run
 from thinwire.table import Row
-from thinwire.training.clock import pass_seconds
-from thinwire.training.config import TrainConfig, derive
-from thinwire.training.effects import batch_row, pipeline_rows, unused_rows
-from thinwire.training.run import Run
 
 # Of the model that is timed: its ends weigh about as much as in a stage.
 TIMED_LAYERS = 2

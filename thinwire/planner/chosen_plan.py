@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from thinwire.calibration import calibrate
+from thinwire.calibration.reach import all_on_this_machine
 from thinwire.collectives import Communicator
 from thinwire.collectives.groups import forget_groups
 from thinwire.collectives.store_gather import told_by_first
@@ -23,13 +24,12 @@ from thinwire.models import Llama, build_skeleton
 from thinwire.options import CHOSEN_FROM, PIPELINE, model_table
 from thinwire.planner.plan import Plan, make, plan
 from thinwire.report.units import seconds_text
+from thinwire.run.config import TrainConfig, derive
+from thinwire.run.effects import batch_row, pipeline_rows
+from thinwire.run.place import ProcessPlace
+from thinwire.run.run import Run
+from thinwire.run.run_dir import RunDir
 from thinwire.table import Row
-from thinwire.training.advice import all_on_this_machine
-from thinwire.training.config import TrainConfig, derive
-from thinwire.training.effects import batch_row, pipeline_rows
-from thinwire.training.place import ProcessPlace
-from thinwire.training.run import Run
-from thinwire.training.run_dir import RunDir
 
 
 def plan_run(run: Run, place: ProcessPlace, store: dist.Store, dtype: str | None, number: int) -> tuple[Run, list[Row]]:

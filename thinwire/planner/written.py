@@ -11,12 +11,13 @@ from rich.console import Console
 from thinwire.cost import Machine
 from thinwire.data import load_tokenizer
 from thinwire.errors import ConfigError, Problems, nearest
-from thinwire.options import CHOSEN_FROM, PIPELINE
+from thinwire.models import build_skeleton
+from thinwire.options import CHOSEN_FROM, PIPELINE, model_table
 from thinwire.planner.plan import Plan, plan
 from thinwire.planner.plan_options import PlanConfig, read_bytes
 from thinwire.planner.table import PLAIN_WIDTH, ranking, reasons_of
-from thinwire.training.config import TrainConfig
-from thinwire.training.settings import to_toml
+from thinwire.run.config import TrainConfig
+from thinwire.run.settings import to_toml
 
 SEQUENCES = 8
 
@@ -45,6 +46,9 @@ def made_plan(config: PlanConfig, problems: Problems) -> Plan:
         problems.messages.append("--trace and --verify: the way that is written may be another; leave one of both out")
     if not out.absolute().parent.is_dir():
         problems.messages.append(f"--out {config.out}: its folder does not exist")
+    with problems.collect():
+        table = config.tables.get(model_table(config.model) or "", {})
+        build_skeleton(config.model, load_tokenizer(config.tokenizer).vocab_size, config.seq_len, table)
     problems.raise_any()
     assert machine is not None
     tokens = config.tokens_per_step or SEQUENCES * config.seq_len * machine.num_ranks

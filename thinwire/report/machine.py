@@ -6,7 +6,10 @@ import os
 import platform
 import resource
 import sys
+from importlib.metadata import version
 from pathlib import Path
+
+from thinwire import __version__
 
 
 def machine() -> dict[str, str | int]:
@@ -33,3 +36,14 @@ def peak_rss_bytes() -> int:
         return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def versions() -> dict[str, str]:
+    """Versions of what the numbers depend on."""
+    return {
+        "thinwire": __version__,
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "numpy": version("numpy"),
+        "numba": version("numba"),
+    }

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import time
 from collections.abc import Iterator
-from ipaddress import ip_address
 
 import torch
 
 from thinwire.calibration import matrix_flops
+from thinwire.calibration.reach import all_on_this_machine
 from thinwire.collectives import Communicator
 from thinwire.device import Device
 from thinwire.hosts.interface import ParallelOptimizer
@@ -37,16 +35,6 @@ def link_rate(comm: Communicator) -> float:
         if float(took_s.max()) > PROBE_S or num_bytes >= MAX_PROBE_BYTES:
             return 8 * message.numel() * peers / float(took_s.max())
         num_bytes *= 4
-
-
-def all_on_this_machine(world_size: int) -> bool:
-    """Whether the ranks are this machine's own workers, or meet at a loopback address, which others can't reach."""
-    if int(os.environ.get("LOCAL_WORLD_SIZE", "0")) >= world_size:
-        return True
-    try:
-        return ip_address(socket.gethostbyname(os.environ.get("MASTER_ADDR", ""))).is_loopback
-    except (OSError, ValueError):
-        return False
 
 
 def advise(

@@ -20,10 +20,10 @@ from thinwire.checkpoint import CheckpointError, all_of, choose, latest, step_of
 from thinwire.collectives.elastic import BEGUN, PATIENCE_S
 from thinwire.collectives.store_gather import of_all_ranks, told_by_first
 from thinwire.errors import ConfigError, ThinwireError
+from thinwire.run.config import PER_MACHINE, TrainConfig
+from thinwire.run.place import IslandPlace
+from thinwire.run.run import tables_in_effect
 from thinwire.table import Row
-from thinwire.training.config import PER_MACHINE, TrainConfig
-from thinwire.training.place import IslandPlace
-from thinwire.training.run import tables_in_effect
 
 Gather = Callable[[Any], list[Any]]
 

@@ -12,18 +12,19 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from thinwire.calibration.work import pass_seconds
 from thinwire.collectives.store_gather import told_by_first
 from thinwire.data.loader import count_sequences
 from thinwire.device import Device
 from thinwire.errors import ConfigError
 from thinwire.models import build_model, generate
 from thinwire.report.machine import num_cores
+from thinwire.run.config import TrainConfig, derive, with_derived
+from thinwire.run.effects import Row
+from thinwire.run.place import ProcessPlace
+from thinwire.run.run import Run
 from thinwire.training.agreement import agree
-from thinwire.training.config import TrainConfig, derive, with_derived
-from thinwire.training.effects import Row
 from thinwire.training.engine import Corpus, Engine
-from thinwire.training.place import ProcessPlace
-from thinwire.training.run import Run
 
 # What of the time left is planned for: a machine may slow down.
 PLANNED = 0.9
@@ -146,17 +147,3 @@ def choose_model(config: TrainConfig, threads: int, dtype: str, vocab_size: int)
     if steps >= ENOUGH_STEPS:
         return LARGE, why
     return SMALL, f"{why}; with fewer than {ENOUGH_STEPS} the smaller model learns more"
-
-
-def pass_seconds(model: torch.nn.Module, num_sequences: int, seq_len: int, dtype: str, device: Device) -> float:
-    """Seconds of one forward and backward, the second of two."""
-    (tokens,) = device.take([torch.zeros(num_sequences, seq_len, dtype=torch.int64)])
-    seconds = 0.0
-    for _ in range(2):
-        start = time.perf_counter()
-        with device.autocast(dtype):
-            loss = model(tokens, tokens)
-        loss.backward()
-        device.synchronize()
-        seconds = time.perf_counter() - start
-    return seconds

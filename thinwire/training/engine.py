@@ -39,10 +39,10 @@ from thinwire.models.moe import MoELlama
 from thinwire.models.tensor import cut_over
 from thinwire.optim import NAMED, make_optimizer
 from thinwire.options import model_table
-from thinwire.training.config import PER_MACHINE, TrainConfig, derive
-from thinwire.training.place import ProcessPlace
-from thinwire.training.residency import resolved
-from thinwire.training.run import Run, tokens_of
+from thinwire.run.config import PER_MACHINE, TrainConfig, derive
+from thinwire.run.place import ProcessPlace
+from thinwire.run.residency import resolved
+from thinwire.run.run import Run, tokens_of
 
 # Of torch.compile.
 COMPILER = "inductor"

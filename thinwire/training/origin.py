@@ -12,9 +12,9 @@ from thinwire.checkpoint import WEIGHTS, CheckpointError, Piece, Source, latest,
 from thinwire.checkpoint.folder import Manifest, verified_at
 from thinwire.collectives.store_gather import told_by_first
 from thinwire.hosts.interface import ParallelOptimizer
+from thinwire.run.place import IslandPlace
+from thinwire.run.run_dir import RunDir
 from thinwire.table import Row
-from thinwire.training.place import IslandPlace
-from thinwire.training.run_dir import RunDir
 
 # Of a checkpoint's manifest: how many islands trained together; 1 where none did.
 ISLANDS = "islands"

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.calibration import measured_rates
+from thinwire.calibration.reach import all_on_this_machine
 from thinwire.collectives import Communicator
 from thinwire.errors import ConfigError
-from thinwire.training.advice import all_on_this_machine
-from thinwire.training.config import TrainConfig
-from thinwire.training.run_dir import RunDir
+from thinwire.run.config import TrainConfig
+from thinwire.run.run_dir import RunDir
 
 # A rate that is so many times as high or as low as planned is another one.
 DRIFT = 1.5

@@ -11,8 +11,8 @@ import torch
 
 from thinwire.checkpoint import Source
 from thinwire.errors import ThinwireError
+from thinwire.run.config import Batch
 from thinwire.table import Row
-from thinwire.training.config import Batch
 
 # Below one bit of fp32 in the loss of one of eight ranks.
 SAME_BITS = 1e-9

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import json
 import math
-import platform
 from collections.abc import Sequence
 from dataclasses import asdict
-from importlib.metadata import version
 from statistics import fmean, median
 from typing import Any
 
-import torch
-
-import thinwire
 from thinwire.data import printable
 from thinwire.errors import UnsavedError
 from thinwire.options import has_islands
 from thinwire.report import write_report
+from thinwire.report.machine import versions
 from thinwire.report.metrics import MembershipEvent, MetricsWriter, StepMetrics, medians
 from thinwire.report.progress import Progress
 from thinwire.report.trackers import open_trackers
+from thinwire.run.config import TrainConfig
+from thinwire.run.run_dir import RunDir
 from thinwire.table import Row
-from thinwire.training.config import TrainConfig
-from thinwire.training.run_dir import RunDir
 
 
 class Reporter:
@@ -173,14 +169,3 @@ class Reporter:
             self.metrics.close()
         except OSError as error:
             self.progress.warn(f"{self.run_dir.metrics} lacks the last lines: {error.strerror}")
-
-
-def versions() -> dict[str, str]:
-    """Versions of what the numbers depend on."""
-    return {
-        "thinwire": thinwire.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": version("numpy"),
-        "numba": version("numba"),
-    }

@@ -24,9 +24,14 @@ from thinwire.methods.sequence import Shape
 from thinwire.methods.sequence.traffic import most_sent
 from thinwire.models.moe import MoELlama
 from thinwire.optim.schedule import lr_at
-from thinwire.report.machine import peak_rss_bytes
+from thinwire.report.machine import peak_rss_bytes, versions
 from thinwire.report.metrics import MembershipEvent, StepMetrics
 from thinwire.report.progress import Progress
+from thinwire.run.place import ProcessPlace
+from thinwire.run.run import Run
+from thinwire.run.run_dir import RunDir
+from thinwire.run.settings import to_toml
+from thinwire.run.signals import StopFlag
 from thinwire.state.watchdog import Watchdog
 from thinwire.table import Row
 from thinwire.tiers import TierReading
@@ -34,15 +39,10 @@ from thinwire.training.advice import advise
 from thinwire.training.agreement import agree, agree_on_start, max_over_ranks
 from thinwire.training.engine import Corpus, Engine
 from thinwire.training.origin import ISLANDS, Origin, folder_to_read, is_verified, leave_islands, num_islands
-from thinwire.training.place import ProcessPlace
 from thinwire.training.planned import Planned
 from thinwire.training.proof import Proof, circumstances
 from thinwire.training.recovery import Reunion, StepStart, Survivor, fallback
-from thinwire.training.reporter import Reporter, versions
-from thinwire.training.run import Run
-from thinwire.training.run_dir import RunDir
-from thinwire.training.settings import to_toml
-from thinwire.training.signals import StopFlag
+from thinwire.training.reporter import Reporter
 
 
 class Trainer:

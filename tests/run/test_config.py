@@ -5,15 +5,7 @@ from dataclasses import fields, replace
 import pytest
 
 from thinwire.errors import ConfigError
-from thinwire.training.config import (
-    DEFAULTS,
-    FIXED_ON_RESUME,
-    PER_MACHINE,
-    TrainConfig,
-    derive,
-    range_errors,
-    with_derived,
-)
+from thinwire.run.config import DEFAULTS, FIXED_ON_RESUME, PER_MACHINE, TrainConfig, derive, range_errors, with_derived
 
 
 @pytest.mark.parametrize(

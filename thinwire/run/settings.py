@@ -11,8 +11,8 @@ from typing import Any
 
 from thinwire.errors import ConfigError, Problems, nearest
 from thinwire.options import checked_values, option_tables
-from thinwire.training.config import NOT_WRITTEN, TrainConfig
-from thinwire.training.run import tables_in_effect
+from thinwire.run.config import NOT_WRITTEN, TrainConfig
+from thinwire.run.run import tables_in_effect
 
 
 def check_length(stated: Mapping[str, Any], note: str, problems: Problems) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from thinwire.codecs import Codec
 from thinwire.data import TokenFile, Tokenizer, prepare
-from thinwire.errors import ConfigError, nearest, nearest_divisor
+from thinwire.errors import ConfigError, Problems, nearest, nearest_divisor
 from thinwire.methods.experts import ExpertParallel
 from thinwire.methods.interface import Method
 from thinwire.methods.memory import Residency
@@ -27,10 +27,11 @@ from thinwire.options import (
     SEQUENCE,
     build_strategy,
     has_islands,
+    made,
     model_table,
     used_tables,
 )
-from thinwire.training.config import DEFAULTS, TrainConfig
+from thinwire.run.config import DEFAULTS, TrainConfig
 
 
 @dataclass(frozen=True)
@@ -53,42 +54,35 @@ class Run:
     def of(cls, config: TrainConfig) -> Run:
         """Build the strategy, and take the optimizer of its choice where none is stated.
 
-        Raises ConfigError for an unknown name, a refused option, or an optimizer that the strategy can't drive.
+        Raises ConfigError, with all that is wrong, for an unknown name, refused options, or an optimizer that the
+        strategy can't drive.
         """
+        problems, tables = Problems(), tables_in_effect(config)
         # What the ranks choose later is built then; all that is checked before holds for any.
         asked = DEFAULTS.strategy if config.is_planned_late else config.strategy
-        strategy = build_strategy(
-            asked, config.tables, inner=config.inner, num_steps=config.steps,
-            num_warmup_steps=config.num_warmup_steps,
-        )  # fmt: skip
-        pipeline = None
-        if PIPELINE in tables_in_effect(config) and not config.is_planned_late:
-            pipeline = Pipeline(**config.tables.get(PIPELINE, {}))
-        sequence = None
-        if SEQUENCE in tables_in_effect(config):
+        strategy: Method | None = None
+        with problems.collect():
+            strategy = build_strategy(
+                asked, config.tables, inner=config.inner, num_steps=config.steps,
+                num_warmup_steps=config.num_warmup_steps,
+            )  # fmt: skip
+        pipeline = sequence = experts = None
+        if PIPELINE in tables and not config.is_planned_late:
+            pipeline = problems.note(made, Pipeline, config.tables.get(PIPELINE, {}))
+        if SEQUENCE in tables:
             ranks = config.mesh_shape.sequence
-            sequence = SequenceParallel(**{**config.tables.get(SEQUENCE, {}), "parallel": ranks})
-        experts = None
-        if EXPERTS in tables_in_effect(config):
+            options = {**config.tables.get(SEQUENCE, {}), "parallel": ranks}
+            sequence = problems.note(made, SequenceParallel, options)
+        if EXPERTS in tables:
             stated = config.tables.get(EXPERTS, {})
             # Until the ranks choose how many of them hold the experts, the fewest that can.
             ranks = stated.get("slices", 1) if config.chooses_experts else config.mesh_shape.expert
-            experts = ExpertParallel(**{**stated, "parallel": ranks})
-        name = config.optimizer or strategy.optimizers[0]
-        if name not in OPTIMIZERS:
-            raise ConfigError(f"--optimizer {name}: no such optimizer{nearest(name, strategy.optimizers)}")
-        if name not in strategy.optimizers:
-            raise ConfigError(
-                f"--optimizer {name} does not fit strategy {strategy.name}, which {strategy.optimizers_reason}"
-                f"{nearest(name, strategy.optimizers)}"
-            )
-        if name in WHOLE and name not in MESHED and config.mesh_shape.tensor > 1:
-            raise ConfigError(
-                f"--optimizer {name} needs whole tensors, which --mesh {config.mesh} cuts{nearest(name, MESHED)}"
-            )
-        if name in WHOLE and experts is not None and experts.slices > 1:
-            raise ConfigError(f"--optimizer {name} needs whole matrices, which --experts.slices {experts.slices} cuts")
-        return cls(replace(config, optimizer=name), strategy, pipeline, sequence, experts, residency_of(config))
+            experts = problems.note(made, ExpertParallel, {**stated, "parallel": ranks})
+        residency = problems.note(residency_of, config)
+        name = problems.note(optimizer_of, config, strategy, experts)
+        problems.raise_any()
+        assert strategy is not None
+        return cls(replace(config, optimizer=name), strategy, pipeline, sequence, experts, residency)
 
     def but(self, **changes: object) -> Run:
         """The same run where these values, on which no strategy depends, are others."""
@@ -128,6 +122,29 @@ def tokens_of(config: TrainConfig, tokenizer: Tokenizer, data: str | None = None
     return prepare(data or config.data, tokenizer, text_field=config.text_field, cache_dir=cache_dir)
 
 
+def optimizer_of(config: TrainConfig, strategy: Method | None, experts: ExpertParallel | None) -> str:
+    """The name of the optimizer in effect: the stated one, or the strategy's choice.
+
+    strategy: None where it can't be built. Raises ConfigError for an optimizer that strategy, mesh or experts refuse.
+    """
+    fitting = OPTIMIZERS if strategy is None else strategy.optimizers
+    name = config.optimizer or next(iter(fitting))
+    if name not in OPTIMIZERS:
+        raise ConfigError(f"--optimizer {name}: no such optimizer{nearest(name, fitting)}")
+    if strategy is not None and name not in fitting:
+        raise ConfigError(
+            f"--optimizer {name} does not fit strategy {strategy.name}, which {strategy.optimizers_reason}"
+            f"{nearest(name, fitting)}"
+        )
+    if name in WHOLE and name not in MESHED and config.mesh_shape.tensor > 1:
+        raise ConfigError(
+            f"--optimizer {name} needs whole tensors, which --mesh {config.mesh} cuts{nearest(name, MESHED)}"
+        )
+    if name in WHOLE and experts is not None and experts.slices > 1:
+        raise ConfigError(f"--optimizer {name} needs whole matrices, which --experts.slices {experts.slices} cuts")
+    return name
+
+
 def recovers(config: TrainConfig) -> bool:
     """Whether a run goes on after the loss of a stage."""
     return PIPELINE in tables_in_effect(config) and config.tables.get(PIPELINE, {}).get("recover", NONE) != NONE
@@ -159,7 +176,7 @@ def residency_of(config: TrainConfig) -> Residency | None:
         if stated is not None and other not in (None, stated):
             raise ConfigError(f"--{name} {stated} and --residency.{name} {other}: give one of them")
         options[name] = stated or other
-    return Residency(**{**options, "store": options["store"] or str(Path(config.run_dir) / "store")})
+    return made(Residency, {**options, "store": options["store"] or str(Path(config.run_dir) / "store")})
 
 
 def island_size(config: TrainConfig) -> int:

@@ -8,9 +8,9 @@ from dataclasses import fields
 from thinwire.flags import flag
 from thinwire.methods.pipeline import Costs, simulate
 from thinwire.options import EXPERTS, LAYOUT_TABLES, LLAMA, MOE, PIPELINE, SEQUENCE
+from thinwire.run.config import DEFAULTS, FIXED_ON_RESUME, NOT_WRITTEN, Batch, TrainConfig
+from thinwire.run.run import Run
 from thinwire.table import Row
-from thinwire.training.config import DEFAULTS, FIXED_ON_RESUME, NOT_WRITTEN, Batch, TrainConfig
-from thinwire.training.run import Run
 
 NONE = "no effect"
 # Of a pipeline's step; beyond it the table gives advice.

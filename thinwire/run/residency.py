@@ -10,8 +10,8 @@ from thinwire.hosts.offload.activations import kept_bytes, with_loss
 from thinwire.methods.memory import Floor, Residency, settled
 from thinwire.methods.sharded import ShardedMethod
 from thinwire.models.llama import Llama
-from thinwire.training.config import derive
-from thinwire.training.run import Run
+from thinwire.run.config import derive
+from thinwire.run.run import Run
 
 
 def resolved(run: Run, skeleton: nn.Module) -> tuple[Residency, Floor]:

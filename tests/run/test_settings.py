@@ -8,9 +8,9 @@ import pytest
 from thinwire.errors import ConfigError, Problems
 from thinwire.launch.line import read_config
 from thinwire.methods.data.sdp4bit import SDP4Bit
-from thinwire.training.config import TrainConfig
-from thinwire.training.run import Run
-from thinwire.training.settings import to_toml
+from thinwire.run.config import TrainConfig
+from thinwire.run.run import Run
+from thinwire.run.settings import to_toml
 
 
 def read(*args: str) -> TrainConfig:

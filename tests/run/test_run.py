@@ -11,10 +11,10 @@ from tests.workers import run_workers
 from thinwire import DDP, SDP4Bit
 from thinwire.errors import ConfigError
 from thinwire.methods.islands.diloco import DiLoCo
-from thinwire.training.config import TrainConfig, with_derived
-from thinwire.training.place import ProcessPlace
-from thinwire.training.run import Run
-from thinwire.training.signals import StopFlag
+from thinwire.run.config import TrainConfig, with_derived
+from thinwire.run.place import ProcessPlace
+from thinwire.run.run import Run
+from thinwire.run.signals import StopFlag
 from thinwire.training.trainer import Trainer
 
 

@@ -26,9 +26,9 @@ from thinwire.methods.data.fsdp import FSDP
 from thinwire.methods.sums import planned_with
 from thinwire.optim import SummingOptimizer
 from thinwire.optim.apollo import MOMENTS
-from thinwire.training.config import TrainConfig
+from thinwire.run.config import TrainConfig
+from thinwire.run.run import Run
 from thinwire.training.engine import build_optimizer
-from thinwire.training.run import Run
 
 # Channels are columns, rows and rows; four ranks cut each, in their rows too.
 SHAPES = {"wide": (24, 50), "tall": (50, 24), "square": (20, 20), "table": (37, 24), "bias": (24,)}

@@ -42,8 +42,8 @@ from thinwire.planner.stages import Grid, Stages, stages_of
 from thinwire.registry import STRATEGIES, check_on_mesh
 from thinwire.report.frontier import recommended
 from thinwire.report.units import bytes_text, percent_text, seconds_text, short
+from thinwire.run.optimizer import optimizer_over
 from thinwire.table import Row
-from thinwire.training.engine import optimizer_over
 
 NUM_LAYERS, WIDTH = 32, 1024
 # Why a strategy computes more.

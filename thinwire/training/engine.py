@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,7 +21,6 @@ from thinwire.collectives import ElasticPeers, Peers
 from thinwire.compose import parallelize
 from thinwire.data import BatchLoader, Tokenizer, heldout_batches, load_tokenizer
 from thinwire.device import Device
-from thinwire.errors import ConfigError
 from thinwire.hosts.offload.hollow import hollow
 from thinwire.hosts.pipeline.stage import LastLogits
 from thinwire.layout.layers import layers_of
@@ -37,9 +35,9 @@ from thinwire.models.distil import Distillation
 from thinwire.models.llama import Llama
 from thinwire.models.moe import MoELlama
 from thinwire.models.tensor import cut_over
-from thinwire.optim import NAMED, make_optimizer
 from thinwire.options import model_table
 from thinwire.run.config import PER_MACHINE, TrainConfig, derive
+from thinwire.run.optimizer import optimizer_over
 from thinwire.run.place import ProcessPlace
 from thinwire.run.residency import resolved
 from thinwire.run.run import Run, tokens_of
@@ -306,34 +304,6 @@ def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimi
     """The optimizer over all trainable parameters; see `optimizer_over`."""
     assert config.optimizer is not None, "resolved by Run.of"
     return optimizer_over(config.optimizer, model, config.lr, config.weight_decay, config.seed)
-
-
-def optimizer_over(name: str, model: nn.Module, lr: float, weight_decay: float, seed: int) -> torch.optim.Optimizer:
-    """The optimizer `name` over all trainable parameters; those with fewer than two dimensions do not decay.
-
-    Muon makes the matrices of layers orthogonal, and Apollo projects them; what lies in no layer, embeddings and heads,
-    has rows that are tokens. seed: of projections. Raises ConfigError for a model without layers that needs some.
-    """
-    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
-    matrices, vectors = ([n for n, p in trained.items() if (p.dim() >= 2) == wide] for wide in (True, False))
-    decay = {"weight_decay": weight_decay}
-    layers = set(layers_of(model))
-    inside = {param for layer in layers for param in layer.parameters()}
-    groups: list[dict[str, Any]] = [{"params": matrices, **decay}, {"params": vectors, "weight_decay": 0.0}]
-    if name == "muon":
-        groups[:1] = [
-            {"params": [n for n in matrices if (trained[n] in inside) == orthogonal], **decay, "orthogonal": orthogonal}
-            for orthogonal in (True, False)
-        ]
-    options: dict[str, Any] = {}
-    if name in NAMED:
-        paths = [path for path, module in model.named_modules() if module in layers]
-        if not paths:
-            raise ConfigError(f"--optimizer {name}: the model has no layers, in a ModuleList; nearest: adamw")
-        options = {"matrices": "|".join(rf"^{re.escape(path)}\." for path in paths), "seed": seed}
-    for group in groups:
-        group["params"] = [(n, trained[n]) if name in NAMED else trained[n] for n in group["params"]]
-    return make_optimizer(name, [group for group in groups if group["params"]], lr, **options)
 
 
 def untrained(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

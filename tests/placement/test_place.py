@@ -66,10 +66,10 @@ def test_a_plan_is_simulated_as_it_was_made_and_travels_as_numbers() -> None:
     # The outputs go to all ranks, which the schedule leaves out.
     assert placement.schedule.makespan_s <= placement.step_s < placement.schedule.makespan_s + 1e-3
     assert placement.step_s < placement.alone_s
-    sent = [task for task in placement.timeline.graph.tasks if isinstance(task.does, Message)]
     for rank in range(2):
-        promised = placement.routes.sent_bytes(rank)
-        assert sum(task.does.num_bytes for task in sent if task.rank == rank) == promised > 0  # type: ignore[union-attr]
+        sent = placement.timeline.graph.sent(rank)
+        assert sum(sent.values()) == placement.routes.sent_bytes(rank) > 0
+        assert {operation for operation, _ in sent} == {"placement_forward", "placement_backward"}
     names = list(placement.homes)
     assert Plan.decoded(placement.plan.encoded(names), names) == placement.plan
     assert "units on 2 of 2 ranks" in placement.describe()[0][1]

@@ -120,7 +120,7 @@ def _copies(rank: int, world_size: int, name: str) -> dict[str, Any]:
     placement = thinwire.place(model, inputs, machine(2), "m-etf", seconds=seconds(model, inputs))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     own = placement.apply(optimizer, mesh["stage"], announce=False)
-    method = {"zero": thinwire.Zero(), "sdp4bit": thinwire.SDP4Bit()}[name]  # type: ignore[attr-defined]
+    method = {"zero": thinwire.Zero(), "sdp4bit": thinwire.SDP4Bit()}[name]
     model, sharded = thinwire.zero(model, optimizer, method, axis=own.axis(mesh), announce=False)
     norms, losses = [], []
     for step in range(STEPS):

@@ -206,7 +206,7 @@ def test_devices_take_the_ranks_between_which_links_are_fast() -> None:
     rates = [[10.0] * 3 for _ in range(3)]
     for a, b in ((0, 1), (1, 0)):
         rates[a][b] = 0.1
-    slow = Devices(Network((0, 1, 2), tuple(map(tuple, rates)), ((0.0,) * 3,) * 3), 8.0)
+    slow = Devices(Network((0, 1, 2), tuple(map(tuple, rates)), ((0.0,) * 3,) * 3), 20.0)
     made = replay(chain(4, permanent=4), slow, (0, 0, 1, 1))
     moved = on_ranks(made)
     best = min(

@@ -108,15 +108,14 @@ class _Rounds:
 
     def cut(self, node: fx.Node) -> Callable[[fx.Node], Any]:
         """The inputs of a node, with gradients of their own."""
-        own: dict[fx.Node, Any] = {}
 
-        def leaf(tensor: Tensor, needs_grad: bool) -> Tensor:
+        def leaf(tensor: Tensor) -> Tensor:
             tensor = tensor.detach()
-            return tensor.requires_grad_() if needs_grad and tensor.is_floating_point() else tensor
+            return tensor.requires_grad_() if tensor.is_floating_point() else tensor
 
+        own: dict[fx.Node, Any] = {}
         for source in node.all_input_nodes:
-            needs = self.needs_grad.get(source, False)
-            own[source] = mapped(self.values[source], lambda tensor, needs=needs: leaf(tensor, needs))
+            own[source] = mapped(self.values[source], leaf if self.needs_grad.get(source) else Tensor.detach)
         self.leaves = [tensor for value in own.values() for tensor in tensors_of(value) if tensor.requires_grad]
         return own.__getitem__
 

@@ -41,6 +41,9 @@ ROWS = {
     "kept": (4, f"--strategy sdp4bit --stages 2 {STILL}", "four"),
     "back": (2, f"--strategy zero --stages 1 {STILL}", "lossy"),
     "first": (2, f"--strategy zero --stages 2 --pipeline.head first --pipeline.plan fitted {STILL}", "lossy"),
+    "spread": (4, f"--strategy zero --stages 2 --pipeline.head spread --pipeline.plan 1f1b {EXACT}", "four"),
+    "spread-lossy": (4, f"--strategy sdp4bit --stages 2 --pipeline.head spread --pipeline.barriers 2 {STOP}", ""),
+    "spread-back": (2, f"--strategy zero --stages 1 {STILL}", "spread-lossy"),
     "tensor": (4, f"--strategy sdp4bit --stages 2 --tensor 2 {EXACT}", "four"),
     "tensor-still": (4, f"--strategy zero --stages 2 --tensor 2 {STILL}", "lossy"),
     "auto": (4, f"--strategy zero --stages auto {EXACT}", ""),
@@ -55,14 +58,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> RunsOfRanks:
 
 
 def test_stages_change_no_loss_and_no_norm(runs: RunsOfRanks) -> None:
-    for name in ("four", "zero", "ddp", "tensor"):
+    for name in ("four", "zero", "ddp", "tensor", "spread"):
         for step, found in runs[name]["steps"].items():
             for key in ("loss", "grad_norm"):
                 assert found[key] == pytest.approx(runs["alone"]["steps"][step][key], rel=2e-5), (name, step, key)
-    for name in ("zero", "ddp", "tensor"):
+    for name in ("zero", "ddp", "tensor", "spread"):
         assert runs[name]["heldout_loss"] == pytest.approx(runs["alone"]["heldout_loss"], rel=1e-5)
         assert "resume proven" in runs[name]["printed"]
-    assert runs["ddp"]["sample"] and runs["tensor"]["sample"]
+    assert all(runs[name]["sample"] for name in ("ddp", "tensor", "spread"))
     assert "parameters cut over 2 ranks" in runs["tensor"]["printed"]
 
 
@@ -86,6 +89,7 @@ def test_a_pipeline_goes_on_as_it_was(runs: RunsOfRanks) -> None:
         pytest.param("kept", "four", marks=pytest.mark.whole),
         ("back", "lossy"),
         ("first", "lossy"),
+        ("spread-back", "spread-lossy"),
         ("tensor-still", "lossy"),
     ],
 )
@@ -106,6 +110,14 @@ def test_what_a_run_says_of_its_pipeline(runs: RunsOfRanks) -> None:
     assert run["predicted_pipeline_s"] == last["predicted_pipeline_s"]
     # fp32 of whole models on 4 ranks.
     assert run["uncompressed_bytes_per_step"] == 6 * run["parameters"]
+
+
+def test_a_spread_head_with_codecs_learns_and_sends_what_was_promised(runs: RunsOfRanks) -> None:
+    spread, plain = runs["spread-lossy"], runs["lossy"]
+    assert "all stages, some rows on each, like the embedding; barriers: 2" in spread["printed"]
+    for step, found in spread["steps"].items():
+        assert found["loss"] == pytest.approx(plain["steps"][step]["loss"], rel=1e-2)
+    assert "tied weights" in plain["printed"] and "tied weights" not in spread["printed"]
 
 
 def test_stages_that_are_skipped_are_the_same_in_each_run(runs: RunsOfRanks) -> None:
@@ -150,6 +162,13 @@ def test_stages_that_are_skipped_are_the_same_in_each_run(runs: RunsOfRanks) -> 
         (("--stages", "auto", "--model", "moe-tiny"), "for presets such as demo, and not for moe-tiny"),
         (("--stages", "auto", "--strategy", "diloco"), "--stages auto: stages beside islands"),
         (("--stages", "auto", "--pipeline.recover", "average"), "--stages auto with recover: .* nearest: --stages 4"),
+        (("--stages", "2", "--pipeline.head", "spread", "--pipeline.plan", "gpipe"), "no place for its passes"),
+        (("--stages", "2", "--tensor", "2", "--pipeline.head", "spread"), "head 'spread' beside a tensor axis of 2"),
+        (
+            ("--stages", "2", "--strategy", "diloco", "--local-size", "2", "--pipeline.head", "spread"),
+            "head 'spread' inside of islands",
+        ),
+        (("--stages", "2", "--loss", "cut", "--pipeline.head", "spread"), "--loss cut with head 'spread'"),
         (("--stages", "4", "--pipeline.delta", "True", "--steps", "2"), "no sequence returns in 2 steps"),
     ],
 )

@@ -59,7 +59,8 @@ class Pipeline:
     stages, each some of the vocabulary's rows of head and embedding (plans fitted, 1f1b and v-half)."""
     barriers: Literal[1, 2] = 1
     """With head spread: how often all stages wait for each other between a micro-batch's last forward and its first
-    backward. With 1 each stage computes two products more, with 2 one more micro-batch is in flight."""
+    backward. With 1 the gradient is the difference of two products, with 2 one product, and one more micro-batch is in
+    flight."""
     skip: float = 0.0
     """Share of the stages that each micro-batch leaves out, such as 0.33, by SkipPipe (fitted plans, head 'first')."""
     recompute: Literal["never", "except-last", "always"] = "never"

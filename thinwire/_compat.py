@@ -92,6 +92,12 @@ def timeout_of(store: dist.Store) -> float:
     return seconds
 
 
+def is_of_gloo(error: BaseException) -> bool:
+    """Whether gloo has raised an error; torch gives most of them no type of their own."""
+    marks = ("gloo/", "Gloo ", "pair closure")
+    return isinstance(error, RuntimeError) and any(mark in str(error) for mark in marks)
+
+
 def place_in_file(file: str, offset: int, num_bytes: int) -> Any:
     """Where DCP's reader of files finds a tensor: in which file below its folder, from which byte on."""
     return filesystem._StorageInfo(file, offset, num_bytes)

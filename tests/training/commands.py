@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -85,11 +85,30 @@ class CommandRunner:
         return json.loads((self.folder / name / "summary.json").read_text())
 
     def await_steps(self, name: str, process: Started, num_steps: int = 3) -> None:
+        """Return when so many lines are in a run's metrics; see `await_that`."""
+        self.await_that(lambda: len(self.metrics(name)) >= num_steps, process)
+
+    def await_that(self, holds: Callable[[], bool], process: Started) -> None:
+        """Return when something holds; fails with all that the command and its workers have said if it ends before."""
         due = time.monotonic() + HANG_S
-        while len(self.metrics(name)) < num_steps:
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < due, "no step was taken"
+        while True:
+            is_over = process.poll() is not None or time.monotonic() > due
+            if holds():
+                return
+            if is_over:
+                raise AssertionError(self.told_by(process))
             time.sleep(0.1)
+
+    def told_by(self, process: Started) -> str:
+        """The exit code of a command, which is ended if it still runs, what it has printed, and its workers' logs."""
+        code = process.poll()
+        if code is None:
+            process.send_signal(signal.SIGKILL)
+        out, err = process.communicate()
+        logs = {str(path.relative_to(self.folder)): path.read_text() for path in sorted(self.folder.rglob("logs/*"))}
+        parts = {"stdout": out, "stderr": err, **logs}
+        told = [f"--- {name}\n{text[-8000:]}" for name, text in parts.items() if text]
+        return "\n".join([f"exit code {'none, it still ran' if code is None else code}", *told])
 
     def close(self) -> None:
         for process in self._started:

@@ -11,7 +11,9 @@ from thinwire.errors import PeerLostError, ThinwireError
 
 POLL_S = 0.05
 CURRENT = "thinwire/incarnation"
+BEGUN = "thinwire/incarnation/{}/begun"
 HERE = "thinwire/incarnation/{}/{}"
+WATCHED = "thinwire/watched/{}"
 OVER = "thinwire/over"
 
 
@@ -35,7 +37,7 @@ class Incarnations:
 
     Args:
         store: shared by all ranks. It must not be hosted by one of them.
-        timeout_s: how long a meeting waits for all ranks.
+        timeout_s: how long a meeting waits for a rank of which nobody says `watched`.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, timeout_s: float) -> None:
@@ -45,12 +47,14 @@ class Incarnations:
     def meet(self) -> dist.Store:
         """Wait until all ranks have come to the next incarnation. Return a store for it alone.
 
-        Raises PeerLostError with the ranks that have not come in time, or if `end` was called.
+        A rank may take its time for as long as its launcher says `watched`. Raises PeerLostError with the ranks of
+        which nothing was heard for the timeout, or if `end` was called.
         """
         self._ask()
-        due = time.monotonic() + self._timeout_s
+        heard: dict[int, tuple[int, float]] = {}
         while True:
             number = self._current()
+            self._store.set(BEGUN.format(number), "")
             self._store.set(HERE.format(number, self._rank), "")
             while self._current() == number:
                 ranks = range(self._world_size)
@@ -60,8 +64,13 @@ class Incarnations:
                     return dist.PrefixStore(f"thinwire/incarnation/{number}", self._store)
                 if self._store.check([OVER]):
                     raise PeerLostError(self._store.get(OVER).decode())
-                if time.monotonic() > due:
-                    names = ", ".join(map(str, silent))
+                now = time.monotonic()
+                for rank in silent:
+                    told = self._store.add(WATCHED.format(rank), 0)
+                    if heard.get(rank, (-1, now))[0] != told:
+                        heard[rank] = told, now
+                if gone := [rank for rank in silent if now > heard[rank][1] + self._timeout_s]:
+                    names = ", ".join(map(str, gone))
                     raise PeerLostError(f"rank {names} did not come back in {self._timeout_s:g} s")
                 time.sleep(POLL_S)
 
@@ -77,11 +86,17 @@ class Incarnations:
 
 
 def is_awaited(store: dist.Store, rank: int) -> tuple[int, bool]:
-    """The number of the newest incarnation, and whether a rank has not come to it yet."""
+    """The number of the newest incarnation, and whether a rank has not come to it while another waits there."""
     number = store.add(CURRENT, 0)
-    return number, not store.check([HERE.format(number, rank)])
+    return number, store.check([BEGUN.format(number)]) and not store.check([HERE.format(number, rank)])
+
+
+def watched(store: dist.Store, rank: int) -> None:
+    """Have those that wait for a rank go on to wait: it runs, and is ended and started again if it hangs."""
+    store.add(WATCHED.format(rank), 1)
 
 
 def end(store: dist.Store, why: str) -> None:
     """Have all ranks that wait for others give up: one of them does not come back."""
-    store.set(OVER, why)
+    # The first reason is the one to tell: the others fail because of it.
+    store.compare_set(OVER, "", why)

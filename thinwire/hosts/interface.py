@@ -208,6 +208,14 @@ class ParallelOptimizer:
         """Wait for all communication and give the process groups back."""
         self.ranks.close()
 
+    def break_off(self) -> None:
+        """Close all connections after a loss, here and on the peers. Only `state_dict` can be called afterwards.
+
+        Weights that were on their way, and have not all come, are as they were before.
+        """
+        for comm in dict.fromkeys([self.comm, self.everyone]):
+            comm.break_off()
+
     @property
     def position(self) -> int | None:
         """Steps that the islands have taken, counting this one if it missed none; None without other islands."""

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from thinwire.collectives import host_meeting
-from thinwire.collectives.incarnations import connect, end, is_awaited
+from thinwire.collectives.incarnations import connect, end, is_awaited, watched
 from thinwire.launch.agent import LOOPBACK, await_node_0, passing_on
 from thinwire.launch.failures import failure
 from thinwire.launch.fork_server import Forked, ForkServer
@@ -30,6 +30,10 @@ from thinwire.run.settings import to_toml
 from thinwire.run.signals import STOPPING, StoppedError
 
 POLL_S = 0.1
+WATCH_EVERY_S = 1.0
+# Of the timeout. A rank that lives may itself wait for one that is lost, for all of the timeout from the moment on at
+# which another has given up and come to the meeting.
+PATIENCE = 1.5
 
 
 def launch_stages(config: TrainConfig, start: Start, server: ForkServer) -> int:
@@ -61,7 +65,8 @@ def watch_stage(config: TrainConfig, start: Start, server: ForkServer, place: Pr
 class Watch:
     """The workers of one launcher. One that a signal has killed is started again, at most `config.restarts` times.
 
-    One that others wait for, and that does not come to their meeting in half of the timeout, has hung and is killed.
+    One that others wait for, and that does not come to their meeting in PATIENCE times the timeout, has hung and is
+    killed.
 
     store: in which the ranks meet, at `meet`. local_size: workers of this machine. logs: where workers write; None: to
     this process's output.
@@ -76,6 +81,7 @@ class Watch:
         self._running: dict[ProcessPlace, Forked] = {}
         self._num_restarts: dict[ProcessPlace, int] = {}
         self._received: int | None = None
+        self._watched_at = 0.0
         # Of each worker, the incarnation that it has not come to, and since when.
         self._awaited: dict[ProcessPlace, tuple[int, float]] = {}
         self._errors = Path(tempfile.mkdtemp(prefix="thinwire-"))
@@ -98,7 +104,8 @@ class Watch:
                         del self._running[place]
                     if code and not self._starts_again(place, worker.pid, code):
                         failures[place.rank] = self._failure(place, worker.pid, code)
-                self._end_hung()
+                with suppress(dist.DistError):
+                    self._watch()
                 time.sleep(POLL_S)
         if self._received is not None:
             raise StoppedError(self._received)
@@ -130,25 +137,27 @@ class Watch:
             # The first one has the terminal.
             self._running[place] = self._server.start(words, env, out if place.local_rank else None, err)
 
-    def _end_hung(self) -> None:
-        """Kill workers that have hung while others wait for them; those that were started again may take their time."""
-        with suppress(dist.DistError):
-            for place, worker in self._running.items():
-                number, is_missing = is_awaited(self._store, place.rank)
-                before, since = self._awaited.get(place, (-1, 0.0))
-                if not is_missing or number != before:
-                    self._awaited[place] = number, time.monotonic()
-                elif number and time.monotonic() > since + self.config.timeout / 2:
-                    print(f"thinwire: rank {place.rank} (pid {worker.pid}) has hung, and is ended", file=sys.stderr)
-                    worker.send_signal(signal.SIGKILL)
-                    self._awaited[place] = number, time.monotonic()
+    def _watch(self) -> None:
+        """Say that the workers run; kill those that have hung while others wait for them."""
+        now = time.monotonic()
+        if now > self._watched_at + WATCH_EVERY_S:
+            self._watched_at = now
+            for place in self._running:
+                watched(self._store, place.rank)
+        for place, worker in self._running.items():
+            number, is_missing = is_awaited(self._store, place.rank)
+            before, since = self._awaited.get(place, (-1, now))
+            if not is_missing or number != before:
+                self._awaited[place] = number, now
+            elif now > since + PATIENCE * self.config.timeout:
+                print(f"thinwire: rank {place.rank} (pid {worker.pid}) has hung, and is ended", file=sys.stderr)
+                worker.send_signal(signal.SIGKILL)
+                self._awaited[place] = number, now
 
     def _starts_again(self, place: ProcessPlace, pid: int, code: int) -> bool:
-        """Start a worker again that was killed; have the others end if it can't be."""
+        """Start a worker again that was killed; have the others end if it is not."""
         done, name = self._num_restarts.get(place, 0), f"thinwire: rank {place.rank} (pid {pid})"
-        if self._received is not None:
-            return False
-        if code < 0 and done < self.config.restarts:
+        if self._received is None and code < 0 and done < self.config.restarts:
             self._num_restarts[place] = done + 1
             how = f"was killed by {signal.Signals(-code).name}, and is started again"
             print(f"{name} {how} ({done + 1} of {self.config.restarts})", file=sys.stderr, flush=True)

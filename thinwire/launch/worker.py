@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from thinwire import _compat
 from thinwire.collectives import host_meeting
 from thinwire.collectives.groups import forget_groups
 from thinwire.collectives.incarnations import Incarnations, connect
@@ -129,7 +130,9 @@ def work_on(run: Run, place: ProcessPlace, start: Start) -> int:
             trainer = Trainer(run, place, stop, dtype, told.effects, device, survivor, meetings.number)
             survivor = None
             trainer.run()
-        except (PeerLostError, dist.DistError) as error:
+        except RuntimeError as error:
+            if not is_loss(error):
+                raise
             print(f"thinwire: rank {place.rank}: {error}", file=sys.stderr, flush=True)
             if trainer is not None:
                 survivor = trainer.survivor()
@@ -146,6 +149,12 @@ def work_on(run: Run, place: ProcessPlace, start: Start) -> int:
             trainer.reporter.close()
         dist.destroy_process_group()
         return stop.signum
+
+
+def is_loss(error: RuntimeError) -> bool:
+    """Whether an error says that another rank is gone: groups that are being made, and torch's own collectives, say
+    so by errors of gloo."""
+    return isinstance(error, PeerLostError | dist.DistError) or _compat.is_of_gloo(error)
 
 
 def dtype_of(run: Run, start: Start, device: Device) -> str | None:

@@ -15,8 +15,6 @@ from thinwire.checkpoint import Saver
 from thinwire.collectives.groups import forget_groups
 from thinwire.collectives.store_gather import of_all_ranks
 from thinwire.errors import ThinwireError
-from thinwire.hosts.interface import ParallelOptimizer
-from thinwire.hosts.pipeline.stage import PipelineStage
 from thinwire.methods.pipeline.recover import SWAP, beyond_recovery, healthy_replica, sources
 from thinwire.report.metrics import MembershipEvent
 from thinwire.training.engine import Engine
@@ -66,8 +64,13 @@ class Survivor:
         """Take all of it from a run that can't go on, and leave its process groups."""
         lost_at, pipeline, optimizer = time.monotonic(), engine.stage.pipeline, engine.optimizer
         assert pipeline is not None and pipeline.ends is not None
+        # First of all: others need not wait for this rank, nor this one for what may never come.
+        pipeline.break_off()
+        optimizer.break_off()
+        saver.abandon()
         copies = pipeline.rescue()
-        leave(pipeline, optimizer, saver)
+        forget_groups()
+        dist.destroy_process_group()
         if optimizer.steps > start.step:
             # The loss came between the update and the end of its step.
             start = StepStart.of(optimizer.steps, engine)
@@ -75,16 +78,6 @@ class Survivor:
         has_replicas = optimizer.comm.world_size > 1
         weights = {name: value.detach().clone() for name, value in pipeline.weights.items()} if has_replicas else {}
         return cls(start, state, weights, pipeline.norm, copies, pipeline.recoveries, reporter, lost_at)
-
-
-def leave(pipeline: PipelineStage, optimizer: ParallelOptimizer, saver: Saver) -> None:
-    """Break off all connections, so that other ranks need not wait for this one, and destroy the process groups."""
-    pipeline.break_off()
-    for comm in dict.fromkeys([optimizer.comm, optimizer.everyone]):
-        comm.break_off()
-    saver.abandon()
-    forget_groups()
-    dist.destroy_process_group()
 
 
 @dataclass(frozen=True)

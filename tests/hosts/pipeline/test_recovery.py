@@ -12,7 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import thinwire
 from tests.hosts.pipeline.test_stage import adamw, batches
-from tests.workers import run_workers
+from tests.workers import HANG_S, run_workers
+from thinwire.collectives import Mailbox, Topology
+from thinwire.collectives.store_gather import of_all_ranks
+from thinwire.hosts.pipeline.recovery import EndCopies, Holdings, packed
 from thinwire.methods.pipeline.recover import between
 from thinwire.models import build_model
 from thinwire.state.portable import StateDict, state_dict_of
@@ -230,3 +233,25 @@ def test_a_live_replica_is_copied_bit_for_bit_and_only_whole_stages_are_averaged
     assert told[0]["replica"]["how"] == "replica 1 of stage 1 is a copy of replica 0"
     both = "stage 1 is the average of 0 and 2; replica 0 of stage 2 is a copy of replica 1"
     assert told[0]["both"]["how"] == both and list(told[0]["both"]["lost"]) == [1, 2]
+
+
+def _cut_off(rank: int, world_size: int) -> dict[int, list[float]]:
+    like = {name: torch.empty(4) for name in ("first", "last")}
+    holdings = Holdings(((), (), ()), (("first",), (), ("last",)), (), like)
+    # Whoever waits for rank 2 waits for longer than the test may take.
+    mailbox = Mailbox(None, Topology(world_size, 1), timeout_s=2 * HANG_S)
+    kept = {end: packed({name: torch.zeros(4)}, [name]) for end, name in ((0, "first"), (2, "last"))}
+    copies = EndCopies(mailbox, holdings, kept if rank == 1 else {})
+    if rank < 2:
+        copies.send({"first": torch.ones(4)})
+        # It travels behind the copy, on the same connection.
+        group, after = mailbox._wire.group, torch.zeros(1)
+        (group.send([after], 1, 0) if rank == 0 else group.recv([after], 0, 0)).wait()
+    of_all_ranks(None, "its copies")
+    mailbox.break_off()
+    held = {**copies.rescue(), **copies.rescue()}
+    return {end: copy.view(torch.float32).tolist() for end, copy in held.items()}
+
+
+def test_after_a_loss_copies_that_have_come_count_and_others_are_not_waited_for() -> None:
+    assert run_workers(_cut_off, 3, local_size=1) == [{}, {0: [1.0] * 4, 2: [0.0] * 4}, {}]

@@ -102,7 +102,8 @@ class EndCopies:
         self.mailbox, self.holdings, self.held = mailbox, holdings, dict(held)
         self._own = holdings.ends[mailbox.rank]
         self._keeper = keeper_of(mailbox.rank, len(holdings.ends))
-        self._is_under_way = False
+        # Of which ranks a copy is on its way.
+        self._coming: list[int] = []
 
     @property
     def sent_bytes(self) -> int:
@@ -112,24 +113,30 @@ class EndCopies:
     def send(self, weights: Mapping[str, Tensor]) -> None:
         """Start to send this rank's weights, after the copies before have come."""
         self.take()
-        self._is_under_way = True
+        self._coming = list(self.held)
         self.mailbox.begin([Expected(_label(rank), rank, copy.numel()) for rank, copy in self.held.items()])
         if self._own:
             self.mailbox.send(self._keeper, _label(self.mailbox.rank), packed(weights, self._own))
 
     def take(self) -> None:
         """Wait for the copies that are on their way."""
-        if self._is_under_way:
-            for rank in self.held:
-                self.held[rank] = self.mailbox.take(_label(rank))
-            self.mailbox.finish()
-            self._is_under_way = False
+        while self._coming:
+            self._take_next()
+        self.mailbox.finish()
 
     def rescue(self) -> dict[int, Tensor]:
-        """The copies as they are after a loss: what had come by then counts."""
-        with suppress(PeerLostError):
-            self.take()
+        """The copies as they are after a loss: what had come by then counts.
+
+        After `break_off` of the mailbox nothing is waited for.
+        """
+        while self._coming:
+            with suppress(PeerLostError):
+                self._take_next()
         return self.held
+
+    def _take_next(self) -> None:
+        rank = self._coming.pop(0)
+        self.held[rank] = self.mailbox.take(_label(rank))
 
 
 def first_copies(holdings: Holdings, model: nn.Module, rank: int) -> dict[int, Tensor]:

@@ -225,6 +225,11 @@ class ShardedOptimizer(ParallelOptimizer, torch.optim.Optimizer):
         for comm in dict.fromkeys([*self._comms, self.ranks.everyone]):
             comm.close()
 
+    def break_off(self) -> None:
+        for comm in dict.fromkeys([*self._comms, self.ranks.everyone]):
+            comm.break_off()
+        self._weights.forget()
+
     def reduce(self) -> Tensor:
         if self._grad_norm is None:
             if any(param.requires_grad for param in self._frozen):

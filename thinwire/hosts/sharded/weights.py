@@ -72,6 +72,11 @@ class Weights:
         for unit in self.units:
             self.wait(unit)
 
+    def forget(self) -> None:
+        """Wait for nothing any more, after all messages have ended: weights that have not come stay as they are."""
+        self.unsent.clear()
+        self._coming.clear()
+
     def bring(self, units: Sequence[LiveUnit]) -> None:
         """Return when these units' weights are whole and up to date."""
         for unit in units:

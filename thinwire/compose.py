@@ -33,6 +33,7 @@ from thinwire.hosts.experts import ExpertRanks, expert_parallel
 from thinwire.hosts.experts.parallel import check_experts, check_optimizer
 from thinwire.hosts.interface import ParallelOptimizer, apply
 from thinwire.hosts.pipeline.stage import PipelineStage, models_own, take_part
+from thinwire.hosts.pipeline.vocabulary import SpreadRows
 from thinwire.hosts.ranks import Axis, along
 from thinwire.hosts.sequence import SequenceRanks, sequence_parallel
 from thinwire.hosts.sequence.seams import heads_of
@@ -85,7 +86,7 @@ class Stage:
     ) -> None:
         self.module, self.optimizer, self.sequence, self.experts = module, optimizer, sequence, experts
         # What cuts parameters: a mixture has no tensor axis.
-        self._cut = tensor or experts
+        self._cut: TensorAxis | ExpertRanks | SpreadRows | None = tensor or experts
         self._rows = list(rows)
         if sequence is not None:
             self.borders = sequence.rounds

@@ -185,7 +185,7 @@ def cut_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Dev
     if isinstance(optimizer, Muon):
         # Hosts that cut the parts further put their own in the place of these, which one rank of each axis has whole.
         local = dict(model.named_parameters())
-        parts = {
+        parts: dict[Tensor, Part] = {
             local[name]: Part(name, local[name].shape, ((0, local[name].numel()),), 0, options[name])
             for name in orthogonal
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from thinwire.methods.pipeline.simulate import SpreadCosts
 P, M = 4, 32
 
 
-def spread(made: Plan, head: float, **more: float) -> Costs:
+def spread(made: Plan, head: float, **more: Any) -> Costs:
     """A rank's chunks together take 1 forward and 2 backward; head: of the whole head, in a rank's forwards."""
     num = len(made.home)
     seconds = {"S": head / made.num_ranks, "T": 2 * head / made.num_ranks}

@@ -99,9 +99,9 @@ class Pipeline:
                 f"{FITTED!r}, or head 'last'"
             )
         if self.head == SPREAD and self.plan not in (FITTED, *SPREAD_ORDERS):
-            known = ", ".join((FITTED, *SPREAD_ORDERS))
+            those = ", ".join((FITTED, *SPREAD_ORDERS))
             problems.messages.append(
-                f"head {SPREAD!r}: plan {self.plan!r} has no place for its passes; nearest: plan 1f1b, of {known}"
+                f"head {SPREAD!r}: plan {self.plan!r} has no place for its passes; nearest: plan 1f1b, of {those}"
             )
         if self.head == SPREAD and self.delta:
             problems.messages.append(

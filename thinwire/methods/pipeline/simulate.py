@@ -70,7 +70,8 @@ class Costs:
             forward_s, forward_s if input_s is None else input_s, forward_s if weight_s is None else weight_s,
             forward_bytes, forward_bytes if backward_bytes is None else backward_bytes, kept_bytes, input_bytes,
         )  # fmt: skip
-        return cls(*((value,) * num_chunks for value in each))
+        by_chunk = [(value,) * num_chunks for value in each]
+        return cls(*by_chunk)
 
     def seconds(self, action: Action) -> float:
         """How long an action takes."""

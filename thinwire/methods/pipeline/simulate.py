@@ -57,7 +57,7 @@ class Costs:
     backward_bytes: tuple[float, ...]
     kept_bytes: tuple[float, ...]
     input_bytes: tuple[float, ...]
-    spread: SpreadCosts = SpreadCosts()
+    spread: SpreadCosts = field(default=SpreadCosts(), kw_only=True)
 
     @classmethod
     def even(
@@ -70,8 +70,7 @@ class Costs:
             forward_s, forward_s if input_s is None else input_s, forward_s if weight_s is None else weight_s,
             forward_bytes, forward_bytes if backward_bytes is None else backward_bytes, kept_bytes, input_bytes,
         )  # fmt: skip
-        by_chunk = [(value,) * num_chunks for value in each]
-        return cls(*by_chunk)
+        return cls(*((value,) * num_chunks for value in each))
 
     def seconds(self, action: Action) -> float:
         """How long an action takes."""

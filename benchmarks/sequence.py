@@ -25,8 +25,8 @@ from torch.nn import functional as F
 from thinwire.codecs import Codec
 from thinwire.collectives import Communicator
 from thinwire.hosts.sequence.attention import sequence_attention
-from thinwire.hosts.sequence.wire import Wire
-from thinwire.methods.sequence import Layout, tokens_of
+from thinwire.hosts.sequence.wire import SequenceWire
+from thinwire.methods.sequence import SequenceLayout, tokens_of
 
 WIDTH = 64
 
@@ -85,7 +85,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     comm = Communicator(local_size=int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())))
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    layouts = [Layout(n, world_size // n) for n in range(1, world_size + 1) if world_size % n == 0][::-1]
+    layouts = [SequenceLayout(n, world_size // n) for n in range(1, world_size + 1) if world_size % n == 0][::-1]
     draw = torch.Generator().manual_seed(rank)
     sizes = (args.heads, args.kv_heads, args.kv_heads)
     tensors = [
@@ -97,10 +97,12 @@ def main() -> None:
         assert len(tokens_of(layout, rank, args.tokens)) == args.tokens // world_size
         for name in ("exact", "bf16", "int8/64:nearest"):
             codec = None if name == "exact" else Codec.parse(name)
-            wire = Wire(comm, codec, codec)
+            wire = SequenceWire(comm, codec, codec)
             before = comm.meter.snapshot().sent_bytes
 
-            def attention(q: Tensor, k: Tensor, v: Tensor, wire: Wire = wire, layout: Layout = layout) -> Tensor:
+            def attention(
+                q: Tensor, k: Tensor, v: Tensor, wire: SequenceWire = wire, layout: SequenceLayout = layout
+            ) -> Tensor:
                 return sequence_attention(q, k, v, wire, layout)
 
             took_s = median_s(attention, tensors, args.steps)

@@ -108,3 +108,12 @@ def test_a_row_of_rooms_imports_only_from_rows_above(place: str) -> None:
         below = {other for other in rooms[room] & row_of.keys() if row_of[other] > row_of[room]}
         beside = {other for other in rooms[room] & independent if room in independent and row_of[other] == row_of[room]}
         assert not below | beside, f"{room} imports {sorted(below | beside)}"
+
+
+def test_a_class_name_stands_for_one_thing() -> None:
+    found: dict[str, list[str]] = {}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert not {name: places for name, places in found.items() if len(places) > 1}

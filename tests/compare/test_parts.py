@@ -32,7 +32,7 @@ from thinwire.compare.measure import (
 )
 from thinwire.compare.options import read_race
 from thinwire.compare.plan import make_plan, rows_of
-from thinwire.compare.record import Leg, Record, SeedEntry, delete_race, load_record
+from thinwire.compare.record import Leg, RaceRecord, SeedEntry, delete_race, load_record
 from thinwire.compare.watch import LegWatch, MetricsTail
 from thinwire.errors import ConfigError, Problems
 from thinwire.lab import Counters, LabSpec
@@ -363,7 +363,7 @@ def test_the_reference_is_ddp_bf16_or_the_first_that_finished() -> None:
 
 def test_a_record_goes_on_only_with_the_same_race(tmp_path: Path) -> None:
     settings = {"seeds": [0], "train": {"lr": 0.1, "steps": 9}}
-    record = Record(settings, "typed", [SeedEntry("zero", 0, [Leg(1, True, 1, 6)], 5)])
+    record = RaceRecord(settings, "typed", [SeedEntry("zero", 0, [Leg(1, True, 1, 6)], 5)])
     record.save(tmp_path, {"command": "typed"})
     assert load_record(tmp_path, settings) == record
     record.entries[0].failed = "bad luck"

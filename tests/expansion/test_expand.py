@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from thinwire import cli
 from thinwire.convert.verify import UnfaithfulError
 from thinwire.errors import ConfigError
-from thinwire.expansion.axes import Axis, expand_gain, expand_matrix, layer_plan
+from thinwire.expansion.axes import GrownAxis, expand_gain, expand_matrix, layer_plan
 from thinwire.expansion.expand import expanded
 from thinwire.expansion.families import Growth
 from thinwire.models import build_model
@@ -176,7 +176,7 @@ def test_every_pattern_keeps_the_product(residue: Any, small: int, large: int) -
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(5, small, generator=generator, dtype=torch.float64)
     x = torch.randn(3, small, generator=generator, dtype=torch.float64)
-    into, out = Axis(small, large, residue), Axis(5, 12, residue)
+    into, out = GrownAxis(small, large, residue), GrownAxis(5, 12, residue)
     wide = into.write(x.t()).t()
     found = expand_matrix(weight, out, into, seed=7)
     torch.testing.assert_close(wide @ found.t(), out.write((x @ weight.t()).t()).t(), atol=1e-13, rtol=0)
@@ -207,7 +207,7 @@ def test_a_folder_is_expanded_and_proved(
     assert (config.n_embd, config.n_layer, config.n_head, config.n_inner, config.tie_word_embeddings) == (
         24, 6, 3, 12, False,
     )  # fmt: skip
-    monkeypatch.setattr(Axis, "kappa", 1.0)
+    monkeypatch.setattr(GrownAxis, "kappa", 1.0)
     with pytest.raises(UnfaithfulError, match=r"differ by .* the folder was deleted"):
         cli.run([*command, str(tmp_path / "wrong")])
     assert not (tmp_path / "wrong").exists()

@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 
 from thinwire.cost import Network
-from thinwire.placement.board import Schedule, replay
+from thinwire.placement.board import DeviceSchedule, replay
 from thinwire.placement.graph import Devices, Op, OpGraph
 
 
@@ -42,7 +42,7 @@ def out_tree(seed: int, num: int) -> OpGraph:
     return OpGraph.of([Op(f"op{number}", rng.randint(4, 8) / 4) for number in range(num)], edges, 1.0)
 
 
-def check(schedule: Schedule) -> None:
+def check(schedule: DeviceSchedule) -> None:
     """Assert that a schedule can run: order, one at a time, messages in time and once, groups, memory."""
     graph, own = schedule.graph, schedule.devices
     assert len(schedule.homes) == len(schedule.spans) == len(graph.ops)
@@ -72,7 +72,7 @@ def check(schedule: Schedule) -> None:
     assert all(peak <= own.memory_bytes for peak in peaks(schedule))
 
 
-def peaks(schedule: Schedule) -> list[float]:
+def peaks(schedule: DeviceSchedule) -> list[float]:
     """The most that each device holds at the start of any operation, added up anew for each of them."""
     graph, homes, most = schedule.graph, schedule.homes, [0.0] * schedule.devices.num
     grouped = {op for group in graph.groups for op in group}

@@ -17,7 +17,7 @@ from tests.placement import models
 from tests.placement.test_runner import machine, seconds
 from thinwire.cost import Message
 from thinwire.errors import ConfigError
-from thinwire.placement.plan import FORWARD, Plan
+from thinwire.placement.plan import FORWARD, DevicePlan
 from thinwire.placement.profile import profile
 from thinwire.placement.trace import trace
 
@@ -71,7 +71,7 @@ def test_a_plan_is_simulated_as_it_was_made_and_travels_as_numbers() -> None:
         assert sum(sent.values()) == placement.routes.sent_bytes(rank) > 0
         assert {operation for operation, _ in sent} == {"placement_forward", "placement_backward"}
     names = list(placement.homes)
-    assert Plan.decoded(placement.plan.encoded(names), names) == placement.plan
+    assert DevicePlan.decoded(placement.plan.encoded(names), names) == placement.plan
     assert "units on 2 of 2 ranks" in placement.describe()[0][1]
     again = thinwire.place(model, inputs, machine(2), "m-etf", seconds=stated)
     assert again.plan == placement.plan

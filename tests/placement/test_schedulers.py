@@ -12,7 +12,7 @@ import pytest
 from tests.placement.graphs import best_s, check, devices, layered, out_tree, peaks
 from thinwire.cost import Network
 from thinwire.errors import ConfigError
-from thinwire.placement.board import NoRoomError, Schedule, replay
+from thinwire.placement.board import DeviceSchedule, NoRoomError, replay
 from thinwire.placement.etf import m_etf
 from thinwire.placement.graph import Devices, Op, OpGraph, lower_bound_s
 from thinwire.placement.place import on_ranks
@@ -21,7 +21,7 @@ from thinwire.placement.sct import favourites, m_sct, relaxed
 from thinwire.placement.topo import m_topo
 
 METHODS = [m_topo, m_etf, m_sct]
-Method = Callable[[OpGraph, Devices], Schedule]
+Method = Callable[[OpGraph, Devices], DeviceSchedule]
 
 
 def unit_ops(num: int, permanent: float = 0.0) -> list[Op]:

@@ -21,7 +21,7 @@ from thinwire.compare.verify import lab_of, run_plan
 from thinwire.cost import Cores, Machine, Network
 from thinwire.errors import ConfigError, Problems
 from thinwire.planner import plan as module
-from thinwire.planner.plan import Plan, plan
+from thinwire.planner.plan import TrainingPlan, plan
 from thinwire.report.page import plan_table
 from thinwire.report.run import read_run
 from thinwire.run.config import TrainConfig
@@ -47,7 +47,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "NUM_SIMULATED", 6)
 
 
-def planned(made: Machine, **more: object) -> Plan:
+def planned(made: Machine, **more: object) -> TrainingPlan:
     return plan("demo", made, tokens_per_step=8192, micro_batch=8, **more)  # type: ignore[arg-type]
 
 

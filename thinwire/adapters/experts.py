@@ -14,8 +14,8 @@ from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
 from thinwire.collectives.two_hops import Rooms
 from thinwire.errors import ConfigError
 from thinwire.hosts.experts.parallel import check_groups
-from thinwire.hosts.experts.trip import Trip, Wire
-from thinwire.methods.experts import ExpertParallel, Placement
+from thinwire.hosts.experts.trip import ExpertWire, Trip
+from thinwire.methods.experts import ExpertParallel, ExpertPlacement
 from thinwire.models.moe import Order
 
 NAME = "thinwire"
@@ -55,12 +55,12 @@ class TransformersExperts:
             self._comms[key] = self._make(ep_mesh)
         return RowsToExperts(experts, ep_mesh, tp_mesh, self._wire(self._comms[key], experts, width))
 
-    def _wire(self, comm: Communicator, experts: Any, width: int) -> Wire:
+    def _wire(self, comm: Communicator, experts: Any, width: int) -> ExpertWire:
         options, ranks = self.options.fitted(width), comm.world_size
         grid = comm.topology
         has_hops = options.route == "2dh" and min(grid.num_nodes, grid.local_size) > 1
-        return Wire(
-            comm, Placement(experts.num_experts * ranks, ranks), range(ranks), options.codec("dispatch"),
+        return ExpertWire(
+            comm, ExpertPlacement(experts.num_experts * ranks, ranks), range(ranks), options.codec("dispatch"),
             options.codec("combine"), options.codec("gradients"), seed=self._seed, num_chunks=options.chunks,
             hops=[Rooms() for _ in range(options.chunks)] if has_hops else (),
         )  # fmt: skip
@@ -74,7 +74,7 @@ class TransformersExperts:
 class RowsToExperts(EPImplementation):
     """One layer: each token's rows go to the ranks of its experts and back, where its weights are applied."""
 
-    def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh, wire: Wire) -> None:
+    def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh, wire: ExpertWire) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
         self.wire = wire
 

@@ -19,7 +19,7 @@ UNBIASED = Word("unbiased", {"unbiased": True, "biased": False})
 
 
 @dataclass(frozen=True)
-class Part:
+class SketchPart:
     """A group, or several of one size: its elements, its buckets and the factor of its estimate."""
 
     elements: slice
@@ -91,13 +91,13 @@ class LinearSketch(Fused):
     def _shrink(self, size: int) -> float:
         return 1.0 if self.unbiased else self._best_shrink(size, self._num_buckets(size))
 
-    def parts(self, num_elements: int) -> Iterator[Part]:
+    def parts(self, num_elements: int) -> Iterator[SketchPart]:
         """The whole groups, then the tail, where there are any."""
         whole = num_elements - num_elements % self.group
         for start, stop, size in ((0, whole, self.group), (whole, num_elements, num_elements - whole)):
             if stop > start:
                 buckets = slice(start // self.ratio, self._num_buckets(stop))
-                yield Part(slice(start, stop), buckets, size, self._num_buckets(size), self._shrink(size))
+                yield SketchPart(slice(start, stop), buckets, size, self._num_buckets(size), self._shrink(size))
 
     def encode(self, x: Tensor, *, seed: int = 0, counter: int = 0, out: Tensor | None = None) -> Tensor:
         flat = backends.flat_fp32(x)

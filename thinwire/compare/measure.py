@@ -14,7 +14,7 @@ from typing import Any
 from thinwire.compare.commands import Files
 from thinwire.compare.contestants import Contestant
 from thinwire.compare.plan import RacePlan
-from thinwire.compare.record import Leg, Record, SeedEntry
+from thinwire.compare.record import Leg, RaceRecord, SeedEntry
 from thinwire.errors import ConfigError
 from thinwire.lab import LabSpec
 from thinwire.options import has_islands
@@ -132,7 +132,7 @@ class Result:
         return asdict(self)
 
 
-def measure(plan: RacePlan, record: Record) -> Result:
+def measure(plan: RacePlan, record: RaceRecord) -> Result:
     """Figures of all finished legs."""
     alone = median(alone.step_s for alone in record.alone) if record.alone else None
     forward = median(alone.forward_s for alone in record.alone) if record.alone else 0.0
@@ -178,7 +178,7 @@ def average_of(plan: RacePlan) -> str:
     return "mean" if any(has_islands(one.strategy) for one in plan.contestants) else "median"
 
 
-def status_of(plan: RacePlan, record: Record, contestant: Contestant) -> str:
+def status_of(plan: RacePlan, record: RaceRecord, contestant: Contestant) -> str:
     if record.failure(contestant.name):
         return FAILED
     is_done = all(record.entry(contestant.name, seed).has_done(len(plan.stops)) for seed in plan.seeds)

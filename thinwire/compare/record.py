@@ -72,7 +72,7 @@ class Alone:
 
 
 @dataclass
-class Record:
+class RaceRecord:
     """All legs of a race.
 
     Args:
@@ -107,7 +107,7 @@ class Record:
         draft.replace(out / FILE)
 
 
-def load_record(out: Path, settings: dict[str, Any]) -> Record:
+def load_record(out: Path, settings: dict[str, Any]) -> RaceRecord:
     """Load the record of the race to resume. Failed contestants will run again.
 
     Raises ConfigError for another race's record, or one that can't be read.
@@ -120,7 +120,7 @@ def load_record(out: Path, settings: dict[str, Any]) -> Record:
             for entry in values["entries"]
         ]
         alone = [Alone(**measured) for measured in values["alone"]]
-        record = Record(values["settings"], values["command"], entries, alone)
+        record = RaceRecord(values["settings"], values["command"], entries, alone)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"--resume: {path} can't be read ({error!r}); start again with --overwrite") from None
     changed = [

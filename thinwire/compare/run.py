@@ -18,7 +18,7 @@ from thinwire.compare.leg import LegStart, StopWish, read_summary, run_leg
 from thinwire.compare.measure import Result, measure
 from thinwire.compare.options import RaceConfig
 from thinwire.compare.plan import RacePlan, make_plan
-from thinwire.compare.record import Alone, Record, delete_race, load_record, recorded_dtype
+from thinwire.compare.record import Alone, RaceRecord, delete_race, load_record, recorded_dtype
 from thinwire.compare.table import Board
 from thinwire.errors import ConfigError, Problems
 from thinwire.lab import LabNetwork
@@ -52,7 +52,7 @@ def race(
     if config.resume and train.dtype == "auto":
         train = replace(train, dtype=recorded_dtype(Path(config.out)))
     plan = make_plan(config, train, problems or Problems(), contestants)
-    record = Record(plan.settings(), command)
+    record = RaceRecord(plan.settings(), command)
     if config.resume:
         record = load_record(plan.out, record.settings)
     with StopWish() as wish, LabNetwork(plan.lab) as network:
@@ -74,7 +74,7 @@ def race(
 class RaceRunner:
     """Runs the remaining legs of a race and adds each to `record`."""
 
-    def __init__(self, plan: RacePlan, record: Record, network: LabNetwork, wish: StopWish, board: Board) -> None:
+    def __init__(self, plan: RacePlan, record: RaceRecord, network: LabNetwork, wish: StopWish, board: Board) -> None:
         self.plan, self.record, self.network, self.wish, self.board = plan, record, network, wish, board
 
     def run(self) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from thinwire.compare.measure import Result
     from thinwire.cost import Machine
     from thinwire.lab import LabSpec
-    from thinwire.planner.plan import Plan
+    from thinwire.planner.plan import TrainingPlan
     from thinwire.planner.search import Priced
 
 # Steps of each way: in each of two rounds, some warm up and the others are timed.
@@ -45,7 +45,7 @@ def run_plan(args: Sequence[str]) -> int:
     return 0
 
 
-def verified(config: PlanConfig, found: Plan) -> Plan:
+def verified(config: PlanConfig, found: TrainingPlan) -> TrainingPlan:
     """Race the fastest ways in the lab; the plan with the one in front that was the fastest.
 
     Prints predicted beside measured. Raises ConfigError where the lab can't be made, StoppedError after a signal,
@@ -86,7 +86,7 @@ def verified(config: PlanConfig, found: Plan) -> Plan:
     return replace(found, search=replace(found.search, fastest=(ways[fastest], *rest)))
 
 
-def contestant(number: int, way: Priced, found: Plan) -> Contestant:
+def contestant(number: int, way: Priced, found: TrainingPlan) -> Contestant:
     """A way to train, as a race knows it."""
     from thinwire.compare.contestants import PREFIX, Contestant
 

@@ -23,7 +23,7 @@ FOLDER = "hf:"
 LONGEST, MICRO_BATCH = 256, 4
 
 
-class Origin(Protocol):
+class ModelOrigin(Protocol):
     """A trained model. settings: of its config.json. tokenizer: of its text. seq_len: of sequences to try it on."""
 
     @property
@@ -54,7 +54,7 @@ class Origin(Protocol):
         ...
 
 
-def open_origin(source: str) -> Origin:
+def open_origin(source: str) -> ModelOrigin:
     """The origin `hf:DIR`, or a run directory. Raises ConfigError if it holds no weights."""
     return Folder(Path(source.removeprefix(FOLDER)).expanduser()) if source.startswith(FOLDER) else SavedModel(source)
 

@@ -1,7 +1,7 @@
 """What a step would cost, as arithmetic; no process, no tensor."""
 
 from thinwire.cost.clock import Clock, Cores
-from thinwire.cost.graph import Drawing, Job, Message, StepGraph, Task, Work
+from thinwire.cost.graph import Drawing, GraphJob, Message, StepGraph, Task, Work
 from thinwire.cost.machine import Machine
 from thinwire.cost.network import Network, Traffic
 from thinwire.cost.simulate import Timeline, simulate
@@ -10,7 +10,7 @@ __all__ = [
     "Clock",
     "Cores",
     "Drawing",
-    "Job",
+    "GraphJob",
     "Machine",
     "Message",
     "Network",

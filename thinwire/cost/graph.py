@@ -28,7 +28,7 @@ class Message:
 
 
 @dataclass(frozen=True)
-class Job:
+class GraphJob:
     """A collective on one rank, submitted after some tasks; a rank starts its jobs in the order of the graph."""
 
     rank: int
@@ -56,7 +56,7 @@ class StepGraph:
 
     num_ranks: int
     tasks: tuple[Task, ...]
-    jobs: tuple[Job, ...] = ()
+    jobs: tuple[GraphJob, ...] = ()
     slots: int = 4
 
     def sent(self, rank: int) -> dict[tuple[str, str], float]:
@@ -74,7 +74,7 @@ class Drawing:
     def __init__(self, num_ranks: int, slots: int = 4) -> None:
         self.num_ranks, self.slots = num_ranks, slots
         self.tasks: list[Task] = []
-        self.jobs: list[Job] = []
+        self.jobs: list[GraphJob] = []
 
     def task(
         self, rank: int, does: Work | Message, after: tuple[int, ...] = (), jobs: tuple[int, ...] = ()
@@ -85,7 +85,7 @@ class Drawing:
 
     def job(self, rank: int, after: tuple[int, ...]) -> int:
         """Add a job; its number."""
-        self.jobs.append(Job(rank, after))
+        self.jobs.append(GraphJob(rank, after))
         return len(self.jobs) - 1
 
     def done(self) -> StepGraph:

@@ -20,7 +20,7 @@ BLOCK_ELEMENTS = 1 << 22
 
 
 @dataclass(frozen=True)
-class Axis:
+class GrownAxis:
     """A dimension of `small` entries that becomes one of `large`: entry j is a copy of entry j mod small.
 
     residue: of the last large mod small entries. circular: copies too. average: the mean of all small entries. zero: 0.
@@ -51,7 +51,7 @@ class Axis:
         starts = torch.arange(self.parts)[:, None] * self.small
         return torch.where(found < 0, -1, found + starts).flatten()
 
-    def paired(self) -> Axis | None:
+    def paired(self) -> GrownAxis | None:
         """The axis with so few entries copied that each has a second copy; None if there is room for one alone."""
         pairs = min(self.small // self.unit, self.large // self.unit // 2)
         return replace(self, copied=pairs * self.unit) if pairs else None
@@ -67,8 +67,8 @@ class Axis:
 
 def expand_matrix(
     weight: Tensor,
-    out: Axis,
-    into: Axis,
+    out: GrownAxis,
+    into: GrownAxis,
     seed: int,
     *,
     start: int = 0,
@@ -100,7 +100,7 @@ def expand_matrix(
     return found
 
 
-def cancelling(small: Tensor, into: Axis, draws: Tensor) -> Tensor:
+def cancelling(small: Tensor, into: GrownAxis, draws: Tensor) -> Tensor:
     """Rows [rows, into.large] whose copies of an input add up to `small` [rows, into.small]; see expand_matrix."""
     sources = into.sources()
     copies = sources >= 0
@@ -115,7 +115,7 @@ def cancelling(small: Tensor, into: Axis, draws: Tensor) -> Tensor:
     return found
 
 
-def expand_gain(gain: Tensor, axis: Axis, seed: int) -> Tensor:
+def expand_gain(gain: Tensor, axis: GrownAxis, seed: int) -> Tensor:
     """A norm's factors [axis.large]: sqrt(kappa) times copies; in the residue, drawn with their mean and deviation.
 
     A widened vector has kappa times the mean square (or variance), so its norm needs kappa times the eps too. The

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.checkpoint.weights_folder import new_folder, write_weights
-from thinwire.convert.origin import Origin, load_folder, open_origin
+from thinwire.convert.origin import ModelOrigin, load_folder, open_origin
 from thinwire.convert.verify import UnfaithfulError
 from thinwire.errors import ConfigError
 from thinwire.expansion.families import Growth
@@ -82,7 +82,7 @@ def expand(
         return Expanded(num_parameters, num_small, *proof(origin, small, load_folder(folder), data, sequences))
 
 
-def expanded(origin: Origin, growth: Growth, seed: int, inserted: int) -> Iterator[tuple[str, Tensor]]:
+def expanded(origin: ModelOrigin, growth: Growth, seed: int, inserted: int) -> Iterator[tuple[str, Tensor]]:
     """The tensors of the larger model, one at a time; an output layer that is shared in the small one is written too.
 
     inserted: ALL_ZERO or CANCELLING. Raises ConfigError for a tensor without a role.
@@ -98,7 +98,7 @@ def expanded(origin: Origin, growth: Growth, seed: int, inserted: int) -> Iterat
 
 @torch.no_grad()
 def proof(
-    origin: Origin, small: nn.Module, large: nn.Module, data: str | None, sequences: int
+    origin: ModelOrigin, small: nn.Module, large: nn.Module, data: str | None, sequences: int
 ) -> tuple[int, float, tuple[float, float]]:
     """Compare the logits on held-out text: number of tokens, error and losses of `Expanded`.
 

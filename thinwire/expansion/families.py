@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from thinwire.errors import ConfigError
-from thinwire.expansion.axes import Axis, Residue, layer_plan
-from thinwire.expansion.roles import Embedding, Gain, Head, Matrix, Role, Same, Shift
+from thinwire.expansion.axes import GrownAxis, Residue, layer_plan
+from thinwire.expansion.roles import EmbeddingRole, GainRole, HeadRole, MatrixRole, Role, SameRole, ShiftRole
 
 Table = tuple[tuple[str, Role | None], ...]
 
@@ -19,11 +19,11 @@ Table = tuple[tuple[str, Role | None], ...]
 class Axes:
     """The axes of a model. writes: the residual stream; reads: what layers read of it; q, kv: heads; inner: the MLP."""
 
-    writes: Axis
-    reads: Axis
-    q: Axis
-    kv: Axis
-    inner: Axis
+    writes: GrownAxis
+    reads: GrownAxis
+    q: GrownAxis
+    kv: GrownAxis
+    inner: GrownAxis
 
 
 @dataclass(frozen=True)
@@ -46,19 +46,19 @@ class Family:
 def llama_roles(axes: Axes) -> Table:
     """Roles in a Llama, Mistral or Qwen; without the layer's name. The vocabulary stays."""
     return (
-        (r"model\.embed_tokens\.weight", Embedding(axes.writes)),
-        (r"self_attn\.q_proj\.weight", Matrix(axes.q, axes.reads)),
-        (r"self_attn\.[kv]_proj\.weight", Matrix(axes.kv, axes.reads)),
-        (r"self_attn\.q_proj\.bias", Shift(axes.q)),
-        (r"self_attn\.[kv]_proj\.bias", Shift(axes.kv)),
-        (r"self_attn\.[qk]_norm\.weight", Same()),
-        (r"self_attn\.o_proj\.weight", Matrix(axes.writes, axes.q, is_last=True)),
-        (r"mlp\.(?:gate|up)_proj\.weight", Matrix(axes.inner, axes.reads)),
-        (r"mlp\.(?:gate|up)_proj\.bias", Shift(axes.inner)),
-        (r"mlp\.down_proj\.weight", Matrix(axes.writes, axes.inner, is_last=True)),
-        (r"(?:self_attn\.o|mlp\.down)_proj\.bias", Shift(axes.writes, is_last=True)),
-        (r"(?:input_layernorm|post_attention_layernorm|model\.norm)\.weight", Gain(axes.reads)),
-        (r"lm_head\.weight", Head(axes.reads)),
+        (r"model\.embed_tokens\.weight", EmbeddingRole(axes.writes)),
+        (r"self_attn\.q_proj\.weight", MatrixRole(axes.q, axes.reads)),
+        (r"self_attn\.[kv]_proj\.weight", MatrixRole(axes.kv, axes.reads)),
+        (r"self_attn\.q_proj\.bias", ShiftRole(axes.q)),
+        (r"self_attn\.[kv]_proj\.bias", ShiftRole(axes.kv)),
+        (r"self_attn\.[qk]_norm\.weight", SameRole()),
+        (r"self_attn\.o_proj\.weight", MatrixRole(axes.writes, axes.q, is_last=True)),
+        (r"mlp\.(?:gate|up)_proj\.weight", MatrixRole(axes.inner, axes.reads)),
+        (r"mlp\.(?:gate|up)_proj\.bias", ShiftRole(axes.inner)),
+        (r"mlp\.down_proj\.weight", MatrixRole(axes.writes, axes.inner, is_last=True)),
+        (r"(?:self_attn\.o|mlp\.down)_proj\.bias", ShiftRole(axes.writes, is_last=True)),
+        (r"(?:input_layernorm|post_attention_layernorm|model\.norm)\.weight", GainRole(axes.reads)),
+        (r"lm_head\.weight", HeadRole(axes.reads)),
         (r"self_attn\.rotary_emb\.inv_freq", None),
     )
 
@@ -67,17 +67,17 @@ def gpt2_roles(axes: Axes) -> Table:
     """Roles in a GPT-2, whose matrices lie as [in, out], and whose queries, keys and values are one matrix."""
     qkv = replace(axes.q, parts=3)
     return (
-        (r"transformer\.w[tp]e\.weight", Embedding(axes.writes)),
-        (r"attn\.c_attn\.weight", Matrix(qkv, axes.reads, is_transposed=True)),
-        (r"attn\.c_attn\.bias", Shift(qkv)),
-        (r"attn\.c_proj\.weight", Matrix(axes.writes, axes.q, is_transposed=True, is_last=True)),
-        (r"mlp\.c_fc\.weight", Matrix(axes.inner, axes.reads, is_transposed=True)),
-        (r"mlp\.c_fc\.bias", Shift(axes.inner)),
-        (r"mlp\.c_proj\.weight", Matrix(axes.writes, axes.inner, is_transposed=True, is_last=True)),
-        (r"(?:attn|mlp)\.c_proj\.bias", Shift(axes.writes, is_last=True)),
-        (r"(?:ln_[12]|transformer\.ln_f)\.weight", Gain(axes.reads)),
-        (r"(?:ln_[12]|transformer\.ln_f)\.bias", Shift(axes.reads)),
-        (r"lm_head\.weight", Head(axes.reads)),
+        (r"transformer\.w[tp]e\.weight", EmbeddingRole(axes.writes)),
+        (r"attn\.c_attn\.weight", MatrixRole(qkv, axes.reads, is_transposed=True)),
+        (r"attn\.c_attn\.bias", ShiftRole(qkv)),
+        (r"attn\.c_proj\.weight", MatrixRole(axes.writes, axes.q, is_transposed=True, is_last=True)),
+        (r"mlp\.c_fc\.weight", MatrixRole(axes.inner, axes.reads, is_transposed=True)),
+        (r"mlp\.c_fc\.bias", ShiftRole(axes.inner)),
+        (r"mlp\.c_proj\.weight", MatrixRole(axes.writes, axes.inner, is_transposed=True, is_last=True)),
+        (r"(?:attn|mlp)\.c_proj\.bias", ShiftRole(axes.writes, is_last=True)),
+        (r"(?:ln_[12]|transformer\.ln_f)\.weight", GainRole(axes.reads)),
+        (r"(?:ln_[12]|transformer\.ln_f)\.bias", ShiftRole(axes.reads)),
+        (r"lm_head\.weight", HeadRole(axes.reads)),
         (r"attn\.(?:masked_)?bias", None),
     )
 
@@ -86,19 +86,19 @@ def bert_roles(axes: Axes) -> Table:
     """Roles in a BERT, whose norms come after the sum: every vector of the width is whole copies."""
     wide = axes.writes
     return (
-        (r"bert\.embeddings\.(?:word|position|token_type)_embeddings\.weight", Embedding(wide)),
-        (r"attention\.self\.(?:query|key|value)\.weight", Matrix(axes.q, wide)),
-        (r"attention\.self\.(?:query|key|value)\.bias", Shift(axes.q)),
-        (r"attention\.output\.dense\.weight", Matrix(wide, axes.q)),
-        (r"intermediate\.dense\.weight", Matrix(axes.inner, wide)),
-        (r"intermediate\.dense\.bias", Shift(axes.inner)),
-        (r"output\.dense\.weight", Matrix(wide, axes.inner)),
-        (r"(?:bert\.pooler|cls\.predictions\.transform)\.dense\.weight", Matrix(wide, wide)),
-        (r"(?:(?:attention\.)?output|bert\.pooler|cls\.predictions\.transform)\.dense\.bias", Shift(wide)),
-        (r"(?:bert\.embeddings|(?:attention\.)?output|cls\.predictions\.transform)\.LayerNorm\.weight", Gain(wide)),
-        (r"(?:bert\.embeddings|(?:attention\.)?output|cls\.predictions\.transform)\.LayerNorm\.bias", Shift(wide)),
-        (r"(?:cls\.seq_relationship|cls\.predictions\.decoder|classifier)\.weight", Head(wide)),
-        (r"(?:cls\.seq_relationship|cls\.predictions|cls\.predictions\.decoder|classifier)\.bias", Same()),
+        (r"bert\.embeddings\.(?:word|position|token_type)_embeddings\.weight", EmbeddingRole(wide)),
+        (r"attention\.self\.(?:query|key|value)\.weight", MatrixRole(axes.q, wide)),
+        (r"attention\.self\.(?:query|key|value)\.bias", ShiftRole(axes.q)),
+        (r"attention\.output\.dense\.weight", MatrixRole(wide, axes.q)),
+        (r"intermediate\.dense\.weight", MatrixRole(axes.inner, wide)),
+        (r"intermediate\.dense\.bias", ShiftRole(axes.inner)),
+        (r"output\.dense\.weight", MatrixRole(wide, axes.inner)),
+        (r"(?:bert\.pooler|cls\.predictions\.transform)\.dense\.weight", MatrixRole(wide, wide)),
+        (r"(?:(?:attention\.)?output|bert\.pooler|cls\.predictions\.transform)\.dense\.bias", ShiftRole(wide)),
+        (r"(?:bert\.embeddings|(?:attention\.)?output|cls\.predictions\.transform)\.LayerNorm\.weight", GainRole(wide)),
+        (r"(?:bert\.embeddings|(?:attention\.)?output|cls\.predictions\.transform)\.LayerNorm\.bias", ShiftRole(wide)),
+        (r"(?:cls\.seq_relationship|cls\.predictions\.decoder|classifier)\.weight", HeadRole(wide)),
+        (r"(?:cls\.seq_relationship|cls\.predictions|cls\.predictions\.decoder|classifier)\.bias", SameRole()),
         (r"bert\.embeddings\.position_ids", None),
     )
 
@@ -163,13 +163,13 @@ class Growth:
         if new_inner < old_inner:
             raise ConfigError(f"--intermediate-size {new_inner}: must be at least {old_inner}, which is the nearest")
         new_groups, share = groups * new // old, num_heads // groups
-        residual = Axis(old, new, family.residue or "zero")
+        residual = GrownAxis(old, new, family.residue or "zero")
         axes = Axes(
             writes=residual,
             reads=replace(residual, residue="zero"),
-            q=Axis(num_heads * head_size, new_groups * share * head_size, unit=share * head_size),
-            kv=Axis(groups * head_size, new_groups * head_size, unit=head_size),
-            inner=Axis(old_inner, new_inner),
+            q=GrownAxis(num_heads * head_size, new_groups * share * head_size, unit=share * head_size),
+            kv=GrownAxis(groups * head_size, new_groups * head_size, unit=head_size),
+            inner=GrownAxis(old_inner, new_inner),
         )
         plan = tuple(layer_plan(old_layers, new_layers))
         large = dict(settings) | {

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs.random import named_seed
-from thinwire.expansion.axes import Axis, expand_gain, expand_matrix
+from thinwire.expansion.axes import GrownAxis, expand_gain, expand_matrix
 
 KEPT, ALL_ZERO, CANCELLING = 0, 1, 2
 
@@ -31,7 +31,7 @@ class Draw:
         """The seed of the tensor's elements."""
         return named_seed(self.seed, self.name)
 
-    def axis(self, axis: Axis) -> Axis:
+    def axis(self, axis: GrownAxis) -> GrownAxis:
         """The axis in this layer: where copies must cancel, each needs a second one."""
         return (axis.paired() or axis) if self.layer == CANCELLING and axis.residue == "circular" else axis
 
@@ -45,7 +45,7 @@ class Role(Protocol):
 
 
 @dataclass(frozen=True)
-class Same:
+class SameRole:
     """A tensor that stays as it is, such as the norm of a head, or the bias of the output layer."""
 
     def expand(self, small: Tensor, draw: Draw) -> Tensor:
@@ -53,30 +53,30 @@ class Same:
 
 
 @dataclass(frozen=True)
-class Embedding:
+class EmbeddingRole:
     """Rows that write to an axis."""
 
-    out: Axis
+    out: GrownAxis
 
     def expand(self, small: Tensor, draw: Draw) -> Tensor:
         return self.out.write(small.t()).t()
 
 
 @dataclass(frozen=True)
-class Gain:
+class GainRole:
     """Factors of a norm."""
 
-    axis: Axis
+    axis: GrownAxis
 
     def expand(self, small: Tensor, draw: Draw) -> Tensor:
         return expand_gain(small, self.axis, draw.number)
 
 
 @dataclass(frozen=True)
-class Shift:
+class ShiftRole:
     """A bias on an axis. is_last: of the matrix that ends a branch."""
 
-    out: Axis
+    out: GrownAxis
     is_last: bool = False
 
     def expand(self, small: Tensor, draw: Draw) -> Tensor:
@@ -85,11 +85,11 @@ class Shift:
 
 
 @dataclass(frozen=True)
-class Matrix:
+class MatrixRole:
     """A linear layer. is_transposed: it lies as [in, out]. is_last: it ends a branch of the residual stream."""
 
-    out: Axis
-    into: Axis
+    out: GrownAxis
+    into: GrownAxis
     is_transposed: bool = False
     is_last: bool = False
 
@@ -105,10 +105,10 @@ class Matrix:
 
 
 @dataclass(frozen=True)
-class Head:
+class HeadRole:
     """An output layer, whose rows stay. Shared with an embedding in the small model, it is a tensor of its own here."""
 
-    into: Axis
+    into: GrownAxis
 
     def expand(self, small: Tensor, draw: Draw) -> Tensor:
-        return expand_matrix(small, Axis(len(small), len(small)), self.into, draw.number)
+        return expand_matrix(small, GrownAxis(len(small), len(small)), self.into, draw.number)

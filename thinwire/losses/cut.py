@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from thinwire.errors import ConfigError, nearest
 from thinwire.losses.blocks import ACCUMULATIONS, logits_of
-from thinwire.losses.fused import Fused
+from thinwire.losses.fused import FusedCrossEntropy
 from thinwire.losses.tiles import FILTERS, Tiles, Tiling
 
 IGNORED = -100
@@ -116,7 +116,7 @@ def cut_cross_entropy(
         e, targets = e[counts], targets[counts]
     scale = 1 / max(num, 1) if reduction == "mean" else 1.0
     if impl == "fused":
-        return Fused.apply(e, c, bias, targets, scale, softcap, z_loss, accumulation)
+        return FusedCrossEntropy.apply(e, c, bias, targets, scale, softcap, z_loss, accumulation)
     if impl == "torch":
         options = torch.nn.LinearCrossEntropyOptions()
         total = F.linear_cross_entropy(e, c, targets, linear_bias=bias, reduction="sum", options=options)

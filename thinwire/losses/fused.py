@@ -14,7 +14,7 @@ from thinwire.losses.blocks import Sums, blocks, logits_of, slope_of, wide
 TOKENS = 64
 
 
-class Fused(torch.autograd.Function):
+class FusedCrossEntropy(torch.autograd.Function):
     """scale * sum_n (lse_n - logit of target n + z lse_n^2), a scalar in fp32 or fp64.
 
     Every block's logits give its part of the loss and of all gradients at once: nothing is computed twice, and

@@ -13,7 +13,7 @@ from thinwire.collectives import Topology
 from thinwire.errors import ConfigError
 from thinwire.methods.interface import Method, MethodPlan, agreement_sent, trained_shapes
 from thinwire.methods.reduction import OPERATION, Reduction
-from thinwire.methods.schedule import ALL, BACKWARD, END, RING, Exchange, Exchanges, Hop, plain, shares_of
+from thinwire.methods.schedule import ALL, BACKWARD, END, RING, Hop, PlannedExchange, PlannedExchanges, plain, shares_of
 from thinwire.optim import GENERAL
 from thinwire.state.memory import Place
 
@@ -115,7 +115,7 @@ class DDPMethod(Method):
             other=reduction.state.kept_bytes(),
         )
 
-    def exchanges(self, model: nn.Module, topology: Topology, micro_batches: int) -> Exchanges:
+    def exchanges(self, model: nn.Module, topology: Topology, micro_batches: int) -> PlannedExchanges:
         """DDP's buckets leave as backward fills them, or all at its end where the method needs them together."""
         shapes = trained_shapes(model)
         reduction = self.reduction(Place(shapes, topology), 0)
@@ -124,14 +124,14 @@ class DDPMethod(Method):
         total, to = sum(numels), ALL if reduction.is_metered else RING
         sent = {level: num for level, num in reduction.sent_bytes().items() if num}
         found = [
-            Exchange(
+            PlannedExchange(
                 OPERATION, BACKWARD, tuple(Hop(level, num * numel / total, to) for level, num in sent.items()), unit
             )
             for unit, numel in enumerate(numels)
             if sent
         ]
         words = plain(agreement_sent(topology), END)
-        return Exchanges(shares_of(model, units), (*found, *words), kept_bytes=28.0 * total)
+        return PlannedExchanges(shares_of(model, units), (*found, *words), kept_bytes=28.0 * total)
 
 
 def buckets_of(shapes: Mapping[str, torch.Size]) -> list[list[str]]:

@@ -29,7 +29,7 @@ from thinwire.methods.interface import (
     agreement_sent,
     trained_shapes,
 )
-from thinwire.methods.schedule import BACKWARD, END, FORWARD, Exchange, Exchanges, plain, shares_of
+from thinwire.methods.schedule import BACKWARD, END, FORWARD, PlannedExchange, PlannedExchanges, plain, shares_of
 from thinwire.optim import SHARDED
 
 AGAIN = "weights_again"
@@ -99,11 +99,11 @@ class FSDPMethod(Method):
             sent["gradients", level] += num_bytes
         return sent
 
-    def exchanges(self, model: nn.Module, topology: Topology, micro_batches: int) -> Exchanges:
+    def exchanges(self, model: nn.Module, topology: Topology, micro_batches: int) -> PlannedExchanges:
         """Weights come a layer ahead of forward, and before backward if they were dropped; gradients leave after it."""
         chosen = cast(ShardingStrategy, self)
         when = {"weights": FORWARD, AGAIN: schedule.AGAIN, "gradients": BACKWARD}
-        units, found = self._units(model), list[Exchange]()
+        units, found = self._units(model), list[PlannedExchange]()
         for number, unit in enumerate(units):
             sent: Counter[tuple[str, str]] = Counter()
             for shape in [param.shape for param in unit.values() if param.requires_grad]:
@@ -113,7 +113,7 @@ class FSDPMethod(Method):
                 own = {key: num for key, num in sent.items() if key[0] == operation}
                 found += plain(own, at, unit=number)
         words = plain(agreement_sent(topology), END)
-        return Exchanges(shares_of(model, units), (*found, *words), ahead=1)
+        return PlannedExchanges(shares_of(model, units), (*found, *words), ahead=1)
 
     def cuts(self, model: nn.Module, topology: Topology, names: Collection[str]) -> Cuts:
         """See Method."""

@@ -15,7 +15,7 @@ from thinwire.collectives.feedback import Feedback
 from thinwire.collectives.gather import gather_bytes
 from thinwire.cost import StepGraph, Work
 from thinwire.layout.formats import Strategy
-from thinwire.methods.schedule import END, Exchanges, draw, plain
+from thinwire.methods.schedule import END, PlannedExchanges, draw, plain
 from thinwire.state.agreement import word_bytes
 from thinwire.state.memory import State
 
@@ -134,10 +134,10 @@ class Method(Protocol):
         shapes = {name: shape for name, shape in trained_shapes(model).items() if name in names}
         return {name: (shape, [(0, shape.numel())]) for name, shape in shapes.items()}
 
-    def exchanges(self, model: nn.Module, topology: Topology, micro_batches: int) -> Exchanges:
+    def exchanges(self, model: nn.Module, topology: Topology, micro_batches: int) -> PlannedExchanges:
         """What the plan sends, and when; by default all of it after the last backward."""
         found = self.plan(model, topology, micro_batches)
-        return Exchanges((1.0,), tuple(plain(found.sent, END)))
+        return PlannedExchanges((1.0,), tuple(plain(found.sent, END)))
 
     def schedule(self, model: nn.Module, topology: Topology, micro_batches: int, computes: Work) -> StepGraph:
         """A step of all ranks, with the bytes of `plan`, for `thinwire.cost.simulate`.

@@ -19,7 +19,7 @@ WORD_BYTES = 8
 
 
 @dataclass(frozen=True)
-class Section:
+class PacketSection:
     """Place of a gradient's packet in the message of its bucket."""
 
     codec: Codec
@@ -35,22 +35,24 @@ class Section:
         return self.start + -(-self.codec.packet_bytes(self.num_elements) // WORD_BYTES) * WORD_BYTES
 
 
-def sections_of(shapes: Mapping[str, torch.Size], codec_of: Callable[[str, torch.Size], Codec]) -> dict[str, Section]:
+def sections_of(
+    shapes: Mapping[str, torch.Size], codec_of: Callable[[str, torch.Size], Codec]
+) -> dict[str, PacketSection]:
     """The layout of a message that holds gradients of these shapes, in their order."""
-    sections: dict[str, Section] = {}
+    sections: dict[str, PacketSection] = {}
     start = 0
     for name, shape in shapes.items():
-        sections[name] = Section(codec_of(name, shape), shape.numel(), start)
+        sections[name] = PacketSection(codec_of(name, shape), shape.numel(), start)
         start = sections[name].end
     return sections
 
 
-def message_bytes(sections: Mapping[str, Section]) -> int:
+def message_bytes(sections: Mapping[str, PacketSection]) -> int:
     """Bytes of the whole message."""
     return max((section.end for section in sections.values()), default=0)
 
 
-def sums_of(link: Link, message: Tensor, sections: Mapping[str, Section]) -> Rounds[list[Tensor]]:
+def sums_of(link: Link, message: Tensor, sections: Mapping[str, PacketSection]) -> Rounds[list[Tensor]]:
     """The sum of all ranks' decoded packets, by section: flat, fp32, in rank order, the same bits on all ranks."""
     gathered = yield from all_gather_packets(link, message, OPERATION)
     grid = link.topology

@@ -32,7 +32,7 @@ class Hop:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class PlannedExchange:
     """A collective of one unit of the model. when: one of FORWARD, BACKWARD, AGAIN, END."""
 
     operation: str
@@ -42,7 +42,7 @@ class Exchange:
 
 
 @dataclass(frozen=True)
-class Exchanges:
+class PlannedExchanges:
     """All that a method sends in a step.
 
     shares: of each unit in the model's computing, in order of forward. ahead: units whose FORWARD exchanges are begun
@@ -50,18 +50,18 @@ class Exchanges:
     """
 
     shares: tuple[float, ...]
-    each: tuple[Exchange, ...]
+    each: tuple[PlannedExchange, ...]
     ahead: int | None = None
     kept_bytes: float = 0.0
 
 
-def plain(sent: Mapping[tuple[str, str], int], when: str, to: str = ALL, unit: int = 0) -> list[Exchange]:
+def plain(sent: Mapping[tuple[str, str], int], when: str, to: str = ALL, unit: int = 0) -> list[PlannedExchange]:
     """One exchange for each operation of a plan: first between nodes, then inside them."""
     hops: dict[str, list[Hop]] = defaultdict(list)
     for (operation, level), num_bytes in sorted(sent.items(), key=lambda item: item[0][1] != "inter"):
         if num_bytes:
             hops[operation].append(Hop(level, num_bytes, to))
-    return [Exchange(operation, when, tuple(found), unit) for operation, found in hops.items()]
+    return [PlannedExchange(operation, when, tuple(found), unit) for operation, found in hops.items()]
 
 
 def shares_of(model: nn.Module, units: Sequence[Iterable[str]]) -> tuple[float, ...]:
@@ -76,7 +76,7 @@ def shares_of(model: nn.Module, units: Sequence[Iterable[str]]) -> tuple[float, 
     return tuple(each / total for each in work) if total else (1.0 / max(1, len(work)),) * len(work)
 
 
-def draw(found: Exchanges, grid: Topology, micro_batches: int, computes: Work) -> StepGraph:
+def draw(found: PlannedExchanges, grid: Topology, micro_batches: int, computes: Work) -> StepGraph:
     """The graph of a step in which every rank computes and sends alike.
 
     computes: one forward of one micro-batch; a backward is twice as much.
@@ -85,7 +85,7 @@ def draw(found: Exchanges, grid: Topology, micro_batches: int, computes: Work) -
 
 
 class _Step:
-    def __init__(self, found: Exchanges, grid: Topology, micro_batches: int, computes: Work) -> None:
+    def __init__(self, found: PlannedExchanges, grid: Topology, micro_batches: int, computes: Work) -> None:
         self.found, self.grid, self.computes = found, grid, computes
         self.drawing = Drawing(grid.world_size, NUM_SLOTS)
         self.ranks = range(grid.world_size)
@@ -136,7 +136,7 @@ class _Step:
             after = self.last[rank] + (awaited[rank] if awaited is not None else ())
             self.last[rank] = self.drawing.task(rank, Work(self.computes.kind, amount), after)
 
-    def _all(self, exchanges: Sequence[Exchange], after: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    def _all(self, exchanges: Sequence[PlannedExchange], after: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
         """Draw collectives of all ranks; what each rank waits for to have their results."""
         ends: list[tuple[int, ...]] = [() for _ in self.ranks]
         for each in exchanges:
@@ -149,7 +149,7 @@ class _Step:
 class _Collective:
     """The tasks of one collective, hop after hop. ends: those that each rank waits for."""
 
-    def __init__(self, step: _Step, exchange: Exchange, jobs: Sequence[int]) -> None:
+    def __init__(self, step: _Step, exchange: PlannedExchange, jobs: Sequence[int]) -> None:
         self.grid, self.drawing, self.exchange, self.jobs = step.grid, step.drawing, exchange, jobs
         self.ends: list[tuple[int, ...]] = [() for _ in jobs]
         draws: dict[str, Callable[[Hop], None]] = {ALL: self._spread, FIRST: self._spread, RING: self._round}

@@ -24,7 +24,7 @@ from thinwire.methods.interface import (
     MethodPlan,
     agreement_sent,
 )
-from thinwire.methods.schedule import BACKWARD, END, FORWARD, Exchange, Exchanges, Hop, plain, shares_of
+from thinwire.methods.schedule import BACKWARD, END, FORWARD, Hop, PlannedExchange, PlannedExchanges, plain, shares_of
 from thinwire.optim import SHARDED
 from thinwire.table import Row
 
@@ -134,7 +134,7 @@ class ShardedMethod(Method, ABC):
             other={"error feedback": lost} if lost else {},
         )
 
-    def exchanges(self, model: nn.Module, topology: Topology, micro_batches: int) -> Exchanges:
+    def exchanges(self, model: nn.Module, topology: Topology, micro_batches: int) -> PlannedExchanges:
         """Weights leave bucket by bucket for the forward, gradients after each bucket's backward."""
         trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
         levels = self.levels(topology)
@@ -149,10 +149,10 @@ class ShardedMethod(Method, ABC):
         words = plain(agreement_sent(topology, len(trained)), END)
         shard = sum(layout.shard_numel for unit in units for layout in unit.layouts)
         # Gradient, both moments and the master are read, and all but the first written.
-        return Exchanges(shares_of(model, names), (*found, *words), kept_bytes=28.0 * shard)
+        return PlannedExchanges(shares_of(model, names), (*found, *words), kept_bytes=28.0 * shard)
 
 
-def exchanges_of(layout: BucketLayout, unit: int, num_gathers: int, micro_batches: int) -> Iterator[Exchange]:
+def exchanges_of(layout: BucketLayout, unit: int, num_gathers: int, micro_batches: int) -> Iterator[PlannedExchange]:
     """What a layout sends, as `BucketLayout.sent` has it, and what is packed for it."""
     grid, wire = layout.levels.topology, layout.wire
     peers = {"inter": grid.num_nodes - 1, "intra": grid.local_size - 1}
@@ -183,7 +183,7 @@ def exchanges_of(layout: BucketLayout, unit: int, num_gathers: int, micro_batche
                     Hop(level, num, packs=packs, unpacks=Work(f"decode {wire.weights}", whole) if is_last else None)
                 )
         if hops:
-            yield Exchange(operation, BACKWARD if is_sum else FORWARD, tuple(hops), unit)
+            yield PlannedExchange(operation, BACKWARD if is_sum else FORWARD, tuple(hops), unit)
 
 
 def cut_by(layouts: Iterable[BucketLayout], names: Collection[str]) -> Cuts:

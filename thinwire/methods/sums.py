@@ -15,14 +15,14 @@ from thinwire.collectives import Topology
 from thinwire.collectives.link import Link
 from thinwire.collectives.rounds import Rounds
 from thinwire.methods.interface import Cuts, MethodPlan
-from thinwire.methods.packets import Section, message_bytes, sections_of
+from thinwire.methods.packets import PacketSection, message_bytes, sections_of
 from thinwire.optim import Part, Sum, SummingOptimizer
 
 # The optimizer's group of each parameter, by name.
 Groups = Mapping[str, Mapping[str, Any]]
 
 
-class Leg(NamedTuple):
+class SumLeg(NamedTuple):
     """Rows [first, last) of a sum, numbered among those of its round, on their way to a rank that wants them."""
 
     number: int
@@ -45,19 +45,19 @@ class Round:
         return list(self.sums)
 
     @cached_property
-    def _messages(self) -> dict[tuple[int, int], dict[Leg, Section]]:
+    def _messages(self) -> dict[tuple[int, int], dict[SumLeg, PacketSection]]:
         """By (sender, receiver): the rows that one adds to and the other wants, and their places in the message."""
-        found: dict[tuple[int, int], list[Leg]] = {}
+        found: dict[tuple[int, int], list[SumLeg]] = {}
         for number, summed in enumerate(self.sums.values()):
             wanted = [(rank, *span) for rank, span in enumerate(summed.wants) if span[0] < span[1]]
             for sender, (adds, ends) in enumerate(summed.adds):
                 for receiver, wants, until in wanted if adds < ends else []:
                     first, last = max(adds, wants), min(ends, until)
                     if first < last and sender != receiver:
-                        found.setdefault((sender, receiver), []).append(Leg(number, sender, receiver, first, last))
+                        found.setdefault((sender, receiver), []).append(SumLeg(number, sender, receiver, first, last))
         return {pair: self._sections(legs) for pair, legs in found.items()}
 
-    def _sections(self, legs: Sequence[Leg]) -> dict[Leg, Section]:
+    def _sections(self, legs: Sequence[SumLeg]) -> dict[SumLeg, PacketSection]:
         sums = [self.sums[self._keys[leg.number]] for leg in legs]
         shapes = {
             str(at): torch.Size([leg.last - leg.first, each.width])
@@ -107,10 +107,10 @@ class Round:
 
     def _travel(
         self, link: Link, partials: Mapping[tuple[str, str], Tensor], seed: int, device: torch.device
-    ) -> Rounds[dict[Leg, Tensor]]:
+    ) -> Rounds[dict[SumLeg, Tensor]]:
         """Send rows to those who want them; what has arrived here, flat, fp32."""
         rank, grid = link.rank, self.grid
-        arrived: dict[Leg, Tensor] = {}
+        arrived: dict[SumLeg, Tensor] = {}
         for level, num_partners in (("intra", grid.local_size), ("inter", grid.num_nodes)):
             if num_partners == 1:
                 continue
@@ -139,7 +139,7 @@ class Round:
                         arrived[leg] = section.codec.decode(section.of(message), section.num_elements)
         return arrived
 
-    def _rows(self, partials: Mapping[tuple[str, str], Tensor], leg: Leg, device: torch.device) -> Tensor:
+    def _rows(self, partials: Mapping[tuple[str, str], Tensor], leg: SumLeg, device: torch.device) -> Tensor:
         """The rows that this rank sends, flat and fp32."""
         key = self._keys[leg.number]
         if key not in partials:
@@ -186,5 +186,5 @@ def planned_with(
     return replace(plan, optimizer=plan.optimizer + 4 * max(kept), sent={**plan.sent, **own})
 
 
-def _bytes(sections: Mapping[Leg, Section]) -> int:
+def _bytes(sections: Mapping[SumLeg, PacketSection]) -> int:
     return message_bytes({str(number): section for number, section in enumerate(sections.values())})

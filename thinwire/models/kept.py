@@ -14,7 +14,7 @@ from thinwire.errors import ConfigError
 MASKS = "masks.safetensors"
 
 
-class Kept(nn.Module):
+class KeptValues(nn.Module):
     """The matrix [..., out, in] of its kept values [rows, kept], as many in each row; all others are 0.
 
     A row runs along the dimension in which the mask keeps equally many: the last, or the one before it.
@@ -75,7 +75,7 @@ def keep(model: nn.Module, masks: Mapping[str, Tensor]) -> None:
         if name not in parameters or parameters[name].shape != mask.shape:
             raise ConfigError(f"the mask of {name} fits no parameter of the model: prune it again")
         place, _, own = name.rpartition(".")
-        kept = Kept(mask).to(parameters[name].device)
+        kept = KeptValues(mask).to(parameters[name].device)
         parametrize.register_parametrization(model.get_submodule(place), own, kept, unsafe=True)
 
 

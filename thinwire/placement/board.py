@@ -12,7 +12,7 @@ from thinwire.placement.graph import Devices, OpGraph
 
 
 @dataclass(frozen=True)
-class Transfer:
+class DeviceTransfer:
     """A value on its way to another device. A device gets a value once, however many operations take it there."""
 
     value: int
@@ -23,7 +23,7 @@ class Transfer:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class DeviceSchedule:
     """Where and when each operation of a graph runs, and what travels for it.
 
     homes: the device of each operation; spans: its start and end in seconds.
@@ -33,7 +33,7 @@ class Schedule:
     devices: Devices
     homes: tuple[int, ...]
     spans: tuple[tuple[float, float], ...]
-    transfers: tuple[Transfer, ...]
+    transfers: tuple[DeviceTransfer, ...]
 
     @property
     def makespan_s(self) -> float:
@@ -123,14 +123,14 @@ class NoRoomError(ConfigError):
     """An operation fits on no device; the message names it."""
 
 
-class Board:
+class DeviceBoard:
     """Devices on which operations are placed one after the other, each once its inputs' ends are known."""
 
     def __init__(self, graph: OpGraph, devices: Devices) -> None:
         self.graph, self.devices = graph, devices
         self.homes: list[int | None] = [None] * len(graph.ops)
         self.spans = [(0.0, 0.0)] * len(graph.ops)
-        self.transfers: list[Transfer] = []
+        self.transfers: list[DeviceTransfer] = []
         self.free_s = [0.0] * devices.num
         self.ledger = Ledger(graph, devices.num)
         self._link_free_s: dict[tuple[int, int], float] = defaultdict(float)
@@ -168,7 +168,7 @@ class Board:
         for value, begin_s, arrive_s in self._messages(op, device):
             source = self.homes[self.graph.values[value].source]
             assert source is not None
-            self.transfers.append(Transfer(value, source, device, begin_s, arrive_s))
+            self.transfers.append(DeviceTransfer(value, source, device, begin_s, arrive_s))
             self._arrivals[value, device] = arrive_s
             link_s = self.devices.link_s(self.graph.values[value].num_bytes, source, device)
             self._link_free_s[source, device] = begin_s + link_s
@@ -184,11 +184,11 @@ class Board:
         assert home is not None
         self.ledger.end(op, home)
 
-    def done(self) -> Schedule:
+    def done(self) -> DeviceSchedule:
         """The schedule, when all operations are placed."""
         homes = tuple(home for home in self.homes if home is not None)
         assert len(homes) == len(self.graph.ops)
-        return Schedule(self.graph, self.devices, homes, tuple(self.spans), tuple(self.transfers))
+        return DeviceSchedule(self.graph, self.devices, homes, tuple(self.spans), tuple(self.transfers))
 
     def _messages(self, op: int, device: int) -> list[tuple[int, float, float]]:
         """The values that a device would be sent for an operation: (value, begin, arrival)."""
@@ -207,12 +207,14 @@ class Board:
         return found
 
 
-def replay(graph: OpGraph, devices: Devices, homes: Sequence[int], order: Sequence[int] | None = None) -> Schedule:
+def replay(
+    graph: OpGraph, devices: Devices, homes: Sequence[int], order: Sequence[int] | None = None
+) -> DeviceSchedule:
     """The schedule of operations with given devices, each as early as the order of its device allows.
 
     order: a topological one of all operations; None: that of the graph. Memory is not checked.
     """
-    board = Board(graph, devices)
+    board = DeviceBoard(graph, devices)
     for op in range(len(graph.ops)) if order is None else order:
         board.place(op, homes[op])
     return board.done()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 
-from thinwire.placement.board import Board, NoRoomError, Schedule
+from thinwire.placement.board import DeviceBoard, DeviceSchedule, NoRoomError
 from thinwire.placement.graph import Devices, OpGraph
 
 
@@ -19,13 +19,13 @@ class EarliestFirst:
 
     def __init__(self, graph: OpGraph, devices: Devices) -> None:
         self.graph, self.devices = graph, devices
-        self.board = Board(graph, devices)
+        self.board = DeviceBoard(graph, devices)
         self.now_s = 0.0
         self.ready = [op for op, inputs in enumerate(graph.inputs) if not inputs]
         self._waits = [len({graph.values[value].source for value in inputs}) for inputs in graph.inputs]
         self._ends: list[tuple[float, int]] = []
 
-    def run(self) -> Schedule:
+    def run(self) -> DeviceSchedule:
         """Place everything. Raises NoRoomError."""
         num_started = 0
         while num_started < len(self.graph.ops):
@@ -85,7 +85,7 @@ class EarliestFirst:
         self.ready.sort()
 
 
-def m_etf(graph: OpGraph, devices: Devices) -> Schedule:
+def m_etf(graph: OpGraph, devices: Devices) -> DeviceSchedule:
     """Earliest task first, with memory.
 
     Of all pairs of a ready operation o and a device d with enough memory the one with the least

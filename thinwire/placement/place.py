@@ -16,11 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
 from thinwire.cost import Machine, Timeline, simulate
 from thinwire.errors import ConfigError, nearest
-from thinwire.placement.board import NoRoomError, Schedule, replay
+from thinwire.placement.board import DeviceSchedule, NoRoomError, replay
 from thinwire.placement.etf import m_etf
 from thinwire.placement.graph import Devices, Op, OpGraph, Value
-from thinwire.placement.plan import Plan, Routes, rates
-from thinwire.placement.prepare import Fused, Scheduler, Sets, fused, least_memory, scheduled
+from thinwire.placement.plan import DevicePlan, DeviceRoutes, rates
+from thinwire.placement.prepare import FusedGraph, Scheduler, Sets, fused, least_memory, scheduled
 from thinwire.placement.profile import Profile, Seconds, Size, mapped, profile as profiled
 from thinwire.placement.runner import Placed
 from thinwire.placement.sct import m_sct
@@ -48,22 +48,22 @@ class Placement:
     profile: Profile
     machine: Machine
     method: str
-    graph: Fused
-    schedule: Schedule
+    graph: FusedGraph
+    schedule: DeviceSchedule
     names: tuple[str, ...]
     training: bool
 
     @cached_property
-    def plan(self) -> Plan:
+    def plan(self) -> DevicePlan:
         """Units of nodes in the order of their start."""
         order = self.schedule.order
         units = (tuple(self.names[op] for op in self.graph.units[unit]) for unit in order)
-        return Plan(tuple(units), tuple(self.schedule.homes[unit] for unit in order))
+        return DevicePlan(tuple(units), tuple(self.schedule.homes[unit] for unit in order))
 
     @cached_property
-    def routes(self) -> Routes:
+    def routes(self) -> DeviceRoutes:
         """What crosses between ranks."""
-        return Routes(self.traced, self.profile, self.plan, self.machine.num_ranks, self.training)
+        return DeviceRoutes(self.traced, self.profile, self.plan, self.machine.num_ranks, self.training)
 
     @property
     def homes(self) -> dict[str, int]:
@@ -242,7 +242,7 @@ def _joined_groups(readers: Iterable[Sequence[int]], num: int) -> tuple[frozense
     return tuple(frozenset(members) for members in sets.members().values() if len(members) > 1)
 
 
-def _with_several(graph: OpGraph, traced: Traced, found: Profile, names: Sequence[str]) -> Fused:
+def _with_several(graph: OpGraph, traced: Traced, found: Profile, names: Sequence[str]) -> FusedGraph:
     """Units in which a node that gives several tensors runs with those that take them: only tensors travel."""
     several = [number for number, name in enumerate(names) if found.sizes[name].shape is None]
     pairs = [(i, j) for i, j in graph.edges if i in set(several)]
@@ -261,7 +261,7 @@ def _with_several(graph: OpGraph, traced: Traced, found: Profile, names: Sequenc
     return base
 
 
-def on_ranks(schedule: Schedule) -> Schedule:
+def on_ranks(schedule: DeviceSchedule) -> DeviceSchedule:
     """The schedule with its devices on other ranks, where links or speeds differ and that makes it shorter."""
     graph, devices = schedule.graph, schedule.devices
     links = {(devices.network.rates[a][b], devices.network.delays_s[a][b]) for a, b in devices.network.pairs}
@@ -287,7 +287,7 @@ def on_ranks(schedule: Schedule) -> Schedule:
     return other if is_better else schedule
 
 
-def _on_one(schedule: Schedule) -> Iterator[Schedule]:
+def _on_one(schedule: DeviceSchedule) -> Iterator[DeviceSchedule]:
     """All of it on the fastest rank, if memory holds that: earliest-first schedulers spread what needs no message yet,
     and on slow links pay for it later."""
     devices = schedule.devices

@@ -18,7 +18,7 @@ FORWARD, BACKWARD = "forward", "backward"
 
 
 @dataclass(frozen=True)
-class Plan:
+class DevicePlan:
     """Which rank runs what, in which order. units: names of nodes that run one after the other, in the order of all
     ranks, in which each rank runs its own; the backward goes through them the other way. homes: the rank of each."""
 
@@ -31,7 +31,7 @@ class Plan:
         return torch.tensor([[unit_of[name] for name in names], [self.homes[unit_of[name]] for name in names]])
 
     @classmethod
-    def decoded(cls, numbers: torch.Tensor, names: Sequence[str]) -> Plan:
+    def decoded(cls, numbers: torch.Tensor, names: Sequence[str]) -> DevicePlan:
         """The plan that `encoded` gave."""
         units: dict[int, list[str]] = defaultdict(list)
         homes: dict[int, int] = {}
@@ -42,7 +42,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Crossing:
+class CrossingTensor:
     """A tensor that other units take, or that the model returns.
 
     takers: the units that take it, in the plan's order. targets: the ranks that it is sent to, each once. senders: the
@@ -67,12 +67,12 @@ class Crossing:
 
 
 @dataclass(frozen=True)
-class Routes:
+class DeviceRoutes:
     """What crosses between the units of a plan. num_ranks: that hold a copy. training: whether a backward follows."""
 
     traced: Traced
     profile: Profile
-    plan: Plan
+    plan: DevicePlan
     num_ranks: int
     training: bool
 
@@ -88,9 +88,9 @@ class Routes:
         return [name for name in dict.fromkeys(found) if name in self.profile.sizes]
 
     @cached_property
-    def crossings(self) -> list[Crossing]:
+    def crossings(self) -> list[CrossingTensor]:
         """All of them, by the plan's order of what makes them."""
-        found, named = list[Crossing](), self.traced.named
+        found, named = list[CrossingTensor](), self.traced.named
         for unit, names in enumerate(self.plan.units):
             home = self.plan.homes[unit]
             for name in names:
@@ -105,7 +105,7 @@ class Routes:
                 targets = sorted((set(range(self.num_ranks)) if is_output else ranks) - {home})
                 needs = size.needs_grad and self.training
                 found.append(
-                    Crossing(
+                    CrossingTensor(
                         len(found), name, unit, home, takers, tuple(targets), tuple(sorted(ranks)) if needs else (),
                         size.shape, size.dtype, needs, is_output,
                     )
@@ -113,23 +113,23 @@ class Routes:
         return found
 
     @cached_property
-    def inputs(self) -> list[list[Crossing]]:
+    def inputs(self) -> list[list[CrossingTensor]]:
         """What each unit takes from others."""
-        found: list[list[Crossing]] = [[] for _ in self.plan.units]
+        found: list[list[CrossingTensor]] = [[] for _ in self.plan.units]
         for crossing in self.crossings:
             for taker in crossing.takers:
                 found[taker].append(crossing)
         return found
 
     @cached_property
-    def outputs(self) -> list[list[Crossing]]:
+    def outputs(self) -> list[list[CrossingTensor]]:
         """What each unit gives to others."""
-        found: list[list[Crossing]] = [[] for _ in self.plan.units]
+        found: list[list[CrossingTensor]] = [[] for _ in self.plan.units]
         for crossing in self.crossings:
             found[crossing.unit].append(crossing)
         return found
 
-    def arrivals(self, rank: int) -> list[Crossing]:
+    def arrivals(self, rank: int) -> list[CrossingTensor]:
         """What a rank is sent in a forward, in the order in which it needs it; outputs that it does not need last."""
         needed = [
             crossing
@@ -141,7 +141,7 @@ class Routes:
         shown = [crossing for crossing in self.crossings if crossing.is_output and crossing.home != rank]
         return list({crossing.number: crossing for crossing in [*needed, *shown]}.values())
 
-    def returns(self, rank: int) -> list[tuple[Crossing, int]]:
+    def returns(self, rank: int) -> list[tuple[CrossingTensor, int]]:
         """The gradients that a rank is sent in a backward, with their senders, in the order in which it needs them."""
         own = [unit for unit, home in enumerate(self.plan.homes) if home == rank]
         return [
@@ -151,7 +151,7 @@ class Routes:
             for sender in crossing.senders
         ]
 
-    def gives_back(self, unit: int) -> list[Crossing]:
+    def gives_back(self, unit: int) -> list[CrossingTensor]:
         """The inputs of a unit whose gradient its rank can send once the unit's backward has run."""
         home = self.plan.homes[unit]
         return [
@@ -174,7 +174,7 @@ class Routes:
 class _Drawn:
     """A step's graph in the making."""
 
-    def __init__(self, routes: Routes, network: Network) -> None:
+    def __init__(self, routes: DeviceRoutes, network: Network) -> None:
         self.routes, self.network = routes, network
         self.drawing = Drawing(routes.num_ranks)
         self.last: list[tuple[int, ...]] = [()] * routes.num_ranks

@@ -6,10 +6,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from thinwire.placement.board import NoRoomError, Schedule
+from thinwire.placement.board import DeviceSchedule, NoRoomError
 from thinwire.placement.graph import Devices, Op, OpGraph, in_topological_order
 
-Scheduler = Callable[[OpGraph, Devices], Schedule]
+Scheduler = Callable[[OpGraph, Devices], DeviceSchedule]
 
 
 class Sets:
@@ -36,7 +36,7 @@ class Sets:
 
 
 @dataclass(frozen=True)
-class Fused:
+class FusedGraph:
     """A graph of units. units: the operations of the original graph that each of them runs, in their order."""
 
     graph: OpGraph
@@ -70,7 +70,7 @@ def co_adjacent(graph: OpGraph, devices: Devices) -> OpGraph:
     return replace(graph, groups=groups)
 
 
-def fused(graph: OpGraph, pairs: Iterable[tuple[int, int]]) -> Fused:
+def fused(graph: OpGraph, pairs: Iterable[tuple[int, int]]) -> FusedGraph:
     """The graph in which these pairs of neighbours are one operation each, as far as that makes no cycle.
 
     A pair may be joined if no other path leads from the first to the second. A unit takes its operations' seconds one
@@ -112,7 +112,7 @@ def _leads_around(after: dict[int, set[int]], before: dict[int, set[int]], a: in
     return False
 
 
-def _contracted(graph: OpGraph, sets: Sets) -> Fused:
+def _contracted(graph: OpGraph, sets: Sets) -> FusedGraph:
     members = sets.members()
     firsts = sorted(members)
     number_of = {op: number for number, first in enumerate(firsts) for op in members[first]}
@@ -136,7 +136,7 @@ def _contracted(graph: OpGraph, sets: Sets) -> Fused:
         for unit in own:
             joined.join(own[0], unit)
     groups = tuple(frozenset(each) for each in joined.members().values() if len(each) > 1)
-    return Fused(OpGraph(ops, tuple(values), groups, graph.keeps), units)
+    return FusedGraph(OpGraph(ops, tuple(values), groups, graph.keeps), units)
 
 
 def _joined(graph: OpGraph, ops: tuple[int, ...], inside_bytes: float) -> Op:
@@ -148,7 +148,7 @@ def _joined(graph: OpGraph, ops: tuple[int, ...], inside_bytes: float) -> Op:
     return Op(name, sum(op.seconds for op in own), permanent, temporary + inside_bytes)
 
 
-def scheduled(graph: OpGraph, devices: Devices, scheduler: Scheduler) -> tuple[Fused, Schedule]:
+def scheduled(graph: OpGraph, devices: Devices, scheduler: Scheduler) -> tuple[FusedGraph, DeviceSchedule]:
     """The shorter of two schedules: of the graph with co-adjacent operations fused, and of the graph itself.
 
     Fusing saves messages, and may put on one device what could run on two. Raises NoRoomError if neither fits.
@@ -157,7 +157,7 @@ def scheduled(graph: OpGraph, devices: Devices, scheduler: Scheduler) -> tuple[F
     together = [(i, j) for i, j in wider.edges if wider.group_of[i] == wider.group_of[j]]
     # Members of a stated group that touch are one operation in both.
     apart = [(i, j) for i, j in graph.edges if graph.group_of[i] == graph.group_of[j]]
-    found: list[tuple[Fused, Schedule]] = []
+    found: list[tuple[FusedGraph, DeviceSchedule]] = []
     reason: NoRoomError | None = None
     for base, pairs in ((wider, together), (graph, apart)):
         way = fused(base, pairs)

@@ -17,7 +17,7 @@ from thinwire.collectives import Communicator, Expected, Label, Mailbox, Meter
 from thinwire.collectives.groups import ranks_of
 from thinwire.errors import ConfigError
 from thinwire.hosts.ranks import Axis
-from thinwire.placement.plan import BACKWARD, FORWARD, Crossing, Plan, Routes
+from thinwire.placement.plan import BACKWARD, FORWARD, CrossingTensor, DevicePlan, DeviceRoutes
 from thinwire.placement.profile import mapped
 from thinwire.table import Row, announce as announce_table
 
@@ -54,7 +54,7 @@ class Placed:
         comm = Communicator(group, timeout_s=timeout_s, checked=checked)
         self.model, self.rank, self.num_ranks = traced.model, comm.rank, num
         plan = self._common_plan(comm, own)
-        self.routes = own if plan == own.plan else Routes(traced, own.profile, plan, num, own.training)
+        self.routes = own if plan == own.plan else DeviceRoutes(traced, own.profile, plan, num, own.training)
         self.meter: Meter = comm.meter
         comm.close()
         self.mailbox = Mailbox(
@@ -83,7 +83,7 @@ class Placed:
         """Give the process group back. Call it between steps."""
         self.mailbox.close()
 
-    def _common_plan(self, comm: Communicator, own: Routes) -> Plan:
+    def _common_plan(self, comm: Communicator, own: DeviceRoutes) -> DevicePlan:
         """The first rank's; raises ConfigError for a rank with another model or other inputs."""
         names = [name for name in own.traced.named if name not in own.profile.constants]
         nodes = own.traced.named
@@ -96,7 +96,7 @@ class Placed:
                 f"{comm.global_ranks[0]}: give all ranks of a group the same"
             )
         plans = comm.wait(comm.all_gather_exact(own.plan.encoded(names)))
-        return Plan.decoded(plans.view(comm.world_size, 2, -1)[0], names)
+        return DevicePlan.decoded(plans.view(comm.world_size, 2, -1)[0], names)
 
     def _take_part(self, optimizer: torch.optim.Optimizer | None) -> list[nn.Parameter]:
         """Drop what other ranks have. Return this rank's weights that are trained."""
@@ -125,7 +125,7 @@ class Placed:
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         inputs = self.routes.traced.bind(args, kwargs)
-        step = Step(self, inputs)
+        step = PlacedStep(self, inputs)
         if torch.is_grad_enabled() and self.routes.training:
             outputs = _Whole.apply(step, *self.weights)
         else:
@@ -144,7 +144,7 @@ class _Whole(torch.autograd.Function):
     """The whole model as one function of this rank's weights: its outputs, and the gradients of the weights."""
 
     @staticmethod
-    def forward(ctx: Any, step: Step, *weights: nn.Parameter) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, step: PlacedStep, *weights: nn.Parameter) -> tuple[Tensor, ...]:
         ctx.step = step
         outputs = step.forward(keeps_graph=True)
         ctx.mark_non_differentiable(*(tensor for tensor in outputs if not tensor.is_floating_point()))
@@ -157,7 +157,7 @@ class _Whole(torch.autograd.Function):
         return None, *found
 
 
-class Step:
+class PlacedStep:
     """One forward of a placed model, and its backward.
 
     Each unit is differentiated by itself: its inputs are cut off from what made them, as those that arrive are. The
@@ -222,11 +222,11 @@ class Step:
         self.mailbox.finish()
         return [self._of_weights.get(id(weight)) for weight in self.placed.weights]
 
-    def _take(self, crossing: Crossing) -> None:
+    def _take(self, crossing: CrossingTensor) -> None:
         if crossing.number not in self._held:
             self._held[crossing.number] = self._tensor(crossing, self.mailbox.take(_label(FORWARD, crossing)))
 
-    def _tensor(self, crossing: Crossing, packet: Tensor) -> Tensor:
+    def _tensor(self, crossing: CrossingTensor, packet: Tensor) -> Tensor:
         return packet.view(crossing.dtype).view(crossing.shape).to(self.placed._device)
 
     def _run(self, unit: int, keeps_graph: bool) -> list[Tensor]:
@@ -279,7 +279,7 @@ class Step:
             sums[key] = gradient if key not in sums else sums[key] + gradient
 
 
-def _label(direction: str, crossing: Crossing, sender: int = 0) -> Label:
+def _label(direction: str, crossing: CrossingTensor, sender: int = 0) -> Label:
     """A gradient comes from several ranks, each of which has tags of its own."""
     return Label(direction, crossing.number, sender)
 
@@ -288,7 +288,7 @@ def _packet(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().flatten().view(torch.uint8)
 
 
-def _check(crossing: Crossing, output: Any) -> None:
+def _check(crossing: CrossingTensor, output: Any) -> None:
     shape, dtype = (output.shape, output.dtype) if isinstance(output, Tensor) else (None, None)
     if (shape, dtype) != (crossing.shape, crossing.dtype):
         told = f"{list(shape)} of {dtype}" if shape is not None else type(output).__name__

@@ -6,7 +6,7 @@ from collections import defaultdict
 from typing import Any
 
 from thinwire.errors import ConfigError
-from thinwire.placement.board import Schedule
+from thinwire.placement.board import DeviceSchedule
 from thinwire.placement.etf import EarliestFirst
 from thinwire.placement.graph import Devices, OpGraph
 
@@ -129,7 +129,7 @@ class SmallCommunication(EarliestFirst):
         return max(self.board.ready_s(op, each) for each in range(self.devices.num))
 
 
-def m_sct(graph: OpGraph, devices: Devices) -> Schedule:
+def m_sct(graph: OpGraph, devices: Devices) -> DeviceSchedule:
     """Small communication times, with memory: m-ETF, in which devices wait for favourite children.
 
     With unlimited devices, no limit of memory, and messages that take at most rho times the shortest operation, rho at

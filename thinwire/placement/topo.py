@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from thinwire.placement.board import NoRoomError, Schedule, replay
+from thinwire.placement.board import DeviceSchedule, NoRoomError, replay
 from thinwire.placement.graph import Devices, OpGraph
 
 
-def m_topo(graph: OpGraph, devices: Devices) -> Schedule:
+def m_topo(graph: OpGraph, devices: Devices) -> DeviceSchedule:
     """Fill device after device with operations in topological order, each up to the same share and to its memory.
 
     The share is total / n + the largest group, of the bytes that groups need to the end. An operation whose group has a

@@ -22,7 +22,7 @@ from thinwire.errors import ConfigError
 from thinwire.methods.pipeline.options import Pipeline
 from thinwire.models import Llama, build_skeleton
 from thinwire.options import CHOSEN_FROM, PIPELINE, model_table
-from thinwire.planner.plan import Plan, make, plan
+from thinwire.planner.plan import TrainingPlan, make, plan
 from thinwire.report.units import seconds_text
 from thinwire.run.config import TrainConfig, derive
 from thinwire.run.effects import batch_row, pipeline_rows
@@ -89,7 +89,7 @@ def measured(config: TrainConfig, model: Llama, dtype: str, number: int) -> Mach
     return machine
 
 
-def planned(config: TrainConfig, model: Llama, machine: Machine, dtype: str) -> Plan:
+def planned(config: TrainConfig, model: Llama, machine: Machine, dtype: str) -> TrainingPlan:
     """The fastest of what is not stated. Raises ConfigError where nothing fits."""
     stages = config.stages if isinstance(config.stages, int) else None
     return plan(
@@ -98,7 +98,7 @@ def planned(config: TrainConfig, model: Llama, machine: Machine, dtype: str) -> 
     )  # fmt: skip
 
 
-def changes(config: TrainConfig, found: Plan) -> dict[str, Any]:
+def changes(config: TrainConfig, found: TrainingPlan) -> dict[str, Any]:
     """What a plan changes in the configuration."""
     values = found.values
     options = values.pop(PIPELINE, None)

@@ -13,7 +13,15 @@ from thinwire.collectives import Topology
 from thinwire.errors import ConfigError
 from thinwire.hosts.ranks import along, neighbours
 from thinwire.layout.mesh import MeshShape
-from thinwire.methods.experts import ExpertParallel, Placement, Rows, check_data_method, facts, place_experts, sent
+from thinwire.methods.experts import (
+    ExpertParallel,
+    ExpertPlacement,
+    Rows,
+    check_data_method,
+    facts,
+    place_experts,
+    sent,
+)
 from thinwire.methods.interface import Method, MethodPlan
 from thinwire.methods.sequence.traffic import LOCAL_RATE, RATE
 from thinwire.models.capacity import check_capacity
@@ -85,7 +93,7 @@ def choose_ranks(
     return best, f"seconds of a step on the links{of}: {shown}"
 
 
-def placed(model: nn.Module, config: ExplainConfig, shape: MeshShape) -> tuple[MoELlama, Placement]:
+def placed(model: nn.Module, config: ExplainConfig, shape: MeshShape) -> tuple[MoELlama, ExpertPlacement]:
     """The mixture, and where its experts lie. Raises ConfigError for another model, and what does not divide."""
     if not isinstance(model, MoELlama):
         raise ConfigError(f"experts over {shape.expert} ranks: the model has none; nearest: --model moe-demo")
@@ -95,7 +103,7 @@ def placed(model: nn.Module, config: ExplainConfig, shape: MeshShape) -> tuple[M
     )
 
 
-def rows_of(model: MoELlama, placement: Placement, config: ExplainConfig, shape: MeshShape) -> Rows:
+def rows_of(model: MoELlama, placement: ExpertPlacement, config: ExplainConfig, shape: MeshShape) -> Rows:
     """Those of a micro-batch, by a router that is even. Raises ConfigError for a capacity that holds none."""
     num_tokens, mixture = tokens_of(config, shape), model.config
     top_k = mixture.num_experts_per_tok

@@ -33,7 +33,7 @@ SCRATCH = 1.5
 
 
 @dataclass(frozen=True)
-class Placed(Grid):
+class PlacedMachine(Grid):
     """A measured machine with a rank in each place; the stages' replicas are neighbours. See Grid.
 
     pass_s: seconds of a pass through all layers, forward and backward, beside their operations.
@@ -44,7 +44,7 @@ class Placed(Grid):
     pass_s: float = field(kw_only=True)
 
     @classmethod
-    def of(cls, machine: Machine, order: Order, layer: str, num_layers: int) -> Placed:
+    def of(cls, machine: Machine, order: Order, layer: str, num_layers: int) -> PlacedMachine:
         """layer: the kind of work of the model's layers."""
         local, launch = machine.local_size, machine.rates.get(layer.replace("layer", "launch"), math.inf)
         flops, nodes = machine.rates[layer], machine.num_ranks // local
@@ -136,9 +136,9 @@ class Pricing:
         """Memory of a process that holds so many bytes of weights, states and activations."""
         return self.machine.base_bytes + SCRATCH * counted_bytes
 
-    def placed(self, order: Order) -> Placed:
+    def placed(self, order: Order) -> PlacedMachine:
         """The machine with its ranks in this order."""
-        return Placed.of(self.machine, order, self.layer, len(self.model.model.layers))
+        return PlacedMachine.of(self.machine, order, self.layer, len(self.model.model.layers))
 
     def forward_of(self, num_sequences: int) -> float:
         """Operations of a forward pass through the model, and what it costs beside them, in as many operations."""
@@ -249,7 +249,7 @@ class Pricing:
             self._plans[key] = self.methods[way.strategy].plan(part, self._replicas(way), way.num_micro_batches)
         return self._plans[key]
 
-    def _exchange(self, way: Candidate, stages: Stages, stage: int, grid: Placed) -> Timeline:
+    def _exchange(self, way: Candidate, stages: Stages, stage: int, grid: PlacedMachine) -> Timeline:
         """What the replicas of a stage send each other when its last backward has ended."""
         nothing = Work(self.layer, 0.0)
         graph = self.methods[way.strategy].schedule(stages.parts[stage], self._replicas(way), 1, nothing)

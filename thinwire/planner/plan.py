@@ -25,7 +25,7 @@ NUM_STEPS, NUM_WARMUP_STEPS = 1000, 100
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """What was found. search: all that was simulated, fastest first."""
 
     machine: Machine
@@ -121,7 +121,7 @@ def plan(
     dtype: str = "fp32",
     vocab_size: int = 257,
     tables: Tables | None = None,
-) -> Plan:
+) -> TrainingPlan:
     """Find the fastest way to train on a machine: strategy, stages, micro-batch, borders, and the order of ranks.
 
     Closed forms rank all candidates, the best are simulated. The objective is seconds a step, at equal tokens: the
@@ -172,7 +172,7 @@ def plan(
             raise ConfigError(*found.refused)
         least = f"the least is {bytes_text(found.too_large[0].memory_bytes)}"
         raise ConfigError(f"memory of {bytes_text(memory)} a rank: no way to train fits; {least}", *found.refused)
-    return Plan(machine, found, tokens_per_step, seq_len, pricing)
+    return TrainingPlan(machine, found, tokens_per_step, seq_len, pricing)
 
 
 def make(name: str, tables: Mapping[str, Mapping[str, Any]]) -> Any:

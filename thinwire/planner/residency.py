@@ -14,7 +14,7 @@ from thinwire.hosts.offload.activations import kept_bytes, recompute, with_loss
 from thinwire.layout.mesh import MeshShape
 from thinwire.losses import loss_in_effect
 from thinwire.methods.interface import Method
-from thinwire.methods.memory import Floor, Part, Residency, efficiency, placed, settled, why_not_resident
+from thinwire.methods.memory import Floor, MemoryPart, Residency, efficiency, placed, settled, why_not_resident
 from thinwire.methods.sharded import ShardedMethod
 from thinwire.models.llama import Llama
 from thinwire.planner.options import ExplainConfig
@@ -25,7 +25,7 @@ from thinwire.report.units import bytes_text, seconds_text
 class Resident:
     """Where all lies: the parts of a rank's training under a budget, and rows of (asked for, in effect, why)."""
 
-    parts: list[Part]
+    parts: list[MemoryPart]
     rows: list[tuple[str, str, str]]
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from thinwire.cost import Cores, Network
 from thinwire.losses import loss_in_effect
 from thinwire.methods.interface import MethodPlan
-from thinwire.methods.pipeline import Costs, Timeline, in_flight, simulate
+from thinwire.methods.pipeline import Costs, PipelineTimeline, in_flight, simulate
 from thinwire.methods.pipeline.balance import balanced
 from thinwire.methods.pipeline.cut import SPREAD, stated_sizes
 from thinwire.methods.pipeline.options import Pipeline, check_stages
@@ -75,7 +75,7 @@ class Stages:
     options: Pipeline
     parts: tuple[nn.ModuleDict, ...]
     sizes: tuple[int, ...]
-    timeline: Timeline
+    timeline: PipelineTimeline
     held: tuple[int, ...]
     num_micro_batches: int
     more_s: float

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from thinwire.errors import Problems
 from thinwire.methods.interface import MethodPlan
-from thinwire.methods.memory import Part
+from thinwire.methods.memory import MemoryPart
 from thinwire.planner.explain import Explained, explain
 from thinwire.planner.options import ExplainConfig
 from thinwire.planner.search import Search
@@ -180,12 +180,12 @@ def reasons_of(found: Search) -> Iterator[str]:
         yield f"{len(ways)} can't run, such as {ways[0].flags}: {reason}"
 
 
-def parts_of_residency(parts: Sequence[Part]) -> Table:
+def parts_of_residency(parts: Sequence[MemoryPart]) -> Table:
     """One row a part of what a rank holds, and their sums."""
     table = Table("under --memory", title="where all lies, and what a step moves", title_justify="left")
     for head in ("memory", "disk", "read", "written"):
         table.add_column(head, justify="right")
-    sums = Part("together", *(sum(column) for column in list(zip(*parts, strict=True))[1:]))
+    sums = MemoryPart("together", *(sum(column) for column in list(zip(*parts, strict=True))[1:]))
     for part in (*parts, sums):
         table.add_row(part.name, *map(bytes_text, part[1:]))
     return table

@@ -13,7 +13,7 @@ from thinwire.data import load_tokenizer
 from thinwire.errors import ConfigError, Problems, nearest
 from thinwire.models import build_skeleton
 from thinwire.options import CHOSEN_FROM, PIPELINE, model_table
-from thinwire.planner.plan import Plan, plan
+from thinwire.planner.plan import TrainingPlan, plan
 from thinwire.planner.plan_options import PlanConfig, read_bytes
 from thinwire.planner.table import PLAIN_WIDTH, ranking, reasons_of
 from thinwire.run.config import TrainConfig
@@ -22,7 +22,7 @@ from thinwire.run.settings import to_toml
 SEQUENCES = 8
 
 
-def made_plan(config: PlanConfig, problems: Problems) -> Plan:
+def made_plan(config: PlanConfig, problems: Problems) -> TrainingPlan:
     """Plan as asked, and print why. Raises ConfigError with all errors at once."""
     machine = problems.note(Machine.read, config.machine)
     memory = None if config.memory is None else problems.note(read_bytes, config.memory)
@@ -68,7 +68,7 @@ def made_plan(config: PlanConfig, problems: Problems) -> Plan:
     return found
 
 
-def write_plan(config: PlanConfig, found: Plan) -> None:
+def write_plan(config: PlanConfig, found: TrainingPlan) -> None:
     """Write the files of a plan, and say where they are."""
     out = Path(config.out)
     prediction = out.with_suffix(".json")
@@ -79,7 +79,7 @@ def write_plan(config: PlanConfig, found: Plan) -> None:
     print(f"written to {out}, its prediction to {prediction}; train with: thinwire train {out}")
 
 
-def show(found: Plan) -> None:
+def show(found: TrainingPlan) -> None:
     """Print the fastest ways, and why the first is the first."""
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -93,7 +93,7 @@ def show(found: Plan) -> None:
     console.print("Objective: seconds a step; these strategies learn as much from a token (docs/performance.md).")
 
 
-def training(config: PlanConfig, found: Plan, prediction: Path) -> TrainConfig:
+def training(config: PlanConfig, found: TrainingPlan, prediction: Path) -> TrainConfig:
     """The configuration that follows a plan."""
     values = found.values
     tables = {**config.tables, PIPELINE: {**config.tables.get(PIPELINE, {}), **values.pop(PIPELINE, {})}}

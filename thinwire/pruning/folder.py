@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from thinwire.checkpoint.weights_folder import explained, new_folder
 from thinwire.convert.export import write_model
-from thinwire.convert.origin import Folder, Origin, SavedModel, load_folder, open_origin
+from thinwire.convert.origin import Folder, ModelOrigin, SavedModel, load_folder, open_origin
 from thinwire.convert.verify import UnfaithfulError
 from thinwire.models.hf import HFCausalLM
 from thinwire.models.kept import MASKS
@@ -51,7 +51,7 @@ def write_pruned(config: PruneConfig) -> Written:
         return Written(pruned, before, loss_of(again, origin, config))
 
 
-def as_transformers(origin: Origin, folder: Path) -> HFCausalLM:
+def as_transformers(origin: ModelOrigin, folder: Path) -> HFCausalLM:
     """The origin's model as one of transformers; a run's goes through `folder`."""
     if isinstance(origin, Folder):
         return origin.model()
@@ -64,7 +64,7 @@ def as_transformers(origin: Origin, folder: Path) -> HFCausalLM:
 
 
 @torch.no_grad()
-def loss_of(model: HFCausalLM, origin: Origin, config: PruneConfig) -> float:
+def loss_of(model: HFCausalLM, origin: ModelOrigin, config: PruneConfig) -> float:
     """The mean loss on held-out text."""
     total = num_tokens = 0.0
     for tokens, targets in origin.tokens(config.data, config.sequences):

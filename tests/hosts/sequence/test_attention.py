@@ -15,15 +15,17 @@ from thinwire.collectives import Communicator
 from thinwire.errors import ConfigError
 from thinwire.hosts.sequence import blocks
 from thinwire.hosts.sequence.attention import HeadExchange, sequence_attention, ulysses_attention
-from thinwire.hosts.sequence.wire import Wire
-from thinwire.methods.sequence import Layout, Shape, sent, tokens_of
+from thinwire.hosts.sequence.wire import SequenceWire
+from thinwire.methods.sequence import SequenceLayout, Shape, sent, tokens_of
 
 RANKS, BATCH, WIDTH = 4, 2, 16
-# Layout, heads, key heads, whether the mask is causal.
+# SequenceLayout, heads, key heads, whether the mask is causal.
 CASES = [
-    (Layout(4, 1), 8, 8, True), (Layout(4, 1), 7, 7, True), (Layout(4, 1), 8, 2, True), (Layout(4, 1), 6, 2, True),
-    (Layout(4, 1), 4, 4, False), (Layout(1, 4), 4, 2, True), (Layout(1, 4), 2, 1, False), (Layout(2, 2), 4, 2, True),
-    (Layout(2, 2), 3, 3, False),
+    (SequenceLayout(ulysses, ring), heads, kv_heads, is_causal)
+    for ulysses, ring, heads, kv_heads, is_causal in [
+        (4, 1, 8, 8, True), (4, 1, 7, 7, True), (4, 1, 8, 2, True), (4, 1, 6, 2, True), (4, 1, 4, 4, False),
+        (1, 4, 4, 2, True), (1, 4, 2, 1, False), (2, 2, 4, 2, True), (2, 2, 3, 3, False),
+    ]
 ]  # fmt: skip
 LENGTH = 48
 
@@ -54,7 +56,7 @@ def share(rank: int, world_size: int) -> dict[str, Any]:
         own = tokens_of(layout, rank, LENGTH)
         q, k, v, grad = (x[:, :, own].requires_grad_() for x in inputs(heads, kv_heads))
         before = comm.meter.snapshot().sent_bytes
-        out = sequence_attention(q, k, v, Wire(comm), layout, is_causal=is_causal)
+        out = sequence_attention(q, k, v, SequenceWire(comm), layout, is_causal=is_causal)
         grads = torch.autograd.grad(out, (q, k, v), grad.detach())
         spent = comm.meter.snapshot().sent_bytes - before
         found["cases"].append((number, own, [out.detach(), *grads], spent))
@@ -66,8 +68,8 @@ def share(rank: int, world_size: int) -> dict[str, Any]:
 
 def lossy(comm: Communicator, rank: int) -> dict[str, Any]:
     results = {}
-    wire = Wire(comm, Codec.parse("int8/64:nearest"), Codec.parse("int8/64"))
-    for layout in (Layout(4, 1), Layout(1, 4)):
+    wire = SequenceWire(comm, Codec.parse("int8/64:nearest"), Codec.parse("int8/64"))
+    for layout in (SequenceLayout(4, 1), SequenceLayout(1, 4)):
         own = tokens_of(layout, rank, LENGTH)
         q, k, v, grad = (x[:, :, own].float().requires_grad_() for x in inputs(4, 4))
         before = comm.meter.snapshot().sent_bytes
@@ -86,7 +88,7 @@ def dossier_bytes(comm: Communicator, rank: int) -> dict[str, Any]:
     positions = torch.arange(rank * 64, rank * 64 + 64, dtype=torch.float32)
     probe = positions.view(1, 1, -1, 1) * 1000 + torch.arange(float(heads)).view(1, -1, 1, 1)
     q = probe.expand(2, heads, 64, 16).contiguous()
-    exchange = HeadExchange(Wire(comm), range(4), heads, heads)
+    exchange = HeadExchange(SequenceWire(comm), range(4), heads, heads)
     before = comm.meter.snapshot()
     shares = exchange.shares(heads)
     whole = exchange.heads_here(exchange.to_heads(q, shares, is_backward=False), shares, 2)
@@ -137,7 +139,7 @@ def test_codecs_send_less_and_stay_close(shared: list[dict[str, Any]]) -> None:
             for result, expected in zip(results, truth, strict=True):
                 error = (result - expected[:, :, own]).norm() / expected[:, :, own].norm()
                 assert 1e-4 < error < 0.03, (method, float(error))
-            layout = Layout.parse(method, RANKS)
+            layout = SequenceLayout.parse(method, RANKS)
             shape = Shape(4, 4, WIDTH, BATCH * LENGTH)
             once = sum(n for (source, _), n in sent(layout, shape, codec, codec).items() if source == rank)
             assert once < spent < 2 * once
@@ -157,7 +159,7 @@ def test_fewer_heads_than_ranks_name_the_nearest() -> None:
     with pytest.raises(
         ConfigError, match=r"4 heads on 8 ranks.*nearest that works: method 'ring' or 'ulysses=4,ring=2'"
     ):
-        HeadExchange(Wire(_Eight()), range(8), 4, 4)  # type: ignore[arg-type]
+        HeadExchange(SequenceWire(_Eight()), range(8), 4, 4)  # type: ignore[arg-type]
 
 
 class _Eight:

@@ -10,12 +10,14 @@ import torch
 
 from thinwire import ConfigError, ExpertParallel
 from thinwire.checkpoint import Piece
-from thinwire.methods.experts import Placement, Rows, place_experts, sent
+from thinwire.methods.experts import ExpertPlacement, Rows, place_experts, sent
 from thinwire.planner.command import run_explain
 
 
-@pytest.mark.parametrize("placement", [Placement(8, 4), Placement(8, 4, 2), Placement(2, 4, 2), Placement(8, 4, 4)])
-def test_a_part_is_one_range_of_each_of_its_experts(placement: Placement) -> None:
+@pytest.mark.parametrize(
+    "placement", [ExpertPlacement(8, 4), ExpertPlacement(8, 4, 2), ExpertPlacement(2, 4, 2), ExpertPlacement(8, 4, 4)]
+)
+def test_a_part_is_one_range_of_each_of_its_experts(placement: ExpertPlacement) -> None:
     whole = torch.arange(placement.experts * 12 * 5).view(placement.experts, 12, 5)
     parts = [placement.part(whole, rank).contiguous() for rank in range(placement.ranks)]
     assert torch.equal(placement.joined(torch.stack(parts)), whole)
@@ -47,7 +49,7 @@ def test_what_does_not_divide_is_refused_with_the_nearest(options: ExpertParalle
 
 
 def test_rows_that_enter_once_cross_half_as_often() -> None:
-    place, rows = Placement(8, 4), Rows.even(Placement(8, 4), 700, 4, 256, torch.float32, 2)
+    place, rows = ExpertPlacement(8, 4), Rows.even(ExpertPlacement(8, 4), 700, 4, 256, torch.float32, 2)
 
     def crossing(route: str) -> int:
         options = ExpertParallel(4, route=route)  # type: ignore[arg-type]
@@ -58,7 +60,7 @@ def test_rows_that_enter_once_cross_half_as_often() -> None:
 
 
 def test_chunks_and_a_loose_capacity_change_no_bytes_and_a_tight_one_does() -> None:
-    place = Placement(8, 4)
+    place = ExpertPlacement(8, 4)
     counts = [[3, 0, 7, 1, 5, 2, 2, 4], [1] * 8, [0] * 8, [9, 0, 0, 0, 0, 0, 0, 1]]
 
     def total(rows: Rows, **options: Any) -> int:

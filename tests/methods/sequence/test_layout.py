@@ -8,7 +8,7 @@ import torch
 from thinwire.cost import Network
 from thinwire.errors import ConfigError
 from thinwire.methods.sequence import (
-    Layout,
+    SequenceLayout,
     SequenceParallel,
     Shape,
     choose_layout,
@@ -21,8 +21,10 @@ from thinwire.methods.sequence import (
 )
 
 
-@pytest.mark.parametrize("layout", [Layout(4, 1), Layout(1, 4), Layout(2, 2), Layout(2, 3)])
-def test_every_pair_of_tokens_meets_once_under_a_causal_mask(layout: Layout) -> None:
+@pytest.mark.parametrize(
+    "layout", [SequenceLayout(4, 1), SequenceLayout(1, 4), SequenceLayout(2, 2), SequenceLayout(2, 3)]
+)
+def test_every_pair_of_tokens_meets_once_under_a_causal_mask(layout: SequenceLayout) -> None:
     length = 2 * layout.unit
     positions = [tokens_of(layout, rank, length) for rank in range(layout.size)]
     assert torch.equal(torch.cat(positions).sort().values, torch.arange(length))
@@ -54,9 +56,9 @@ def test_heads_go_around() -> None:
 def test_bytes_are_the_papers() -> None:
     shape = Shape(heads=8, kv_heads=8, head_size=16, tokens=1024)
     for ranks in (2, 4, 8):
-        of_first = sum(n for (a, _), n in sent(Layout(ranks, 1), shape).items() if a == 0)
+        of_first = sum(n for (a, _), n in sent(SequenceLayout(ranks, 1), shape).items() if a == 0)
         assert of_first == 2 * 4 * 4 * (ranks - 1) * 1024 * 128 // ranks**2
-        of_first = sum(n for (a, _), n in sent(Layout(1, ranks), shape).items() if a == 0)
+        of_first = sum(n for (a, _), n in sent(SequenceLayout(1, ranks), shape).items() if a == 0)
         assert of_first == 3 * 4 * (ranks - 1) * 2 * 128 * 1024 // ranks
 
 

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from thinwire.hosts.experts.trip import Trip, Wire
+from thinwire.hosts.experts.trip import ExpertWire, Trip
 from thinwire.models.moe import Experts, dtype_of_work, mixed, swiglu
 
 
@@ -22,9 +22,9 @@ class Once:
     token's experts. inner: inside this node, of its experts.
     """
 
-    outer: Wire
-    exact: Wire
-    inner: Wire
+    outer: ExpertWire
+    exact: ExpertWire
+    inner: ExpertWire
 
     def forward(self, experts: Experts, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """See Experts. A collective."""
@@ -46,7 +46,9 @@ class Once:
         return back.new_zeros(len(x), x.shape[1]).index_add(0, token, back).to(x.dtype)
 
 
-def work_on(wire: Wire, experts: Experts, rows: Tensor, counts: Tensor, weights: tuple[Tensor, ...] = ()) -> Tensor:
+def work_on(
+    wire: ExpertWire, experts: Experts, rows: Tensor, counts: Tensor, weights: tuple[Tensor, ...] = ()
+) -> Tensor:
     """What the experts of a wire's ranks make of rows that are sorted by expert. A collective.
 
     weights: what this rank works with, by default its own part.

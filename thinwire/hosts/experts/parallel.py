@@ -20,10 +20,10 @@ from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
 from thinwire.collectives.two_hops import Rooms
 from thinwire.errors import ConfigError, Problems, nearest_divisor
 from thinwire.hosts.experts.once import Once, work_on
-from thinwire.hosts.experts.trip import Wire
+from thinwire.hosts.experts.trip import ExpertWire
 from thinwire.hosts.experts.weights import Gather
 from thinwire.hosts.ranks import along, neighbours
-from thinwire.methods.experts import ExpertParallel, Placement, place_experts
+from thinwire.methods.experts import ExpertParallel, ExpertPlacement, place_experts
 from thinwire.methods.experts.options import CODED, in_groups
 from thinwire.models.moe import Experts, swiglu
 from thinwire.state.replicas import equal_bits
@@ -41,7 +41,7 @@ class ExpertRanks:
     """
 
     def __init__(
-        self, options: ExpertParallel, placement: Placement, wire: Wire, everyone: Communicator,
+        self, options: ExpertParallel, placement: ExpertPlacement, wire: ExpertWire, everyone: Communicator,
         shapes: Mapping[str, torch.Size], once: Once | None = None, stride: int = 1,
         asked: ExpertParallel | None = None,
     ) -> None:  # fmt: skip
@@ -219,7 +219,7 @@ def expert_parallel(
     has_hops = options.route == "2dh" and min(grid.num_nodes, grid.local_size) > 1
     hops = [Rooms() for _ in range(options.chunks)] if has_hops else ()
     first, apart = members[among[0]], step * stride
-    wire = Wire(
+    wire = ExpertWire(
         comm, on, among, dispatch, combine, gradients, moved, first, apart, seed, hops=hops, num_chunks=options.chunks
     )
     shapes = {name: param.shape for name, param in tensors.items()}
@@ -235,7 +235,7 @@ def expert_parallel(
     return made
 
 
-def entering(wire: Wire) -> Once:
+def entering(wire: ExpertWire) -> Once:
     """The wires of a layer whose rows enter a node once. Raises ConfigError for experts that several nodes share."""
     grid, placement, rank = wire.comm.topology, wire.placement, wire.comm.rank
     if grid.local_size % placement.slices:
@@ -245,12 +245,12 @@ def entering(wire: Wire) -> Once:
         )
     place, first = grid.local_rank(rank), grid.rank(grid.node(rank), 0)
     between, inside = range(place, grid.world_size, grid.local_size), range(first, first + grid.local_size)
-    nodes = Placement(grid.num_nodes, grid.num_nodes)
-    of_node = Placement(placement.experts // grid.num_nodes, grid.local_size, placement.slices)
+    nodes = ExpertPlacement(grid.num_nodes, grid.num_nodes)
+    of_node = ExpertPlacement(placement.experts // grid.num_nodes, grid.local_size, placement.slices)
     start, far = wire.first + place * wire.step, grid.local_size * wire.step
     outer = replace(wire, placement=nodes, members=between, first=start, step=far, room=Room())
     exact = replace(outer, dispatch=None, combine=None, gradients=None, room=Room())
-    inner = Wire(wire.comm, of_node, inside, first=wire.first + first * wire.step, step=wire.step, seed=wire.seed)
+    inner = ExpertWire(wire.comm, of_node, inside, first=wire.first + first * wire.step, step=wire.step, seed=wire.seed)
     return Once(outer, exact, inner)
 
 
@@ -271,7 +271,7 @@ def experts_of(model: nn.Module) -> dict[str, Experts]:
     return found
 
 
-def check_experts(model: nn.Module, options: ExpertParallel, world_size: int) -> Placement:
+def check_experts(model: nn.Module, options: ExpertParallel, world_size: int) -> ExpertPlacement:
     """Where the experts of a model lie on so many ranks. Raises ConfigError with all that does not fit."""
     problems = Problems()
     if not isinstance(options.parallel, str) and world_size % options.parallel:

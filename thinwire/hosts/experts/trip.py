@@ -17,7 +17,7 @@ from thinwire.collectives.all_to_all import Room, RowCodec, all_to_all_counted, 
 from thinwire.collectives.link import Link
 from thinwire.collectives.rounds import Rounds
 from thinwire.collectives.two_hops import Rooms, all_to_all_two_hops
-from thinwire.methods.experts import Placement
+from thinwire.methods.experts import ExpertPlacement
 
 T = TypeVar("T")
 # Rows are numbered over all ranks: the numbers of each rank begin at a multiple of this.
@@ -25,7 +25,7 @@ NUMBERS_OF_A_RANK = 1 << 24
 
 
 @dataclass
-class Wire:
+class ExpertWire:
     """The ranks that hold the experts of a layer between them, and the codecs of what they exchange; jobs are urgent.
 
     members: ranks of `comm` among which rows travel, to the experts that `placement` has on them; the first is number
@@ -36,7 +36,7 @@ class Wire:
     """
 
     comm: Communicator
-    placement: Placement
+    placement: ExpertPlacement
     members: Sequence[int]
     dispatch: Codec | None = None
     combine: Codec | None = None
@@ -69,7 +69,7 @@ class Wire:
 
 
 @dataclass
-class Chunk:
+class RowChunk:
     """Rows that travel together. counts: of each expert of this rank, int64 [experts of a rank].
 
     came: rows from each rank. firsts: the number of the first of them. order: where each row that came goes among those
@@ -93,12 +93,12 @@ class Trip:
     counts: this rank's rows of each expert.
     """
 
-    def __init__(self, wire: Wire, counts: Tensor) -> None:
+    def __init__(self, wire: ExpertWire, counts: Tensor) -> None:
         self.wire, placement = wire, wire.placement
         self.counts = counts.cpu().view(placement.teams, placement.each)
         self.blocks: list[int] = self.counts.sum(1).tolist()
         self.starts = [0, *accumulate(self.blocks)]
-        self.chunks: list[Chunk] = []
+        self.chunks: list[RowChunk] = []
         self._under_way: dict[int, Future[Tensor]] = {}
         self._seed_of_gradients: int | None = None
 
@@ -185,7 +185,7 @@ class Trip:
                 number, sends, counts, chunk.came, numbers, wire.gradients, seed, "combine_gradients"
             )
 
-    def _chunk(self, number: int, ends: Tensor, firsts: Sequence[int], device: torch.device) -> Chunk:
+    def _chunk(self, number: int, ends: Tensor, firsts: Sequence[int], device: torch.device) -> RowChunk:
         """What comes in a chunk. ends: where the rows for each expert end, [ranks, experts of a rank]."""
         num_chunks, experts = self.wire.num_chunks, torch.arange(ends.shape[1])
         sizes = ends[:, -1:]
@@ -195,7 +195,7 @@ class Trip:
         order = experts.repeat(len(ends)).repeat_interleave(by_source.flatten()).argsort(stable=True)
         starts = [first + int(more) for first, more in zip(firsts, begin, strict=True)]
         came: list[int] = by_source.sum(1).tolist()
-        return Chunk(by_source.sum(0), came, starts, order.to(device), order.argsort().to(device))
+        return RowChunk(by_source.sum(0), came, starts, order.to(device), order.argsort().to(device))
 
     def _pieces(self, number: int) -> list[slice]:
         """The rows to each team of a chunk."""

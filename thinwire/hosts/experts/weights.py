@@ -12,8 +12,8 @@ from thinwire.codecs import Codec, derive_seed
 from thinwire.collectives.all_to_all import all_to_all_rows
 from thinwire.collectives.link import Link
 from thinwire.collectives.rounds import Rounds
-from thinwire.hosts.experts.trip import Wire
-from thinwire.methods.experts import Placement
+from thinwire.hosts.experts.trip import ExpertWire
+from thinwire.methods.experts import ExpertPlacement
 
 
 class Gather(torch.autograd.Function):
@@ -25,7 +25,7 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, wire: Wire, members: Sequence[int], placement: Placement, *parts: Tensor
+        ctx: Any, wire: ExpertWire, members: Sequence[int], placement: ExpertPlacement, *parts: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.how = wire, members, placement
         # One message carries them all.
@@ -47,7 +47,7 @@ class Gather(torch.autograd.Function):
 
 
 def _exchange(
-    wire: Wire, members: Sequence[int], sends: Tensor, codec: Codec | None, seed: int, operation: str, *,
+    wire: ExpertWire, members: Sequence[int], sends: Tensor, codec: Codec | None, seed: int, operation: str, *,
     rounds_own: bool = False,
 ) -> Tensor:  # fmt: skip
     """Element i of `sends` to member i; what came from each, in the same shape."""

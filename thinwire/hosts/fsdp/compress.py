@@ -23,7 +23,7 @@ from thinwire.hosts.fsdp.describe import rows_of
 from thinwire.hosts.fsdp.gather import AllGather, DifferenceGather
 from thinwire.hosts.fsdp.mesh import RankGroup, mesh_ranks
 from thinwire.hosts.fsdp.pattern import check_layout_of
-from thinwire.hosts.fsdp.reduce import ReduceScatter, Replicas
+from thinwire.hosts.fsdp.reduce import ReduceScatter, ReplicaGroup
 from thinwire.hosts.fsdp.unit import GatheredUnit
 from thinwire.hosts.fsdp.watch import Watched
 from thinwire.methods.interface import GatheredMethod
@@ -242,7 +242,7 @@ class CompressedFSDP:
         for unit, gather, reduction in zip(self.units, self.gathers, self.reductions, strict=True):
             self._undo.append(partial(unit.group.set_comms, *unit.group.set_comms(gather, reduction)))
             if self.replicas.size > 1:
-                self._undo.append(partial(unit.group.set_replicas, unit.group.set_replicas(Replicas(reduction))))
+                self._undo.append(partial(unit.group.set_replicas, unit.group.set_replicas(ReplicaGroup(reduction))))
             unit.group.set_async(self.overlap)
             # Loaded weights are far from the old ones; FSDP2's modules load one by one.
             self._hooks.append(unit.group.module.register_load_state_dict_post_hook(self._note_load))

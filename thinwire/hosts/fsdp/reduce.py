@@ -201,7 +201,7 @@ class ReduceScatter(Plug):
         return memory.of(present) if memory is not None else None
 
 
-class Replicas(dist.ProcessGroup):
+class ReplicaGroup(dist.ProcessGroup):
     """Stands in for FSDP2's group of replicas; its all_reduce is the method's."""
 
     def __init__(self, reduction: ReduceScatter) -> None:

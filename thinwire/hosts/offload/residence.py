@@ -10,7 +10,7 @@ from torch import nn
 from thinwire.errors import ConfigError
 from thinwire.hosts.offload.activations import recompute
 from thinwire.hosts.offload.replicas import Replicas, is_large
-from thinwire.hosts.offload.room import Room, give_pages_back
+from thinwire.hosts.offload.room import MemoryRoom, give_pages_back
 from thinwire.hosts.offload.states import StatesOnDisk
 from thinwire.hosts.offload.weights import WeightsOnDisk
 from thinwire.hosts.sharded.bucket import FlatBucket
@@ -38,7 +38,7 @@ class Residence:
     ) -> None:
         self.num_layers = num_layers
         self.options, self.meter, self.pace = residency, TierMeter(), Pace(residency.rate)
-        self.room, self.holds_states, self._num_updates = Room(residency.memory_bytes), states, 0
+        self.room, self.holds_states, self._num_updates = MemoryRoom(residency.memory_bytes), states, 0
         self.replicas: Replicas | None = None
         self._states: StatesOnDisk | None = None
         held = [layout for unit in units for layout in unit.layouts]

@@ -37,7 +37,7 @@ def small_stacks() -> None:
             libc.pthread_setattr_default_np(attributes)
 
 
-class Room:
+class MemoryRoom:
     """The room in a budget; `look` is called where a step holds most."""
 
     def __init__(self, memory_bytes: int | None) -> None:

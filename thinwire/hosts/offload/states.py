@@ -23,7 +23,7 @@ MASTER = "master"
 
 
 @dataclass(eq=False)
-class Part:
+class StatePart:
     """What of a parameter lies in one sub-group: elements [start, end) of this rank's flat masters.
 
     group: of the optimizer. bucket_start: of its bucket, in these masters. is_known: the optimizer remembers something
@@ -77,7 +77,7 @@ class StatesOnDisk:
         kinds = {MASTER: PLAIN} | {kind: residency.coding(kind) for kind in states}
         size = residency.sub_group_numel(len(kinds))
         self.shelf = Shelf(residency.folder, kinds, numel, size, meter, pace)
-        self._parts: dict[int, list[Part]] = defaultdict(list)
+        self._parts: dict[int, list[StatePart]] = defaultdict(list)
         before = self._lay_out(grouped)
         self._twin = twin_of(inner)
         self._fill(before, weights)
@@ -94,7 +94,7 @@ class StatesOnDisk:
                 start, end = first + slot.owned.start, first + slot.owned.stop
                 for record in self.shelf.records(start, end) if start < end else ():
                     low, high = self.shelf.span(record)
-                    self._parts[record].append(Part(slot, number, max(start, low), min(end, high), first))
+                    self._parts[record].append(StatePart(slot, number, max(start, low), min(end, high), first))
         return before
 
     def _fill(self, before: Mapping[str, dict[str, Any]], weights: Weights) -> None:
@@ -216,7 +216,7 @@ class StatesOnDisk:
         for record in self.shelf.each():
             tensors, (start, _) = self.shelf.take(record), self.shelf.span(record)
             pieces: dict[str, Piece] = {}
-            states: dict[Part, dict[str, Any]] = {}
+            states: dict[StatePart, dict[str, Any]] = {}
             for part in self._parts[record]:
                 name, value = part.slot.name, part.of(tensors[MASTER], start)
                 held = part.held(value)
@@ -233,9 +233,9 @@ class StatesOnDisk:
         report_optimizer(source, set(self._like), sum(fresh.values()), len(fresh), rescaled)
 
 
-def _by_parameter(parts: Mapping[int, Sequence[Part]]) -> dict[str, list[Part]]:
+def _by_parameter(parts: Mapping[int, Sequence[StatePart]]) -> dict[str, list[StatePart]]:
     """The parts of each parameter, in order."""
-    found: dict[str, list[Part]] = defaultdict(list)
+    found: dict[str, list[StatePart]] = defaultdict(list)
     for record in sorted(parts):
         for part in parts[record]:
             found[part.slot.name].append(part)

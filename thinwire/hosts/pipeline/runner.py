@@ -182,7 +182,7 @@ class Runner:
             )
         expected = self._expected(order, micro_batches)
         self.mailbox.begin([*self.tied.weights_to_come(num), *expected, *at_the_end])
-        step = _Step(self, micro_batches, shares, first_number)
+        step = _RunningStep(self, micro_batches, shares, first_number)
         self.tied.take_weights(num)
         start_s = time.perf_counter()
         self.spans = []
@@ -263,7 +263,7 @@ def direction_of(arrival: Arrival | Shared) -> str:
     return arrival.kind
 
 
-class _Step:
+class _RunningStep:
     """What one call of `run` or `evaluate` has under way."""
 
     def __init__(

@@ -77,7 +77,7 @@ class StageChunk(nn.Module):
 
 
 @dataclass(frozen=True)
-class Part:
+class StagePart:
     """What a rank keeps of a model.
 
     tied: by rank, weights that it uses too. holdings: what all ranks have; copies: what this one keeps of others' ends,
@@ -100,7 +100,7 @@ class Part:
         return None if self.vocabulary is None else self.vocabulary.rows
 
 
-def take_part(model: nn.Module, optimizer: torch.optim.Optimizer, options: Pipeline, mesh: DeviceMesh) -> Part:
+def take_part(model: nn.Module, optimizer: torch.optim.Optimizer, options: Pipeline, mesh: DeviceMesh) -> StagePart:
     """Leave in the model, and in the optimizer, what the stage of this rank trains.
 
     Names stay those of the whole model. Raises ConfigError, before anything is changed, for a model that can't be cut
@@ -132,7 +132,7 @@ def take_part(model: nn.Module, optimizer: torch.optim.Optimizer, options: Pipel
         group["params"] = [param for param in group["params"] if id(param) in kept]
         for param in dropped:
             optimizer.state.pop(param, None)
-    return Part(options, made, chunks, tied, num_parameters, num_names, holdings, copies, vocabulary)
+    return StagePart(options, made, chunks, tied, num_parameters, num_names, holdings, copies, vocabulary)
 
 
 def check_ties(made: Cut) -> None:
@@ -188,8 +188,8 @@ class PipelineStage:
     """
 
     def __init__(
-        self, part: Part, mesh: DeviceMesh, optimizer: ParallelOptimizer, *, seed: int, timeout_s: float, checked: bool,
-        tensor: TensorAxis | None = None,
+        self, part: StagePart, mesh: DeviceMesh, optimizer: ParallelOptimizer, *, seed: int, timeout_s: float,
+        checked: bool, tensor: TensorAxis | None = None,
     ) -> None:  # fmt: skip
         self.part, self.optimizer = part, optimizer
         everyone = optimizer.everyone

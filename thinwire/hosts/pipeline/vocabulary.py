@@ -15,9 +15,9 @@ from thinwire.methods.pipeline import Cut
 from thinwire.methods.pipeline.cut import IGNORED
 from thinwire.methods.pipeline.vocabulary import (
     NUM_SCORES,
-    Agreed,
     Own,
     Scores,
+    SoftmaxShare,
     agree,
     embedded_gradient,
     gradients,
@@ -30,7 +30,7 @@ from thinwire.state.elementwise import needs_whole_tensors
 Batch = tuple[Tensor, Tensor | None]
 
 
-class Rows(nn.Module):
+class VocabularyRows(nn.Module):
     """The rows of an embedding or a head that a rank has, in the place of the whole."""
 
     def __init__(self, weight: nn.Parameter) -> None:
@@ -75,7 +75,9 @@ class SpreadRows:
 
 
 @torch.no_grad()
-def spread_rows(made: Cut, optimizer: torch.optim.Optimizer, own: Own) -> tuple[Rows, Rows, SpreadRows]:
+def spread_rows(
+    made: Cut, optimizer: torch.optim.Optimizer, own: Own
+) -> tuple[VocabularyRows, VocabularyRows, SpreadRows]:
     """Leave in model and optimizer this rank's rows of embedding and head alone; one module if they are tied.
 
     Raises ConfigError for an optimizer that needs whole tensors of them.
@@ -89,7 +91,7 @@ def spread_rows(made: Cut, optimizer: torch.optim.Optimizer, own: Own) -> tuple[
             f"head 'spread': {type(optimizer).__name__} needs embedding and head as whole matrices; nearest: head "
             "'last', or an elementwise optimizer, such as AdamW"
         )
-    rows = {id(param): Rows(nn.Parameter(own.part(param))) for param in whole}
+    rows = {id(param): VocabularyRows(nn.Parameter(own.part(param))) for param in whole}
     shapes = {f"{place}.weight": param.shape for place, param in zip(places, whole, strict=True)}
     if len(rows) == 1:
         # Its name is that of the place that comes first in the model.
@@ -112,8 +114,8 @@ class SpreadVocabulary:
     """
 
     def __init__(
-        self, embedding: Rows, head: Rows, rows: SpreadRows, *, rank: int, num_ranks: int, features: int,
-        padding: int | None,
+        self, embedding: VocabularyRows, head: VocabularyRows, rows: SpreadRows, *, rank: int, num_ranks: int,
+        features: int, padding: int | None,
     ) -> None:  # fmt: skip
         self.embedding, self.head, self.rows = embedding, head, rows
         self.rank, self.num_ranks, self.features, self.padding = rank, num_ranks, features, padding
@@ -175,7 +177,7 @@ class SpreadVocabulary:
         dtype = own if dtype is None else dtype
         return hidden.reshape(-1, self.features).to(dtype), self.head.weight.detach().to(dtype)
 
-    def add(self, rows: Rows, gradient: Tensor) -> None:
+    def add(self, rows: VocabularyRows, gradient: Tensor) -> None:
         """Add the gradient to those of the rows, in place."""
         gradient = gradient.to(rows.weight.dtype)
         rows.weight.grad = gradient if rows.weight.grad is None else rows.weight.grad.add_(gradient)
@@ -195,7 +197,7 @@ class HeadPass:
         counts = self.targets != IGNORED
         self.token_gradients = counts.double() * (share / max(1, int(counts.sum())))
         self._found: Scores | None = None
-        self._agreed: Agreed | None = None
+        self._agreed: SoftmaxShare | None = None
 
     def score(self, hidden: Tensor) -> Tensor:
         """S: what other ranks are told, [3, N]."""

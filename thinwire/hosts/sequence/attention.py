@@ -15,14 +15,14 @@ from torch.nn import functional as F
 from thinwire.collectives import Communicator
 from thinwire.errors import ConfigError
 from thinwire.hosts.sequence import blocks
-from thinwire.hosts.sequence.wire import Wire, pack, unpack
-from thinwire.methods.sequence import Layout, head_shares, kv_share, visible
+from thinwire.hosts.sequence.wire import SequenceWire, pack, unpack
+from thinwire.methods.sequence import SequenceLayout, head_shares, kv_share, visible
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def ulysses_attention(
-    q: Tensor | Sent, k: Tensor | Sent, v: Tensor | Sent, wire: Wire | Communicator, *, is_causal: bool = True,
+    q: Tensor | Sent, k: Tensor | Sent, v: Tensor | Sent, wire: SequenceWire | Communicator, *, is_causal: bool = True,
     attend: Attend | None = None, members: Sequence[int] | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention over the whole sequence: each rank gets all tokens of some heads, attends, and sends the outputs back.
@@ -43,7 +43,7 @@ def ulysses_attention(
     ranks.
     Source: Jacobs et al., "DeepSpeed Ulysses" (2023), section 3.
     """
-    wire = Wire(wire) if isinstance(wire, Communicator) else wire
+    wire = SequenceWire(wire) if isinstance(wire, Communicator) else wire
     if not (isinstance(q, Sent) and isinstance(k, Sent) and isinstance(v, Sent)):
         assert isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor), "all are sent, or none"
         exchange = HeadExchange(wire, members or range(wire.comm.world_size), q.shape[1], k.shape[1])
@@ -55,8 +55,8 @@ def ulysses_attention(
 
 
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, wire: Wire | Communicator, *, is_causal: bool = True, scale: float | None = None,
-    members: Sequence[int] | None = None,
+    q: Tensor, k: Tensor, v: Tensor, wire: SequenceWire | Communicator, *, is_causal: bool = True,
+    scale: float | None = None, members: Sequence[int] | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention over the whole sequence: keys and values pass from rank to rank while the block before is computed.
 
@@ -66,22 +66,22 @@ def ring_attention(
     Args:
         q: this rank's tokens, [batch, heads, tokens, d]; k, v: [batch, kv_heads, tokens, d].
         wire, members: see ulysses_attention.
-        is_causal: tokens attend to those before them. Then the ranks' tokens are those of `Layout(1, ranks)`, see
-            `tokens_of`: of 2 P chunks, rank r has chunks r and 2 P - 1 - r, so that all compute alike.
+        is_causal: tokens attend to those before them. Then the ranks' tokens are those of `SequenceLayout(1, ranks)`,
+            see `tokens_of`: of 2 P chunks, rank r has chunks r and 2 P - 1 - r, so that all compute alike.
         scale: of q k^T; by default 1 / sqrt(d).
 
     Returns this rank's tokens of the output, in the shape of q. A collective. Raises ConfigError for an odd number of
     tokens under a causal mask.
     Source: Liu et al., "Ring Attention with Blockwise Transformers" (2023).
     """
-    wire = Wire(wire) if isinstance(wire, Communicator) else wire
+    wire = SequenceWire(wire) if isinstance(wire, Communicator) else wire
     members = list(members or range(wire.comm.world_size))
     if is_causal and len(members) > 1 and q.shape[2] % 2:
         raise ConfigError(f"{q.shape[2]} tokens on a rank of a causal ring: must be even; pad to {q.shape[2] + 1}")
     return _Ring.apply(q, k, v, wire, members, is_causal, q.shape[-1] ** -0.5 if scale is None else scale)
 
 
-def send_heads(x: Tensor, heads: int, kv_heads: int, wire: Wire, layout: Layout) -> Tensor | Sent:
+def send_heads(x: Tensor, heads: int, kv_heads: int, wire: SequenceWire, layout: SequenceLayout) -> Tensor | Sent:
     """q, k or v, [batch, its heads, tokens, d], sets out for the ranks of its heads, for `sequence_attention`.
 
     Every rank sends them in the same order. Where no heads are exchanged, x itself. A collective.
@@ -92,8 +92,8 @@ def send_heads(x: Tensor, heads: int, kv_heads: int, wire: Wire, layout: Layout)
 
 
 def sequence_attention(
-    q: Tensor | Sent, k: Tensor | Sent, v: Tensor | Sent, wire: Wire, layout: Layout, *, is_causal: bool = True,
-    scale: float | None = None, attend: Attend | None = None,
+    q: Tensor | Sent, k: Tensor | Sent, v: Tensor | Sent, wire: SequenceWire, layout: SequenceLayout, *,
+    is_causal: bool = True, scale: float | None = None, attend: Attend | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of a layout: heads are exchanged inside each group, keys and values travel between the groups.
 
@@ -138,7 +138,7 @@ def apart(attend: Attend, bounds: Sequence[Sequence[int]]) -> Attend:
 class HeadExchange:
     """Tokens of all heads on each rank, to all tokens of some heads, and back. members: the ranks that exchange."""
 
-    def __init__(self, wire: Wire, members: Sequence[int], heads: int, kv_heads: int) -> None:
+    def __init__(self, wire: SequenceWire, members: Sequence[int], heads: int, kv_heads: int) -> None:
         self.wire, self.members = wire, list(members)
         self.own = self.members.index(wire.comm.rank)
         self.queries = head_shares(heads, len(self.members))
@@ -259,7 +259,7 @@ class _ToTokens(torch.autograd.Function):
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, wire: Wire, members: list[int], is_causal: bool, scale: float
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, wire: SequenceWire, members: list[int], is_causal: bool, scale: float
     ) -> Tensor:
         rank, tokens = members.index(wire.comm.rank), q.shape[2]
         own = torch.stack((k, v)).detach()
@@ -302,7 +302,7 @@ class _Ring(torch.autograd.Function):
         return dq.to(q.dtype), dk, dv, None, None, None, None
 
 
-def _passing(own: Tensor, wire: Wire, members: list[int]) -> Iterator[tuple[int, Tensor]]:
+def _passing(own: Tensor, wire: SequenceWire, members: list[int]) -> Iterator[tuple[int, Tensor]]:
     """(rank, its keys and values [2, batch, kv_heads, tokens, d]) of all others in turn; the next is under way."""
     rank, size = members.index(wire.comm.rank), len(members)
     if size == 1:

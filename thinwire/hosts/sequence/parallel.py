@@ -20,9 +20,9 @@ from thinwire.hosts.ranks import along, neighbours
 from thinwire.hosts.sequence.attention import Attend, Sent, apart, send_heads, sequence_attention, whole_attention
 from thinwire.hosts.sequence.probe import check_sharing
 from thinwire.hosts.sequence.seams import heads_of, replace
-from thinwire.hosts.sequence.wire import Wire
+from thinwire.hosts.sequence.wire import SequenceWire
 from thinwire.methods.options import EXACT
-from thinwire.methods.sequence import Layout, SequenceParallel, Shape, choose_layout, tokens_of
+from thinwire.methods.sequence import SequenceLayout, SequenceParallel, Shape, choose_layout, tokens_of
 from thinwire.table import Row
 
 IGNORED = -100
@@ -38,7 +38,9 @@ class SequenceRanks:
         comm: ranks of this rank's sequences. everyone: all ranks that train the model.
     """
 
-    def __init__(self, layout: Layout, why: str, options: SequenceParallel, wire: Wire, everyone: Communicator) -> None:
+    def __init__(
+        self, layout: SequenceLayout, why: str, options: SequenceParallel, wire: SequenceWire, everyone: Communicator
+    ) -> None:
         self.layout, self.options, self.wire, self._why = layout, options, wire, why
         self.comm, self.everyone = wire.comm, everyone
         self._length = 0
@@ -236,7 +238,7 @@ def sequence_parallel(
     if ranks < world_size:
         own = [everyone.global_ranks[rank] for rank in members]
         comm = make(own, local_size=topology.local_size, meter=everyone.meter)
-    wire = Wire(comm, options.codec("wire"), options.codec("gradients"), seed)
+    wire = SequenceWire(comm, options.codec("wire"), options.codec("gradients"), seed)
     found = SequenceRanks(layout, why, options, wire, everyone)
     replace(model, found.attention, found.positions, found.send)
     return found

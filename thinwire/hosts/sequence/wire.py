@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 @dataclass
-class Wire:
+class SequenceWire:
     """The codecs of an attention, and some ranks of a sequence; its jobs are urgent.
 
     comm: of all ranks of the sequence. codec, gradients: None is exact. seed: of what codecs draw: forward the same in

@@ -1,13 +1,13 @@
 """Experts of a mixture over several ranks: who holds which part of which expert, and what rows cost on their way."""
 
 from thinwire.methods.experts.inside import averages_apart, check_data_method
-from thinwire.methods.experts.layout import Placement, place_experts
+from thinwire.methods.experts.layout import ExpertPlacement, place_experts
 from thinwire.methods.experts.options import ExpertParallel
 from thinwire.methods.experts.traffic import Rows, facts, sent
 
 __all__ = [
     "ExpertParallel",
-    "Placement",
+    "ExpertPlacement",
     "Rows",
     "averages_apart",
     "check_data_method",

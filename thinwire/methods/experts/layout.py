@@ -12,7 +12,7 @@ from thinwire.methods.experts.options import ExpertParallel
 
 
 @dataclass(frozen=True)
-class Placement:
+class ExpertPlacement:
     """E experts on W ranks: G = W / s teams of s neighbours; a team has E / G experts, a rank of it 1/s of each.
 
     A rank's part of a tensor [E, I, H] is [E / G, I / s, H]: for each of its experts one range of memory, whatever W
@@ -34,14 +34,14 @@ class Placement:
         return self.experts // self.teams
 
     @property
-    def of_team(self) -> Placement:
+    def of_team(self) -> ExpertPlacement:
         """The experts of one team, on its ranks alone."""
-        return Placement(self.each, self.slices, self.slices)
+        return ExpertPlacement(self.each, self.slices, self.slices)
 
     @property
-    def whole(self) -> Placement:
+    def whole(self) -> ExpertPlacement:
         """All experts on one rank of each team, whole."""
-        return Placement(self.experts, self.teams)
+        return ExpertPlacement(self.experts, self.teams)
 
     def team(self, rank: int) -> int:
         """The team of a rank; it has experts team * each to (team + 1) * each - 1."""
@@ -73,7 +73,7 @@ class Placement:
         return f"{self.each} of {self.experts} experts a rank{cut}"
 
 
-def place_experts(options: ExpertParallel, experts: int, hidden_units: int) -> Placement:
+def place_experts(options: ExpertParallel, experts: int, hidden_units: int) -> ExpertPlacement:
     """The placement that the options state. Raises ConfigError where ranks would have unequal parts.
 
     hidden_units: of one expert.
@@ -97,4 +97,4 @@ def place_experts(options: ExpertParallel, experts: int, hidden_units: int) -> P
             f"--experts.parallel {ranks} with --experts.slices {slices}: each rank needs as many of the {experts} "
             f"experts; nearest: {', or '.join(works)}"
         )
-    return Placement(experts, ranks, slices)
+    return ExpertPlacement(experts, ranks, slices)

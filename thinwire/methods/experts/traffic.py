@@ -11,7 +11,7 @@ from itertools import chain, product
 import torch
 
 from thinwire.collectives.all_to_all import NUMBER_BYTES, rows_bytes
-from thinwire.methods.experts.layout import Placement
+from thinwire.methods.experts.layout import ExpertPlacement
 from thinwire.methods.experts.options import CODED, ExpertParallel
 from thinwire.table import Row
 
@@ -35,8 +35,8 @@ class Rows:
 
     @classmethod
     def even(
-        cls, placement: Placement, num_tokens: int, top_k: int, width: int, dtype: torch.dtype, num_nodes: int = 1,
-        limit: int = 0,
+        cls, placement: ExpertPlacement, num_tokens: int, top_k: int, width: int, dtype: torch.dtype,
+        num_nodes: int = 1, limit: int = 0,
     ) -> Rows:  # fmt: skip
         """Of a router that sends equally many rows to each expert; num_tokens: of a rank.
 
@@ -53,7 +53,7 @@ class Rows:
 
 
 def sent(
-    placement: Placement, rows: Rows, options: ExpertParallel, part_numel: int, local_size: int = 1, *,
+    placement: ExpertPlacement, rows: Rows, options: ExpertParallel, part_numel: int, local_size: int = 1, *,
     in_training: bool = True,
 ) -> dict[Pair, int]:  # fmt: skip
     """Bytes from rank to rank: forward, and backward too in training.
@@ -95,7 +95,7 @@ def sent(
 
 
 def sent_once(
-    placement: Placement, rows: Rows, options: ExpertParallel, local_size: int, num_ways: int
+    placement: ExpertPlacement, rows: Rows, options: ExpertParallel, local_size: int, num_ways: int
 ) -> dict[Pair, int]:
     """The same where a token enters a node once, by the rank at its source's place.
 
@@ -114,7 +114,7 @@ def sent_once(
         pairs = [(source, home), (home, source)] * 2
         for pair, size, more in list(zip(pairs, sizes, extra, strict=True))[:num_ways]:
             found[pair] += size + more
-    inside = Placement(per_node, local_size, placement.slices)
+    inside = ExpertPlacement(per_node, local_size, placement.slices)
     plain = ExpertParallel(local_size, placement.slices)
     for node in range(num_nodes):
         own = slice(node * per_node, (node + 1) * per_node)
@@ -129,7 +129,7 @@ def sent_once(
 
 
 def packets(
-    placement: Placement, rows: Rows, options: ExpertParallel, chunk: int, *, counted: bool
+    placement: ExpertPlacement, rows: Rows, options: ExpertParallel, chunk: int, *, counted: bool
 ) -> list[dict[Pair, int]]:
     """Bytes of a chunk's rows from their source to their home, back, and of the gradients of both.
 
@@ -153,7 +153,7 @@ def packets(
 
 
 def facts(
-    options: ExpertParallel, placement: Placement, rows: Rows, layers: int, micro_batches: int, expert_numel: int,
+    options: ExpertParallel, placement: ExpertPlacement, rows: Rows, layers: int, micro_batches: int, expert_numel: int,
     local_size: int,
 ) -> list[Row]:  # fmt: skip
     """Rows of (asked for, in effect, why): what a rank holds, and what it sends in a step.

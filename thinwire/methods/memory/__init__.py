@@ -2,10 +2,11 @@
 
 from thinwire.methods.memory.floor import Floor, settled
 from thinwire.methods.memory.inside import why_not_resident
-from thinwire.methods.memory.placement import Part, efficiency, placed
+from thinwire.methods.memory.placement import MemoryPart, efficiency, placed
 from thinwire.methods.memory.residency import Residency
 from thinwire.methods.memory.units import read_byte_rate, read_bytes
 
 __all__ = [
-    "Floor", "Part", "Residency", "efficiency", "placed", "read_byte_rate", "read_bytes", "settled", "why_not_resident",
+    "Floor", "MemoryPart", "Residency", "efficiency", "placed", "read_byte_rate", "read_bytes", "settled",
+    "why_not_resident",
 ]  # fmt: skip

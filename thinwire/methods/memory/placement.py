@@ -18,7 +18,7 @@ SMALL_NUMEL = 100_000
 SPARE_BYTES, USED_SHARE = 100_000_000, 2 / 3
 
 
-class Part(NamedTuple):
+class MemoryPart(NamedTuple):
     """A part of what a rank holds, in bytes: in memory at its largest, on the disk, and what a step moves."""
 
     name: str
@@ -35,7 +35,7 @@ def stays(room_bytes: int) -> int:
 
 def placed(
     residency: Residency, method: ShardedMethod, model: nn.Module, topology: Topology, micro_batches: int, kept: int
-) -> Iterator[Part]:
+) -> Iterator[MemoryPart]:
     """The parts of a rank's training, once room is known; see `Residence.after_update`.
 
     residency: without "auto" for weights. kept: bytes that a forward keeps. model: only its shapes are used.
@@ -51,8 +51,8 @@ def placed(
     left = 0 if budget is None else stays(budget - floor.num_bytes - passing - kept)
     for name, num_bytes in floor.parts.items():
         if name not in ("weights", "optimizer"):
-            yield Part(name, num_bytes)
-    yield Part("activations", kept)
+            yield MemoryPart(name, num_bytes)
+    yield MemoryPart("activations", kept)
     if residency.weights == "disk":
         sizes = [FP32_BYTES * unit.numel for unit in units_of(method, model, topology) if unit.numel >= SMALL_NUMEL]
         total, least = sum(sizes), min(2 * max(sizes, default=0), sum(sizes))
@@ -60,17 +60,17 @@ def placed(
         left -= staying - least
         passes = micro_batches * (3 if residency.activations == "recompute" else 2) + 1
         read, written = passes * (total - staying), 0 if staying == total else total
-        yield Part("weights", plan.weights - total + staying, total, read, written)
+        yield MemoryPart("weights", plan.weights - total + staying, total, read, written)
     else:
-        yield Part("weights", plan.weights)
+        yield MemoryPart("weights", plan.weights)
     if residency.optimizer == "memory":
-        yield Part("masters and optimizer state", plan.optimizer)
+        yield MemoryPart("masters and optimizer state", plan.optimizer)
     else:
         whole = int(residency.state_share * plan.optimizer)
         staying = min(whole, left) if residency.optimizer == "auto" else 0
         moved = whole - staying
         disk = residency.disk_bytes(plan.optimizer)
-        yield Part("masters and optimizer state", min(passing + staying, plan.optimizer), disk, moved, moved)
+        yield MemoryPart("masters and optimizer state", min(passing + staying, plan.optimizer), disk, moved, moved)
 
 
 def efficiency(tokens: int, disk_rate: float, flops: float) -> float:

@@ -22,7 +22,7 @@ from thinwire.methods.outer.exchange import COMMIT, OPERATION, message_bytes
 from thinwire.methods.outer.method import OuterMethod
 from thinwire.methods.outer.parameters import NUM_WORDS
 from thinwire.methods.plain_ddp import DDP
-from thinwire.methods.schedule import END, FIRST, Exchanges, plain
+from thinwire.methods.schedule import END, FIRST, PlannedExchanges, plain
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class IslandsMethod(Front, Method):
             sent["masters", "intra"] = (1 + bool(method.mix)) * neighbours * whole // topology.local_size
         return {key: -(-num_bytes // every) for key, num_bytes in sent.items()}
 
-    def exchanges(self, model: nn.Module, topology: Topology, micro_batches: int) -> Exchanges:
+    def exchanges(self, model: nn.Module, topology: Topology, micro_batches: int) -> PlannedExchanges:
         """The inner strategy's inside each island; then what a step costs on average of the exchanges between them."""
         inside = self.inner.exchanges(model, Topology(1, topology.local_size), micro_batches)
         return replace(inside, each=(*inside.each, *plain(self._spread(model, topology), END, FIRST)))

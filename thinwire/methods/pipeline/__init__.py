@@ -7,7 +7,7 @@ from thinwire.methods.pipeline.options import Pipeline
 from thinwire.methods.pipeline.orders import ORDERS, plan
 from thinwire.methods.pipeline.plan import Action, Plan
 from thinwire.methods.pipeline.recompute import recompute
-from thinwire.methods.pipeline.simulate import Costs, Timeline, simulate
+from thinwire.methods.pipeline.simulate import Costs, PipelineTimeline, simulate
 
 __all__ = [
     "ORDERS",
@@ -18,7 +18,7 @@ __all__ = [
     "Limits",
     "Pipeline",
     "Plan",
-    "Timeline",
+    "PipelineTimeline",
     "check",
     "cut",
     "fitted",

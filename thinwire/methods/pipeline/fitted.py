@@ -21,7 +21,7 @@ from thinwire.methods.pipeline.plan import (
     Plan,
     Visit,
 )
-from thinwire.methods.pipeline.simulate import Clock, Costs
+from thinwire.methods.pipeline.simulate import Costs, PipelineClock
 
 # Backward frees memory and lets others go on; the gradients of weights are for nobody but the optimizer. Where the head
 # is spread, all ranks wait for each other's scores, and logits are kept until T.
@@ -51,7 +51,7 @@ def fitted(
     if min(most) < 1:
         raise ConfigError(f"in_flight {min(most)}: must be at least 1")
     scheduler = _Scheduler(home, paths, most, halves, barriers)
-    timeline = Clock(home, paths, num_ranks, costs, network, barriers=barriers).run(scheduler.choose, set())
+    timeline = PipelineClock(home, paths, num_ranks, costs, network, barriers=barriers).run(scheduler.choose, set())
     if any(scheduler.waiting):
         raise ConfigError(
             f"in_flight {min(most)} is too few for these paths: ranks that have begun so many micro-batches wait for "
@@ -86,7 +86,7 @@ class _Scheduler:
         self.left = [_count(visit.micro_batch for visit in of_rank) for of_rank in visits]
         self.begun: list[set[int]] = [set() for _ in visits]
 
-    def choose(self, rank: int, clock: Clock) -> Action | None:
+    def choose(self, rank: int, clock: PipelineClock) -> Action | None:
         """The most urgent action that can start now."""
         begun = self.begun[rank]
         for action in self.waiting[rank]:

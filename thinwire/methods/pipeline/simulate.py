@@ -84,7 +84,7 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class Timeline:
+class PipelineTimeline:
     """What a plan does when.
 
     spans: for each rank (action, start, end) in seconds. link_bytes: by (from, to), in one step. peak_bytes: the most
@@ -112,10 +112,10 @@ class Timeline:
 
 
 # What a free rank does now, if anything.
-Choice = Callable[[int, "Clock"], Action | None]
+Choice = Callable[[int, "PipelineClock"], Action | None]
 
 
-def simulate(plan: Plan, costs: Costs, network: Network | None = None, cores: Cores | None = None) -> Timeline:
+def simulate(plan: Plan, costs: Costs, network: Network | None = None, cores: Cores | None = None) -> PipelineTimeline:
     """The timeline of a plan that `check` has passed: each rank does what is next as soon as its input is there.
 
     network: of the plan's ranks; None: messages take no time. cores: that they share; None: each has its own. A message
@@ -123,7 +123,7 @@ def simulate(plan: Plan, costs: Costs, network: Network | None = None, cores: Co
     """
     places = [0] * plan.num_ranks
 
-    def next_of_order(rank: int, clock: Clock) -> Action | None:
+    def next_of_order(rank: int, clock: PipelineClock) -> Action | None:
         if places[rank] == len(plan.orders[rank]):
             return None
         action = plan.orders[rank][places[rank]]
@@ -132,7 +132,7 @@ def simulate(plan: Plan, costs: Costs, network: Network | None = None, cores: Co
         places[rank] += 1
         return action
 
-    clock = Clock(plan.home, plan.paths, plan.num_ranks, costs, network, cores, plan.barriers)
+    clock = PipelineClock(plan.home, plan.paths, plan.num_ranks, costs, network, cores, plan.barriers)
     return clock.run(next_of_order, _recomputed(plan))
 
 
@@ -151,7 +151,7 @@ class _Memory:
 
 
 @dataclass
-class Clock:
+class PipelineClock:
     """A step of a pipeline as events: actions that end, messages that arrive."""
 
     home: Sequence[int]
@@ -180,7 +180,7 @@ class Clock:
         """Whether all that an action needs is at its rank."""
         return all(need in self.done for need in self.routes.needs(action))
 
-    def run(self, choose: Choice, recomputed: set[Visit]) -> Timeline:
+    def run(self, choose: Choice, recomputed: set[Visit]) -> PipelineTimeline:
         """Let each rank that is free do what `choose` says, until nothing is left to wait for."""
         while True:
             for rank in sorted(self.free):
@@ -196,7 +196,7 @@ class Clock:
             # What takes no time to travel is there at once.
             self.done.update(self.events.landed())
         peaks = tuple(memory.peak for memory in self.memory)
-        return Timeline(tuple(map(tuple, self._spans)), self._link_bytes, peaks)
+        return PipelineTimeline(tuple(map(tuple, self._spans)), self._link_bytes, peaks)
 
     def _start(self, rank: int, action: Action, recomputed: set[Visit]) -> None:
         self.free.discard(rank)

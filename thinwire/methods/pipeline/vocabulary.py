@@ -104,7 +104,7 @@ def scores(x: Tensor, weight: Tensor, targets: Tensor, own: Own, *, barriers: in
 
 
 @dataclass(frozen=True)
-class Agreed:
+class SoftmaxShare:
     """What C gives a rank: loss [N]; share [N], its part of Z; part [N, h], with one barrier, of the gradient of X."""
 
     loss: Tensor
@@ -112,7 +112,7 @@ class Agreed:
     part: Tensor | None
 
 
-def agree(found: Scores, told: Tensor, rank: int, token_gradients: Tensor) -> Agreed:
+def agree(found: Scores, told: Tensor, rank: int, token_gradients: Tensor) -> SoftmaxShare:
     """C, for one rank; told: [p, 3, N], of all ranks; token_gradients: [N], of the whole loss by each token's.
 
     m = max_i m_i; c_i = z_i exp(m_i - m); Z = sum_i c_i; loss = log Z + m - target logit; and with one barrier the
@@ -125,12 +125,12 @@ def agree(found: Scores, told: Tensor, rank: int, token_gradients: Tensor) -> Ag
     loss, share, part = whole.log() + most - target.sum(0), parts[rank] / whole, None
     if found.expected is not None and found.aimed is not None:
         part = (found.expected * share[:, None] - found.aimed) * token_gradients[:, None]
-    return Agreed(loss, share, part)
+    return SoftmaxShare(loss, share, part)
 
 
 def gradients(
-    x: Tensor, weight: Tensor, targets: Tensor, own: Own, found: Scores, agreed: Agreed, token_gradients: Tensor, *,
-    barriers: int,
+    x: Tensor, weight: Tensor, targets: Tensor, own: Own, found: Scores, agreed: SoftmaxShare,
+    token_gradients: Tensor, *, barriers: int,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """T: the gradient of this rank's weights, and with two barriers its part of that of X. Uses up `found`.
 

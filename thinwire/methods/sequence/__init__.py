@@ -1,11 +1,11 @@
 """Long sequences over several ranks: who has which tokens and heads, and what the two attentions cost on links."""
 
 from thinwire.methods.sequence.inside import check_strategy
-from thinwire.methods.sequence.layout import Layout, head_shares, kv_share, nearest_layout, tokens_of, visible
+from thinwire.methods.sequence.layout import SequenceLayout, head_shares, kv_share, nearest_layout, tokens_of, visible
 from thinwire.methods.sequence.options import SequenceParallel
 from thinwire.methods.sequence.traffic import Shape, choose_layout, facts, link_seconds, sent
 
 __all__ = [
-    "Layout", "SequenceParallel", "Shape", "check_strategy", "choose_layout", "facts", "head_shares", "kv_share",
-    "link_seconds", "nearest_layout", "sent", "tokens_of", "visible",
+    "SequenceLayout", "SequenceParallel", "Shape", "check_strategy", "choose_layout", "facts", "head_shares",
+    "kv_share", "link_seconds", "nearest_layout", "sent", "tokens_of", "visible",
 ]  # fmt: skip

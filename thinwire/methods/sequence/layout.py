@@ -14,7 +14,7 @@ AUTO, HEADS, RING = "auto", "ulysses", "ring"
 
 
 @dataclass(frozen=True)
-class Layout:
+class SequenceLayout:
     """`ring` groups of `ulysses` ranks; neighbours exchange heads. Rank = group * ulysses + place in the group."""
 
     ulysses: int
@@ -45,7 +45,7 @@ class Layout:
         return RING if self.ulysses == 1 else f"{HEADS}={self.ulysses},{RING}={self.ring}"
 
     @classmethod
-    def parse(cls, method: str, ranks: int) -> Layout:
+    def parse(cls, method: str, ranks: int) -> SequenceLayout:
         """The layout that "ulysses", "ring" or "ulysses=2,ring=2" states for so many ranks. Raises ConfigError."""
         if method in (HEADS, RING):
             return cls(ranks, 1) if method == HEADS else cls(1, ranks)
@@ -62,12 +62,12 @@ class Layout:
         return found
 
 
-def layouts(ranks: int) -> list[Layout]:
+def layouts(ranks: int) -> list[SequenceLayout]:
     """All layouts of so many ranks: most keys and values travel in the first, most heads in the last."""
-    return [Layout(n, ranks // n) for n in range(1, ranks + 1) if ranks % n == 0]
+    return [SequenceLayout(n, ranks // n) for n in range(1, ranks + 1) if ranks % n == 0]
 
 
-def nearest_layout(heads: int, ranks: int) -> Layout:
+def nearest_layout(heads: int, ranks: int) -> SequenceLayout:
     """The layout with the largest groups whose ranks all get a head."""
     return next(each for each in layouts(ranks)[::-1] if each.ulysses <= heads)
 
@@ -91,7 +91,7 @@ def kv_share(share: slice, heads: int, kv_heads: int) -> slice:
     return slice(share.start // group, -(-share.stop // group))
 
 
-def tokens_of(layout: Layout, rank: int, length: int) -> Tensor:
+def tokens_of(layout: SequenceLayout, rank: int, length: int) -> Tensor:
     """Positions of a rank's tokens in a sequence of `length`, a multiple of layout.unit: int64, ascending.
 
     Of 2 R chunks, ring group k of R has chunks k and 2 R - 1 - k: under a causal mask all then compute alike. The ranks

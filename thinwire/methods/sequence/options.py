@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from thinwire.codecs import Codec
 from thinwire.errors import ConfigError, Problems
 from thinwire.methods.options import EXACT, SAME_EACH_TIME, check_types, codec_or_exact
-from thinwire.methods.sequence.layout import AUTO, Layout
+from thinwire.methods.sequence.layout import AUTO, SequenceLayout
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class SequenceParallel:
             if self.parallel < 1:
                 raise ConfigError(f"parallel {self.parallel}: a sequence has at least 1 rank; nearest: 1")
             if self.method != AUTO:
-                Layout.parse(self.method, self.parallel)
+                SequenceLayout.parse(self.method, self.parallel)
         for name in ("wire", "gradients"):
             problems.note(self.codec, name)
         problems.raise_any()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from thinwire.codecs import Codec
 from thinwire.cost import Network
 from thinwire.errors import ConfigError
-from thinwire.methods.sequence.layout import AUTO, Layout, head_shares, kv_share, layouts
+from thinwire.methods.sequence.layout import AUTO, SequenceLayout, head_shares, kv_share, layouts
 from thinwire.methods.sequence.options import SequenceParallel
 from thinwire.table import Row
 
@@ -34,7 +34,9 @@ class Shape:
         return numel * self.itemsize if codec is None else codec.packet_bytes(numel)
 
 
-def sent(layout: Layout, shape: Shape, wire: Codec | None = None, gradients: Codec | None = None) -> dict[Pair, int]:
+def sent(
+    layout: SequenceLayout, shape: Shape, wire: Codec | None = None, gradients: Codec | None = None
+) -> dict[Pair, int]:
     """Bytes from rank to rank for one layer, forward and backward.
 
     Exchanging heads, a rank sends (P-1)/P (2 h + 2 h_kv) d N/P elements forward and as many backward, where ranks do
@@ -64,7 +66,7 @@ def sent(layout: Layout, shape: Shape, wire: Codec | None = None, gradients: Cod
     return dict(found)
 
 
-def most_sent(layout: Layout, shape: Shape, options: SequenceParallel) -> int:
+def most_sent(layout: SequenceLayout, shape: Shape, options: SequenceParallel) -> int:
     """Bytes that the busiest rank sends in all layers, forward and backward."""
     by_rank: dict[int, int] = defaultdict(int)
     for (rank, _), num_bytes in sent(layout, shape, options.codec("wire"), options.codec("gradients")).items():
@@ -72,7 +74,7 @@ def most_sent(layout: Layout, shape: Shape, options: SequenceParallel) -> int:
     return max(by_rank.values(), default=0)
 
 
-def link_seconds(layout: Layout, sent_bytes: dict[Pair, int], network: Network) -> float:
+def link_seconds(layout: SequenceLayout, sent_bytes: dict[Pair, int], network: Network) -> float:
     """Seconds of one layer where links alone take time: that of the fullest link, and the delay of each round."""
     ports: dict[object, float] = defaultdict(float)
     rates = network.port_rates()
@@ -91,7 +93,7 @@ def assumed(ranks: int, local_size: int) -> Network:
     return Network.even(ranks, RATE, DELAY_S, local_size=local_size, local_rate=LOCAL_RATE)
 
 
-def candidates(shape: Shape, ranks: int, local_size: int) -> list[Layout]:
+def candidates(shape: Shape, ranks: int, local_size: int) -> list[SequenceLayout]:
     """Layouts in which each rank has a head, and whose groups fill nodes or lie inside of one."""
     return [
         each
@@ -102,14 +104,14 @@ def candidates(shape: Shape, ranks: int, local_size: int) -> list[Layout]:
 
 def choose_layout(
     options: SequenceParallel, shape: Shape, local_size: int, network: Network | None = None
-) -> tuple[Layout, str]:
+) -> tuple[SequenceLayout, str]:
     """The layout in effect, and why. Raises ConfigError for a stated one that can't work.
 
     local_size: ranks of a node, among those of a sequence. network: what the ranks of a sequence can send each other.
     """
     ranks, codecs = options.parallel, (options.codec("wire"), options.codec("gradients"))
     if options.method != AUTO:
-        layout = Layout.parse(options.method, ranks)
+        layout = SequenceLayout.parse(options.method, ranks)
         head_shares(shape.heads, layout.ulysses)
         if layout not in candidates(shape, ranks, local_size):
             raise ConfigError(

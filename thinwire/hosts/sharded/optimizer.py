@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from thinwire import _compat
 from thinwire.checkpoint import Snapshot, Source
 from thinwire.collectives import Communicator
 from thinwire.hosts.interface import ParallelOptimizer
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("thinwire")
 
 
-class ShardedOptimizer(ParallelOptimizer, torch.optim.Optimizer):
+class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Optimizer):
     """The user's optimizer on this rank's shards, and the communication around it; made by `thinwire.zero`.
 
     One step, for the shard p that rank r owns, with gradient g of this rank, C_g and C_w the method's codecs:

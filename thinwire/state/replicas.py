@@ -23,7 +23,7 @@ class ReplicaError(ThinwireError, RuntimeError):
 
 
 # A prime, so that the rows of no usual matrix fall on the same columns.
-FINGERPRINT_COLUMNS = 1021
+FINGERPRINT_COLUMNS = 4093
 
 
 def digest(parts: Iterable[bytes | memoryview | Tensor]) -> Tensor:
@@ -76,7 +76,7 @@ def check_agreement(
     members = own_members(group, timeout_s)
     if members.group is None:
         return
-    mine = {option: repr(value) for option, value in options.items()}
+    mine = {option: shown(value) for option, value in options.items()}
     told: list[Any] = [mine] * len(members.names)
     dist.all_gather_object(told, mine, group=members.group)
     give_back(members)
@@ -88,6 +88,13 @@ def check_agreement(
                 raise ConfigError(
                     f"{option} of rank {rank} is {here}, and of rank {first} {there}: must be the same on all ranks"
                 )
+
+
+def shown(value: object) -> str:
+    """The value in a message, alike in all processes: an object that shows its address is shown by its class."""
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(shown, value))}]"
+    return type(value).__name__ if type(value).__repr__ is object.__repr__ else repr(value)
 
 
 def optimizer_options(optimizer: torch.optim.Optimizer | None) -> dict[str, object]:

@@ -212,12 +212,14 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
     @torch.no_grad()
     def check_replicas(self) -> None:
         """Compare the weights of all ranks that hold the same bit for bit; raises ReplicaError; a collective."""
-        self._weights.settle()
-        for comm in self._comms:
-            held = [bucket for bucket in self.buckets if bucket.comm is comm]
-            if held:
-                num_kinds = held[0].layout.levels.weights_over
-                compare_replicas(comm, map(self._weights.shard, held), self.steps, num_kinds)
+        held = {comm: [bucket for bucket in self.buckets if bucket.comm is comm] for comm in self._comms}
+        kinds = {comm: own[0].layout.levels.weights_over for comm, own in held.items() if own}
+        # To read weights that nobody else holds would only take time.
+        shared = {comm: num_kinds for comm, num_kinds in kinds.items() if comm.world_size > num_kinds}
+        if shared:
+            self._weights.settle()
+        for comm, num_kinds in shared.items():
+            compare_replicas(comm, map(self._weights.shard, held[comm]), self.steps, num_kinds)
 
     def close(self) -> None:
         self._weights.wait_all()

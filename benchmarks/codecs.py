@@ -70,6 +70,9 @@ GRADIENTS: dict[str, Codec] = {
     "gaussian sketch 1/8": GaussianSketch(8),
 }
 MAX_STOCHASTIC = 2.0
+# Packets of as many ranks, which are added up in one pass over the sum or one by one.
+NUM_PEERS = 4
+SUMS = ("int4", "int8")
 
 
 def kernels(num_elements: int) -> dict[str, Callable[[], object]]:
@@ -90,12 +93,20 @@ def kernels(num_elements: int) -> dict[str, Callable[[], object]]:
         calls[f"{name} decode"] = lambda: codec.decode(packet, num_elements, out=total)
         calls[f"{name} decode+add"] = lambda: codec.decode_add(packet, total)
 
+    def add_sums(name: str, codec: Codec) -> None:
+        packets = [codec.encode(x, seed=seed) for seed in range(NUM_PEERS)]
+        calls[f"{name} sum of {NUM_PEERS}"] = lambda: codec.decode_sum(packets, total)
+        # As a codec without a kernel for it does.
+        calls[f"{name} sum of {NUM_PEERS}, one by one"] = lambda: Codec.decode_sum(codec, packets, total)
+
     for name, codec in CODECS.items():
         add(name, codec, rotated=False)
     for name, codec in ROTATED.items():
         add(name, codec, rotated=True)
     for name, codec in GRADIENTS.items():
         add_both_ways(name, codec)
+    for name in SUMS:
+        add_sums(name, CODECS[name])
     calls["hadamard-32 in place"] = lambda: ROTATED["hadamard-32 + int4"].rotate_(total)
     return calls
 
@@ -136,6 +147,11 @@ def report(measured: dict[str, tuple[float, float]], num_bytes: int) -> list[dic
         )
         print(f"{name}: {times:.2f} times the time (at most {MAX_STOCHASTIC}: {verdict})")
         rows.append({"kernel": name, "time_ratio": times, "target": MAX_STOCHASTIC})
+    for name in SUMS:
+        summed = f"{name} sum of {NUM_PEERS}"
+        times = measured[summed][1] / measured[f"{summed}, one by one"][1]
+        print(f"{summed} in one pass: {times:.2f} times as fast as one by one")
+        rows.append({"kernel": f"one pass over one by one, {summed}", "time_ratio": times})
     return rows
 
 

@@ -16,10 +16,10 @@ from thinwire.registry import STRATEGIES, class_of
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "thinwire"
-# `--help` of every command in one process, which can't import what takes seconds.
-PROGRAM = """
+# What no process does that starts so: import what takes seconds.
+WITHOUT = """
 import builtins, sys
-HEAVY = {"torch", "numba", "numpy", "safetensors", "transformers"}
+HEAVY = {"torch", "numba", "safetensors", "transformers"}
 ours = builtins.__import__
 
 def refusing(name, globals=None, locals=None, fromlist=(), level=0):
@@ -29,6 +29,10 @@ def refusing(name, globals=None, locals=None, fromlist=(), level=0):
 
 builtins.__import__ = refusing
 from thinwire import cli
+"""
+# `--help` of every command in one process, which loads no arrays either.
+HELP = """
+HEAVY.add("numpy")
 for words in (["--version"], ["--help"], *([name, "--help"] for name in cli.COMMANDS)):
     loaded = set(sys.modules)
     try:
@@ -40,16 +44,32 @@ for words in (["--version"], ["--help"], *([name, "--help"] for name in cli.COMM
     print(f"# {words[0]} loaded {sorted(rooms)}")
 assert not HEAVY & set(sys.modules), sorted(HEAVY & set(sys.modules))
 """
+# A line with a mistake of each kind that the words alone tell.
+MISTAKES = """
+words = "--strategy sdp5bit --inner zeroo --model tinny --lr -1 --sed 3 --data missing.txt --steps ten".split()
+try:
+    cli.run(["train", *words, "--run-dir", "/dev/null/run"])
+except cli.ConfigError as error:
+    print(error)
+"""
 
 
 def test_help_waits_for_no_torch_and_for_no_other_command() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", WITHOUT + HELP], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     for name in COMMANDS:
         assert f"# ['{name}', '--help'] ended with 0" in done.stdout and f"usage: thinwire {name}" in done.stdout
     rooms = {name: re.search(rf"# {name} loaded (.*)", done.stdout) for name in COMMANDS}
     for name, other in {"train": "compare", "lab": "training", "export": "training", "explain": "training"}.items():
         assert (found := rooms[name]) is not None and other not in found[1], done.stdout
+
+
+def test_who_misspells_a_word_waits_for_no_torch() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT + MISTAKES], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for part in ("8 problems", "'sdp4bit'", "'zero'", "'tiny'", "--lr -1.0: must be above 0", "--seed", "missing.txt",
+                 "--steps ten", "/dev/null is a file"):  # fmt: skip
+        assert part in done.stdout, done.stdout
 
 
 def test_every_class_of_a_strategy_is_a_name_of_thinwire() -> None:

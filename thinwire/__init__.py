@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from thinwire.registry import StrategyRow
 
 __version__ = "0.1.0"
 
@@ -66,15 +69,16 @@ def __getattr__(name: str) -> Any:
     elif not name[0].isupper() or name not in (classes := _classes()):
         raise AttributeError(f"module 'thinwire' has no attribute {name!r}")
     else:
-        value = classes[name]
+        value = classes[name].cls
     globals()[name] = value
     return value
 
 
-def _classes() -> dict[str, type]:
-    from thinwire.registry import STRATEGIES, class_of
+def _classes() -> dict[str, StrategyRow]:
+    """The rows of strategies by the names of their classes."""
+    from thinwire.registry import STRATEGIES
 
-    return {cls.__name__: cls for cls in map(class_of, STRATEGIES)}
+    return {row.name: row for row in STRATEGIES.values()}
 
 
 def __dir__() -> list[str]:

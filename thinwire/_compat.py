@@ -19,6 +19,7 @@
   torch's own schedules use.
 - cpu_flash_forward, cpu_flash_backward: aten's attention of the CPU, private: alone gives the softmax's sums.
 - DispatchMode: torch.utils._python_dispatch.TorchDispatchMode, in a private module; torch's documentation names it.
+- WithoutScaler: the attribute of an optimizer that a GradScaler asks first, private.
 - pipeline_table: torch.distributed.pipelining._schedule_visualizer.get_schedule_ops, private; 2.11 to 2.13 have it.
 """
 
@@ -79,6 +80,17 @@ def compiler_problem(kind: str) -> str:
     except exc.InvalidCxxCompiler:
         return "torch.compile needs a C++ compiler on the CPU, such as g++, and finds none"
     return ""
+
+
+class WithoutScaler:
+    """An optimizer whose step a `torch.amp.GradScaler` can't take; the step raises ConfigError."""
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        raise ConfigError(
+            "a GradScaler can't step a sharded optimizer: backward has sent the gradients, and a step that is not "
+            "finite is skipped on all ranks without it. Leave the scaler out, and use autocast to bfloat16"
+        )
 
 
 def default_store() -> dist.Store:

@@ -52,6 +52,7 @@ from thinwire.methods.sequence import SequenceParallel, Shape, check_strategy, c
 from thinwire.models.moe import MoELlama, check_axes
 from thinwire.models.tensor import cut_over
 from thinwire.registry import check_on_mesh
+from thinwire.state.replicas import check_agreement, optimizer_options
 from thinwire.table import SENT, Row, announce as announce_table
 
 __all__ = ["PipelinedStage", "Stage", "apply", "parallelize", "pipeline"]
@@ -408,6 +409,7 @@ def parallelize(
 
     Raises ConfigError, with all reasons at once, before anything is sent: for a mesh without names, an axis without a
     method, two methods for one axis, for what a method refuses, and for parameters that the tensor axis does not fit.
+    Then ranks compare what they were given; raises ConfigError that names what differs.
     """
     if not isinstance(methods, Sequence) or isinstance(methods, str):
         raise ConfigError(f"methods must be a list, such as [{methods!r}]")
@@ -422,6 +424,10 @@ def parallelize(
         raise ConfigError("a process has one residency: give one thinwire.Residency")
     if residencies and (why := why_not_resident(method, names_of(mesh))):
         raise ConfigError(why)
+    # The peers of an island, and where what does not fit into memory lies, are a rank's own.
+    alike = [one for one in methods if not isinstance(one, Connected | Residency)]
+    asked = {"methods": alike, "local_size": local_size, "overlap": overlap, "seed": seed, "checked": checked}
+    check_agreement(mesh.mesh.flatten().tolist(), asked | optimizer_options(optimizer), timeout_s)
     options: dict[str, Any] = {"local_size": local_size, "seed": seed, "timeout_s": timeout_s, "checked": checked}
     of_island = " of this island" if isinstance(method, Connected) else ""
     rows: list[Row] = [(f"mesh{of_island}", shape_of(mesh), "axes from the outside in")]

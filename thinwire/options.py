@@ -19,7 +19,7 @@ from thinwire.methods.pipeline.options import Pipeline
 from thinwire.methods.sequence import SequenceParallel
 from thinwire.models.llama import LlamaConfig
 from thinwire.models.moe import MIXTURES, MoEConfig
-from thinwire.registry import STRATEGIES, class_of
+from thinwire.registry import STRATEGIES, check_name, class_of
 
 Tables = Mapping[str, Mapping[str, Any]]
 T = TypeVar("T")
@@ -66,8 +66,7 @@ def strategy_table(strategy: str) -> str | None:
 
 def base_of(strategy: str) -> Any:
     """The strategy that `strategy` stands on unless another is stated; None for most."""
-    keywords = getattr(STRATEGIES[strategy], "keywords", {})
-    cls = class_of(strategy)
+    keywords, cls = STRATEGIES[strategy].keywords, class_of(strategy)
     found = {item.name: item for item in fields(cls)}.get(BASE) if is_dataclass(cls) else None
     if BASE in keywords or found is None:
         return keywords.get(BASE)
@@ -102,8 +101,8 @@ def build_strategy(
     """
     problems = Problems()
     for name, flag in ((inner, "--inner"), (strategy, "--strategy")):
-        if name is not None and name not in STRATEGIES:
-            problems.messages.append(f"{flag} {name}: no such strategy{nearest(name, STRATEGIES)}")
+        if name is not None:
+            problems.note(check_name, flag, name)
     problems.raise_any()
     options, base = dict(tables.get(strategy_table(strategy) or "", {})), base_of(strategy)
     inside: dict[str, Any] = {}

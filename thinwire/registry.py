@@ -1,87 +1,116 @@
 """The strategies: one row in STRATEGIES each.
 
-`thinwire.NAME` is found here, by the name of the class; for type checkers by the `as` of its import.
+`thinwire.NAME` is found here, by the name of the class; for type checkers by the `as` of its import. A class is loaded
+when it is asked for: who only asks for names waits for no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from thinwire.errors import ConfigError, nearest
-from thinwire.methods.data.demo import DeMo as DeMo
-from thinwire.methods.data.dgc import DGC as DGC
-from thinwire.methods.data.dion import Dion as Dion
-from thinwire.methods.data.ef21 import EF21 as EF21
-from thinwire.methods.data.feedback import EFInteger as EFInteger, EFTopK as EFTopK
-from thinwire.methods.data.frontier import Frontier as Frontier
-from thinwire.methods.data.fsdp import FSDP as FSDP
-from thinwire.methods.data.lgreco import LGreCo as LGreCo
-from thinwire.methods.data.one_byte import OneByte as OneByte
-from thinwire.methods.data.onebit_adam import OneBitAdam as OneBitAdam
-from thinwire.methods.data.powersgd import PowerSGD as PowerSGD
-from thinwire.methods.data.sdp4bit import SDP4Bit as SDP4Bit
-from thinwire.methods.data.sketch import Sketch as Sketch
-from thinwire.methods.data.torch_powersgd import TorchPowerSGD as TorchPowerSGD
-from thinwire.methods.data.two_way import TwoWay as TwoWay
-from thinwire.methods.data.zero import Zero as Zero, ZeroBF16 as ZeroBF16
-from thinwire.methods.data.zero_compressed import ZeroCompressed as ZeroCompressed
-from thinwire.methods.data.zeropp import ZeroPP as ZeroPP
-from thinwire.methods.interface import Method
-from thinwire.methods.islands.dadao import DADAO
-from thinwire.methods.islands.diloco import DiLoCo
-from thinwire.methods.islands.fedfix import FedFix
-from thinwire.methods.islands.gossip import Gossip
-from thinwire.methods.islands.local_sgd import LocalSGD
-from thinwire.methods.islands.sparseloco import SparseLoCo
-from thinwire.methods.islands.streaming_diloco import StreamingDiLoCo
-from thinwire.methods.plain_ddp import DDP as DDP
 
-STRATEGIES: dict[str, Callable[..., Method]] = {
-    "zero": Zero,
-    "zero-bf16": ZeroBF16,
-    "zero-compressed": ZeroCompressed,
-    "sdp4bit": SDP4Bit,
-    "sdp4bit-weights": partial(SDP4Bit, intra_gradients="fp32", inter_gradients="fp32", vector_gradients="fp32"),
-    "sdp4bit-gradients": partial(SDP4Bit, weights="fp32", vector_weights="fp32"),
-    "ddp": DDP,
-    "ddp-bf16": partial(DDP, codec="bf16"),
-    "powersgd": PowerSGD,
-    "powersgd-torch": TorchPowerSGD,
-    "two-way": TwoWay,
-    "dgc": DGC,
-    "demo": DeMo,
-    "dion": Dion,
-    "onebit-adam": OneBitAdam,
-    "ef-topk": EFTopK,
-    "ef-integer": EFInteger,
-    "ef21": EF21,
-    "lgreco-powersgd": partial(LGreCo, base=PowerSGD()),
-    "lgreco-ef-topk": partial(LGreCo, base=EFTopK()),
-    "lgreco-ef-integer": partial(LGreCo, base=EFInteger()),
-    "lgreco-dgc": partial(LGreCo, base=DGC()),
-    "sketch": Sketch,
-    "fsdp": FSDP,
-    "fsdp-bf16": partial(FSDP, codec="bf16"),
-    "frontier": Frontier,
-    "zeropp": ZeroPP,
-    "one-byte": OneByte,
-    "diloco": DiLoCo,
-    "streaming-diloco": StreamingDiLoCo,
-    "local-sgd": LocalSGD,
-    "sparseloco": SparseLoCo,
-    "fedfix": FedFix,
-    "gossip": Gossip,
-    "dadao": DADAO,
+if TYPE_CHECKING:
+    from thinwire.methods.data.demo import DeMo as DeMo
+    from thinwire.methods.data.dgc import DGC as DGC
+    from thinwire.methods.data.dion import Dion as Dion
+    from thinwire.methods.data.ef21 import EF21 as EF21
+    from thinwire.methods.data.feedback import EFInteger as EFInteger, EFTopK as EFTopK
+    from thinwire.methods.data.frontier import Frontier as Frontier
+    from thinwire.methods.data.fsdp import FSDP as FSDP
+    from thinwire.methods.data.lgreco import LGreCo as LGreCo
+    from thinwire.methods.data.one_byte import OneByte as OneByte
+    from thinwire.methods.data.onebit_adam import OneBitAdam as OneBitAdam
+    from thinwire.methods.data.powersgd import PowerSGD as PowerSGD
+    from thinwire.methods.data.sdp4bit import SDP4Bit as SDP4Bit
+    from thinwire.methods.data.sketch import Sketch as Sketch
+    from thinwire.methods.data.torch_powersgd import TorchPowerSGD as TorchPowerSGD
+    from thinwire.methods.data.two_way import TwoWay as TwoWay
+    from thinwire.methods.data.zero import Zero as Zero, ZeroBF16 as ZeroBF16
+    from thinwire.methods.data.zero_compressed import ZeroCompressed as ZeroCompressed
+    from thinwire.methods.data.zeropp import ZeroPP as ZeroPP
+    from thinwire.methods.interface import Method
+    from thinwire.methods.plain_ddp import DDP as DDP
+
+
+class StrategyRow:
+    """A strategy: where its class is in `thinwire.methods`, as module:class, and options other than the class's own.
+
+    An option that is a row is the strategy of that row.
+    """
+
+    def __init__(self, place: str, **keywords: Any) -> None:
+        self.module, _, self.name = place.partition(":")
+        self._keywords = keywords
+
+    @property
+    def cls(self) -> type:
+        """The dataclass; none is made, which may load a compiler."""
+        cls: type = getattr(import_module(f"thinwire.methods.{self.module}"), self.name)
+        return cls
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """The options of the row."""
+        return {name: value() if isinstance(value, StrategyRow) else value for name, value in self._keywords.items()}
+
+    def __call__(self, **options: Any) -> Method:
+        """The strategy, with these options above those of the row."""
+        method: Method = self.cls(**{**self.keywords, **options})
+        return method
+
+
+STRATEGIES: dict[str, StrategyRow] = {
+    "zero": StrategyRow("data.zero:Zero"),
+    "zero-bf16": StrategyRow("data.zero:ZeroBF16"),
+    "zero-compressed": StrategyRow("data.zero_compressed:ZeroCompressed"),
+    "sdp4bit": StrategyRow("data.sdp4bit:SDP4Bit"),
+    "sdp4bit-weights": StrategyRow(
+        "data.sdp4bit:SDP4Bit", intra_gradients="fp32", inter_gradients="fp32", vector_gradients="fp32"
+    ),
+    "sdp4bit-gradients": StrategyRow("data.sdp4bit:SDP4Bit", weights="fp32", vector_weights="fp32"),
+    "ddp": StrategyRow("plain_ddp:DDP"),
+    "ddp-bf16": StrategyRow("plain_ddp:DDP", codec="bf16"),
+    "powersgd": StrategyRow("data.powersgd:PowerSGD"),
+    "powersgd-torch": StrategyRow("data.torch_powersgd:TorchPowerSGD"),
+    "two-way": StrategyRow("data.two_way:TwoWay"),
+    "dgc": StrategyRow("data.dgc:DGC"),
+    "demo": StrategyRow("data.demo:DeMo"),
+    "dion": StrategyRow("data.dion:Dion"),
+    "onebit-adam": StrategyRow("data.onebit_adam:OneBitAdam"),
+    "ef-topk": StrategyRow("data.feedback:EFTopK"),
+    "ef-integer": StrategyRow("data.feedback:EFInteger"),
+    "ef21": StrategyRow("data.ef21:EF21"),
+    "lgreco-powersgd": StrategyRow("data.lgreco:LGreCo", base=StrategyRow("data.powersgd:PowerSGD")),
+    "lgreco-ef-topk": StrategyRow("data.lgreco:LGreCo", base=StrategyRow("data.feedback:EFTopK")),
+    "lgreco-ef-integer": StrategyRow("data.lgreco:LGreCo", base=StrategyRow("data.feedback:EFInteger")),
+    "lgreco-dgc": StrategyRow("data.lgreco:LGreCo", base=StrategyRow("data.dgc:DGC")),
+    "sketch": StrategyRow("data.sketch:Sketch"),
+    "fsdp": StrategyRow("data.fsdp:FSDP"),
+    "fsdp-bf16": StrategyRow("data.fsdp:FSDP", codec="bf16"),
+    "frontier": StrategyRow("data.frontier:Frontier"),
+    "zeropp": StrategyRow("data.zeropp:ZeroPP"),
+    "one-byte": StrategyRow("data.one_byte:OneByte"),
+    "diloco": StrategyRow("islands.diloco:DiLoCo"),
+    "streaming-diloco": StrategyRow("islands.streaming_diloco:StreamingDiLoCo"),
+    "local-sgd": StrategyRow("islands.local_sgd:LocalSGD"),
+    "sparseloco": StrategyRow("islands.sparseloco:SparseLoCo"),
+    "fedfix": StrategyRow("islands.fedfix:FedFix"),
+    "gossip": StrategyRow("islands.gossip:Gossip"),
+    "dadao": StrategyRow("islands.dadao:DADAO"),
 }
 
 
 def class_of(strategy: str) -> type:
-    """The dataclass of a strategy; none is made, which may load a compiler."""
-    make: Any = STRATEGIES[strategy]
-    cls: type = getattr(make, "func", make)
-    return cls
+    """The dataclass of a strategy."""
+    return STRATEGIES[strategy].cls
+
+
+def check_name(flag: str, name: str) -> None:
+    """Raise ConfigError, which names the nearest one, where no strategy has the name that a flag states."""
+    if name not in STRATEGIES:
+        raise ConfigError(f"{flag} {name}: no such strategy{nearest(name, STRATEGIES)}")
 
 
 def strategy_named(name: str, **options: object) -> Method:

@@ -172,6 +172,8 @@ def test_wrong_buffers_are_refused() -> None:
         codec.encode(x, out=torch.empty(packet.numel() - 1, dtype=torch.uint8))
     with pytest.raises(ValueError, match="packet must be"):
         codec.decode(packet[:-4], 1000)
+    with pytest.raises(ValueError, match="packet must be"):
+        codec.decode_sum([packet, packet[:-4]], torch.empty(1000))
     with pytest.raises(ValueError, match="out must be"):
         codec.decode(packet, 1000, out=torch.empty(2000)[::2])
     with pytest.raises(ValueError, match="x must be"):

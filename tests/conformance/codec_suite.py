@@ -259,6 +259,17 @@ class CodecSuite:
             assert case.codec.decode_add(packet, total) is total
             assert same_bits(total, expected)
 
+    def test_a_sum_of_packets_is_taken_in_their_order(self, case: Case) -> None:
+        for num_elements in (0, 1, 1000, 4 * case.codec.block):
+            packets = [case.codec.encode(gaussian(num_elements, seed), seed=seed) for seed in range(3)]
+            values = [case.codec.decode(packet, num_elements) for packet in packets]
+            total = torch.full((num_elements,), float("nan"))
+            assert case.codec.decode_sum(packets, total) is total
+            assert same_bits(total, values[0] + values[1] + values[2])
+            total = gaussian(num_elements, seed=9)
+            expected = total + values[0] + values[1] + values[2]
+            assert same_bits(case.codec.decode_sum(packets, total, add=True), expected)
+
     def test_sums_commute_with_the_rotation(self, case: Case) -> None:
         codec, rotation, size = case.codec, case.codec.rotation, 4 * case.codec.block
         if rotation is None:
@@ -320,13 +331,15 @@ class CodecSuite:
             x[300], x[500:700], x[700:800] = float("nan"), 0.0, 1e-36
         seed, counter = 2**63 + 5, 2**32 - 500
 
-        def both_ways() -> tuple[Tensor, Tensor, Tensor]:
+        def each_way() -> tuple[Tensor, Tensor, Tensor, Tensor]:
             packet = case.codec.encode(x, seed=seed, counter=counter)
-            return packet, case.codec.decode(packet, num_elements), case.codec.decode_add(packet, x.clone())
+            total = case.codec.decode_sum([packet, packet, packet], torch.empty(num_elements))
+            return packet, case.codec.decode(packet, num_elements), case.codec.decode_add(packet, x.clone()), total
 
-        fast = both_ways()
+        fast = each_way()
         monkeypatch.setattr(backends, "cpu_kernels", lambda: None)
-        plain = both_ways()
+        plain = each_way()
         assert torch.equal(fast[0], plain[0])
         assert same_bits(fast[1], plain[1])
         assert same_bits(fast[2], plain[2])
+        assert same_bits(fast[3], plain[3])

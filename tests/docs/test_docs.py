@@ -33,8 +33,10 @@ from thinwire.lab.command import LabOptions, read as read_lab
 from thinwire.launch.calibrate import CalibrateConfig, calibrate_line, check as check_calibration
 from thinwire.launch.line import read_config
 from thinwire.methods.data.dgc import DGC
+from thinwire.methods.data.frontier import Frontier
 from thinwire.methods.data.onebit_adam import OneBitAdam
 from thinwire.methods.data.sdp4bit import SDP4Bit
+from thinwire.methods.data.zeropp import ZeroPP
 from thinwire.methods.experts import ExpertParallel
 from thinwire.methods.memory import Residency
 from thinwire.methods.pipeline import Pipeline
@@ -43,7 +45,7 @@ from thinwire.planner.explain import explain
 from thinwire.planner.options import ExplainConfig, read_explain
 from thinwire.planner.plan_options import PlanConfig, read_bytes, read_plan_line
 from thinwire.pruning.options import PruneConfig, read as read_prune
-from thinwire.registry import STRATEGIES, Frontier, ZeroPP
+from thinwire.registry import STRATEGIES, class_of
 from thinwire.report.metrics import MembershipEvent, StepMetrics
 from thinwire.run.config import TrainConfig
 
@@ -313,8 +315,7 @@ def test_every_option_of_islands_is_documented() -> None:
     rows = table_rows(ROOT / "docs/methods/diloco.md", "Options")
     documented = {name: row[1].replace("`", "").split(", ") for row in rows for name in re.findall(r"\w+", row[0])}
     for name in ("diloco", "streaming-diloco", "local-sgd"):
-        make = STRATEGIES[name]
-        own = {item.name for item in options_of(make)}
+        own = {item.name for item in options_of(class_of(name))}
         assert own == {option for option, of in documented.items() if name in of or of == ["all"]}
 
 

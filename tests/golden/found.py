@@ -33,11 +33,7 @@ RESUMED = ("sdp4bit", "zero-compressed", "powersgd", "lgreco-dgc", "onebit-adam"
 # Steps before the checkpoint: enough for what begins late by default. After it come as many as AFTER.
 LATE = {"powersgd": 12, "powersgd-torch": 12, "lgreco": 22}
 # Where the clock decides what a step takes in, no run repeats another.
-REPEATABLE = [
-    name
-    for name, make in thinwire.STRATEGIES.items()
-    if not (isinstance(make, type) and issubclass(make, OwnPaceMethod))
-]
+REPEATABLE = [name for name in thinwire.STRATEGIES if not issubclass(class_of(name), OwnPaceMethod)]
 BEFORE = {name: LATE.get(name, LATE.get(name.split("-")[0], 4)) for name in thinwire.STRATEGIES}
 AFTER = 3
 # By default islands exchange more rarely than these runs have steps.

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import thinwire
 from tests.conformance.strategy_suite import ROWS, STEPS, Net, batch, distance, hash_of, make_optimizer, single_process
@@ -229,6 +230,33 @@ def mistakes(rank: int, world_size: int) -> dict[str, str]:
         optimizer.step()
     found["clip"] = str(caught.value)
 
+    # Neither write is counted by torch.
+    for way in ("data", "numpy"):
+        model, optimizer = fresh()
+        model(batch(0), True).backward()
+        grad = model.embed.weight.grad
+        assert grad is not None
+        if way == "data":
+            grad.data.mul_(0.5)
+        else:
+            grad.numpy()[:] *= 0.5
+        with pytest.raises(RuntimeError) as caught:
+            optimizer.step()
+        found[way] = str(caught.value)
+
+    table = nn.Embedding(8, 4, sparse=True)
+    wrapped, optimizer = thinwire.zero(table, torch.optim.SGD(table.parameters()), Zero(), announce=False)
+    with pytest.raises(thinwire.ConfigError) as refused:
+        wrapped(torch.tensor([1, 2])).sum().backward()
+    found["sparse"] = str(refused.value)
+
+    model, optimizer = fresh()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(batch(0), True)).backward()
+    with pytest.raises(thinwire.ConfigError) as refused:
+        scaler.step(optimizer)
+    found["scaler"] = str(refused.value)
+
     model, optimizer = fresh(bucket_numel=1)
     model(batch(0), True).backward()
     with pytest.raises(RuntimeError) as caught:
@@ -258,12 +286,43 @@ def mistakes(rank: int, world_size: int) -> dict[str, str]:
 
 def test_mistakes_are_refused_with_the_way_out() -> None:
     for found in run_workers(mistakes, 2):
-        assert "optimizer.clip_grad_norm_" in found["clip"]
+        for name in ("clip", "data", "numpy"):
+            assert "optimizer.clip_grad_norm_" in found[name], name
+        assert "'weight' is sparse" in found["sparse"] and "GradScaler" in found["scaler"]
         assert "no_sync" in found["no_sync"]
         assert "frozen when zero() was called" in found["thawed"]
         assert "before calling zero()" in found["added"]
         for name in ("lbfgs", "adafactor", "lans", "muon"):
             assert "can't be sharded" in found[name], found[name]
+
+
+def disagreements(rank: int, world_size: int) -> dict[str, str]:
+    """What a rank is told where another was given something else, before a message fits no other."""
+    said = {}
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
+    for name, options in {
+        "lr": {}, "local_size": {"local_size": 1 + rank}, "bucket_numel": {"bucket_numel": 1000 * (1 + rank)},
+        "seed": {"seed": rank}, "mesh lr": {}, "mesh seed": {"seed": rank}, "mesh methods": {},
+    }.items():  # fmt: skip
+        model = nn.Linear(8, 8)
+        lr = 0.1 * (1 + rank) if name.endswith("lr") else 0.1
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+        with pytest.raises(thinwire.ConfigError) as refused:
+            if name.startswith("mesh"):
+                method = thinwire.DDP() if rank and name == "mesh methods" else Zero()
+                thinwire.parallelize(model, optimizer, mesh, [method], announce=False, **options)
+            else:
+                thinwire.zero(model, optimizer, Zero(), announce=False, **options)
+        said[name] = str(refused.value)
+    return said
+
+
+def test_a_rank_that_was_told_otherwise_is_named_on_all() -> None:
+    for said in run_workers(disagreements, 2):
+        for name, message in said.items():
+            option = name.removeprefix("mesh ")
+            words = "lr of parameter group 0 of rank 1 is 0.2" if option == "lr" else f"{option} of rank 1 is"
+            assert message.startswith(words) and "must be the same on all ranks" in message, name
 
 
 def loaded_from_outside(rank: int, world_size: int) -> tuple[float, str]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import importlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -137,20 +138,23 @@ def encode(x: Tensor, out: Tensor, groups: Groups, *, rotation: int, rounding: R
     return out
 
 
-def decode(packet: Tensor, out: Tensor, groups: Groups, *, add: bool) -> Tensor:
-    """out = values of the packet, or out += them."""
-    kernels = numba_module("integer", packet.device)
+def decode(packets: Sequence[Tensor], out: Tensor, groups: Groups, *, add: bool) -> Tensor:
+    """out = the sum of the packets' values in their order, or out += each of them."""
+    kernels = numba_module("integer", out.device)
     if kernels is None:
-
-        def dequantise(rows: Tensor, scales: Tensor, packed: Tensor) -> None:
-            _plain("decode_rows", rows, groups.size, groups.bits, add)(rows, scales, packed)
-
-        reference.decode_groups(dequantise, packet, out, groups)
+        for number, packet in enumerate(packets):
+            run = partial(_plain_decode, groups=groups, add=add or number > 0)
+            reference.decode_groups(run, packet, out, groups)
         return out
-    scales, codes, _ = sections(packet.numpy(), out.numel(), groups)
+    codes_at, _, _ = groups.sections(out.numel())
+    addresses = np.array([packet.data_ptr() for packet in packets], np.uint64)
     scratch = np.empty(min(groups.size, out.numel()) + 8, np.uint8)
-    kernels.decode(scales, codes, out.detach().numpy(), groups, add, scratch)
+    kernels.decode(addresses, codes_at, out.detach().numpy(), groups, add, scratch)
     return out
+
+
+def _plain_decode(rows: Tensor, scales: Tensor, packed: Tensor, *, groups: Groups, add: bool) -> None:
+    _plain("decode_rows", rows, groups.size, groups.bits, add)(rows, scales, packed)
 
 
 def rotate_(x: Tensor, block_size: int) -> Tensor:

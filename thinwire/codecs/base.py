@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -115,6 +116,21 @@ class Codec(ABC):
             out: fp32 [n], changed in place and returned.
         """
         return out.add_(self.decode(packet, out.numel()))
+
+    def decode_sum(self, packets: Sequence[Tensor], out: Tensor, *, add: bool = False) -> Tensor:
+        """out = decode(p_0) + decode(p_1) + ..., in one pass over `out` where a kernel exists.
+
+        Args:
+            packets: uint8 [packet_bytes(n)] each, at least one. The sum is taken in their order.
+            out: fp32 [n], changed in place and returned.
+            add: out += decode(p_0), out += decode(p_1), ...
+        """
+        for number, packet in enumerate(packets):
+            if add or number:
+                self.decode_add(packet, out)
+            else:
+                self.decode(packet, out.numel(), out=out)
+        return out
 
     def packet_add(self, packet: Tensor, out: Tensor) -> Tensor:
         """out += packet, so that out decodes to the sum of what both decode to.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -94,7 +95,12 @@ class Integer(Grouped):
         return packet[:end].view(torch.int16 if self.groups.bf16 else torch.int32)
 
     def _decode(self, packet: Tensor, out: Tensor, *, add: bool) -> Tensor:
-        return backends.decode(packet, out, self.groups, add=add)
+        return backends.decode([packet], out, self.groups, add=add)
+
+    def decode_sum(self, packets: Sequence[Tensor], out: Tensor, *, add: bool = False) -> Tensor:
+        for packet in packets:
+            backends.check_buffers(packet, self.packet_bytes(out.numel()), out, out.numel())
+        return backends.decode(packets, out, self.groups, add=add)
 
     def backend(self, device: torch.device) -> str:
         return backends.name(device)

@@ -32,9 +32,7 @@ class RotatedSum:
         """The sum of what packets of `codec` decode to, taken in their order, in flat fp32 `out`."""
         rotation = codec.rotation
         inner = codec if rotation is None else rotation.inner
-        inner.decode(packets[0], out.numel(), out=out)
-        for packet in packets[1:]:
-            inner.decode_add(packet, out)
+        inner.decode_sum(packets, out)
         if rotation is None:
             return cls(out)
         found = [rotation.left_alone(packet, out.numel()) for packet in packets]

@@ -74,13 +74,9 @@ def open_source(spec: str, text_field: str = "text") -> TextSource:
     Files of a folder are ordered by a hash of their relative paths. The order is the same on every machine, and mixed,
     so that the end of the stream (the held-out split) represents the whole.
     """
-    if spec.startswith("hf:"):
+    path = place_of(spec)
+    if path is None:
         return TextSource(spec, Path(), (), text_field)
-    if not spec:
-        raise ConfigError("data '': give 'stdlib', a file, a folder, or hf:NAME")
-    path = Path(sysconfig.get_path("stdlib")) if spec == "stdlib" else Path(spec).expanduser().absolute()
-    if not path.exists():
-        raise ConfigError(f"data {spec!r}: no such file or folder{nearest_sibling(path)}")
     if path.is_file():
         files = [path] if path.stat().st_size or states_no_size(path) else []
         root = path.parent
@@ -93,6 +89,18 @@ def open_source(spec: str, text_field: str = "text") -> TextSource:
     if not files:
         raise ConfigError(f"data {spec!r}: is empty")
     return TextSource(spec, root, tuple(files), text_field)
+
+
+def place_of(spec: str) -> Path | None:
+    """The file or folder that a source names; None for a dataset of the network. ConfigError if there is none."""
+    if spec.startswith("hf:"):
+        return None
+    if not spec:
+        raise ConfigError("data '': give 'stdlib', a file, a folder, or hf:NAME")
+    path = Path(sysconfig.get_path("stdlib")) if spec == "stdlib" else Path(spec).expanduser().absolute()
+    if not path.exists():
+        raise ConfigError(f"data {spec!r}: no such file or folder{nearest_sibling(path)}")
+    return path
 
 
 def states_no_size(path: Path) -> bool:

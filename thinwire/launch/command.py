@@ -12,7 +12,10 @@ def run_train(args: Sequence[str]) -> int:
     """Train as the command line asks; the exit code."""
     problems = Problems()
     stated = command_line().read(args, problems)
-    # Nobody who asks for --help waits for torch.
+    # Nobody who asks for --help, or misspells a name, waits for torch.
+    from thinwire.launch.early import refuse_early
+
+    refuse_early(stated, problems)
     from thinwire.launch.train import train
 
     return train(stated, problems)

@@ -59,8 +59,7 @@ def sums_of(link: Link, message: Tensor, sections: Mapping[str, PacketSection]) 
     totals = []
     with link.timed("decode_s", OPERATION):
         for section in sections.values():
-            total = torch.zeros(section.num_elements)
-            for rank in range(grid.world_size):
-                section.codec.decode_add(section.of(gathered[grid.local_rank(rank), grid.node(rank)]), total)
-            totals.append(total)
+            messages = [gathered[grid.local_rank(rank), grid.node(rank)] for rank in range(grid.world_size)]
+            packets = [section.of(message) for message in messages]
+            totals.append(section.codec.decode_sum(packets, torch.zeros(section.num_elements), add=True))
     return totals

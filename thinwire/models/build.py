@@ -11,9 +11,11 @@ from thinwire.errors import ConfigError, nearest
 from thinwire.models.hf import build_hf, skeleton_hf
 from thinwire.models.llama import PRESETS as LLAMAS, Llama, LlamaConfig
 from thinwire.models.moe import MIXTURES, MoEConfig, MoELlama
+from thinwire.models.presets import NAMES, check_preset
 
 Overrides = Mapping[str, int | float | bool | str]
 PRESETS: dict[str, LlamaConfig] = LLAMAS | MIXTURES
+assert tuple(PRESETS) == NAMES
 
 
 def build_model(
@@ -37,8 +39,7 @@ def build_model(
     overrides = dict(overrides or {})
     if name.startswith("hf:"):
         return build_hf(name.removeprefix("hf:"), vocab_size, seq_len, seed, overrides)
-    if name not in PRESETS:
-        raise ConfigError(f"model {name!r}: no such preset, nor hf:DIR{nearest(name, PRESETS)}")
+    check_preset(name)
     sizes: dict[str, Any] = {"vocab_size": vocab_size, "max_position_embeddings": seq_len} | checked(
         type(PRESETS[name]), overrides
     )

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from thinwire.collectives import Communicator
+from thinwire.collectives.groups import give_back, own_members
 from thinwire.errors import ConfigError, ThinwireError
 from thinwire.table import Row
 
@@ -21,7 +23,7 @@ class ReplicaError(ThinwireError, RuntimeError):
 
 
 # A prime, so that the rows of no usual matrix fall on the same columns.
-FINGERPRINT_COLUMNS = 1021
+FINGERPRINT_COLUMNS = 4093
 
 
 def digest(parts: Iterable[bytes | memoryview | Tensor]) -> Tensor:
@@ -64,22 +66,35 @@ def same_options(comm: Communicator, asked: str) -> None:
         raise ConfigError(f"rank {odd[0]} asks for other options than rank {comm.global_ranks[0]}; here: {asked}")
 
 
-def check_agreement(group: dist.ProcessGroup | None, options: Mapping[str, object]) -> None:
+def check_agreement(
+    group: dist.ProcessGroup | Sequence[int] | DeviceMesh | None, options: Mapping[str, object], timeout_s: float
+) -> None:
     """Raise ConfigError on all ranks where one was given another option than the first rank; a collective.
 
     It comes before there is a Communicator, whose messages would not fit each other where local sizes differ.
     """
-    mine = {option: repr(value) for option, value in options.items()}
-    told: list[Any] = [mine] * dist.get_world_size(group)
-    dist.all_gather_object(told, mine, group=group)
-    ranks = dist.get_process_group_ranks(group)
-    for rank, theirs in zip(ranks, told, strict=True):
+    members = own_members(group, timeout_s)
+    if members.group is None:
+        return
+    mine = {option: shown(value) for option, value in options.items()}
+    told: list[Any] = [mine] * len(members.names)
+    dist.all_gather_object(told, mine, group=members.group)
+    give_back(members)
+    first, *_ = members.names
+    for rank, theirs in zip(members.names, told, strict=True):
         for option in told[0] | theirs:
             here, there = theirs.get(option, "not given"), told[0].get(option, "not given")
             if here != there:
                 raise ConfigError(
-                    f"{option} of rank {rank} is {here}, and of rank {ranks[0]} {there}: must be the same on all ranks"
+                    f"{option} of rank {rank} is {here}, and of rank {first} {there}: must be the same on all ranks"
                 )
+
+
+def shown(value: object) -> str:
+    """The value in a message, alike in all processes: an object that shows its address is shown by its class."""
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(shown, value))}]"
+    return type(value).__name__ if type(value).__repr__ is object.__repr__ else repr(value)
 
 
 def optimizer_options(optimizer: torch.optim.Optimizer | None) -> dict[str, object]:

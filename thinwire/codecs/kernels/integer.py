@@ -27,7 +27,7 @@ from thinwire.codecs.kernels.common import (
     unpack,
 )
 from thinwire.codecs.kernels.hadamard import rotate, row_scale
-from thinwire.codecs.kernels.vectors import LANES, MAGIC, MAGIC_BITS, dither_4, round_4
+from thinwire.codecs.kernels.vectors import LANES, MAGIC, MAGIC_BITS, bytes_at, dither_4, round_4, shorts_at, words_at
 from thinwire.codecs.layout import Groups, Rounding
 
 # The sign bit of a scale.
@@ -199,22 +199,35 @@ def _write_4(packed: Array, at: U64, size: U64, width: U64, step: F32, add: bool
             out[upper + j] = np.float32(np.int8(signed(packed[at + j], 0, 4))) * step
 
 
+@inlined
+def _step(address: U64, index: U64, groups: Groups, levels: F32) -> F32:
+    """s / M of a group, by what a packet stores of its scale, whatever the sign."""
+    stored = np.int32(shorts_at(address)[index]) << groups.shift if groups.shift else words_at(address)[index]
+    return np.int32(np.int32(stored) & ABS).view(np.float32) / levels
+
+
 @kernel
-def decode(scales: Array, packed: Array, out: Array, groups: Groups, add: bool, codes: Array) -> None:
-    """Scales, whatever their sign, and packed codes -> out = values, or out += values. codes: uint8, one group."""
-    bits, num, group, at = groups.bits, np.uint64(out.size), np.uint64(groups.size), ZERO
+def decode(packets: Array, codes_at: U64, out: Array, groups: Groups, add: bool, codes: Array) -> None:
+    """Packets -> out = the sum of their values in their order, or out += each of them. codes: uint8, one group.
+
+    packets: uint64, where each lies. codes_at: where codes follow the scales. A group of the sum stays in the first
+    cache until all packets are in it.
+    """
+    bits, num, group, at = groups.bits, np.uint64(out.size), np.uint64(groups.size), np.uint64(codes_at)
     lane_shift, lane_bytes = np.uint64(LANE_SHIFT[bits]), np.uint64(LANE_BYTES[bits])
     levels = np.float32((1 << (bits - 1)) - 1)
-    for index in range(np.uint64(scales.size)):
+    for index in range((num + group - ONE) // group):
         start = index * group
         size = min(group, num - start)
         width = (size + (ONE << lane_shift) - ONE) >> lane_shift
-        step = np.int32(np.int32(np.int32(scales[index]) << groups.shift) & ABS).view(np.float32) / levels
-        if bits == 8:
-            _write(packed, at, size, step, add, out, start)
-        elif bits == 4:
-            _write_4(packed, at, size, width, step, add, out, start)
-        else:
-            unpack(packed, at, width, bits, codes)
-            _write(codes, ZERO, size, step, add, out, start)
+        for number in range(np.uint64(packets.size)):
+            packet, adds = bytes_at(packets[number]), add or number > ZERO
+            step = _step(packets[number], index, groups, levels)
+            if bits == 8:
+                _write(packet, at, size, step, adds, out, start)
+            elif bits == 4:
+                _write_4(packet, at, size, width, step, adds, out, start)
+            else:
+                unpack(packet, at, width, bits, codes)
+                _write(codes, ZERO, size, step, adds, out, start)
         at += width * lane_bytes

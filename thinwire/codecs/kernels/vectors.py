@@ -39,6 +39,23 @@ def product(typing: Any, a: Any, b: Any) -> Generated:
     return signature, lambda context, builder, signature, arguments: builder.mul(*arguments)
 
 
+def _array_at(kind: Any) -> Any:
+    """An intrinsic: the array of `kind` at an address, a uint64. Its indices are not checked, and it has no size."""
+
+    def array_at(typing: Any, address: Any) -> Generated:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            array = make_array(kind)(context, builder)
+            array.data = builder.inttoptr(arguments[0], array.data.type)
+            return array._getvalue()
+
+        return kind(types.uint64), generate
+
+    return intrinsic(array_at)
+
+
+bytes_at, shorts_at, words_at = (_array_at(kind) for kind in (types.uint8[::1], types.int16[::1], types.int32[::1]))
+
+
 @intrinsic
 def lowest_bit(typing: Any, bits: Any) -> Generated:
     """The number of the lowest bit that is set in a uint32 above 0."""

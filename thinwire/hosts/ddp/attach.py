@@ -86,7 +86,7 @@ def compress_ddp(
         check_updates(optimizer, list(model.module.parameters()), "DistributedDataParallel")
     method.check(model.module, optimizer)
     options = {"method": method, "local_size": local_size, "seed": seed, "checked": checked}
-    check_agreement(model.process_group, options | optimizer_options(optimizer))
+    check_agreement(model.process_group, options | optimizer_options(optimizer), timeout_s)
     comm = Communicator(model.process_group, local_size=local_size, timeout_s=timeout_s, checked=checked)
     handle = CompressedDDP(model, method, optimizer, comm, seed)
     if announce and comm.rank == 0:

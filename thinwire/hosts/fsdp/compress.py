@@ -29,9 +29,11 @@ from thinwire.hosts.fsdp.watch import Watched
 from thinwire.methods.interface import GatheredMethod
 from thinwire.state.replicas import (
     ReplicaError,
+    check_agreement,
     check_layout,
     check_updates,
     digest,
+    optimizer_options,
     short_digest,
     unwrapped,
     updates_any,
@@ -82,11 +84,13 @@ def compress_fsdp(
     dog, optimizer = Watchdog(dead_steps), unwrapped(optimizer)
     if optimizer is not None:
         _check_optimizer(optimizer, model, groups)
-    comm = Communicator(mesh_ranks(groups), local_size=local_size, timeout_s=timeout_s, checked=checked)
-    asked = repr((method, local_size, overlap, dead_steps, seed, checked, optimizer is not None))
+    ranks, options = mesh_ranks(groups), {"method": method, "local_size": local_size, "overlap": overlap, "seed": seed}
+    options |= {"dead_steps": dead_steps, "checked": checked}
+    check_agreement(ranks, options | optimizer_options(optimizer), timeout_s)
+    comm = Communicator(ranks, local_size=local_size, timeout_s=timeout_s, checked=checked)
 
     def started(compressed: CompressedFSDP) -> None:
-        check_start(compressed, asked)
+        check_start(compressed)
         if announce and comm.rank == 0:
             announce_table(compressed.describe())
 
@@ -152,19 +156,13 @@ def weights_of(groups: Iterable[FSDPGroup]) -> list[Tensor]:
     return [tensor for group in groups for param in group.params for tensor in (param.sharded, param.shard_data)]
 
 
-def check_start(compressed: CompressedFSDP, asked: str) -> None:
-    """Compare the options of all ranks and, in HSDP, the bits of the replicas. A collective.
-
-    Raises ConfigError and ReplicaError.
-    """
+def check_start(compressed: CompressedFSDP) -> None:
+    """Raise ReplicaError where the bits of HSDP's replicas differ. A collective."""
     comm, replicas = compressed.comm, compressed.replicas
     weights = [param.shard_data for unit in compressed.units for param in unit.params] if replicas.size > 1 else []
-    words = comm.wait(comm.all_gather_exact(torch.stack([digest([asked.encode()]), digest(weights)])))
-    odd = [comm.global_ranks[rank] for rank in range(comm.world_size) if not torch.equal(words[rank, 0], words[0, 0])]
-    if odd:
-        raise ConfigError(f"rank {odd[0]} asks for other options than rank {comm.global_ranks[0]}; here: {asked}")
+    words = comm.wait(comm.all_gather_exact(digest(weights)))
     first = replicas.members[0]
-    odd = [comm.global_ranks[rank] for rank in replicas.members if not torch.equal(words[rank, 1], words[first, 1])]
+    odd = [comm.global_ranks[rank] for rank in replicas.members if not torch.equal(words[rank], words[first])]
     if odd:
         raise ReplicaError(
             f"the weights of rank(s) {odd} are not those of rank {comm.global_ranks[first]}, which holds the same "

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from thinwire._compat import FSDPGroup, FSDPParameter
 from thinwire.codecs import Cast, Codec, Identity
-from thinwire.errors import ConfigError, ThinwireError
+from thinwire.errors import ThinwireError
+from thinwire.hosts.dense import check_dense
 from thinwire.layout.formats import WireFormat
 from thinwire.layout.sections import Sections
 from thinwire.state.replicas import fingerprint
@@ -125,11 +126,7 @@ class GatheredUnit:
         """What notes that autograd reached a parameter; raises ConfigError for a gradient that can't be reduced."""
 
         def hook(whole: Tensor) -> None:
-            if whole.grad is not None and whole.grad.layout != torch.strided:
-                raise ConfigError(
-                    f"the gradient of {self.names[number]!r} is sparse, which FSDP2 does not reduce: make its "
-                    "nn.Embedding with sparse=False"
-                )
+            check_dense(self.names[number], whole.grad)
             self.reached.add(number)
 
         return hook

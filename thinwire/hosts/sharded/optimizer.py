@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from thinwire import _compat
 from thinwire.checkpoint import Snapshot, Source
 from thinwire.collectives import Communicator
 from thinwire.hosts.interface import ParallelOptimizer
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("thinwire")
 
 
-class ShardedOptimizer(ParallelOptimizer, torch.optim.Optimizer):
+class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Optimizer):
     """The user's optimizer on this rank's shards, and the communication around it; made by `thinwire.zero`.
 
     One step, for the shard p that rank r owns, with gradient g of this rank, C_g and C_w the method's codecs:
@@ -211,12 +212,14 @@ class ShardedOptimizer(ParallelOptimizer, torch.optim.Optimizer):
     @torch.no_grad()
     def check_replicas(self) -> None:
         """Compare the weights of all ranks that hold the same bit for bit; raises ReplicaError; a collective."""
-        self._weights.settle()
-        for comm in self._comms:
-            held = [bucket for bucket in self.buckets if bucket.comm is comm]
-            if held:
-                num_kinds = held[0].layout.levels.weights_over
-                compare_replicas(comm, map(self._weights.shard, held), self.steps, num_kinds)
+        held = {comm: [bucket for bucket in self.buckets if bucket.comm is comm] for comm in self._comms}
+        kinds = {comm: own[0].layout.levels.weights_over for comm, own in held.items() if own}
+        # To read weights that nobody else holds would only take time.
+        shared = {comm: num_kinds for comm, num_kinds in kinds.items() if comm.world_size > num_kinds}
+        if shared:
+            self._weights.settle()
+        for comm, num_kinds in shared.items():
+            compare_replicas(comm, map(self._weights.shard, held[comm]), self.steps, num_kinds)
 
     def close(self) -> None:
         self._weights.wait_all()

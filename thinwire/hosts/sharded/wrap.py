@@ -24,7 +24,7 @@ from thinwire.layout.levels import Levels
 from thinwire.methods.memory import Residency, settled
 from thinwire.methods.sharded import ShardedMethod
 from thinwire.state.elementwise import check_elementwise
-from thinwire.state.replicas import check_device, digest, equal_bits, odd_ranks
+from thinwire.state.replicas import check_agreement, check_device, digest, equal_bits, odd_ranks, optimizer_options
 from thinwire.table import Row, announce as announce_table
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -76,12 +76,17 @@ def zero(
     Call it on every rank, after the optimizer is made and before anything is trained. Ranks may start from different
     weights: rank 0's are taken. Only parameters that the optimizer holds and that require gradients take part.
 
-    Raises ConfigError for a model or optimizer that can't be sharded, with the reason.
+    Raises ConfigError for a model or optimizer that can't be sharded, with the reason, and for ranks that were given
+    different options.
     Source: ZeRO (SC 2020), stages 1 and 2.
     """
     _check_method(method)
     named = _trained_parameters(model, optimizer)
     check_elementwise(optimizer)
+    if axis is None:
+        options = {"method": method, "local_size": local_size, "bucket_numel": bucket_numel, "overlap": overlap}
+        options |= {"seed": seed, "checked": checked}
+        check_agreement(group, options | optimizer_options(optimizer), timeout_s)
     ranks = open_ranks(axis, group=group, local_size=local_size, timeout_s=timeout_s, checked=checked)
     comms, numbers = [ranks.comm], dict[tuple[int, ...], int]()
     group_for = group_for or (axis.group_for if axis is not None else None)

@@ -279,9 +279,7 @@ class OneBitMean(WholeStep):
 
     def _served(self, name: str, packets: Tensor) -> Tensor:
         """The mean of the nodes' packets, in their order, plus the error of the last answer."""
-        total = torch.zeros(self._chunk_length(name))
-        for packet in packets:
-            self.codec.decode_add(packet, total)
+        total = self.codec.decode_sum([*packets], torch.zeros(self._chunk_length(name)), add=True)
         return total.div_(len(packets)).add_(self.server[name])
 
     def _keep(self, kept: Kept, name: str, given: Tensor, packets: Tensor, seen: Tensor) -> None:

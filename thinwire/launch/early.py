@@ -1,0 +1,35 @@
+"""What can be told of a run before torch is loaded, which takes seconds on a slow machine."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+from thinwire.data.sources import place_of
+from thinwire.errors import Problems
+from thinwire.flags import Stated
+from thinwire.models.presets import check_preset
+from thinwire.registry import check_name
+from thinwire.run.config import TrainConfig, range_errors
+from thinwire.run.run_dir import RunDir
+
+
+def refuse_early(stated: Stated, problems: Problems) -> None:
+    """Raise ConfigError with all that the flags alone tell is wrong.
+
+    Where a file states values too, or torch is there already, all problems are told at once later.
+    """
+    flags = stated[""]
+    if "torch" in sys.modules or "config_file" in flags or flags.get("resume"):
+        return
+    config = replace(TrainConfig(), **flags)
+    problems.messages += range_errors(config)
+    for flag, name in (("--inner", config.inner), ("--strategy", config.strategy)):
+        if name is not None and not (flag == "--strategy" and config.is_planned_late):
+            problems.note(check_name, flag, name)
+    if config.model != "auto":
+        problems.note(check_preset, config.model)
+    with problems.collect():
+        RunDir(config.run_dir).check(config.node, resume=config.resume, overwrite=config.overwrite)
+    problems.note(place_of, config.data)
+    problems.raise_any()

@@ -300,10 +300,11 @@ def disagreements(rank: int, world_size: int) -> dict[str, str]:
     """What a rank is told where another was given something else, before a message fits no other."""
     said = {}
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
-    for name, options in {
+    asked: dict[str, dict[str, Any]] = {
         "lr": {}, "local_size": {"local_size": 1 + rank}, "bucket_numel": {"bucket_numel": 1000 * (1 + rank)},
         "seed": {"seed": rank}, "mesh lr": {}, "mesh seed": {"seed": rank}, "mesh methods": {},
-    }.items():  # fmt: skip
+    }  # fmt: skip
+    for name, options in asked.items():
         model = nn.Linear(8, 8)
         lr = 0.1 * (1 + rank) if name.endswith("lr") else 0.1
         optimizer = torch.optim.SGD(model.parameters(), lr=lr)

@@ -14,9 +14,12 @@ import thinwire
 from tests.hosts.pipeline.test_stage import EXACT, Alone, adamw, batches
 from tests.workers import run_workers
 from thinwire._compat import flattened
+from thinwire.errors import ConfigError
 from thinwire.hosts.pipeline.stage import PipelineStage, take_part
+from thinwire.hosts.pipeline.vocabulary import spread_rows
 from thinwire.hosts.ranks import Axis, open_ranks
-from thinwire.methods.pipeline import in_flight, token_shares
+from thinwire.methods.pipeline import cut, in_flight, token_shares
+from thinwire.methods.pipeline.vocabulary import Own
 from thinwire.models import build_model
 from thinwire.models.hf import HFCausalLM
 
@@ -138,3 +141,54 @@ def test_gradients_and_forwards_are_those_of_one_process(name: str, ranks: list[
             assert sent == promised
             if options.get("plan") == "1f1b":
                 assert in_flight(plan)[rank] <= stages - rank + plan.barriers
+
+
+class Scaled(nn.Embedding):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+def smoothed(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), label_smoothing=0.5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model.embed_tokens": Scaled(61, 16)}, "more to tokens than to look them up"),
+        ({"model.embed_tokens": nn.Embedding(61, 16, max_norm=1e9)}, "max_norm, scale_grad_by_freq or sparse"),
+        ({"lm_head": nn.Linear(16, 61)}, "an nn.Linear without bias"),
+        ({"lm_head": nn.Linear(16, 60, bias=False)}, "as many trained rows"),
+        ({"lm_head": nn.Linear(16, 61, bias=False).requires_grad_(False)}, "as many trained rows"),
+        (
+            {"lm_head": nn.Sequential(nn.Linear(16, 61, bias=False), nn.Tanh())},
+            "not give the output of an nn.Linear",
+        ),
+        ({}, "another loss than the mean cross-entropy"),
+    ],
+)
+def test_a_model_whose_vocabulary_can_not_be_spread(
+    change: dict[str, nn.Module], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = model("untied", torch.float32)
+    for name, module in change.items():
+        whole.set_submodule(name, module)
+    if not change:
+        monkeypatch.setattr("thinwire.models.llama.next_token_loss", smoothed)
+    with pytest.raises(ConfigError, match=message):
+        cut(whole, 2, head="spread")
+
+
+def test_an_optimizer_that_looks_across_the_rows_is_refused() -> None:
+    whole = model("untied", torch.float32)
+    made = cut(whole, 2, head="spread")
+    with pytest.raises(ConfigError, match="Muon needs embedding and head as whole matrices"):
+        spread_rows(made, thinwire.Muon(whole.parameters(), lr=1e-2), Own.of(0, 2, 61))
+    ends = [param for name, param in whole.named_parameters() if "layers" not in name]
+    inner = [param for name, param in whole.named_parameters() if "layers" in name]
+    groups: list[dict[str, Any]] = [{"params": inner}, {"params": ends, "orthogonal": False}]
+    optimizer = thinwire.Muon(groups, lr=1e-2)
+    embedding, head, rows = spread_rows(made, optimizer, Own.of(1, 2, 61))
+    assert set(rows.shapes) == {"model.embed_tokens.weight", "lm_head.weight"}
+    assert [len(each.weight) for each in (embedding, head)] == [32, 32] and not head.weight[29:].any()
+    assert any(param is head.weight for param in optimizer.param_groups[1]["params"])

@@ -24,7 +24,7 @@ from thinwire.methods.pipeline.vocabulary import (
     logits_of,
     scores,
 )
-from thinwire.optim import Muon
+from thinwire.optim.sums import SummingOptimizer
 from thinwire.state.elementwise import needs_whole_tensors
 
 Batch = tuple[Tensor, Tensor | None]
@@ -85,8 +85,9 @@ def spread_rows(
     assert made.vocabulary is not None
     places = made.vocabulary.embedding.name, made.vocabulary.head
     whole = [made.model.get_submodule(place).get_parameter("weight") for place in places]
-    turned = optimizer.matrices if isinstance(optimizer, Muon) else whole if needs_whole_tensors(optimizer) else []
-    if {id(param) for param in turned} & set(map(id, whole)):
+    needs_all = needs_whole_tensors(optimizer)
+    across = optimizer.matrices if isinstance(optimizer, SummingOptimizer) else whole if needs_all else []
+    if set(map(id, across)) & set(map(id, whole)):
         raise ConfigError(
             f"head 'spread': {type(optimizer).__name__} needs embedding and head as whole matrices; nearest: head "
             "'last', or an elementwise optimizer, such as AdamW"

@@ -362,7 +362,7 @@ class _Probe:
             loss = model.eval()(self.tokens, targets)
         model.train(was_training)
         expected = nn.functional.cross_entropy(self.logits.float().flatten(0, 1), targets.flatten())
-        if loss.ndim or not torch.isclose(loss.float(), expected, rtol=1e-2):
+        if loss.ndim or not torch.isclose(loss.float(), expected, rtol=1e-4):
             raise ConfigError(f"{why}has another loss than the mean cross-entropy{near}")
         return Vocabulary(self._fronts[embedding], head, embeds.num_embeddings, embeds.padding_idx)
 

@@ -74,6 +74,7 @@ from thinwire.optim import (
     LANS as LANS,
     Apollo as Apollo,
     ApolloMini as ApolloMini,
+    DionOptimizer as DionOptimizer,
     Muon as Muon,
     OneBitAdamW as OneBitAdamW,
 )

@@ -450,8 +450,8 @@ def parallelize(
         options["local_size"] = node_inside(mesh, inside, local_size)
     experts = None
     if "expert" in names:
-        check_optimizer(model, optimizer)
         meter, wanted = Meter(), with_ranks((*options_of_experts, ExpertParallel())[0], mesh)
+        check_optimizer(model, optimizer, wanted)
         experts = expert_parallel(
             model, wanted, options["axis"].whole, stride=stride_of(mesh, "expert"), local_size=options["local_size"],
             seed=seed, timeout_s=timeout_s, checked=checked, meter=meter,

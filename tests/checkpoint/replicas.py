@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,9 @@ STRATEGIES: dict[str, tuple[Any, str]] = {
     "fsdp": (FSDP(), "adamw"),
     "zeropp": (thinwire.ZeroPP(loco=True), "adamw"),
     "frontier": (thinwire.Frontier(), "adamw"),
-    "zero-muon": (Zero(), "muon"),
-    "fsdp-muon": (FSDP(), "muon"),
-    "ddp-muon": (thinwire.DDP(), "muon"),
+    "zero-dion": (Zero(), "dion"),
+    "fsdp-dion": (FSDP(), "dion"),
+    "ddp-dion": (thinwire.DDP(), "dion"),
 }
 
 
@@ -82,11 +83,11 @@ class Replica:
         strategy, kind = STRATEGIES[name]
         model = Net(seed)
         params = [param for param in model.parameters() if param.requires_grad]
-        make = {
+        make: Any = {
             "adamw": torch.optim.AdamW,
             "dgc-sgd": thinwire.DGCSGD,
             "onebit-adam": thinwire.OneBitAdamW,
-            "muon": thinwire.Muon,
+            "dion": partial(thinwire.DionOptimizer, rank=4, codec="int8/32"),
         }[kind]
         optimizer = make([{"params": params[:1]}, {"params": params[1:]}], lr=3e-3)
         options: Any = {"seed": 3, "timeout_s": 60.0, "checked": False, "overlap": True}

@@ -19,7 +19,7 @@ CROSSINGS = [
     ("zero", "ddp"), ("ddp", "fsdp"), ("fsdp", "zero"), ("sdp4bit", "zero"), ("zero", "sdp4bit"),
     ("powersgd", "zero-compressed"), ("zero-compressed", "two-way"), ("ef-topk", "powersgd"), ("zeropp", "sdp4bit"),
     ("sdp4bit", "zeropp"), ("frontier", "zero"), ("ddp", "frontier"), ("ddp", "onebit-adam"),
-    ("zero-muon", "fsdp-muon"), ("fsdp-muon", "ddp-muon"), ("ddp-muon", "zero-muon"),
+    ("zero-dion", "fsdp-dion"), ("fsdp-dion", "ddp-dion"), ("ddp-dion", "zero-dion"),
 ]  # fmt: skip
 # (from, to) by whom the first loss after must be the one before: codecs leave their weights alone.
 EXACT = {
@@ -31,9 +31,9 @@ EXACT = {
     "ef-topk",
     "dgc",
     "onebit-adam",
-    "zero-muon",
-    "fsdp-muon",
-    "ddp-muon",
+    "zero-dion",
+    "fsdp-dion",
+    "ddp-dion",
 }
 
 

@@ -351,48 +351,62 @@ def test_what_is_no_list_of_methods_is_refused() -> None:
         thinwire.parallelize(model, adamw(model), mesh, thinwire.Zero())  # type: ignore[arg-type]
 
 
-MUON: dict[str, Any] = {"zero": thinwire.Zero(), "ddp": thinwire.DDP(), "fsdp": thinwire.FSDP()}
+HOSTS: dict[str, Any] = {"zero": thinwire.Zero(), "ddp": thinwire.DDP(), "fsdp": thinwire.FSDP()}
+MATRICES = [f"{host} {kind}" for host in HOSTS for kind in ("muon", "dion")]
 
 
-def muon(model: nn.Module) -> torch.optim.Optimizer:
+def stepping_matrices(kind: str, model: nn.Module) -> torch.optim.Optimizer:
     # With an eps that is not small, AdamW's part does not turn on rounding either.
+    if kind == "dion":
+        return thinwire.DionOptimizer(model.parameters(), lr=0.02, eps=1e-4, rank=4)
     return thinwire.Muon(model.parameters(), lr=0.02, eps=1e-4)
 
 
-def train_with_muon(rank: int, world_size: int, name: str) -> dict[str, Any]:
-    """Three steps on two by two ranks: what both axes cut becomes orthogonal whole."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    model = Stack(0)
-    for block in model.blocks:
-        parallelize_module(block, mesh["tensor"], PLAN)
-    options: dict[str, Any] = {"local_size": 1, "checked": True, "timeout_s": 60, "announce": False}
-    stage = parallelize(model, muon(model), mesh, [MUON[name]], **options)
-    for step in range(3):
-        before = stage.optimizer.meter.snapshot()
-        stage.forward_backward(batches(step, mesh["data"].get_local_rank(), 2))
-        stage.step()
-        stage.optimizer.synchronize()
-    sent = (stage.optimizer.meter.snapshot() - before).sent_bytes
-    weights = {key: param.detach().clone() for key, param in model.named_parameters()}
-    found = {"weights": weights, "sent": sent, "promised": stage.optimizer.bytes_per_step, "rank": rank}
-    stage.close()
+def train_matrices(rank: int, world_size: int, name: str, folder: Path) -> dict[str, Any]:
+    """Four steps on two by two ranks, what both axes cut taken whole; the third on a data axis, by checkpoints."""
+    (host, kind), step, found = name.split(), 0, dict[str, Any]()
+    for number, (sizes, last) in enumerate([((2, 2), 2), ((4, 1), 3), ((2, 2), 4)]):
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("data", "tensor"))
+        model = Stack(0)
+        for block in model.blocks:
+            parallelize_module(block, mesh["tensor"], PLAN)
+        options: dict[str, Any] = {"local_size": 1, "checked": True, "timeout_s": 60, "announce": False}
+        stage = parallelize(model, stepping_matrices(kind, model), mesh, [HOSTS[host]], **options)
+        if number:
+            source = Source(folder / name / f"{number - 1}" / f"step-{step:08d}", rank)
+            stage.restore(source)
+            assert not any("anew" in row[1] or "dropped" in row[1] for row in source.report()), source.report()
+        while step < last:
+            before = stage.optimizer.meter.snapshot()
+            num_shares = sizes[0]
+            stage.forward_backward(batches(step, mesh["data"].get_local_rank(), num_shares, 4 // num_shares))
+            stage.step()
+            stage.optimizer.synchronize()
+            step += 1
+        sent = (stage.optimizer.meter.snapshot() - before).sent_bytes
+        weights = {key: param.detach().clone() for key, param in model.named_parameters()}
+        found = {"weights": weights, "sent": sent, "promised": stage.optimizer.bytes_per_step, "rank": rank}
+        save(stage, folder / name / f"{number}", step)
+        stage.close()
     return found
 
 
-def test_muon_takes_matrices_that_both_axes_cut() -> None:
-    model = Stack(0)
-    optimizer = muon(model)
-    for step in range(3):
-        for x, y in batches(step, 0, 1, 4):
-            (model(x, y) / 4).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    told = run_rows(train_with_muon, list(MUON), 4)
-    for name in MUON:
-        ranks = told.of(name)
-        for key, param in model.named_parameters():
-            found = whole(key, [ranks[0]["weights"][key], ranks[1]["weights"][key]])
-            # A direction may be rounded to the next bf16 where its sum was taken in another order.
-            torch.testing.assert_close(found, param.detach(), rtol=0, atol=5e-4, msg=f"{name} {key}")
-        if name != "fsdp":
-            assert all(found["sent"] == found["promised"] for found in ranks), name
+def test_muon_and_dion_take_matrices_that_both_axes_cut(tmp_path: Path) -> None:
+    told = run_rows(train_matrices, MATRICES, 4, tmp_path)
+    for kind in ("muon", "dion"):
+        model = Stack(0)
+        optimizer = stepping_matrices(kind, model)
+        for step in range(4):
+            for x, y in batches(step, 0, 1, 4):
+                (model(x, y) / 4).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for host in HOSTS:
+            ranks = told.of(f"{host} {kind}")
+            for key, param in model.named_parameters():
+                found = whole(key, [ranks[0]["weights"][key], ranks[1]["weights"][key]])
+                # Muon rounds a direction to the next bf16 where its sum was taken in another order.
+                atol = 5e-4 if kind == "muon" else 1e-5
+                torch.testing.assert_close(found, param.detach(), rtol=0, atol=atol, msg=f"{host} {kind} {key}")
+            if host != "fsdp":
+                assert all(found["sent"] == found["promised"] for found in ranks), host

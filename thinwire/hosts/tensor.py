@@ -9,17 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from thinwire.checkpoint import Piece, Share
 from thinwire.collectives import Communicator
 from thinwire.errors import ConfigError
-from thinwire.optim import Muon
+from thinwire.optim import DionOptimizer, Muon
+from thinwire.optim.dion import FACTOR, basis_of
 from thinwire.optim.muon import orthogonalised
 from thinwire.optim.sums import Part, Shards
 from thinwire.state.elementwise import needs_whole_tensors
-from thinwire.state.portable import group_of
+from thinwire.state.portable import OPTIMIZER, group_of
 from thinwire.state.replicas import digest, odd_ranks
 
 
@@ -83,22 +84,31 @@ class TensorAxis:
         # A rank's own state covers only its part.
         if name is None or key.startswith("own/"):
             return piece
-        return replace(piece.share(number, count), is_copy=False, **self._lies(name))
+        shape, dim = self.cuts[name].shape, self.cuts[name].dim
+        if key.startswith(f"{OPTIMIZER}/{FACTOR}/"):
+            # [matrices, columns, r], which all ranks have whole where rows are cut.
+            if (side := self.cut_side(name)) == -2:
+                return piece
+            stack, columns = shape[:-2].numel(), shape[-1]
+            shape = torch.Size([stack, columns, piece.numel * self.mesh.size() // (stack * columns)])
+            dim = 0 if side is None else 1
+        return replace(piece.share(number, count), is_copy=False, **self._lies(shape, dim))
 
     def share_of_whole(self, share: Share) -> Share | None:
         """A share of this rank's part of a parameter as a share of the whole; None if another rank's copy counts."""
         if not self.counts(share.name):
             return None
-        return replace(share, **self._lies(share.name)) if share.name in self.local_names() else share
+        if share.name not in self.local_names():
+            return share
+        return replace(share, **self._lies(self.cuts[share.name].shape, self.cuts[share.name].dim))
 
-    def _lies(self, name: str) -> dict[str, Any]:
-        """Place of this rank's part; see Piece."""
-        cut = self.cuts[name]
-        assert cut.dim is not None
+    def _lies(self, shape: torch.Size, dim: int | None) -> dict[str, Any]:
+        """Place of this rank's part of a tensor that is cut along a dimension; see Piece."""
+        assert dim is not None
         # A part of dimension d is a run of elements in every row of the dimensions before it.
-        row = cut.shape[cut.dim :].numel()
+        row = shape[dim:].numel()
         run = row // self.mesh.size()
-        return {"numel": cut.shape.numel(), "run": run, "row": row, "first": self.rank * run}
+        return {"numel": shape.numel(), "run": run, "row": row, "first": self.rank * run}
 
     def show_whole(self, module: nn.Module) -> None:
         """Replace a module's attributes by DTensors. The registered parameters do not change."""
@@ -119,16 +129,45 @@ class TensorAxis:
             for name, value in values.items()
         }
 
+    def cut_side(self, name: str) -> int | None:
+        """Which side of its matrices the axis cuts of a parameter, -1: columns, -2: rows; None: they are whole."""
+        cut = self.cuts.get(name)
+        dim = None if cut is None or cut.dim is None else cut.dim - len(cut.shape)
+        return dim if dim in (-1, -2) else None
+
     def orthogonalised(self, name: str, x: Tensor) -> Tensor:
         """This rank's part of the orthogonalised matrix, or stack of them, of which `x` is a part. A collective."""
-        cut = self.cuts.get(name)
         # From the end, so that a stack's matrices may come one by one; a stack cut into whole ones needs nobody else.
-        dim = None if cut is None or cut.dim is None else cut.dim - len(cut.shape)
-        if dim not in (-1, -2):
+        if (side := self.cut_side(name)) is None:
             return orthogonalised(x)
-        at = x.dim() + dim
-        whole = DTensor.from_local(x.contiguous(), self.mesh, [Shard(at)], run_check=False).full_tensor()
-        return orthogonalised(whole).chunk(self.mesh.size(), at)[self.rank]
+        at = x.dim() + side
+        return self._own(orthogonalised(self._joined(x, Shard(at))), at)
+
+    def basis(self, name: str, x: Tensor) -> Tensor:
+        """See Beyond: of rows that are gathered, or terms that are added up."""
+        if (side := self.cut_side(name)) == -2:
+            return self._own(basis_of(self._joined(x, Shard(0))), 0)
+        return basis_of(x if side is None else self._joined(x, Partial()))
+
+    def total(self, name: str, x: Tensor) -> Tensor:
+        """See Beyond."""
+        return self._joined(x, Partial()) if self.cut_side(name) == -2 else x
+
+    def lengths(self, name: str, x: Tensor) -> Tensor:
+        """See Beyond."""
+        own = x.norm(dim=1)
+        return self._joined(own.square(), Partial()).sqrt() if self.cut_side(name) == -1 else own
+
+    def first_column(self, name: str, columns: int) -> int:
+        """See Beyond."""
+        return self.rank * columns if self.cut_side(name) == -1 else 0
+
+    def _joined(self, x: Tensor, placement: Placement) -> Tensor:
+        """A whole, fp32, of what all ranks of the axis have of it, by torch's collective."""
+        return DTensor.from_local(x.contiguous(), self.mesh, [placement], run_check=False).full_tensor()
+
+    def _own(self, whole: Tensor, dim: int) -> Tensor:
+        return whole.chunk(self.mesh.size(), dim)[self.rank]
 
     def part(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """This rank's part of whole tensors."""
@@ -149,15 +188,15 @@ def cut_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Dev
     """Replace the model's DTensors by local tensors, in modules and optimizer; see TensorAxis.
 
     mesh: the tensor axis; `misfits` must be empty for it. Raises ConfigError for an optimizer that needs whole tensors,
-    other than Muon.
+    other than Muon and Dion.
     """
-    if needs_whole_tensors(optimizer) and not isinstance(optimizer, Muon):
+    if needs_whole_tensors(optimizer) and not isinstance(optimizer, Muon | DionOptimizer):
         nearest = "thinwire.Muon or " if isinstance(optimizer, torch.optim.Muon) else ""
         raise ConfigError(
             f"{type(optimizer).__name__} needs whole tensors, which a tensor axis cuts: take {nearest}an elementwise "
             "optimizer, such as AdamW or SGD"
         )
-    turned = {id(param) for param in optimizer.matrices} if isinstance(optimizer, Muon) else set[int]()
+    turned = {id(param) for param in optimizer.matrices} if isinstance(optimizer, Muon | DionOptimizer) else set[int]()
     orthogonal = {name: param.shape for name, param in model.named_parameters() if id(param) in turned}
     groups = group_of(optimizer)
     options = {name: groups[id(param)] for name, param in model.named_parameters() if name in orthogonal}
@@ -182,7 +221,7 @@ def cut_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Dev
         optimizer.state[leaves[id(param)][1]] = {
             key: value.to_local() if isinstance(value, DTensor) else value for key, value in held.items()
         }
-    if isinstance(optimizer, Muon):
+    if isinstance(optimizer, Muon | DionOptimizer):
         # Hosts that cut the parts further put their own in the place of these, which one rank of each axis has whole.
         local = dict(model.named_parameters())
         parts: dict[Tensor, Part] = {
@@ -190,7 +229,11 @@ def cut_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Dev
             for name in orthogonal
         }
         optimizer.join(Shards(parts))
-        optimizer.shapes, optimizer.orthogonalise = orthogonal, axis.orthogonalised
+        optimizer.shapes = orthogonal
+        if isinstance(optimizer, Muon):
+            optimizer.orthogonalise = axis.orthogonalised
+        else:
+            optimizer.beyond = axis
     for module in axis.places:
         module.register_forward_pre_hook(lambda module, *_: axis.show_whole(module))
         module.register_forward_hook(lambda module, *_: axis.show_local(module), always_call=True)

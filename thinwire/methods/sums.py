@@ -96,7 +96,8 @@ class Round:
             (adds, ends), (wants, until) = self.sums[key].adds[rank], self.sums[key].wants[rank]
             first, last = max(adds, wants), min(ends, until)
             if first < last:
-                totals[key][first - wants : last - wants] = values[first - adds : last - adds]
+                own = values[first - adds : last - adds]
+                totals[key][first - wants : last - wants] = self._as_sent(key, own, rank, seed)
         arrived = yield from self._travel(link, partials, seed, device)
         for leg in sorted(arrived, key=lambda leg: leg.sender):
             key = self._keys[leg.number]
@@ -128,7 +129,7 @@ class Round:
                     message = link.scratch(f"rows to {peer}", _bytes(sections), device=device)
                     with link.timed("encode_s", self.operation):
                         for leg, section in sections.items():
-                            own_seed = derive_seed(seed, leg.number, leg.sender, leg.receiver)
+                            own_seed = self._seed(seed, leg.number, leg.sender, leg.receiver)
                             rows = self._rows(partials, leg, device)
                             section.codec.encode(rows, seed=own_seed, out=section.of(message))
                     round_.send(peer, message)
@@ -138,6 +139,19 @@ class Round:
                     for leg, section in incoming[peer].items():
                         arrived[leg] = section.codec.decode(section.of(message), section.num_elements)
         return arrived
+
+    def _seed(self, seed: int, number: int, sender: int, receiver: int) -> int:
+        is_alike = self.sums[self._keys[number]].alike
+        return derive_seed(seed, number, sender, sender if is_alike else receiver)
+
+    def _as_sent(self, key: tuple[str, str], values: Tensor, rank: int, seed: int) -> Tensor:
+        """A rank's own rows: exact, or as the others decode them where all are to be alike."""
+        summed = self.sums[key]
+        if not summed.alike or summed.codec.traits.lossless or sum(last > first for first, last in summed.wants) < 2:
+            return values
+        own_seed = self._seed(seed, self._keys.index(key), rank, rank)
+        packet = summed.codec.encode(values.reshape(-1).float(), seed=own_seed)
+        return summed.codec.decode(packet, values.numel()).view(values.shape)
 
     def _rows(self, partials: Mapping[tuple[str, str], Tensor], leg: Leg, device: torch.device) -> Tensor:
         """The rows that this rank sends, flat and fp32."""

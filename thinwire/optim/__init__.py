@@ -2,13 +2,25 @@
 
 from thinwire.optim.apollo import Apollo, ApolloMini
 from thinwire.optim.dgc_sgd import DGCSGD
+from thinwire.optim.dion import DionOptimizer
 from thinwire.optim.lans import LANS
 from thinwire.optim.muon import Muon
 from thinwire.optim.onebit_adam import OneBitAdamW
-from thinwire.optim.registry import ELEMENTWISE, GENERAL, MESHED, NAMED, OPTIMIZERS, SHARDED, WHOLE, make_optimizer
+from thinwire.optim.registry import (
+    ELEMENTWISE,
+    GENERAL,
+    MATRIXWISE,
+    MESHED,
+    NAMED,
+    OPTIMIZERS,
+    SHARDED,
+    WHOLE,
+    make_optimizer,
+)
 from thinwire.optim.sums import Part, Shards, Sum, SummingOptimizer
 
 __all__ = [
-    "Apollo", "ApolloMini", "DGCSGD", "ELEMENTWISE", "GENERAL", "LANS", "MESHED", "NAMED", "OPTIMIZERS", "SHARDED",
-    "WHOLE", "Muon", "OneBitAdamW", "Part", "Shards", "Sum", "SummingOptimizer", "make_optimizer",
+    "Apollo", "ApolloMini", "DGCSGD", "ELEMENTWISE", "GENERAL", "LANS", "MATRIXWISE", "MESHED", "NAMED", "OPTIMIZERS",
+    "SHARDED", "WHOLE", "DionOptimizer", "Muon", "OneBitAdamW", "Part", "Shards", "Sum", "SummingOptimizer",
+    "make_optimizer",
 ]  # fmt: skip

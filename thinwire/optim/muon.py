@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -71,18 +71,11 @@ class Muon(SummingOptimizer):
 
     def sums(self, parts: Mapping[str, Part]) -> dict[str, Sequence[dict[str, Sum]]]:
         """To the rank that holds most of a matrix, the one with the least work of several, and from it back."""
-        found: dict[str, Sequence[dict[str, Sum]]] = {}
-        work = [0] * max((len(part.spans) for part in parts.values()), default=0)
-        for name, part in parts.items():
-            there, back = dict[str, Sum](), dict[str, Sum]()
-            for key, pieces in _pieces(part).items():
-                lengths = [last - first for first, last in pieces]
-                owner = max(range(len(pieces)), key=lambda rank: (lengths[rank], -work[rank]))
-                rows, columns = part.shape[-2:]
-                work[owner] += rows * columns * min(rows, columns)
-                whole = tuple((0, rows * columns) if rank == owner else (0, 0) for rank in range(len(pieces)))
-                there[key], back[key] = Sum(1, pieces, whole, self.codec), Sum(1, whole, pieces, self.codec)
-            found[name] = there, back
+        found: dict[str, Sequence[dict[str, Sum]]] = {name: ({}, {}) for name in parts}
+        for name, key, pieces, owner in matrices_of(parts):
+            there, back = found[name]
+            whole = on_one(owner, len(pieces), parts[name].shape[-2:].numel())
+            there[key], back[key] = Sum(1, pieces, whole, self.codec), Sum(1, whole, pieces, self.codec)
         return found
 
     def num_kept(self, part: Part) -> int:
@@ -94,7 +87,7 @@ class Muon(SummingOptimizer):
 
     def _across(self, param: Tensor, grad: Tensor, part: Part, group: dict[str, Any]) -> Update:
         flat, size = self._direction(param, grad, group).reshape(-1, 1), part.shape[-2:].numel()
-        own = {key: pieces[part.rank] for key, pieces in _pieces(part).items()}
+        own = {key: pieces[part.rank] for key, pieces in pieces_of(part).items()}
         starts = {key: int(key) * size - part.own[0] for key in own}
         wholes = yield {
             key: flat[starts[key] + first : starts[key] + last] for key, (first, last) in own.items() if first < last
@@ -105,7 +98,7 @@ class Muon(SummingOptimizer):
             if len(whole)
         }
         update = torch.cat([turned[key] for key in own if len(turned[key])]) if turned else flat
-        _move(param, update.view_as(param), self.shapes.get(part.name, part.shape), group)
+        move(param, update.view_as(param), self.shapes.get(part.name, part.shape), group)
 
     def _direction(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
         """U, and the momentum in its place."""
@@ -117,7 +110,27 @@ class Muon(SummingOptimizer):
         return grad.lerp(held, group["momentum"])
 
 
-def _pieces(part: Part) -> dict[str, tuple[Span, ...]]:
+def matrices_of(parts: Mapping[str, Part]) -> Iterator[tuple[str, str, tuple[Span, ...], int]]:
+    """(parameter, number of a matrix in it, the elements that each rank has of it, the rank that owns it).
+
+    The owner holds most of it; of several the one with the least work so far.
+    """
+    work = [0] * max((len(part.spans) for part in parts.values()), default=0)
+    for name, part in parts.items():
+        rows, columns = part.shape[-2:]
+        for key, pieces in pieces_of(part).items():
+            lengths = [last - first for first, last in pieces]
+            owner = max(range(len(pieces)), key=lambda rank: (lengths[rank], -work[rank]))
+            work[owner] += rows * columns * min(rows, columns)
+            yield name, key, pieces, owner
+
+
+def on_one(owner: int, num_ranks: int, length: int) -> tuple[Span, ...]:
+    """Rows of which one rank has all."""
+    return tuple((0, length) if rank == owner else (0, 0) for rank in range(num_ranks))
+
+
+def pieces_of(part: Part) -> dict[str, tuple[Span, ...]]:
     """Of each matrix of a stack, by its number, the elements that each rank holds."""
     size, found = part.shape[-2:].numel(), dict[str, tuple[Span, ...]]()
     for number in range(part.shape.numel() // size if size else 0):
@@ -127,7 +140,7 @@ def _pieces(part: Part) -> dict[str, tuple[Span, ...]]:
     return found
 
 
-def _move(param: Tensor, update: Tensor, shape: torch.Size, group: dict[str, Any]) -> None:
+def move(param: Tensor, update: Tensor, shape: torch.Size, group: dict[str, Any]) -> None:
     """Take a step along `update`; shape: of the whole, of which `param` may be a piece."""
     param.mul_(1 - group["lr"] * group["weight_decay"])
     param.add_(update, alpha=-0.2 * math.sqrt(max(shape[-2:])) * group["lr"])

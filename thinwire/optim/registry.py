@@ -11,6 +11,7 @@ import torch
 from thinwire.errors import ConfigError, nearest
 from thinwire.optim.apollo import Apollo, ApolloMini
 from thinwire.optim.dgc_sgd import DGCSGD
+from thinwire.optim.dion import DionOptimizer
 from thinwire.optim.lans import LANS
 from thinwire.optim.muon import Muon
 from thinwire.optim.onebit_adam import OneBitAdamW
@@ -21,6 +22,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd-plain": torch.optim.SGD,
     "lans": LANS,
     "muon": Muon,
+    "dion": DionOptimizer,
     "apollo": Apollo,
     "apollo-mini": ApolloMini,
     "dgc-sgd": DGCSGD,
@@ -30,12 +32,14 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 ELEMENTWISE = ("adamw", "sgd", "sgd-plain")
 # Optimizers that draw by the names of parameters.
 NAMED = ("apollo", "apollo-mini")
+# Optimizers that make the updates of matrices orthonormal, and take groups that say of which.
+MATRIXWISE = ("muon", "dion")
 # Optimizers that take parts of matrices on a tensor axis, whose ranks bring them together.
-MESHED = (*ELEMENTWISE, "muon")
+MESHED = (*ELEMENTWISE, *MATRIXWISE)
 # Optimizers of methods that cut tensors: the others' ranks sum what looks across pieces.
 SHARDED = (*MESHED, *NAMED)
 # Optimizers that look across the elements of a tensor.
-WHOLE = ("lans", "muon", *NAMED)
+WHOLE = ("lans", *MATRIXWISE, *NAMED)
 # Optimizers that take any gradient and have no communication of their own.
 GENERAL = (*ELEMENTWISE, *WHOLE)
 

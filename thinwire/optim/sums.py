@@ -30,12 +30,14 @@ class Sum:
         adds: the rows to which each rank adds; of other rows it knows nothing.
         wants: the rows whose totals each rank is sent.
         codec: what travels is in it; a rank's own numbers are exact.
+        alike: all that want a row are sent the same bits, and who adds it, alone, takes it as it was sent.
     """
 
     width: int
     adds: tuple[Span, ...]
     wants: tuple[Span, ...]
     codec: Codec
+    alike: bool = False
 
 
 class Part(NamedTuple):

@@ -10,14 +10,15 @@ from torch import nn
 
 from thinwire.errors import ConfigError
 from thinwire.layout.layers import layers_of
-from thinwire.optim import NAMED, make_optimizer
+from thinwire.optim import MATRIXWISE, NAMED, make_optimizer
 
 
 def optimizer_over(name: str, model: nn.Module, lr: float, weight_decay: float, seed: int) -> torch.optim.Optimizer:
     """The optimizer `name` over all trainable parameters; those with fewer than two dimensions do not decay.
 
-    Muon makes the matrices of layers orthogonal, and Apollo projects them; what lies in no layer, embeddings and heads,
-    has rows that are tokens. seed: of projections. Raises ConfigError for a model without layers that needs some.
+    Muon and Dion make the matrices of layers orthogonal, and Apollo projects them; what lies in no layer, embeddings
+    and heads, has rows that are tokens. seed: of projections. Raises ConfigError for a model without layers that needs
+    some.
     """
     trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
     matrices, vectors = ([n for n, p in trained.items() if (p.dim() >= 2) == wide] for wide in (True, False))
@@ -25,7 +26,7 @@ def optimizer_over(name: str, model: nn.Module, lr: float, weight_decay: float, 
     layers = set(layers_of(model))
     inside = {param for layer in layers for param in layer.parameters()}
     groups: list[dict[str, Any]] = [{"params": matrices, **decay}, {"params": vectors, "weight_decay": 0.0}]
-    if name == "muon":
+    if name in MATRIXWISE:
         groups[:1] = [
             {"params": [n for n in matrices if (trained[n] in inside) == orthogonal], **decay, "orthogonal": orthogonal}
             for orthogonal in (True, False)

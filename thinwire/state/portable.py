@@ -138,7 +138,8 @@ def restore_optimizer(source: Source, inner: torch.optim.Optimizer, held: Mappin
         state = state_for(source, kinds, name, mine, pieces, records=records_of(inner, mine))
         if state:
             inner.state[mine.tensor] = state
-        fresh += not state and bool(kinds)
+        # A rank may have no element of a parameter, and so nothing to take over.
+        fresh += not state and bool(kinds) and mine.tensor.numel() > 0
     source.read(pieces)
     rescaled = {
         kind
@@ -167,12 +168,14 @@ def state_for(
     for kind, like in kinds.items():
         number = source.scalar(kind, name)
         if records and kind in records:
-            record = records[kind]
-            if not source.holds(f"{OPTIMIZER}/{kind}/{name}", record.numel):
-                return {}
+            key, record = f"{OPTIMIZER}/{kind}/{name}", records[kind]
             state[kind] = torch.zeros(record.shape, device=mine.tensor.device)
+            piece = mine.record(record, state[kind])
+            # A mesh may have cut it.
+            if not source.holds(key, source.place_piece(key, piece).numel):
+                return {}
             if record.shape.numel():
-                wanted[f"{OPTIMIZER}/{kind}/{name}"] = mine.record(record, state[kind])
+                wanted[key] = piece
         elif isinstance(like, Tensor) and like.dim() and source.has(f"{OPTIMIZER}/{kind}/{name}"):
             new = torch.empty_like(mine.tensor, memory_format=torch.contiguous_format) if into is None else into[kind]
             state[kind] = new

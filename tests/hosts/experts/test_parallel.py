@@ -243,6 +243,10 @@ def adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-3)
 
 
+def dion(params: Any) -> torch.optim.Optimizer:
+    return thinwire.DionOptimizer(params, lr=1e-3, eps=1e-4, rank=8)
+
+
 def train(
     rank: int, make: Any, method: thinwire.Method, sizes: dict[str, int], slices: int = 1, num_steps: int = STEPS,
     has_logits: bool = True, config: MoEConfig = CONFIG, chunks: int = 1,
@@ -285,6 +289,7 @@ def meshes(rank: int, world_size: int) -> tuple[list[Any], list[Any]]:
         train(rank, adamw, thinwire.SDP4Bit(), pairs, slices=2, num_steps=FEW),
         train(rank, sgd, zero, {"data": 1, "expert": 2, "sequence": 2}),
         train(rank, sgd, zero, {"data": 1, "sequence": 2, "expert": 2}, num_steps=FEW, has_logits=False),
+        train(rank, dion, zero, pairs, num_steps=FEW),
     ], [
         train(rank, sgd, zero, {"data": 4}, num_steps=FEW, config=TIGHT),
         train(rank, sgd, zero, pairs, num_steps=FEW, config=TIGHT, chunks=2),
@@ -293,7 +298,10 @@ def meshes(rank: int, world_size: int) -> tuple[list[Any], list[Any]]:
 
 def test_twenty_steps_are_those_of_one_process() -> None:
     # SGD shows a gradient that is a number of times too large, which AdamW hides.
-    truths = [alone(sgd, STEPS), alone(adamw, STEPS), alone(adamw, FEW), alone(sgd, STEPS, 2), alone(sgd, FEW, 2)]
+    truths = [
+        alone(sgd, STEPS), alone(adamw, STEPS), alone(adamw, FEW), alone(sgd, STEPS, 2), alone(sgd, FEW, 2),
+        alone(dion, FEW),
+    ]  # fmt: skip
     told = []
     for found, (replicas, spread) in run_workers(meshes, 4, local_size=2):
         # A capacity drops the same rows wherever experts lie, and all ranks know how many.

@@ -26,6 +26,9 @@ from thinwire.hosts.ranks import along, neighbours
 from thinwire.methods.experts import ExpertParallel, Placement, place_experts
 from thinwire.methods.experts.options import CODED, in_groups
 from thinwire.models.moe import Experts, swiglu
+from thinwire.optim.dion import FACTOR
+from thinwire.state.elementwise import needs_whole_tensors
+from thinwire.state.portable import OPTIMIZER
 from thinwire.state.replicas import equal_bits
 from thinwire.table import Row
 
@@ -95,7 +98,10 @@ class ExpertRanks:
         # A rank's own state covers only its part.
         if name is None or key.startswith("own/"):
             return piece
-        found, offset = self._lies(name)
+        shape = self.shapes[name]
+        if key.startswith(f"{OPTIMIZER}/{FACTOR}/"):
+            shape = torch.Size([shape[0], shape[-1], piece.numel // (self.placement.each * shape[-1])])
+        found, offset = self._lies(shape)
         shared = piece.share(number, count)
         return replace(shared, is_copy=False, offset=shared.offset + offset, **found)
 
@@ -103,7 +109,7 @@ class ExpertRanks:
         """A share of this rank's part of a parameter as a share of the whole."""
         if share.name not in self.shapes:
             return share
-        found, offset = self._lies(share.name)
+        found, offset = self._lies(self.shapes[share.name])
         return replace(share, offset=share.offset + offset, **found)
 
     def part_of_flat(self, name: str, values: Tensor) -> Tensor:
@@ -112,9 +118,8 @@ class ExpertRanks:
             return values
         return self.placement.part(values.view(self.shapes[name]), self.comm.rank).flatten()
 
-    def _lies(self, name: str) -> tuple[dict[str, Any], int]:
-        """Place of this rank's part, see Piece, and the offset in it."""
-        whole = self.shapes[name]
+    def _lies(self, whole: torch.Size) -> tuple[dict[str, Any], int]:
+        """Place of this rank's part of a tensor of all experts, see Piece, and the offset in it."""
         run, row, first, offset = self.placement.range(whole, self.comm.rank)
         cut = {"run": run, "row": row, "first": first} if run < row else {}
         return {"numel": whole.numel(), **cut}, offset
@@ -254,8 +259,13 @@ def entering(wire: Wire) -> Once:
     return Once(outer, exact, inner)
 
 
-def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise ConfigError for an optimizer that remembers something of the whole experts."""
+def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, options: ExpertParallel) -> None:
+    """Raise ConfigError for an optimizer that remembers something of the whole experts, or needs what is cut whole."""
+    if options.slices > 1 and needs_whole_tensors(optimizer):
+        name = type(optimizer).__name__
+        raise ConfigError(
+            f"{name} needs whole matrices, which slices={options.slices} of experts cuts; nearest: slices=1"
+        )
     held = {id(param) for experts in experts_of(model).values() for param in experts.parameters()}
     if any(id(param) in held for param in optimizer.state):
         raise ConfigError("the optimizer has taken steps with whole experts: make a new one")

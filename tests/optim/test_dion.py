@@ -91,7 +91,6 @@ def shards(rank: int, world_size: int, local_size: int) -> dict[str, Any]:
         sent = (optimizer.meter.snapshot() - before).sent_bytes
         weights = stepped(model, optimizer, range(2, STEPS))
         optimizer.check_replicas()
-        plan = planned(thinwire.Zero(), make(Held(), codec), optimizer.comm.topology)
         inner: Any = optimizer.inner
         factors = {
             (part.name, part.own[0] // part.shape[-2:].numel() + at): factor

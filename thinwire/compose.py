@@ -426,8 +426,8 @@ def parallelize(
         raise ConfigError(why)
     # The peers of an island, and where what does not fit into memory lies, are a rank's own.
     alike = [one for one in methods if not isinstance(one, Connected | Residency)]
-    asked = {"methods": alike, "local_size": local_size, "overlap": overlap, "seed": seed, "checked": checked}
-    check_agreement(mesh.mesh.flatten().tolist(), asked | optimizer_options(optimizer), timeout_s)
+    given = {"methods": alike, "local_size": local_size, "overlap": overlap, "seed": seed, "checked": checked}
+    check_agreement(mesh.mesh.flatten().tolist(), given | optimizer_options(optimizer), timeout_s)
     options: dict[str, Any] = {"local_size": local_size, "seed": seed, "timeout_s": timeout_s, "checked": checked}
     of_island = " of this island" if isinstance(method, Connected) else ""
     rows: list[Row] = [(f"mesh{of_island}", shape_of(mesh), "axes from the outside in")]

@@ -90,7 +90,7 @@ class Replica:
             "dion": partial(thinwire.DionOptimizer, rank=4, codec="int8/32"),
         }[kind]
         optimizer = make([{"params": params[:1]}, {"params": params[1:]}], lr=3e-3)
-        options: Any = {"seed": 3, "timeout_s": 60.0, "checked": False, "overlap": True}
+        options: Any = {"seed": 3, "timeout_s": 300, "checked": False, "overlap": True}
         if residency is not None:
             options["residency"] = residency
         wrapped, parallel = apply(strategy, model, optimizer, local_size=local_size, **options)

@@ -39,7 +39,7 @@ def by_grid(function: Callable, world_size: int, local_sizes: Sequence[int], *ar
 
 
 def all_operations(rank: int, world_size: int, local_size: int, checked: bool) -> dict:
-    comm = Communicator(local_size=local_size, checked=checked, timeout_s=20)
+    comm = Communicator(local_size=local_size, checked=checked)
     num_elements = 32 * world_size
     x = rank_input(rank, num_elements)
     kept = x.clone()
@@ -85,7 +85,7 @@ def rank_coded(rank: int, world_size: int, local_size: int) -> torch.Tensor:
 
     Returns all slices, gathered at once and in turns.
     """
-    comm = Communicator(local_size=local_size, timeout_s=20)
+    comm = Communicator(local_size=local_size)
     x = torch.arange(world_size).repeat_interleave(32) * 1000.0 + rank + 1
     total = comm.wait(comm.reduce_scatter(x, Identity()))
     at_once = comm.wait(comm.all_gather(total, Identity()))
@@ -112,7 +112,7 @@ def test_slice_j_goes_to_rank_j(world_size: int, local_sizes: tuple[int, ...]) -
 def reopen(rank: int, world_size: int) -> list[float]:
     sums = []
     for round_ in range(3):
-        comm = Communicator(local_size=1 + round_ % 2, timeout_s=10)
+        comm = Communicator(local_size=1 + round_ % 2)
         sums.append(float(comm.wait(comm.all_reduce(torch.tensor([1.0 + rank]), Identity()))))
         comm.close()
     return sums
@@ -123,7 +123,7 @@ def test_a_closed_communicator_can_be_followed_by_another() -> None:
 
 
 def compressed(rank: int, world_size: int, local_size: int) -> tuple:
-    comm = Communicator(local_size=local_size, timeout_s=20)
+    comm = Communicator(local_size=local_size)
     num_elements = 1 << 16
     intra, inter = Hadamard(Integer(bits=8, group=128)), Hadamard(Integer(bits=4, group=128))
     before = comm.meter.snapshot()
@@ -161,7 +161,7 @@ def check_bytes(results: list[tuple], world_size: int, local_size: int) -> None:
 
 
 def repeated(rank: int, world_size: int) -> list[torch.Tensor]:
-    comm = Communicator(local_size=2, timeout_s=20)
+    comm = Communicator(local_size=2)
     x = rank_input(rank, 1 << 12)
     inputs = [(Integer(bits=8, group=32), Integer(bits=4, group=32)), (Identity(), Hadamard(Integer(bits=4)))]
     return [
@@ -206,7 +206,7 @@ def test_misfits_are_refused_with_the_nearest_fit() -> None:
 
 def feed_back(rank: int, world_size: int, local_size: int) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Totals of five sums with codecs of 2 and 3 bits, and this rank's residual after them."""
-    comm = Communicator(local_size=local_size, timeout_s=30)
+    comm = Communicator(local_size=local_size)
     fine, coarse = Integer(3, 16, "nearest"), Integer(2, 8, "nearest")
     lost = Lost.zeros(comm.topology, slice_length(100, world_size, fine, coarse))
     totals = []
@@ -245,7 +245,7 @@ def in_three_rounds(link: Link) -> Rounds[torch.Tensor]:
 
 
 def ahead_of_the_other(rank: int, world_size: int) -> list[int]:
-    comm = Communicator(local_size=1, timeout_s=10)
+    comm = Communicator(local_size=1)
     first = comm.submit(in_three_rounds)
     if rank == 1:
         comm.wait(first)

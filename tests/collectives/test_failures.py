@@ -16,9 +16,11 @@ from thinwire.errors import MismatchError, PeerLostError
 
 
 def one_rank_goes(rank: int, world_size: int, local_size: int, how: int, timeout_s: float) -> str:
-    comm = Communicator(local_size=local_size, timeout_s=timeout_s)
+    comm = Communicator(local_size=local_size, timeout_s=HANG_S)
     x = torch.ones(1 << 12)
     comm.wait(comm.reduce_scatter(x, Identity()))
+    # All have come by now.
+    comm._wire.timeout_s = timeout_s
     if rank == 2:
         os.kill(os.getpid(), how)
     with pytest.raises(PeerLostError) as caught:

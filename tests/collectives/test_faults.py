@@ -78,12 +78,13 @@ def test_a_message_is_damaged_in_a_copy_or_dropped() -> None:
 
 def one_after_another(rank: int, world_size: int) -> list[str]:
     """Every fault of a message that leaves the group usable, then one that does not; what this rank saw."""
-    comm = Communicator(local_size=1, timeout_s=3, checked=True)
+    # The last one waits for what never comes.
+    comms = [*[Communicator(local_size=1, checked=True)] * 2, Communicator(local_size=1, timeout_s=3, checked=True)]
     seen = []
     told = ["corrupt rank=1 operation=all_gather step=1", "delay rank=1 operation=all_gather step=2 seconds=0.2",
             "drop rank=1 operation=all_gather step=3"]  # fmt: skip
     faults.arm(map(parse, told), rank=rank, announce=lambda message: None)
-    for step in (1, 2, 3):
+    for step, comm in enumerate(comms, start=1):
         faults.at_step(step)
         try:
             comm.wait(comm.all_gather(torch.ones(8) * rank, Identity()))
@@ -108,7 +109,7 @@ def test_damage_is_noticed_and_named_and_the_group_goes_on() -> None:
 def damaged_in_turns(rank: int, world_size: int) -> str:
     """A large message is damaged in the first of two turns."""
     gathering.LARGE_BYTES = 1
-    comm = Communicator(local_size=1, timeout_s=20, checked=True)
+    comm = Communicator(local_size=1, checked=True)
     faults.arm([parse("corrupt rank=1 operation=outer")], rank=rank, announce=lambda message: None)
     packet = torch.full((64,), rank, dtype=torch.uint8)
 

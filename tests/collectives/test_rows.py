@@ -37,7 +37,7 @@ def send_rows(rank: int, world_size: int) -> dict[str, Any]:
     rows = torch.cat([block(rank, target) for target in range(world_size)])
     how: Any = {"seed": 3, "first_rows": [first_of(rank, target) for target in range(world_size)], "rounds_own": True}
     for local_size, checked in ((4, False), (2, True)):
-        comm = Communicator(local_size=local_size, checked=checked, timeout_s=60)
+        comm = Communicator(local_size=local_size, checked=checked)
         for name, text in CODECS.items():
             codec = Codec.parse(text) if text else None
             receives = [COUNTS[source][rank] for source in range(world_size)]
@@ -64,7 +64,7 @@ def send_rows(rank: int, world_size: int) -> dict[str, Any]:
         levels = {level for _, level in comm.meter.snapshot().operations}
         assert levels == ({"intra"} if local_size == 4 else {"intra", "inter"})
         comm.close()
-    wide = Communicator(local_size=4, timeout_s=60)
+    wide = Communicator(local_size=4)
     doubles = torch.arange(2.0 * world_size, dtype=torch.float64).view(-1, 1) + 100 * rank
     found["doubles"] = wide.wait(wide.all_to_all_rows(doubles, [2] * 4, [2] * 4))
     wide.close()
@@ -110,7 +110,7 @@ class Gate:
 
 def pass_gates(rank: int, world_size: int) -> list[float]:
     """All slots of gradients are taken on rank 0 alone, which then waits for what is urgent."""
-    comm, gate = Communicator(local_size=2, timeout_s=60), Gate()
+    comm, gate = Communicator(local_size=2), Gate()
 
     def stuck(link: Link) -> Rounds[None]:
         if rank == 0:

@@ -80,7 +80,7 @@ def train_all(rank: int) -> Ends:
         model = nn.Sequential(nn.Linear(40, 24), nn.Tanh(), nn.Linear(24, 8))
         strategy = strategy_named(name, **({"start_step": 2} if name == "powersgd" else {}))
         wrapped, optimizer = apply(strategy,
-            model, torch.optim.AdamW(model.parameters(), lr=1e-2), local_size=1, seed=1, timeout_s=20.0, checked=False,
+            model, torch.optim.AdamW(model.parameters(), lr=1e-2), local_size=1, seed=1, timeout_s=300, checked=False,
             overlap=False,
         )  # fmt: skip
         for step in range(4):

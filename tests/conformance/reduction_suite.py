@@ -192,7 +192,6 @@ class Harness:
             optimizer=self.optimizer,
             local_size=row.grid[1],
             seed=seed,
-            timeout_s=30.0,
             announce=False,
         )
 

@@ -360,7 +360,7 @@ class Replica:
         self.wrapped: nn.Module
         self.optimizer: ParallelOptimizer
         self.wrapped, self.optimizer = apply(self.row.strategy,
-            self.model, make_optimizer(self.model, self.row.optimizer), local_size=local_size, seed=0, timeout_s=30,
+            self.model, make_optimizer(self.model, self.row.optimizer), local_size=local_size, seed=0, timeout_s=300,
             checked=True, overlap=True,
         )  # fmt: skip
 

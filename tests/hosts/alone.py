@@ -21,7 +21,7 @@ class Alone:
         self, method: DDPMethod, params: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer | None = None,
         local_size: int = 1,
     ) -> None:  # fmt: skip
-        self.comm = Communicator(local_size=local_size, timeout_s=30)
+        self.comm = Communicator(local_size=local_size)
         self.params, self.optimizer, self.steps = dict(params), optimizer, 0
         method.check(nn.Module(), optimizer)
         shapes = {name: param.shape for name, param in params.items()}

@@ -77,7 +77,7 @@ def test_names_are_those_of_the_command_line() -> None:
 def wrapped(model: nn.Module, strategy: Method, checked: bool = False, make: Any = torch.optim.SGD) -> tuple:
     optimizer = make([p for p in model.parameters() if p.requires_grad], lr=0.1)
     return apply(strategy,
-        model, optimizer, local_size=1, seed=0, timeout_s=30, checked=checked, overlap=True
+        model, optimizer, local_size=1, seed=0, timeout_s=300, checked=checked, overlap=True
     )  # fmt: skip
 
 
@@ -123,7 +123,7 @@ def mistakes(rank: int, world_size: int) -> dict[str, str]:
     model.fixed.requires_grad_(True)
     optimizer.param_groups[0]["params"].pop()
     with pytest.raises(ConfigError) as missing:
-        apply(DDP(), model, optimizer, local_size=1, seed=0, timeout_s=30, checked=False, overlap=True)
+        apply(DDP(), model, optimizer, local_size=1, seed=0, timeout_s=300, checked=False, overlap=True)
     found["missing"] = str(missing.value)
 
     with pytest.raises(ConfigError) as other:

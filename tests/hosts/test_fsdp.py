@@ -52,7 +52,7 @@ def train(rank: int, world_size: int, overlap: bool) -> tuple:
         optimizer,
         local_size=1,
         seed=0,
-        timeout_s=30,
+        timeout_s=300,
         checked=True,
         overlap=overlap,
     )
@@ -96,7 +96,7 @@ def test_layers_follow_a_single_process(overlap: bool) -> None:
 def twice(rank: int, world_size: int) -> None:
     model = nn.Linear(4, 4)
     model, optimizer = apply(FSDP(),   # type: ignore[assignment]
-        model, torch.optim.SGD(model.parameters(), lr=0.1), local_size=1, seed=0, timeout_s=30, checked=False,
+        model, torch.optim.SGD(model.parameters(), lr=0.1), local_size=1, seed=0, timeout_s=300, checked=False,
         overlap=True,
     )  # fmt: skip
     for _ in range(2):
@@ -111,7 +111,7 @@ def test_a_second_reduction_adds_to_the_first() -> None:
 
 def mistakes(rank: int, world_size: int) -> dict[str, str]:
     def fresh(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple:
-        return apply(FSDP(), model, optimizer, local_size=1, seed=0, timeout_s=30, checked=False, overlap=True)
+        return apply(FSDP(), model, optimizer, local_size=1, seed=0, timeout_s=300, checked=False, overlap=True)
 
     found: dict[str, str] = {}
     scalar = nn.Module()

@@ -55,7 +55,7 @@ def make(name: str) -> tuple[Any, nn.Module, Stage]:
     if TENSOR in sizes:
         for block in model.blocks:
             parallelize_module(block, mesh[TENSOR], PLAN)
-    stage = parallelize(model, adamw(model), mesh, methods, local_size=1, checked=True, timeout_s=60, announce=False)
+    stage = parallelize(model, adamw(model), mesh, methods, local_size=1, checked=True, announce=False)
     return mesh, model, stage
 
 

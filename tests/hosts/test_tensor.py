@@ -112,9 +112,7 @@ def train(
             model.head.weight.add_(rank)
     for block in model.blocks:
         parallelize_module(block, mesh["tensor"], PLAN)
-    stage = parallelize(
-        model, adamw(model), mesh, [METHODS[name]], local_size=1, checked=True, timeout_s=60, announce=False
-    )
+    stage = parallelize(model, adamw(model), mesh, [METHODS[name]], local_size=1, checked=True, announce=False)
     norms, hashes = [], []
     # Frontier gathers weights in every micro-batch, and its promise is of one.
     micro_batches = 1 if name == "frontier-cut" else 2
@@ -232,7 +230,7 @@ def move(rank: int, world_size: int, name: str, folder: Path) -> list[dict[str, 
         model = Stack(0)
         for block in model.blocks:
             parallelize_module(block, mesh["tensor"], PLAN)
-        stage = parallelize(model, adamw(model), mesh, [REMEMBER[name]], local_size=1, timeout_s=60, announce=False)
+        stage = parallelize(model, adamw(model), mesh, [REMEMBER[name]], local_size=1, announce=False)
         if not number:
             for step in range(4):
                 stage.forward_backward(batches(step, mesh["data"].get_local_rank(), sizes[0]))
@@ -318,9 +316,7 @@ def apart(rank: int, world_size: int) -> list[bool]:
         torch.manual_seed(rank // 2)
         model = nn.Linear(8, 8)
         before = model.weight.detach().clone()
-        stage = thinwire.parallelize(
-            model, adamw(model), meshes[rank // 2], [method], local_size=1, timeout_s=60, announce=False
-        )
+        stage = thinwire.parallelize(model, adamw(model), meshes[rank // 2], [method], local_size=1, announce=False)
         kept.append(torch.equal(model.weight, before))
         stage.close()
     return kept
@@ -370,7 +366,7 @@ def train_matrices(rank: int, world_size: int, name: str, folder: Path) -> dict[
         model = Stack(0)
         for block in model.blocks:
             parallelize_module(block, mesh["tensor"], PLAN)
-        options: dict[str, Any] = {"local_size": 1, "checked": True, "timeout_s": 60, "announce": False}
+        options: dict[str, Any] = {"local_size": 1, "checked": True, "announce": False}
         stage = parallelize(model, stepping_matrices(kind, model), mesh, [HOSTS[host]], **options)
         if number:
             source = Source(folder / name / f"{number - 1}" / f"step-{step:08d}", rank)

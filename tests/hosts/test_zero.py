@@ -44,7 +44,7 @@ def train(
         local_size=local_size,
         bucket_numel=bucket_numel,
         overlap=overlap,
-        timeout_s=30,
+        timeout_s=300,
         checked=True,
     )
     hashes, sent = [], []
@@ -194,7 +194,7 @@ def test_direct_weight_quantisation_sticks_and_differences_converge() -> None:
 
 def low_precision(rank: int, world_size: int) -> tuple[str, float, torch.dtype]:
     model = Net(seed=0).to(torch.bfloat16)
-    model, optimizer = thinwire.zero(model, make_optimizer(model), SDP4Bit(), local_size=1, timeout_s=30)
+    model, optimizer = thinwire.zero(model, make_optimizer(model), SDP4Bit(), local_size=1)
     loss = torch.tensor(0.0)
     for _ in range(30):
         loss = model(batch(0).chunk(world_size)[rank], True)
@@ -221,7 +221,7 @@ def mistakes(rank: int, world_size: int) -> dict[str, str]:
 
     def fresh(**options: Any) -> tuple[Net, thinwire.ShardedOptimizer]:
         model = Net(seed=0)
-        return thinwire.zero(model, make_optimizer(model), Zero(), local_size=1, timeout_s=30, **options)
+        return thinwire.zero(model, make_optimizer(model), Zero(), local_size=1, **options)
 
     model, optimizer = fresh()
     model(batch(0), True).backward()
@@ -328,7 +328,7 @@ def test_a_rank_that_was_told_otherwise_is_named_on_all() -> None:
 
 def loaded_from_outside(rank: int, world_size: int) -> tuple[float, str]:
     model = Net(seed=0)
-    model, optimizer = thinwire.zero(model, make_optimizer(model, "sgd"), SDP4Bit(), local_size=1, timeout_s=30)
+    model, optimizer = thinwire.zero(model, make_optimizer(model, "sgd"), SDP4Bit(), local_size=1)
     model.load_state_dict(Net(seed=5).state_dict())
     model(batch(0).chunk(world_size)[rank], False).backward()
     optimizer.step()
@@ -345,7 +345,7 @@ def test_weights_loaded_from_outside_are_kept() -> None:
 
 def one_rank_dies(rank: int, world_size: int) -> str:
     model = Net(seed=0)
-    model, optimizer = thinwire.zero(model, make_optimizer(model), SDP4Bit(), local_size=2, overlap=True, timeout_s=20)
+    model, optimizer = thinwire.zero(model, make_optimizer(model), SDP4Bit(), local_size=2, overlap=True)
     with pytest.raises(thinwire.PeerLostError) as caught:
         for step in range(100):
             loss = model(batch(step).chunk(world_size)[rank], True)
@@ -389,7 +389,6 @@ def read_early(rank: int, overlap: bool) -> list:
         thinwire.SDP4Bit(),
         local_size=1,
         overlap=overlap,
-        timeout_s=30,
     )
     seen: list = []
     for step in range(4):
@@ -421,7 +420,7 @@ def by_hand(rank: int, world_size: int) -> dict:
     found: dict = {}
     torch.manual_seed(0)
     model = nn.Linear(8, 8, bias=False)
-    model, optimizer = thinwire.zero(model, torch.optim.SGD(model.parameters(), lr=1.0), Zero(), timeout_s=30)
+    model, optimizer = thinwire.zero(model, torch.optim.SGD(model.parameters(), lr=1.0), Zero())
     start = model.weight.detach().clone()
     model.weight.grad = torch.full((8, 8), float(rank))
     optimizer.step()
@@ -482,7 +481,6 @@ def own_group_for_experts(rank: int, use_mesh: bool) -> tuple:
         Zero(),
         group_for=lambda name, _: group if name.startswith("expert") else None,
         local_size=1,
-        timeout_s=30,
     )
     x = torch.full((2, 8), float(rank + 1))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}

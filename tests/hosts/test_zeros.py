@@ -73,7 +73,7 @@ def moved(rank: int, world_size: int, local_size: int) -> dict[str, dict[str, tu
             before = {key: p.detach().clone() for key, p in model.named_parameters()}
             adam = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
             wrapped, optimizer = apply(
-                method, model, adam, local_size=local_size, seed=0, timeout_s=60, checked=True, overlap=False
+                method, model, adam, local_size=local_size, seed=0, timeout_s=300, checked=True, overlap=False
             )
             drawn = torch.Generator().manual_seed(rank)
             for _ in range(STEPS):

@@ -427,7 +427,7 @@ def test_a_network_agrees_and_goes_on_from_its_state(run: list[dict[str, Any]]) 
 def one_rank_dies(rank: int, world_size: int) -> str:
     problem = Quadratics(NODES, SMOOTHNESS)
     model = Quadratic(problem, rank)
-    options: Any = {"smoothness": SMOOTHNESS, "strong_convexity": 1.0, "step_s": STEP_S, "timeout_s": 20}
+    options: Any = {"smoothness": SMOOTHNESS, "strong_convexity": 1.0, "step_s": STEP_S}
     with pytest.raises(PeerLostError) as caught:
         with thinwire.DADAO(model, graph="complete", announce=False, **options) as gossip:
             while True:

@@ -26,7 +26,7 @@ def applied(name: str, seed: int, local_size: int = 1) -> tuple[Net, nn.Module, 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     strategy = strategy_named(name)
     wrapped, parallel = apply(
-        strategy, model, optimizer, local_size=local_size, seed=0, timeout_s=30, checked=True, overlap=True
+        strategy, model, optimizer, local_size=local_size, seed=0, timeout_s=300, checked=True, overlap=True
     )
     return model, wrapped, parallel
 

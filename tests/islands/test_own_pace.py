@@ -46,7 +46,7 @@ def applied(model: nn.Module, name: str, **options: Any) -> tuple[nn.Module, Own
         optimizer,
         local_size=1,
         seed=3,
-        timeout_s=30,
+        timeout_s=300,
         checked=True,
         overlap=True,
     )

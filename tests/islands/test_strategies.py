@@ -49,7 +49,7 @@ def become_island(rank: int, size: int, folder: str) -> ElasticPeers | None:
         return None
     while not port.exists():
         time.sleep(0.01)
-    return ElasticPeers(f"127.0.0.1:{port.read_text()}", number, timeout_s=40, min_islands=2)
+    return ElasticPeers(f"127.0.0.1:{port.read_text()}", number, timeout_s=300, min_islands=2)
 
 
 class Replica:
@@ -65,7 +65,7 @@ class Replica:
         size = dist.get_world_size()
         self.optimizer: IslandsOptimizer
         self.wrapped, self.optimizer = apply(strategy.connected_to(peers),   # type: ignore[assignment]
-            self.model, make_optimizer(self.model, kind), local_size=size, seed=0, timeout_s=30, checked=True,
+            self.model, make_optimizer(self.model, kind), local_size=size, seed=0, timeout_s=300, checked=True,
             overlap=True,
         )  # fmt: skip
 

@@ -226,7 +226,7 @@ def one_rank_dies(rank: int, world_size: int) -> str:
     model = Point(rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     with pytest.raises(PeerLostError) as caught:
-        with thinwire.FedFix(model, optimizer, interval_s=0.01, local_steps=JOB, timeout_s=20, announce=False) as fed:
+        with thinwire.FedFix(model, optimizer, interval_s=0.01, local_steps=JOB, announce=False) as fed:
             while True:
                 step_of(model, optimizer)
                 if rank == 1 and fed.ticks > 5:

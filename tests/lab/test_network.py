@@ -26,6 +26,8 @@ pytestmark = needs_network
 
 PR_CAPBSET_DROP, CAP_SYS_ADMIN = 24, 21
 MEGABYTE = 1_000_000
+# Of a link that is fast at least once; a slow one never is.
+TRIES = 20
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +61,8 @@ def test_bytes_are_counted_where_they_pass(lab: LabNetwork) -> None:
     sender, receiver, other = (now - then for now, then in zip(lab.counters(), before, strict=True))
     assert 4 * MEGABYTE < sender.sent_bytes < 4.1 * MEGABYTE
     assert 4 * MEGABYTE < receiver.received_bytes < 4.1 * MEGABYTE
-    assert receiver.sent_bytes == sender.received_bytes < 0.1 * MEGABYTE
+    # At most an acknowledgement of each frame: how many frames one is for depends on what else the machine does.
+    assert receiver.sent_bytes == sender.received_bytes < 4 * MEGABYTE / 1448 * 90
     assert other.sent_bytes + other.received_bytes < 1000
 
 
@@ -72,7 +75,8 @@ def test_nothing_is_faster_than_its_link(lab: LabNetwork, sender: int, receiver:
 def test_rates_can_be_lifted_and_put_back(lab: LabNetwork) -> None:
     lab.shape(False)
     try:
-        assert transfer(lab, 0, 2, 10 * MEGABYTE) < 8  # 16 s at the link's rate
+        # 1.6 s at the link's rate; a busy machine may hold up one of them.
+        assert any(transfer(lab, 0, 2, MEGABYTE) < 0.8 for _ in range(TRIES))
     finally:
         lab.shape(True)
     assert transfer(lab, 0, 2, MEGABYTE // 2) > 0.76
@@ -244,10 +248,10 @@ def test_two_nodes_can_have_a_rate_of_their_own() -> None:
         assert str(lab.spec) == "nodes=3,rate=200mbit,local_size=1,link=0-2:5mbit"
         for pair in ((0, 2), (2, 0)):
             assert transfer(lab, *pair, MEGABYTE // 2) > part * at_5mbit
-        assert min(transfer(lab, 0, 1, MEGABYTE // 2) for _ in range(3)) < part * at_5mbit
+        assert any(transfer(lab, 0, 1, MEGABYTE // 2) < part * at_5mbit for _ in range(TRIES))
         lab.set_link(0, 2, "2.5mbit")
         assert transfer(lab, 0, 2, MEGABYTE // 2) > part * 2 * at_5mbit
         lab.set_link(0, 2, None)
-        assert min(transfer(lab, 0, 2, MEGABYTE // 2) for _ in range(3)) < part * at_5mbit
+        assert any(transfer(lab, 0, 2, MEGABYTE // 2) < part * at_5mbit for _ in range(TRIES))
         with pytest.raises(ConfigError, match="link 0-3: nodes are 0 to 2"):
             lab.set_link(3, 0, "1mbit")

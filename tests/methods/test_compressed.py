@@ -51,7 +51,7 @@ def outputs(
     model = Matrices(*shapes)
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    handle = thinwire.compress_ddp(ddp, method, optimizer=optimizer, local_size=1, timeout_s=30, seed=0, announce=False)
+    handle = thinwire.compress_ddp(ddp, method, optimizer=optimizer, local_size=1, seed=0, announce=False)
     if start is not None:
         handle.reduction.state.load_state_dict(start)
     given = []
@@ -89,7 +89,7 @@ def degenerate(rank: int, world_size: int) -> list[list[Tensor]]:
     model = Matrices((12, 40), (3, 200))
     ddp = DistributedDataParallel(model)
     method = thinwire.PowerSGD(rank=4, start_step=0, min_compression=1)
-    handle = thinwire.compress_ddp(ddp, method, local_size=1, timeout_s=30, announce=False)
+    handle = thinwire.compress_ddp(ddp, method, local_size=1, announce=False)
     thin = torch.outer(torch.arange(12.0), torch.arange(40.0)) / 100
     found = []
     for scale in (0.0, 1.0, 1.0, 1.0):

@@ -269,7 +269,7 @@ def left_alone(rank: int, world_size: int, file: str) -> str:
     """Rank 1 dies after three steps that no comparison has followed; the bits that rank 0 has then."""
     model, inner = fresh()
     method = replace(METHOD, check_every=0, log=file)
-    optimizer = forward_only(model, inner, method, timeout_s=20, announce=False)
+    optimizer = forward_only(model, inner, method, announce=False)
     assert optimizer.catch_up() == 0
     advance(model, optimizer, range(3))
     if rank == 1:

@@ -125,7 +125,7 @@ def shards(rank: int, world_size: int, local_size: int) -> dict[str, Any]:
     """Six steps, with small buckets where nodes have several ranks."""
     model, bucket_numel = Held(), 2048 if local_size > 1 else None
     model, optimizer = thinwire.zero(
-        model, Muon(model.parameters(), 0.02), thinwire.Zero(), local_size=local_size, timeout_s=30,
+        model, Muon(model.parameters(), 0.02), thinwire.Zero(), local_size=local_size,
         bucket_numel=bucket_numel,
     )  # fmt: skip
     grid, whole = optimizer.comm.topology, Held()

@@ -61,7 +61,7 @@ def run(rank: int, world_size: int) -> dict[str, list[tuple[dict, dict]]]:
     for name, options in rows():
         strategy, model = STRATEGIES[name](**options), Net(0)
         wrapped, optimizer = apply(strategy,
-            model, make_optimizer(model, strategy.optimizers[0]), local_size=2, seed=0, timeout_s=30,
+            model, make_optimizer(model, strategy.optimizers[0]), local_size=2, seed=0, timeout_s=300,
             checked=False, overlap=False,
         )  # fmt: skip
         optimizer_bytes = []
@@ -103,7 +103,7 @@ def memory(rank: int, world_size: int) -> dict[str, tuple[int, int]]:
         model = Net(0)
         strategy = STRATEGIES[name]()
         wrapped, optimizer = apply(
-            strategy, model, make_optimizer(model), local_size=1, seed=0, timeout_s=30, checked=False, overlap=False
+            strategy, model, make_optimizer(model), local_size=1, seed=0, timeout_s=300, checked=False, overlap=False
         )
         wrapped(batch(0), True).backward()
         optimizer.step()

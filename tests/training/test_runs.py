@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.training.commands import THINWIRE, CommandRunner, finish, is_running, workers_of
+from tests.training.commands import HANG_S, THINWIRE, CommandRunner, finish, is_running, workers_of
 from thinwire.launch.machine import free_port
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
@@ -151,7 +151,7 @@ def test_a_killed_worker_is_named_and_nothing_is_lost(runner: CommandRunner) -> 
 
 
 def test_a_worker_that_hangs_is_the_cause_that_is_told(runner: CommandRunner) -> None:
-    process = runner.train("hung", workers=3, steps=1_000_000, timeout=10)
+    process = runner.train("hung", workers=3, steps=1_000_000, timeout=30)
     runner.await_steps("hung", process)
     workers = workers_of(process.pid)
     os.kill(workers[1], signal.SIGSTOP)
@@ -192,7 +192,7 @@ def test_workers_stop_when_the_launcher_is_killed(runner: CommandRunner) -> None
     workers = workers_of(process.pid)
     process.kill()
     try:
-        process.communicate(timeout=30)
+        process.communicate(timeout=HANG_S)
         assert runner.summary("orphans")["stopped"] == "the launcher is gone"
         assert not any(map(is_running, workers[1:]))
     finally:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -62,7 +64,7 @@ def one_layer(rank: int, options: ExpertParallel) -> tuple[float, bool]:
     model = torch.nn.Module()
     # Rank 0's experts are taken.
     model.experts = filled(rank)
-    ep = thinwire.expert_parallel(model, options, local_size=2, timeout_s=60)
+    ep = thinwire.expert_parallel(model, options, local_size=2)
     place, own = ep.placement, ep.comm.rank
     first, own_counts = rank - own, torch.stack([torch.bincount(each[1].flatten(), minlength=8) for each in given])
     numel = 3 * 8 * 48 * 32 // place.ranks
@@ -108,7 +110,7 @@ def rounded(rank: int, ranks: int, route: Any, chunks: int = 1) -> list[Tensor]:
     asked = ExpertParallel(
         ranks, route=route, chunks=chunks, dispatch="int8/32", combine="int4/16:nearest", gradients="int4/32"
     )
-    ep = thinwire.expert_parallel(model, asked, local_size=2, timeout_s=60)
+    ep = thinwire.expert_parallel(model, asked, local_size=2)
     x, index, _ = inputs()[rank]
     rows = x.detach().repeat_interleave(2, 0)[index.flatten().argsort(stable=True)].requires_grad_()
     out = Trip(ep.wire, torch.bincount(index.flatten(), minlength=8)).through(rows, lambda rows, _: rows)
@@ -261,7 +263,7 @@ def train(
         share = share if axis == "sequence" else share * size + at
     spread = [ExpertParallel(slices=slices, chunks=chunks)] if "expert" in sizes else []
     stage = thinwire.parallelize(
-        model, make(model.parameters()), mesh, [method, *spread], local_size=2, timeout_s=60,
+        model, make(model.parameters()), mesh, [method, *spread], local_size=2,
         announce=False,
     )  # fmt: skip
     norms = []
@@ -324,9 +326,9 @@ def test_twenty_steps_are_those_of_one_process() -> None:
 def lose_a_rank(rank: int, world_size: int) -> str:
     model = torch.nn.Module()
     model.experts = filled(0)
-    ep = thinwire.expert_parallel(model, ExpertParallel(2), local_size=1, timeout_s=3)
+    ep = thinwire.expert_parallel(model, ExpertParallel(2), local_size=1)
     if rank == 1:
-        return ""
+        os.kill(os.getpid(), signal.SIGKILL)
     x, index, weights = inputs()[0]
     with pytest.raises(thinwire.PeerLostError, match="rank 1 is missing: dispatch") as told:
         model.experts(x, index, weights)
@@ -335,4 +337,4 @@ def lose_a_rank(rank: int, world_size: int) -> str:
 
 
 def test_a_lost_rank_is_named() -> None:
-    assert run_workers(lose_a_rank, 2)[0]
+    assert run_workers(lose_a_rank, 2, may_die=(1,))[0]

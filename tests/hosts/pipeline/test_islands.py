@@ -38,7 +38,7 @@ def make(name: str) -> tuple[Any, nn.Module, thinwire.PipelinedStage]:
         cut_over(whole, mesh["tensor"])
     stage = thinwire.parallelize(
         whole, adamw_with_eps(whole), mesh, [outer, inner, thinwire.Pipeline(**EXACT)], local_size=2 * tensor,
-        checked=True, timeout_s=60, announce=False,
+        checked=True, announce=False,
     )  # fmt: skip
     assert isinstance(stage, thinwire.PipelinedStage)
     return mesh, whole, stage

@@ -48,7 +48,7 @@ def _row(rank: int, recover: str, lost: tuple[int, ...], tied: bool, layers: str
         plan = "fitted" if recover == "swap" else "1f1b"
         options = thinwire.Pipeline(plan=plan, layers=layers, recover=recover)
         stage = thinwire.parallelize(
-            whole, adamw(whole), mesh, [options, thinwire.Zero()], local_size=1, timeout_s=60, announce=False
+            whole, adamw(whole), mesh, [options, thinwire.Zero()], local_size=1, announce=False
         )
         assert isinstance(stage, thinwire.PipelinedStage)
         return stage
@@ -175,9 +175,7 @@ def _replicas(rank: int, world_size: int) -> dict[str, Any]:
     def built(method: Any) -> thinwire.PipelinedStage:
         whole = build_model("tiny", 64, 16, overrides={"num_hidden_layers": 3})
         options = thinwire.Pipeline(plan="1f1b", recover="average")
-        stage = thinwire.parallelize(
-            whole, adamw(whole), mesh, [options, method], local_size=1, timeout_s=60, announce=False
-        )
+        stage = thinwire.parallelize(whole, adamw(whole), mesh, [options, method], local_size=1, announce=False)
         assert isinstance(stage, thinwire.PipelinedStage)
         return stage
 

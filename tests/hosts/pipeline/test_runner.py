@@ -201,7 +201,7 @@ def test_statistics_of_batches_move_once_a_step(mode: str) -> None:
 
 def _dies(rank: int, world_size: int) -> str | None:
     chunk = models.Stage(rank, world_size)
-    mailbox = Mailbox(None, Topology(world_size, 1), timeout_s=20.0)
+    mailbox = Mailbox(None, Topology(world_size, 1))
     runner = Runner(plan("1f1b", 4, 4), {rank: chunk}, mailbox, models.shape, dtype=torch.float64)
     batches = models.micro_batches([3] * 4)
     runner.run(batches)

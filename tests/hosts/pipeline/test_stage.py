@@ -75,7 +75,7 @@ class Alone(AgreeingOptimizer):
 
 def stage_of(whole: nn.Module, mesh: DeviceMesh, method: Any, **options: Any) -> thinwire.PipelinedStage:
     stage = thinwire.parallelize(
-        whole, adamw(whole), mesh, [thinwire.Pipeline(**options), method], local_size=1, timeout_s=60, announce=False
+        whole, adamw(whole), mesh, [thinwire.Pipeline(**options), method], local_size=1, announce=False
     )
     assert isinstance(stage, thinwire.PipelinedStage)
     return stage
@@ -87,9 +87,9 @@ def gradients(rank: int, name: str) -> Any:
     whole = model(torch.float64)
     part = take_part(whole, adamw(whole), thinwire.Pipeline(**EXACT, **options), mesh["pipeline"])
     axis = Axis(mesh["data"], flattened(mesh), num_names=part.num_names)
-    members = open_ranks(axis, local_size=1, timeout_s=60, checked=False)
+    members = open_ranks(axis, local_size=1, timeout_s=300, checked=False)
     optimizer = Alone(whole, adamw(whole), members, dict(whole.named_parameters()), 0, [])
-    own = PipelineStage(part, mesh["pipeline"], optimizer, seed=0, timeout_s=60, checked=False)
+    own = PipelineStage(part, mesh["pipeline"], optimizer, seed=0, timeout_s=300, checked=False)
     stage = thinwire.PipelinedStage(whole, optimizer, [], own)
     stage.forward_backward(batches(0, num))
     found = {key: param.grad.numpy().copy() for key, param in whole.named_parameters() if param.grad is not None}

@@ -59,9 +59,9 @@ def gradients(name: str) -> Any:
     part = take_part(whole, optimizer, thinwire.Pipeline(**EXACT, **options), mesh["pipeline"])
     tensor: TensorAxis = cut_parameters(whole, optimizer, mesh["tensor"])
     axis = Axis(mesh["data"], flattened(mesh), tensor, part.num_names)
-    members = open_ranks(axis, local_size=1, timeout_s=60, checked=False)
+    members = open_ranks(axis, local_size=1, timeout_s=300, checked=False)
     alone = Alone(whole, optimizer, members, dict(whole.named_parameters()), 0, [])
-    own = PipelineStage(part, mesh["pipeline"], alone, seed=0, timeout_s=60, checked=False, tensor=tensor)
+    own = PipelineStage(part, mesh["pipeline"], alone, seed=0, timeout_s=300, checked=False, tensor=tensor)
     stage = thinwire.PipelinedStage(whole, alone, [], own, tensor)
     stage.forward_backward(batches(0, num))
     found = {key: param.grad.clone() for key, param in whole.named_parameters() if param.grad is not None}
@@ -116,7 +116,7 @@ def trained(name: str) -> Any:
     whole, (method, steps) = model(), METHODS[name]
     stage = thinwire.pipeline(
         whole, adamw_with_eps(whole), method, stages=2, tensor=2, options=thinwire.Pipeline(**EXACT), local_size=2,
-        timeout_s=60, checked=True, announce=False,
+        timeout_s=300, checked=True, announce=False,
     )  # fmt: skip
     assert stage.pipeline is not None
     rank = stage.optimizer.everyone.rank

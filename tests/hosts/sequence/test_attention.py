@@ -50,7 +50,7 @@ def alone(heads: int, kv_heads: int, is_causal: bool) -> list[Tensor]:
 
 def share(rank: int, world_size: int) -> dict[str, Any]:
     # Checked: both sides of a message must agree on its operation, level and size.
-    comm = Communicator(local_size=2, timeout_s=120, checked=True)
+    comm = Communicator(local_size=2, checked=True)
     found: dict[str, Any] = {"cases": []}
     for number, (layout, heads, kv_heads, is_causal) in enumerate(CASES):
         own = tokens_of(layout, rank, LENGTH)

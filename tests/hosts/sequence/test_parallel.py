@@ -58,11 +58,11 @@ def train(rank: int, world_size: int, ranks: int, method: str, local_positions: 
     """By hand: split, mean_loss, and a strategy over all ranks."""
     model = Llama(CONFIG)
     options = thinwire.SequenceParallel(ranks, method=method)
-    seq = thinwire.sequence_parallel(model, options, local_size=2, timeout_s=120)
+    seq = thinwire.sequence_parallel(model, options, local_size=2)
     if local_positions:
         model.model.positions = lambda tokens: torch.arange(tokens.shape[1])
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    module, optimizer = thinwire.zero(model, inner, thinwire.Zero(), local_size=2, timeout_s=120)
+    module, optimizer = thinwire.zero(model, inner, thinwire.Zero(), local_size=2)
     losses = []
     for step in range(STEPS):
         tokens, targets = seq.split(*batch_of(step, rank // ranks))
@@ -102,7 +102,7 @@ def memory(method: str) -> float:
     whole = saved_bytes(Llama(config), tokens)
     model = Llama(config)
     options = thinwire.SequenceParallel(4, method=method)
-    seq = thinwire.sequence_parallel(model, options, local_size=2, timeout_s=120)
+    seq = thinwire.sequence_parallel(model, options, local_size=2)
     part = saved_bytes(model, seq.split(tokens)[0])
     seq.close()
     return part / whole
@@ -216,7 +216,7 @@ def on_meshes(rank: int, world_size: int, method: thinwire.Method, sizes: dict[s
     model = Llama(CONFIG)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    stage = thinwire.parallelize(model, optimizer, mesh, [method], local_size=2, timeout_s=120, announce=False)
+    stage = thinwire.parallelize(model, optimizer, mesh, [method], local_size=2, announce=False)
     replica = rank // sizes.get("sequence", 1)
     losses = []
     for step in range(0, 8, 2):
@@ -253,7 +253,7 @@ def hugging_face(method: str) -> Any:
     for ranks in (1, 2):
         torch.manual_seed(0)
         model = transformers.LlamaForCausalLM(config)
-        seq = thinwire.sequence_parallel(model, thinwire.SequenceParallel(ranks, method=method), timeout_s=120)
+        seq = thinwire.sequence_parallel(model, thinwire.SequenceParallel(ranks, method=method))
         part, aims = seq.split(tokens, targets)
         logits = model(input_ids=part, use_cache=False).logits
         seq.mean_loss(total_loss(logits, aims), (aims != IGNORED).sum()).backward()

@@ -30,7 +30,6 @@ from thinwire.run.settings import to_toml
 from thinwire.run.signals import STOPPING, StoppedError
 
 POLL_S = 0.1
-WATCH_EVERY_S = 1.0
 # Of the timeout. A rank that lives may itself wait for one that is lost, for all of the timeout from the moment on at
 # which another has given up and come to the meeting.
 PATIENCE = 1.5
@@ -81,7 +80,6 @@ class Watch:
         self._running: dict[ProcessPlace, Forked] = {}
         self._num_restarts: dict[ProcessPlace, int] = {}
         self._received: int | None = None
-        self._watched_at = 0.0
         # Of each worker, the incarnation that it has not come to, and since when.
         self._awaited: dict[ProcessPlace, tuple[int, float]] = {}
         self._errors = Path(tempfile.mkdtemp(prefix="thinwire-"))
@@ -140,11 +138,8 @@ class Watch:
     def _watch(self) -> None:
         """Say that the workers run; kill those that have hung while others wait for them."""
         now = time.monotonic()
-        if now > self._watched_at + WATCH_EVERY_S:
-            self._watched_at = now
-            for place in self._running:
-                watched(self._store, place.rank)
         for place, worker in self._running.items():
+            watched(self._store, place.rank)
             number, is_missing = is_awaited(self._store, place.rank)
             before, since = self._awaited.get(place, (-1, now))
             if not is_missing or number != before:

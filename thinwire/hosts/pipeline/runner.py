@@ -108,14 +108,6 @@ class Runner:
         self.mailbox.finish()
         return output
 
-    def squared_norm(self) -> Tensor:
-        """fp64: this rank's part of the squared 2-norm of all gradients; all ranks' parts count each weight once."""
-        weights = {id(param): param for chunk in self.chunks.values() for param in chunk.parameters()}
-        return sum(
-            (param.grad.double().square().sum() for param in weights.values() if param.grad is not None),
-            torch.zeros((), dtype=torch.float64, device=self.device),
-        )
-
     def sent_bytes(self, micro_batches: Sequence[Any]) -> int:
         """Payload that this rank sends in `run`, by formula; the most it can be where a codec's packets vary."""
         own = map(self.mailbox.share_bytes, self.messages_of(self.mailbox.rank, micro_batches))

@@ -269,7 +269,7 @@ class PipelinedStage(Stage):
         return self.pipeline.lr_factor
 
     def describe(self) -> list[Row]:
-        """As Stage's; what the method of the data axis says is of the replicas of a stage."""
+        """See Stage. The rows of the data axis' method are about the replicas of one stage."""
         rows, num = self.optimizer.describe(), self.optimizer.comm.world_size
         own = [row for row in rows if row[0].startswith(INSIDE)] or rows
         outer = [*self._rows, *(row for row in rows if row not in own)]

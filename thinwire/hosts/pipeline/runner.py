@@ -98,7 +98,7 @@ class Runner:
     def evaluate(
         self, micro_batches: Sequence[Any], shares: Sequence[float] | None = None, first_number: int | None = None
     ) -> Tensor:
-        """As `run`, forward alone; a chunk may end a path with another tensor than a loss.
+        """Run the forwards of `run` alone. A chunk may end a path with another tensor than a loss.
 
         first_number: of the first micro-batch, by which codecs draw; None: all draw as the first of the run.
         """
@@ -199,7 +199,7 @@ class Runner:
 
     @property
     def vocabulary(self) -> SpreadVocabulary:
-        """Of a plan that spreads it."""
+        """The vocabulary of a plan that spreads it over the stages."""
         assert self._vocabulary is not None
         return self._vocabulary
 

@@ -175,7 +175,7 @@ class FSDPParameter:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the gathered values."""
+        """The shape of the gathered values."""
         return self._held._orig_size
 
     @property
@@ -185,7 +185,7 @@ class FSDPParameter:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the gathered values."""
+        """The dtype of the gathered values."""
         dtype = self._held.mp_policy.param_dtype
         return dtype if dtype is not None and self.sharded.dtype.is_floating_point else self.sharded.dtype
 
@@ -196,7 +196,7 @@ class FSDPParameter:
 
     @property
     def most_numel(self) -> int:
-        """As shard_numel, where tensor parallelism left the most of it: the same on all ranks of the mesh."""
+        """The largest `shard_numel` on any rank of the mesh: tensor parallelism may leave ranks unequal parts."""
         if self.shape == self.sharded.shape:
             return self.shard_numel
         spec = self._held._unsharded_dtensor_spec
@@ -299,7 +299,7 @@ class FSDPGroup:
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
-        """In which gradients are summed, where it isn't the dtype that they have; known from the first gather on."""
+        """The dtype of the gradients' sum; None: that of the gradients. It is known from the first gather on."""
         return self._held._reduce_dtype
 
     def set_async(self, enable: bool) -> None:

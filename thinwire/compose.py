@@ -43,7 +43,7 @@ from thinwire.islands.optimizer import INSIDE
 from thinwire.layout.mesh import AXES, check_axis
 from thinwire.methods.experts import ExpertParallel, check_data_method
 from thinwire.methods.interface import Method
-from thinwire.methods.memory import Residency, why_not_resident
+from thinwire.methods.memory import Residency, resident_method
 from thinwire.methods.outer.base import Connected, IslandsMethod
 from thinwire.methods.pipeline.cut import layers_of
 from thinwire.methods.pipeline.inside import check_inside, check_recovers, check_spread
@@ -269,7 +269,7 @@ class PipelinedStage(Stage):
         return self.pipeline.lr_factor
 
     def describe(self) -> list[Row]:
-        """As Stage's; what the method of the data axis says is of the replicas of a stage."""
+        """See Stage. The rows of the data axis' method are about the replicas of one stage."""
         rows, num = self.optimizer.describe(), self.optimizer.comm.world_size
         own = [row for row in rows if row[0].startswith(INSIDE)] or rows
         outer = [*self._rows, *(row for row in rows if row not in own)]
@@ -422,8 +422,8 @@ def parallelize(
     method = checked_method(model, mesh, others, options_of_pipeline, options_of_sequence, options_of_experts)
     if len(residencies) > 1:
         raise ConfigError("a process has one residency: give one thinwire.Residency")
-    if residencies and (why := why_not_resident(method, names_of(mesh))):
-        raise ConfigError(why)
+    if residencies:
+        resident_method(method, names_of(mesh))
     # The peers of an island, and where what does not fit into memory lies, are a rank's own.
     alike = [one for one in methods if not isinstance(one, Connected | Residency)]
     given = {"methods": alike, "local_size": local_size, "overlap": overlap, "seed": seed, "checked": checked}

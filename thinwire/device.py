@@ -99,7 +99,7 @@ class Cuda(Device):
         torch.cuda.synchronize(self.torch)
 
     def memory_bytes(self, num_local: int) -> float:
-        """That of this process's own GPU."""
+        """Memory of this process's own GPU."""
         return torch.cuda.get_device_properties(self.torch).total_memory
 
     def peak_bytes(self) -> int:

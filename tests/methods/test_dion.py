@@ -15,6 +15,7 @@ from tests.workers import run_workers
 from thinwire.errors import ConfigError
 from thinwire.methods.data.dion import Dion
 from thinwire.methods.reduction import seed_of
+from thinwire.registry import check_on_mesh
 
 ROWS, COLUMNS, STEPS, SEED = 24, 16, 6, 3
 METHODS = {"low": Dion(rank=4), "full": Dion(rank=99, momentum=0.9), "int8": Dion(rank=4, codec="int8/64:nearest")}
@@ -109,3 +110,8 @@ def test_what_can_not_work_is_refused(options: dict[str, Any], message: str) -> 
     model = nn.Linear(4, 4)
     with pytest.raises(ConfigError, match="momentum=0"):
         Dion().check(model, torch.optim.AdamW(model.parameters()))
+
+
+def test_a_tensor_axis_is_refused() -> None:
+    with pytest.raises(ConfigError, match="dion can't share a mesh with a tensor axis: it makes whole matrices"):
+        check_on_mesh(Dion())

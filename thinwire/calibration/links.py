@@ -157,15 +157,5 @@ def _one_way(link: Link, peer: dict[int, int], num_bytes: dict[int, int], upward
     yield from round_.finish()
 
 
-def drifted(planned: Network, now: Network, by: float) -> list[tuple[int, int, float, float]]:
-    """Links of which the rate is now more than `by` times as high or as low: (from, to, planned, now)."""
-    found = []
-    for a, b in planned.pairs:
-        before, after = planned.rates[a][b], now.rates[a][b]
-        if max(before, after) > by * min(before, after):
-            found.append((a, b, before, after))
-    return found
-
-
 def _rows(table: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
     return tuple(map(tuple, table))

@@ -132,9 +132,9 @@ def _largest(comm: Communicator, value: float) -> float:
 
 
 def _places(comm: Communicator) -> tuple[tuple[int, ...], tuple[str, ...], tuple[float, ...], float]:
-    """Of each rank the number of its machine and its name; of each machine the cores; memory of a rank at least.
+    """The number and the name of each rank's machine, the cores of each machine, and the least memory of any rank.
 
-    Emulated nodes have a machine in common: it is told by when it was started.
+    Emulated nodes share one machine, which they recognise by the time of its start.
     """
     boot = Path("/proc/sys/kernel/random/boot_id")
     mark = zlib.crc32((boot.read_text() if boot.exists() else socket.gethostname()).encode())

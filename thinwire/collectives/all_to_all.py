@@ -59,7 +59,7 @@ class RowCodec:
     seed: int = 0
 
     def num_bytes(self, num_rows: int) -> int:
-        """Of a packet of so many rows."""
+        """Bytes of a packet of so many rows."""
         return rows_bytes(num_rows, self.width, self.dtype, self.codec)
 
     def pack(self, rows: Tensor, first: int, out: Tensor) -> Tensor:

@@ -122,7 +122,7 @@ def lab_of(machine: Machine) -> LabSpec:
 
 
 def _text(rate: float) -> str:
-    """Of a link that lets so many bytes per second of messages pass."""
+    """The rate, as text, of a link that lets so many bytes of messages pass per second."""
     return f"{8e-3 * rate:.0f}kbit"
 
 

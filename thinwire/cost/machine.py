@@ -98,7 +98,7 @@ class Machine:
         )  # fmt: skip
 
     def to_json(self) -> str:
-        """As machine.json has it; links in bytes per second, [from][to]."""
+        """The content of machine.json; links in bytes per second, [from][to]."""
         return json.dumps(_finite(asdict(self)), indent=1) + "\n"
 
     @classmethod

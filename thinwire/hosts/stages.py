@@ -42,7 +42,7 @@ class StageAxis:
         return self.names[self.mesh.get_local_rank()]
 
     def of_stages(self, names: Collection[str]) -> list[list[str]]:
-        """Those of `names` that each stage has."""
+        """The names, of those in `names`, that each stage has."""
         wanted = set(names)
         return [[name for name in stage if name in wanted] for stage in self.names]
 

@@ -31,7 +31,7 @@ from thinwire.layout.mesh import MeshShape
 from thinwire.losses import head_of, loss_in_effect
 from thinwire.methods.experts import check_data_method
 from thinwire.methods.interface import Method
-from thinwire.methods.memory import why_not_resident
+from thinwire.methods.memory import resident_method
 from thinwire.methods.pipeline.cut import SPREAD, layers_of as layer_list
 from thinwire.methods.pipeline.inside import check_inside, check_recovers, check_spread
 from thinwire.methods.pipeline.options import Pipeline, check_stages
@@ -271,8 +271,7 @@ def check_residency(config: TrainConfig, run: Run, model: nn.Module) -> None:
     if residency is None:
         return
     axes = {name for name, size in config.mesh_shape.sizes.items() if size > 1}
-    if why := why_not_resident(run.strategy, axes):
-        raise ConfigError(why)
+    resident_method(run.strategy, axes)
     if run.config.optimizer in WHOLE and residency.optimizer != "memory":
         optimizer = run.config.optimizer
         problems.messages.append(

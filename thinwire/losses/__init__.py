@@ -1,6 +1,6 @@
 """The cross-entropy of a large vocabulary without its logits, and heads that give it."""
 
 from thinwire.losses.cut import PRESETS, cut_cross_entropy
-from thinwire.losses.head import LOSSES, cut_loss, head_of, loss_in_effect
+from thinwire.losses.head import cut_loss, head_of, loss_in_effect
 
-__all__ = ["LOSSES", "PRESETS", "cut_cross_entropy", "cut_loss", "head_of", "loss_in_effect"]
+__all__ = ["PRESETS", "cut_cross_entropy", "cut_loss", "head_of", "loss_in_effect"]

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from thinwire.errors import ConfigError
 from thinwire.losses.cut import cut_cross_entropy
 
-LOSSES = ("auto", "plain", "cut")
 # Of a micro-batch's logits in fp32; from here on `auto` takes `cut`.
 LARGE_BYTES = 256 << 20
 

@@ -57,7 +57,7 @@ class RowLoad:
 
     @property
     def dropped_share(self) -> float:
-        """Of the rows that were asked for."""
+        """The share of dropped rows among those that were asked for."""
         return self.dropped / self.asked if self.asked else 0.0
 
 

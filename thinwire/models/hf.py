@@ -46,7 +46,7 @@ class HFCausalLM(nn.Module):
 
     @property
     def balance_weight(self) -> float:
-        """Of the balance loss; 0 for a model without experts."""
+        """The weight of the balance loss; 0 for a model without experts."""
         config = self.model.config
         return getattr(config, "router_aux_loss_coef", 0.0) if hasattr(config, "output_router_logits") else 0.0
 

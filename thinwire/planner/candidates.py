@@ -41,7 +41,7 @@ class Candidate:
 
     @property
     def options(self) -> dict[str, str]:
-        """Those of the pipeline that were searched; none where there is no pipeline."""
+        """The pipeline's options that were searched; none where there is no pipeline."""
         searched = ("plan", "forward", "backward", "recompute") if self.stages > 1 else ()
         return {name: getattr(self.pipeline, name) for name in searched}
 

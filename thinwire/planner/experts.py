@@ -104,7 +104,7 @@ def placed(model: nn.Module, config: ExplainConfig, shape: MeshShape) -> tuple[M
 
 
 def rows_of(model: MoELlama, placement: ExpertPlacement, config: ExplainConfig, shape: MeshShape) -> Rows:
-    """Those of a micro-batch, by a router that is even. Raises ConfigError for a capacity that holds none."""
+    """The rows of a micro-batch, sent by an even router. Raises ConfigError for a capacity that holds none."""
     num_tokens, mixture = tokens_of(config, shape), model.config
     top_k = mixture.num_experts_per_tok
     limit = check_capacity(mixture.capacity_factor, num_tokens, mixture.num_local_experts, top_k)
@@ -113,7 +113,7 @@ def rows_of(model: MoELlama, placement: ExpertPlacement, config: ExplainConfig, 
 
 
 def tokens_of(config: ExplainConfig, shape: MeshShape) -> int:
-    """Of a rank in a micro-batch."""
+    """Tokens of a rank in a micro-batch."""
     return config.micro_batch * -(-config.seq_len // shape.sequence)
 
 

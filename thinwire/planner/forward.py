@@ -25,7 +25,7 @@ class Forward:
 
 
 def forward_of(config: LlamaConfig, batch: int, seq_len: int, *, is_cut: bool = False, tensor: int = 1) -> Forward:
-    """Of the loss of `batch` sequences, counted by torch on tensors without memory; the kernels are those of a CPU.
+    """The forward of the loss of `batch` sequences, counted by torch on tensors without memory, with a CPU's kernels.
 
     is_cut: with `--loss cut`, whose forward has the head's gradient already: it counts as a gradient, not here. tensor:
     ranks over which matrices are cut; the forward is that of one of them.

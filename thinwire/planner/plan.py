@@ -181,7 +181,7 @@ def make(name: str, tables: Mapping[str, Mapping[str, Any]]) -> Any:
 
 
 def to_simulate(listed: Sequence[Candidate], pricing: Pricing) -> list[Candidate]:
-    """Those that closed forms say are the fastest, and the first of each kind; in the order of `candidates`."""
+    """The fastest candidates by closed forms, and the first of each kind, in the order of `candidates`."""
     rough: dict[Candidate, float] = {}
     for way in listed:
         try:

@@ -14,8 +14,7 @@ from thinwire.hosts.offload.activations import kept_bytes, recompute, with_loss
 from thinwire.layout.mesh import MeshShape
 from thinwire.losses import loss_in_effect
 from thinwire.methods.interface import Method
-from thinwire.methods.memory import Floor, MemoryPart, Residency, efficiency, placed, settled, why_not_resident
-from thinwire.methods.sharded import ShardedMethod
+from thinwire.methods.memory import Floor, MemoryPart, Residency, efficiency, placed, resident_method, settled
 from thinwire.models.llama import Llama
 from thinwire.planner.options import ExplainConfig
 from thinwire.report.units import bytes_text, seconds_text
@@ -40,10 +39,7 @@ def where_all_lies(
     shape = MeshShape({}) if config.mesh is None else MeshShape.parse(config.mesh)
     flags = {"pipeline": config.stages, "tensor": config.tensor}
     axes = {name for name, size in shape.sizes.items() if size > 1} | {name for name, at in flags.items() if at}
-    if why := why_not_resident(method, axes):
-        raise ConfigError(why)
-    assert isinstance(method, ShardedMethod)
-    place = method, model, Topology(config.nodes, config.local_size), config.micro_batches or 1
+    place = resident_method(method, axes), model, Topology(config.nodes, config.local_size), config.micro_batches or 1
     kept, tokens = 0, torch.empty(config.micro_batch, config.seq_len, dtype=torch.long, device="meta")
     rows: list[tuple[str, str, str]] = []
     if type(model) is Llama:

@@ -195,7 +195,7 @@ def costs_of(
     model: Llama, options: Pipeline, sizes: Sequence[int], home: Sequence[int], batch: int, seq_len: int, flops: float,
     loss: str = "auto", tensor: int = 1,
 ) -> Costs:  # fmt: skip
-    """Of one micro-batch; a backward computes twice what the forward does."""
+    """The costs of one micro-batch; a backward computes twice what the forward does."""
     loss, _ = loss_in_effect(loss, batch * seq_len, model.config.vocab_size)
     # A spread head has logits.
     loss = "plain" if options.head == SPREAD else loss

@@ -27,7 +27,7 @@ class ProcessPlace:
 
     @classmethod
     def from_environment(cls) -> ProcessPlace | None:
-        """As torchrun's agent states it; None outside of it."""
+        """The place that torchrun's agent states; None outside of torchrun."""
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
         if not set(names) <= os.environ.keys():
             return None
@@ -40,7 +40,7 @@ class ProcessPlace:
 
     @property
     def num_ranks(self) -> int:
-        """Of all islands."""
+        """The number of ranks of all islands."""
         return self.world_size * self.island.num_islands
 
     @property

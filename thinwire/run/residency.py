@@ -7,8 +7,7 @@ from torch import nn
 
 from thinwire.collectives import Topology
 from thinwire.hosts.offload.activations import kept_bytes, with_loss
-from thinwire.methods.memory import Floor, Residency, settled
-from thinwire.methods.sharded import ShardedMethod
+from thinwire.methods.memory import Floor, Residency, resident_method, settled
 from thinwire.models.llama import Llama
 from thinwire.run.config import derive
 from thinwire.run.run import Run
@@ -19,12 +18,11 @@ def resolved(run: Run, skeleton: nn.Module) -> tuple[Residency, Floor]:
 
     Where what a forward keeps does not fit beside the floor, layers are computed again in the backward.
     """
-    config, residency, method = run.config, run.residency, run.strategy
+    config, residency = run.config, run.residency
     assert residency is not None
-    assert isinstance(method, ShardedMethod)
     batch = derive(config, config.num_shares)
     topology = Topology.stated(config.world_size, config.local_size or config.workers)
-    place = method, skeleton, topology, batch.accumulation
+    place = resident_method(run.strategy), skeleton, topology, batch.accumulation
     kept = None
     # Of other models nobody knows what a forward does besides computing, and compiled layers are as they are.
     if residency.activations == "auto" and residency.memory_bytes and type(skeleton) is Llama and not config.compile:

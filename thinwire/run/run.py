@@ -100,7 +100,7 @@ class Run:
 
     @property
     def codecs(self) -> tuple[Codec, ...]:
-        """Whose kernels are compiled before the workers start."""
+        """The codecs whose kernels are compiled before the workers start."""
         others = (each.codecs for each in (self.pipeline, self.sequence, self.experts) if each is not None)
         return (*self.strategy.codecs, *chain.from_iterable(others))
 

@@ -21,7 +21,7 @@ def clip_factor(norm: float, max_norm: float) -> float:
 
 @dataclass
 class Clipping:
-    """By which factors f the mean gradient is clipped, from step to step; `last` of them, 1 before the first.
+    """The factors f by which the mean gradient is clipped, step by step. last: the latest; 1 before the first step.
 
     A gradient travels with the error of the last one, is clipped by f_t when all of it has come, and leaves an error e.
     What e stands for was clipped by f_t too, but it travels with the next gradient, which will be clipped as gradients

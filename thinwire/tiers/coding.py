@@ -31,7 +31,7 @@ class Coding:
         return isinstance(self.codec, Identity)
 
     def num_bytes(self, numel: int) -> int:
-        """Of a packet."""
+        """Bytes of a packet."""
         return self.codec.packet_bytes(numel)
 
     def encode(self, values: Tensor, packet: Tensor, *, seed: int, counter: int) -> None:

@@ -41,7 +41,7 @@ class Pool:
 
     @property
     def num_bytes(self) -> int:
-        """Of all slots."""
+        """Bytes of all slots."""
         return self.num_slots * self.slot_bytes
 
     def take(self) -> Tensor:

@@ -61,7 +61,7 @@ class Shelf:
 
     @property
     def num_bytes(self) -> int:
-        """Of all kinds, without the end of the last record."""
+        """Bytes of all kinds, without the end of the last record."""
         return sum(coding.num_bytes(self.numel) for coding in self.kinds.values())
 
     def span(self, number: int) -> tuple[int, int]:

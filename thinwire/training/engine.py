@@ -135,7 +135,7 @@ class Engine:
         return (self.place.rank % ranks,) if ranks > 1 else ()
 
     def seed_after(self, step: int) -> int:
-        """Of the random generators of a rank that has no state of its own to go on from."""
+        """The seed for the random generators of a rank that has no saved state of its own."""
         return derive_seed(self.config.seed, self.share, step, *self._place_in_sequence) >> 1
 
     def forward_backward(self) -> float:
@@ -150,7 +150,7 @@ class Engine:
         return self.model.row_counts.take() if isinstance(self.model, MoELlama) else RowLoad()
 
     def set_lr(self, lr: float) -> None:
-        """Of the next update; that of a recovered stage is larger."""
+        """Set the learning rate of the next update; a recovered stage takes a larger one."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr * self.stage.lr_factor
 
@@ -183,7 +183,7 @@ class Engine:
             self.device.set_random_state(own_random)
 
     def _even_weight(self, distillation: Distillation) -> float:
-        """By which the text and the teacher weigh the same in the next step, over all ranks; a collective."""
+        """The teacher's weight at which text and teacher count alike in the next step, over all ranks; a collective."""
         self.optimizer.synchronize()
         with self._next_batches() as batches, self.device.autocast(self.dtype):
             parts = [distillation.parts(*batch) for batch in batches]

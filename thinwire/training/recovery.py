@@ -36,7 +36,7 @@ class StepStart:
 
     @classmethod
     def of(cls, step: int, engine: Engine) -> StepStart:
-        """That of the step after `step`."""
+        """The start of the step after `step`."""
         pipeline = engine.stage.pipeline
         assert pipeline is not None
         return cls(step, engine.loader.state_dict(), pipeline.num_before, torch.get_rng_state())

@@ -42,14 +42,15 @@ def trained(rank: int, world_size: int, order: str) -> tuple[list[float], dict[s
     mailbox = Mailbox(None, Topology(world_size, 1))
     runner = Runner(made_plan, chunks, mailbox, made.shape, tied=TiedWeights(mailbox, made.tied(made_plan.home, rank)))
     weights = {name: param for chunk in chunks.values() for name, param in chunk.model.named_parameters()}
-    optimizer = torch.optim.AdamW({id(param): param for param in weights.values()}.values(), lr=1e-3)
+    trained = {id(param): param for param in weights.values()}.values()
+    optimizer = torch.optim.AdamW(trained, lr=1e-3)
     losses, squares = [], []
     promised = 0
     for step in range(STEPS):
         micro_batches = batches(step)
         losses.append(runner.run(micro_batches, token_shares(micro_batches)).item())
         promised += runner.sent_bytes(micro_batches)
-        squares.append(runner.squared_norm().item())
+        squares.append(sum(float(param.grad.double().square().sum()) for param in trained if param.grad is not None))
         optimizer.step()
         optimizer.zero_grad()
     sent = mailbox.meter.snapshot().sent_bytes

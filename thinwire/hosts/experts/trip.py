@@ -51,7 +51,7 @@ class ExpertWire:
     num_chunks: int = 1
 
     def forward_seed(self, way: int) -> int:
-        """Of the way there, 0, or back, 1."""
+        """The seed of a forward's codec, on the way to the experts (0) or back (1)."""
         return derive_seed(self.seed, 0, way)
 
     def draw(self) -> int:
@@ -60,7 +60,7 @@ class ExpertWire:
         return derive_seed(self.seed, self.num_drawn)
 
     def number(self, rank: int) -> int:
-        """Of the first row of a rank of this group."""
+        """The number of the first row of a rank of this group."""
         return (self.first + rank * self.step) * NUMBERS_OF_A_RANK
 
     def submit(self, job: Callable[[Link], Rounds[T]]) -> Future[T]:

@@ -246,7 +246,7 @@ class Replicas:
 
 
 def bytes_of(layout: BucketLayout) -> int:
-    """Of a bucket's whole weights."""
+    """Bytes of a bucket's whole weights."""
     return layout.numel * layout.dtype.itemsize
 
 

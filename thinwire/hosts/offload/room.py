@@ -48,5 +48,5 @@ class MemoryRoom:
 
     @property
     def left_bytes(self) -> int:
-        """Of the budget; 0 where there is none."""
+        """Bytes of the budget that are left; 0 where there is no budget."""
         return max(0, self.memory_bytes - self.peak_bytes) if self.memory_bytes is not None else 0

@@ -32,7 +32,7 @@ class Holdings:
 
     @classmethod
     def of(cls, made: Cut) -> Holdings:
-        """Of a model that is still whole."""
+        """The holdings of all stages, from a model that is still whole."""
         names = {id(param): name for name, param in made.model.named_parameters() if param.requires_grad}
         layers: list[tuple[str, ...]] = []
         others: list[list[str]] = []
@@ -66,7 +66,7 @@ class Holdings:
         return [name for name in self.like if name.startswith(f"{layer}.")]
 
     def num_bytes(self, names: Sequence[str]) -> int:
-        """Of these parameters."""
+        """Bytes of these parameters."""
         return sum(self.like[name].nbytes for name in names)
 
     def split(self, packet: Tensor, names: Sequence[str]) -> dict[str, Tensor]:

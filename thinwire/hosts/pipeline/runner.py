@@ -98,7 +98,7 @@ class Runner:
     def evaluate(
         self, micro_batches: Sequence[Any], shares: Sequence[float] | None = None, first_number: int | None = None
     ) -> Tensor:
-        """As `run`, forward alone; a chunk may end a path with another tensor than a loss.
+        """Run the forwards of `run` alone. A chunk may end a path with another tensor than a loss.
 
         first_number: of the first micro-batch, by which codecs draw; None: all draw as the first of the run.
         """
@@ -107,14 +107,6 @@ class Runner:
             output = self._play(order, micro_batches, shares, first_number, [])
         self.mailbox.finish()
         return output
-
-    def squared_norm(self) -> Tensor:
-        """fp64: this rank's part of the squared 2-norm of all gradients; all ranks' parts count each weight once."""
-        weights = {id(param): param for chunk in self.chunks.values() for param in chunk.parameters()}
-        return sum(
-            (param.grad.double().square().sum() for param in weights.values() if param.grad is not None),
-            torch.zeros((), dtype=torch.float64, device=self.device),
-        )
 
     def sent_bytes(self, micro_batches: Sequence[Any]) -> int:
         """Payload that this rank sends in `run`, by formula; the most it can be where a codec's packets vary."""
@@ -207,7 +199,7 @@ class Runner:
 
     @property
     def vocabulary(self) -> SpreadVocabulary:
-        """Of a plan that spreads it."""
+        """The vocabulary of a plan that spreads it over the stages."""
         assert self._vocabulary is not None
         return self._vocabulary
 

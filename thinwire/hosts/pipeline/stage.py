@@ -48,7 +48,7 @@ def models_own(module: Any, batch: Any) -> Tensor:
 
 
 def keys_of(micro_batch: Batch) -> list[bytes]:
-    """Of its sequences."""
+    """The keys of a micro-batch's sequences."""
     return sequence_keys(micro_batch[0])
 
 
@@ -61,7 +61,7 @@ class StageChunk(nn.Module):
         self.loss: Loss = models_own
 
     def forward(self, hidden: Tensor | None, micro_batch: tuple[Tensor, Tensor | None]) -> Tensor:
-        """As Chunk; a hidden state leaves in the pipeline's dtype."""
+        """See Chunk. A hidden state leaves in the pipeline's dtype."""
         found: list[Tensor] = []
 
         def module(*batch: Any) -> Tensor:
@@ -228,7 +228,7 @@ class PipelineStage:
 
     @property
     def number(self) -> int:
-        """Of this stage, from 0."""
+        """The number of this stage, counted from 0."""
         return self.comm.rank
 
     @property
@@ -468,7 +468,7 @@ class PipelineStage:
         return self._runners[num]
 
     def _forward_runner(self) -> Runner:
-        """Of a plan for one micro-batch, from which forwards alone are taken."""
+        """A runner of a plan for one micro-batch, of which only the forwards run."""
         if not self._forwards:
             home = self.part.made.home
             barriers = self.part.options.barriers if self.part.vocabulary is not None else 0

@@ -28,9 +28,9 @@ class StepStatistics:
     where a is the module's momentum, or 1 / steps where that is None. Source: Huang et al., GPipe (2019), section 2.2.
     """
 
-    def __init__(self, modules: Sequence[_BatchNorm]) -> None:
+    def __init__(self) -> None:
         self._sums: dict[_BatchNorm, tuple[int, Tensor, Tensor]] = {}
-        self._modules, self._counts = modules, True
+        self._counts = True
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -69,7 +69,7 @@ class StepStatistics:
 @contextmanager
 def once(modules: Sequence[_BatchNorm], *, commits: bool) -> Iterator[StepStatistics]:
     """Inside, forwards move no statistics; at the end those of all of them do so once, or, without `commits`, not."""
-    found = StepStatistics(modules)
+    found = StepStatistics()
     hooks = [module.register_forward_pre_hook(found.note) for module in modules] if commits else []
     for module in modules:
         module.track_running_stats = False

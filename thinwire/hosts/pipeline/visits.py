@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,9 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from thinwire import _compat
-
-# (hidden state or None, micro-batch) -> hidden state, or, at the end of a path, the mean loss.
-ChunkModule = Callable[[Tensor | None, Any], Tensor]
 
 
 class VisitState:

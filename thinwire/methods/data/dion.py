@@ -63,8 +63,7 @@ class Dion(DDPMethod):
     optimizers: ClassVar[tuple[str, ...]] = ("sgd-plain",)
     optimizers_reason: ClassVar[str] = "keeps the momentum itself and gives orthonormal updates"
     not_on_zero: ClassVar[str] = "needs whole matrices and each rank's own gradient, while zero knows slices of the sum"
-    # A part of a matrix cut by a tensor axis has other singular vectors than the whole.
-    shares_mesh: ClassVar[bool] = False
+    not_on_mesh: ClassVar[str] = "makes whole matrices orthonormal, of which a tensor axis has parts"
     find_unused_parameters: ClassVar[bool] = False
     # Orthonormal updates can't be clipped, and a world of one also uses them.
     whole_step: ClassVar[bool] = True

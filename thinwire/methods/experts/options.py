@@ -100,5 +100,5 @@ class ExpertParallel:
 
     @property
     def codecs(self) -> tuple[Codec, ...]:
-        """Whose kernels are compiled before the workers start."""
+        """The codecs whose kernels are compiled before the workers start."""
         return tuple(codec for codec in map(self.codec, CODED) if codec is not None)

@@ -38,7 +38,7 @@ class Rows:
         cls, placement: ExpertPlacement, num_tokens: int, top_k: int, width: int, dtype: torch.dtype,
         num_nodes: int = 1, limit: int = 0,
     ) -> Rows:  # fmt: skip
-        """Of a router that sends equally many rows to each expert; num_tokens: of a rank.
+        """The rows of a router that sends equally many rows to each expert. num_tokens: of a rank.
 
         limit: most rows of a rank for an expert; 0: any number.
         """

@@ -1,12 +1,12 @@
 """What a process may hold in memory and what lies on a disk: options and arithmetic."""
 
 from thinwire.methods.memory.floor import Floor, settled
-from thinwire.methods.memory.inside import why_not_resident
+from thinwire.methods.memory.inside import resident_method
 from thinwire.methods.memory.placement import MemoryPart, efficiency, placed
 from thinwire.methods.memory.residency import Residency
 from thinwire.methods.memory.units import read_byte_rate, read_bytes
 
 __all__ = [
-    "Floor", "MemoryPart", "Residency", "efficiency", "placed", "read_byte_rate", "read_bytes", "settled",
-    "why_not_resident",
+    "Floor", "MemoryPart", "Residency", "efficiency", "placed", "read_byte_rate", "read_bytes",
+    "resident_method", "settled",
 ]  # fmt: skip

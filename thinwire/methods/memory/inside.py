@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from thinwire.errors import ConfigError
 from thinwire.methods.sharded import ShardedMethod
 
 
-def why_not_resident(method: object, axes: Collection[str]) -> str:
-    """Why parts of training by this method, on these axes of a mesh, can't lie on a disk; empty: they can."""
+def resident_method(method: object, axes: Collection[str] = ()) -> ShardedMethod:
+    """The method itself, if parts of training by it can lie on a disk on these axes of a mesh. Raises ConfigError."""
     if not isinstance(method, ShardedMethod):
         name = getattr(method, "name", type(method).__name__)
-        return f"residency: {name} keeps all it has in memory; nearest that does not: sdp4bit, zero or frontier"
+        raise ConfigError(
+            f"residency: {name} keeps all it has in memory; nearest that does not: sdp4bit, zero or frontier"
+        )
     if beside := sorted(set(axes) - {"data"}):
-        return f"residency beside an axis {beside[0]}: not served; nearest: data alone"
-    return ""
+        raise ConfigError(f"residency beside an axis {beside[0]}: not served; nearest: data alone")
+    return method

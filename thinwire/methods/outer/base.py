@@ -64,7 +64,7 @@ class IslandsMethod(Front, Method):
 
     @property
     def no_local_gradient(self) -> str:
-        """As of the inner strategy."""
+        """See Method; the inner strategy decides."""
         return self.inner.no_local_gradient
 
     @property
@@ -85,7 +85,7 @@ class IslandsMethod(Front, Method):
         return "takes steps at each island's own pace, and islands may come later"
 
     def not_compiled(self, topology: Topology) -> str:
-        """As of the inner strategy."""
+        """See Method; the inner strategy decides."""
         return self.inner.not_compiled(topology)
 
     def check_model(self, model: nn.Module) -> None:

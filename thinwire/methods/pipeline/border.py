@@ -102,13 +102,13 @@ class LastMessages:
         self._held: dict[bytes, Tensor] = {}
 
     def pack(self, crossing: Crossing, x: Tensor, chunk: int, number: int, keys: Sequence[bytes]) -> Tensor:
-        """As Crossing.pack forward. keys: of the sequences in x [batch, ...]."""
+        """See Crossing.pack, forward. keys: of the sequences in x [batch, ...]."""
         return crossing.pack("forward", x.detach() - self._before(keys, x.shape, x.dtype, x.device), chunk, number)
 
     def unpack(
         self, crossing: Crossing, packet: Tensor, shape: torch.Size, dtype: torch.dtype, keys: Sequence[bytes]
     ) -> Tensor:
-        """As Crossing.unpack forward; both sides call it once for each packet."""
+        """See Crossing.unpack, forward. Both sides call it once for each packet."""
         before = self._before(keys, shape, dtype, packet.device)
         crossed = before + crossing.unpack("forward", packet, shape, dtype)
         for key, value in zip(keys, crossed, strict=True):

@@ -111,7 +111,7 @@ class Cut:
             self.model.set_submodule(name, module)
 
     def shape(self, chunk: int, micro_batch: tuple[Tensor, Tensor | None]) -> tuple[int, int, int]:
-        """Of the hidden state [batch, seq, features] behind a chunk."""
+        """The shape [batch, seq, features] of the hidden state behind a chunk."""
         batch, length = micro_batch[0].shape
         return batch, length, self.features
 

@@ -143,7 +143,7 @@ class Pipeline:
 
     @property
     def codecs(self) -> tuple[Codec, ...]:
-        """Whose kernels are compiled before the workers start."""
+        """The codecs whose kernels are compiled before the workers start."""
         found = (self.crossing(0).codec(direction) for direction in ("forward", "backward"))
         return tuple(codec for codec in found if codec is not None)
 

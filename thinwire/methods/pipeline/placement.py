@@ -74,7 +74,7 @@ class _Placement:
         return self._totals[groups]
 
     def inside(self, group: Group) -> float:
-        """Of the replicas of a stage, the slowest pair."""
+        """Seconds between the replicas of a stage that are slowest to reach each other."""
         return max((self._link_s(a, b, self.replica_bytes) for a in group for b in group if a != b), default=0.0)
 
     def between(self, one: Group, two: Group) -> float:
@@ -106,6 +106,6 @@ class _Placement:
         return min(ways, default=(0.0, groups))
 
     def _link_s(self, a: int, b: int, num_bytes: float) -> float:
-        """Of the slower direction."""
+        """Seconds of a message between two nodes, in the slower direction."""
         network = self.network
         return max(network.delays_s[x][y] + num_bytes / network.rates[x][y] for x, y in ((a, b), (b, a)))

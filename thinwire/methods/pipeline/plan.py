@@ -55,7 +55,7 @@ class Action(Event):
     __slots__ = ()
 
     def __str__(self) -> str:
-        """As torch writes it: chunk, kind, micro-batch."""
+        """The action as torch writes it: chunk, kind, micro-batch."""
         return f"{self.chunk}{self.kind}{self.micro_batch}"
 
 

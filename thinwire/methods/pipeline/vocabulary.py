@@ -41,7 +41,7 @@ class Own:
 
     @classmethod
     def of(cls, rank: int, num_ranks: int, vocab_size: int) -> Own:
-        """Of one of the ranks."""
+        """The rows of one of the ranks."""
         size = padded_rows(vocab_size, num_ranks) // num_ranks
         return cls(rank * size, size, vocab_size)
 

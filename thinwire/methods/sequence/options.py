@@ -46,5 +46,5 @@ class SequenceParallel:
 
     @property
     def codecs(self) -> tuple[Codec, ...]:
-        """Whose kernels are compiled before the workers start."""
+        """The codecs whose kernels are compiled before the workers start."""
         return tuple(codec for codec in map(self.codec, ("wire", "gradients")) if codec is not None)

@@ -1,4 +1,4 @@
-"""Closed forms of a pipeline's step: the seconds that Pipette predicts, of its messages and of its replicas' ring."""
+"""Closed forms of a pipeline's step: what Pipette and AMP take it to last, and what a schedule leaves idle."""
 
 from __future__ import annotations
 
@@ -30,6 +30,14 @@ def pipette_s(
     return m / p * (trip_s + p * compute_s) + (p - 1) * compute_s + exchange_s
 
 
+def amp_s(num_stages: int, num_micro_batches: int, compute_s: float, trip_s: float, exchange_s: float = 0.0) -> float:
+    """The same by AMP, which counts one trip: (m - 1) C + T_pp + p C + T_dp.
+
+    Source: Li et al., "AMP" (NeurIPS 2022), section 4; as Pipette quotes it.
+    """
+    return (num_micro_batches - 1) * compute_s + trip_s + num_stages * compute_s + exchange_s
+
+
 def trip_s(ranks: Sequence[int], network: Network, forward_bytes: float, backward_bytes: float) -> float:
     """T_pp: seconds of a micro-batch's messages from stage to stage and back, delays included.
 
@@ -51,3 +59,19 @@ def ring_s(ranks: Sequence[int], network: Network, num_bytes: float) -> float:
     rate = min(network.rates[a][b] for a, b in links)
     delay_s = max(network.delays_s[a][b] for a, b in links)
     return 2 * (n - 1) * (num_bytes / n / rate + delay_s)
+
+
+def layer_parameters(hidden: int) -> int:
+    """Weights of a plain transformer's layer: 12 h^2, four of attention and eight of an MLP four times as wide.
+
+    Pipette's released code has 16 h^2, which makes messages of gradients a third too long.
+    """
+    return 12 * hidden * hidden
+
+
+def bubble(num_stages: int, num_micro_batches: int, chunks: int = 1) -> float:
+    """Idle time over computing time, (p - 1) / (v m), of a schedule with v chunks of layers on each stage.
+
+    Source: Narayanan et al. (SC 2021), section 2.2.
+    """
+    return (num_stages - 1) / (chunks * num_micro_batches)

@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -137,3 +138,20 @@ def test_a_class_name_stands_for_one_thing() -> None:
             if isinstance(node, ast.ClassDef):
                 found.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     assert not {name: places for name, places in found.items() if len(places) > 1}
+
+
+def test_files_import_each_other_in_no_circle() -> None:
+    paths = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
+    paths = {name.removesuffix(".__init__"): path for name, path in paths.items()}
+    imported: dict[str, set[str]] = {}
+    for name, path in paths.items():
+        found: set[str] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names = {f"{node.module}.{alias.name}": node.module for alias in node.names}
+                found |= {longer if longer in paths else shorter for longer, shorter in names.items()}
+        # A package is loaded before its modules whatever it imports.
+        imported[name] = {one for one in found & paths.keys() if one != name and not name.startswith(f"{one}.")}
+    TopologicalSorter(imported).prepare()

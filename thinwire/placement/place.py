@@ -108,7 +108,9 @@ class Placement:
         if (optimizer is None) == self.training:
             given = "no optimizer" if optimizer is None else "an optimizer"
             raise ConfigError(f"apply was given {given}, and the placement was made with training={self.training}")
-        return Placed(self, optimizer, group, timeout_s=timeout_s, checked=checked, announce=announce)
+        return Placed(
+            self.routes, self.describe, optimizer, group, timeout_s=timeout_s, checked=checked, announce=announce
+        )
 
     def describe(self) -> list[Row]:
         """Rows of (asked for, in effect, why they differ or how it was found)."""

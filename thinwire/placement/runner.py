@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,9 +20,6 @@ from thinwire.hosts.ranks import Axis
 from thinwire.placement.plan import BACKWARD, FORWARD, CrossingTensor, DevicePlan, DeviceRoutes
 from thinwire.placement.profile import mapped
 from thinwire.table import Row, announce as announce_table
-
-if TYPE_CHECKING:
-    from thinwire.placement.place import Placement
 
 # Of a rank that has no other: it stays zero.
 IDLE = "idle"
@@ -41,12 +38,12 @@ class Placed:
     """
 
     def __init__(
-        self, placement: Placement, optimizer: torch.optim.Optimizer | None,
+        self, own: DeviceRoutes, describe: Callable[[], Sequence[Row]], optimizer: torch.optim.Optimizer | None,
         group: dist.ProcessGroup | DeviceMesh | Sequence[int] | None, *, timeout_s: float, checked: bool,
         announce: bool,
     ) -> None:  # fmt: skip
-        own, traced = placement.routes, placement.traced
-        num = placement.machine.num_ranks
+        """own: the routes that this rank has planned. describe: gives the placement's rows of the start-up table."""
+        traced, num = own.traced, own.num_ranks
         ranks = ranks_of(group) if dist.is_initialized() else [0]
         if len(ranks) != num:
             near = "the ranks of one copy, such as mesh['stage']" if len(ranks) > num else f"a machine of {len(ranks)}"
@@ -66,7 +63,7 @@ class Placed:
         self.weights = self._take_part(optimizer)
         self.model.forward = self._forward
         if announce and self.rank == 0:
-            announce_table([*placement.describe(), *self._notes(plan == own.plan)])
+            announce_table([*describe(), *self._notes(plan == own.plan)])
 
     def axis(self, mesh: DeviceMesh, data: str = "data") -> Axis:
         """For `thinwire.zero(model, optimizer, method, axis=...)`: copies average along `data`, and ranks agree.

@@ -30,25 +30,27 @@ class SentGradient:
     param: nn.Parameter
     grad: Tensor | None
     version: int
-    sampled: bytes
+    sampled: Tensor | None
 
     @classmethod
     def of(cls, param: nn.Parameter) -> SentGradient:
-        return cls(param, param.grad, -1 if param.grad is None else param.grad._version, sample(param.grad))
+        if param.grad is None:
+            return cls(param, None, -1, None)
+        return cls(param, param.grad, param.grad._version, sample(param.grad))
 
     @property
     def is_unchanged(self) -> bool:
         if self.param.grad is not self.grad:
             return False
-        return self.grad is None or (self.grad._version == self.version and sample(self.grad) == self.sampled)
+        if self.grad is None or self.sampled is None:
+            return True
+        return self.grad._version == self.version and torch.equal(sample(self.grad), self.sampled)
 
 
-def sample(grad: Tensor | None) -> bytes:
-    """The bits of a few elements, evenly spread; empty without a gradient."""
-    if grad is None:
-        return b""
-    flat = grad.detach().view(-1) if grad.is_contiguous() else grad.detach().reshape(-1)
-    return bytes(flat[:: max(1, flat.numel() // NUM_SAMPLES)].contiguous().view(torch.uint8).cpu().numpy())
+def sample(grad: Tensor) -> Tensor:
+    """uint8: the bits of a few elements, evenly spread. They stay on the device: backward must not wait for a GPU."""
+    flat = grad.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // NUM_SAMPLES)].clone().view(torch.uint8)
 
 
 class Gradients:

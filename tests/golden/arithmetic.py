@@ -33,14 +33,18 @@ def digest_of(digests: Iterable[str]) -> str:
 
 
 def fingerprint() -> str:
-    """Twelve digits that are equal where torch computes the same bits, in a process with one thread."""
+    """What is equal where torch computes the same bits, in a process with one thread: twelve digits, and the kernels.
+
+    The kernels are named too, since some of their sums differ only in shapes that are not tried here.
+    """
     bits = {f"{name}/{key}": tensor for name in OPTIMIZERS for key, tensor in trained(name)}
     torch.manual_seed(1)
     matrix = torch.randn(50, 24)
     bits |= {"q": torch.linalg.qr(matrix).Q, "norm": matrix.norm(), "exp": matrix.exp(), "log": matrix.abs().log()}
     # Without the build: for the CPU and for CUDA, torch computes the same bits on a CPU.
     version = torch.__version__.partition("+")[0]
-    return hashlib.sha256(f"{version} {digest(bits)}".encode()).hexdigest()[:12]
+    digits = hashlib.sha256(f"{version} {digest(bits)}".encode()).hexdigest()[:12]
+    return f"{digits}-{torch.backends.cpu.get_cpu_capability().lower()}"
 
 
 def description() -> str:

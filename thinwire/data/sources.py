@@ -4,6 +4,7 @@ import difflib
 import hashlib
 import json
 import logging
+import os
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -126,7 +127,11 @@ def documents(spec: str, text_field: str = "text") -> Iterator[str]:
 
 def stdlib_files(root: Path) -> list[Path]:
     """The running Python's standard library, without its tests."""
-    return [p for p in root.rglob("*.py") if not STDLIB_EXCLUDED & set(p.relative_to(root).parts)]
+    files = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = set(folders) - STDLIB_EXCLUDED
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    return files
 
 
 def folder_files(root: Path) -> list[Path]:

@@ -75,7 +75,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _classes() -> dict[str, StrategyRow]:
-    """The rows of strategies by the names of their classes."""
+    """Rows of `STRATEGIES` by the name of the class."""
     from thinwire.registry import STRATEGIES
 
     return {row.name: row for row in STRATEGIES.values()}

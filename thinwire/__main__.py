@@ -1,4 +1,4 @@
-"""`python -m thinwire` is the console script."""
+"""`python -m thinwire` runs the same command line as the script `thinwire`."""
 
 from __future__ import annotations
 

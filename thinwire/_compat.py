@@ -1,25 +1,26 @@
-"""What differs between torch versions, and every private name of torch that thinwire uses, in one place.
+"""Every private name of torch that thinwire uses, and everything that differs between torch versions, in one place.
 
-- default_store: torch.distributed.distributed_c10d._get_default_store, private; 2.11 to 2.13 have it.
-- FSDPGroup, FSDPParameter: what FSDP2 keeps of a module that was given to fully_shard, private. Only here does thinwire
-  learn in which order parameters lie in FSDP2's buffers; whoever relies on it checks it (layout/pattern.py).
-  In HSDP the group of replicas is private, too: the public all_reduce hook comes after FSDP2's own all_reduce.
-- has_python_reducer, delays_parameters: options of a DDP, which keeps them under private names.
-- at_end_of_backward: the autograd engine's queue_callback, private, as FSDP2 itself uses it.
-- DCP_METADATA_CLASSES: what a checkpoint's .metadata, a pickle, consists of, by name; three of the names are private.
-- factor_of: the state of a ReduceOp, for the factor of a PREMUL_SUM.
-- Rendezvous: torchrun's dynamic rendezvous; who is in it is private, and so are leaving it while others stay, and how
-  often it looks.
-- agent_starts_by: how torchrun's agent starts a worker, private.
-- compiler_problem: where torch.compile looks for the C++ compiler is private, and so is whether Triton works.
-- set_timeout: ProcessGroupGloo._set_default_timeout, private, as torch itself uses it.
+- default_store: torch.distributed.distributed_c10d._get_default_store is private; 2.11 to 2.13 have it.
+- FSDPGroup, FSDPParameter: the private state that FSDP2 keeps for a module that was given to fully_shard. Only these
+  classes know the order of parameters in FSDP2's buffers; layout/pattern.py checks that order before it is used. In
+  HSDP the group of replicas is private too: the public all_reduce hook runs after FSDP2's own all_reduce.
+- has_python_reducer, delays_parameters: options that a DDP keeps under private names.
+- at_end_of_backward: the autograd engine's queue_callback, private, used as FSDP2 itself uses it.
+- DCP_METADATA_CLASSES: names of the classes in a checkpoint's .metadata, a pickle; three of them are private.
+- factor_of: the state of a ReduceOp, which holds the factor of a PREMUL_SUM.
+- Rendezvous: torchrun's dynamic rendezvous. Its list of nodes, leaving it while others stay, and the interval at which
+  it looks are private.
+- agent_starts_by: the private function by which torchrun's agent starts a worker.
+- compiler_problem: the private search of torch.compile for a C++ compiler, and its private test of Triton.
+- set_timeout: ProcessGroupGloo._set_default_timeout, private, used as torch itself uses it.
 - place_in_file: torch.distributed.checkpoint.filesystem._StorageInfo, private; 2.11 to 2.13 have it.
-- no_record_checksums: whether an option of torch.save can be set for one thread, as in 2.13, only a private name tells.
-- input_gradients, weight_gradients: torch.distributed.pipelining._backward, private: the halves of a backward that
-  torch's own schedules use.
-- cpu_flash_forward, cpu_flash_backward: aten's attention of the CPU, private: alone gives the softmax's sums.
-- DispatchMode: torch.utils._python_dispatch.TorchDispatchMode, in a private module; torch's documentation names it.
-- WithoutScaler: the attribute of an optimizer that a GradScaler asks first, private.
+- no_record_checksums: a private name shows whether an option of torch.save can be set for one thread, as in 2.13.
+- input_gradients, weight_gradients: torch.distributed.pipelining._backward, private: the two halves of a backward, as
+  torch's own schedules compute them.
+- cpu_flash_forward, cpu_flash_backward: aten's private attention for the CPU, the only one that returns the softmax's
+  sums.
+- DispatchMode: torch.utils._python_dispatch.TorchDispatchMode: the module is private; torch's documentation names it.
+- WithoutScaler: the private attribute of an optimizer that a GradScaler reads first.
 - pipeline_table: torch.distributed.pipelining._schedule_visualizer.get_schedule_ops, private; 2.11 to 2.13 have it.
 """
 
@@ -68,7 +69,7 @@ DCP_METADATA_CLASSES = frozenset(
 
 
 def compiler_problem(kind: str) -> str:
-    """Why torch.compile's inductor can't work on a device of this kind; empty where it can."""
+    """Why torch.compile's inductor can't work on a device of this kind; an empty string if it can."""
     if kind == "cuda":
         from torch.utils._triton import has_triton
 
@@ -83,7 +84,7 @@ def compiler_problem(kind: str) -> str:
 
 
 class WithoutScaler:
-    """An optimizer whose step a `torch.amp.GradScaler` can't take; the step raises ConfigError."""
+    """An optimizer that a `torch.amp.GradScaler` can't step: the scaler's `step` raises ConfigError."""
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -94,36 +95,36 @@ class WithoutScaler:
 
 
 def default_store() -> dist.Store:
-    """The key-value store in which the ranks of the default group met; raises ValueError before that."""
+    """The key-value store in which the ranks of the default group met. Raises ValueError if there is no such group."""
     return distributed_c10d._get_default_store()
 
 
 def timeout_of(store: dist.Store) -> float:
-    """Seconds that a store waits for a key."""
+    """Seconds for which a store waits for a key."""
     seconds: float = getattr(store, "timeout").total_seconds()  # noqa: B009
     return seconds
 
 
 def is_of_gloo(error: BaseException) -> bool:
-    """Whether gloo has raised an error; torch gives most of them no type of their own."""
+    """Whether gloo raised an error. torch gives most of gloo's errors no type of their own."""
     marks = ("gloo/", "Gloo ", "pair closure")
     return isinstance(error, RuntimeError) and any(mark in str(error) for mark in marks)
 
 
 def place_in_file(file: str, offset: int, num_bytes: int) -> Any:
-    """Where DCP's reader of files finds a tensor: in which file below its folder, from which byte on."""
+    """Where DCP's file reader finds a tensor: the file, relative to the checkpoint, and the offset in bytes."""
     return filesystem._StorageInfo(file, offset, num_bytes)
 
 
 def no_record_checksums() -> AbstractContextManager[Any]:
-    """torch.save on this thread takes no CRC-32 of its records; it does where only all threads could be told so."""
+    """A context in which torch.save on this thread computes no CRC-32 of its records, if torch can do so per thread."""
     config: Any = serialization
     is_per_thread = isinstance(config._config["save.compute_crc32"].user_override, ContextVar)
     return config.patch({"save.compute_crc32": False}) if is_per_thread else nullcontext()
 
 
 def at_end_of_backward(call: Callable[[], None]) -> bool:
-    """Have `call` made when the backward that is under way on this thread has ended; False if there is none."""
+    """Call `call` at the end of the backward that is running on this thread. Return False if none is running."""
     try:
         Variable._execution_engine.queue_callback(call)
     except RuntimeError:
@@ -132,17 +133,17 @@ def at_end_of_backward(call: Callable[[], None]) -> bool:
 
 
 def has_python_reducer(ddp: DistributedDataParallel) -> bool:
-    """Whether Python hooks of compiled autograd reduce the gradients, and not DDP's buckets."""
+    """Whether compiled autograd's Python hooks reduce the gradients instead of DDP's buckets."""
     return bool(getattr(ddp, "_use_python_reducer", False))
 
 
 def delays_parameters(ddp: DistributedDataParallel) -> bool:
-    """Whether the gradients of some parameters are reduced apart from DDP's buckets."""
+    """Whether DDP reduces the gradients of some parameters outside its buckets."""
     return bool(getattr(ddp, "_delay_all_reduce_params", ()))
 
 
 def factor_of(op: Any, world_size: int) -> float:
-    """What a reduction's sum over ranks is multiplied with: AVG, SUM or PREMUL_SUM. Raises ValueError for another."""
+    """The factor by which a reduction scales the sum over ranks. Raises ValueError unless AVG, SUM or PREMUL_SUM."""
     if op == dist.ReduceOp.AVG:
         return 1.0 / world_size
     if op == dist.ReduceOp.SUM:
@@ -160,12 +161,12 @@ class FSDPParameter:
 
     @property
     def sharded(self) -> nn.Parameter:
-        """The user's DTensor, whose place another may take when a state is loaded."""
+        """The user's DTensor. Loading a state may replace it by another."""
         return self._held.sharded_param
 
     @property
     def whole(self) -> nn.Parameter:
-        """The gathered parameter, which exists from the first gather on; its memory only while it is gathered."""
+        """The gathered parameter. It exists from the first gather on; its memory exists only while it is gathered."""
         return self._held._unsharded_param
 
     @property
@@ -213,10 +214,10 @@ class FSDPParameter:
         return self._held._sharded_param_data
 
     def version(self) -> tuple[nn.Parameter, int, Tensor, int]:
-        """The tensors that hold the weights, and how often torch has counted a write to them.
+        """The tensors that hold the weights, and how many writes to each torch has counted.
 
-        It counts operations on the DTensor and on its local part, but not fused ones on lists of tensors, such as an
-        optimizer's, nor those through `.data`.
+        torch counts operations on the DTensor and on its local part. It does not count fused operations on lists of
+        tensors, such as an optimizer's, or writes through `.data`.
         """
         param: Any = self.sharded
         return param, param._version, self.shard_data, param._local_tensor._version
@@ -224,9 +225,9 @@ class FSDPParameter:
 
 @dataclass(frozen=True, eq=False)
 class FSDPGroup:
-    """A module, or several, whose parameters FSDP2 gathers and reduces together.
+    """One module, or several, whose parameters FSDP2 gathers and reduces together.
 
-    module: an nn.Module that is an FSDPModule too, which no type says.
+    module: an nn.Module that is also an FSDPModule, which its type can't express.
     """
 
     module: Any
@@ -235,18 +236,18 @@ class FSDPGroup:
 
     @property
     def params(self) -> list[FSDPParameter]:
-        """In the order in which they lie in FSDP2's buffers."""
+        """The parameters, in the order in which they lie in FSDP2's buffers."""
         return [FSDPParameter(held) for held in self._held.fsdp_params]
 
     @property
     def shard_ranks(self) -> list[int]:
-        """The global ranks among which the parameters are cut; one where they are only replicated."""
+        """The global ranks that shard the parameters among them; a single rank if parameters are only replicated."""
         group = getattr(self._held.mesh_info, "shard_process_group", None)
         return dist.get_process_group_ranks(group) if group is not None else [dist.get_rank()]
 
     @property
     def replica_ranks(self) -> list[int]:
-        """The global ranks that hold the same part, in HSDP."""
+        """The global ranks that hold the same shard, in HSDP."""
         mesh = self._held.mesh_info
         if mesh.replicate_mesh_dim is None:
             return [dist.get_rank()]
@@ -254,24 +255,24 @@ class FSDPGroup:
 
     @property
     def all_reduces_at_once(self) -> bool:
-        """Whether a reduce_scatter is followed by the all_reduce of HSDP, and nothing is added in between."""
+        """Whether HSDP's all_reduce follows each reduce_scatter directly, with nothing added in between."""
         return bool(self._held.all_reduce_grads) and self._held._partial_reduce_output is None
 
     def replica_factor(self, op: Any, num_replicas: int) -> float:
-        """What the sum over replicas is multiplied with, where the sum over shards was asked for with `op`."""
+        """The factor by which the sum over replicas is scaled if the sum over shards was requested with `op`."""
         return 1 / num_replicas if op == dist.ReduceOp.AVG and self._held.gradient_divide_factor is None else 1.0
 
     def set_replicas(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        """Give FSDP2 the group that its all_reduce over replicas is asked of; returns the one before.
+        """Replace the process group that FSDP2 uses for its all_reduce over replicas. Return the previous one.
 
-        There is no public place: an all_reduce hook comes after FSDP2's own all_reduce, not instead of it.
+        torch has no public way: an all_reduce hook runs after FSDP2's own all_reduce, not instead of it.
         """
         before = self._held.mesh_info.replicate_process_group
         self._held.mesh_info.replicate_process_group = group
         return before
 
     def take_up(self) -> None:
-        """Have FSDP2 look at the parameters, as its first forward does: loaders may have put others there.
+        """Make FSDP2 read its parameters again, as its first forward does: loading a state may have replaced them.
 
         Raises ConfigError for parameters that FSDP2 can't reduce together.
         """
@@ -284,9 +285,9 @@ class FSDPGroup:
             ) from error
 
     def backward_group_size(self, root: nn.Module) -> int:
-        """Ranks among which backward gathers: 0 where the whole weights are kept after forward.
+        """Number of ranks that gather in backward; 0 if the whole weights are kept after forward.
 
-        reshard_after_forward says so. FSDP2 keeps those of the root where it wasn't said, from the first forward on.
+        reshard_after_forward decides. If it was not set, FSDP2 keeps the root's weights from the first forward on.
         """
         is_kept = self._state._auto_reshard_after_forward and self.module is root
         mesh = self._held.post_forward_mesh_info
@@ -299,22 +300,22 @@ class FSDPGroup:
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
-        """The dtype of the gradients' sum; None: that of the gradients. It is known from the first gather on."""
+        """The dtype in which gradients are summed, known from the first gather on. None: the gradients' own dtype."""
         return self._held._reduce_dtype
 
     def set_async(self, enable: bool) -> None:
-        """Whether FSDP2 asks for a gather that it waits for later."""
+        """Set whether FSDP2 starts gathers that it waits for later."""
         self.module._set_unshard_async_op(enable)
 
     def set_comms(self, all_gather: Any, reduce_scatter: Any) -> tuple[Any, Any]:
-        """Give FSDP2 its collectives; returns those it had."""
+        """Replace FSDP2's collectives. Return the previous ones."""
         before = self._held._all_gather_comm, self._held._reduce_scatter_comm
         self.module.set_custom_all_gather(all_gather)
         self.module.set_custom_reduce_scatter(reduce_scatter)
         return before
 
     def reads_gradient_at_once(self, dtype: torch.dtype) -> str:
-        """Why a mean gradient in `dtype` must be complete when reduce-scatter returns; empty if it is only viewed."""
+        """Why a mean gradient in `dtype` must be complete when reduce_scatter returns; empty if it need not be."""
         if self._held._all_reduce_hook is not None:
             return "an all_reduce hook reads it"
         if dtype != self._held._orig_dtype:
@@ -328,7 +329,7 @@ class FSDPGroup:
 
 
 def fsdp_groups(model: nn.Module) -> list[FSDPGroup]:
-    """What of `model` FSDP2 gathers together, in order of registration, each once; only what has parameters."""
+    """The groups of `model` that FSDP2 gathers together and that have parameters, in order of registration."""
     groups: list[FSDPGroup] = []
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -347,10 +348,14 @@ def _param_groups(state: Any) -> list[Any]:
 class Rendezvous:
     """torchrun's dynamic rendezvous among nodes that come and go; raises its RendezvousError.
 
-    state: a store connection of its own, since whoever waits for a key keeps the connection busy, and a node that can't
-    send its heartbeat is dead for the others. store: where the nodes of one round exchange what they like. name: sorts
-    the nodes. A node without a heartbeat for dead_after_s seconds falls out, by the nodes' own clocks. A round is
-    complete last_call_s after the first node came, or when max_nodes are there. look_every_s: at most 1.
+    Args:
+        state: a store connection that nothing else uses. Waiting for a key keeps a connection busy, and a node that
+            can't send its heartbeat counts as dead.
+        store: where the nodes of one round exchange values.
+        name: decides the order of the nodes.
+        dead_after_s: a node without a heartbeat for this long is removed, by the nodes' own clocks.
+        last_call_s: a round is complete this long after its first node came, or when max_nodes are there.
+        look_every_s: at most 1.
     """
 
     def __init__(
@@ -376,24 +381,24 @@ class Rendezvous:
             vars(part)["_record"] = lambda *args, **kwargs: None
 
     def meet(self) -> tuple[dist.Store, int, int]:
-        """Leave the round that is over, wait for the next one: its store, the own rank in it, how many are in it."""
+        """Leave the last round and wait for the next. Return its store, this node's rank, and the number of nodes."""
         with _store_not_shared(), _looking_every(self._look_every_s):
             info = self._handler.next_rendezvous()
         self._round = set(self._handler._state_holder.state.participants)
         return info.store, info.rank, info.world_size
 
     def look(self) -> tuple[bool, int, int, int]:
-        """Whether this node is in the round; how many are, how many wait for the next, and how many of those were."""
+        """Whether this node is in the round; nodes in the round, nodes that wait for the next, and those in both."""
         num_waiting = self._handler.num_nodes_waiting()
         state, node = self._handler._state_holder.state, self._handler._this_node
         return node in state.participants, len(state.participants), num_waiting, len(self._round & state.wait_list)
 
     def fall_silent(self) -> None:
-        """Send no more heartbeats until the next round."""
+        """Stop sending heartbeats until the next round."""
         self._handler._stop_heartbeats()
 
     def leave(self) -> None:
-        """Fall out at once, and send no more heartbeats."""
+        """Leave the rendezvous at once and stop sending heartbeats."""
         handler = self._handler
         self.fall_silent()
         deadline = handler._get_deadline(handler.settings.timeout.heartbeat)
@@ -402,7 +407,7 @@ class Rendezvous:
 
 @contextmanager
 def agent_starts_by(start: Callable[..., Any]) -> Iterator[None]:
-    """Have torchrun's agent start workers by `start(words, env, stdout, stderr)`, which gives what a Popen gives."""
+    """Make torchrun's agent start workers by `start(words, env, stdout, stderr)`, which returns a Popen's like."""
 
     class Handler(SubprocessHandler):
         def _popen(self, args: tuple, env: dict[str, str]) -> Any:
@@ -417,7 +422,7 @@ def agent_starts_by(start: Callable[..., Any]) -> Iterator[None]:
 
 
 def set_timeout(group: dist.ProcessGroupGloo, timeout_s: float) -> None:
-    """How long its messages may take from now on."""
+    """Set how long a message of this group may take from now on, in seconds."""
     group._set_default_timeout(timedelta(seconds=timeout_s))
 
 
@@ -448,16 +453,16 @@ def _store_not_shared() -> Iterator[None]:
 
 
 def flattened(mesh: DeviceMesh) -> DeviceMesh:
-    """All ranks of a mesh as one dimension; torch has no public name for it."""
+    """The ranks of a mesh as one dimension; torch has no public function for it."""
     return mesh._flatten()
 
 
 def pipeline_table(
     schedule: str, num_ranks: int, num_micro_batches: int, chunks_per_rank: int
 ) -> list[list[tuple[str, int, int]]]:
-    """For each rank what a schedule of torch.distributed.pipelining computes: (F, B, I or W, stage, micro-batch).
+    """The actions of each rank in a schedule of torch.distributed.pipelining: (F, B, I or W, stage, micro-batch).
 
-    No process group is needed. Raises ValueError for numbers that the schedule does not take.
+    Needs no process group. Raises ValueError for numbers that the schedule does not support.
     """
     from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
@@ -476,7 +481,7 @@ def _computed(row: Any) -> list[tuple[str, int, int]]:
 def input_gradients(
     output: Tensor, gradient: Tensor, input: Tensor, weights: list[nn.Parameter]
 ) -> list[dict[str, Any]]:
-    """Add the gradient of `input` alone to its `.grad`; what `weight_gradients` needs for the other half."""
+    """Add the gradient of `input` alone to its `.grad`. Return what `weight_gradients` needs for the other half."""
     from torch.distributed.pipelining._backward import stage_backward_input
 
     _, groups = stage_backward_input([output], [gradient], [input], iter(weights))
@@ -484,21 +489,25 @@ def input_gradients(
 
 
 def weight_gradients(weights: list[nn.Parameter], groups: list[dict[str, Any]]) -> None:
-    """Add to the weights' `.grad` what `input_gradients` left out; hooks of the weights are not called."""
+    """Add to the weights' `.grad` what `input_gradients` left out. Hooks of the weights are not called."""
     from torch.distributed.pipelining._backward import stage_backward_weight
 
     stage_backward_weight(iter(weights), groups)
 
 
 def cpu_flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention on the CPU, and the logarithm of the softmax's sums."""
+    """Attention on the CPU: the output, and the logarithm of the softmax's sums.
+
+    Shape:
+        q, k, v: [batch, heads, tokens, d]. Results: as q; [batch, heads, tokens].
+    """
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, scale=scale)
 
 
 def cpu_flash_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v of `cpu_flash_forward`, whose results are `out` and `sums`."""
+    """Gradients of q, k and v of `cpu_flash_forward`, which returned `out` and `sums`. grad: gradient of `out`."""
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, q, k, v, out, sums, 0.0, is_causal, scale=scale
     )

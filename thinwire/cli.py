@@ -1,4 +1,4 @@
-"""The front door: `thinwire COMMAND ...`."""
+"""The command line: `thinwire COMMAND ...`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ HELP = ("--help", "-h")
 
 @dataclass(frozen=True)
 class Command:
-    """A command: what it does in a line, where the function is that runs it, and where the one that gives its flags.
+    """A command: its description, and the places of the functions that run it and read its flags.
 
-    Their modules are loaded when the command is asked for.
+    Their modules are loaded only when the command is used.
     """
 
     line: str
@@ -27,12 +27,12 @@ class Command:
     flags: str
 
     def __call__(self, args: Sequence[str]) -> int:
-        """Run it; the exit code."""
+        """Run the command. Return the exit code."""
         return loaded(self.run)(args)
 
 
 def loaded(place: str) -> Callable[..., Any]:
-    """The function at `module:function`."""
+    """The function at `place`, written `module:function`."""
     module, _, function = place.partition(":")
     return getattr(import_module(module), function)
 
@@ -111,7 +111,7 @@ commands:
 
 
 def run(args: Sequence[str]) -> int:
-    """Run one command line; returns the exit code, raises ThinwireError."""
+    """Run one command line. Return the exit code; raises ThinwireError."""
     command, rest = (args[0], args[1:]) if args else ("--help", [])
     if command in (*HELP, "help"):
         print(usage())
@@ -127,7 +127,7 @@ def run(args: Sequence[str]) -> int:
 
 
 def main() -> None:
-    """The console script; errors of the user are one message and an exit code, without a traceback."""
+    """The console script. A user's error ends in one message and an exit code, without a traceback."""
     try:
         code = run(sys.argv[1:])
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Methods meet their hosts, each on its axis of one mesh."""
+"""`parallelize`: gives each method the host that runs it, each on its axis of one mesh."""
 
 from __future__ import annotations
 
@@ -65,12 +65,18 @@ NUM_GROUPS = 6
 class Stage:
     """A model in training on a mesh; made by `parallelize`.
 
-    A step is `forward_backward`, `reduce`, `update`, or `forward_backward` and `step`. module: what to call in
-    training. optimizer: what steps it, a ParallelOptimizer. pipeline: see PipelinedStage. sequence: the ranks that
-    share this rank's sequences, see SequenceRanks; such a model is called with whole sequences, alike on all of them.
-    experts: the ranks that hold the experts of a mixture between them, see ExpertRanks; they call the model equally
-    often. borders: where and how hidden states are rounded on their way, by which a loss depends on more than the
-    weights; empty: nowhere.
+    A step is `forward_backward`, `reduce`, `update`, or `forward_backward` and `step`.
+
+    Attributes:
+        module: the module to call in training.
+        optimizer: the ParallelOptimizer that steps it.
+        pipeline: see PipelinedStage.
+        sequence: the ranks that share this rank's sequences, see SequenceRanks. All of them call the model with the
+            same whole sequences.
+        experts: the ranks that share the experts of a mixture, see ExpertRanks. All of them call the model equally
+            often.
+        borders: where and how hidden states are rounded on their way between ranks, so that a loss depends on more than
+            the weights; empty: nowhere.
     """
 
     pipeline: PipelineStage | None = None
@@ -99,10 +105,14 @@ class Stage:
     def forward_backward(
         self, batches: Sequence[Any], loss: Callable[[nn.Module, Any], Tensor] = lambda module, batch: module(*batch)
     ) -> float:
-        """The mean loss over this rank's micro-batches; only the last one's backward communicates.
+        """Run forward and backward on this rank's micro-batches of one step. Return their mean loss.
 
-        With an ascent all of them are passed twice, at the weights and uphill; the loss is that at the weights.
-        batches: of one step. loss: of one micro-batch; by default what the module returns for `module(*batch)`.
+        Only the last micro-batch's backward communicates. With `optimizer.climb`, every micro-batch is passed twice: at
+        the weights, and at the point uphill. The loss is that at the weights.
+
+        Args:
+            batches: the micro-batches of one step.
+            loss: (module, micro-batch) -> its loss; by default the result of `module(*batch)`.
         """
         climb = self.optimizer.climb
         if climb is None:
@@ -119,7 +129,7 @@ class Stage:
         return total
 
     def _passes(self, batches: Sequence[Any], loss: Callable[[nn.Module, Any], Tensor], share: float = 1.0) -> float:
-        """Add `share` of the mean loss's gradient to the gradients; the mean loss itself, times `share`."""
+        """Add `share` times the gradient of the mean loss to the gradients. Return `share` times the mean loss."""
         total: Tensor | float = 0.0
         for number, batch in enumerate(batches):
             is_last = number == len(batches) - 1
@@ -134,7 +144,7 @@ class Stage:
     def next_loss(
         self, batches: Sequence[Any], loss: Callable[[Any, Any], Tensor] = lambda module, batch: module(*batch)
     ) -> float:
-        """The loss that `forward_backward` of these micro-batches would have, the mean over ranks; a collective."""
+        """Mean over ranks of the loss that `forward_backward` would return for these micro-batches. A collective."""
         total = torch.zeros(())
         for batch in batches:
             total += loss(self.module, batch).cpu() / len(batches)
@@ -142,7 +152,7 @@ class Stage:
 
     @property
     def uncompressed_bytes_per_step(self) -> float:
-        """What `zero` would send in fp32 on all ranks of the mesh."""
+        """Bytes that all ranks of the mesh would send in a step of `zero` in fp32."""
         if self.experts is None:
             return self.optimizer.uncompressed_bytes_per_step
         sizes = {name: param.numel() for name, param in self.module.named_parameters() if param.requires_grad}
@@ -151,20 +161,20 @@ class Stage:
 
     @property
     def lr_factor(self) -> float:
-        """What this rank's learning rate is multiplied with: above 1 where a stage was recovered."""
+        """The factor of this rank's learning rate: above 1 if its stage was recovered."""
         return 1.0
 
     def reduce(self) -> Tensor:
         """Wait for the mean gradient, and agree with all ranks of the mesh on its norm, the loss and stopping.
 
-        Returns the 2-norm of the whole gradient, each element counted once on the mesh, an fp64 scalar.
+        Returns the 2-norm of the whole gradient, fp64 scalar. Each element of the model counts once.
         """
         return self.optimizer.reduce()
 
     def update(self, max_norm: float = math.inf) -> Tensor:
-        """Clip the gradient to a norm of at most `max_norm`, update the weights, forget the gradient.
+        """Clip the gradient to a norm of at most `max_norm`, update the weights, and clear the gradient.
 
-        A step whose gradient is not finite is skipped on all ranks. Returns the norm before clipping.
+        All ranks skip a step whose gradient is not finite. Returns the norm before clipping.
         """
         norm = self.optimizer.clip_grad_norm_(max_norm)
         self.optimizer.step()
@@ -185,7 +195,7 @@ class Stage:
         return [*self._rows, *rows]
 
     def snapshot(self) -> Snapshot:
-        """This rank's state between two steps, in pieces of whole parameters: any mesh can take them."""
+        """This rank's state between two steps, as pieces of whole parameters, which any mesh can load."""
         snapshot = self.optimizer.snapshot()
         if self._cut is not None:
             place = self.optimizer.comm.rank, self.optimizer.comm.world_size
@@ -202,7 +212,7 @@ class Stage:
         return snapshot
 
     def restore(self, source: Source) -> None:
-        """Go on from a checkpoint of any mesh, and note what became of its parts; a collective."""
+        """Continue from a checkpoint of any mesh, and note what became of each of its parts. A collective."""
         if self._cut is not None:
             source.place_piece = self._cut.piece_of_whole
             source.part_of = self._cut.part_of_flat
@@ -215,7 +225,7 @@ class Stage:
             self.experts.wire.num_drawn = source.common.get("expert_draws", 0)
 
     def finish(self) -> None:
-        """Leave the result in the model: with islands, the mean of their weights. Training can't go on from there."""
+        """Write the result into the model: with islands, the mean of their weights. Training can't go on from there."""
         self.optimizer.finish()
 
     def close(self) -> None:
@@ -227,12 +237,16 @@ class Stage:
 
 
 class PipelinedStage(Stage):
-    """A Stage whose model lies on several ranks: micro-batches pass through these.
+    """A Stage whose model is cut over several ranks, through which micro-batches pass.
 
-    A micro-batch is (tokens, targets), the same on all ranks of a pipeline. The model given to `parallelize` holds the
-    weights of this rank's layers alone; called, it is the pipeline's forward, on all of its ranks at once, and nothing
-    is trained. pipeline: what takes the steps. tensor: the axis that cuts the weights of a stage, if any. holders: the
-    ranks of this stage; empty: all.
+    A micro-batch is (tokens, targets), the same on all ranks of a pipeline. After `parallelize` the model on each rank
+    holds the weights of this rank's layers only. Calling it on all ranks of the pipeline at once runs the pipeline's
+    forward, without training.
+
+    Attributes:
+        pipeline: runs the steps.
+        tensor: the axis that cuts the weights of a stage, if any.
+        holders: the ranks of this stage; empty: all.
     """
 
     def __init__(
@@ -248,11 +262,11 @@ class PipelinedStage(Stage):
         model.forward = pipeline.forward
 
     def forward_backward(self, batches: Sequence[Any], loss: Callable[[Any, Any], Tensor] = models_own) -> float:
-        """All forwards and backwards of a step, over all stages; weighs micro-batches by their tokens.
+        """Run all forwards and backwards of a step. Micro-batches are weighted by their number of tokens.
 
-        loss: must return what `module(*batch)` gives. Returns the loss where the head is, and 0 elsewhere; after
-        `reduce` all ranks have it as `optimizer.mean_loss`. Raises ConfigError for a number of batches that the plan
-        can't take.
+        loss: must return the result of `module(*batch)`. Returns the loss on the rank with the head, and 0 elsewhere;
+        after `reduce` every rank has it as `optimizer.mean_loss`. Raises ConfigError for a number of batches that does
+        not fit the plan.
         """
         return self.pipeline.forward_backward(batches, loss)
 
@@ -269,7 +283,7 @@ class PipelinedStage(Stage):
         return self.pipeline.lr_factor
 
     def describe(self) -> list[Row]:
-        """See Stage. The rows of the data axis' method are about the replicas of one stage."""
+        """See Stage. The rows about the method of the data axis describe the replicas of one stage."""
         rows, num = self.optimizer.describe(), self.optimizer.comm.world_size
         own = [row for row in rows if row[0].startswith(INSIDE)] or rows
         outer = [*self._rows, *(row for row in rows if row not in own)]
@@ -322,20 +336,21 @@ def pipeline(
     checked: bool = False,
     announce: bool = True,
 ) -> PipelinedStage:
-    """Cut a causal language model over `stages` ranks, and train it; replicas of each stage average by `method`.
+    """Cut a causal language model into `stages` and train it; `method` averages over the replicas of a stage.
 
     Args:
-        model: called as model(tokens, targets=None): logits, or the mean loss; the same weights on all ranks. It is
-            left with the weights of this rank's stage.
-        optimizer: over its parameters; one that has taken no step yet, where `tensor` is more than 1.
-        method: of the data axis, such as `thinwire.SDP4Bit()`; where there are more ranks than stages.
-        stages: times `tensor` must divide the number of ranks. The first ranks have the first stage, and so on.
-        tensor: neighbours between which the matrices of a stage's layers are cut, by columns and by rows: of thinwire's
-            own models, and of those of transformers that say how. Others take `parallelize_module` and `parallelize`.
+        model: called as model(tokens, targets=None); returns logits, or the mean loss if there are targets. All ranks
+            start with the same weights. Afterwards the model holds the weights of this rank's stage only.
+        optimizer: over the model's parameters. If `tensor` is above 1, it must not have taken a step yet.
+        method: for the data axis, such as `thinwire.SDP4Bit()`; works if there are more ranks than stages x tensor.
+        stages: `stages` x `tensor` must divide the number of ranks. The first ranks get the first stage, and so on.
+        tensor: number of neighbouring ranks that cut the matrices of a stage's layers between them, by columns and by
+            rows. Works for thinwire's models, and for models of transformers that state a plan. For others, use
+            `parallelize_module` and `parallelize`.
         options: of the pipeline.
         local_size, overlap, seed, timeout_s, checked, announce: as for `parallelize`.
 
-    Raises ConfigError with all that does not fit, before anything is sent.
+    Raises ConfigError that lists everything that does not fit, before anything is sent.
     """
     world_size = dist.get_world_size()
     for what, ranks, left in (("stages", stages, world_size), ("tensor ranks", tensor, world_size // max(1, stages))):
@@ -356,7 +371,7 @@ def pipeline(
 
 
 def cut_with_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> None:
-    """`cut_over`, and the parts in the optimizer in place of what they are of. Raises ConfigError."""
+    """Cut the model by `cut_over`, and replace its parameters in the optimizer by their parts. Raises ConfigError."""
     if optimizer.state:
         raise ConfigError("the optimizer has taken steps with whole matrices: cut the model before the first")
     names = {id(param): name for name, param in model.named_parameters()}
@@ -380,36 +395,40 @@ def parallelize(
     initial: Callable[[str], Tensor] | None = None,
     announce: bool = True,
 ) -> Stage:
-    """Train `model` on a mesh, with one method on each axis that has one; a collective over the mesh.
+    """Train `model` on a mesh, with at most one method on each axis. A collective over the mesh.
 
-    The tensor axis is torch's: give the model to `parallelize_module(model, mesh["tensor"], plan)` first, then make the
-    optimizer. On the data axis any method works beside it but those that say why not. On the island axis a method such
-    as DiLoCo exchanges whole parameters in some of the updates; the islands are those of the mesh from the start to the
-    end. On the pipeline axis, each rank has some of the layers; see PipelinedStage. On the sequence axis, each rank has
-    some of a sequence's tokens; the data axis' method then averages over the ranks of both. On the expert axis, each
-    rank has some of a mixture's experts and a batch of its own; to the data axis' method all ranks have replicas of the
-    other weights. The norm that clips is that
-    of the whole model, and ranks that hold the same elements stay equal bit for bit.
+    - The data axis: replicas; its method averages gradients. Most methods also work beside a tensor axis.
+    - The tensor axis is torch's. Call `parallelize_module(model, mesh["tensor"], plan)` first, then make the optimizer.
+    - The island axis: a method such as DiLoCo exchanges whole parameters in some of the updates. The islands of the
+      mesh stay the same from start to end.
+    - The pipeline axis: each rank holds some of the layers; see PipelinedStage.
+    - The sequence axis: each rank holds some of a sequence's tokens. The data axis's method then averages over the
+      ranks of both axes.
+    - The expert axis: each rank holds some of a mixture's experts, and has a batch of its own. For the data axis's
+      method, all ranks are replicas of the other weights.
+
+    The gradient norm is that of the whole model. Ranks that hold the same elements stay equal bit for bit.
 
     Args:
         model: on every rank of the mesh; its parameters are plain tensors, or DTensors on the tensor axis.
-        optimizer: over its parameters; an elementwise one, or thinwire.Muon, where a method shards it.
-        mesh: with names of AXES for its dimensions, such as ("data", "tensor").
-        methods: at most one for each axis, such as [thinwire.DiLoCo(), thinwire.SDP4Bit()]. Without one for the data
-            axis, an islands method's own `inner` works there. The pipeline axis has options, `thinwire.Pipeline()`, and
-            so have the sequence axis, `thinwire.SequenceParallel()`, and the expert axis, `thinwire.ExpertParallel()`,
-            whose `parallel` follows from the mesh. A `thinwire.Residency()` says what of a sharded method lies on a
-            disk.
-        local_size: ranks of a node; None: found from the launcher or host names.
+        optimizer: over the model's parameters. If a method shards it: an elementwise one, or thinwire.Muon.
+        mesh: its dimensions are named by AXES, such as ("data", "tensor").
+        methods: at most one for each axis, such as [thinwire.DiLoCo(), thinwire.SDP4Bit()]. Without a method for the
+            data axis, the `inner` of an islands method works there. The options of the pipeline, sequence and expert
+            axes belong here too: `thinwire.Pipeline()`, `thinwire.SequenceParallel()`, `thinwire.ExpertParallel()`;
+            the mesh sets their `parallel`. A `thinwire.Residency()` says what part of a sharded method's state lies on
+            a disk.
+        local_size: ranks per node; None: found from the launcher or host names.
         overlap: weights may arrive during the next forward.
-        seed: of all randomness. timeout_s: seconds that one message may take.
-        checked: every message carries what it is and a checksum.
-        initial: see `thinwire.zero`; with a Residency.
+        seed: of all randomness.
+        timeout_s: how long one message may take, in seconds.
+        checked: put a header and a checksum in front of every message.
+        initial: with a Residency; see `thinwire.zero`.
         announce: rank 0 prints what was asked for, what is in effect, and why they differ.
 
-    Raises ConfigError, with all reasons at once, before anything is sent: for a mesh without names, an axis without a
-    method, two methods for one axis, for what a method refuses, and for parameters that the tensor axis does not fit.
-    Then ranks compare what they were given; raises ConfigError that names what differs.
+    Raises ConfigError with all reasons at once, before anything is sent: for a mesh without names, an axis without a
+    method, two methods for one axis, everything that a method refuses, and parameters that do not fit the tensor axis.
+    Then ranks compare their arguments; raises ConfigError that names the first difference.
     """
     if not isinstance(methods, Sequence) or isinstance(methods, str):
         raise ConfigError(f"methods must be a list, such as [{methods!r}]")
@@ -502,7 +521,7 @@ def parallelize(
 
 
 def gathered(comm: Communicator, sums: Tensor) -> Tensor:
-    """The `sums` of all ranks, one below the other."""
+    """The `sums` of all ranks, stacked in rank order."""
     return comm.wait(comm.all_gather_exact(sums.cpu())).to(sums.device)
 
 
@@ -514,9 +533,9 @@ def checked_method(
     sequences: Sequence[SequenceParallel] = (),
     experts: Sequence[ExpertParallel] = (),
 ) -> Method | Connected:
-    """The method of the data axis, inside that of the island axis where there is one.
+    """The method of the data axis; if there is an island axis, that method wrapped by the islands'.
 
-    Raises ConfigError with all that does not fit. Nothing is changed or sent.
+    Raises ConfigError that lists everything that does not fit. Changes nothing and sends nothing.
     """
     problems, names = Problems(), names_of(mesh)
     if len(names) != mesh.ndim:
@@ -554,7 +573,7 @@ def checked_method(
 
 
 def axis_problems(axis: str, options: Sequence[object], mesh: DeviceMesh, with_axis: str) -> Iterator[str]:
-    """Why the options of an axis that cuts the model's work do not fit a mesh; with_axis: the mesh that has it."""
+    """Yield why the options of an axis that cuts the model don't fit a mesh. with_axis: a mesh that would fit."""
     names = names_of(mesh)
     if axis not in names:
         if options:
@@ -574,7 +593,7 @@ def axis_problems(axis: str, options: Sequence[object], mesh: DeviceMesh, with_a
 def pipeline_problems(
     model: nn.Module, mesh: DeviceMesh, method: Method | Connected | None, pipelines: Sequence[Pipeline]
 ) -> list[str]:
-    """Why a pipeline axis does not fit model, mesh and method, one message for each reason; empty: it does."""
+    """Reasons why a pipeline axis does not fit model, mesh and method, one message each; empty if it fits."""
     sizes = sizes_of(mesh)
     problems = Problems(axis_problems("pipeline", pipelines, mesh, f"pipeline=1,{shape_of(mesh)}"))
     if "pipeline" not in sizes:
@@ -590,7 +609,7 @@ def pipeline_problems(
 def sequence_problems(
     model: nn.Module, mesh: DeviceMesh, method: Method | Connected | None, options: Sequence[SequenceParallel]
 ) -> list[str]:
-    """Why a sequence axis does not fit model, mesh and method, one message for each reason; empty: it does."""
+    """Reasons why a sequence axis does not fit model, mesh and method, one message each; empty if it fits."""
     sizes, ranks = sizes_of(mesh), (*options, SequenceParallel())[0].parallel
     problems = Problems(axis_problems("sequence", options, mesh, f"{shape_of(mesh)},sequence={ranks}"))
     if "sequence" not in sizes:
@@ -606,13 +625,13 @@ def sequence_problems(
 
 
 def stride_of(mesh: DeviceMesh, axis: str) -> int:
-    """How many ranks of a flat mesh lie between neighbours on an axis, and one more: those of the axes inside it."""
+    """Distance in a flat mesh between neighbours on an axis: the number of ranks of the axes inside it."""
     names = names_of(mesh)
     return math.prod(mesh.mesh.shape[names.index(axis) + 1 :])
 
 
 def holders_of(mesh: DeviceMesh, axis: str) -> list[int]:
-    """The ranks of a mesh that have this rank's place on one of its axes."""
+    """The ranks of a mesh that have this rank's coordinate on one of its axes."""
     place = mesh.get_coordinate()
     assert place is not None
     dim = names_of(mesh).index(axis)
@@ -620,14 +639,14 @@ def holders_of(mesh: DeviceMesh, axis: str) -> list[int]:
 
 
 def with_ranks(options: ExpertParallel, mesh: DeviceMesh) -> ExpertParallel:
-    """The options on a mesh's expert axis."""
+    """The options, with `parallel` set to the length of the mesh's expert axis."""
     return replace(options, parallel=mesh["expert"].size())
 
 
 def expert_problems(
     model: nn.Module, mesh: DeviceMesh, method: Method | Connected | None, options: Sequence[ExpertParallel]
 ) -> list[str]:
-    """Why an expert axis does not fit model, mesh and method, one message for each reason; empty: it does."""
+    """Reasons why an expert axis does not fit model, mesh and method, one message each; empty if it fits."""
     problems, sizes = Problems(), sizes_of(mesh)
     if "expert" not in sizes:
         if options:
@@ -648,7 +667,7 @@ def expert_problems(
 
 
 def composed(methods: Sequence[Method | Connected], mesh: DeviceMesh) -> Method | Connected:
-    """One method of all: that of the data axis, as the inner one of an islands method. Raises ConfigError."""
+    """One method made of all: that of the data axis becomes the `inner` of an islands method. Raises ConfigError."""
     for method in methods:
         if isinstance(method, str):
             raise ConfigError(f"{method!r} is a name: give the method itself, as thinwire.strategy_named({method!r})")
@@ -683,7 +702,7 @@ def composed(methods: Sequence[Method | Connected], mesh: DeviceMesh) -> Method 
 
 
 def other_islands(mesh: DeviceMesh, timeout_s: float, checked: bool) -> Peers | None:
-    """The islands of a mesh, for the first rank of each; they stay from the start to the end."""
+    """The islands of a mesh, on the first rank of each island; they stay the same from start to end."""
     axis = names_of(mesh).index("island")
     place = mesh.get_coordinate()
     assert place is not None
@@ -693,7 +712,7 @@ def other_islands(mesh: DeviceMesh, timeout_s: float, checked: bool) -> Peers | 
 
 
 def node_inside(mesh: DeviceMesh, inside: DeviceMesh, local_size: int | None) -> int | None:
-    """Ranks of a node among those of an island, where `local_size` is stated of the whole mesh."""
+    """Ranks per node inside an island, computed from `local_size`, which counts ranks of the whole mesh."""
     if local_size is None or inside.size() == mesh.size():
         return local_size
     ranks = mesh.mesh.flatten().tolist()
@@ -702,22 +721,22 @@ def node_inside(mesh: DeviceMesh, inside: DeviceMesh, local_size: int | None) ->
 
 
 def names_of(mesh: DeviceMesh) -> tuple[str, ...]:
-    """The names of a mesh's dimensions, as far as it has any."""
+    """The names of a mesh's dimensions; empty if it has none."""
     return tuple(mesh.mesh_dim_names or ())
 
 
 def sizes_of(mesh: DeviceMesh) -> dict[str, int]:
-    """The ranks along each of a mesh's axes, as far as these have names."""
+    """The number of ranks along each named axis of a mesh."""
     return dict(zip(names_of(mesh), mesh.mesh.shape, strict=False))
 
 
 def shape_of(mesh: DeviceMesh) -> str:
-    """Such as data=2,tensor=2."""
+    """The mesh as text, such as data=2,tensor=2."""
     return ",".join(f"{name}={size}" for name, size in zip(names_of(mesh), mesh.mesh.shape, strict=True))
 
 
 def tensor_row(model: nn.Module, axis: TensorAxis, timeout_s: float) -> Row:
-    """What became of the tensor axis; a collective over it."""
+    """The start-up row about the tensor axis. A collective over it."""
     comm = Communicator(axis.mesh, local_size=1, timeout_s=timeout_s)
     differed = check_same_copies(model, axis, comm)
     comm.close()

@@ -121,10 +121,10 @@ def num_gpus() -> int:
 
 
 def choose(asked: str, num_workers: int) -> tuple[str, str]:
-    """The kind of device that each worker of this machine trains on, "cpu" or "cuda", and the reason.
+    """The kind of device on which each worker of this machine trains, "cpu" or "cuda", and the reason.
 
-    asked: "auto", "cpu" or "cuda". Either every worker has its own GPU, or none has one. Raises ConfigError if GPUs are
-    asked for and there are too few.
+    asked: "auto", "cpu" or "cuda". Either every worker has its own GPU, or none has one. Raises ConfigError if "cuda"
+    is asked for and there are too few GPUs.
     """
     found = num_gpus()
     if asked == "cpu":

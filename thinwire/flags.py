@@ -1,4 +1,4 @@
-"""Reads command lines by tyro: what they state, and everything that is wrong with them at once."""
+"""Reads command lines with tyro: returns the stated values, and reports everything that is wrong at once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UNSET: Any = ...
 
 @dataclass(frozen=True)
 class Also:
-    """A word that may stand behind a switch without a meaning of its own, and the rule that other words break."""
+    """A word that may follow a switch although it changes nothing, and the rule for words that are not allowed."""
 
     word: str
     rule: str
@@ -31,7 +31,7 @@ class Also:
 
 @dataclass(frozen=True)
 class Option:
-    """One field of a dataclass as a flag; `notes` are those of its Annotated type."""
+    """One field of a dataclass as a command-line option. notes: of the field's Annotated type."""
 
     name: str
     hint: Any
@@ -40,23 +40,23 @@ class Option:
 
     @property
     def is_word(self) -> bool:
-        """Whether it has no flag, but its place on the line."""
+        """Whether it is positional: it has no flag."""
         return tyro.conf.Positional in self.notes
 
     @property
     def takes_all(self) -> bool:
-        """Whether, as the last of the words, it takes all that are left."""
+        """Whether it is the last positional option and takes all remaining words."""
         return get_origin(self.hint) is tuple
 
     @property
     def metavar(self) -> str:
-        """What stands for it in the usage: the name in capitals, unless it states another."""
+        """Its name in the usage line: the field's name in capitals, unless the field states another."""
         stated = (getattr(note, "metavar", None) for note in self.notes)
         return next(filter(None, stated), self.name.upper())
 
     @property
     def spec(self) -> Any:
-        """How tyro reads it; of another type for what it can't read from words."""
+        """How tyro reads its value; of another type if tyro can't read it from words."""
         return ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(self.hint, set(self.markers)))
 
     @property
@@ -64,11 +64,11 @@ class Option:
         return [note for note in self.notes if note is tyro.conf.UseAppendAction]
 
     def flag(self, table: str) -> str:
-        """How it is written on a command line."""
+        """Its flag on a command line."""
         return flag(f"{table}.{self.name}" if table else self.name)
 
     def is_switch(self, table: str) -> bool:
-        """Whether the flag takes no value; the options of a table do."""
+        """Whether the flag takes no value. Options of a table always take one."""
         return self.hint is bool and not table
 
 
@@ -79,7 +79,7 @@ def flag(name: str) -> str:
 
 @cache
 def options_of(cls: type) -> tuple[Option, ...]:
-    """The fields of a dataclass that a flag can state; none of another class."""
+    """The fields of a dataclass that can be flags; empty for any other class."""
     hints = get_type_hints(cls, include_extras=True)
     found = []
     for item in fields(cls) if is_dataclass(cls) else ():
@@ -93,7 +93,7 @@ def options_of(cls: type) -> tuple[Option, ...]:
 
 @cache
 def help_of(cls: type) -> dict[str, str]:
-    """The docstring under each field of a dataclass, in one line."""
+    """The docstring under each field of a dataclass, on one line, by field name."""
     found: dict[str, str] = {}
     for base in filter(is_dataclass, reversed(cls.__mro__)):
         (node,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
@@ -108,10 +108,13 @@ def help_of(cls: type) -> dict[str, str]:
 class CommandLine:
     """The flags of one command.
 
-    cls: its dataclass. tables: gives a dataclass for each prefix, such as `--sdp4bit.`, where a flag with a prefix is
-    stated, or all are shown. presets: what to show as the default of every option of a table, in place of the
-    field's own. groups: titles, and the options of `cls` below them. `--help` shows the first group, `--help-all`
-    everything; without groups `--help` shows all of `cls`.
+    Args:
+        cls: the dataclass of the command.
+        tables: returns a dataclass for each prefix, such as `--sdp4bit.`. Called if a flag with a prefix is stated, or
+            if all flags are shown.
+        presets: the defaults to show for options of a table, in place of the fields' own.
+        groups: titles, each with the options of `cls` below it. `--help` shows the first group, `--help-all`
+            everything. Without groups `--help` shows all of `cls`.
     """
 
     def __init__(
@@ -125,19 +128,19 @@ class CommandLine:
         self.words = [option for option in self.tables[""] if option.is_word]
 
     def load_tables(self) -> None:
-        """Know the tables with a prefix too."""
+        """Load the tables, so that flags with a prefix are known too."""
         self.classes |= self._tables() if self._tables else {}
         self.tables |= {table: options_of(cls) for table, cls in self.classes.items() if table not in self.tables}
 
     def knows(self, name: str) -> bool:
-        """Whether it is one of the flags."""
+        """Whether `name` is one of the flags."""
         if "." in name:
             self.load_tables()
         return name in self.known
 
     @property
     def known(self) -> list[str]:
-        """Every flag, those with a prefix only once they are loaded."""
+        """All flags; those with a prefix only after `load_tables`."""
         values = [option.flag(table) for table in self.tables for option in self.tables[table] if not option.is_word]
         return [*values, *self._switches, *map(flag, self._helps)]
 
@@ -145,10 +148,10 @@ class CommandLine:
         self, args: Sequence[str], problems: Problems, *, elsewhere: Callable[[str], str] = lambda name: "",
         hint: str = "",
     ) -> Stated:  # fmt: skip
-        """The stated values of each table, under the fields' names; notes everything that is wrong.
+        """The stated values of each table, by field name. Everything that is wrong is noted in `problems`.
 
-        elsewhere: what to say of a flag that has another place. hint: what to say of a word that has no place. Raises
-        SystemExit after --help.
+        elsewhere: what to say about a flag that belongs elsewhere. hint: what to say about a word that is not expected.
+        Raises SystemExit after --help.
         """
         wrong: list[str] = []
         if any("." in arg.partition("=")[0] for arg in args if arg.startswith("--")):
@@ -174,7 +177,7 @@ class CommandLine:
         return stated
 
     def show_help(self, *, everything: bool) -> None:
-        """Print the flags, and exit."""
+        """Print the flags and exit."""
         if everything:
             self.load_tables()
         description = inspect.cleandoc(self.classes[""].__doc__ or "")
@@ -183,11 +186,11 @@ class CommandLine:
         tyro.cli(self.flags(everything=everything), args=["--help"], prog=self.prog, description=description)
 
     def flags(self, *, everything: bool = True) -> type:
-        """What tyro shows and completes; everything: not the first group, or what has no prefix, alone."""
+        """The dataclass that tyro shows and completes. everything: all groups and tables; else the first group only."""
         return make_dataclass("Flags", [*self._words(), *self._fields(everything=everything)])
 
     def _parse(self, args: Sequence[str], wrong: list[str], *, is_lenient: bool) -> tuple[Any, list[str]]:
-        """What tyro makes of the words, and those that it does not know; bad values go to `wrong`.
+        """What tyro reads from the words, and the words that it does not know. Bad values are added to `wrong`.
 
         is_lenient: a flag may lack its value, and takes all words that follow.
         """
@@ -234,7 +237,7 @@ class CommandLine:
         return option.name, Annotated[Any, spec, note], UNSET
 
     def _words(self) -> list[tuple[str, Any, Any]]:
-        """The fields of the words that have no flag."""
+        """The fields of positional options."""
         texts, made = help_of(self.classes[""]), []
         for option in self.words:
             note = tyro.conf.arg(help=texts.get(option.name, ""), metavar=option.metavar, help_behavior_hint="")
@@ -242,7 +245,7 @@ class CommandLine:
         return made
 
     def _stated(self, parsed: Any, table: str) -> Iterator[tuple[str, str, Any]]:
-        """(Table, name, value) of what has one."""
+        """Yield (table, name, value) of every option that has a value."""
         for item in fields(parsed):
             value = getattr(parsed, item.name)
             if is_dataclass(value):
@@ -253,7 +256,7 @@ class CommandLine:
     def _own(
         self, words: Iterable[str], args: Sequence[str], unknown: Sequence[str], problems: Problems
     ) -> Iterator[str]:
-        """The words less those that stand behind an unknown flag, or are meant as the value of a switch."""
+        """The words, without those that follow an unknown flag, and without those meant as the value of a switch."""
         pieces = [piece for arg in args for piece in (arg.split("=", 1) if arg.startswith("--") else [arg])]
         before = {word: name.replace("_", "-") for name, word in pairwise(["", *pieces])}
         for word in words:
@@ -272,7 +275,7 @@ class CommandLine:
     def _placed(
         self, words: Iterable[str], problems: Problems, *, knows_all: bool, hint: str
     ) -> Iterator[tuple[str, Any]]:
-        """The words under the names of their places; notes places that are empty, and words that have none."""
+        """The positional words by field name. Notes options that are missing and words that are not expected."""
         given: list[Any] = list(words)
         if self.words and self.words[-1].takes_all:
             given = [*given[: len(self.words) - 1], tuple(given[len(self.words) - 1 :])]
@@ -287,7 +290,7 @@ class CommandLine:
 
     @property
     def _switches(self) -> dict[str, Also | None]:
-        """The flags without a value, such as --checked and --no-checked, and the word that may follow."""
+        """The flags without a value, such as --checked and --no-checked, and the word that may follow each."""
         found: dict[str, Also | None] = {}
         for option in self.tables[""]:
             also = next((note for note in option.notes if isinstance(note, Also)), None)
@@ -306,7 +309,7 @@ Stated = dict[str, dict[str, Any]]
 
 
 def _noting(option: Option, name: str, wrong: list[str], *, is_lenient: bool) -> PrimitiveConstructorSpec:
-    """How tyro reads the option, but that what it can't read becomes a message; is_lenient: see `_parse`."""
+    """How tyro reads the option, except that an unreadable value becomes a message. is_lenient: see `_parse`."""
     own, kind = option.spec, type_name(option.hint)
     takes_one = own.nargs == 1
     such_as = "" if option.default in (MISSING, None, ()) else f", such as {option.default}"
@@ -330,7 +333,7 @@ def _noting(option: Option, name: str, wrong: list[str], *, is_lenient: bool) ->
 
 
 def _nested(name: str, text: str, inside: list[tuple[str, Any, Any]], *markers: Any) -> tuple[str, Any, Any]:
-    """A field that holds others, under a title of their own in --help."""
+    """A field that holds other fields, under their own title in --help."""
     cls = make_dataclass(name, inside)
     # Stated, so that tyro does not read source for it, which takes longer than all else.
     return name, Annotated[(cls, tyro.conf.arg(help=text), *markers)], field(default_factory=cls)
@@ -341,7 +344,7 @@ def _aliases(name: str) -> Any:
 
 
 def _shown(default: Any, preset: str | None) -> str:
-    """The default, as --help shows it; nothing where the text says what holds by default."""
+    """The default as --help shows it; empty if the help text states it already."""
     if preset is not None:
         return f"(default: {preset})"
     if default in (MISSING, None, (), ""):

@@ -1,4 +1,4 @@
-"""The methods of islands, with the hosts loaded that run them around a loop of one's own."""
+"""Methods for islands in your own training loop, together with the hosts that run them."""
 
 from __future__ import annotations
 

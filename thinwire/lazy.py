@@ -1,4 +1,4 @@
-"""Packages whose names are loaded when they are asked for, since some of their modules load torch."""
+"""Packages that load a module when one of its names is first used, because some of their modules load torch."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 
 def lazily(package: str, names: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
-    """What a package needs as its `__getattr__`.
+    """A package's `__getattr__`, which loads each name from its module on first use.
 
-    names: of each module in the package, what the package offers.
+    names: for each module of the package, the names that the package exports from it.
     """
     module_of = {name: module for module, offered in names.items() for name in offered}
 

@@ -33,7 +33,7 @@ class CheckpointsLine:
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """The run directory."""
     verify: bool = False
-    """Compare the checksums of all; the exit code is 1 where a checkpoint is damaged."""
+    """Compare the checksums of all checkpoints; the exit code is 1 if one is damaged."""
 
 
 def codecs_line() -> CommandLine:
@@ -47,7 +47,7 @@ def checkpoints_line() -> CommandLine:
 
 
 def run_codecs(args: Sequence[str]) -> int:
-    """List codecs. Raises ConfigError for a text that is no codec."""
+    """List codecs. Raises ConfigError for text that is no codec."""
     problems = Problems()
     line = CodecsLine(**codecs_line().read(args, problems)[""])
     problems.raise_any()
@@ -59,7 +59,7 @@ def run_codecs(args: Sequence[str]) -> int:
 
 
 def run_checkpoints(args: Sequence[str]) -> int:
-    """List checkpoints; the exit code."""
+    """List checkpoints. Return the exit code."""
     problems = Problems()
     stated = checkpoints_line().read(args, problems)[""]
     problems.raise_any()

@@ -1,4 +1,4 @@
-"""Tables of options: the dataclass behind each, and the strategy that is built from them."""
+"""Tables of options: the dataclass behind each table, and building a strategy from them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LAYOUT_TABLES: Mapping[str, type] = {
 
 @functools.cache
 def option_tables() -> Mapping[str, type]:
-    """The dataclass behind each table: of models, of layouts such as [pipeline], and one for every strategy."""
+    """The dataclass behind each table: of models, of layouts such as [pipeline], and of every strategy."""
     strategies = {class_of(strategy) for strategy in STRATEGIES}
     with_options = sorted((cls for cls in strategies if options_of(cls)), key=lambda cls: cls.__name__)
     others = {LLAMA: LlamaConfig, MOE: MoEConfig, **LAYOUT_TABLES}
@@ -47,25 +47,25 @@ def option_tables() -> Mapping[str, type]:
 
 
 def model_table(model: str) -> str | None:
-    """The name of the table that a preset takes its sizes from; None for a model of transformers."""
+    """Name of the table in which a preset's sizes can be changed; None for a model of transformers."""
     if model.startswith("hf:"):
         return None
     return MOE if model in MIXTURES else LLAMA
 
 
 def table_name(cls: type) -> str:
-    """The name of a class's table: its own in lower case, unless the class states another."""
+    """Name of the table for a class: the class's own name in lower case, unless it states another."""
     return getattr(cls, "table", cls.__name__.lower())
 
 
 def strategy_table(strategy: str) -> str | None:
-    """The name of the table that `strategy` takes its options from, if any."""
+    """Name of the table that holds the options of `strategy`; None if it has none."""
     name = table_name(class_of(strategy))
     return name if name in option_tables() else None
 
 
 def base_of(strategy: str) -> Any:
-    """The strategy that `strategy` stands on unless another is stated; None for most."""
+    """The inner strategy that `strategy` uses by default; None for most."""
     keywords, cls = STRATEGIES[strategy].keywords, class_of(strategy)
     found = {item.name: item for item in fields(cls)}.get(BASE) if is_dataclass(cls) else None
     if BASE in keywords or found is None:
@@ -74,14 +74,14 @@ def base_of(strategy: str) -> Any:
 
 
 def has_islands(strategy: str) -> bool:
-    """Whether it trains islands, each by a strategy of its own."""
+    """Whether the strategy trains islands, each with an inner strategy."""
     return strategy in STRATEGIES and issubclass(class_of(strategy), IslandsMethod)
 
 
 def used_tables(strategy: str, inner: str | None = None) -> set[str]:
-    """The tables of options that have an effect on a strategy, none on one that does not exist.
+    """The tables of options that affect a strategy; empty for an unknown strategy.
 
-    inner: the strategy inside its islands, if it has any.
+    inner: the strategy inside its islands, if it has islands.
     """
     if strategy not in STRATEGIES:
         return set()
@@ -94,10 +94,10 @@ def used_tables(strategy: str, inner: str | None = None) -> set[str]:
 def build_strategy(
     strategy: str, tables: Tables, *, inner: str | None = None, num_steps: int, num_warmup_steps: int
 ) -> Method:
-    """The strategy with its options, for a run of so many steps.
+    """The strategy with its options, for a run of `num_steps` steps.
 
     inner: the strategy inside its islands. num_warmup_steps: steps during which the learning rate rises. Raises
-    ConfigError for an unknown name, a refused option, or one that does not fit the run.
+    ConfigError for an unknown name, for a refused option, and for options that don't fit the run.
     """
     problems = Problems()
     for name, flag in ((inner, "--inner"), (strategy, "--strategy")):
@@ -121,9 +121,10 @@ def build_strategy(
 
 
 def made(make: Callable[..., T], options: Mapping[str, Any]) -> T:
-    """The result of `make(**options)`. Raises ConfigError with the problems of all options, not of the first alone.
+    """The result of `make(**options)`. Raises one ConfigError with the problems of all options, not only the first.
 
-    A problem that begins with the name of an option is that option's; `make` is then called without it.
+    A problem whose message begins with the name of an option belongs to that option; `make` is then called again
+    without it.
     """
     problems, left = Problems(), dict(options)
     while True:
@@ -141,7 +142,10 @@ def made(make: Callable[..., T], options: Mapping[str, Any]) -> T:
 
 
 def check_unused(table: str, values: Mapping[str, Any]) -> None:
-    """Raise ConfigError for options that could not work if they were used; none are of models, whose presets differ."""
+    """Raise ConfigError for bad values of a table that this run does not use.
+
+    Tables of models are not checked: their valid values depend on the preset.
+    """
     if table in (LLAMA, MOE):
         return
     owner = next((name for name in STRATEGIES if strategy_table(name) == table), None)
@@ -152,9 +156,9 @@ def check_unused(table: str, values: Mapping[str, Any]) -> None:
 def checked_values(
     cls: type, content: Any, note: str, problems: Problems, *, only: Iterable[str] = (), others: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """The values of a TOML table that are options of `cls` and have their type; the rest become problems.
+    """The values of a TOML table that are options of `cls` and have the right type; the others are noted as problems.
 
-    only: the names that may be stated, by default all. others: names that are valid elsewhere, to suggest.
+    only: the names that may be stated; empty: all. others: names that are valid in other places, to be suggested.
     """
     if not isinstance(content, Mapping):
         problems.messages.append(f"{note}must be a table of options, not {content!r}")

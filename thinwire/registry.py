@@ -1,7 +1,7 @@
-"""The strategies: one row in STRATEGIES each.
+"""The strategies: one row each in STRATEGIES.
 
-`thinwire.NAME` is found here, by the name of the class; for type checkers by the `as` of its import. A class is loaded
-when it is asked for: who only asks for names waits for no torch.
+`thinwire.NAME` looks up a class here by its name; type checkers find it through the `as` of its import. A class is
+loaded on first use, so that listing names does not wait for torch.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 
 class StrategyRow:
-    """A strategy: where its class is in `thinwire.methods`, as module:class, and options other than the class's own.
+    """A strategy: its class in `thinwire.methods`, as module:class, and options that differ from the class's own.
 
-    An option that is a row is the strategy of that row.
+    An option may itself be a row; its value is then the strategy of that row.
     """
 
     def __init__(self, place: str, **keywords: Any) -> None:
@@ -46,17 +46,17 @@ class StrategyRow:
 
     @property
     def cls(self) -> type:
-        """The dataclass; none is made, which may load a compiler."""
+        """The dataclass. No instance is made, because that may load a compiler."""
         cls: type = getattr(import_module(f"thinwire.methods.{self.module}"), self.name)
         return cls
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """The options of the row."""
+        """The options of the row, as keyword arguments."""
         return {name: value() if isinstance(value, StrategyRow) else value for name, value in self._keywords.items()}
 
     def __call__(self, **options: Any) -> Method:
-        """The strategy, with these options above those of the row."""
+        """The strategy with these options, which override those of the row."""
         method: Method = self.cls(**{**self.keywords, **options})
         return method
 
@@ -108,20 +108,20 @@ def class_of(strategy: str) -> type:
 
 
 def check_name(flag: str, name: str) -> None:
-    """Raise ConfigError, which names the nearest one, where no strategy has the name that a flag states."""
+    """Raise ConfigError that names the nearest strategy, if no strategy has the name stated for `flag`."""
     if name not in STRATEGIES:
         raise ConfigError(f"{flag} {name}: no such strategy{nearest(name, STRATEGIES)}")
 
 
 def strategy_named(name: str, **options: object) -> Method:
-    """The strategy registered under `name`; raises ConfigError that names the nearest one."""
+    """The strategy registered under `name`. Raises ConfigError that names the nearest one."""
     if name not in STRATEGIES:
         raise ConfigError(f"unknown strategy {name!r}{nearest(name, STRATEGIES)}")
     return STRATEGIES[name](**options)
 
 
 def check_on_mesh(method: Method) -> None:
-    """Raise ConfigError, which names those that can, for a method that can't train a model that a tensor axis cuts."""
+    """Raise ConfigError for a method that can't train beside a tensor axis; the error names those that can."""
     if method.not_on_mesh:
         able = [name for name in STRATEGIES if not strategy_named(name).not_on_mesh]
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The start-up table of all commands: asked for, in effect, why they differ."""
+"""The start-up table of all commands: what was asked for, what is in effect, why they differ."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SENT = "sent per rank and step"
 
 
 def sent_row(num_bytes: float, plain: float, bound: str = "") -> Row:
-    """What the ranks send in a step, beside what they would send in fp32; bytes. bound: such as "at most "."""
+    """The row about the bytes that a rank sends in a step, beside those in fp32. bound: such as "at most "."""
     return SENT, f"{bound}{num_bytes / 1e6:.3f} MB", f"{plain / 1e6:.3f} MB in fp32"
 
 

@@ -152,7 +152,7 @@ class Stage:
 
     @property
     def uncompressed_bytes_per_step(self) -> float:
-        """Bytes that all ranks of the mesh would send in a step of `zero` in fp32."""
+        """Bytes that one rank would send in a step of `zero` in fp32 over all ranks of the mesh."""
         if self.experts is None:
             return self.optimizer.uncompressed_bytes_per_step
         sizes = {name: param.numel() for name, param in self.module.named_parameters() if param.requires_grad}

@@ -1,4 +1,4 @@
-"""What this cluster can do, measured by all of its ranks together."""
+"""Measures what this cluster can do, on all of its ranks together."""
 
 from thinwire.calibration.links import measured_rates
 from thinwire.calibration.machine import calibrate

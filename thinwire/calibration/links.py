@@ -1,4 +1,4 @@
-"""The links between ranks: each alone, both ways, then all at once."""
+"""Measures the links between ranks: each alone, in both directions, then all at once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Pairs = list[tuple[int, int]]
 
 
 def rounds_of_pairs(num_ranks: int) -> list[Pairs]:
-    """All pairs of ranks, each once, in rounds in which no rank is in two: n - 1 rounds for even n, n for odd n."""
+    """All pairs of ranks, each once. No rank is in two pairs of a round: n - 1 rounds for even n, n for odd n."""
     seats: list[int | None] = [*range(num_ranks), *([None] if num_ranks % 2 else [])]
     rounds = []
     for _ in range(len(seats) - 1):
@@ -39,21 +39,21 @@ def rounds_of_pairs(num_ranks: int) -> list[Pairs]:
 
 
 def bucket_of(num_bytes: float, once_s: float, twice_s: float, delay_s: float) -> tuple[float, float]:
-    """Rate and burst of a token bucket that let n bytes pass in once_s seconds and 2 n in twice_s.
+    """Rate and burst of a token bucket through which n bytes pass in once_s seconds and 2 n bytes in twice_s.
 
-    rate = n / (t(2 n) - t(n)), in bytes per second; burst = n / rate - (t(n) - delay), in seconds of the rate. What
-    passes at once only raises the mean rate, so a rate above 2 n / t(2 n) is a clock's noise.
+    rate = n / (t(2 n) - t(n)), in bytes per second; burst = n / rate - (t(n) - delay), in seconds at that rate. A burst
+    only raises the mean rate, so a rate above 2 n / t(2 n) can only be noise of the clock and is cut to it.
     """
     rate = num_bytes / max(LEAST_S, twice_s - once_s, (twice_s - delay_s) / 2)
     return rate, max(0.0, num_bytes / rate - (once_s - delay_s))
 
 
 def measured_rates(comm: Communicator) -> Network:
-    """Rates and delays between all ranks, both ways, equal on all of them; a collective.
+    """Rates and delays between all ranks, in both directions, equal on all ranks. A collective.
 
-    In each round pairs of ranks send to each other in turns, messages that grow until they take PROBE_S. The delay is
-    the time of a short message. See `bucket_of`; the burst is the median of the links'. Of two probes the faster
-    counts: other work on a machine only slows them.
+    In each round, pairs of ranks send to each other in turns. Messages grow until they take PROBE_S. The delay is the
+    time of a short message. Rates follow by `bucket_of`; the burst is the median over the links. The faster of two
+    probes counts, because other work on a machine only slows them.
     """
     size = comm.world_size
     rates = [[float("inf")] * size for _ in range(size)]
@@ -86,10 +86,10 @@ def measured_rates(comm: Communicator) -> Network:
 
 
 def shared_rates(comm: Communicator, alone: Network) -> tuple[float, float]:
-    """What is left of the rates while all ranks send to all others, and bytes that a second of a core carries.
+    """The share of the rates that is left while all ranks send to all others, and the bytes a second of a core carries.
 
-    alone: what `measured_rates` found. The first is the time that sharing ports fairly would take over the time that it
-    took, at most 1. The second counts the bytes that a rank sends and receives. A collective.
+    The first result, at most 1, is the time with ports shared fairly, divided by the measured time. The second counts
+    the bytes that a rank sends and receives. alone: the result of `measured_rates`. A collective.
     """
     size = comm.world_size
     if size == 1:
@@ -130,7 +130,7 @@ def _fastest(comm: Communicator, peer: dict[int, int], num_bytes: dict[int, int]
 
 
 def _swap(comm: Communicator, peer: dict[int, int], num_bytes: dict[int, int]) -> Tensor:
-    """Seconds after which each rank has the message of its peer, fp64 [world_size]; num_bytes: by receiver."""
+    """Seconds until each rank has its peer's message, fp64 [world_size]. num_bytes: by receiver."""
     time.sleep(REST_S)
     other, took_s = peer.get(comm.rank), 0.0
     # One way after the other: gloo's word that a receive is posted would stand behind what this rank sends.
@@ -144,7 +144,7 @@ def _swap(comm: Communicator, peer: dict[int, int], num_bytes: dict[int, int]) -
 
 
 def _one_way(link: Link, peer: dict[int, int], num_bytes: dict[int, int], upwards: bool) -> Rounds[None]:
-    """A message from the lower to the higher rank of each pair, or back."""
+    """Send a message from the lower to the higher rank of each pair, or the other way."""
     other = peer.get(link.rank)
     if other is None:
         return

@@ -1,4 +1,4 @@
-"""The ranks of a communicator as a Machine."""
+"""Measures the ranks of a communicator, as a Machine."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ def calibrate(
     folder: str | Path | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Machine:
-    """Measure the ranks of a communicator and the links between them; a collective, with the same result on all ranks.
+    """Measure the ranks of a communicator and the links between them. A collective; all ranks get the same result.
 
-    Work is timed on one rank of each machine while the others wait, then on all ranks at once: ranks share cores. Links
-    are measured in rounds of disjoint pairs, both ways, then all at once.
+    Work is timed on one rank of each machine while the others wait, then on all ranks at once, because ranks share
+    cores. Links are measured in rounds of disjoint pairs, in both directions, then all at once.
 
     Args:
-        layers: sizes of models of which a layer is timed; by default those of the presets tiny, demo, 125m.
+        layers: sizes of models of which one layer is timed; by default those of the presets tiny, demo, 125m.
         dtypes: compute types, "fp32" or "bf16".
-        codecs: to be timed, as text.
-        folder: where the speed of a disk is measured; None: it is not.
-        say: told what is measured, and warned where other programs keep the cores busy.
+        codecs: the codecs to time, as text.
+        folder: a folder on the disk whose speed is measured; None: no disk is measured.
+        say: called with a line of progress, and with a warning if other programs keep the cores busy.
 
     Raises PeerLostError if a rank is missing.
     """
@@ -102,7 +102,7 @@ def calibrate(
 def fitted(layers: Mapping[str, tuple[float, float]]) -> dict[str, float]:
     """Rates of layers and of their passes, from (operations, seconds) of a long pass, "layer ...", and a short one.
 
-    A pass takes operations / rate + launch: the rate is the slope between the two, the launch what is left.
+    A pass takes operations / rate + launch. The rate is the slope between the two passes, the launch is the remainder.
     """
     found = {}
     for kind, (short, short_s) in layers.items():
@@ -117,13 +117,13 @@ def fitted(layers: Mapping[str, tuple[float, float]]) -> dict[str, float]:
 
 
 def resident_bytes() -> int:
-    """Memory that this process holds now; 0 where the system does not tell."""
+    """Memory that this process holds now, in bytes; 0 if the system does not say."""
     status = Path("/proc/self/statm")
     return int(status.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if status.exists() else 0
 
 
 def _gathered(comm: Communicator, values: Sequence[float]) -> Tensor:
-    """What each rank states, fp64 [world_size, len(values)]."""
+    """Every rank's values, fp64 [world_size, len(values)]."""
     return comm.wait(comm.all_gather_exact(torch.tensor(list(values), dtype=torch.float64)))
 
 
@@ -132,9 +132,9 @@ def _largest(comm: Communicator, value: float) -> float:
 
 
 def _places(comm: Communicator) -> tuple[tuple[int, ...], tuple[str, ...], tuple[float, ...], float]:
-    """The number and the name of each rank's machine, the cores of each machine, and the least memory of any rank.
+    """Number and name of each rank's machine, cores of each machine, and the least memory of any rank.
 
-    Emulated nodes share one machine, which they recognise by the time of its start.
+    Emulated nodes share one machine, which is recognised by the identifier of its boot.
     """
     boot = Path("/proc/sys/kernel/random/boot_id")
     mark = zlib.crc32((boot.read_text() if boot.exists() else socket.gethostname()).encode())
@@ -153,9 +153,9 @@ def _places(comm: Communicator) -> tuple[tuple[int, ...], tuple[str, ...], tuple
 
 
 def _alone(comm: Communicator, found: Sequence[Probe], is_first: bool) -> tuple[Tensor, float]:
-    """Seconds of each probe on the first rank of each machine, fp64 [world_size, probes]; zeros of the others.
+    """Seconds of each probe on the first rank of each machine, fp64 [world_size, probes]; zeros for the other ranks.
 
-    Beside them the share of that time in which the rank had a core, of the rank that had one least.
+    Also the smallest share of that time in which such a rank had a core.
     """
     comm.barrier()
     start, start_cpu_s = time.perf_counter(), time.process_time()
@@ -165,7 +165,7 @@ def _alone(comm: Communicator, found: Sequence[Probe], is_first: bool) -> tuple[
 
 
 def _together(comm: Communicator, probe: Probe, alone_s: float) -> float:
-    """How many times as long as alone a piece of work takes while all ranks do it; the median of the ranks."""
+    """How much longer a piece of work takes while all ranks do it than alone, as a factor; the median over ranks."""
     alone_s = _largest(comm, alone_s)
     probe.run()
     comm.barrier()
@@ -180,7 +180,7 @@ def _together(comm: Communicator, probe: Probe, alone_s: float) -> float:
 
 
 def _round_s(comm: Communicator) -> float:
-    """Seconds of a core that a round of short messages takes."""
+    """CPU seconds that a round of short messages takes."""
     comm.barrier()
     start = time.process_time()
     for _ in range(NUM_ROUNDS):
@@ -189,7 +189,7 @@ def _round_s(comm: Communicator) -> float:
 
 
 def _disk(comm: Communicator, folder: str | Path | None, is_first: bool) -> tuple[float, float]:
-    """Bytes per second written to a disk, until they are there, and read again; of the slowest machine."""
+    """Bytes per second of writing to a disk, synced, and of reading again, on the slowest machine."""
     own = (math.inf, math.inf)
     if folder is not None and is_first:
         with tempfile.NamedTemporaryFile(dir=folder) as file:

@@ -1,4 +1,4 @@
-"""Which ranks reach each other at all, found before a process group connects them."""
+"""Finds which ranks can connect to each other at all, before a process group connects them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ Pairs = list[tuple[int, int]]
 
 
 def links_down(store: dist.Store, rank: int, world_size: int, address: str) -> Pairs:
-    """Pairs of ranks of which one can't connect to the other, the lower first; equal on all ranks, a collective.
+    """Pairs of ranks that can't connect, the lower rank first. A collective; all ranks get the same result.
 
-    store: through which all ranks can talk. address: at which the others should reach this rank. A process group
-    connects every rank with every other, so one such pair would keep it from being made.
+    A process group connects every rank with every other, so one such pair would prevent it.
+
+    Args:
+        store: one that all ranks can reach.
+        address: where the other ranks should reach this rank.
     """
     with socket.create_server(("", 0), backlog=world_size) as server:
         told = gather(store, rank, world_size, (address, server.getsockname()[1]), "its address")
@@ -33,9 +36,10 @@ def links_down(store: dist.Store, rank: int, world_size: int, address: str) -> P
 
 
 def all_connected(down: Sequence[tuple[int, int]], nodes: Sequence[int]) -> list[int]:
-    """Ranks between which no link is down: the node with the most such links is left out, until there is none.
+    """Ranks that can all connect to each other: the node with the most broken links is left out, until none is left.
 
-    nodes: of each rank. The node of rank 0 stays, for rank 0 writes the result; of two nodes the first stays.
+    nodes: the node of each rank. The node of rank 0 always stays, because rank 0 writes the result. Of two nodes with
+    equally many broken links, the first stays.
     """
     kept = set(nodes)
     while left := [pair for pair in down if nodes[pair[0]] in kept and nodes[pair[1]] in kept]:
@@ -47,7 +51,7 @@ def all_connected(down: Sequence[tuple[int, int]], nodes: Sequence[int]) -> list
 
 
 def all_on_this_machine(world_size: int) -> bool:
-    """Whether the ranks are this machine's own workers, or meet at a loopback address, which others can't reach."""
+    """Whether all ranks are workers of this machine, or meet at a loopback address, which only this machine can reach."""
     if int(os.environ.get("LOCAL_WORLD_SIZE", "0")) >= world_size:
         return True
     try:

@@ -1,4 +1,4 @@
-"""What a rank computes in a second, of each kind of work that a step has."""
+"""Measures how much a rank computes in a second, for each kind of work in a step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NUM_SEQUENCES, SEQ_LEN = (4, 1), 256
 
 @dataclass(frozen=True)
 class Probe:
-    """A piece of work that can be repeated, and how much of its kind it is; see `thinwire.cost.Work`."""
+    """A piece of work that can be repeated, and its amount; see `thinwire.cost.Work`."""
 
     kind: str
     amount: float
@@ -38,7 +38,7 @@ class Probe:
 
 
 def seconds_of(run: Callable[[], object], longest_s: float = LONGEST_S) -> float:
-    """The median of NUM_REPEATS runs after two that warm up; of fewer, at least NUM_LEAST, where they take too long."""
+    """Median seconds of NUM_REPEATS runs, after two to warm up; of fewer, at least NUM_LEAST, past longest_s."""
     for _ in range(2):
         run()
     found: list[float] = []
@@ -51,9 +51,9 @@ def seconds_of(run: Callable[[], object], longest_s: float = LONGEST_S) -> float
 
 
 def matrix_flops(dtype: torch.dtype, device: Device) -> float:
-    """Floating-point operations a second of a product of square matrices, on this process's threads; the median.
+    """Floating-point operations per second of a product of square matrices, on this process's threads; the median.
 
-    Of random values: for zeros some devices take less power, and run at another clock.
+    The values are random: with zeros, some devices draw less power and run at a higher clock.
     """
     size = 768 if device.kind == "cpu" else 4096
     a, b = (torch.randn(size, size).to(device.torch, dtype) for _ in range(2))
@@ -66,7 +66,7 @@ def matrix_flops(dtype: torch.dtype, device: Device) -> float:
 
 
 def probes(layers: Iterable[LlamaConfig], dtypes: Iterable[str], codecs: Iterable[str], device: Device) -> list[Probe]:
-    """The work of a step. layers: sizes of models, of which one layer is timed; dtypes: "fp32" or "bf16"."""
+    """The work of a step. layers: sizes of models of which one layer is timed. dtypes: "fp32" or "bf16"."""
     found = [layer_probe(config, dtype, device, num) for dtype in dtypes for config in layers for num in NUM_SEQUENCES]
     source, target = (torch.ones(COPIED_BYTES // 4) for _ in range(2))
     found.append(Probe("copy", 2 * COPIED_BYTES, partial(target.copy_, source)))
@@ -77,7 +77,7 @@ def probes(layers: Iterable[LlamaConfig], dtypes: Iterable[str], codecs: Iterabl
 
 
 def layer_probe(config: LlamaConfig, dtype: str, device: Device, num_sequences: int) -> Probe:
-    """A forward and backward of one layer between its embedding and its head, in operations as torch counts them."""
+    """A forward and backward of one layer between an embedding and a head; its operations are counted by torch."""
     model = Llama(config)
     model.init_weights(torch.Generator().manual_seed(0))
     placed = device.place(model)
@@ -97,7 +97,7 @@ def layer_probe(config: LlamaConfig, dtype: str, device: Device, num_sequences: 
 
 
 def pass_seconds(model: nn.Module, num_sequences: int, seq_len: int, dtype: str, device: Device) -> float:
-    """Seconds of one forward and backward, the second of two."""
+    """Seconds of one forward and backward: the second run of two."""
     (tokens,) = device.take([torch.zeros(num_sequences, seq_len, dtype=torch.int64)])
     seconds = 0.0
     for _ in range(2):
@@ -111,7 +111,7 @@ def pass_seconds(model: nn.Module, num_sequences: int, seq_len: int, dtype: str,
 
 
 def codec_probes(codec: Codec, x: Tensor) -> Iterable[Probe]:
-    """Packing, and adding up what was packed; in bytes of packets."""
+    """Encoding and decode-adding; the amount is in bytes of packets."""
     packet = codec.encode(x)
     total = torch.zeros_like(x)
     yield Probe(f"encode {codec}", packet.numel(), lambda: codec.encode(x, out=packet))

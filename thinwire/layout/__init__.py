@@ -1,1 +1,1 @@
-"""Tensors to flat spans and back. No communicator."""
+"""Where each tensor lies in a flat buffer. Imports no communicator."""

@@ -1,4 +1,4 @@
-"""Parameters that travel together: layouts of one row, aligned to codec blocks, cut into one shard per rank."""
+"""Buckets: layouts of parameters that travel together, aligned to codec blocks and cut into one shard per rank."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ DEFAULT_BUCKET_NUMEL = 1 << 19
 class BucketLayout(Layout):
     """Parameters of one wire format, dtype and group, which travel together as one row of `numel` elements.
 
-    (stream, first_counter) number the elements for the codecs' randomness, whatever the size of a bucket. group: the
-    number of the group of ranks that share the parameters. module: path of the module that they belong to, whose
-    gradients leave with every backward; None: they belong to several, and leave once a step.
+    Attributes:
+        stream, first_counter: number the elements for the codecs' randomness, whatever the size of a bucket.
+        group: number of the group of ranks that share the parameters.
+        module: path of the module that the parameters belong to; their gradients are sent after every backward. None:
+            the parameters belong to several modules, and their gradients are sent once a step.
     """
 
     wire: WireFormat
@@ -38,26 +40,26 @@ class BucketLayout(Layout):
 
     @property
     def shard_numel(self) -> int:
-        """Elements of which one rank has the masters."""
+        """Number of elements for which one rank holds the master weights."""
         return self.numel // self.levels.topology.world_size
 
     @property
     def row_numel(self) -> int:
-        """Elements of a slice of the gradients."""
+        """Number of elements in a slice of the gradients."""
         return self.numel // self.levels.gradients_over
 
     def shard_start(self, rank: int) -> int:
-        """The first element of which `rank` has the masters."""
+        """The first element for which `rank` holds the master weights."""
         return self.levels.piece(rank) * self.shard_numel
 
     def owned(self, span: Span, rank: int) -> slice:
-        """The part of the rank's shard that belongs to `span`; empty where they do not meet."""
+        """The part of the rank's shard that belongs to `span`; empty if they don't overlap."""
         first = self.shard_start(rank)
         start = max(span.start - first, 0)
         return slice(start, max(min(span.end - first, self.shard_numel), start))
 
     def kept(self, span: Span, rank: int) -> Iterator[tuple[int, slice]]:
-        """Where a part of the span lies in the rank's compute weights: (its first element in the whole, place)."""
+        """Where parts of the span lie in the rank's compute weights: (first element in the whole tensor, place)."""
         levels, n = self.levels, self.row_numel
         for row in range(levels.num_rows):
             start = (row * levels.weights_over + rank % levels.weights_over) * n
@@ -67,22 +69,22 @@ class BucketLayout(Layout):
 
     @property
     def lossy_pieces(self) -> dict[str, tuple[int, ...]]:
-        """The numbers of pieces, of a shard's elements each, that gradients' codecs lose something of, by hop."""
+        """For each hop with a lossy codec of gradients, the shape of the pieces (one shard long) that it encodes."""
         return self.wire.lossy_pieces(self.levels.topology)
 
     @property
     def has_replica(self) -> bool:
-        """Whether the weights that compute are other numbers than the masters."""
+        """Whether the weights used for computing differ from the master weights."""
         is_lossy = self.dtype != torch.float32 or not self.wire.weights.traits.lossless
         return is_lossy and self.levels.topology.world_size > 1
 
     @property
     def update(self) -> str:
-        """What the meter calls the updated weights on their way from the masters."""
+        """Name in the meter of the updated weights on their way from the masters."""
         return "weights" if self.module is None else "refresh"
 
     def sent(self, num_gathers: int, micro_batches: int) -> Iterator[tuple[str, str, int]]:
-        """(operation, level, payload) of what a rank sends in a step."""
+        """Yield (operation, level, payload bytes) of everything that a rank sends in a step."""
         levels, wire, grid = self.levels, self.wire, self.levels.topology
         if isinstance(wire, LevelFormat):
             packets = levels.num_rows * wire.shards.packet_bytes(self.row_numel)
@@ -103,10 +105,10 @@ class BucketLayout(Layout):
 
 @dataclass(frozen=True)
 class Unit:
-    """Layouts whose weights are whole at the same time, and whose gradients leave together.
+    """Layouts whose weights are gathered together, and whose gradients are sent together.
 
-    stays: whole from forward to backward; the root, which is needed at both ends, and the last module, whose backward
-    follows its forward.
+    stays: the weights stay whole from forward to backward. True for the root, which is needed at both ends, and for the
+    last module, whose backward follows its forward.
     """
 
     layouts: tuple[BucketLayout, ...]
@@ -129,12 +131,15 @@ def lay_out(
     place: Callable[[str], tuple[int, str | None]],
     bucket_numel: int | None = None,
 ) -> tuple[Unit, ...]:
-    """Lay parameters out in the order in which they come; a layout has one wire format, dtype, group and module each.
+    """Lay out parameters in the given order. One layout has one wire format, dtype, group and module.
 
-    Only shapes and dtypes are read. place: a parameter's group, whose levels are in `groups`, and its module or None.
-    What belongs to no module is cut into buckets of about `bucket_numel` elements. Every parameter starts at a multiple
-    of its format's block, so no group of the quantiser spans two parameters and results do not depend on the size of a
-    bucket. A parameter larger than a bucket has one alone.
+    Reads only shapes and dtypes. Every parameter starts at a multiple of its format's block, so no quantisation group
+    spans two parameters, and results do not depend on the size of a bucket.
+
+    Args:
+        place: name -> (index in `groups` of the parameter's levels, its module or None).
+        bucket_numel: approximate size of the buckets for parameters that belong to no module. A larger parameter gets a
+            bucket of its own.
     """
     formats = {True: method.vector(), False: method.matrix()}
     latest: dict[tuple, int] = {}
@@ -172,7 +177,7 @@ def lay_out(
 
 
 def sent_by(units: Iterable[Unit], micro_batches: int) -> dict[tuple[str, str], int]:
-    """Payload of weights and gradients that a rank sends in one step, by operation and level."""
+    """Payload bytes of weights and gradients that a rank sends in one step, by (operation, level)."""
     sent: dict[tuple[str, str], int] = {}
     for unit in units:
         num_gathers = micro_batches * (1 if unit.stays else 2)

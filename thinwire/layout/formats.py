@@ -1,4 +1,4 @@
-"""How one kind of parameter travels, and what a strategy of such choices looks like to those who carry it out."""
+"""Wire formats: the codecs for one kind of parameter, and the interface of a strategy that chooses them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,15 @@ from thinwire.table import Row
 
 @dataclass(frozen=True)
 class WireFormat:
-    """How one kind of parameter travels.
+    """The codecs for one kind of parameter.
 
-    weights: codec of the all_gather; differences: send master - replica instead of the master itself.
-    intra, inter: codecs of the gradient's hop inside a node and between nodes. feedback: what they lose is kept, and
-    added to the next gradient. fresh: above 0, differences from estimates travel between nodes, see Estimates.
+    Attributes:
+        weights: codec of the all_gather.
+        differences: send master - replica instead of the master itself.
+        intra, inter: codecs of the gradient's hop inside a node and between nodes.
+        feedback: add what these codecs lose to the next gradient.
+        fresh: above 0: send differences from estimates between nodes, see Estimates.
+
     Raises ConfigError for a combination that can't work.
     """
 
@@ -51,7 +55,10 @@ class WireFormat:
 
     @property
     def block(self) -> int:
-        """Parameters and slices start at multiples of this many elements; 4 at least, to be whole 8-byte words."""
+        """Parameters and slices start at multiples of this many elements.
+
+        4 at least, which makes whole 8-byte words.
+        """
         return lcm(4, self.weights.block, self.intra.block, self.inter.block)
 
     @property
@@ -59,7 +66,7 @@ class WireFormat:
         return self.weights, self.intra, self.inter
 
     def lossy_pieces(self, grid: Topology) -> dict[str, tuple[int, ...]]:
-        """The numbers of pieces, of a rank's part each, that gradients' codecs lose something of, by hop."""
+        """For each hop with a lossy codec of gradients, the shape of the pieces (one shard long) that it encodes."""
         pieces: dict[str, tuple[int, ...]] = {}
         if grid.local_size > 1 and not self.intra.traits.lossless:
             pieces["intra"] = grid.num_nodes, grid.local_size
@@ -78,11 +85,11 @@ def _lost_energy(codec: Codec) -> float:
 
 
 class Strategy(Protocol):
-    """A choice of codecs for the two kinds of parameters, as `thinwire.zero` takes it."""
+    """The interface of a strategy for `thinwire.zero`: a choice of codecs for the two kinds of parameters."""
 
     @property
     def name(self) -> str:
-        """What `--strategy` calls it."""
+        """Its name in `--strategy`."""
         ...
 
     def matrix(self) -> WireFormat:
@@ -95,7 +102,7 @@ class Strategy(Protocol):
 
 
 def describe_formats(method: Strategy, grid: Topology) -> list[Row]:
-    """A row for each kind of parameter and each way that it takes on this grid."""
+    """Rows of the start-up table: one for each kind of parameter and each hop on this grid."""
     rows: list[Row] = []
     for kind, wire in {"matrices": method.matrix(), "norms and biases": method.vector()}.items():
         what = "differences" if wire.differences else "weights"
@@ -114,10 +121,10 @@ def describe_formats(method: Strategy, grid: Topology) -> list[Row]:
 
 @dataclass(frozen=True)
 class LevelFormat(WireFormat):
-    """How one kind of parameter travels.
+    """The codecs for one kind of parameter whose weights are cut over ranks.
 
-    shards: codec of the gather of compute weights. weights: of the refresh; differences: it carries master - weight.
-    intra, inter: of the gradient's hop inside a node and between nodes.
+    shards: codec of the gather of compute weights. weights: codec of the refresh from the masters; with `differences`,
+    it carries master - weight. intra, inter: codecs of the gradient's hop inside a node and between nodes.
     """
 
     shards: Codec = field(kw_only=True)

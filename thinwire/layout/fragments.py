@@ -1,4 +1,4 @@
-"""What is exchanged together: the model's layers, dealt out to fragments."""
+"""Fragments: the groups of layers that islands exchange together."""
 
 from __future__ import annotations
 
@@ -23,14 +23,18 @@ def cut(
     block: int,
     whole: Mapping[str, torch.Size] | None = None,
 ) -> list[Layout]:
-    """The trained parameters of `model` as fragments; on all ranks the same.
+    """Divide the trained parameters of `model` into fragments. Every rank gets the same result.
 
-    Layers are the children of its outermost ModuleLists. pattern: "strided", layer l goes to fragment l mod P, or
-    "sequential", each fragment gets layers that follow each other. What lies in no layer, or in several, goes to
-    fragment 0; a tied parameter is there once. num_fragments: P; None: for each three layers one. whole: shapes of
-    parameters of which the model holds a part.
+    Layers are the children of its outermost ModuleLists. Parameters in no layer, or in several, belong to fragment 0. A
+    tied parameter is counted once.
 
-    Raises ConfigError for a pattern that is none, and for more fragments than layers.
+    Args:
+        num_fragments: number P of fragments; None: one for every three layers.
+        pattern: "strided": layer l belongs to fragment l mod P; "sequential": each fragment has consecutive layers.
+        block: each tensor starts at a multiple of this many elements.
+        whole: shapes of parameters of which the model holds only a part.
+
+    Raises ConfigError for an unknown pattern, and for more fragments than layers.
     Source: Douillard et al., "Streaming DiLoCo with overlapping communication" (2025), section 3.1.
     """
     if pattern not in PATTERNS:

@@ -1,4 +1,4 @@
-"""Where a model's layers are, whatever its classes are called."""
+"""Finds a model's layers by structure, not by class name."""
 
 from __future__ import annotations
 

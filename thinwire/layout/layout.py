@@ -1,4 +1,4 @@
-"""Where tensors lie in a flat one. No tensor is held here, and no communicator."""
+"""Where tensors lie in a flat tensor. Holds no tensors and no communicator."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from thinwire.codecs import Codec
 
 @dataclass(frozen=True)
 class Span:
-    """A tensor, or elements [offset, offset + numel) of one, and its place: `length` columns from `start` on."""
+    """A tensor, or its elements [offset, offset + numel), and where they lie: in `length` columns from `start` on."""
 
     name: str
     shape: torch.Size
@@ -29,25 +29,25 @@ class Span:
 
     @property
     def end(self) -> int:
-        """The first column behind its elements, in a layout of one row."""
+        """The first column after its elements, in a layout of one row."""
         return self.start + self.numel
 
     def of(self, flat: Tensor) -> Tensor:
-        """Its elements of a flat tensor of one row, in their shape; a view."""
+        """A view of its elements in a flat tensor of one row, in their own shape."""
         return flat[self.start : self.end].view(self.shape)
 
     def part(self, whole: Tensor) -> Tensor:
-        """Its elements of the tensor that it belongs to, flat; a view."""
+        """A flat view of its elements in the whole tensor that they belong to."""
         return whole.view(-1)[self.offset : self.offset + self.numel]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Tensors side by side in a flat one, [rows, width], each in the same columns of every row; zero elsewhere.
+    """Tensors side by side in a flat tensor [rows, width]; each has the same columns in every row. The rest is zero.
 
-    Element i of a tensor with `length` columns lies in row i // length. In one row, tensors lie one after the other:
-    buckets, fragments. With a row for each rank, each tensor is cut into a slice for every rank: the owner of an
-    element depends on its tensor alone.
+    Element i of a tensor with `length` columns lies in row i // length. With one row, tensors lie one after the other,
+    as in buckets and fragments. With one row per rank, each tensor is cut into a slice for every rank, so the owner of
+    an element depends only on its own tensor.
     """
 
     spans: tuple[Span, ...] = ()
@@ -56,7 +56,7 @@ class Layout:
 
     @classmethod
     def beside(cls, spans: Iterable[Span], rows: int = 1, unit: int = 1) -> Self:
-        """These in their order, wherever they lay before; each takes a multiple of `unit` columns."""
+        """Place these spans side by side in their order. Each gets a multiple of `unit` columns."""
         placed: list[Span] = []
         width = 0
         for span in spans:
@@ -67,7 +67,7 @@ class Layout:
 
     @classmethod
     def of(cls, shapes: Mapping[str, torch.Size], rows: int = 1, unit: int = 1) -> Self:
-        """Whole tensors by name; see `beside`."""
+        """Place whole tensors, given by name and shape; see `beside`."""
         return cls.beside((Span(name, shape) for name, shape in shapes.items()), rows, unit)
 
     @property
@@ -77,7 +77,7 @@ class Layout:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Columns of each tensor."""
+        """Number of columns of each tensor."""
         return tuple(span.length for span in self.spans)
 
     @property
@@ -89,11 +89,11 @@ class Layout:
         return [span.name for span in self.spans]
 
     def zeros(self) -> Tensor:
-        """Flat, fp32, on the CPU."""
+        """A flat tensor of zeros, fp32 on the CPU."""
         return torch.zeros(self.numel)
 
     def pack(self, values: Iterable[Tensor | None], out: Tensor) -> Tensor:
-        """Write the tensors, of any shape, into `out` [numel] or [rows, width]; zero for None, and where none lies."""
+        """Write tensors of any shape into `out`, [numel] or [rows, width]. None and the gaps become zeros."""
         table, end = out.view(self.rows, self.width), 0
         for span, value in zip(self.spans, values, strict=True):
             columns, end = table[:, span.start : span.start + span.length], span.start + span.length
@@ -109,21 +109,21 @@ class Layout:
         return out
 
     def unpack(self, flat: Tensor) -> list[Tensor]:
-        """Flat copies of the tensors: where in memory factors lie may change how a matrix product is rounded."""
+        """Flat copies of the tensors. Copies, because the position in memory can change how a matrix product rounds."""
         table = flat.view(self.rows, self.width)
         columns = ((span, table[:, span.start : span.start + span.length]) for span in self.spans)
         return [part.reshape(-1)[: span.numel].clone() for span, part in columns]
 
     def flat(self, values: Mapping[str, Tensor]) -> Tensor:
-        """The tensors of these names in a new flat one, fp32 [numel] on the CPU."""
+        """A new flat tensor, fp32 [numel] on the CPU, that holds the tensors of these names."""
         return self.pack((values[span.name] for span in self.spans), self.zeros())
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """The tensors that lie in a flat one of one row, by name, in their shapes."""
+        """Views of the tensors in a flat tensor of one row, by name, in their shapes."""
         return {span.name: span.of(flat) for span in self.spans}
 
     def within(self, start: int, end: int) -> Iterator[tuple[Span, int, int]]:
-        """(Tensor, first, last) of those of one row of which elements [first, last) are in [start, end)."""
+        """Yield (span, first, last) for the spans of one row whose elements [first, last) lie in [start, end)."""
         for span in self.spans:
             first, last = max(span.start, start), min(span.end, end)
             if first < last:
@@ -131,6 +131,6 @@ class Layout:
 
 
 def sliced(numels: Iterable[int], world_size: int, *codecs: Codec) -> Layout:
-    """Tensors of so many elements, each cut into a slice for every rank, in whole blocks of the codecs."""
+    """A layout of tensors with these numbers of elements. Each is cut into a slice of whole codec blocks per rank."""
     shapes = {str(number): torch.Size([numel]) for number, numel in enumerate(numels)}
     return Layout.of(shapes, world_size, lcm(*(codec.block for codec in codecs)))

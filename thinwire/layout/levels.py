@@ -1,4 +1,4 @@
-"""Which ranks share what: nested groups of s1, s2 and all P ranks, and who meets whom when shards travel."""
+"""Which ranks share what: nested groups of s1, s2 and all P ranks, and how shards travel between them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from thinwire.errors import ConfigError
 
 @dataclass(frozen=True)
 class Levels:
-    """A grid of P ranks with the weights cut over each s1 neighbours and the gradients over each s2; s1 | s2 | P.
+    """A grid of P ranks. Weights are cut over each s1 neighbours, gradients over each s2 ranks; s1 | s2 | P.
 
-    A flat tensor of n elements has s2 slices; slice i belongs to rank i of each block of s2 ranks, which sums gradients
-    of it. P / s2 ranks, one in each block, share a slice: a column, block q of which owns its piece q, n / P elements.
-    The s2 / s1 ranks of a block with the same rank % s1 are a stack: all of them hold the compute weights of all
-    their slices, which are 1/s1 of the tensor; a rank and its s1 - 1 neighbours hold the whole.
+    A block is s2 consecutive ranks. A flat tensor of n elements has s2 slices; rank i of each block sums the gradients
+    of slice i. A column is the P / s2 ranks that share a slice, one from each block. The rank from block q owns piece q
+    of
+    the slice: n / P elements. A stack is the s2 / s1 ranks of a block with the same rank % s1. All ranks of a stack
+    hold the compute weights of all slices of the stack, 1/s1 of the tensor. A rank and its s1 - 1 neighbours together
+    hold the whole tensor.
     """
 
     topology: Topology
@@ -25,45 +27,45 @@ class Levels:
 
     @property
     def num_blocks(self) -> int:
-        """P / s2: ranks in a column."""
+        """P / s2: number of ranks in a column."""
         return self.topology.world_size // self.gradients_over
 
     @property
     def num_rows(self) -> int:
-        """s2 / s1: ranks in a stack, slices in a rank's compute weights."""
+        """s2 / s1: number of ranks in a stack, and of slices in a rank's compute weights."""
         return self.gradients_over // self.weights_over
 
     @property
     def inside(self) -> str:
-        """What the meter calls the level inside the groups that share whole weights."""
+        """Name in the meter of the level inside the groups that share whole weights."""
         return "pair" if self.weights_over < self.topology.local_size else "intra"
 
     def neighbours(self, rank: int) -> range:
-        """The s1 ranks that hold the whole weights between them."""
+        """The s1 ranks that together hold the whole weights."""
         return _around(rank, self.weights_over)
 
     def block(self, rank: int) -> range:
-        """The s2 ranks that hold the whole gradient between them."""
+        """The s2 ranks that together hold the whole gradient."""
         return _around(rank, self.gradients_over)
 
     def column(self, rank: int) -> range:
-        """The ranks with the same slice, one in each block."""
+        """The ranks with the same slice, one from each block."""
         return range(rank % self.gradients_over, self.topology.world_size, self.gradients_over)
 
     def stack(self, rank: int) -> range:
-        """The ranks of this one's block with the same compute weights."""
+        """The ranks of this rank's block with the same compute weights."""
         block = self.block(rank)
         return range(block.start + rank % self.weights_over, block.stop, self.weights_over)
 
     def piece(self, rank: int) -> int:
-        """The number of the rank's 1/P, in order of elements."""
+        """Number of the rank's 1/P of the elements, in order."""
         return rank % self.gradients_over * self.num_blocks + rank // self.gradients_over
 
 
 def levels_on(topology: Topology, weights_over: int | None, gradients_over: int | None) -> Levels:
-    """The levels that were asked for, or those that follow from the grid where they are None.
+    """The levels with the stated group sizes; None: the size that follows from the grid.
 
-    Raises ConfigError unless s1 divides s2 and s2 divides P, and groups are whole nodes or whole parts of a node.
+    Raises ConfigError unless s1 divides s2, s2 divides P, and every group is whole nodes or divides a node evenly.
     """
     local_size, world_size = topology.local_size, topology.world_size
     near = weights_over if weights_over is not None else (2 if local_size % 2 == 0 else 1)

@@ -23,7 +23,7 @@ ALSO = {
 
 
 def check_axis(name: str) -> None:
-    """Raise ConfigError for what is no axis."""
+    """Raise ConfigError if `name` is not the name of an axis."""
     if name not in AXES:
         close = f"; nearest: {ALSO[name]}" if name in ALSO else nearest(name, AXES)
         raise ConfigError(f"the mesh has an axis {name!r}: must be of {', '.join(AXES)}{close}")
@@ -31,13 +31,13 @@ def check_axis(name: str) -> None:
 
 @dataclass(frozen=True)
 class MeshShape:
-    """The length of each axis, from the outside in."""
+    """The lengths of a mesh's axes, from the outside in."""
 
     sizes: Mapping[str, int]
 
     @classmethod
     def parse(cls, text: str) -> MeshShape:
-        """Read "data=2,tensor=2", in any order; raises ConfigError that names the part that can't be read."""
+        """Parse text such as "data=2,tensor=2", in any order. Raises ConfigError that names the part it can't read."""
         sizes: dict[str, int] = {}
         for part in text.split(","):
             name, _, size = (word.strip() for word in part.partition("="))
@@ -60,32 +60,32 @@ class MeshShape:
 
     @property
     def island_size(self) -> int | None:
-        """Ranks of one island; None without that axis."""
+        """Number of ranks of one island; None without an island axis."""
         return self.world_size // self.sizes["island"] if "island" in self.sizes else None
 
     @property
     def tensor(self) -> int:
-        """Ranks among which matrices are cut."""
+        """Number of ranks over which matrices are cut."""
         return self.sizes.get("tensor", 1)
 
     @property
     def pipeline(self) -> int:
-        """Ranks among which layers are cut."""
+        """Number of ranks over which layers are cut."""
         return self.sizes.get("pipeline", 1)
 
     @property
     def sequence(self) -> int:
-        """Ranks among which the tokens of a sequence are split."""
+        """Number of ranks over which the tokens of a sequence are split."""
         return self.sizes.get("sequence", 1)
 
     @property
     def expert(self) -> int:
-        """Ranks that hold the experts of a mixture between them; each sees data of its own."""
+        """Number of ranks that share the experts of a mixture; each has data of its own."""
         return self.sizes.get("expert", 1)
 
     @property
     def shared(self) -> int:
-        """Ranks that see the same data."""
+        """Number of ranks that have the same data."""
         return self.tensor * self.pipeline * self.sequence
 
     def __str__(self) -> str:

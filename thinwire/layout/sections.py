@@ -1,4 +1,4 @@
-"""Several tensors in one packet, each with a codec of its own, coded as if it travelled alone."""
+"""Several tensors in one packet. Each has its own codec and is encoded as if it travelled alone."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from thinwire.codecs.random import MASK64
 class Section:
     """The next `length` elements of a message, packed by `codec`.
 
-    first, stride: in slice j of the message the codec numbers them from first + j stride, for its randomness. seed:
-    enters besides the message's own; None: the message's alone.
+    first, stride: numbers for the codec's randomness: in slice j of the message, elements count from first + j stride.
+    seed: combined with the message's seed; None: the message's seed only.
     """
 
     codec: Codec
@@ -31,10 +31,10 @@ class Section:
 
 @dataclass(frozen=True)
 class Sections(Codec):
-    """Sections one after the other: no group of a quantiser spans two of them, and neither do packets.
+    """Sections one after the other. Neither a quantisation group nor a packet spans two of them.
 
-    It packs the elements of all sections and no other number of them; `counter` tells the number of the slice.
-    is_shared: draw from the sections' own seeds alone, so that all ranks draw alike.
+    Packs exactly the elements of all sections; `counter` is the number of the slice. is_shared: draw from the sections'
+    own seeds only, so that all ranks draw the same numbers.
     """
 
     parts: tuple[Section, ...]
@@ -42,9 +42,9 @@ class Sections(Codec):
 
     @classmethod
     def of(cls, parts: Sequence[tuple[Codec, int]], most: Sequence[int] = ()) -> Sections:
-        """(codec, elements) each, numbered through; neighbours of one codec that has no groups are put together.
+        """Sections of (codec, elements), numbered through. Neighbours with one codec that has no groups are merged.
 
-        most: elements of each part on other ranks, where those hold more of some, so that all number them alike.
+        most: the largest size of each part on any rank, if sizes differ, so that all ranks number elements alike.
         """
         merged: list[tuple[Codec, int]] = []
         is_same = list(most) == [length for _, length in parts][: len(most)]
@@ -57,17 +57,17 @@ class Sections(Codec):
 
     @classmethod
     def alone(cls, codec: Codec, lengths: Sequence[int], seeds: Sequence[int], *, is_shared: bool = False) -> Sections:
-        """One codec on slices of several tensors: each is numbered, and drawn for, by its own tensor alone.
+        """The same codec on slices of several tensors; each tensor has its own numbering and seed.
 
-        What a value becomes then depends on its tensor and its place there, not on what else is in the message.
-        lengths: whole blocks of the codec.
+        The result for a value then depends only on its tensor and its position there, not on the rest of the message.
+        lengths: in whole blocks of the codec.
         """
         parts = zip(lengths, seeds, strict=True)
         return cls(tuple(Section(codec, length, 0, length, seed) for length, seed in parts), is_shared)
 
     @property
     def numel(self) -> int:
-        """The number of elements that it packs."""
+        """Number of elements of all sections."""
         return sum(part.length for part in self.parts)
 
     @property
@@ -122,7 +122,7 @@ class Sections(Codec):
         return mixed ^ MASK64 if is_opposite else mixed
 
     def _cut(self, x: Tensor, packet: Tensor) -> Iterator[tuple[Section, Tensor, Tensor]]:
-        """Each section, its elements and its bytes."""
+        """Yield each section with its elements and its bytes."""
         values = x.reshape(-1).split([part.length for part in self.parts])
         packets = packet.split([part.codec.packet_bytes(part.length) for part in self.parts])
         yield from zip(self.parts, values, packets, strict=True)

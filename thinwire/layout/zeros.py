@@ -1,4 +1,4 @@
-"""What becomes of weights that get no gradient, said at the start where they may move."""
+"""Start-up rows about weights that get no gradient, for codecs that may move them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WEIGHTS = "weights without a gradient"
 
 
 def describe_zeros(codecs: Iterable[Codec]) -> list[Row]:
-    """A row for each codec of gradients that makes other numbers of zeros; AdamW makes whole steps of them."""
+    """A row for each codec of gradients that doesn't keep zeros: AdamW would make a full step of such a value."""
     moving = dict.fromkeys(codec for codec in codecs if codec.traits.keeps_zeros != 1)
     return [
         (WEIGHTS, f"stay in runs of {run}, others move" if run else "move", f"{codec} has no zero of its own")

@@ -51,7 +51,7 @@ def all_connected(down: Sequence[tuple[int, int]], nodes: Sequence[int]) -> list
 
 
 def all_on_this_machine(world_size: int) -> bool:
-    """Whether all ranks are workers of this machine, or meet at a loopback address, which only this machine can reach."""
+    """Whether all ranks are workers of this machine, or meet at a loopback address, which no other machine reaches."""
     if int(os.environ.get("LOCAL_WORLD_SIZE", "0")) >= world_size:
         return True
     try:

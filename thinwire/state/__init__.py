@@ -1,1 +1,1 @@
-"""What a method remembers, and what every host does with it."""
+"""The state that a method keeps between steps, and what every host does with it."""

@@ -1,4 +1,4 @@
-"""The ranks' one word on a step: the gradient's norm, the loss, a wish to stop, and which parameters had a gradient."""
+"""What the ranks agree on in every step: gradient norm, loss, stop requests, and which parameters had a gradient."""
 
 from __future__ import annotations
 
@@ -16,17 +16,20 @@ NUMBER_BYTES = 8 * NUMBERS
 
 
 def word_bytes(num_parameters: int = 0) -> int:
-    """Bytes of one rank's word: two fp64 numbers, a byte for the wish to stop, a bit for each parameter."""
+    """Bytes of one rank's status: two fp64 numbers, a byte for the stop request, a bit for each parameter."""
     return NUMBER_BYTES + 1 + -(-num_parameters // 8)
 
 
 @dataclass(frozen=True)
 class StepStatus:
-    """What one rank says of a step.
+    """What one rank reports about a step.
 
-    squares: the sum of squares of those elements of the mean gradient that this rank counts; each element of the model
-    is counted by one rank of the mesh. loss: this rank's. stop: whether it wishes to stop. used: for each parameter
-    whether it had a gradient here; empty where nobody asks.
+    Attributes:
+        squares: sum of squares over the elements of the mean gradient that this rank counts. Each element of the model
+            is counted by one rank of the mesh.
+        loss: this rank's.
+        stop: whether this rank asks to stop.
+        used: for each parameter, whether it had a gradient on this rank; empty if that is not needed.
     """
 
     squares: float
@@ -35,7 +38,7 @@ class StepStatus:
     used: Sequence[bool] = ()
 
     def pack(self, num_parameters: int = 0) -> Tensor:
-        """uint8 [word_bytes], with room for so many parameters where others use more."""
+        """The status as uint8 [word_bytes], with room for `num_parameters` parameters if other ranks report more."""
         numbers = np.array([self.squares, self.loss], dtype=np.float64).view(np.uint8)
         used = np.zeros(max(num_parameters, len(self.used)), dtype=np.uint8)
         used[: len(self.used)] = self.used
@@ -44,10 +47,13 @@ class StepStatus:
 
 
 class Agreed(NamedTuple):
-    """What all ranks know after they have told each other their words.
+    """What all ranks know after they have exchanged their statuses.
 
-    norm: the 2-norm of the whole mean gradient. loss: the mean over ranks. stop: whether any rank wishes to stop.
-    used: for each parameter whether any rank that has it had a gradient.
+    Attributes:
+        norm: 2-norm of the whole mean gradient.
+        loss: mean over ranks.
+        stop: whether any rank asks to stop.
+        used: for each parameter, whether it had a gradient on any rank that holds it.
     """
 
     norm: float
@@ -57,9 +63,9 @@ class Agreed(NamedTuple):
 
     @classmethod
     def of(cls, words: Tensor, num_parameters: int = 0, holders: Sequence[int] | None = None) -> Agreed:
-        """From the words of all ranks, uint8 [world_size, word_bytes]; the same on all of them.
+        """Combine the statuses of all ranks, uint8 [world_size, word_bytes]. All ranks get the same result.
 
-        holders: the ranks that have the parameters of `used`; None: all.
+        holders: the ranks that hold the parameters of `used`; None: all.
         """
         rows = words.numpy()
         numbers = np.frombuffer(rows[:, :NUMBER_BYTES].tobytes(), dtype=np.float64).reshape(-1, NUMBERS)

@@ -1,4 +1,7 @@
-"""Is an optimizer elementwise? Sharding cuts tensors anywhere, so its update must not look across elements."""
+"""Tests whether an optimizer is elementwise.
+
+Sharding cuts tensors anywhere, so an update must not depend on neighbours.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,10 @@ from thinwire.optim import SummingOptimizer
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ConfigError unless two steps on halves of a tensor equal two steps on the whole, for every param group.
+    """Raise ConfigError unless two steps on halves of a tensor equal two steps on the whole, for every parameter group.
 
-    The halves have gradients of very different size, so any norm, factorisation or matrix step shows. A
-    SummingOptimizer passes, such as thinwire.Muon: hosts sum what its pieces add.
+    The halves get gradients of very different size, so any norm, factorisation or matrix operation shows. A
+    SummingOptimizer such as thinwire.Muon passes, because hosts add up the sums over its pieces.
     """
     name = type(optimizer).__name__
     # Flat pieces of a parameter, on which it is tried below, are no matrices.
@@ -45,12 +48,12 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
 
 
 def needs_whole_tensors(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer says that its update of an element depends on others, as far as it is known."""
+    """Whether the optimizer declares that its update of an element depends on other elements."""
     return getattr(optimizer, "needs_whole_tensors", False) or isinstance(optimizer, torch.optim.Muon)
 
 
 def state_kinds(optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> list[dict[str, Any]]:
-    """What `optimizer` holds of each parameter after a step: by kind, what it looks like for a few elements."""
+    """For each parameter, the state that `optimizer` holds after a step: an example with a few elements for each kind."""
     if isinstance(optimizer, SummingOptimizer):
         return [optimizer.kinds(param) for param in params]
     groups = optimizer.param_groups
@@ -71,7 +74,7 @@ def state_kinds(optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> l
 
 
 def _stepped(optimizer: torch.optim.Optimizer, group: dict, pieces: list[slice]) -> Tensor:
-    """The values after two steps of a twin of `optimizer`."""
+    """The values after two steps of a copy of `optimizer`."""
     _, params = _stepped_twin(optimizer, group, pieces)
     return torch.cat([param.detach() for param in params])
 
@@ -83,10 +86,10 @@ def _stepped_twin(
     shape: torch.Size | None = None,
     like: Tensor | None = None,
 ) -> tuple[torch.optim.Optimizer, list[Tensor]]:
-    """A twin of `optimizer` that shares nothing with it, on its device, after two steps; and its parameters.
+    """A copy of `optimizer` that shares nothing with it, on its device, after two steps; and the copy's parameters.
 
-    shape: of the one piece; None: flat. like: a parameter of the group whose state the twin's resembles, if it has any;
-    by default the first.
+    shape: of the copy's only parameter; None: flat. like: the parameter whose state the copy starts with, if it has
+    any; by default the first of the group.
     """
     device = group["params"][0].device if group["params"] else None
     values = torch.linspace(-1.0, 1.0, 8, device=device)
@@ -112,7 +115,7 @@ def _stepped_twin(
 
 
 def _state_like(held: dict[str, Any], param: Tensor, values: Tensor) -> dict[str, Any]:
-    """The state of `param` as it would be for `values`, with the first element's everywhere."""
+    """The state of `param`, resized for `values`: every element gets the first element's value."""
     return {
         key: torch.full_like(values, float(value.flatten()[0]))
         if is_elementwise(value, param)
@@ -122,5 +125,5 @@ def _state_like(held: dict[str, Any], param: Tensor, values: Tensor) -> dict[str
 
 
 def is_elementwise(value: object, param: Tensor) -> bool:
-    """Whether a piece of optimizer state has one entry for each element of the parameter."""
+    """Whether a value in an optimizer's state has one entry for each element of the parameter."""
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape == param.shape and value.numel() > 0

@@ -1,4 +1,4 @@
-"""What a method keeps between steps: tensors by kind and parameter, each with the rule that moves it to other ranks."""
+"""State that a method keeps between steps: tensors by kind and parameter, with rules for moving to other ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Saved = Callable[[str, str], Tensor | None]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a method works. shapes: of the trained parameters, by name; rank: this one, of those on the grid."""
+    """Where a method runs. shapes: of the trained parameters, by name. rank: this rank's position on the grid."""
 
     shapes: Mapping[str, torch.Size]
     grid: Topology
@@ -34,8 +34,10 @@ class Place:
 class KeptSpan(NamedTuple):
     """Elements [start, start + length) of a kept tensor belong to [offset, offset + length) of its parameter.
 
-    divisor: the mean over ranks is the sum over ranks of what they keep, over this. holders: ranks that keep each of
-    these elements. name: of the parameter, where the tensor is kept under another name.
+    Attributes:
+        divisor: mean over ranks = sum over ranks of what they keep / divisor.
+        holders: number of ranks that keep each of these elements.
+        name: of the parameter, if the tensor is kept under another name.
     """
 
     start: int
@@ -47,7 +49,7 @@ class KeptSpan(NamedTuple):
 
 
 class Merge(Enum):
-    """What becomes of a tensor when other ranks load it. SAME: all take the first rank's. OWN: it is dropped."""
+    """How other ranks load a tensor. SAME: all ranks load the first rank's. OWN: it is dropped."""
 
     SAME = "same"
     OWN = "own"
@@ -55,9 +57,9 @@ class Merge(Enum):
 
 @dataclass(frozen=True)
 class MeanMerge:
-    """A tensor in spans, of which the mean over ranks is carried, as `kind`; any method that keeps the kind takes it.
+    """A tensor in spans whose mean over ranks is saved as `kind`. Any method that keeps this kind can load it.
 
-    Where several tensors of one kind belong to a parameter, the first that was added takes all of its mean.
+    If a method keeps several tensors of one kind for a parameter, the one that was added first gets the whole mean.
     """
 
     kind: str
@@ -65,7 +67,10 @@ class MeanMerge:
 
 @dataclass(frozen=True)
 class Residual(MeanMerge):
-    """Error feedback: what was not sent yet. after_clip: the number of Clip that scales it after clipping, if any."""
+    """Error feedback: what was not sent yet. after_clip: the field of Clip that scales it after clipping.
+
+    None: not scaled.
+    """
 
     kind: str = GRADIENTS
     after_clip: Literal["share", "factor"] | None = "share"
@@ -95,7 +100,7 @@ class Kept:
         self._shapes = shapes
 
     def __getitem__(self, name: str) -> Tensor:
-        """The tensor of this name: zeros, fp32, the first time."""
+        """The tensor of this name; on first use, zeros in fp32."""
         if name not in self.tensors:
             self.tensors[name] = torch.zeros(self.shapes()[name], device=self.device)
         return self.tensors[name]
@@ -108,14 +113,14 @@ class Kept:
         return self.tensors.get(name)
 
     def shapes(self) -> dict[Any, torch.Size]:
-        """The shape of each tensor that is kept, or will be."""
+        """The shape of each tensor that is kept now or will be."""
         if self._is_foreign:
             return {name: tensor.shape for name, tensor in self.tensors.items()}
         return self._planned_shapes()
 
     @property
     def planned_bytes(self) -> int:
-        """Bytes of all that will be kept."""
+        """Bytes of all tensors that will be kept."""
         return FP32_BYTES * sum(shape.numel() for shape in self._planned_shapes().values())
 
     def _planned_shapes(self) -> dict[Any, torch.Size]:
@@ -125,7 +130,10 @@ class Kept:
         return {name: shape for name, shape in found.items() if shape is not None}
 
     def spans(self, name: Any, shape: torch.Size) -> list[KeptSpan]:
-        """Where the elements of a tensor of this shape belong; without a rule each has its place in the parameter."""
+        """Which elements of the parameter the elements of a tensor of this shape belong to.
+
+        By default, the same elements.
+        """
         if self._spans_of is None:
             ranks = self._place.grid.world_size
             return [KeptSpan(0, 0, shape.numel(), ranks, ranks)]
@@ -133,13 +141,13 @@ class Kept:
         return [span for span in found if span.length > 0]
 
     def owners(self, name: Any, shape: torch.Size) -> list[str]:
-        """The parameters that a tensor of this shape belongs to."""
+        """The parameters to which a tensor of this shape belongs."""
         return [*dict.fromkeys(span.name or str(name) for span in self.spans(name, shape))]
 
     def spread(self, shapes: Mapping[Any, torch.Size], mean_of: Callable[[str], Tensor | None]) -> set[str]:
-        """Keep tensors of these shapes, filled with this rank's part of the means over ranks.
+        """Create tensors of these shapes, filled with this rank's part of the means over ranks.
 
-        mean_of: the mean of a parameter, flat; None where there is none. Returns the parameters that had one.
+        mean_of: parameter -> its mean, flat; None if there is none. Returns the parameters that had a mean.
         """
         taken: set[str] = set()
         for name, shape in shapes.items():
@@ -156,23 +164,28 @@ class Kept:
         return taken
 
     def forget(self, name: Any) -> None:
-        """Drop a tensor that is not finite; of one that belongs to several parameters, the values that are not."""
+        """Drop a tensor that is not finite.
+
+        If it belongs to several parameters, drop only the values that are not finite.
+        """
         if self._shapes is not None:
             self.tensors[name].nan_to_num_(0.0, 0.0, 0.0)
         else:
             del self.tensors[name]
 
     def replace(self, tensors: Mapping[Any, Tensor]) -> None:
-        """Keep copies of these tensors, and nothing else."""
+        """Keep copies of these tensors and drop all others."""
         copies = {name: tensor.clone() for name, tensor in tensors.items()}
         self.tensors.clear()
         self.tensors.update(copies)
 
 
 class State:
-    """All that a method keeps between steps. It is saved, moved to other ranks, scaled and dropped here alone.
+    """All state that a method keeps between steps.
 
-    together: one value that is not finite drops all of it.
+    Saving, moving to other ranks, scaling and dropping happen only here.
+
+    together: one value that is not finite drops the whole state.
     """
 
     def __init__(self, place: Place, *, together: bool = False) -> None:
@@ -194,37 +207,38 @@ class State:
         shapes: Mapping[str, torch.Size] | None = None,
         device: torch.device | None = None,
     ) -> Kept:
-        """Keep a kind of tensor.
+        """Add a kind of tensor to the state.
 
         Args:
-            kind: its name in what is saved.
-            merge: how other ranks take it over.
-            shape_of: (parameter, its shape) -> the shape of what is kept for it, None for nothing.
-            spans_of: (parameter, its shape) -> where the elements belong; without it tensors are whole.
-            row: the row of the memory plan that it counts in.
-            tensors: where somebody else keeps them, under keys of his own.
-            shapes: what is kept, by a name of its own, where tensors belong to several parameters, as spans tell.
-            device: where tensors lie; the CPU by default.
+            kind: name in saved states.
+            merge: how other ranks load it.
+            shape_of: (parameter, its shape) -> shape of the tensor kept for it; None: no tensor.
+            spans_of: (parameter, its shape) -> the spans of the parameter that the elements belong to; by default
+                tensors are kept whole.
+            row: row of the memory plan in which the tensors count.
+            tensors: a dictionary that its owner fills, under any keys.
+            shapes: shapes by any name, for tensors that belong to several parameters; `spans_of` then names these.
+            device: of the tensors; None: the CPU.
         """
         self._kinds[kind] = Kept(self.place, merge, shape_of, spans_of, row, tensors, shapes, device)
         return self._kinds[kind]
 
     def add_attributes(self, owner: object, *names: str) -> None:
-        """Save these attributes of an object, numbers or containers of them, and set them when the state is loaded."""
+        """Save these attributes of `owner`, numbers or containers of numbers, and set them when the state is loaded."""
         self._attributes |= dict.fromkeys(names, owner)
 
     def add_part(self, name: str, part: State) -> None:
-        """Keep the state of another method in this one."""
+        """Include the state of another method, under `name`."""
         self._parts[name] = part
 
     def _all(self) -> Iterator[tuple[str, Kept]]:
-        """(Path in what is saved, kind), parts first."""
+        """Yield (path in saved states, kind), parts first."""
         for name, part in self._parts.items():
             yield from ((f"{name}/{path}", kept) for path, kept in part._all())
         yield from self._kinds.items()
 
     def kept_bytes(self) -> dict[str, int]:
-        """Bytes of this rank by row of the memory plan, where there are any."""
+        """Bytes that this rank keeps, by row of the memory plan; rows without bytes are left out."""
         rows: dict[str, int] = {}
         for _, kept in self._all():
             if kept.row is not None and kept.planned_bytes:
@@ -232,9 +246,9 @@ class State:
         return rows
 
     def residuals(self) -> dict[str, Tensor]:
-        """By parameter, in its shape, what this rank was given and has not passed on, in units of a rank's gradient.
+        """For each parameter, in its shape, what this rank has not sent yet, in units of a rank's gradient.
 
-        Sum over steps of what came out + mean over ranks of this = sum over steps of the mean that was put in.
+        sum over steps of the outputs + mean over ranks of these residuals = sum over steps of the mean inputs
         """
         shapes, ranks = self.place.shapes, self.place.grid.world_size
         found: dict[str, Tensor] = {}
@@ -247,7 +261,7 @@ class State:
         return {name: flat.view(shapes[name]) for name, flat in found.items()}
 
     def scale_residuals(self, clip: Clip) -> None:
-        """Shorten error feedback after a step that was clipped; see Clipping."""
+        """Scale error feedback after a step that was clipped; see Clipping."""
         for _, kept in self._all():
             if isinstance(kept.merge, Residual) and kept.merge.after_clip:
                 by = getattr(clip, kept.merge.after_clip)
@@ -255,7 +269,10 @@ class State:
                     tensor.mul_(by)
 
     def forget(self) -> list[str]:
-        """A step was skipped: drop each tensor with a value that is not finite; the names of their parameters."""
+        """After a skipped step, drop each tensor with a value that is not finite.
+
+        Return the names of their parameters.
+        """
         dropped = {name: None for part in self._parts.values() for name in part.forget()}
         odd = [
             (kept, name)
@@ -271,7 +288,7 @@ class State:
         return [*dropped]
 
     def shares(self) -> list[Share]:
-        """The parts of what state_dict gives that another number of ranks can take over."""
+        """The parts of `state_dict` that another number of ranks can load."""
         return [
             Share(kept.merge.kind, span.name or str(name), f"{path}/{name}", *span[:3], 1 / span.divisor)
             for path, kept in self._all()
@@ -281,9 +298,9 @@ class State:
         ]
 
     def take_over(self, saved: Saved) -> None:
-        """Go on from what other ranks, or another method, had kept.
+        """Load what other ranks, or another method, saved.
 
-        Where the method was the same, load_state_dict with the state of the first rank comes before.
+        If the method is the same, call load_state_dict with the first rank's state before.
         """
         taken: set[tuple[str, str]] = set()
         for _, kept in self._all():
@@ -297,7 +314,7 @@ class State:
                 taken |= {(kind, name) for name in own}
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of all that is kept."""
+        """Copies of all state."""
         return {
             **{name: part.state_dict() for name, part in self._parts.items()},
             **{kind: {name: t.clone() for name, t in kept.tensors.items()} for kind, kept in self._kinds.items()},
@@ -305,7 +322,7 @@ class State:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Keep copies of what state_dict gave, and nothing else."""
+        """Replace all state by copies of what `state_dict` returned."""
         for name, part in self._parts.items():
             part.load_state_dict(state[name])
         for kind, kept in self._kinds.items():
@@ -315,5 +332,5 @@ class State:
 
 
 def _untaken(saved: Saved, taken: set[tuple[str, str]], kind: str, name: str) -> Tensor | None:
-    """The mean that was saved of a parameter, unless another tensor has taken it."""
+    """The saved mean of a parameter, unless another tensor has loaded it already."""
     return None if (kind, name) in taken else saved(kind, name)

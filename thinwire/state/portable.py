@@ -1,4 +1,4 @@
-"""The user's optimizer and its weights, in pieces that any layout can take; the same for every host."""
+"""Saves and loads the user's optimizer and its weights in pieces that any layout can load; the same for every host."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ BETAS = ("beta1", "beta2")
 
 @dataclass(frozen=True)
 class Held:
-    """What the user's optimizer steps of a parameter: `tensor` is elements [offset, offset + n) of `numel`.
+    """The tensor of a parameter that the user's optimizer steps: elements [offset, offset + n) of `numel`.
 
-    is_copy: every rank holds the whole.
+    is_copy: every rank holds the whole parameter.
     """
 
     tensor: Tensor
@@ -41,17 +41,17 @@ class Held:
     is_copy: bool = False
 
     def piece(self, values: Tensor | None = None) -> Piece:
-        """These elements of the parameter, or of another tensor like it."""
+        """These elements of the parameter, or of another tensor of its shape, as a Piece."""
         flat = (self.tensor if values is None else values).detach().view(-1)
         return Piece(self.numel, self.offset, flat, self.is_copy)
 
     def record(self, record: Record, values: Tensor) -> Piece:
-        """State that has no entry for each element."""
+        """State without an entry for each element, as a Piece."""
         return Piece(record.numel, record.offset, values.detach().view(-1), self.is_copy)
 
 
 class StateDict(Source):
-    """What `state_dict_of` gave on this rank, read like a checkpoint; only the same layout takes it back."""
+    """The result of `state_dict_of` on this rank, read like a checkpoint. Only the same layout can load it."""
 
     def __init__(self, state_dict: Mapping[str, Any]) -> None:
         self._begin(0, 1)
@@ -59,11 +59,11 @@ class StateDict(Source):
         self._index = {name: [] for name in self._tensors}
 
     def holds(self, name: str, numel: int) -> bool:
-        """True: the layout is the same, and a piece without elements was not saved."""
+        """True: the layout is the same, and pieces without elements were not saved."""
         return True
 
     def fits(self, layout: Mapping[str, Any]) -> bool:
-        """True; raises ConfigError, with every difference, where the layout is another."""
+        """True. Raises ConfigError that names every difference if the layout is another."""
         check_layout(layout, self.layout)
         self.is_same = True
         return True
@@ -78,7 +78,7 @@ class StateDict(Source):
 
 
 def state_dict_of(snapshot: Snapshot, param_groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A snapshot and the options of the optimizer's groups, such as lr, as copies: numbers, strings and tensors."""
+    """A snapshot, and the options of the optimizer's groups such as lr, copied into numbers, strings and tensors."""
     numbers, pieces = replace(snapshot, shares=[]).to_json(0)
     return {
         "numbers": numbers,
@@ -89,16 +89,17 @@ def state_dict_of(snapshot: Snapshot, param_groups: Sequence[Mapping[str, Any]])
 
 
 def load_param_groups(param_groups: Sequence[dict[str, Any]], state_dict: Mapping[str, Any]) -> None:
-    """Set the options of the optimizer's groups to those that `state_dict_of` was given."""
+    """Set the options of the optimizer's groups to those in a `state_dict_of`."""
     for group, saved in zip(param_groups, state_dict["param_groups"], strict=True):
         group.update(copy.deepcopy(saved))
 
 
 def add_optimizer(snapshot: Snapshot, inner: torch.optim.Optimizer, held: Mapping[str, Held]) -> Snapshot:
-    """Put weights and what the optimizer holds of them into the snapshot, by parameter.
+    """Add the weights, and the optimizer's state for them, to the snapshot, by parameter.
 
-    What has no entry for each element is a tensor of its own, of which each rank has the rows that the optimizer's
-    `records` name. Raises ConfigError for other state that is no number, such as a matrix's factors.
+    State without an entry for each element is saved as a tensor of its own, in which each rank has the rows that the
+    optimizer's `records` name. Raises ConfigError for any other state that is not a number, such as factors of a
+    matrix.
     """
     groups = group_of(inner)
     for name, mine in held.items():
@@ -125,10 +126,10 @@ def add_optimizer(snapshot: Snapshot, inner: torch.optim.Optimizer, held: Mappin
 
 @torch.no_grad()
 def restore_optimizer(source: Source, inner: torch.optim.Optimizer, held: Mapping[str, Held]) -> None:
-    """Fill the weights, and give the optimizer what was saved of them, whatever the layout was.
+    """Load the weights and the optimizer's state, whatever layout saved them.
 
-    A parameter keeps its place only where everything that the optimizer holds of it is there, but for flags, which are
-    then those of a new one: it starts anew otherwise.
+    A parameter's state is loaded only if all of it was saved; otherwise that parameter starts with fresh state. Missing
+    flags get the values of a new optimizer.
     """
     kinds_of, groups = state_kinds(inner, [mine.tensor for mine in held.values()]), group_of(inner)
     pieces = {f"{WEIGHTS}/{name}": mine.piece() for name, mine in held.items()}
@@ -158,10 +159,10 @@ def state_for(
     into: Mapping[str, Tensor] | None = None,
     records: Mapping[str, Record] | None = None,
 ) -> dict[str, Any]:
-    """The optimizer's state of a parameter, whose pieces are added to those to be read; empty where some is missing.
+    """The optimizer's state of a parameter; empty if some of it was not saved. Adds what must be read to `pieces`.
 
-    into: by kind, where a tensor is read to; by default a new one. records: where the kinds lie that have no entry for
-    each element; one of another size is missing.
+    into: for each kind, the tensor to read into; None: new ones. records: the places of the kinds without an entry for
+    each element; a saved one of another size counts as missing.
     """
     state: dict[str, Any] = {}
     wanted: dict[str, Piece] = {}
@@ -196,26 +197,26 @@ def state_for(
 
 
 def records_of(inner: torch.optim.Optimizer, mine: Held) -> dict[str, Record]:
-    """Where what the optimizer holds of a parameter lies, by kind, if it has no entry for each element."""
+    """For each kind of optimizer state without an entry for each element, where it lies."""
     return inner.records(mine.tensor) if isinstance(inner, SummingOptimizer) else {}
 
 
 def group_of(inner: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
-    """The optimizer's group of each tensor, by its id; it has none of a tensor without an element here."""
+    """The optimizer's group of each tensor, by the tensor's id. Tensors without elements on this rank have none."""
     return {id(tensor): group for group in inner.param_groups for tensor in group["params"]}
 
 
 def add_betas(snapshot: Snapshot, name: str, group: Mapping[str, Any]) -> None:
-    """Note how fast the moments of a parameter forget, for an optimizer that forgets at another pace."""
+    """Save the betas of a parameter, so that an optimizer with other betas can rescale the moments."""
     for kind, beta in zip(BETAS, group.get("betas", ()), strict=False):
         snapshot.scalars.setdefault(kind, {})[name] = float(beta)
 
 
 def rescale(source: Source, name: str, state: Mapping[str, Any], group: Mapping[str, Any]) -> Iterator[str]:
-    """Make moments that were read those of this optimizer: m (1 - beta^t) / (1 - b^t), where b is the saved one's beta.
+    """Rescale loaded moments for this optimizer's betas: m (1 - beta^t) / (1 - b^t), with b the beta that was saved.
 
-    Divided by 1 - beta^t at step t they are then what the saved optimizer stepped with. A frozen variance is divided by
-    nothing, as with a beta of 0. Yields the kinds that were changed.
+    Divided by 1 - beta^t at step t, they then equal what the saved optimizer used. A frozen variance is not divided, as
+    if its beta were 0. Yields the kinds that were changed.
     """
     for kind, number in MOMENTS.items():
         if kind not in state or "betas" not in group:
@@ -231,7 +232,7 @@ def rescale(source: Source, name: str, state: Mapping[str, Any], group: Mapping[
 
 
 def report_optimizer(source: Source, kinds: set[str], fresh: int, num_held: int, rescaled: Iterable[str]) -> None:
-    """Note what became of weights and optimizer: `fresh` of `num_held` parameters start anew."""
+    """Note in the load report what became of weights and optimizer: `fresh` of `num_held` parameters start anew."""
     source.note("weights", "carried", f"from {source.world_size} rank(s), in pieces")
     there = {*source.kinds(OPTIMIZER), *source.scalar_kinds}.difference(BETAS)
     carried = sorted(there & kinds)

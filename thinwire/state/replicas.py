@@ -1,4 +1,4 @@
-"""Ranks that hold the same model: made equal at the start, compared later."""
+"""Replicas of a model: made equal at the start, compared later."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from thinwire.table import Row
 
 
 class ReplicaError(ThinwireError, RuntimeError):
-    """The replicas of the model are no longer the same bits on all ranks."""
+    """The replicas of the model no longer have the same bits on all ranks."""
 
 
 # A prime, so that the rows of no usual matrix fall on the same columns.
@@ -27,7 +27,7 @@ FINGERPRINT_COLUMNS = 4093
 
 
 def digest(parts: Iterable[bytes | memoryview | Tensor]) -> Tensor:
-    """16 bytes, as uint8, that stand for the bits of all parts."""
+    """A 16-byte hash of the bits of all parts, as uint8."""
     state = hashlib.blake2b(digest_size=16)
     for part in parts:
         if isinstance(part, Tensor):
@@ -38,9 +38,9 @@ def digest(parts: Iterable[bytes | memoryview | Tensor]) -> Tensor:
 
 
 def fingerprint(values: Tensor) -> int:
-    """A sum over the bits, as 8-byte words, that depends on their place: edits, swaps and flips change it.
+    """A checksum of the bits, as 8-byte words, that depends on their order: edits, swaps and bit flips change it.
 
-    values: flat and contiguous; what is no whole word at the end counts as one.
+    values: flat and contiguous; an incomplete word at the end counts as one word.
     """
     octets = values.view(torch.uint8)
     if octets.storage_offset() % 8:
@@ -55,13 +55,13 @@ def fingerprint(values: Tensor) -> int:
 
 
 def odd_ranks(comm: Communicator, mine: Tensor) -> list[int]:
-    """The ranks whose digest differs from the first rank's; a collective."""
+    """The ranks whose digest differs from the first rank's. A collective."""
     digests = comm.wait(comm.all_gather_exact(mine))
     return [comm.global_ranks[r] for r in range(comm.world_size) if not torch.equal(digests[r], digests[0])]
 
 
 def same_options(comm: Communicator, asked: str) -> None:
-    """Raise ConfigError where ranks ask for different things; a collective."""
+    """Raise ConfigError if ranks ask for different options. A collective."""
     if odd := odd_ranks(comm, digest([asked.encode()])):
         raise ConfigError(f"rank {odd[0]} asks for other options than rank {comm.global_ranks[0]}; here: {asked}")
 
@@ -69,9 +69,9 @@ def same_options(comm: Communicator, asked: str) -> None:
 def check_agreement(
     group: dist.ProcessGroup | Sequence[int] | DeviceMesh | None, options: Mapping[str, object], timeout_s: float
 ) -> None:
-    """Raise ConfigError on all ranks where one was given another option than the first rank; a collective.
+    """Raise ConfigError on all ranks if any rank's options differ from the first rank's. A collective.
 
-    It comes before there is a Communicator, whose messages would not fit each other where local sizes differ.
+    It runs before there is a Communicator: with different local sizes, a Communicator's messages would not match.
     """
     members = own_members(group, timeout_s)
     if members.group is None:
@@ -91,14 +91,14 @@ def check_agreement(
 
 
 def shown(value: object) -> str:
-    """The value in a message, alike in all processes: an object that shows its address is shown by its class."""
+    """The value as text, the same in all processes: an object that would show its address is shown by its class."""
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(shown, value))}]"
     return type(value).__name__ if type(value).__repr__ is object.__repr__ else repr(value)
 
 
 def optimizer_options(optimizer: torch.optim.Optimizer | None) -> dict[str, object]:
-    """The kind of an optimizer and the numbers of each of its groups, such as lr; for `check_agreement`."""
+    """The class of an optimizer and the numbers of each of its groups, such as lr; for `check_agreement`."""
     if optimizer is None:
         return {"optimizer": None}
     groups = {
@@ -111,9 +111,9 @@ def optimizer_options(optimizer: torch.optim.Optimizer | None) -> dict[str, obje
 
 
 def compare_replicas(comm: Communicator, tensors: Iterable[Tensor], step: int, num_kinds: int = 1) -> None:
-    """Raise ReplicaError that names the ranks whose tensors are not those of the first of their kind, bit for bit.
+    """Raise ReplicaError that names the ranks whose tensors differ, bit for bit, from those of the first of their kind.
 
-    num_kinds: rank r holds what rank r % num_kinds holds. A collective.
+    num_kinds: rank r holds the same tensors as rank r % num_kinds. A collective.
     """
     # Who holds something alone needn't read it.
     if comm.world_size == num_kinds:
@@ -129,17 +129,17 @@ def compare_replicas(comm: Communicator, tensors: Iterable[Tensor], step: int, n
 
 
 def short_digest(content: object) -> str:
-    """16 hexadecimal digits that stand for nested lists of strings and numbers."""
+    """A hash of nested lists of strings and numbers, 16 hexadecimal digits."""
     return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 
 
 def shapes_digest(trained: Mapping[str, Tensor]) -> str:
-    """The same for the names and shapes of the trained tensors."""
+    """The same hash of the names and shapes of the trained tensors."""
     return short_digest([(name, tuple(tensor.shape)) for name, tensor in trained.items()])
 
 
 def equal_bits(comm: Communicator, tensors: Iterable[Tensor]) -> bool:
-    """Give all ranks the first one's values where any of them differ; whether none did. A collective."""
+    """Give all ranks the first rank's values if any differ. Return whether they were equal. A collective."""
     tensors = list(tensors)
     if not odd_ranks(comm, digest(tensors)):
         return True
@@ -151,21 +151,21 @@ def equal_bits(comm: Communicator, tensors: Iterable[Tensor]) -> bool:
 
 
 def check_layout(here: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Raise ConfigError with every entry in which a saved state's layout differs from the one here."""
+    """Raise ConfigError that lists every entry in which a saved state's layout differs from this one."""
     differing = [f"{key}: saved {saved.get(key)!r}, here {here[key]!r}" for key in here if here[key] != saved.get(key)]
     if differing:
         raise ConfigError("this optimizer state does not fit: " + "; ".join(differing))
 
 
 def trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
-    """`fitting_parameters`, for which torch.distributed must be initialised; raises ConfigError where it is not."""
+    """The result of `fitting_parameters`. Raises ConfigError if torch.distributed is not initialised."""
     if not dist.is_initialized():
         raise ConfigError("torch's wrappers need a process group: call torch.distributed.init_process_group first")
     return fitting_parameters(model, optimizer)
 
 
 def fitting_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
-    """The model's parameters that are trained, by name; raises ConfigError where the optimizer does not fit them."""
+    """The model's trainable parameters by name. Raises ConfigError if they do not match the optimizer's."""
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
     named = {name: param for name, param in model.named_parameters() if param.requires_grad}
     missing = [name for name, param in named.items() if id(param) not in held]
@@ -183,7 +183,7 @@ def fitting_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
 
 
 def updates_any(optimizer: torch.optim.Optimizer, tensors: Sequence[Tensor]) -> bool:
-    """Whether the optimizer holds one of these tensors, or a plain one in the memory of one."""
+    """Whether the optimizer holds one of these tensors, or a plain tensor that shares memory with one."""
     own = {id(tensor) for tensor in tensors}
     memory = {tensor.untyped_storage().data_ptr() for tensor in tensors if not isinstance(tensor, DTensor)}
     for group in optimizer.param_groups:
@@ -195,15 +195,16 @@ def updates_any(optimizer: torch.optim.Optimizer, tensors: Sequence[Tensor]) -> 
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """The optimizer whose steps change weights, behind a wrapper such as Accelerate's."""
+    """The optimizer that updates the weights, inside a wrapper such as Accelerate's."""
     held = getattr(optimizer, "optimizer", None)
     return held if isinstance(held, torch.optim.Optimizer) else optimizer
 
 
 def check_updates(optimizer: object, tensors: Sequence[Tensor], wrapped_by: str) -> None:
-    """Raise ConfigError for what is no optimizer, or one that holds none of the model's parameters.
+    """Raise ConfigError unless `optimizer` is an optimizer that holds one of the model's parameters.
 
-    tensors: the model's parameters, and plain tensors in their memory. wrapped_by: what may have replaced them.
+    tensors: the model's parameters, and plain tensors in their memory. wrapped_by: the call that may have replaced
+    them.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer is a {type(optimizer).__name__}: must be the torch.optim.Optimizer of this model")
@@ -215,7 +216,7 @@ def check_updates(optimizer: object, tensors: Sequence[Tensor], wrapped_by: str)
 
 
 def check_device(named: Mapping[str, nn.Parameter]) -> torch.device:
-    """The device of all these parameters: the CPU, or the current CUDA device. Raises ConfigError for another."""
+    """The device of all these parameters: the CPU, or the current CUDA device. Raises ConfigError for any other."""
     device = next(iter(named.values())).device
     for name, param in named.items():
         if isinstance(param, nn.parameter.UninitializedParameter) or param.device.type not in ("cpu", "cuda"):
@@ -233,9 +234,9 @@ def check_device(named: Mapping[str, nn.Parameter]) -> torch.device:
 
 
 def same_start(model: nn.Module, comm: Communicator) -> Row:
-    """Give all ranks the first rank's weights and buffers, sending them only where they differ; a collective.
+    """Give all ranks the first rank's weights and buffers, sending them only if they differ. A collective.
 
-    Raises ConfigError where names, shapes or dtypes differ.
+    Raises ConfigError if names, shapes or dtypes differ.
     """
     tensors = {name: t.data for name, t in [*model.named_parameters(), *model.named_buffers()]}
     shapes = repr([(name, tuple(t.shape), str(t.dtype)) for name, t in tensors.items()])

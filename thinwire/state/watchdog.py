@@ -1,4 +1,4 @@
-"""A run that learns nothing any more says so, instead of going on for days."""
+"""Stops a run whose gradient has been zero or not finite for too long."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ DEFAULT_DEAD_STEPS = 20
 
 
 class DeadGradientError(ThinwireError, RuntimeError):
-    """The norm of the gradient was zero, or no number, for many steps in a row."""
+    """The norm of the gradient was zero or not finite for many steps in a row."""
 
 
 class Watchdog:
-    """Counts steps in a row whose gradient can't teach anything.
+    """Counts consecutive steps whose gradient is zero or not finite.
 
-    limit: so many of them are one too many; 0 watches nothing. Raises ConfigError for a limit below 0.
+    limit: number of such steps that ends the run; 0: no limit. Raises ConfigError for a limit below 0.
     """
 
     def __init__(self, limit: int) -> None:
@@ -26,7 +26,7 @@ class Watchdog:
         self._in_a_row = 0
 
     def note(self, norm: float, step: int) -> None:
-        """Take in the global norm of the mean gradient of `step`; raises DeadGradientError at the limit."""
+        """Record the norm of the mean gradient of `step`. Raises DeadGradientError at the limit."""
         is_dead = norm == 0.0 or not math.isfinite(norm)
         self._in_a_row = self._in_a_row + 1 if is_dead else 0
         if self.limit and self._in_a_row >= self.limit:

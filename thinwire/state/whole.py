@@ -1,4 +1,4 @@
-"""Whole tensors to and from where they lie: plain ones, and those that a mesh of ranks shards (DTensor)."""
+"""Reads and writes whole tensors, whether plain or sharded over a mesh of ranks (DTensor)."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A copy of the whole tensor, plain; a collective over the mesh of one that is sharded."""
+    """A plain copy of the whole tensor. For a sharded tensor, a collective over its mesh."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """What of it lies on this rank."""
+    """This rank's part of the tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
 def write_whole(tensor: Tensor, value: Tensor) -> None:
-    """Write `value`, whole and the same on all ranks, in place; where the tensor is sharded, this rank's part of it."""
+    """Write `value`, a whole tensor that is the same on all ranks, in place.
+
+    A sharded tensor takes this rank's part.
+    """
     if not isinstance(tensor, DTensor):
         tensor.copy_(value)
         return

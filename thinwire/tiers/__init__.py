@@ -1,4 +1,4 @@
-"""Storage as one more slow link: files on a disk with a rate, a meter and checksums, behind memory of a fixed size."""
+"""Disk as one more slow link: files with a limited rate, a meter and checksums, behind memory of a fixed size."""
 
 from thinwire.tiers.coding import PLAIN, Coding
 from thinwire.tiers.file import DiskFile, Pace, TierMeter, TierReading

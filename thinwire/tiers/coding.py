@@ -1,4 +1,4 @@
-"""How numbers lie on a disk: as they are, or by a codec."""
+"""The form in which numbers are stored on a disk: plain, or encoded by a codec."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ ABOVE_STEP = 1 + 2**-7
 
 @dataclass(frozen=True)
 class Coding:
-    """What lies on a disk in place of fp32 numbers: the packets of a codec.
+    """How fp32 numbers are stored on a disk: as packets of a codec, or plain.
 
-    of_roots: packets of square roots, for numbers that are never negative, such as second moments. With integers, a
-    root below one step of its group, other than zero, is raised to that step: the numbers divide others, and a zero
-    would blow these up.
+    of_roots: store square roots, for numbers that are never negative, such as second moments. With an integer codec, a
+    root that is not zero but below one step of its group is raised to that step: other numbers are divided by it later,
+    and a zero would make the quotient explode.
     """
 
     codec: Codec = field(default_factory=Identity)
@@ -27,15 +27,15 @@ class Coding:
 
     @property
     def is_plain(self) -> bool:
-        """Whether what lies on the disk are the numbers themselves."""
+        """Whether the numbers are stored as they are."""
         return isinstance(self.codec, Identity)
 
     def num_bytes(self, numel: int) -> int:
-        """Bytes of a packet."""
+        """Bytes of a packet of `numel` numbers."""
         return self.codec.packet_bytes(numel)
 
     def encode(self, values: Tensor, packet: Tensor, *, seed: int, counter: int) -> None:
-        """Write fp32 [n] to a packet, uint8 [num_bytes(n)]; changes `values`. seed, counter: see Codec."""
+        """Encode fp32 `values` [n] into `packet`, uint8 [num_bytes(n)]. Changes `values`. seed, counter: see Codec."""
         if self.of_roots:
             values.sqrt_()
             if isinstance(self.codec, Integer) and values.numel():
@@ -45,7 +45,7 @@ class Coding:
         self.codec.encode(values, seed=seed, counter=counter, out=packet)
 
     def decode(self, packet: Tensor, values: Tensor) -> None:
-        """The inverse of `encode`."""
+        """Decode `packet` into `values`; the inverse of `encode`."""
         self.codec.decode(packet, values.numel(), out=values)
         if self.of_roots:
             values.square_()

@@ -1,4 +1,4 @@
-"""A file on a disk that holds a part of this process's memory: read and written past the page cache, and measured."""
+"""A file on a disk that extends this process's memory. Reads and writes bypass the page cache and are measured."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from thinwire.tiers.pool import aligned
 
 @dataclass(frozen=True)
 class TierReading:
-    """Bytes that went to and from a disk, and seconds: of the disk, and of the training thread that waited for it."""
+    """Bytes read and written, seconds that the disk took, and seconds that the training thread waited for it."""
 
     read_bytes: int = 0
     written_bytes: int = 0
@@ -35,7 +35,7 @@ class TierReading:
 
 
 class TierMeter:
-    """Counts what all files of a process move; from any thread."""
+    """Counts what all files of a process read and write. Any thread may use it."""
 
     def __init__(self) -> None:
         self._lock, self._total = threading.Lock(), TierReading()
@@ -50,20 +50,20 @@ class TierMeter:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """What happens inside counts as waiting."""
+        """Context whose duration counts as waiting."""
         start = time.perf_counter()
         yield
         self.add(TierReading(wait_s=time.perf_counter() - start))
 
 
 class Pace:
-    """Holds reads and writes together to `rate` bytes per second; None: as fast as the disk."""
+    """Limits reads and writes together to `rate` bytes per second; None: no limit."""
 
     def __init__(self, rate: float | None = None) -> None:
         self.rate, self._lock, self._due_s = rate, threading.Lock(), 0.0
 
     def keep(self, num_bytes: int, since_s: float) -> None:
-        """Return when these bytes, begun at `since_s` of time.monotonic, may have passed."""
+        """Sleep until these bytes fit the rate. since_s: when their transfer began, on time.monotonic's clock."""
         if self.rate is None:
             return
         with self._lock:
@@ -72,14 +72,14 @@ class Pace:
 
 
 class DiskFile:
-    """A file of a fixed size without a name: its space is reserved at the start and free when the process ends.
+    """A file of fixed size without a name. Its space is reserved at the start, and freed when the process ends.
 
-    So nothing of an earlier run can be read, and nothing is left behind. Offsets, lengths and addresses are multiples
-    of a block. is_direct: whether it passes by the page cache, which not every file system allows.
+    Nothing of an earlier run can be read, and nothing is left behind. Offsets, lengths and addresses are multiples of a
+    block. is_direct: whether it bypasses the page cache, which not every file system allows.
     """
 
     def __init__(self, folder: Path, num_bytes: int, meter: TierMeter, pace: Pace) -> None:
-        """Raises ConfigError where there is no room for it, or where the folder is none on a disk."""
+        """Raises ConfigError if there is not enough space, or if the folder is not on a disk."""
         self.num_bytes, self.meter, self.pace, self.folder = aligned(num_bytes), meter, pace, folder
         check_folder(folder, self.num_bytes)
         folder.mkdir(parents=True, exist_ok=True)
@@ -108,11 +108,11 @@ class DiskFile:
         return file
 
     def read(self, place: int, memory: Tensor) -> None:
-        """Fill uint8 `memory` from byte `place` on. Raises ThinwireError where the disk fails."""
+        """Fill uint8 `memory` from byte `place` on. Raises ThinwireError if the disk fails."""
         self._move(os.preadv, place, memory)
 
     def write(self, place: int, memory: Tensor) -> None:
-        """Write uint8 `memory` to byte `place`. Raises ThinwireError where the disk fails."""
+        """Write uint8 `memory` to byte `place`. Raises ThinwireError if the disk fails."""
         self._move(os.pwritev, place, memory)
 
     def _move(self, call: object, place: int, memory: Tensor) -> None:
@@ -136,13 +136,13 @@ class DiskFile:
         self.meter.add(reading)
 
     def mapped(self, place: int, num_bytes: int) -> Tensor:
-        """These bytes as a tensor, uint8, that the kernel reads when they are touched; not to be written."""
+        """These bytes as a uint8 tensor that is only read; the kernel loads each page on first access."""
         start = place // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         memory = mmap.mmap(self._file, place - start + num_bytes, flags=mmap.MAP_SHARED, offset=start)
         return torch.frombuffer(memory, dtype=torch.uint8, offset=place - start, count=num_bytes)
 
     def close(self) -> None:
-        """Give the space back."""
+        """Free the file's space."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1

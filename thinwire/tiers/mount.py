@@ -1,4 +1,4 @@
-"""Which file system a folder lies on: a disk, or memory in a disk's clothes."""
+"""Finds out which file system a folder lies on, and whether that is a disk or memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ MOUNTS = Path("/proc/self/mountinfo")
 
 
 def mount_type(folder: Path) -> str:
-    """The type of the file system under a folder that need not exist yet, such as ext4; empty where Linux is not."""
+    """The type of the file system of a folder that need not exist yet, such as ext4.
+
+    Empty on systems other than Linux.
+    """
     if not MOUNTS.exists():
         return ""
     place, best, found = folder.absolute().resolve(), -1, ""
@@ -28,7 +31,7 @@ def mount_type(folder: Path) -> str:
 
 
 def check_folder(folder: Path, num_bytes: int) -> None:
-    """Raise ConfigError for a folder that can't be written, that lies in memory, or on a disk without `num_bytes`."""
+    """Raise ConfigError for a folder that is not writable, lies in memory, or is on a disk without `num_bytes` free."""
     if why := unusable_folder(folder):
         raise ConfigError(f"store {folder}: {why}")
     if not hasattr(os, "O_DIRECT"):

@@ -1,4 +1,4 @@
-"""Memory for what is on its way between a disk and the processor: slots of one size, taken once and used again."""
+"""Memory for transfers between disk and processor: slots of one size, allocated once and reused."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ BLOCK_BYTES = 4096
 
 
 def aligned(num_bytes: int) -> int:
-    """The next multiple of a block."""
+    """`num_bytes` rounded up to a multiple of a block."""
     return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
 def pages(num_bytes: int) -> Tensor:
-    """Zeros, uint8 [num_bytes], that begin with a page and go back to the system when nobody holds them."""
+    """Zeros, uint8 [num_bytes], aligned to a page. The memory returns to the system when no tensor uses it."""
     # Private, or the kernel would not count them as data of this process.
     memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes)
 
 
 class Pool:
-    """So many slots of `slot_bytes` each, uint8; whoever takes one when none is free waits."""
+    """Slots of `slot_bytes` each, uint8. Taking a slot waits until one is free."""
 
     def __init__(self, num_slots: int, slot_bytes: int) -> None:
         self.slot_bytes = aligned(slot_bytes)
@@ -34,7 +34,7 @@ class Pool:
         self.add(num_slots)
 
     def add(self, num_slots: int) -> None:
-        """Make room for more."""
+        """Add slots."""
         self.num_slots += num_slots
         for _ in range(num_slots):
             self._free.put(pages(self.slot_bytes))

@@ -1,4 +1,4 @@
-"""Long tensors in records, on a disk but for those that stay: the next record is read while one is in use."""
+"""Long tensors in records on a disk. The next record is read while one is in use; some records stay in memory."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ UNIT = BLOCK_BYTES // FP32_BYTES
 class Shelf:
     """Tensors of `numel` fp32 elements, one for each kind, in records of `record_numel` elements of all kinds.
 
-    A record is zero until it is put for the first time. Its checksums are kept here, so that what the disk gives back
-    is what it was given last. Nothing is held in memory but NUM_PASSING records and those that stay, the first ones,
-    and one record of fp32 numbers of each kind that lies on the disk in another way. Those have a second file, in
-    which `write_out` puts them as they are. Roundings are drawn by an element's number, and by how often all of its
-    record was put: they do not depend on the records' length, or on what stays.
+    A record is zero until its first `put`. Checksums of the records stay in memory, so a record that the disk damages
+    is noticed. Memory holds NUM_PASSING records, the first records that were told to `stay`, and one record of fp32
+    numbers of each kind that is stored encoded. Encoded kinds have a second file, to which `write_out` writes the plain
+    numbers. Rounding depends on an element's number and on how often its record was put, but not on the records' length
+    or on which records stay.
 
-    Raises ConfigError where the folder has no room for all of it.
+    Raises ConfigError if the folder has not enough space.
     """
 
     def __init__(
@@ -61,32 +61,32 @@ class Shelf:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all kinds, without the end of the last record."""
+        """Bytes of all kinds, without the padding of the last record."""
         return sum(coding.num_bytes(self.numel) for coding in self.kinds.values())
 
     def span(self, number: int) -> tuple[int, int]:
-        """The first element of a record, and the first behind it."""
+        """The first element of a record, and the one after its last."""
         return number * self.record_numel, min((number + 1) * self.record_numel, self.numel)
 
     def records(self, start: int, end: int) -> range:
-        """The records that hold elements [start, end)."""
+        """The numbers of the records that hold elements [start, end)."""
         return range(start // self.record_numel, -(-end // self.record_numel))
 
     def each(self) -> Iterator[int]:
-        """Every record's number in order; to be taken, and put or left, before the next."""
+        """Yield the number of every record, in order. Take each record, then put or leave it, before the next."""
         self.read_ahead(len(self._staying))
         yield from range(self.num_records)
 
     def read_ahead(self, number: int) -> None:
-        """Begin to read a record, unless it is in memory."""
+        """Start to read a record, unless it is in memory."""
         known = number in self._staying or number in self._reading or number in self._in_use
         if not known and number < self.num_records:
             self._reading[number] = self._reader.submit(self._read, number, self._writing.get(number))
 
     def take(self, number: int, kinds: Collection[str] | None = None) -> dict[str, Tensor]:
-        """A record's tensors by kind, fp32, to be changed in place until `put` or `leave`; one record at a time.
+        """The tensors of a record by kind, fp32. Take one record at a time.
 
-        kinds: those that are wanted; None: all.
+        The tensors may be changed in place until `put` or `leave`. kinds: the kinds to read; None: all.
         """
         if number in self._staying:
             return self._tensors(number, self._staying[number], kinds)
@@ -100,7 +100,10 @@ class Shelf:
         return self._tensors(number, self._in_use[number], kinds)
 
     def put(self, number: int, kinds: Collection[str] | None = None) -> None:
-        """These kinds of the record, or all, were changed: it stays, or is written in the background."""
+        """Store a record of which these kinds, or all, were changed: in memory if it stays, else on the disk.
+
+        Writing to the disk goes on in the background.
+        """
         if number in self._staying:
             self._encode(number, self._staying[number], kinds)
             return
@@ -113,31 +116,31 @@ class Shelf:
         self._writing[number] = self._writer.submit(self._write, number, slot, self._writing.get(number))
 
     def leave(self, number: int) -> None:
-        """The record was not changed."""
+        """Release the record, which was not changed."""
         if number not in self._staying:
             self.pool.give_back(self._in_use.pop(number))
 
     def stay(self, num_records: int) -> None:
-        """Keep this many more in memory from their next `put` on."""
+        """Let this many more records stay in memory, each from its next `put` on."""
         num_records = min(num_records, self.num_records - self.num_staying)
         if num_records > 0:
             self.pool.add(num_records)
             self.num_staying += num_records
 
     def flush(self) -> None:
-        """Return when all that was put is written."""
+        """Wait until all changed records are written."""
         with self.meter.waiting():
             for future in self._writing.values():
                 future.result()
         self._writing.clear()
 
     def mapped(self, kind: str, start: int, end: int) -> Tensor:
-        """Elements [start, end) as they lie on the disk, read when they are touched; after `write_out`."""
+        """Elements [start, end) as a view of the file, read when accessed. Call `write_out` first."""
         place, file = start * FP32_BYTES, self._plain.get(kind, self.files[kind])
         return file.mapped(place, end * FP32_BYTES - place).view(torch.float32)
 
     def write_out(self) -> None:
-        """Bring what stays in memory to the disk too."""
+        """Write the records that stay in memory to the disk too."""
         self.flush()
         for number, slot in self._staying.items():
             self._put_down(number, slot)
@@ -148,7 +151,7 @@ class Shelf:
             self.leave(number)
 
     def close(self) -> None:
-        """Give memory and space back."""
+        """Free memory and disk space."""
         self._reader.shutdown()
         self._writer.shutdown()
         for file in (*self.files.values(), *self._plain.values()):
@@ -214,7 +217,7 @@ class Shelf:
         self._sums[number] = sums
 
     def _check_written(self) -> None:
-        """Raise the error of a write that has failed."""
+        """Raise the error of a write that failed in the background."""
         for number in [number for number, future in self._writing.items() if future.done()]:
             self._writing.pop(number).result()
 
